@@ -1,0 +1,20 @@
+"""The wire.  Adding a communicator is one file here, one test file, and one line below."""
+
+from distopt.comm.communicator import Communicator
+from distopt.comm.local import LocalCommunicator
+from distopt.comm.metered import Metered
+from distopt.comm.mpi import MpiCommunicator
+from distopt.comm.ordered import Ordered
+from distopt.comm.threads import ThreadCommunicator, run_ranks
+from distopt.comm.world import world
+
+__all__ = [
+    "Communicator",
+    "LocalCommunicator",
+    "Metered",
+    "MpiCommunicator",
+    "Ordered",
+    "ThreadCommunicator",
+    "run_ranks",
+    "world",
+]

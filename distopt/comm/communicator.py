@@ -1,0 +1,151 @@
+"""What every communicator can do, and the two things that several of them share."""
+
+import abc
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from distopt import device
+from distopt.guard import Control
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+HALVES = (np.dtype(np.float16), BFLOAT16)
+NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)), *HALVES)
+
+
+class Communicator(abc.ABC):
+    """The wire: ``size`` ranks that all call the same verbs in the same order.
+
+    Arrays are C-contiguous, of any shape and length, zero included, and of one of the dtypes in ``NUMBERS``.  Sums of
+    float16 and bfloat16 are formed in float32, in rank order, and rounded once.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    control: Control
+    xp: ModuleType = np
+    rank_ordered = False  # does all_reduce add in rank order: ((x0 + x1) + x2) + ...?
+    why = ""
+
+    @abc.abstractmethod
+    def all_reduce(self, x: np.ndarray) -> None:
+        """Replace x, in place, by its sum over ranks; the same bits on every rank."""
+
+    @abc.abstractmethod
+    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:
+        """Every rank's x, flat, in rank order; with ``ragged`` the lengths may differ."""
+
+    @abc.abstractmethod
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
+        """Send ``parts[r]`` to rank r; return the parts for this rank, flat, in rank order.
+
+        Without ``ragged`` every rank's part for this one is as long as this rank's own part for itself.
+        """
+
+    @abc.abstractmethod
+    def broadcast(self, x: np.ndarray, root: int = 0) -> None:
+        """Replace x, in place, by rank ``root``'s."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has come."""
+
+    def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
+        """This rank's slice (see ``slices``) of the sum over ranks of x, added in rank order."""
+        flat = x.reshape(-1)
+        return sum_in_rank_order(self.all_to_all([flat[s] for s in slices(x.size, self.size)]))
+
+    def wait(self) -> None:
+        """Results are visible to the caller's current stream from here on; does not block the host on a GPU."""
+
+    def alloc(self, n: int, dtype: Any) -> np.ndarray:
+        """Zeroed flat memory that this communicator likes."""
+        return device.zeros(n, dtype)
+
+    def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
+        """The same array on every rank, in rank order, if it can be read directly from here; else None."""
+        return None
+
+    def close(self) -> None:
+        """Give back what the communicator holds."""
+
+    def __repr__(self) -> str:
+        reason = f": {self.why}" if self.why else ""
+        return f"<{type(self).__name__}, rank {self.rank} of {self.size}, {self.xp.__name__}{reason}>"
+
+
+class Wrapper(Communicator):
+    """A communicator around a communicator: subclasses change the verbs they care about."""
+
+    def __init__(self, comm: Communicator):
+        self.comm, self.rank, self.size, self.local_rank = comm, comm.rank, comm.size, comm.local_rank
+        self.control, self.xp, self.rank_ordered = comm.control, comm.xp, comm.rank_ordered
+
+    def all_reduce(self, x: np.ndarray) -> None:
+        """As the inner communicator, like all verbs below."""
+        self.comm.all_reduce(x)
+
+    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:  # noqa: D102
+        return self.comm.all_gather(x, ragged)
+
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:  # noqa: D102
+        return self.comm.all_to_all(parts, ragged)
+
+    def reduce_scatter(self, x: np.ndarray) -> np.ndarray:  # noqa: D102
+        return self.comm.reduce_scatter(x)
+
+    def broadcast(self, x: np.ndarray, root: int = 0) -> None:  # noqa: D102
+        self.comm.broadcast(x, root)
+
+    def barrier(self) -> None:  # noqa: D102
+        self.comm.barrier()
+
+    def wait(self) -> None:  # noqa: D102
+        self.comm.wait()
+
+    def alloc(self, n: int, dtype: Any) -> np.ndarray:  # noqa: D102
+        return self.comm.alloc(n, dtype)
+
+    def peers(self, x: np.ndarray) -> list[np.ndarray] | None:  # noqa: D102
+        return self.comm.peers(x)
+
+    def close(self) -> None:  # noqa: D102
+        self.comm.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.comm!r})"
+
+
+def slices(n: int, size: int) -> list[slice]:
+    """Cut [0, n) into one slice per rank, of lengths that differ by at most one."""
+    bounds = [n * r // size for r in range(size + 1)]
+    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """((x0 + x1) + x2) + ..., a new array; halves are added in float32 and rounded once."""
+    dtype = parts[0].dtype
+    total = parts[0].astype(np.float32 if dtype in HALVES else dtype)
+    for x in parts[1:]:
+        total += x
+    return total.astype(dtype, copy=False)
+
+
+def checked(x: np.ndarray, writable: bool = True) -> np.ndarray:
+    """x as a flat view; TypeError unless a communicator can carry it."""
+    if not isinstance(x, np.ndarray) or x.dtype not in NUMBERS:
+        raise TypeError(f"a communicator carries arrays of {', '.join(map(str, NUMBERS))}, got {_kind(x)}")
+    if not x.flags.c_contiguous or (writable and not x.flags.writeable):
+        raise TypeError(f"a communicator wants C-contiguous{' writable' * writable} arrays, got {_kind(x)}")
+    return x.reshape(-1)
+
+
+def _kind(x: Any) -> str:
+    if not isinstance(x, np.ndarray):
+        return type(x).__name__
+    flaws = ", not contiguous" * (not x.flags.c_contiguous) + ", read-only" * (not x.flags.writeable)
+    return f"{x.dtype if x.dtype.isnative else x.dtype.str} {x.shape}{flaws}"

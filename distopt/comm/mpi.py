@@ -1,0 +1,207 @@
+"""Ranks are MPI processes, arrays are numpy's."""
+
+import atexit
+import functools
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distopt.comm.communicator import HALVES, Communicator, checked, slices
+from distopt.guard import LEAVE, Control, abort_on_exception
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# How each launcher tells a process the size of the world that it started.
+LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "an Open MPI mpirun",
+    "PMI_SIZE": "an MPICH-like mpiexec",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+
+
+def launched(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
+    """The world size that a launcher announced in the environment, and how; None if there was no launcher."""
+    for variable, launcher in LAUNCHERS.items():
+        if environ.get(variable, "").isdigit():
+            return int(environ[variable]), f"{launcher} set {variable}={environ[variable]}"
+    return None
+
+
+@functools.cache
+def _mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ImportError(f"MPI is not usable here ({error}): pip install 'distopt[mpi]'") from error
+    return MPI
+
+
+def brand() -> str:
+    """The MPI library that mpi4py runs on, as 'MPICH 5.0.2'."""
+    MPI = _mpi()
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
+def check_launcher(size: int, environ: Mapping[str, str] = os.environ) -> None:
+    """RuntimeError if the launcher started another number of processes than the MPI library sees.
+
+    That happens when ``mpirun`` and the MPI library are of different brands: N processes would each train alone.
+    """
+    world = launched(environ)
+    if world and world[0] != size:
+        raise RuntimeError(
+            f"the launcher started {world[0]} processes ({world[1]}), but the MPI library of mpi4py, {brand()}, sees "
+            f"{size}: launcher and library are of different brands, and every process would train alone. "
+            "Start with this environment's own launcher: distopt run -n N script.py (distopt doctor shows both)"
+        )
+
+
+class MpiControl(Control):
+    """Votes over an MPI communicator of their own."""
+
+    def __init__(self, comm: "MPI.Comm"):
+        self.rank, self.size, self._comm = comm.rank, comm.size, comm
+
+    def maximum(self, votes: np.ndarray) -> None:
+        """Replace an int64 vector by its elementwise maximum over ranks."""
+        self.start(votes).Wait()
+
+    def start(self, votes: np.ndarray) -> "MPI.Request":
+        """A vote is non-blocking, so that a rank that leaves can take part in it without waiting for one in order."""
+        MPI = _mpi()
+        return self._comm.Iallreduce(MPI.IN_PLACE, votes, MPI.MAX)
+
+    def gather(self, text: str) -> list[str]:
+        """One text per rank, in rank order."""
+        mine = np.frombuffer(text.encode(), np.uint8)
+        sizes = np.empty(self.size, np.int64)
+        self._comm.Allgather(np.array([mine.size]), sizes)
+        everyone = np.empty(int(sizes.sum()), np.uint8)
+        self._comm.Allgatherv(mine, (everyone, sizes))
+        return [part.tobytes().decode() for part in np.split(everyone, np.cumsum(sizes)[:-1])]
+
+
+_controls: list[MpiControl] = []
+
+
+def _leave() -> None:
+    """At exit: tell the ranks that still want to exchange that this one is gone, on whichever communicator they are."""
+    if not _mpi().Is_initialized() or _mpi().Is_finalized():
+        return
+    votes = {control: np.array(LEAVE, np.int64) for control in _controls if not control.broken}
+    waiting = {control: control.start(vote) for control, vote in votes.items()}
+    while waiting:
+        for control in [c for c, request in waiting.items() if request.Test()]:
+            del waiting[control]
+            control.finish_leaving(votes[control])
+        time.sleep(0.001)
+
+
+@functools.cache
+def _join(abort: Any, rank: int) -> None:
+    """Once per process: an exception ends the job, an exit is announced."""
+    abort_on_exception(rank, abort)
+    atexit.register(_leave)
+
+
+class MpiCommunicator(Communicator):
+    """``comm`` (default COMM_WORLD) for numpy arrays; data and votes travel on duplicates of it.
+
+    With more than one rank an uncaught exception on any rank ends the whole job from here on.
+
+    Raises ImportError without mpi4py, and RuntimeError if the launcher's world is not COMM_WORLD's (``check_launcher``).
+    """
+
+    CHUNK = 1 << 30  # elements or bytes per MPI call: Open MPI counts in 32 bits
+
+    def __init__(self, comm: "MPI.Comm | None" = None, why: str = ""):
+        MPI = _mpi()
+        check_launcher(MPI.COMM_WORLD.size)
+        self._comm = (comm or MPI.COMM_WORLD).Dup()
+        self.rank, self.size = self._comm.rank, self._comm.size
+        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank = node.rank
+        node.Free()
+        self.rank_ordered = self.size <= 2
+        self.why = f"{brand()}{', ' + why if why else ''}"
+        self.control = MpiControl(self._comm.Dup())
+        if self.size > 1:
+            _controls.append(self.control)
+            _join(MPI.COMM_WORLD.Abort, MPI.COMM_WORLD.rank)
+
+    def all_reduce(self, x: np.ndarray) -> None:
+        """Replace x, in place, by its sum over ranks."""
+        flat = checked(x)
+        if flat.dtype in HALVES:
+            for part, s in zip(self._all_gather(self.reduce_scatter(flat), flat.size), self._slices(flat), strict=True):
+                flat[s] = part
+            return
+        for start in range(0, flat.size, self.CHUNK):
+            self._comm.Allreduce(_mpi().IN_PLACE, flat[start : start + self.CHUNK])
+
+    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:
+        """Every rank's x, flat, in rank order."""
+        flat = checked(x, writable=False)
+        sizes = self._sizes(flat.size) if ragged else [flat.size] * self.size
+        return self._swap([flat] * self.size, sizes)
+
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
+        """Send ``parts[r]`` to rank r; return the parts for this rank, in rank order."""
+        if len(parts) != self.size:
+            raise ValueError(f"parts must be {self.size} arrays, one per rank, got {len(parts)}")
+        flats = [checked(x, writable=False) for x in parts]
+        if not ragged:
+            return self._swap(flats, [flats[self.rank].size] * self.size)
+        sizes = np.empty(self.size, np.int64)
+        self._comm.Alltoall(np.array([x.size for x in flats], np.int64), sizes)
+        return self._swap(flats, sizes.tolist())
+
+    def broadcast(self, x: np.ndarray, root: int = 0) -> None:
+        """Replace x, in place, by rank ``root``'s."""
+        raw = checked(x).view(np.uint8)
+        for start in range(0, raw.size, self.CHUNK):
+            self._comm.Bcast(raw[start : start + self.CHUNK], root)
+
+    def barrier(self) -> None:
+        """Return when every rank has come."""
+        self._comm.Barrier()
+
+    def close(self) -> None:
+        """Give the MPI communicators back; collective."""
+        if self.control in _controls:
+            _controls.remove(self.control)
+        self._comm.Free()
+
+    def _slices(self, flat: np.ndarray) -> list[slice]:
+        return slices(flat.size, self.size)
+
+    def _sizes(self, n: int) -> list[int]:
+        sizes = np.empty(self.size, np.int64)
+        self._comm.Allgather(np.array([n], np.int64), sizes)
+        return [int(s) for s in sizes]
+
+    def _all_gather(self, mine: np.ndarray, n: int) -> list[np.ndarray]:
+        """Gather the slices of an array of n elements."""
+        return self._swap([mine] * self.size, [s.stop - s.start for s in slices(n, self.size)])
+
+    def _swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
+        """Send ``parts[r]`` to rank r and receive ``sizes[r]`` elements from it, as bytes in chunks."""
+        got = [np.empty(n, parts[0].dtype) for n in sizes]
+        requests = []
+        for rank in range(self.size):
+            if rank == self.rank:
+                got[rank][...] = parts[rank]
+                continue
+            requests += [self._comm.Irecv(piece, rank) for piece in self._pieces(got[rank])]
+            requests += [self._comm.Isend(piece, rank) for piece in self._pieces(parts[rank])]
+        _mpi().Request.Waitall(requests)
+        return got
+
+    def _pieces(self, x: np.ndarray) -> list[np.ndarray]:
+        raw = x.view(np.uint8)
+        return [raw[start : start + self.CHUNK] for start in range(0, raw.size, self.CHUNK)]

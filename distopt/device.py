@@ -1,0 +1,39 @@
+"""Memory, and what there is of a GPU: the only module that touches cupy's runtime."""
+
+import importlib.util
+import mmap
+from typing import Any
+
+import numpy as np
+
+HUGE_PAGE = 2 << 20
+
+
+def zeros(n: int, dtype: Any) -> np.ndarray:
+    """Zeroed flat host memory for ``n`` elements, aligned to 64 bytes, or to 2 MiB (huge pages) from 2 MiB on."""
+    nbytes = n * np.dtype(dtype).itemsize
+    align = HUGE_PAGE if nbytes >= HUGE_PAGE else 64
+    if align == HUGE_PAGE:
+        pages = mmap.mmap(-1, nbytes + align)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        raw = np.frombuffer(pages, np.uint8)
+    else:
+        raw = np.zeros(nbytes + align, np.uint8)
+    start = -raw.ctypes.data % align
+    return raw[start : start + nbytes].view(dtype)
+
+
+def gpu_state() -> str:
+    """'ok', or in one line why this process cannot use a GPU and what would help; imports cupy if it is installed."""
+    if importlib.util.find_spec("cupy") is None:
+        return "cupy is not installed: pip install 'distopt[cuda13]' (or [cuda12])"
+    try:
+        import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except ImportError as error:
+        return f"cupy is broken: {error}"
+    except Exception as error:  # cupy's own CUDARuntimeError; its class lives in the module that may have failed
+        return f"no CUDA driver: {error}"
+    return "ok" if count else "the CUDA driver sees no device: check CUDA_VISIBLE_DEVICES"

@@ -1,0 +1,147 @@
+"""Nobody hangs, nothing is half-applied: the vote before data moves, and the end of a job when one rank fails.
+
+A step is *collect, check, vote, exchange, update*.  What goes wrong on one rank before the vote is kept as an error and
+handed to the vote, so that every rank raises the same text and nothing is applied anywhere.
+"""
+
+import abc
+import builtins
+import hashlib
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+# The entries of a vote, an int64 vector of which each rank gets the maximum over ranks.
+FINGERPRINT, MINUS_FINGERPRINT, ERROR, REPORT, LEAVING, STAYING = range(6)
+LEAVE = (0, 0, False, False, True, False)  # what a rank whose script has ended votes
+
+Describe = Callable[[], list[str]]
+E = TypeVar("E", bound=Exception)
+
+
+class PeerLeft(RuntimeError):
+    """Another rank has left the job while this one still wants to exchange."""
+
+
+def fingerprint(lines: Iterable[str]) -> int:
+    """63 bits of the lines' hash: a vote compares what the ranks are about to do by it."""
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class Control(abc.ABC):
+    """Small host messages between the ranks of one communicator; never NCCL, and nothing but votes.
+
+    A communicator implements the two verbs ``maximum`` and ``gather``.
+    """
+
+    rank: int
+    size: int
+    progress = "the start"  # what this rank voted for last
+    _gone: PeerLeft | None = None
+
+    @abc.abstractmethod
+    def maximum(self, votes: np.ndarray) -> None:
+        """Replace an int64 vector by its elementwise maximum over ranks."""
+
+    @abc.abstractmethod
+    def gather(self, text: str) -> list[str]:
+        """One text per rank, in rank order."""
+
+    def vote(
+        self, name: str, mark: int, describe: Describe, error: Exception | None = None, report: str = ""
+    ) -> list[str]:
+        """Agree that every rank is about to do the same thing, and that no rank has an error.
+
+        ``mark`` is the fingerprint of what this rank is about to do, and ``describe`` lists it in lines when ranks
+        differ; ``name`` says it in a word.  Returns the ranks' reports, one text per rank, or [] if none has any.
+
+        Raises on every rank alike: the error of the lowest rank that has one; ValueError naming the first line that
+        differs; PeerLeft if a rank has ended.
+        """
+        if self._gone:
+            raise self._gone
+        self.progress = name
+        votes = np.array([mark, -mark, error is not None, bool(report), False, True], np.int64)
+        self.maximum(votes)
+        if votes[LEAVING]:
+            self._gone = self._peer_left(self.gather(""))
+            raise self._gone
+        if votes[ERROR]:
+            _raise_first(self.gather(_encode(error)), error)
+        if votes[FINGERPRINT] != -votes[MINUS_FINGERPRINT]:
+            raise _agreed(ValueError(_first_difference([json.loads(t) for t in self.gather(json.dumps(describe()))])))
+        return self.gather(report) if votes[REPORT] else []
+
+    @property
+    def broken(self) -> bool:
+        """Has another rank left, so that no vote is possible any more?"""
+        return self._gone is not None
+
+    def finish_leaving(self, votes: np.ndarray) -> None:
+        """After a vote that began as ``LEAVE``: tell those who stay, if any do, how far this rank came."""
+        if votes[STAYING]:
+            self.gather(f"rank {self.rank} left after {self.progress}")
+
+    def _peer_left(self, texts: list[str]) -> PeerLeft:
+        text = f"{'; '.join(filter(None, texts))}; rank {texts.index('')} and others wanted to go on: {self.progress}"
+        return _agreed(PeerLeft(text), speaker=texts.index(""), patience=0.5)
+
+
+def _encode(error: Exception | None) -> str:
+    return "" if error is None else json.dumps([type(error).__name__, str(error)])
+
+
+def _raise_first(texts: list[str], own: Exception | None) -> NoReturn:
+    """Raise the lowest failing rank's error on every rank, with its built-in type, or as a RuntimeError."""
+    rank, text = next((r, t) for r, t in enumerate(texts) if t)
+    name, message = json.loads(text)
+    kind = getattr(builtins, name, None)
+    if kind in (ValueError, TypeError, FloatingPointError, RuntimeError, MemoryError):
+        raise _agreed(kind(f"rank {rank}: {message}"), speaker=rank) from own
+    raise _agreed(RuntimeError(f"rank {rank}: {name}: {message}"), speaker=rank) from own
+
+
+def _first_difference(plans: list[list[str]]) -> str:
+    """Name the first line in which a rank differs from rank 0."""
+    other = next(r for r, plan in enumerate(plans) if plan != plans[0])
+    ours, theirs = plans[0], plans[other]
+    line = next((k for k, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    first, second = (plan[line] if line < len(plan) else "nothing" for plan in (ours, theirs))
+    return f"ranks differ: rank 0 has {first}, rank {other} has {second}"
+
+
+def _agreed(error: E, speaker: int = 0, patience: float = 0.0) -> E:
+    """Mark an error that every rank raises: only ``speaker`` prints its traceback when nobody catches it."""
+    error.agreed = (speaker, patience)  # type: ignore[attr-defined]
+    return error
+
+
+def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
+    """From now on an exception that nobody catches, in any thread, ends the whole job: peers must not wait for ever."""
+
+    def end(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        speaker, patience = getattr(error, "agreed", (rank, 0.0))
+        if rank == speaker:
+            _say(f"rank {rank}: " + "".join(traceback.format_exception(kind, error, trace)))
+            time.sleep(patience)
+        else:
+            _say(f"rank {rank}: {kind.__name__}, as on rank {speaker}\n")
+            time.sleep(5)  # rank `speaker` prints the cause and ends the job
+        abort(130 if kind is KeyboardInterrupt else 1)
+
+    sys.excepthook = end
+    threading.excepthook = lambda args: end(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(text)  # one write: lines of different ranks stay whole
+    sys.stderr.flush()

@@ -1,0 +1,48 @@
+// Stochastic gradient descent, with SINGA's and PyTorch's momentum: the learning rate stands outside the buffer.
+#include "update.h"
+
+// w <- w - lr d
+KERNEL(sgd)(const Member *rows, long long count, const real *grad, double scale, double limit, double lr,
+            double decay) {
+  FOR_EACH_CHUNK(c, rows, count) {
+    const Member m = rows[c.row];
+    const real *g = grad + m.offset;
+    real *w = m.data;
+    const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
+    FOR_EACH_IN(i, c) w[i] -= step * direction(g[i], w[i], mean, most, wd);
+  }
+}
+
+// b <- momentum b + gain d;  w <- w - lr b          [gain = 1 - dampening, from the first step on]
+KERNEL(sgd_momentum)(const Member *rows, long long count, const real *grad, real *buffer, double scale, double limit,
+                     double lr, double decay, double momentum, double gain) {
+  FOR_EACH_CHUNK(c, rows, count) {
+    const Member m = rows[c.row];
+    const real *g = grad + m.offset;
+    real *w = m.data, *b = buffer + m.offset;
+    const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
+    const real mu = (real)momentum, in = (real)gain;
+    FOR_EACH_IN(i, c) {
+      const real next = mu * b[i] + in * direction(g[i], w[i], mean, most, wd);
+      b[i] = next;
+      w[i] -= step * next;
+    }
+  }
+}
+
+// b <- momentum b + d;  w <- w - lr (d + momentum b)          [Nesterov]
+KERNEL(sgd_nesterov)(const Member *rows, long long count, const real *grad, real *buffer, double scale, double limit,
+                     double lr, double decay, double momentum) {
+  FOR_EACH_CHUNK(c, rows, count) {
+    const Member m = rows[c.row];
+    const real *g = grad + m.offset;
+    real *w = m.data, *b = buffer + m.offset;
+    const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
+    const real mu = (real)momentum;
+    FOR_EACH_IN(i, c) {
+      const real d = direction(g[i], w[i], mean, most, wd), next = mu * b[i] + d;
+      b[i] = next;
+      w[i] -= step * (d + mu * next);
+    }
+  }
+}
