@@ -1,1 +1,12 @@
-"""distopt"""
+"""Wrap any optimizer so that N processes train one model.
+
+Pack the gradients, exchange what is worth sending, keep the rest, take the mean, step.
+"""
+
+from distopt import comm, compress, optim
+from distopt.comm import run_ranks, world
+from distopt.dist_opt import DistOpt
+from distopt.gradients import Parameter
+
+__version__ = "0.1.0"
+__all__ = ["DistOpt", "Parameter", "__version__", "comm", "compress", "optim", "run_ranks", "world"]

@@ -77,7 +77,7 @@ class Control(abc.ABC):
         if votes[ERROR]:
             _raise_first(self.gather(_encode(error)), error)
         if votes[FINGERPRINT] != -votes[MINUS_FINGERPRINT]:
-            raise _agreed(ValueError(_first_difference([json.loads(t) for t in self.gather(json.dumps(describe()))])))
+            raise agreed(ValueError(_first_difference([json.loads(t) for t in self.gather(json.dumps(describe()))])))
         return self.gather(report) if votes[REPORT] else []
 
     @property
@@ -91,8 +91,8 @@ class Control(abc.ABC):
             self.gather(f"rank {self.rank} left after {self.progress}")
 
     def _peer_left(self, texts: list[str]) -> PeerLeft:
-        text = f"{'; '.join(filter(None, texts))}; rank {texts.index('')} and others wanted to go on: {self.progress}"
-        return _agreed(PeerLeft(text), speaker=texts.index(""), patience=0.5)
+        left = "; ".join(filter(None, texts))
+        return agreed(PeerLeft(f"{left}, before {self.progress}"), speaker=texts.index(""), patience=0.5)
 
 
 def _encode(error: Exception | None) -> str:
@@ -105,8 +105,8 @@ def _raise_first(texts: list[str], own: Exception | None) -> NoReturn:
     name, message = json.loads(text)
     kind = getattr(builtins, name, None)
     if kind in (ValueError, TypeError, FloatingPointError, RuntimeError, MemoryError):
-        raise _agreed(kind(f"rank {rank}: {message}"), speaker=rank) from own
-    raise _agreed(RuntimeError(f"rank {rank}: {name}: {message}"), speaker=rank) from own
+        raise agreed(kind(f"rank {rank}: {message}"), speaker=rank) from own
+    raise agreed(RuntimeError(f"rank {rank}: {name}: {message}"), speaker=rank) from own
 
 
 def _first_difference(plans: list[list[str]]) -> str:
@@ -118,10 +118,45 @@ def _first_difference(plans: list[list[str]]) -> str:
     return f"ranks differ: rank 0 has {first}, rank {other} has {second}"
 
 
-def _agreed(error: E, speaker: int = 0, patience: float = 0.0) -> E:
-    """Mark an error that every rank raises: only ``speaker`` prints its traceback when nobody catches it."""
+def agreed(error: E, speaker: int = 0, patience: float = 0.0) -> E:
+    """Mark an error that every rank raises alike: only ``speaker`` prints its traceback when nobody catches it."""
     error.agreed = (speaker, patience)  # type: ignore[attr-defined]
     return error
+
+
+class NonfinitePolicy:
+    """What happens to a step when a gradient of any rank is not finite: 'raise', 'skip' or 'propagate'.
+
+    'raise': FloatingPointError on every rank.  'skip': the step is dropped on every rank and counted; ``PATIENCE`` in a
+    row raise.  'propagate': nobody looks.
+    """
+
+    POLICIES = ("raise", "skip", "propagate")
+    PATIENCE = 10
+
+    def __init__(self, policy: str):
+        if policy not in self.POLICIES:
+            raise ValueError(f"nonfinite must be one of {self.POLICIES}, got {policy!r}")
+        self.policy = policy
+        self.skipped = self.in_a_row = 0
+
+    @property
+    def looks(self) -> bool:
+        """Does anybody look?"""
+        return self.policy != "propagate"
+
+    def accepts(self, name: str, reports: list[str]) -> bool:
+        """Is the step to be applied?  ``reports`` are the ranks' findings, [] if there are none."""
+        if not reports:
+            self.in_a_row = 0
+            return True
+        found = "; ".join(f"rank {r}: {report}" for r, report in enumerate(reports) if report)
+        if self.policy == "raise":
+            raise agreed(FloatingPointError(f"gradients of {name} are not finite: {found}"))
+        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+        if self.in_a_row == self.PATIENCE:
+            raise agreed(FloatingPointError(f"{name}: {self.PATIENCE} steps in a row are not finite: {found}"))
+        return False
 
 
 def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
@@ -130,7 +165,7 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
     def end(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         speaker, patience = getattr(error, "agreed", (rank, 0.0))
         if rank == speaker:
-            _say(f"rank {rank}: " + "".join(traceback.format_exception(kind, error, trace)))
+            _say(f"rank {rank}: " + "".join(traceback.format_exception(kind, error, _without_runner(trace))))
             time.sleep(patience)
         else:
             _say(f"rank {rank}: {kind.__name__}, as on rank {speaker}\n")
@@ -139,6 +174,16 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
 
     sys.excepthook = end
     threading.excepthook = lambda args: end(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def _without_runner(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script on, without the frames of ``python -m mpi4py``."""
+    while trace and trace.tb_next:
+        module = trace.tb_frame.f_globals
+        if module["__name__"] != "runpy" and module.get("__package__") != "mpi4py":
+            break
+        trace = trace.tb_next
+    return trace
 
 
 def _say(text: str) -> None:

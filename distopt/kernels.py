@@ -16,7 +16,7 @@ import operator
 import pathlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -76,7 +76,7 @@ def _member_dtype() -> np.dtype:
 
 
 MEMBER = _member_dtype()
-CHUNK = 4096
+CHUNK = int(re.findall(r"#define CHUNK (\d+)", (NATIVE / "portable.h").read_text())[0])
 
 
 class Members:
@@ -116,72 +116,107 @@ class Members:
         return flat[offset : offset + int(self.rows["size"][row])].reshape(self.shapes[row])
 
 
+class Parameter(NamedTuple):
+    """One parameter of a kernel, as the C text declares it."""
+
+    kind: str
+    is_array: bool
+    name: str
+
+
 class Kernel:
-    """One kernel of native/; call it as ``kernel(members or nothing, *the remaining parameters of the C text)``."""
+    """One kernel of native/, with the parameters behind those that stand for its size."""
 
-    def __init__(self, name: str, parameters: str):
-        matches = [_PARAMETER.fullmatch(p) for p in parameters.split(",")]
-        triples = [(m[1], bool(m[2]), m[3]) for m in matches if m]
-        self.name, self.tabled = name, triples[0][0] == "Member"
-        self.parameters = triples[2:] if self.tabled else triples[1:]
+    head: tuple[Any, ...]  # the C types in front of the parameters
 
-    def __call__(self, *args: Any) -> None:
-        members, values = (args[0], args[1:]) if self.tabled else (None, args)
+    def __init__(self, name: str, parameters: Sequence[Parameter]):
+        self.name, self.parameters = name, parameters
+        self._functions: dict[str, Any] = {}
+
+    def _run(
+        self, real: np.dtype, head: Sequence[int], values: Sequence[Any], sizes: Callable[[str, int], bool]
+    ) -> None:
+        """Call the function for dtype ``real``; ``sizes(kind, n)`` says whether an array may have n elements."""
         if len(values) != len(self.parameters):
-            raise TypeError(f"{self.name} takes {[p[2] for p in self.parameters]}, got {len(values)} arguments")
-        real = self._real(members, values)
-        if members is None:
-            n = next(v.size for v, (_, is_array, _) in zip(values, self.parameters, strict=True) if is_array)
-            head, least, most = (n,), n, n
-        else:
-            n = len(members.names)
-            head, least, most = (members.rows.ctypes.data, n), members.extent, None
-        tail = [
-            self._array(v, kind, name, real, n if kind == "long long" else least, most) if is_array else v
-            for v, (kind, is_array, name) in zip(values, self.parameters, strict=True)
-        ]
-        self._function(_REALS[real])(*head, *tail)
-
-    def _real(self, members: Members | None, values: Sequence[Any]) -> np.dtype:
-        """float32 or float64: the dtype of the table, or of the first array that the text calls ``real``."""
-        real: np.dtype = members.dtype if members is not None else next(
-            v.dtype for v, (kind, is_array, _) in zip(values, self.parameters, strict=True) if is_array and kind == "real"
-        )
+            raise TypeError(f"{self.name} takes {[p.name for p in self.parameters]}, got {len(values)} arguments")
         if real not in _REALS:
             raise TypeError(f"{self.name} works on float32 and float64, got {real}")
-        return real
+        arguments = []
+        for value, p in zip(values, self.parameters, strict=True):
+            if p.is_array:
+                _check(f"{self.name}: {p.name}", value, real if p.kind == "real" else np.dtype(_ARRAYS[p.kind]))
+                if not sizes(p.kind, value.size):
+                    raise ValueError(f"{self.name}: {p.name} has {value.size} elements, which is not the others' size")
+                value = value.ctypes.data
+            arguments.append(value)
+        self._function(_REALS[real])(*head, *arguments)
 
-    def _array(self, a: Any, kind: str, name: str, real: np.dtype, least: int, most: int | None) -> int:
-        """The address of an array argument, checked against the text."""
-        if not isinstance(a, np.ndarray):
-            raise TypeError(f"{self.name}: {name} must be a numpy array, got {type(a).__name__}")
-        dtype = real if kind == "real" else np.dtype(_ARRAYS[kind])
-        if a.dtype != dtype or not a.flags.c_contiguous:
-            raise TypeError(f"{self.name}: {name} must be contiguous {dtype}, got {a.dtype}")
-        if a.size < least or (most is not None and a.size > most):
-            raise ValueError(f"{self.name}: {name} has {a.size} elements, wants {least}")
-        return a.ctypes.data
-
-    @functools.cache  # noqa: B019  kernels live as long as the module
-    def _function(self, real: str) -> Callable[..., None]:
-        function = getattr(library(), f"{self.name}_{real}")
-        pointers = [ctypes.c_void_p, ctypes.c_longlong] if self.tabled else [ctypes.c_longlong]
-        function.argtypes = pointers + [
-            ctypes.c_void_p if is_array else _SCALARS[kind] for kind, is_array, _ in self.parameters
-        ]
-        function.restype = None
-        return function  # type: ignore[no-any-return]
+    def _function(self, real: str) -> Any:
+        if real not in self._functions:
+            function = getattr(library(), f"{self.name}_{real}")
+            function.argtypes = [
+                *self.head,
+                *(ctypes.c_void_p if p.is_array else _SCALARS[p.kind] for p in self.parameters),
+            ]
+            function.restype = None
+            self._functions[real] = function
+        return self._functions[real]
 
 
-def _read() -> dict[str, Kernel]:
-    found = [m.groups() for text in texts() if text.suffix == ".cu" for m in _KERNEL.finditer(text.read_text())]
-    return {name: Kernel(name, parameters) for name, parameters in found}
+class FlatKernel(Kernel):
+    """``KERNEL(name)(long long n, ...)``: works on arrays of one size, which is n."""
+
+    head = (ctypes.c_longlong,)
+
+    def __call__(self, *values: Any) -> None:
+        """Call it with the parameters behind ``n``."""
+        pairs = list(zip(values, self.parameters, strict=False))
+        n = next(v.size for v, p in pairs if p.is_array)
+        real = next(v.dtype for v, p in pairs if p.is_array and p.kind == "real")
+        self._run(real, (n,), values, lambda kind, size: size == n)
+
+
+class TableKernel(Kernel):
+    """``KERNEL(name)(const Member *rows, long long count, ...)``: works on all tensors of a bucket in one call."""
+
+    head = (ctypes.c_void_p, ctypes.c_longlong)
+
+    def __call__(self, members: Members, *values: Any) -> None:
+        """Call it with a table, and the parameters behind ``count``: flat arrays hold the bucket, others a row each."""
+        rows = len(members.names)
+        self._run(
+            members.dtype,
+            (members.rows.ctypes.data, rows),
+            values,
+            lambda kind, size: size >= (members.extent if kind == "real" else rows),
+        )
+
+
+def _check(what: str, a: Any, dtype: np.dtype) -> None:
+    if not isinstance(a, np.ndarray):
+        raise TypeError(f"{what} must be a numpy array, got {type(a).__name__}")
+    if a.dtype != dtype or not a.flags.c_contiguous:
+        raise TypeError(
+            f"{what} must be contiguous {dtype}, got {a.dtype}{', not contiguous' * (not a.flags.c_contiguous)}"
+        )
+
+
+def _read() -> dict[str, FlatKernel | TableKernel]:
+    """All kernels of native/, by name."""
+    found: dict[str, FlatKernel | TableKernel] = {}
+    for text in texts():
+        for name, declared in _KERNEL.findall(text.read_text()) if text.suffix == ".cu" else ():
+            matches = [m for m in map(_PARAMETER.fullmatch, declared.split(",")) if m]
+            parameters = [Parameter(m[1], bool(m[2]), m[3]) for m in matches]
+            table = parameters[0].kind == "Member"
+            found[name] = TableKernel(name, parameters[2:]) if table else FlatKernel(name, parameters[1:])
+    return found
 
 
 KERNELS = _read()
 
 
-def __getattr__(name: str) -> Kernel:
+def __getattr__(name: str) -> Callable[..., None]:
     try:
         return KERNELS[name]
     except KeyError:

@@ -1,6 +1,7 @@
 """What every communicator can do, and the two things that several of them share."""
 
 import abc
+import itertools
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -59,7 +60,7 @@ class Communicator(abc.ABC):
         flat = x.reshape(-1)
         return sum_in_rank_order(self.all_to_all([flat[s] for s in slices(x.size, self.size)]))
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # noqa: B027  host collectives have nothing to wait for
         """Results are visible to the caller's current stream from here on; does not block the host on a GPU."""
 
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
@@ -70,7 +71,7 @@ class Communicator(abc.ABC):
         """The same array on every rank, in rank order, if it can be read directly from here; else None."""
         return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most hold nothing
         """Give back what the communicator holds."""
 
     def __repr__(self) -> str:
@@ -123,7 +124,7 @@ class Wrapper(Communicator):
 def slices(n: int, size: int) -> list[slice]:
     """Cut [0, n) into one slice per rank, of lengths that differ by at most one."""
     bounds = [n * r // size for r in range(size + 1)]
-    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:

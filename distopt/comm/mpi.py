@@ -2,7 +2,9 @@
 
 import atexit
 import functools
+import io
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -104,7 +106,9 @@ def _leave() -> None:
 
 @functools.cache
 def _join(abort: Any, rank: int) -> None:
-    """Once per process: an exception ends the job, an exit is announced."""
+    """Once per process: an exception ends the job, an exit is announced, and output leaves line by line."""
+    if os.environ.get("DISTOPT_RUN") and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     abort_on_exception(rank, abort)
     atexit.register(_leave)
 
@@ -114,7 +118,7 @@ class MpiCommunicator(Communicator):
 
     With more than one rank an uncaught exception on any rank ends the whole job from here on.
 
-    Raises ImportError without mpi4py, and RuntimeError if the launcher's world is not COMM_WORLD's (``check_launcher``).
+    Raises ImportError without mpi4py, and RuntimeError if the launcher's world is not COMM_WORLD's.
     """
 
     CHUNK = 1 << 30  # elements or bytes per MPI call: Open MPI counts in 32 bits

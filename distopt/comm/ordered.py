@@ -6,7 +6,7 @@ from distopt.comm.communicator import Communicator, Wrapper, checked, slices
 
 
 class Ordered(Wrapper):
-    """A communicator whose all_reduce adds in rank order, on any transport and in any chunking: the same bits everywhere.
+    """A communicator whose all_reduce adds in rank order: the same bits on any transport and in any chunking.
 
     Slices go to their owners by all_to_all, are added there in rank order, and are gathered: the bytes of a ring.
     """

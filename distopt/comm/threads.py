@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from distopt.comm.communicator import Communicator, checked, sum_in_rank_order
 from distopt.guard import Control, PeerLeft
 
+T = TypeVar("T")
 Action = Callable[[list[Any]], list[Any]]
 
 
@@ -143,7 +144,7 @@ def _broadcast(arrays: list[np.ndarray], root: int) -> list[Any]:
     return arrays
 
 
-def run_ranks[T](size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
+def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
     """Call ``main(comm)`` on ``size`` threads and return their results in rank order.
 
     If ranks raise, the error of the first one to do so is raised here; a rank that waits for one that has ended gets

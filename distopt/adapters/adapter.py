@@ -1,0 +1,55 @@
+"""What DistOpt asks of an optimizer."""
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distopt import kernels
+from distopt.buckets import Buffers
+from distopt.gradients import Gradient
+
+
+class Adapter(abc.ABC):
+    """One way to hand gradients to an optimizer object; the default is one parameter after the other."""
+
+    def __init__(self, opt: Any):
+        self.opt = opt
+
+    @staticmethod
+    @abc.abstractmethod
+    def fits(opt: Any) -> bool:
+        """Does this object speak this adapter's protocol?"""
+
+    @abc.abstractmethod
+    def apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> None:
+        """Update one parameter: ``param`` as the caller gave it, ``value`` its array."""
+
+    def update(self, buffers: Buffers, order: Mapping[str, Gradient], sums: Sequence[np.ndarray], scale: float) -> None:
+        """Update all parameters by ``scale`` times the flat sums of their buckets, in backward order."""
+        means: dict[str, np.ndarray] = {}
+        for buffer, total in zip(buffers, sums, strict=True):
+            kernels.scale(total, scale)
+            means |= buffer.views(total)
+        for name, g in order.items():
+            self.apply(name, g.param, g.value, means[name])
+
+    def step(self) -> None:
+        """All parameters have been updated."""
+        if hasattr(self.opt, "step"):
+            self.opt.step()
+
+    def state_dict(self) -> Any:
+        """The optimizer's own states, None if it has no ``state_dict`` or ``get_states``."""
+        save = getattr(self.opt, "state_dict", getattr(self.opt, "get_states", None))
+        return save() if save else None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Hand states back to the optimizer."""
+        load = getattr(self.opt, "load_state_dict", getattr(self.opt, "set_states", None))
+        if load and state is not None:
+            load(state)
+
+    def __repr__(self) -> str:
+        return f"optimizer {type(self.opt).__name__}"

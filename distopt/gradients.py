@@ -1,0 +1,148 @@
+"""From a "loss" to gradients by parameter name, in the order of their arrival."""
+
+import difflib
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+LOSSES = (
+    "loss must be an iterable of (param, grad) pairs (a generator too), a callable that returns one, "
+    "or an object whose backward() yields one"
+)
+
+
+@dataclass(eq=False)
+class Parameter:
+    """A named parameter: ``data`` is what the optimizer changes in place."""
+
+    name: str
+    data: np.ndarray
+    grad: np.ndarray | None = None
+    grad_req: str = "write"
+
+
+class Gradient(NamedTuple):
+    """One parameter's gradient, checked; ``grad`` is None if there is none."""
+
+    param: Any  # as the caller gave it
+    value: np.ndarray
+    grad: np.ndarray | None
+
+
+def pairs(loss: Any) -> Iterator[tuple[Any, Any]]:
+    """The (param, grad) pairs of a loss, one by one; TypeError for what is no loss."""
+    if callable(getattr(loss, "backward", None)):
+        loss = loss.backward()
+    elif callable(loss):
+        loss = loss()
+    if not isinstance(loss, Iterable):
+        raise TypeError(f"{LOSSES}; got {_kind(loss)}")
+    for pair in loss:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"{LOSSES}; among the pairs was {_kind(pair)}")
+        yield pair[0], pair[1]
+
+
+class Collector:
+    """Who is who: all gradients of a loss by parameter name, the same names at every step.
+
+    A name is ``param.name``; a bare array gets its position on the first step as a name, and is recognised by identity
+    afterwards.
+    """
+
+    def __init__(self, allow_missing: bool = False):
+        self.allow_missing = allow_missing
+        self.order: dict[str, Gradient] = {}  # the first step's parameters, in its order, as they were last seen
+        self._bare: dict[int, tuple[str, np.ndarray]] = {}  # holds the arrays, so that an id is not used again
+
+    def identify(self, param: Any) -> tuple[str, np.ndarray]:
+        """The name and the array of a parameter.
+
+        Raises TypeError for what is no parameter, and ValueError for a bare array that comes after the first step.
+        """
+        if isinstance(param, np.ndarray):
+            if id(param) not in self._bare:
+                if self.order:
+                    raise ValueError("a bare array that was not there on the first step: use distopt.Parameter")
+                self._bare[id(param)] = f"parameter {len(self._bare)}", param
+            return self._bare[id(param)]
+        if not hasattr(param, "name") or not hasattr(param, "data"):
+            raise TypeError(f"a parameter is an array, or has name and data (distopt.Parameter), got {_kind(param)}")
+        return param.name, param.data
+
+    def collect(self, loss: Any) -> dict[str, Gradient]:
+        """The gradients of a loss, by name, in the order of their arrival.
+
+        Raises TypeError and ValueError that name the parameter: for a name given twice, not known or without gradient,
+        for parameters that are not writable C-contiguous float32 or float64 or that overlap, and for gradients of
+        another shape or dtype.
+        """
+        found: dict[str, Gradient] = {}
+        for param, grad in pairs(loss):
+            name, value = self.identify(param)
+            if self.order and name not in self.order:
+                near = "".join(f"; did you mean {n}?" for n in difflib.get_close_matches(str(name), self.order, 1))
+                raise ValueError(f"{name}: not a parameter of the first step{near}")
+            if name in found:
+                places = f"positions {list(found).index(name)} and {len(found)}"
+                raise ValueError(f"{name}: given twice, at {places}; names must be unique")
+            value = _checked_value(name, value)
+            found[name] = Gradient(param, value, _checked_gradient(name, value, grad))
+        missing = [n for n in self.order or found if n not in found or found[n].grad is None]
+        if missing and not self.allow_missing:
+            raise ValueError(f"no gradient for {', '.join(missing[:5])}; allow_missing=True would take zeros")
+        if not self.order:
+            _refuse_overlap(found)
+        self.order.update(found)
+        return found
+
+    def forget(self) -> None:
+        """The first step did not happen."""
+        self.order.clear()
+        self._bare.clear()
+
+
+def _checked_value(name: str, value: Any) -> np.ndarray:
+    if not isinstance(name, str):
+        raise TypeError(f"a parameter's name must be a string, got {name!r}")
+    if not isinstance(value, np.ndarray) or value.dtype not in FLOATS or not value.dtype.isnative:
+        raise TypeError(
+            f"{name}: a parameter must be a float32 or float64 array in native byte order, got {_kind(value)}"
+        )
+    if not value.flags.c_contiguous or not value.flags.writeable:
+        raise ValueError(f"{name}: a parameter must be C-contiguous and writable, got {_kind(value)}")
+    return value
+
+
+def _checked_gradient(name: str, value: np.ndarray, grad: Any) -> np.ndarray | None:
+    """The gradient, copied only if it is not contiguous."""
+    if grad is None:
+        return None
+    if isinstance(grad, np.generic):
+        grad = np.asarray(grad)  # a 0-d parameter's gradient is often a numpy scalar
+    if not isinstance(grad, np.ndarray):
+        raise TypeError(f"{name}: a gradient must be an array, got {_kind(grad)}")
+    if grad.dtype != value.dtype or not grad.dtype.isnative:
+        raise TypeError(f"{name}: the gradient must have the parameter's dtype {value.dtype}, got {_kind(grad)}")
+    if grad.shape != value.shape:
+        raise ValueError(f"{name}: the gradient must have the parameter's shape {value.shape}, got {grad.shape}")
+    return np.asarray(grad, order="C")
+
+
+def _refuse_overlap(found: dict[str, Gradient]) -> None:
+    """Two parameters in one memory would be updated twice."""
+    spans = sorted((g.value.ctypes.data, g.value.nbytes, name) for name, g in found.items() if g.value.nbytes)
+    for (start, nbytes, name), (other_start, _, other) in itertools.pairwise(spans):
+        if other_start < start + nbytes:
+            raise ValueError(f"{name} and {other} share memory; give tied parameters once, with the summed gradient")
+
+
+def _kind(x: Any) -> str:
+    if not isinstance(x, np.ndarray):
+        return f"{type(x).__name__}: {x!r:.60}"
+    flaws = ", not contiguous" * (not x.flags.c_contiguous) + ", read-only" * (not x.flags.writeable)
+    return f"an array {x.shape} {x.dtype if x.dtype.isnative else x.dtype.str}{flaws}"

@@ -1,0 +1,7 @@
+"""Optimizers and schedules.  Adding one is a kernel text, one file here, one test file, and one line below."""
+
+from distopt.optim.optimizer import Optimizer
+from distopt.optim.schedules import Constant, DecayScheduler, ExponentialDecay
+from distopt.optim.sgd import SGD
+
+__all__ = ["SGD", "Constant", "DecayScheduler", "ExponentialDecay", "Optimizer"]

@@ -1,0 +1,127 @@
+"""What every optimizer of distopt is made of: its hyper-parameters, its state by parameter name, and two ways in."""
+
+import abc
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from distopt import device
+from distopt.kernels import Members
+from distopt.optim.schedules import Number, hyper
+
+State = dict[str, Any]
+
+
+class Optimizer(abc.ABC):
+    """SINGA's protocol, and the fused path: ``apply`` updates one parameter, ``update_bucket`` all of a bucket.
+
+    Both run the same kernel, so they agree to the bit.  Every rule starts from
+    ``d = clip(rescale_grad * mean, +-clip_gradient) + weight_decay * w``; ``lr_mult`` and ``wd_mult``, keyed by
+    parameter name, multiply the learning rate and the weight decay of single parameters.  ``clip_gradient`` None or
+    <= 0 clips nothing.
+
+    A subclass names its state arrays in ``slots``, each of the parameter's size and zero at first, and calls its kernel
+    in ``_update``; ``hypers`` are the names of its hyper-parameters.
+    """
+
+    slots: tuple[str, ...] = ()
+    hypers: tuple[str, ...] = ("lr", "weight_decay")
+
+    def __init__(
+        self,
+        lr: Number,
+        weight_decay: Number = 0.0,
+        *,
+        rescale_grad: float = 1.0,
+        clip_gradient: float | None = None,
+        lr_mult: Mapping[str, float] | None = None,
+        wd_mult: Mapping[str, float] | None = None,
+    ):
+        self.lr, self.weight_decay = hyper("lr", lr), hyper("weight_decay", weight_decay)
+        self.rescale_grad = hyper("rescale_grad", rescale_grad, least=-math.inf)(0)
+        self.clip_gradient = math.inf if clip_gradient is None or clip_gradient <= 0 else float(clip_gradient)
+        self.lr_mult, self.wd_mult = dict(lr_mult or {}), dict(wd_mult or {})
+        self.step_counter = 0
+        self._state: dict[str, dict[str, np.ndarray]] = {slot: {} for slot in self.slots}
+        self._flats: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
+        self._tables: dict[str, Members] = {}
+
+    @property
+    def lr_value(self) -> float:
+        """The learning rate of the next update."""
+        return self.lr(self.step_counter)
+
+    def apply(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
+        """Update one parameter in place; ``grad`` has its shape and dtype, and may be changed."""
+        if name not in self._tables or self._tables[name].shapes != (value.shape,):
+            self._tables[name] = Members([name], [value.shape], [0], value.dtype)
+        flat = grad.reshape(-1)
+        self.update_bucket(self._tables[name].point_to([value]), flat, 1.0)
+
+    def update_bucket(self, members: Members, grad: np.ndarray, scale: float) -> None:
+        """Update the parameters that ``members`` points to by ``scale * grad``, flat, in one kernel call."""
+        self._update(members, grad, scale * self.rescale_grad, self._flat_state(members))
+
+    @abc.abstractmethod
+    def _update(self, members: Members, grad: np.ndarray, scale: float, state: dict[str, np.ndarray]) -> None:
+        """Call the kernel; ``state`` has a flat array per slot, laid out as ``grad``."""
+
+    def step(self) -> None:
+        """Every parameter has been updated: the next update is number ``step_counter + 1``."""
+        self.step_counter += 1
+
+    def __call__(self, pairs: Iterable[tuple[Any, np.ndarray]]) -> None:
+        """``apply`` for every pair of (parameter with ``name`` and ``data``, gradient), then one ``step``."""
+        for param, grad in pairs:
+            self.apply(param.name, param.data, grad)
+        self.step()
+
+    def __repr__(self) -> str:
+        """The rule and its hyper-parameters as they are now: ranks compare it."""
+        now = [f"{name}={getattr(self, name)(self.step_counter)}" for name in self.hypers]
+        fixed = [f"{name}={getattr(self, name)}" for name in ("rescale_grad", "clip_gradient", "lr_mult", "wd_mult")]
+        return f"{type(self).__name__}({', '.join(now + fixed)})"
+
+    def get_states(self) -> State:
+        """Everything that changes between steps: ``step_counter``, and per slot a dict of arrays by parameter name."""
+        return {"step_counter": self.step_counter} | {
+            slot: {name: a.copy() for name, a in arrays.items()} for slot, arrays in self._state.items()
+        }
+
+    def set_states(self, states: State) -> None:
+        """Go on from what ``get_states`` returned.
+
+        Raises ValueError if these are not the states of this kind of optimizer.
+        """
+        if set(states) != {"step_counter", *self.slots}:
+            raise ValueError(f"{type(self).__name__} has the states step_counter {self.slots}, got {sorted(states)}")
+        self.step_counter = int(states["step_counter"])
+        self._state = {slot: {n: np.array(a) for n, a in states[slot].items()} for slot in self.slots}
+        self._flats.clear()
+
+    state_dict, load_state_dict = get_states, set_states
+
+    def _flat_state(self, members: Members) -> dict[str, np.ndarray]:
+        """The flat state of a bucket; what its parameters had elsewhere moves in by name."""
+        flats = self._flats.get(members.names)
+        if flats is None:
+            for names in [n for n in self._flats if not set(n).isdisjoint(members.names)]:
+                del self._flats[names]
+            flats = self._flats[members.names] = {s: device.zeros(members.extent, members.dtype) for s in self.slots}
+            for slot, flat in flats.items():
+                for row, name in enumerate(members.names):
+                    self._move_in(slot, name, members.view(flat, row))
+        if self.lr_mult or self.wd_mult:
+            members.rows["lr"] = [self.lr_mult.get(n, 1.0) for n in members.names]
+            members.rows["decay"] = [self.wd_mult.get(n, 1.0) for n in members.names]
+        return flats
+
+    def _move_in(self, slot: str, name: str, view: np.ndarray) -> None:
+        old = self._state[slot].get(name)
+        if old is not None:
+            if old.shape != view.shape:
+                raise ValueError(f"state {slot} of {name} has shape {old.shape}, the parameter {view.shape}")
+            view[...] = old
+        self._state[slot][name] = view

@@ -1,0 +1,51 @@
+"""Stochastic gradient descent."""
+
+from typing import Any
+
+import numpy as np
+
+from distopt import kernels
+from distopt.kernels import Members
+from distopt.optim.optimizer import Optimizer
+from distopt.optim.schedules import Number, hyper
+
+
+class SGD(Optimizer):
+    """SGD with momentum as in SINGA (and PyTorch): the learning rate stands outside the momentum buffer.
+
+    ``d = g + weight_decay w``; without momentum ``w -= lr d``.  With momentum
+    ``b = momentum b + (1 - dampening) d``, b zero at first, so that dampening acts from the first step on, and
+    ``w -= lr b``; with ``nesterov`` ``w -= lr (d + momentum b)`` (Sutskever et al., 2013).
+
+    Every hyper-parameter is a number or a schedule of k, the updates applied so far; parameters are float32 or
+    float64.  Raises ValueError for a negative or infinite value, and for nesterov without momentum or with dampening.
+    """
+
+    hypers = ("lr", "momentum", "dampening", "weight_decay")
+
+    def __init__(
+        self,
+        lr: Number = 0.1,
+        momentum: Number = 0.0,
+        dampening: Number = 0.0,
+        weight_decay: Number = 0.0,
+        nesterov: bool = False,
+        **options: Any,
+    ):
+        has_momentum = callable(momentum) or momentum != 0
+        self.slots = ("moments",) if has_momentum else ()
+        super().__init__(lr, weight_decay, **options)
+        self.momentum, self.dampening = hyper("momentum", momentum, most=1.0), hyper("dampening", dampening, most=1.0)
+        if nesterov and (not has_momentum or callable(dampening) or dampening != 0):
+            raise ValueError("nesterov needs momentum above 0 and no dampening")
+        self.nesterov = nesterov
+
+    def _update(self, members: Members, grad: np.ndarray, scale: float, state: dict[str, np.ndarray]) -> None:
+        k = self.step_counter
+        common = (scale, self.clip_gradient, self.lr(k), self.weight_decay(k))
+        if self.nesterov:
+            kernels.sgd_nesterov(members, grad, state["moments"], *common, self.momentum(k))
+        elif self.slots:
+            kernels.sgd_momentum(members, grad, state["moments"], *common, self.momentum(k), 1.0 - self.dampening(k))
+        else:
+            kernels.sgd(members, grad, *common)
