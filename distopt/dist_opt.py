@@ -136,13 +136,14 @@ class DistOpt:
         at = At(self.step_counter, self._wire.rank, self._wire.size)
         algorithm = choose(compressor)
         sums = self._window.add(self._memory, lambda b, x: algorithm(x, compressor, self._wire, b.state, at))
-        if sums:
-            self._wire.wait()
-            mean = 1.0 / (self._wire.size * self._window.num_batches)
-            self._optimizer.update(self._memory, self._collector.order, sums, mean)
-            self._window.start(sums)
-            self._finish()
-        return bool(sums)
+        if sums is None:
+            return False
+        self._wire.wait()
+        mean = 1.0 / (self._wire.size * self._window.num_batches)
+        self._optimizer.update(self._memory, self._collector.order, sums, mean)
+        self._window.start(sums)
+        self._finish()
+        return True
 
     def _prepare(self, found: dict[str, Gradient], compressor: Compressor, threshold: int | None) -> None:
         """Everything that this rank can do and check alone: the plan, if it changes, and the packing."""

@@ -63,7 +63,8 @@ INLINE bool next_chunk(Chunk &c, const Member *rows, long long count) {
 
 #include <cstring>
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#ifdef EVERY_SIMD_LEVEL  // given on the command line, to compile for one level only
+#elif defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define EVERY_SIMD_LEVEL __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define EVERY_SIMD_LEVEL

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ class Launcher(NamedTuple):
         share = str(max(1, len(os.sched_getaffinity(0)) // ranks))
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), share)
         env = threads | (OPEN_MPI if self.brand == "Open MPI" else {}) | dict(os.environ) | {"DISTOPT_RUN": str(ranks)}
+        if sys.stderr.isatty():
+            env["DISTOPT_TTY"] = "1"  # ranks write to pipes, but somebody is watching
         env.pop("PYTHONUNBUFFERED", None)  # it writes each argument of print apart, so that lines of ranks mix
         return env
 

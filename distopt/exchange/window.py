@@ -20,10 +20,10 @@ class Window:
         self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
         self.batches = 0  # calls since the last step
 
-    def add(self, buffers: Buffers, exchange: Exchange) -> list[np.ndarray]:
+    def add(self, buffers: Buffers, exchange: Exchange) -> list[np.ndarray] | None:
         """Take in this call's gradients.
 
-        Returns per bucket the sum over ranks and over the window, or [] as long as the window is open.
+        Returns per bucket the sum over ranks and over the window, or None as long as the window is open.
         """
         gradients = [b.gradient for b in buffers]
         if self.num_batches == 1:
@@ -35,7 +35,7 @@ class Window:
             kernels.accumulate(gradient, total)
         self.batches += 1
         if self.batches < self.num_batches:
-            return []
+            return None
         return _exchanged(buffers, exchange, sums) if self.sync_on_apply else sums
 
     def start(self, sums: Sequence[np.ndarray]) -> None:

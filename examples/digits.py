@@ -1,0 +1,207 @@
+"""Train a small network on scikit-learn's digits, on any number of ranks.
+
+    distopt run -n 2 examples/digits.py [--model cnn] [--plot digits.png]
+
+The backward pass is written by hand; it yields (parameter, gradient) pairs from the last layer to the first, which is
+all that distopt asks of a framework.  The batch is shared out over the ranks, so that every number of ranks trains
+alike.
+"""
+
+import argparse
+import os
+import sys
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+import distopt
+
+
+class Dense:
+    """y = x w + b for x (batch, inputs)."""
+
+    def __init__(self, name, inputs, outputs, rng):
+        scale = np.sqrt(2 / inputs)
+        self.w = distopt.Parameter(f"{name}.w", (scale * rng.standard_normal((inputs, outputs))).astype(np.float32))
+        self.b = distopt.Parameter(f"{name}.b", np.zeros(outputs, np.float32))
+        self.params = [self.w, self.b]
+
+    def forward(self, x):
+        self.x, self.shape = x.reshape(len(x), -1), x.shape
+        return self.x @ self.w.data + self.b.data
+
+    def backward(self, dy):
+        pairs = [(self.b, dy.sum(0)), (self.w, self.x.T @ dy)]
+        return (dy @ self.w.data.T).reshape(self.shape), pairs
+
+
+class Conv:
+    """3 x 3 convolution with zero padding for x (batch, channels, height, width), as one matrix product."""
+
+    def __init__(self, name, channels, filters, rng):
+        self.product = Dense(name, 9 * channels, filters, rng)
+        self.params = self.product.params
+
+    def forward(self, x):
+        xp = distopt.world().xp
+        self.shape = batch, channels, height, width = x.shape
+        padded = xp.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+        windows = xp.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
+        columns = windows.transpose(0, 2, 3, 1, 4, 5).reshape(batch * height * width, 9 * channels)
+        return self.product.forward(columns).reshape(batch, height, width, -1).transpose(0, 3, 1, 2)
+
+    def backward(self, dy):
+        batch, channels, height, width = self.shape
+        dcolumns, pairs = self.product.backward(dy.transpose(0, 2, 3, 1).reshape(batch * height * width, -1))
+        dwindows = dcolumns.reshape(batch, height, width, channels, 3, 3).transpose(4, 5, 0, 3, 1, 2)
+        padded = distopt.world().xp.zeros((batch, channels, height + 2, width + 2), np.float32)
+        for i in range(3):
+            for j in range(3):
+                padded[:, :, i : i + height, j : j + width] += dwindows[i, j]
+        return padded[:, :, 1:-1, 1:-1], pairs
+
+
+class Relu:
+    params = ()
+
+    def forward(self, x):
+        self.on = x > 0
+        return x * self.on
+
+    def backward(self, dy):
+        return dy * self.on, []
+
+
+class MaxPool:
+    """The largest of every 2 x 2 square."""
+
+    params = ()
+
+    def forward(self, x):
+        batch, channels, height, width = x.shape
+        self.squares = x.reshape(batch, channels, height // 2, 2, width // 2, 2)
+        self.largest = self.squares.max((3, 5), keepdims=True)
+        return self.largest.reshape(batch, channels, height // 2, width // 2)
+
+    def backward(self, dy):
+        taken = self.squares == self.largest
+        dx = dy[:, :, :, None, :, None] * taken / taken.sum((3, 5), keepdims=True)
+        batch, channels, height, _, width, _ = dx.shape
+        return dx.reshape(batch, channels, 2 * height, 2 * width).astype(np.float32), []
+
+
+MODELS = {
+    "mlp": lambda rng: [Dense("hidden", 64, 128, rng), Relu(), Dense("out", 128, 10, rng)],
+    "cnn": lambda rng: [
+        *(Conv("conv1", 1, 16, rng), Relu(), MaxPool()),
+        *(Conv("conv2", 16, 32, rng), Relu(), MaxPool()),
+        Dense("out", 128, 10, rng),
+    ],
+}
+
+
+def forward(layers, x):
+    for layer in layers:
+        x = layer.forward(x)
+    return x
+
+
+def loss_and_slope(scores, labels):
+    """Mean cross-entropy of a batch, and its derivative by the scores."""
+    scores = scores - scores.max(1, keepdims=True)
+    exponentials = np.exp(scores)
+    p = exponentials / exponentials.sum(1, keepdims=True)
+    rows = np.arange(len(labels))
+    loss = -np.log(p[rows, labels]).mean()
+    p[rows, labels] -= 1
+    return float(loss), p / np.float32(len(labels))
+
+
+def backward(layers, slope):
+    """(parameter, gradient) pairs, from the last layer to the first."""
+    for layer in reversed(layers):
+        slope, pairs = layer.backward(slope)
+        yield from pairs
+
+
+def digits(xp):
+    """1437 images to train on and 360 to test, (n, 1, 8, 8), and their labels."""
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    images = (data.images[order] / 16).astype(np.float32)[:, None]
+    images, labels = xp.asarray(images), xp.asarray(data.target[order])
+    return (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
+
+
+def show_progress(done, total, loss):
+    """A bar on a terminal, a line now and then elsewhere."""
+    if sys.stderr.isatty() or os.environ.get("DISTOPT_TTY"):
+        bar = "#" * (30 * done // total)
+        print(
+            f"\r[{bar:30}] epoch {done}/{total}  loss {loss:.4f} ",
+            end="\n" * (done == total),
+            file=sys.stderr,
+            flush=True,
+        )
+    elif done % 10 == 0 or done == total:
+        print(f"epoch {done}/{total}  loss {loss:.4f}")
+
+
+def plot(path, losses, bytes_sent):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    left.semilogy(losses)
+    left.set(xlabel="epoch", ylabel="training loss")
+    right.plot(np.array(bytes_sent) / 1e6)
+    right.set(xlabel="epoch", ylabel="MB sent per rank, so far")
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=64, help="samples per step, shared out over the ranks")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--plot", metavar="FILE", help="draw loss and bytes (needs distopt[plot])")
+    given = parser.parse_args()
+
+    world = distopt.comm.Metered(distopt.world(given.device))
+    (images, labels), (test_images, test_labels) = digits(world.xp)
+    rng = np.random.default_rng(given.seed)
+    layers = MODELS[given.model](rng)
+    opt = distopt.DistOpt(distopt.optim.SGD(given.lr, momentum=0.9, weight_decay=1e-4), world)
+
+    share = max(1, given.batch // world.size)
+    steps = len(labels) // (share * world.size)
+    losses, bytes_sent = [], []
+    for epoch in range(given.epochs):
+        order = rng.permutation(len(labels))[: steps * share * world.size].reshape(steps, world.size, share)
+        total = np.zeros(1)
+        for mine in order[:, world.rank]:
+            loss, slope = loss_and_slope(forward(layers, images[mine]), labels[mine])
+            opt(backward(layers, slope))
+            total += loss
+        sent = world.wire["all_reduce"]
+        opt.all_reduce(total)
+        losses.append(float(total[0]) / steps / world.size)
+        bytes_sent.append(sent)
+        if world.rank == 0:
+            show_progress(epoch + 1, given.epochs, losses[-1])
+
+    if world.rank == 0:
+        accuracy = float((forward(layers, test_images).argmax(1) == test_labels).mean())
+        print(f"test accuracy {accuracy:.4f}")
+        print(f"sent per rank and step: {bytes_sent[-1] / opt.step_counter:,.0f} bytes ({world.size} ranks)")
+        if given.plot:
+            plot(given.plot, losses, bytes_sent)
+
+
+if __name__ == "__main__":
+    main()

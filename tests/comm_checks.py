@@ -1,0 +1,145 @@
+"""What every communicator must do, as a function of it; all ranks call it."""
+
+import ml_dtypes
+import numpy as np
+
+from distopt.comm import Metered, MpiCommunicator, Ordered
+from distopt.comm.communicator import NUMBERS, slices
+
+SIZES = [0, 1, 7, 1000, 2503]
+
+
+def values(n, dtype, rank):
+    """Small whole numbers, exact in every dtype, that differ per rank."""
+    return ((np.arange(n) + 3 * rank) % 8 + rank).astype(dtype)
+
+
+def verbs(comm):
+    """Every verb, with every dtype and edge sizes."""
+    for dtype in NUMBERS:
+        for n in SIZES:
+            everyone = [values(n, dtype, r) for r in range(comm.size)]
+            mine = everyone[comm.rank].copy()
+
+            comm.all_reduce(mine)
+            np.testing.assert_array_equal(mine, sum(e.astype(np.float64) for e in everyone).astype(dtype))
+            assert mine.dtype == dtype
+
+            for got, want in zip(comm.all_gather(everyone[comm.rank]), everyone, strict=True):
+                np.testing.assert_array_equal(got, want)
+                assert got.dtype == dtype
+
+            part = comm.reduce_scatter(everyone[comm.rank].copy())
+            np.testing.assert_array_equal(
+                part, sum(e.astype(np.float64) for e in everyone)[slices(n, comm.size)[comm.rank]].astype(dtype)
+            )
+            for root in {0, comm.size - 1}:
+                x = everyone[comm.rank].copy()
+                comm.broadcast(x, root)
+                np.testing.assert_array_equal(x, everyone[root])
+    ragged(comm)
+    shapes(comm)
+    comm.barrier()
+    comm.wait()
+
+
+def ragged(comm):
+    """Lengths that differ per rank, none among them."""
+    lengths = [(5 * r + 3) % 7 if r else 0 for r in range(comm.size)]
+    got = comm.all_gather(values(lengths[comm.rank], np.int32, comm.rank), ragged=True)
+    assert [g.tolist() for g in got] == [values(n, np.int32, r).tolist() for r, n in enumerate(lengths)]
+    parts = [np.full(10 * comm.rank + to, comm.rank, np.float64) for to in range(comm.size)]
+    got = comm.all_to_all(parts, ragged=True)
+    assert [g.tolist() for g in got] == [[r] * (10 * r + comm.rank) for r in range(comm.size)]
+    parts = [np.full(3 + to, 100 * comm.rank + to, np.int64) for to in range(comm.size)]
+    got = comm.all_to_all(parts)
+    assert [g.tolist() for g in got] == [[100 * r + comm.rank] * (3 + comm.rank) for r in range(comm.size)]
+
+
+def shapes(comm):
+    """Any shape is summed in place; memory from alloc is zeroed; what others received is not this rank's to change."""
+    x = np.full((2, 3), comm.rank + 1.0, np.float32)
+    comm.all_reduce(x)
+    np.testing.assert_array_equal(x, np.full((2, 3), comm.size * (comm.size + 1) / 2))
+    scalar = np.array(1.0)
+    comm.all_reduce(scalar)
+    assert scalar == comm.size
+    memory = comm.alloc(1 << 20, np.float32)
+    assert not memory.any()
+    assert memory.ctypes.data % (2 << 20) == 0
+    sent = np.arange(4.0)
+    got = comm.all_gather(sent)
+    sent[:] = -1
+    comm.barrier()
+    assert all(g.tolist() == [0, 1, 2, 3] for g in got)
+
+
+def halves(comm):
+    """Sums of halves are formed in float32, in rank order, and rounded once."""
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        everyone = [np.random.default_rng(r).standard_normal(999).astype(dtype) for r in range(comm.size)]
+        total = everyone[0].astype(np.float32)
+        for x in everyone[1:]:
+            total = total + x.astype(np.float32)
+        x = everyone[comm.rank].copy()
+        comm.all_reduce(x)
+        np.testing.assert_array_equal(x, total.astype(dtype))
+
+
+def ordered(comm):
+    """Ordered(comm) adds in rank order, whatever the transport does, in any chunking."""
+    rng = [np.random.default_rng([5, r]) for r in range(comm.size)]
+    everyone = [r.standard_normal(1001).astype(np.float32) * 10.0 ** r.integers(-3, 3, 1001).astype("f4") for r in rng]
+    total = everyone[0].copy()
+    for x in everyone[1:]:
+        total = total + x
+    whole, pieces = everyone[comm.rank].copy(), everyone[comm.rank].copy()
+    Ordered(comm).all_reduce(whole)
+    np.testing.assert_array_equal(whole, total)
+    for start in range(0, 1001, 77):
+        Ordered(comm).all_reduce(pieces[start : start + 77])
+    np.testing.assert_array_equal(pieces, total)
+
+
+def meters(comm):
+    """Payload is what was handed over; wire follows the formulas; the inner communicator does the work."""
+    metered = Metered(comm)
+    p = comm.size
+    metered.all_reduce(np.ones(100, np.float32))
+    metered.all_gather(np.ones(10 + comm.rank), ragged=True)
+    metered.broadcast(np.ones(50, np.uint8))
+    metered.all_to_all([np.ones(to + 1, np.int32) for to in range(p)])
+    part = metered.reduce_scatter(np.ones(30, np.float16))
+    assert (part == p).all()
+    total = sum(8 * (10 + r) for r in range(p))
+    own = 4 * p * (p + 1) // 2
+    assert metered.report() == {
+        "all_gather": {"calls": 1, "payload": 8 * (10 + comm.rank), "wire": (p - 1) * total // p},
+        "all_reduce": {"calls": 1, "payload": 400, "wire": 2 * (p - 1) * 400 // p},
+        "all_to_all": {"calls": 1, "payload": own, "wire": own - 4 * (comm.rank + 1)},
+        "broadcast": {"calls": 1, "payload": 50, "wire": (p - 1) * 50 // p},
+        "reduce_scatter": {"calls": 1, "payload": 60, "wire": (p - 1) * 60 // p},
+    }
+    metered.reset()
+    assert metered.report() == {}
+
+
+def everything(comm):
+    """All of the above; on MPI once more with a chunk limit that forces every message into pieces."""
+    for check in (verbs, halves, ordered, meters):
+        check(comm)
+    verbs(Metered(Ordered(comm)))
+    if isinstance(comm, MpiCommunicator):
+        comm.CHUNK = 1000
+        for check in (verbs, halves, ordered):
+            check(comm)
+
+
+def beyond_32_bits(comm):
+    """More than 2^31 elements in one array; 2 GiB a rank."""
+    x = np.ones(2**31 + 8, np.uint8)
+    x[-1] = comm.rank
+    comm.all_reduce(x)
+    assert x[0] == x[2**31] == x[-2] == comm.size
+    assert x[-1] == sum(range(comm.size))
+    comm.broadcast(x, root=1)

@@ -1,0 +1,88 @@
+"""Run real MPI processes from a test: always with a time limit, results as one file per rank."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import distopt
+from distopt.cli.launcher import find_launcher
+
+TESTS = Path(__file__).parent
+
+
+def has_mpi():
+    try:
+        find_launcher()
+    except RuntimeError:
+        return False
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+needs_mpi = pytest.mark.skipif(not has_mpi(), reason="mpi4py or mpiexec is missing: pip install 'distopt[mpi]'")
+
+
+def finish(command, timeout, **options):
+    """(exit code, output) of a command in a session of its own; the test fails if it does not end in time."""
+    environment = {k: v for k, v in (dict(os.environ) | options.pop("env", {})).items() if v is not None}
+    job = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=environment,
+        **options,
+    )
+    try:
+        output, _ = job.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        job.send_signal(signal.SIGTERM)
+        try:
+            output, _ = job.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            output, _ = job.communicate()
+        pytest.fail(f"{command} did not end within {timeout} s:\n{output}")
+    return job.returncode, output
+
+
+def distopt_run(ranks, *script, timeout=30, **options):
+    """(exit code, output) of ``distopt run``."""
+    return finish([sys.executable, "-m", "distopt.cli", "run", "-n", str(ranks), *map(str, script)], timeout, **options)
+
+
+def run_mpi(size, function, folder, *args, timeout=60):
+    """Call ``function(comm, *args)`` on ``size`` MPI ranks; returns the ranks' dicts of arrays, in rank order.
+
+    ``function`` is a module-level function of a module in this folder, ``args`` go through JSON.
+    """
+    name = f"{function.__module__}:{function.__name__}"
+    launcher = find_launcher()
+    command = [*launcher.command(size), sys.executable, __file__, name, str(folder), json.dumps(args)]
+    code, output = finish(command, timeout, env=launcher.environment(size))
+    assert code == 0, output
+    results = []
+    for rank in range(size):
+        with np.load(Path(folder) / f"{rank}.npz") as saved:
+            results.append(dict(saved))
+    return results
+
+
+def main():
+    name, folder, args = sys.argv[1:]
+    module, function = name.split(":")
+    comm = distopt.world()
+    result = getattr(importlib.import_module(module), function)(comm, *json.loads(args))
+    np.savez(Path(folder) / f"{comm.rank}.npz", **(result or {}))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(TESTS))
+    main()

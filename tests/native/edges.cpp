@@ -1,0 +1,39 @@
+// Every kernel at edge sizes on exactly sized heap memory, for the sanitizers.
+#include "sgd.cu"
+#include "wire.cu"
+
+#include <cmath>
+#include <cstdio>
+#include <vector>
+
+int main() {
+  const long long sizes[] = {0, 1, 15, 16, 17, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 1};
+  std::vector<std::vector<real>> tensors;
+  std::vector<Member> rows;
+  long long offset = 0, first = 0;
+  for (long long n : sizes) {
+    tensors.emplace_back(n, (real)0.5);
+    rows.push_back({tensors.back().data(), offset, n, first, 1.0, 1.0});
+    offset += n, first += (n + CHUNK - 1) / CHUNK;
+  }
+  const long long count = (long long)rows.size();
+  std::vector<real> flat(offset), state(offset);
+  std::vector<long long> bad(count);
+  pack_float(rows.data(), count, flat.data(), 0.5, bad.data());
+  sgd_float(rows.data(), count, flat.data(), 1, INFINITY, 0.1, 0.01);
+  sgd_momentum_float(rows.data(), count, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9, 1);
+  sgd_nesterov_float(rows.data(), count, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9);
+  unpack_float(rows.data(), count, flat.data(), 2);
+  for (long long n : sizes) {
+    std::vector<real> x(n, (real)1e30), y(n);
+    std::vector<half_t> half(n);
+    accumulate_float(n, x.data(), y.data());
+    scale_float(n, x.data(), 3);
+    clip_float(n, x.data(), 2);
+    to_half_float(n, x.data(), half.data());
+    from_half_float(n, half.data(), y.data());
+    to_bfloat16_float(n, x.data(), half.data());
+    from_bfloat16_float(n, half.data(), y.data());
+  }
+  puts("done");
+}

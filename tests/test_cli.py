@@ -1,0 +1,150 @@
+"""distopt run and distopt doctor, as a user starts them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import distopt
+from distopt.cli import launcher, main
+from distopt.cli.launcher import Launcher, check_brands
+from launch import distopt_run, find_launcher, finish, needs_mpi
+
+
+def doctor(*args, **options):
+    return finish([sys.executable, "-m", "distopt.cli", "doctor", *args], 90, **options)
+
+
+@needs_mpi
+def test_doctor():
+    code, output = doctor()
+    assert code == 0, output
+    for text in (
+        f"ok    distopt {distopt.__version__}",
+        "host library",
+        "runs at",
+        "mpi4py",
+        "two ranks added an array",
+    ):
+        assert text in output
+    findings = json.loads(doctor("--json")[1])
+    assert {f["status"] for f in findings} <= {"ok", "warn"}
+    assert all(f["fix"] for f in findings if f["status"] != "ok"), "every finding that is not ok says what to do"
+
+
+def test_doctor_without_mpi(tmp_path):
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('gone')")
+    code, output = doctor(env={"PYTHONPATH": str(tmp_path), "PATH": str(tmp_path)})
+    assert code == 0, output
+    assert "warn  MPI: " in output
+    assert "pip install 'distopt[mpi]'" in output
+
+
+@needs_mpi
+def test_run_passes_arguments_tags_lines_and_sets_threads(tmp_path):
+    script = tmp_path / "show.py"
+    script.write_text(
+        "import os, sys; print('threads', os.environ['OMP_NUM_THREADS'], *sys.argv[1:], end='!' * 50 + chr(10))"
+    )
+    code, output = distopt_run(2, script, "-n", "7", "--flag", env={"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": None})
+    assert code == 0, output
+    lines = sorted(output.splitlines())
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert len(lines) == 2
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"[{rank}]")
+        assert line.endswith(f"threads {share} -n 7 --flag" + "!" * 50)
+
+
+@needs_mpi
+def test_run_a_module(tmp_path):
+    code, output = distopt_run(2, "-m", "timeit", "-n", "1", "-r", "1", "pass")
+    assert code == 0
+    assert output.count("1 loop") == 2
+
+
+@needs_mpi
+@pytest.mark.parametrize("code", [0, 1, 3, 42])
+def test_run_has_the_scripts_exit_code(code, tmp_path):
+    script = tmp_path / "code.py"
+    script.write_text(f"import sys, distopt; distopt.world(); sys.exit({code})")
+    assert distopt_run(2, script)[0] == code
+
+
+@needs_mpi
+def test_run_ends_a_job_at_its_time_limit(tmp_path):
+    script = tmp_path / "sleep.py"
+    script.write_text("import os, time, distopt; distopt.world(); print(os.getpid(), flush=True); time.sleep(60)")
+    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", "--timeout", "3", str(script)]
+    code, output = finish(command, 30)
+    assert code == 124, output
+    assert "not done after 3 s" in output
+    _all_gone(output)
+
+
+@needs_mpi
+def test_run_passes_signals_on(tmp_path):
+    script = tmp_path / "sleep.py"
+    script.write_text("import os, time, distopt; distopt.world(); print(os.getpid(), flush=True); time.sleep(60)")
+    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", str(script)]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = [job.stdout.readline() for _ in range(2)]
+    job.send_signal(signal.SIGTERM)
+    rest, _ = job.communicate(timeout=20)
+    assert job.returncode != 0, rest
+    _all_gone("".join(lines))
+
+
+def _all_gone(output):
+    """The ranks printed their process ids; none of them may be left."""
+    pids = [int(line.split()[-1]) for line in output.splitlines() if line.startswith("[") and line[-1:].isdigit()]
+    assert len(pids) == 2, output
+    for _ in range(100):
+        if not any(os.path.exists(f"/proc/{pid}") for pid in pids):
+            return
+        time.sleep(0.1)
+    pytest.fail(f"ranks {pids} are still there")
+
+
+def test_run_wants_ranks_and_a_script(capsys):
+    assert main(["run", "-n", "0", "x.py"]) == 2
+    assert main(["run", "-n", "2"]) == 2
+    assert "wants -n with at least 1 rank, and a script" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["run", "x.py"])
+
+
+def test_no_mpiexec(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(launcher.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert main(["run", "-n", "2", "x.py"]) == 2
+    assert "there is no mpiexec in this environment or on PATH: pip install 'distopt[mpi]'" in capsys.readouterr().err
+
+
+def test_brands_that_do_not_belong_together(monkeypatch):
+    monkeypatch.setattr(launcher, "library_brand", lambda: "Open MPI")
+    check_brands(Launcher("/x/mpiexec", "Open MPI"))
+    with pytest.raises(
+        RuntimeError, match="/x/mpiexec is MPICH's, but mpi4py runs on Open MPI: each process would be alone"
+    ):
+        check_brands(Launcher("/x/mpiexec", "MPICH"))
+
+
+@needs_mpi
+@pytest.mark.skipif(
+    "DISTOPT_OTHER_MPIEXEC" not in os.environ, reason="needs the other brand's mpiexec: .ci/run names one"
+)
+def test_a_real_launcher_of_the_other_brand():
+    """N singletons must not train: the job ends with an error, whichever side notices."""
+    other = os.environ["DISTOPT_OTHER_MPIEXEC"]
+    script = "import distopt; print('a world of', distopt.world().size)"
+    brand = "Open MPI" if find_launcher().brand == "MPICH" else "MPICH"
+    started = Launcher(other, brand)
+    code, output = finish([*started.command(2), sys.executable, "-c", script], 30, env=started.environment(2))
+    assert code != 0, output
+    assert "a world of" not in output

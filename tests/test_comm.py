@@ -1,0 +1,192 @@
+"""Communicators: the same checks for all of them, and what goes wrong."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import comm_checks
+from distopt import run_ranks, world
+from distopt.comm import LocalCommunicator, MpiCommunicator, ThreadCommunicator
+from distopt.comm.mpi import launched
+from distopt.guard import PeerLeft
+from launch import finish, needs_mpi, run_mpi
+
+
+def test_local():
+    comm_checks.everything(LocalCommunicator())
+    comm = LocalCommunicator()
+    x = np.ones(3)
+    assert comm.peers(x)[0] is x
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_threads(size):
+    run_ranks(size, comm_checks.everything)
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_mpi(size, tmp_path):
+    run_mpi(size, comm_checks.everything, tmp_path)
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_more_elements_than_32_bits_can_count(tmp_path):
+    run_mpi(2, comm_checks.beyond_32_bits, tmp_path, timeout=300)
+
+
+def test_threads_share_their_memory():
+    def main(comm):
+        mine = np.full(3, comm.rank)
+        peers = comm.peers(mine)
+        assert peers[comm.rank] is mine
+        comm.barrier()
+        return [p[0] for p in peers]
+
+    assert run_ranks(3, main) == [[0, 1, 2]] * 3
+
+
+def test_many_threads():
+    def main(comm):
+        x = np.full(1000, comm.rank, np.float32)
+        comm.all_reduce(x)
+        return x[0]
+
+    assert run_ranks(64, main) == [sum(range(64))] * 64
+
+
+def test_run_ranks_raises_the_first_error_and_nobody_waits_for_ever():
+    def main(comm):
+        if comm.rank == 2:
+            raise ZeroDivisionError("boom")
+        comm.barrier()
+
+    with pytest.raises(ZeroDivisionError, match="boom"):
+        run_ranks(4, main)
+    assert threading.active_count() == 1
+
+
+def test_a_thread_that_ends_early_is_named():
+    def main(comm):
+        comm.barrier()
+        if comm.rank == 0:
+            time.sleep(0.02)
+            comm.all_reduce(np.zeros(2))
+
+    with pytest.raises(PeerLeft, match="rank 1 left while rank 0 waits in all_reduce of 2 float64"):
+        run_ranks(2, main)
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
+        run_ranks(0, main)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (
+            lambda c: c.all_reduce(np.zeros(3)),
+            lambda c: c.all_reduce(np.zeros(4)),
+            "of 3 float64, rank 1 in all_reduce of 4",
+        ),
+        (lambda c: c.all_reduce(np.zeros(3)), lambda c: c.broadcast(np.zeros(3)), "all_reduce .*, rank 1 in broadcast"),
+        (lambda c: c.all_reduce(np.zeros(2)), lambda c: c.all_reduce(np.zeros(2, "f4")), "float64, .* float32"),
+    ],
+)
+def test_threads_that_differ_all_get_the_same_error(first, second, text):
+    errors = []
+
+    def main(comm):
+        try:
+            (second if comm.rank == 1 else first)(comm)
+        except ValueError as error:
+            errors.append(str(error))
+            raise
+
+    with pytest.raises(ValueError, match=text):
+        run_ranks(3, main)
+    assert len(errors) == 3
+    assert len(set(errors)) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ([1.0, 2.0], "got list"),
+        (np.zeros(3, np.complex64), r"got complex64 \(3,\)"),
+        (np.zeros(3, ">f4"), "got >f4"),
+        (np.zeros(6)[::2], "not contiguous"),
+        (np.broadcast_to(np.zeros(1), (1,)), "read-only"),
+    ],
+)
+def test_arrays_that_no_communicator_carries(wrong, text):
+    for size in (1, 2):
+        with pytest.raises(TypeError, match=text):
+            run_ranks(size, lambda comm: comm.all_reduce(wrong))
+    with pytest.raises(TypeError, match=text):
+        LocalCommunicator().all_reduce(wrong)
+
+
+def test_repr_says_what_and_why():
+    def main(comm):
+        return repr(comm)
+
+    assert run_ranks(2, main)[1] == "<ThreadCommunicator, rank 1 of 2, numpy>"
+    assert repr(world()).startswith("<LocalCommunicator, rank 0 of 1, numpy: no MPI launcher; ")
+    assert issubclass(ThreadCommunicator, type(world()).__mro__[1])
+    assert world() is world()
+
+
+def test_world_refuses_what_is_not_there():
+    with pytest.raises(ValueError, match="device must be 'auto', 'cpu' or 'cuda', got 'gpu'"):
+        world("gpu")
+    with pytest.raises(RuntimeError, match="device='cuda' is not there yet"):
+        world("cuda")
+    assert "device='cpu'" in repr(world("cpu"))
+
+
+def test_launchers_are_known_by_their_variables():
+    assert launched({}) is None
+    assert launched({"PMI_SIZE": "4"}) == (4, "an MPICH-like mpiexec set PMI_SIZE=4")
+    assert launched({"OMPI_COMM_WORLD_SIZE": "2"})[0] == 2
+    assert launched({"SLURM_STEP_NUM_TASKS": "8"})[1] == "srun set SLURM_STEP_NUM_TASKS=8"
+
+
+@needs_mpi
+def test_a_launcher_of_another_brand_is_refused():
+    """A world of one in a process that was told it is one of two."""
+    script = "from distopt.comm.mpi import check_launcher; check_launcher(1, {'PMI_SIZE': '2'})"
+    code, output = finish([sys.executable, "-c", script], 30)
+    assert code == 1
+    assert "the launcher started 2 processes (an MPICH-like mpiexec set PMI_SIZE=2), but the MPI library" in output
+    assert "sees 1" in output
+    assert "distopt run -n N" in output
+
+
+def test_a_launcher_without_mpi4py_says_what_to_install():
+    script = "import sys; sys.modules['mpi4py'] = None; import distopt; distopt.world()"
+    code, output = finish([sys.executable, "-c", script], 30, env={"PMI_SIZE": "2"})
+    assert code == 1
+    assert "pip install 'distopt[mpi]'" in output
+
+
+def test_one_rank_needs_no_mpi():
+    script = (
+        "import sys; sys.modules['mpi4py'] = None; import numpy as np, distopt; p = np.ones(3);"
+        "opt = distopt.DistOpt(distopt.optim.SGD(0.5)); opt([(p, np.ones(3))]); print(p)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "[0.5 0.5 0.5]\n"
+
+
+def test_nothing_heavy_is_imported_before_it_is_used():
+    script = "import sys, distopt; print([m for m in ('mpi4py', 'cupy', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_mpi_communicator_is_a_class_before_mpi_is_there():
+    assert MpiCommunicator.CHUNK == 2**30

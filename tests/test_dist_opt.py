@@ -1,0 +1,598 @@
+"""DistOpt: what it accepts, what it refuses on every rank alike, and its verbs."""
+
+import numpy as np
+import pytest
+
+import laws
+from distopt import DistOpt, Parameter, run_ranks
+from distopt.comm import Metered
+from distopt.guard import PeerLeft
+from distopt.optim import SGD
+
+
+def texts_of(size, main, kind=Exception):
+    """The text of the error that ``main`` raises, for every rank; all ranks must raise the same type."""
+
+    def catch(comm):
+        with pytest.raises(kind) as caught:
+            main(comm)
+        return type(caught.value), str(caught.value)
+
+    found = run_ranks(size, catch)
+    assert len(set(found)) == 1, found
+    return found[0][1]
+
+
+def pairs(params, value=1.0):
+    return [(p, np.full(p.data.shape, value, p.data.dtype)) for p in params]
+
+
+def three(dtype="float32"):
+    return [Parameter(n, np.ones(s, dtype)) for n, s in (("a", (3, 2)), ("b", (4,)), ("c", ()))]
+
+
+# ---------------------------------------------------------------------------------------------------- what is a loss
+
+
+class Loss:
+    def __init__(self, pairs):
+        self.backward = lambda: iter(pairs)
+
+
+@pytest.mark.parametrize(
+    "wrap", [list, iter, tuple, lambda p: lambda: p, Loss], ids="list iter tuple callable backward".split()
+)
+def test_losses(wrap):
+    def main(comm):
+        params = three()
+        assert DistOpt(SGD(0.5), comm)(wrap(pairs(params, comm.rank))) is True
+        return [float(p.data.flat[0]) for p in params]
+
+    assert run_ranks(2, main) == [[0.75] * 3] * 2
+
+
+@pytest.mark.parametrize("loss", [3, "text", [1, 2], [(1, 2, 3)], object()])
+def test_what_is_no_loss(loss):
+    text = texts_of(2, lambda comm: DistOpt(communicator=comm)(loss), TypeError)
+    assert text.startswith("rank 0: loss must be an iterable of (param, grad) pairs (a generator too), a callable")
+
+
+def test_parameters_of_all_kinds():
+    class Duck:
+        def __init__(self, name, data):
+            self.name, self.data = name, data
+
+    def main(comm):
+        bare, named, duck = np.ones(3), Parameter("n", np.ones(2)), Duck("d", np.ones(1))
+        opt = DistOpt(SGD(1.0), comm)
+        opt([(bare, np.ones(3)), (named, np.ones(2)), (duck, np.ones(1))])
+        opt([(duck, np.ones(1)), (named, np.ones(2)), (bare, np.ones(3))])  # later in any order
+        assert [bare[0], named.data[0], duck.data[0]] == [-1, -1, -1]
+        return opt.plan.buckets[0].names
+
+    assert run_ranks(2, main) == [("parameter 0", "n", "d")] * 2
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "text"),
+    [
+        (lambda p: [*p, p[0]], ValueError, "a: given twice, at positions 0 and 3"),
+        (lambda p: [(Parameter("q", 3.0), 1.0)], TypeError, "q: a parameter must be a float32 or float64 array"),
+        (lambda p: [(np.ones(3, ">f4"), np.ones(3, "f4"))], TypeError, "native byte order, got an array .* >f4"),
+        (lambda p: [(np.ones(3, "i4"), np.ones(3, "i4"))], TypeError, "float32 or float64 .* int32"),
+        (
+            lambda p: [(np.ones((4, 4))[:, 1], np.ones(4))],
+            ValueError,
+            "C-contiguous and writable, got .* not contiguous",
+        ),
+        (lambda p: [(np.broadcast_to(1.0, (3,)), np.ones(3))], ValueError, "read-only"),
+        (
+            lambda p: [(p[0][0], np.ones((3, 2)))],
+            TypeError,
+            "a: the gradient must have the parameter's dtype float32, got .* float64",
+        ),
+        (lambda p: [(p[0][0], np.ones((3, 2), ">f4"))], TypeError, "dtype float32, got .* >f4"),
+        (lambda p: [(p[0][0], np.ones((2, 3), "f4"))], ValueError, r"shape \(3, 2\), got \(2, 3\)"),
+        (lambda p: [(p[0][0], [1.0, 2.0])], TypeError, "a: a gradient must be an array, got list"),
+        (lambda p: [(p[0][0], None)], ValueError, "no gradient for a; allow_missing=True would take zeros"),
+        (lambda p: [("a", np.ones(3))], TypeError, "a parameter is an array, or has name and data"),
+        (lambda p: [(Parameter(7, np.ones(3)), np.ones(3))], TypeError, "a parameter's name must be a string, got 7"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_bad_pairs_on_one_rank_are_an_error_on_all(spoil, kind, text, rank):
+    def main(comm):
+        good = pairs(three())
+        DistOpt(communicator=comm)(spoil(good) if comm.rank == rank else good)
+
+    with pytest.raises(kind, match=f"^rank {rank}: .*{text}"):
+        raise kind(texts_of(3, main, kind))
+
+
+def test_overlapping_parameters():
+    def main(comm):
+        memory = np.zeros(10, "f4")
+        tied = Parameter("left", memory[:6]), Parameter("right", memory[5:])
+        DistOpt(communicator=comm)(pairs(tied))
+
+    assert "left and right share memory" in texts_of(2, main, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (lambda p: p[::-1], "rank 0 has parameter 0 = a (3, 2) float32, rank 1 has parameter 0 = c () float32"),
+        (lambda p: p[:2], "rank 0 has parameter 2 = c () float32, rank 1 has threshold=2097152"),
+        (
+            lambda p: [Parameter("a", np.ones((2, 3), "f4")), *p[1:]],
+            "a (3, 2) float32, rank 1 has parameter 0 = a (2, 3)",
+        ),
+        (
+            lambda p: three("float64"),
+            "rank 0 has parameter 0 = a (3, 2) float32, rank 1 has parameter 0 = a (3, 2) float64",
+        ),
+        (lambda p: [p[0], Parameter("x", p[1].data), p[2]], "parameter 1 = b (4,) float32, rank 1 has parameter 1 = x"),
+    ],
+)
+def test_ranks_that_differ_on_the_first_step(other, text):
+    def main(comm):
+        params = three()
+        DistOpt(communicator=comm)(pairs(other(params) if comm.rank == 1 else params))
+
+    assert text in texts_of(3, main, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"threshold": 5}, "rank 0 has threshold=2097152, rank 1 has threshold=5"),
+        ({"num_batches": 2}, "num_batches=1, sync_on_apply=True, rank 1 has deterministic=False"),
+        ({"opt": SGD(0.2)}, "rank 0 has optimizer SGD(lr=0.1, momentum=0.0"),
+    ],
+)
+def test_ranks_with_different_options(options, text):
+    def main(comm):
+        DistOpt(communicator=comm, **(options if comm.rank == 1 else {}))(pairs(three()))
+
+    assert text in texts_of(2, main, ValueError)
+
+
+def test_a_refused_first_step_leaves_nothing_behind():
+    def main(comm):
+        params = three()
+        opt = DistOpt(SGD(1.0), comm)
+        with pytest.raises(ValueError, match="ranks differ"):
+            opt(pairs(params[:2] if comm.rank else params))
+        assert all((p.data == 1).all() for p in params)
+        opt(pairs(params[1:]))
+        return float(params[0].data[0, 0]), float(params[1].data[0])
+
+    assert run_ranks(2, main) == [(1.0, 0.0)] * 2
+
+
+def test_unknown_and_missing_later():
+    def main(comm, late):
+        params = [Parameter("weight", np.ones(2)), Parameter("bias", np.ones(1))]
+        opt = DistOpt(communicator=comm)
+        opt(pairs(params))
+        opt(late(params) if comm.rank == 1 else pairs(params))
+
+    text = texts_of(2, lambda c: main(c, lambda p: [*pairs(p), *pairs([Parameter("weigth", np.ones(2))])]), ValueError)
+    assert text == "rank 1: weigth: not a parameter of the first step; did you mean weight?"
+    assert texts_of(2, lambda c: main(c, lambda p: pairs(p[:1])), ValueError).startswith(
+        "rank 1: no gradient for bias;"
+    )
+    assert "use distopt.Parameter" in texts_of(2, lambda c: main(c, lambda p: [*pairs(p), (np.ones(9), np.ones(9))]))
+
+
+def test_missing_gradients_count_as_zeros_if_allowed():
+    def main(comm):
+        params = three()
+        opt = DistOpt(SGD(1.0), comm, allow_missing=True)
+        opt([(p, None) if comm.rank and p.name == "b" else (p, g) for p, g in pairs(params)])
+        opt(pairs(params[:1] if comm.rank else params))
+        return [float(p.data.flat[0]) for p in params]
+
+    assert run_ranks(2, main) == [[-1.0, 0.0, -0.5]] * 2
+
+
+def test_gradients_that_are_not_contiguous_read_only_or_scalars():
+    def main(comm):
+        params = [
+            Parameter("m", np.zeros((3, 4), "f4")),
+            Parameter("v", np.zeros(5, "f4")),
+            Parameter("s", np.zeros((), "f4")),
+        ]
+        wide, fixed = np.arange(24, dtype="f4").reshape(4, 6), np.arange(5, dtype="f4")
+        fixed.flags.writeable = False
+        DistOpt(SGD(1.0), comm)([(params[0], wide.T[:3]), (params[1], fixed), (params[2], np.float32(2))])
+        np.testing.assert_array_equal(params[0].data, -wide.T[:3])
+        np.testing.assert_array_equal(params[1].data, -fixed)
+        assert params[2].data == -2
+
+    run_ranks(2, main)
+
+
+def test_nothing_at_all_is_a_step():
+    assert run_ranks(2, lambda comm: DistOpt(communicator=comm)([])) == [True, True]
+
+
+def test_a_generator_that_raises_halfway():
+    def main(comm):
+        params = three()
+        before = [p.data.copy() for p in params]
+
+        def halfway():
+            yield from pairs(params[:1])
+            if comm.rank == 1:
+                raise OSError("disk gone")
+            yield from pairs(params[1:])
+
+        opt = DistOpt(communicator=comm)
+        opt(pairs(params, 0.0))
+        try:
+            opt(halfway())
+        finally:
+            assert all((p.data == b).all() for p, b in zip(params, before, strict=True))
+            opt(pairs(params, 0.0))  # and the next step works
+
+    assert texts_of(3, main, RuntimeError) == "rank 1: OSError: disk gone"
+
+
+def test_two_ranks_fail_and_the_lowest_is_named():
+    def main(comm):
+        DistOpt(communicator=comm)(3 if comm.rank else [(np.ones(3), np.ones(4))])
+
+    assert texts_of(3, main, ValueError).startswith("rank 0: parameter 0: the gradient must have the parameter's shape")
+
+
+def test_a_rank_that_leaves_is_named():
+    def main(comm):
+        opt = DistOpt(communicator=comm)
+        for _ in range(3 if comm.rank == 1 else 4):
+            opt(pairs(three()))
+
+    with pytest.raises(PeerLeft, match="rank 1 left"):
+        run_ranks(2, main)
+
+
+# ---------------------------------------------------------------------------------------------------- nan and inf
+
+
+def poisoned(params, comm, value=np.nan):
+    found = pairs(params)
+    if comm.rank == 1:
+        found[1][1][2] = value
+    return found
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nonfinite_raise(value):
+    def main(comm):
+        params = three()
+        opt = DistOpt(SGD(1.0), comm)
+        opt(pairs(params))
+        try:
+            opt(poisoned(params, comm, value))
+        finally:
+            assert all((p.data == 0).all() for p in params)
+            assert opt.step_counter == 1
+
+    text = texts_of(3, main, FloatingPointError)
+    assert text == "gradients of step 2 are not finite: rank 1: b (1 of 4 entries)"
+
+
+def test_nonfinite_skip_and_its_limit():
+    def main(comm):
+        params = three()
+        opt = DistOpt(SGD(1.0), comm, nonfinite="skip")
+        assert opt(pairs(params)) is True
+        for _ in range(9):
+            assert opt(poisoned(params, comm)) is False
+        assert opt(pairs(params)) is True
+        assert (opt.skipped, opt.step_counter, opt.opt.step_counter) == (9, 2, 2)
+        assert all((p.data == -1).all() for p in params)
+        for _ in range(10):
+            opt(poisoned(params, comm))
+
+    assert "10 steps in a row are not finite: rank 1: b" in texts_of(2, main, FloatingPointError)
+
+
+def test_nonfinite_propagate():
+    def main(comm):
+        params = three()
+        assert DistOpt(SGD(1.0), comm, nonfinite="propagate")(poisoned(params, comm)) is True
+        return np.isnan(params[1].data).tolist()
+
+    assert run_ranks(2, main) == [[False, False, True, False]] * 2
+
+
+# ---------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"opt": 3}, TypeError, r"opt must have apply\(name, value, grad\) or update\(param, grad\), got int"),
+        (
+            {"nonfinite": "ignore"},
+            ValueError,
+            "nonfinite must be one of .*'raise', 'skip', 'propagate'.*, got 'ignore'",
+        ),
+        ({"threshold": -1}, ValueError, "threshold must be at least 0, got -1"),
+        ({"threshold": 1.5}, TypeError, "threshold must be an integer, got 1.5"),
+        ({"num_batches": 0}, ValueError, "num_batches must be at least 1, got 0"),
+        ({"buffSize": 0}, ValueError, "buffSize must be at least 1, got 0"),
+    ],
+)
+def test_bad_options(options, error, text):
+    with pytest.raises(error, match=text):
+        DistOpt(**options)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        DistOpt(treshold=5)
+
+
+def test_every_instance_has_its_own_optimizer():
+    assert DistOpt().opt is not DistOpt().opt
+    assert isinstance(DistOpt().opt, SGD)
+
+
+def test_rank_0_parameters_are_broadcast_once_unless_told_not_to():
+    def main(comm, broadcast):
+        params = [Parameter("w", np.full(3, comm.rank, "f4"))]
+        opt = DistOpt(SGD(1.0), comm, broadcast=broadcast)
+        opt(pairs(params))
+        first = float(params[0].data[0])
+        params[0].data += comm.rank
+        opt(pairs(params, 0.0))
+        return first, float(params[0].data[0])
+
+    assert run_ranks(3, lambda c: main(c, True)) == [(-1, -1), (-1, 0), (-1, 1)]
+    assert run_ranks(3, lambda c: main(c, False)) == [(-1, -1), (0, 1), (1, 3)]
+
+
+@pytest.mark.parametrize("sync_on_apply", [True, False])
+def test_a_window_of_batches_is_one_step(sync_on_apply):
+    def main(comm):
+        params, whole = laws.parameters(), laws.parameters()
+        metered = Metered(comm)
+        opt = DistOpt(laws.sgd(), metered, num_batches=3, sync_on_apply=sync_on_apply, broadcast=False, threshold=60)
+        one = DistOpt(laws.sgd(), comm, threshold=60)
+        applied = [opt(zip(params, laws.gradients(params, k, comm.rank), strict=True)) for k in range(6)]
+        for start in (0, 3):
+            batches = [laws.gradients(params, start + k, comm.rank) for k in range(3)]
+            one((p, sum(g) / p.data.dtype.type(3)) for p, *g in zip(whole, *batches, strict=True))
+        for p, w in zip(params, whole, strict=True):
+            np.testing.assert_allclose(p.data, w.data, rtol=0, atol=1e-6)
+        return applied, metered.calls["all_reduce"] // len(opt.plan.buckets)
+
+    exchanges = 2 if sync_on_apply else 6
+    assert run_ranks(2, main) == [([False, False, True] * 2, exchanges)] * 2
+
+
+def test_a_threshold_for_one_call():
+    def main(comm):
+        params = three()
+        opt = DistOpt(communicator=comm)
+        opt.backward_and_update(pairs(params), threshold=0)
+        every = len(opt.plan.buckets)
+        opt(pairs(params))
+        return every, len(opt.plan.buckets)
+
+    assert run_ranks(2, main) == [(3, 1)] * 2
+
+
+# ---------------------------------------------------------------------------------------------------- strangers
+
+
+class ByUpdate:
+    def __init__(self):
+        self.seen = []
+
+    def update(self, param, grad):
+        self.seen.append((param.name, grad.tolist()))
+        param.data -= grad
+
+
+class ByApply:
+    def __init__(self):
+        self.seen, self.steps = [], 0
+
+    def apply(self, name, value, grad):
+        self.seen.append((name, grad.tolist()))
+        value -= grad
+
+    def step(self):
+        self.steps += 1
+
+
+@pytest.mark.parametrize("kind", [ByUpdate, ByApply])
+def test_a_stranger_sees_means_in_backward_order(kind):
+    def main(comm):
+        params = [Parameter(n, np.ones(s)) for n, s in (("last", 2), ("big", 9), ("first", 1))]
+        opt = DistOpt(kind(), comm, threshold=5)
+        opt(pairs(params, comm.rank * 2.0))
+        opt(pairs(params[::-1], 0.0))
+        assert opt.opt.seen[:3] == [("last", [1.0] * 2), ("big", [1.0] * 9), ("first", [1.0])]
+        assert [n for n, _ in opt.opt.seen[3:]] == ["last", "big", "first"]
+        assert getattr(opt.opt, "steps", 2) == 2
+        return [float(p.data[0]) for p in params]
+
+    assert run_ranks(2, main) == [[0.0] * 3] * 2
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+
+
+def test_gradient_views_are_never_packed():
+    def main(comm):
+        params, plain = three(), three()
+        opt, other = DistOpt(SGD(0.5, 0.9), comm), DistOpt(SGD(0.5, 0.9), comm)
+        views = opt.gradient_views(params)
+        assert [v.shape for v in views] == [(3, 2), (4,), ()]
+        addresses = [v.ctypes.data for v in views]
+        assert all(a % 64 == 0 for a in addresses)
+        for step in range(3):
+            for v in views:
+                v[...] = step + comm.rank
+            opt(reversed(list(zip(params, views, strict=True))))
+            other(pairs(plain, step + comm.rank))
+        assert [v.ctypes.data for v in opt.gradient_views(params)] == addresses
+        for p, q in zip(params, plain, strict=True):
+            np.testing.assert_array_equal(p.data, q.data)
+
+    run_ranks(2, main)
+
+
+def test_views_given_for_the_wrong_parameters_are_copied_first():
+    def main(comm):
+        params = [Parameter("a", np.zeros(3)), Parameter("b", np.zeros(3))]
+        opt = DistOpt(SGD(1.0), comm)
+        a, b = opt.gradient_views(params)
+        a[:], b[:] = 1, 2
+        opt([(params[0], b), (params[1], a)])
+        return params[0].data[0], params[1].data[0]
+
+    assert run_ranks(2, main) == [(-2.0, -1.0)] * 2
+
+
+def test_gradient_views_of_ranks_that_differ():
+    def main(comm):
+        DistOpt(communicator=comm).gradient_views(three()[: 2 + comm.rank % 2])
+
+    assert "ranks differ: rank 0 has threshold" in texts_of(2, main, ValueError)
+
+
+def test_print_plan():
+    def main(comm):
+        opt = DistOpt(communicator=comm, threshold=5)
+        with pytest.raises(RuntimeError, match="there is no plan yet: the first step makes it"):
+            _ = opt.plan
+        opt(pairs(three()))
+        return str(opt.plan)
+
+    assert run_ranks(2, main)[0].splitlines() == [
+        "3 tensors, 11 elements, 2 buckets (threshold 5)",
+        "bucket  dtype    tensors      elements     payload       dense  members",
+        "     0  float32        1             6    0.000 MB    0.000 MB  a",
+        "     1  float32        2             5    0.000 MB    0.000 MB  b .. c",
+    ]
+
+
+def test_state_dict_is_plain_and_a_copy():
+    def main(comm):
+        params = three()
+        opt = DistOpt(SGD(0.1, 0.9), comm, num_batches=2)
+        for _ in range(3):
+            opt(pairs(params))
+        state = opt.state_dict()
+        assert set(state) == {"step_counter", "batches", "skipped", "skips_in_a_row", "states", "optimizer"}
+        assert (state["step_counter"], state["batches"]) == (1, 1)
+        window = state["states"]["window"]
+        assert {n: a.shape for n, a in window.items()} == {"a": (3, 2), "b": (4,), "c": ()}
+        window["a"][:] = 99
+        assert (opt.state_dict()["states"]["window"]["a"] == 1).all()
+        fresh = DistOpt(SGD(0.1, 0.9), comm, num_batches=2)
+        fresh.load_state_dict(opt.state_dict())
+        assert (fresh.state_dict()["states"]["window"]["a"] == 1).all()  # before there is a plan
+
+    run_ranks(2, main)
+
+
+# ---------------------------------------------------------------------------------------------------- the verbs
+
+
+def test_singas_low_level_loop():
+    def main(comm):
+        params, whole = three(), three()
+        opt, other = DistOpt(SGD(0.1, 0.9), comm), DistOpt(SGD(0.1, 0.9), comm)
+        for step in range(3):
+            found = pairs(params, step + comm.rank)
+            for _, g in found:
+                opt.all_reduce(g)
+            opt.wait()
+            for p, g in found:
+                opt.update(p, g)
+            opt.step()
+            other(pairs(whole, step + comm.rank))
+        for p, w in zip(params, whole, strict=True):
+            np.testing.assert_array_equal(p.data, w.data)
+        return opt.step_counter
+
+    assert run_ranks(2, main) == [3, 3]
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 1000])
+def test_fused_all_reduce_in_pieces(capacity):
+    def main(comm):
+        opt = DistOpt(communicator=comm, buffSize=capacity)
+        xs = [np.full(s, comm.rank + 1.0) for s in ((2, 3), (0,), (), (11,))]
+        opt.fused_all_reduce(xs)
+        assert all((x == 3).all() for x in xs)
+        opt.fused_all_reduce(xs[:2], send=False)
+        opt.fused_all_reduce(xs[2:], send=False)
+        assert all((x == 3).all() for x in xs)
+        opt.fused_all_reduce(xs, send=True)
+        opt.wait()
+        assert all((x == 6).all() for x in xs)
+        opt.fused_all_reduce([])
+
+    run_ranks(2, main)
+
+
+def test_fused_all_reduce_refuses_a_list_that_was_not_filled():
+    def main(comm):
+        opt = DistOpt(communicator=comm)
+        xs = [np.ones(3), np.ones(4)]
+        opt.fused_all_reduce(xs, send=False)
+        opt.fused_all_reduce(xs[::-1] if comm.rank else xs)
+
+    text = texts_of(2, main, ValueError)
+    assert text == (
+        "rank 1: the list must match what was filled: 2 arrays were, got 2; "
+        "at position 0 3 elements of float64 were filled, got 4 of float64"
+    )
+    with pytest.raises(TypeError, match="fused arrays must have one dtype: float64 was filled, got float32"):
+        DistOpt().fused_all_reduce([np.ones(3), np.ones(3, "f4")], send=False)
+
+
+def test_verbs_of_ranks_that_differ():
+    def other_size(comm):
+        DistOpt(communicator=comm).all_reduce(np.ones(3 + comm.rank))
+
+    def other_verb(comm):
+        opt, x = DistOpt(communicator=comm), np.ones(3)
+        opt.broadcast([x]) if comm.rank else opt.all_reduce(x)
+
+    def no_array(comm):
+        DistOpt(communicator=comm).all_reduce([1.0] if comm.rank else np.ones(1))
+
+    assert "rank 0 has all_reduce of array 0 = (3,) float64, rank 1 has all_reduce of array 0 = (4,)" in texts_of(
+        2, other_size
+    )
+    assert "rank 0 has all_reduce, rank 1 has broadcast" in texts_of(2, other_verb)
+    assert texts_of(2, no_array, TypeError).startswith("rank 1: a communicator carries arrays of float32,")
+
+
+def test_broadcast_and_attributes():
+    def main(comm):
+        opt = DistOpt(communicator=comm)
+        x, p = np.full(3, comm.rank), Parameter("p", np.full(2, comm.rank, "f4"))
+        opt.broadcast([x, p])
+        assert not x.any()
+        assert not p.data.any()
+        assert opt.communicator is comm
+        return opt.world_size, opt.global_rank, opt.local_rank
+
+    assert run_ranks(3, main) == [(3, 0, 0), (3, 1, 1), (3, 2, 2)]
+
+
+def test_a_closed_one_refuses():
+    opt = DistOpt()
+    opt.close()
+    for use in (lambda: opt([]), opt.step, lambda: opt.all_reduce(np.ones(1)), lambda: opt.gradient_views([])):
+        with pytest.raises(RuntimeError, match="this DistOpt is closed; make a new one"):
+            use()

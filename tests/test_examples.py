@@ -1,0 +1,45 @@
+"""The examples run as their users run them, on real data."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launch import distopt_run, needs_mpi
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+pytestmark = needs_mpi
+
+
+def accuracy(output):
+    return float(re.search(r"test accuracy (0\.\d{4}|1\.0000)$", output, re.M)[1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_digits(size):
+    code, output = distopt_run(size, EXAMPLES / "digits.py", timeout=60)
+    assert code == 0, output
+    assert accuracy(output) >= 0.96
+    sent = int(re.search(r"sent per rank and step: ([\d,]+) bytes", output)[1].replace(",", ""))
+    elements = 64 * 128 + 128 + 128 * 10 + 16  # the last bias is padded to 64 bytes
+    assert sent == 2 * (size - 1) * 4 * elements // size or abs(sent - 2 * (size - 1) * 4 * elements / size) < 64
+
+
+def test_digits_with_a_cnn_and_a_picture(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install 'distopt[plot]'")
+    picture = tmp_path / "digits.png"
+    code, output = distopt_run(
+        2, EXAMPLES / "digits.py", "--model", "cnn", "--epochs", 8, "--plot", picture, timeout=60
+    )
+    assert code == 0, output
+    assert accuracy(output) >= 0.96
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_number_of_ranks_trains_alike():
+    """The batch is shared out, so the losses of 1 and 2 ranks are the same up to rounding."""
+    losses = []
+    for size in (1, 2):
+        _, output = distopt_run(size, EXAMPLES / "digits.py", "--epochs", 10, timeout=60)
+        losses.append(float(re.search(r"epoch 10/10  loss (\S+)", output)[1]))
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)

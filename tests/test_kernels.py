@@ -1,0 +1,244 @@
+"""The kernels of native/ on the host, against numpy and against themselves at every SIMD level."""
+
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reference
+from distopt import kernels
+from distopt.device import zeros
+from distopt.kernels import CHUNK, MEMBER, NATIVE, Members
+
+SIZES = [0, 1, 15, 16, 17, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5]
+REALS = ["float32", "float64"]
+
+
+def members(sizes, dtype="float32", seed=0):
+    """A table of arrays of these sizes, and the arrays; members start at multiples of 16 elements."""
+    rng = np.random.default_rng(seed)
+    arrays = [rng.standard_normal(n).astype(dtype) for n in sizes]
+    room = np.array([-(-n // 16) * 16 for n in sizes], np.int64)
+    table = Members([f"p{k}" for k in range(len(sizes))], [a.shape for a in arrays], np.cumsum(room) - room, dtype)
+    return table.point_to(arrays), arrays
+
+
+def test_the_library_was_built_from_these_texts():
+    assert kernels.library().source_hash().decode() == kernels.source_hash()
+
+
+def test_the_text_is_the_signature():
+    assert [p.name for p in kernels.sgd_momentum.parameters] == [
+        *("grad", "buffer", "scale", "limit", "lr", "decay", "momentum", "gain")
+    ]
+    assert MEMBER.itemsize == 48
+    with pytest.raises(AttributeError, match=r"no kernel 'sgd_magic'.*sgd_momentum"):
+        _ = kernels.sgd_magic
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@given(st.lists(st.sampled_from(SIZES), min_size=1, max_size=8), st.sampled_from([1.0, 0.25, -3.0]))
+def test_pack_and_unpack(dtype, sizes, scale):
+    table, arrays = members(sizes, dtype)
+    flat, bad = zeros(table.extent, dtype), np.zeros(len(sizes), np.int64)
+    kernels.pack(table, flat, scale, bad)
+    for row, a in enumerate(arrays):
+        np.testing.assert_array_equal(table.view(flat, row), a * a.dtype.type(scale))
+    assert not bad.any()
+    outside = np.ones(table.extent, bool)
+    for row, n in enumerate(sizes):
+        outside[table.rows["offset"][row] :][:n] = False
+    assert not flat[outside].any(), "pack wrote outside of its members"
+    before = [a.copy() for a in arrays]
+    kernels.unpack(table, flat, 1 / scale)
+    for a, b in zip(arrays, before, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_pack_counts_what_is_not_finite():
+    table, arrays = members([5, CHUNK + 3, 7])
+    arrays[1][[0, CHUNK, CHUNK + 2]] = np.inf, np.nan, -np.inf
+    arrays[2][6] = np.nan
+    bad = np.zeros(3, np.int64)
+    kernels.pack(table, zeros(table.extent, "float32"), 1.0, bad)
+    assert bad.tolist() == [0, 3, 1]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_pack_of_members_that_live_in_the_bucket(scale):
+    table, arrays = members([5, CHUNK + 3])
+    flat = zeros(table.extent, "float32")
+    views = [table.view(flat, row) for row in range(2)]
+    for v, a in zip(views, arrays, strict=True):
+        v[:] = a
+    views[1][7] = np.inf
+    before, bad = flat.copy(), np.zeros(2, np.int64)
+    kernels.pack(table.point_to(views), flat, scale, bad)
+    np.testing.assert_array_equal(flat, before * np.float32(scale))
+    assert bad.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("n", SIZES)
+def test_flat_kernels(n, dtype):
+    x, y = np.random.default_rng(n).standard_normal((2, n)).astype(dtype)
+    total = y.copy()
+    kernels.accumulate(x, total)
+    np.testing.assert_array_equal(total, y + x)
+    scaled = x.copy()
+    kernels.scale(scaled, 1 / 3)
+    np.testing.assert_array_equal(scaled, x * x.dtype.type(1 / 3))
+    clipped = np.concatenate([x, np.array([np.nan, np.inf, -np.inf], dtype)])
+    want = np.clip(clipped, -0.5, 0.5)
+    kernels.clip(clipped, 0.5)
+    np.testing.assert_array_equal(clipped, want)
+
+
+EDGES = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519.996, 65520, 2**-14, 2**-24, 2**-25, 2**-25 * 1.001])
+
+
+def patterns(dtype):
+    """Bit patterns of all kinds: every exponent, ties and what lies just beside them."""
+    rng = np.random.default_rng(3)
+    wide = rng.integers(0, 2**32, 200_000, np.uint32).view(np.float32)
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    brains = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
+    with np.errstate(all="ignore"):
+        ties = [(v[:-1].astype(np.float64) + v[1:]) / 2 for v in (halves, brains)]
+        beside = [t * (1 + e) for t in ties for e in (2.0**-50, -(2.0**-50))]
+        return np.concatenate([EDGES, wide, halves, brains, *ties, *beside]).astype(dtype)
+
+
+@pytest.mark.filterwarnings("ignore:overflow|invalid")
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize(
+    ("narrow", "widen", "wire"),
+    [("to_half", "from_half", np.float16), ("to_bfloat16", "from_bfloat16", ml_dtypes.bfloat16)],
+)
+def test_casts_round_once_to_nearest_even(narrow, widen, wire, dtype):
+    x = patterns(dtype)
+    got = np.empty(x.size, wire)
+    getattr(kernels, narrow)(x, got)
+    back = np.empty(x.size, dtype)
+    getattr(kernels, widen)(got, back)
+    np.testing.assert_array_equal(back, got.astype(dtype))  # widening is exact
+    assert (np.isnan(back) == np.isnan(x)).all()
+    np.testing.assert_array_equal(np.signbit(back), np.signbit(x))
+    if wire is np.float16:
+        np.testing.assert_array_equal(got, x.astype(np.float16))
+    bits = got.view(np.uint16) & 0x7FFF
+    finite = (bits > 0) & (bits < (0x7BFF if wire is np.float16 else 0x7F7F))
+    ours, of = back[finite].astype(np.float64), x[finite].astype(np.float64)
+    for step in (-1, 1):
+        other = (got.view(np.uint16)[finite].astype(int) + step).astype(np.uint16).view(wire).astype(np.float64)
+        distance, theirs = abs(ours - of), abs(other - of)
+        assert ((distance < theirs) | ((distance == theirs) & (bits[finite] % 2 == 0))).all()
+
+
+def test_flat_arguments_are_checked():
+    x = np.zeros(4, np.float32)
+    with pytest.raises(TypeError, match=r"accumulate: sum must be contiguous float32, got float64"):
+        kernels.accumulate(x, x.astype(np.float64))
+    with pytest.raises(ValueError, match=r"accumulate: sum has 5 elements"):
+        kernels.accumulate(x, np.zeros(5, np.float32))
+    with pytest.raises(TypeError, match=r"scale takes \['x', 'factor'\], got 1 arguments"):
+        kernels.scale(x)
+    with pytest.raises(TypeError, match=r"works on float32 and float64, got int32"):
+        kernels.scale(x.astype(np.int32), 1.0)
+    with pytest.raises(TypeError, match="not contiguous"):
+        kernels.scale(np.zeros(8, np.float32)[::2], 1.0)
+    with pytest.raises(ValueError, match="pack: flat has 3 elements"):
+        kernels.pack(members([5])[0], np.zeros(3, np.float32), 1.0, np.zeros(1, np.int64))
+
+
+def test_a_table_is_checked_when_its_arrays_change():
+    table, arrays = members([5, 6])
+    assert table.point_to(list(arrays)) is table
+    for wrong in (np.zeros(6, np.float64), np.zeros(7, np.float32), np.zeros(12, np.float32)[::2]):
+        with pytest.raises(TypeError, match=r"p1: wants a contiguous array \(6,\) float32"):
+            table.point_to([arrays[0], wrong])
+
+
+def test_memory_is_aligned_and_zero():
+    for n, dtype in itertools.product([0, 1, 100, 2**19, 10**6], REALS):
+        a = zeros(n, dtype)
+        assert (a.size, a.dtype) == (n, dtype)
+        assert n == 0 or a.ctypes.data % (2 << 20 if a.nbytes >= 2 << 20 else 64) == 0
+        assert not a.any()
+
+
+def compiler():
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+
+
+def compiled(folder, name, *flags):
+    """sgd.cu and wire.cu for float, with extra flags, as a library."""
+    units = []
+    for text in ("sgd", "wire"):
+        unit = folder / f"{name}-{text}.o"
+        flags_here = ["-x", "c++", "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-Dreal=float", *flags]
+        subprocess.run([compiler(), *flags_here, "-c", NATIVE / f"{text}.cu", "-o", unit], check=True)
+        units.append(unit)
+    library = folder / f"{name}.so"
+    subprocess.run([compiler(), "-shared", "-o", library, *units], check=True)
+    return ctypes.CDLL(str(library))
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="SIMD levels are those of x86-64")
+def test_every_simd_level_gives_the_same_bits(tmp_path):
+    with open("/proc/cpuinfo") as f:
+        flags = f.read()
+    levels = ["x86-64"] + ["x86-64-v3"] * ("avx2" in flags) + ["x86-64-v4"] * ("avx512vl" in flags)
+    results = set()
+    for level in levels:
+        library = compiled(tmp_path, level, f"-march={level}", "-DEVERY_SIMD_LEVEL=")
+        results.add(_some_steps(lambda name, library=library: getattr(library, f"{name}_float")))
+    results.add(_some_steps(lambda name: getattr(kernels.library(), f"{name}_float")))
+    assert len(levels) > 1
+    assert len(results) == 1
+
+
+def _some_steps(function):
+    """Bytes of what momentum SGD and a cast make of the same numbers."""
+    table, arrays = members(SIZES, seed=5)
+    grad, buffer = np.random.default_rng(1).standard_normal((2, table.extent)).astype(np.float32)
+    d = ctypes.c_double
+    rule = [d(v) for v in (1 / 3, 0.7, 0.1, 1e-3, 0.9, 0.8)]
+    pointer = ctypes.c_void_p
+    for _ in range(5):
+        function("sgd_momentum")(
+            pointer(table.rows.ctypes.data),
+            ctypes.c_longlong(len(SIZES)),
+            pointer(grad.ctypes.data),
+            pointer(buffer.ctypes.data),
+            *rule,
+        )
+    wire = np.empty(grad.size, np.uint16)
+    function("to_half")(ctypes.c_longlong(grad.size), pointer(grad.ctypes.data), pointer(wire.ctypes.data))
+    return b"".join(a.tobytes() for a in [*arrays, buffer, wire])
+
+
+def test_no_kernel_reads_or_writes_outside_of_its_arrays(tmp_path):
+    """A driver of its own under the address and undefined-behaviour sanitizers, at edge sizes."""
+    driver = tmp_path / "driver"
+    source = os.path.join(os.path.dirname(__file__), "native", "edges.cpp")
+    flags = ["-std=c++17", "-O1", "-g", "-Dreal=float", "-DEVERY_SIMD_LEVEL=", f"-I{NATIVE}"]
+    subprocess.run(
+        [compiler(), *flags, "-fsanitize=address,undefined", "-fno-sanitize-recover", source, "-o", driver], check=True
+    )
+    done = subprocess.run([driver], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done\n"
+
+
+def test_the_reference_itself():
+    """Nesterov's and the plain form by hand, for one step from zero."""
+    w, b = reference.sgd(np.array([1.0]), np.array([0.0]), np.array([2.0]), lr=0.1, momentum=0.9, nesterov=True)
+    np.testing.assert_allclose([w[0], b[0]], [1 - 0.1 * (2 + 0.9 * 2), 2.0])

@@ -1,0 +1,85 @@
+"""All laws, on thread ranks and on MPI ranks."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import laws
+from distopt import run_ranks
+from distopt.buckets import plan
+from distopt.compress import Dense
+from launch import needs_mpi, run_mpi
+
+COMPRESSORS = [Dense()]
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+@given(x=hnp.arrays(np.float32, st.integers(0, 300), elements=st.floats(-1e6, 1e6, width=32)))
+def test_conservation(compressor, x):
+    laws.conservation(compressor, x)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_on_threads(size):
+    run_ranks(size, laws.all_of_them)
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_on_mpi(size, tmp_path):
+    found = run_mpi(size, laws.all_of_them, tmp_path)
+    expected = run_ranks(size, laws.independence)  # law 6: the backend does not change bits either
+    assert [str(r["digest"]) for r in found] == expected
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 4), st.integers(0, 60))
+def test_any_shapes_and_threshold(sizes, ranks, threshold):
+    def main(comm):
+        params, _ = laws.train(comm, steps=2, shapes=[(n,) for n in sizes], threshold=threshold)
+        laws.same_on_all_ranks(comm, laws.digest(params))
+        return params
+
+    whole = run_ranks(1, lambda comm: laws.train(comm, steps=0, shapes=[(n,) for n in sizes])[0])[0]
+    for k, (p, w) in enumerate(zip(run_ranks(ranks, main)[0], whole, strict=True)):
+        opt = laws.sgd()
+        for step in range(2):
+            grads = [laws.gradients(whole, step, r)[k].astype(np.float64) for r in range(ranks)]
+            opt.apply(w.name, w.data, np.mean(grads, 0).astype(np.float32))
+            opt.step()
+        np.testing.assert_allclose(p.data, w.data, rtol=0, atol=1e-6)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(["float32", "float64"])), min_size=1, max_size=60),
+    st.integers(0, 4000),
+)
+def test_a_plan_is_a_partition(arrays, threshold):
+    """Law 4, and SINGA's rule."""
+    sizes, dtypes = zip(*arrays, strict=True)
+    names = [f"p{k}" for k in range(len(sizes))]
+    buckets = plan(names, sizes, dtypes, threshold).buckets
+    assert sorted(n for b in buckets for n in b.names) == sorted(names)
+    for b in buckets:
+        ends = [o + s for o, s in zip(b.offsets, b.sizes, strict=True)]
+        assert all(end <= start for end, start in zip(ends, b.offsets[1:], strict=False))
+        assert all(o * b.dtype.itemsize % 64 == 0 for o in b.offsets)
+        assert b.size == ends[-1]
+        assert {dtypes[names.index(n)] for n in b.names} == {str(b.dtype)}
+        assert [sizes[names.index(n)] for n in b.names] == list(b.sizes)
+        assert len(b.names) == 1 or sum(b.sizes) <= 2 * threshold
+        assert [names.index(n) for n in b.names] == sorted(names.index(n) for n in b.names)
+
+
+def test_one_rank_is_the_wrapped_optimizer_alone():
+    """Law 3 at N = 1: to the bit."""
+
+    def main(comm):
+        params, _ = laws.train(comm)
+        return params
+
+    alone, opt = laws.parameters(), laws.sgd()
+    for step in range(4):
+        opt(zip(alone, laws.gradients(alone, step, 0), strict=True))
+    assert laws.digest(run_ranks(1, main)[0]) == laws.digest(alone)

@@ -1,0 +1,72 @@
+"""Imports only go down, and siblings do not know each other."""
+
+import ast
+from pathlib import Path
+
+import distopt
+
+ROWS = [  # from the ground up
+    "device",
+    "kernels cost guard",
+    "buckets compress optim comm gradients",
+    "exchange adapters",
+    "dist_opt",
+    "__init__",
+    "cli",
+]
+LEVEL = {name: row for row, names in enumerate(ROWS) for name in names.split()}
+HEAVY = {"cupy": {"device.py"}, "mpi4py": {"comm/mpi.py", "cli/launcher.py"}, "torch": set()}
+PACKAGE = Path(distopt.__file__).parent
+
+
+def imports(tree):
+    """(module, name) of every import in a tree, those inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+
+
+def room(module, name):
+    """The room of this package that an import enters, None for other packages."""
+    parts = [*module.split("."), name]
+    return None if parts[0] != "distopt" else parts[1] if parts[1] in LEVEL else "__init__"
+
+
+def test_every_file_has_a_room():
+    rooms = {f.relative_to(PACKAGE).parts[0].removesuffix(".py") for f in PACKAGE.rglob("*.py")}
+    assert rooms == set(LEVEL)
+
+
+def test_imports_only_go_down():
+    for file in PACKAGE.rglob("*.py"):
+        path = file.relative_to(PACKAGE)
+        own = path.parts[0].removesuffix(".py")
+        for module, name in imports(ast.parse(file.read_text())):
+            other = room(module or "", name)
+            if own == "kernels" and other == "__init__":
+                continue  # looks for the library beside the package, when it is first called
+            assert other is None or other == own or LEVEL[other] < LEVEL[own], f"{path} imports {module}.{name}"
+
+
+def test_heavy_packages_stay_in_the_one_file_that_needs_them():
+    for file in PACKAGE.rglob("*.py"):
+        path = str(file.relative_to(PACKAGE))
+        for module, _ in imports(ast.parse(file.read_text())):
+            for heavy, homes in HEAVY.items():
+                assert (module or "").split(".")[0] != heavy or path in homes, f"{path} imports {module}"
+
+
+def test_collectives_have_one_owner():
+    """No bare MPI call outside comm/mpi.py: every message belongs to a communicator, and so to a vote."""
+    for file in PACKAGE.rglob("*.py"):
+        if file.name != "mpi.py":
+            calls = [n.attr for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)]
+            assert not {"Allreduce", "Iallreduce", "Bcast", "Allgather", "Isend", "COMM_WORLD"} & set(calls), file
+
+
+def test_kernel_texts_know_no_compiler():
+    for text in (PACKAGE.parent / "native").glob("*.cu"):
+        for word in ("__CUDACC__", "blockIdx", "__global__", "#ifdef", "float ", "double *"):
+            assert word not in text.read_text(), f"{text.name} says {word}"

@@ -1,0 +1,59 @@
+"""Every kernel text compiles for every GPU, without one: needs only NVIDIA's run-time compiler."""
+
+import ctypes
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from distopt.kernels import CUDA_FLAGS, KERNELS, NATIVE
+
+ARCHITECTURES = (75, 80, 90, 100, 120)
+TEXTS = sorted(p.name for p in NATIVE.glob("*.cu"))
+
+
+@functools.cache
+def nvrtc():
+    """NVRTC of the extra, None if it is not installed."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else ():
+        for path in sorted(Path(folder).rglob("libnvrtc.so.*")):
+            return ctypes.CDLL(str(path))
+    return None
+
+
+pytestmark = pytest.mark.skipif(nvrtc() is None, reason="NVRTC is missing: pip install 'distopt[nvrtc]'")
+
+
+def cubin(text, real, architecture):
+    """(machine code, the compiler's log) of a text; the log is the failure's text if it does not compile."""
+    lib, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    source = (NATIVE / text).read_bytes()
+    headers = [NATIVE / h for h in ("portable.h", "update.h")]
+    names = (ctypes.c_char_p * 2)(*(h.name.encode() for h in headers))
+    bodies = (ctypes.c_char_p * 2)(*(h.read_bytes() for h in headers))
+    assert lib.nvrtcCreateProgram(ctypes.byref(program), source, text.encode(), 2, bodies, names) == 0
+    flags = [*CUDA_FLAGS, f"-Dreal={real}", f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v"]
+    options = (ctypes.c_char_p * len(flags))(*(f.encode() for f in flags))
+    code = lib.nvrtcCompileProgram(program, len(flags), options)
+    lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    lib.nvrtcGetProgramLog(program, log)
+    assert code == 0, log.value.decode()
+    lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    binary = ctypes.create_string_buffer(size.value)
+    lib.nvrtcGetCUBIN(program, binary)
+    lib.nvrtcDestroyProgram(ctypes.byref(program))
+    return binary.raw, log.value.decode()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("real", ["float", "double"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_compiles_without_spilling(text, real, architecture):
+    binary, log = cubin(text, real, architecture)
+    assert binary.startswith(b"\x7fELF")
+    names = [name for name in KERNELS if f"KERNEL({name})" in (NATIVE / text).read_text()]
+    assert all(f"{name}_{real}".encode() in binary for name in names)
+    assert log.count("0 bytes spill stores, 0 bytes spill loads") == len(names), log

@@ -1,0 +1,162 @@
+"""SGD against the paper's equations in float64, over many steps, with a learning rate that falls on the way."""
+
+import numpy as np
+import pytest
+
+import reference
+from distopt import Parameter, run_ranks
+from distopt.dist_opt import DistOpt
+from distopt.kernels import Members
+from distopt.optim import SGD, Constant, ExponentialDecay
+
+RULES = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "dampening": {"momentum": 0.9, "dampening": 0.3},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "decay": {"momentum": 0.9, "weight_decay": 0.01},
+    "plain with decay": {"weight_decay": 0.01},
+    "schedules": {
+        "momentum": ExponentialDecay(0.9, 10, 0.9),
+        "weight_decay": Constant(0.01),
+        "dampening": lambda k: 0.1,
+    },
+    "momentum that starts at 0": {"momentum": lambda k: 0.0 if k < 5 else 0.9},
+}
+
+
+def falling(k):
+    return 0.1 if k < 20 else 0.01
+
+
+def at(rule, k):
+    """The rule's numbers at update k, as the reference wants them."""
+    numbers = {name: v(k) if callable(v) else v for name, v in rule.items()}
+    return {"momentum": None} | numbers
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("float64", 1e-14)])
+def test_against_the_reference(rule, dtype, tolerance):
+    rng = np.random.default_rng(0)
+    value = rng.standard_normal((30, 7)).astype(dtype)
+    w, b = value.astype(np.float64), np.zeros(value.shape)
+    opt = SGD(falling, **rule)
+    for k in range(50):
+        g = rng.standard_normal(value.shape).astype(dtype)
+        w, b = reference.sgd(w, b, g.astype(np.float64), lr=falling(k), **at(rule, k))
+        assert opt.lr_value == falling(k)
+        opt.apply("w", value, g)
+        opt.step()
+    np.testing.assert_allclose(value, w, rtol=0, atol=tolerance * abs(w).max())
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_fused_and_single_updates_agree_to_the_bit(rule):
+    rng = np.random.default_rng(1)
+    shapes, offsets = [(5000,), (3,), (), (0,), (17, 3)], [0, 5008, 5024, 5040, 5040]
+    one = [rng.standard_normal(s).astype(np.float32) if s else np.array(0.5, np.float32) for s in shapes]
+    all_ = [v.copy() for v in one]
+    names = [f"p{k}" for k in range(len(shapes))]
+    table = Members(names, shapes, offsets, "float32")
+    opts = SGD(falling, **rule), SGD(falling, **rule)
+    for _ in range(5):
+        flat = rng.standard_normal(table.extent).astype(np.float32)
+        opts[0].update_bucket(table.point_to(all_), flat, 1.0)
+        for row, (name, v) in enumerate(zip(names, one, strict=True)):
+            opts[1].apply(name, v, table.view(flat, row))
+        for opt in opts:
+            opt.step()
+    for a, b in zip(all_, one, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for slot in opts[0].slots:
+        states = [opt.get_states()[slot] for opt in opts]
+        assert all(
+            (states[0][n] == states[1][n]).all() and states[0][n].shape == s for n, s in zip(names, shapes, strict=True)
+        )
+
+
+def test_multipliers_rescaling_and_clipping():
+    opt = SGD(0.5, weight_decay=0.1, rescale_grad=2.0, clip_gradient=1.0, lr_mult={"b": 0.1}, wd_mult={"b": 0.0})
+    a, b, c = (np.array([1.0, 2.0, 3.0]) for _ in range(3))
+    g = np.array([0.25, -4.0, 4.0])
+    opt([(Parameter("a", a), g), (Parameter("b", b), g), (Parameter("c", c), g)])
+    d = np.array([0.5, -1.0, 1.0])
+    np.testing.assert_allclose(a, [1, 2, 3] - 0.5 * (d + 0.1 * np.array([1, 2, 3])), rtol=1e-15)
+    np.testing.assert_allclose(b, [1, 2, 3] - 0.05 * d, rtol=1e-15)
+    np.testing.assert_array_equal(c, a)
+    for off in (None, 0.0, -1.0):
+        assert SGD(clip_gradient=off).clip_gradient == np.inf
+
+
+def test_states_go_on_to_the_bit_and_are_copies():
+    rng = np.random.default_rng(2)
+    grads = rng.standard_normal((6, 40)).astype(np.float32)
+    values = np.zeros((2, 40), np.float32)
+    first, second = SGD(falling, 0.9), SGD(falling, 0.9)
+    for k in range(6):
+        first.apply("w", values[0], grads[k].copy())
+        first.step()
+        if k == 2:
+            second.set_states(first.get_states())
+            values[1] = values[0]
+        if k > 2:
+            second.apply("w", values[1], grads[k].copy())
+            second.step()
+    np.testing.assert_array_equal(values[0], values[1])
+    assert second.step_counter == first.get_states()["step_counter"] == 6
+    with pytest.raises(ValueError, match=r"SGD has the states step_counter \('moments',\), got \['m'"):
+        first.set_states({"step_counter": 1, "m": {}, "v": {}})
+    first.set_states({"step_counter": 1, "moments": {"w": np.zeros(7, np.float32)}})
+    with pytest.raises(ValueError, match=r"state moments of w has shape \(7,\), the parameter \(40,\)"):
+        first.apply("w", values[0], grads[0])
+
+
+def test_state_moves_by_name_when_buckets_change():
+    def main(comm):
+        results = []
+        for thresholds in ([10] * 6, [10, 10, 0, 100, 0, 10]):
+            params = [Parameter(f"p{k}", np.ones(k + 1, np.float32)) for k in range(8)]
+            opt = DistOpt(SGD(0.1, 0.9), comm)
+            for k, threshold in enumerate(thresholds):
+                opt.backward_and_update([(p, p.data * (k + comm.rank)) for p in params], threshold)
+            results.append(np.concatenate([p.data for p in params]))
+        np.testing.assert_array_equal(*results)
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"lr": -0.1}, ValueError, r"lr must be finite and in \[0.0, inf\], got -0.1"),
+        ({"lr": np.nan}, ValueError, "lr must be finite"),
+        ({"lr": "0.1"}, TypeError, "lr must be a number or a schedule"),
+        ({"lr": True}, TypeError, "lr must be a number"),
+        ({"lr": lambda k: -1.0}, ValueError, "lr must be finite .* at update 0"),
+        ({"momentum": -0.9}, ValueError, "momentum must be finite"),
+        ({"momentum": 1.5}, ValueError, r"momentum must be finite and in \[0.0, 1.0\]"),
+        ({"weight_decay": -1}, ValueError, "weight_decay must be finite"),
+        ({"dampening": 2.0}, ValueError, "dampening"),
+        ({"nesterov": True}, ValueError, "nesterov needs momentum above 0 and no dampening"),
+        ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, ValueError, "nesterov"),
+        ({"rescale_grad": np.inf}, ValueError, "rescale_grad"),
+    ],
+)
+def test_bad_hyper_parameters(wrong, error, text):
+    with pytest.raises(error, match=text):
+        SGD(**wrong)
+
+
+def test_numpy_numbers_are_numbers():
+    assert SGD(np.float32(0.5), np.float64(0.9)).lr_value == 0.5
+
+
+def test_exponential_decay():
+    smooth, stairs = ExponentialDecay(1.0, 10, 0.5), ExponentialDecay(1.0, 10, 0.5, staircase=True)
+    assert [smooth(0), smooth(10), stairs(9), stairs(10), stairs(25)] == [1.0, 0.5, 1.0, 0.5, 0.25]
+    assert smooth(5) == pytest.approx(0.5**0.5)
+    assert [smooth(30), smooth(0)] == [0.125, 1.0]  # a pure function: any order of calls
+    assert Constant(3.0)(99) == 3.0
+    with pytest.raises(ValueError, match="decay_steps must be positive, got 0"):
+        ExponentialDecay(1.0, 0, 0.5)
