@@ -90,8 +90,7 @@ class Collector:
             if name in found:
                 places = f"positions {list(found).index(name)} and {len(found)}"
                 raise ValueError(f"{name}: given twice, at {places}; names must be unique")
-            value = _checked_value(name, value)
-            found[name] = Gradient(param, value, _checked_gradient(name, value, grad))
+            found[name] = self._checked(name, param, value, grad)
         missing = [n for n in self.order or found if n not in found or found[n].grad is None]
         if missing and not self.allow_missing:
             raise ValueError(f"no gradient for {', '.join(missing[:5])}; allow_missing=True would take zeros")
@@ -99,6 +98,14 @@ class Collector:
             _refuse_overlap(found)
         self.order.update(found)
         return found
+
+    def _checked(self, name: str, param: Any, value: Any, grad: Any) -> Gradient:
+        """The gradient of a parameter, looked at again only if it is another object than last time."""
+        last = self.order.get(name)
+        if last is not None and grad is last.grad and value is last.value:
+            return last
+        value = _checked_value(name, value)
+        return Gradient(param, value, _checked_gradient(name, value, grad))
 
     def forget(self) -> None:
         """The first step did not happen."""

@@ -82,8 +82,7 @@ CHUNK = int(re.findall(r"#define CHUNK (\d+)", (NATIVE / "portable.h").read_text
 class Members:
     """The table that a multi-tensor kernel reads: one row per array, with its place in the bucket's flat arrays.
 
-    ``names``, ``shapes`` and ``offsets`` (in elements) are fixed; the arrays change from step to step, and
-    ``point_to`` looks at one again only if it is another object than last time.
+    ``names``, ``shapes`` and ``offsets`` (in elements) are fixed; the arrays may change from step to step.
     """
 
     def __init__(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], offsets: Sequence[int], dtype: Any):
@@ -96,12 +95,13 @@ class Members:
         self.extent = int((self.rows["offset"] + self.rows["size"]).max(initial=0))
         self._arrays: Sequence[np.ndarray] = ()
 
-    def point_to(self, arrays: Sequence[np.ndarray]) -> "Members":
-        """Let row i be ``arrays[i]``: C-contiguous, of the table's dtype, and of its size.
+    def points_to(self, arrays: Sequence[np.ndarray]) -> bool:
+        """Are these the very objects of the last ``point_to``?  One that was resized in place since is not noticed."""
+        return len(arrays) == len(self._arrays) and all(map(operator.is_, arrays, self._arrays))
 
-        An array that was ``resize``\\ d in place since the last call is not noticed.
-        """
-        if len(arrays) == len(self._arrays) and all(map(operator.is_, arrays, self._arrays)):
+    def point_to(self, arrays: Sequence[np.ndarray]) -> "Members":
+        """Let row i be ``arrays[i]``: C-contiguous, of the table's dtype, and of the row's shape."""
+        if self.points_to(arrays):
             return self
         for name, shape, a in zip(self.names, self.shapes, arrays, strict=True):
             if a.dtype != self.dtype or a.shape != shape or not a.flags.c_contiguous:

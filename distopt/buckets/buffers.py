@@ -37,7 +37,9 @@ class Buffer:
     def pack(self, grads: Sequence[np.ndarray]) -> None:
         """Copy gradients to their places, unless they live there; count per member what is not finite in ``bad``."""
         self.bad[:] = 0
-        kernels.pack(self.gradients.point_to(self._untangled(grads)), self.gradient, 1.0, self.bad)
+        if not self.gradients.points_to(grads):
+            self.gradients.point_to(self._untangled(grads))
+        kernels.pack(self.gradients, self.gradient, 1.0, self.bad)
 
     def _untangled(self, grads: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """The gradients, with copies of those in another member's place, which packing would overwrite."""

@@ -1,0 +1,14 @@
+PYTHON = .venv/bin/python
+run: .venv
+	.venv/bin/distopt run -n 2 examples/digits.py
+test: .venv
+	$(PYTHON) -m pytest -q
+test-mpi: .venv
+	$(PYTHON) -m pytest -q tests/test_comm.py tests/test_guard.py tests/test_laws.py
+lint: .venv
+	$(PYTHON) -m pip install -q ruff mypy && .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+bench: .venv
+	.venv/bin/distopt run -n 2 -m benchmarks.vote
+.venv:
+	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
+.PHONY: run test test-mpi lint bench
