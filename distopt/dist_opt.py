@@ -1,22 +1,22 @@
 """Average gradients over ranks, then let the wrapped optimizer use them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from distopt.adapters import adapt
-from distopt.buckets import Buffers, Plan, Staging, States, plan
+from distopt.buckets import Buffers, Plan, States, plan
 from distopt.comm import Communicator, Ordered, world
-from distopt.comm.communicator import checked
 from distopt.compress import At, Compressor, Dense
 from distopt.exchange import Window, choose
 from distopt.gradients import Collector, Gradient
-from distopt.guard import NonfinitePolicy, fingerprint
+from distopt.guard import NonfinitePolicy, fingerprint, whole
 from distopt.optim import SGD
+from distopt.verbs import Verbs
 
 
-class DistOpt:
+class DistOpt(Verbs):
     """Wrap any optimizer so that all ranks of a communicator train one model.
 
     A step collects the gradients, checks them, votes, exchanges them bucket by bucket, and updates; what goes wrong on
@@ -54,23 +54,24 @@ class DistOpt:
         sync_on_apply: bool = True,
         buffSize: int = 4194304,
     ):
+        self.communicator = world() if communicator is None else communicator
+        rank_ordered = not deterministic or self.communicator.rank_ordered
+        wire = self.communicator if rank_ordered else Ordered(self.communicator)
+        super().__init__(wire, whole("buffSize", buffSize, least=1))
         self.opt = SGD() if opt is None else opt
         self._optimizer = adapt(self.opt)
-        self.communicator = world() if communicator is None else communicator
-        self.threshold = _whole("threshold", threshold, least=0)
+        self.threshold = whole("threshold", threshold, least=0)
         self.step_counter = 0  # updates applied
         self._options = f"{deterministic=}, {broadcast=}, {nonfinite=}, {num_batches=}, {sync_on_apply=}"
-        rank_ordered = not deterministic or self.communicator.rank_ordered
-        self._wire = self.communicator if rank_ordered else Ordered(self.communicator)
         self._nonfinite = NonfinitePolicy(nonfinite)
-        self._window = Window(_whole("num_batches", num_batches, least=1), sync_on_apply)
-        self._staging = Staging(_whole("buffSize", buffSize, least=1), self._wire.alloc)
+        self._window = Window(whole("num_batches", num_batches, least=1), sync_on_apply)
         self._collector = Collector(allow_missing)
         self._buffers: Buffers | None = None
         self._restored: States = {}  # of a checkpoint, until there are buffers
         self._lines: list[str] = []  # what a step is, for the vote
         self._mark = 0
-        self._broadcast_due, self._closed = broadcast, False
+        self._agreed = False  # do all ranks have this plan?
+        self._broadcast_due = broadcast
 
     @property
     def world_size(self) -> int:
@@ -148,7 +149,7 @@ class DistOpt:
     def _prepare(self, found: dict[str, Gradient], compressor: Compressor, threshold: int | None) -> None:
         """Everything that this rank can do and check alone: the plan, if it changes, and the packing."""
         choose(compressor)
-        self._follow_plan(self.threshold if threshold is None else _whole("threshold", threshold, least=0))
+        self._follow_plan(self.threshold if threshold is None else whole("threshold", threshold, least=0))
         self._describe(f"a step with {compressor!r}")
         self._memory.pack({name: g.grad for name, g in found.items()})
 
@@ -175,16 +176,22 @@ class DistOpt:
         """Vote; False if all ranks are to skip this step because of gradients that are not finite."""
         name = f"step {self.step_counter + 1}"
         bad = self._memory.nonfinite() if error is None and self._nonfinite.looks else ""
+        return self._nonfinite.accepts(name, self._vote(name, error, bad))
+
+    def _vote(self, name: str, error: Exception | None, report: str = "") -> list[str]:
+        """The ranks' reports, if they agree on what ``_describe`` said and none of them has an error."""
         try:
-            reports = self._wire.control.vote(name, self._mark, lambda: self._lines, error, bad)
+            reports = self._wire.control.vote(name, self._mark, lambda: self._lines, error, report)
         except Exception:
-            if not self.step_counter:
-                self._forget_first_step()
+            self._forget_first_step()
             raise
-        return self._nonfinite.accepts(name, reports)
+        self._agreed = True
+        return reports
 
     def _forget_first_step(self) -> None:
         """A refused first step leaves nothing behind: the next one may bring other parameters."""
+        if self._agreed:
+            return
         self._collector.forget()
         self._restored = self._restored if self._buffers is None else self._buffers.states()
         self._buffers, self._lines = None, []
@@ -200,65 +207,11 @@ class DistOpt:
         self.step_counter += 1
         self._optimizer.step()
 
-    # ------------------------------------------------------------------------------------------------- the verbs
-
     def update(self, param: Any, grad: np.ndarray) -> None:
         """Take the mean of a summed gradient, in place, and apply it to one parameter."""
         name, value = self._collector.identify(param)
         grad /= self.world_size
         self._optimizer.apply(name, param, value, grad)
-
-    def all_reduce(self, x: np.ndarray) -> None:
-        """Replace an array, in place, by its sum over ranks."""
-        self._agree_on_arrays("all_reduce", [x])
-        self._wire.all_reduce(x)
-
-    def fused_all_reduce(self, xs: Sequence[np.ndarray], send: bool = True) -> None:
-        """Replace arrays, in place, by their sums over ranks, in messages of ``buffSize`` elements.
-
-        ``send=False`` only copies them into the staging memory.  ``send=True`` fills as well if nothing was filled
-        since the last send; otherwise ``xs`` must be what was filled, in order, or ValueError is raised.
-        """
-        xs = list(xs)
-        if not send:
-            self._staging.fill(xs)
-            return
-        self._agree_on_arrays("fused_all_reduce", xs, self._fill_or_match)
-        self._staging.send(xs, self._wire.all_reduce)
-
-    def _fill_or_match(self, xs: Sequence[np.ndarray]) -> None:
-        if self._staging.empty:
-            self._staging.fill(xs)
-        else:
-            self._staging.check(xs)
-
-    def wait(self) -> None:
-        """Results of the verbs above are visible to the caller's current stream; nothing to do without a GPU."""
-        self._wire.wait()
-
-    def broadcast(self, params: Iterable[Any]) -> None:
-        """Rank 0's parameters to all ranks."""
-        values = [p if isinstance(p, np.ndarray) else p.data for p in params]
-        self._agree_on_arrays("broadcast", values)
-        for value in values:
-            self._wire.broadcast(value)
-
-    def _agree_on_arrays(
-        self, verb: str, arrays: Sequence[np.ndarray], check: Callable[[Sequence[np.ndarray]], None] | None = None
-    ) -> None:
-        """Vote before an array moves: all ranks are in the same verb, with arrays of the same shapes and dtypes."""
-        self._check_open()
-        error = None
-        lines = [verb]
-        try:
-            for k, x in enumerate(arrays):
-                checked(x)
-                lines.append(f"{verb} of array {k} = {x.shape} {x.dtype}")
-            if check:
-                check(arrays)
-        except Exception as e:
-            error = e
-        self._wire.control.vote(verb, fingerprint(lines), lambda: lines, error)
 
     # ------------------------------------------------------------------------------------------------- memory
 
@@ -278,22 +231,14 @@ class DistOpt:
         names: list[str] = []
         error = None
         try:
-            names = self._plan_for(list(params))
+            names = self._collector.enroll(params)
+            self._follow_plan(self.threshold if self._buffers is None else self.plan.threshold)
+            self._describe("gradient views")
         except Exception as e:
             error = e
-        self._wire.control.vote("gradient_views", self._mark, lambda: self._lines, error)
+        self._vote("gradient_views", error)
         self._send_parameters()
         return [self._memory.view(name) for name in names]
-
-    def _plan_for(self, params: Sequence[Any]) -> list[str]:
-        allow, self._collector.allow_missing = self._collector.allow_missing, True
-        try:
-            names = list(self._collector.collect((p, None) for p in params))
-        finally:
-            self._collector.allow_missing = allow
-        self._follow_plan(self.threshold)
-        self._describe("gradient views")
-        return names
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes between steps, as copies: plain numbers, and arrays by parameter name.
@@ -317,19 +262,3 @@ class DistOpt:
         self._restored = {s: {n: np.array(a) for n, a in arrays.items()} for s, arrays in state["states"].items()}
         self._buffers, self._lines, self._broadcast_due = None, [], False
         self._optimizer.load_state_dict(state["optimizer"])
-
-    def close(self) -> None:
-        """Refuse further steps; the communicator stays open."""
-        self._closed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this DistOpt is closed; make a new one")
-
-
-def _whole(name: str, given: Any, least: int) -> int:
-    if isinstance(given, bool) or not isinstance(given, int | np.integer):
-        raise TypeError(f"{name} must be an integer, got {given!r}")
-    if given < least:
-        raise ValueError(f"{name} must be at least {least}, got {given}")
-    return int(given)

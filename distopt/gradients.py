@@ -81,8 +81,22 @@ class Collector:
         for parameters that are not writable C-contiguous float32 or float64 or that overlap, and for gradients of
         another shape or dtype.
         """
+        found = self._read(pairs(loss))
+        missing = [n for n in self.order or found if n not in found or found[n].grad is None]
+        if missing and not self.allow_missing:
+            raise ValueError(f"no gradient for {', '.join(missing[:5])}; allow_missing=True would take zeros")
+        self.order.update(found)
+        return found
+
+    def enroll(self, params: Iterable[Any]) -> list[str]:
+        """The names of parameters, which come without gradients; raises what ``collect`` raises."""
+        found = self._read((param, None) for param in params)
+        self.order.update(found)
+        return list(found)
+
+    def _read(self, given: Iterable[tuple[Any, Any]]) -> dict[str, Gradient]:
         found: dict[str, Gradient] = {}
-        for param, grad in pairs(loss):
+        for param, grad in given:
             name, value = self.identify(param)
             if self.order and name not in self.order:
                 near = "".join(f"; did you mean {n}?" for n in difflib.get_close_matches(str(name), self.order, 1))
@@ -91,12 +105,8 @@ class Collector:
                 places = f"positions {list(found).index(name)} and {len(found)}"
                 raise ValueError(f"{name}: given twice, at {places}; names must be unique")
             found[name] = self._checked(name, param, value, grad)
-        missing = [n for n in self.order or found if n not in found or found[n].grad is None]
-        if missing and not self.allow_missing:
-            raise ValueError(f"no gradient for {', '.join(missing[:5])}; allow_missing=True would take zeros")
         if not self.order:
             _refuse_overlap(found)
-        self.order.update(found)
         return found
 
     def _checked(self, name: str, param: Any, value: Any, grad: Any) -> Gradient:

@@ -186,6 +186,15 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def whole(name: str, given: Any, least: int) -> int:
+    """``given`` as an int; TypeError or ValueError that names the field if it is not a whole number >= ``least``."""
+    if isinstance(given, bool) or not isinstance(given, int | np.integer):
+        raise TypeError(f"{name} must be an integer, got {given!r}")
+    if given < least:
+        raise ValueError(f"{name} must be at least {least}, got {given}")
+    return int(given)
+
+
 def _say(text: str) -> None:
     sys.stdout.flush()
     sys.stderr.write(text)  # one write: lines of different ranks stay whole

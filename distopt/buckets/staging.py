@@ -49,6 +49,9 @@ class Staging:
             for piece, part in self._runs(x, start):
                 part[...] = piece
             start += x.size
+
+    def clear(self) -> None:
+        """Forget what was filled."""
         self._filled.clear()
 
     def _runs(self, x: np.ndarray, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

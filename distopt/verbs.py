@@ -1,0 +1,86 @@
+"""The verbs that a step is made of, for those who write the loop themselves: SINGA's names, each with its vote."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from distopt.buckets import Staging
+from distopt.comm import Communicator
+from distopt.comm.communicator import checked
+from distopt.guard import fingerprint
+
+
+class Verbs:
+    """Sums and broadcasts over a communicator that all ranks agree on before anything moves.
+
+    Ranks that are in different verbs, or bring other shapes or dtypes, all raise the same ValueError.
+    """
+
+    def __init__(self, wire: Communicator, capacity: int):
+        self._wire = wire
+        self._staging = Staging(capacity, wire.alloc)
+        self._closed = False
+
+    def all_reduce(self, x: np.ndarray) -> None:
+        """Replace an array, in place, by its sum over ranks."""
+        self._agree_on_arrays("all_reduce", [x])
+        self._wire.all_reduce(x)
+
+    def fused_all_reduce(self, xs: Sequence[np.ndarray], send: bool = True) -> None:
+        """Replace arrays, in place, by their sums over ranks, in messages of ``buffSize`` elements.
+
+        ``send=False`` only copies them into the staging memory.  ``send=True`` fills as well if nothing was filled
+        since the last send; otherwise ``xs`` must be what was filled, in order, or ValueError is raised and what was
+        filled is dropped.
+        """
+        xs = list(xs)
+        if not send:
+            self._staging.fill(xs)
+            return
+        try:
+            self._agree_on_arrays("fused_all_reduce", xs, self._fill_or_match)
+            self._staging.send(xs, self._wire.all_reduce)
+        finally:
+            self._staging.clear()
+
+    def _fill_or_match(self, xs: Sequence[np.ndarray]) -> None:
+        if self._staging.empty:
+            self._staging.fill(xs)
+        else:
+            self._staging.check(xs)
+
+    def wait(self) -> None:
+        """Results of the verbs are visible to the caller's current stream; nothing to do without a GPU."""
+        self._wire.wait()
+
+    def broadcast(self, params: Iterable[Any]) -> None:
+        """Rank 0's parameters (or plain arrays) to all ranks, in place."""
+        values = [p if isinstance(p, np.ndarray) else p.data for p in params]
+        self._agree_on_arrays("broadcast", values)
+        for value in values:
+            self._wire.broadcast(value)
+
+    def close(self) -> None:
+        """Refuse everything from now on; the communicator stays open."""
+        self._closed = True
+
+    def _agree_on_arrays(
+        self, verb: str, arrays: Sequence[np.ndarray], check: Callable[[Sequence[np.ndarray]], None] | None = None
+    ) -> None:
+        self._check_open()
+        error = None
+        lines = [verb]
+        try:
+            for k, x in enumerate(arrays):
+                checked(x)
+                lines.append(f"{verb} of array {k} = {x.shape} {x.dtype}")
+            if check:
+                check(arrays)
+        except Exception as e:
+            error = e
+        self._wire.control.vote(verb, fingerprint(lines), lambda: lines, error)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"this {type(self).__name__} is closed; make a new one")
