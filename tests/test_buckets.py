@@ -1,0 +1,59 @@
+"""Plans by hand: SINGA's rule to the letter."""
+
+import numpy as np
+import pytest
+
+from benchmarks.models import resnet50
+from distopt.buckets import plan
+
+
+def members(sizes, threshold, dtypes=None):
+    names = [f"{n}{k}" for k, n in enumerate(sizes)]
+    found = plan(names, sizes, dtypes or ["float32"] * len(sizes), threshold)
+    return [b.sizes for b in found.buckets]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "threshold", "expected"),
+    [
+        ([10, 10, 10], 10, [(10, 10), (10,)]),  # exactly the threshold queues; a queue closes only above it
+        ([11, 10, 1], 10, [(11,), (10, 1)]),
+        ([4, 50, 4, 4], 10, [(50,), (4, 4, 4)]),  # a large one does not close the queue
+        ([4, 4, 2, 1, 9], 10, [(4, 4, 2, 1), (9,)]),
+        ([3, 0, 2], 0, [(3,), (0,), (2,)]),  # threshold 0: every tensor its own bucket, an empty one too
+        ([0, 0], 5, [(0, 0)]),
+        ([], 5, []),
+    ],
+)
+def test_singas_rule(sizes, threshold, expected):
+    assert members(sizes, threshold) == expected
+
+
+def test_dtypes_do_not_mix():
+    assert members([4, 5, 4, 5, 4], 8, ["f4", "f8", "f4", "f8", "f4"]) == [(5, 5), (4, 4, 4)]
+
+
+def test_members_start_at_multiples_of_64_bytes():
+    (bucket,) = plan(["a", "b", "c"], [1, 16, 17], ["float32"] * 3, 100).buckets
+    assert (bucket.offsets, bucket.size, bucket.nbytes) == ((0, 16, 32), 49, 196)
+    (bucket,) = plan(["a", "b"], [9, 1], ["float64"] * 2, 100).buckets
+    assert (bucket.offsets, bucket.size) == ((0, 16), 17)
+
+
+def test_resnet50():
+    """161 tensors in 11 buckets; what alignment adds is less than 0.01 %."""
+    params = resnet50()[::-1]
+    sizes = [int(np.prod(shape)) for _, shape in params]
+    found = plan([name for name, _ in params], sizes, ["float32"] * len(params), 2097152)
+    assert (len(params), sum(sizes)) == (161, 25_557_032)
+    assert len(found.buckets) == 11
+    assert 0 <= sum(b.nbytes for b in found.buckets) - 4 * sum(sizes) < 4e-4 * sum(sizes)
+    assert str(found).splitlines()[0] == "161 tensors, 25,557,032 elements, 11 buckets (threshold 2,097,152)"
+
+
+def test_what_a_compressor_would_send():
+    found = plan(["a", "b"], [1000, 1], ["float32"] * 2, 100).sending(lambda n: None if n == 1 else n // 10)
+    lines = str(found).splitlines()
+    assert found.payload == (100, None)
+    assert "0.000 MB    0.004 MB  a" in lines[2]
+    assert "varies    0.000 MB  b" in lines[3]
