@@ -174,14 +174,15 @@ class DistOpt(Verbs):
 
     def _agree_on_step(self, error: Exception | None) -> bool:
         """Vote; False if all ranks are to skip this step because of gradients that are not finite."""
-        name = f"step {self.step_counter + 1}"
+        calls, more = self.step_counter * self._window.num_batches + self._window.batches, self._window.num_batches > 1
+        name = f"step {self.step_counter + 1}" + f", batch {self._window.batches + 1}" * more
         bad = self._memory.nonfinite() if error is None and self._nonfinite.looks else ""
-        return self._nonfinite.accepts(name, self._vote(name, error, bad))
+        return self._nonfinite.accepts(name, self._vote(name, calls, error, bad))
 
-    def _vote(self, name: str, error: Exception | None, report: str = "") -> list[str]:
-        """The ranks' reports, if they agree on what ``_describe`` said and none of them has an error."""
+    def _vote(self, name: str, number: int, error: Exception | None, report: str = "") -> list[str]:
+        """The ranks' reports, if all are at the same call, agree on what ``_describe`` said, and none has an error."""
         try:
-            reports = self._wire.control.vote(name, self._mark, lambda: self._lines, error, report)
+            reports = self._wire.control.vote(name, self._mark ^ number, lambda: [*self._lines, name], error, report)
         except Exception:
             self._forget_first_step()
             raise
@@ -236,7 +237,7 @@ class DistOpt(Verbs):
             self._describe("gradient views")
         except Exception as e:
             error = e
-        self._vote("gradient_views", error)
+        self._vote("gradient_views", 0, error)
         self._send_parameters()
         return [self._memory.view(name) for name in names]
 

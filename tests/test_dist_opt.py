@@ -160,6 +160,22 @@ def test_ranks_with_different_options(options, text):
     assert text in texts_of(2, main, ValueError)
 
 
+def test_ranks_at_different_steps():
+    """A rank that was resumed from another checkpoint must not train along with the others."""
+
+    def main(comm, **options):
+        opt = DistOpt(SGD(0.1), comm, **options)
+        if comm.rank == 1:
+            ahead = DistOpt(SGD(0.1), **options)
+            ahead(pairs(three()))
+            opt.load_state_dict(ahead.state_dict())
+        opt(pairs(three()))
+
+    assert texts_of(2, main, ValueError) == "ranks differ: rank 0 has step 1, rank 1 has step 2"
+    text = texts_of(2, lambda comm: main(comm, num_batches=3), ValueError)
+    assert text == "ranks differ: rank 0 has step 1, batch 1, rank 1 has step 1, batch 2"
+
+
 def test_a_refused_first_step_leaves_nothing_behind():
     def main(comm):
         params = three()
