@@ -62,7 +62,8 @@ class DistOpt(Verbs):
         self._optimizer = adapt(self.opt)
         self.threshold = whole("threshold", threshold, least=0)
         self.step_counter = 0  # updates applied
-        self._options = f"{deterministic=}, {broadcast=}, {nonfinite=}, {num_batches=}, {sync_on_apply=}"
+        options = f"{deterministic=}, {broadcast=}, {nonfinite=}, {num_batches=}, {sync_on_apply=}, {allow_missing=}"
+        self._options = [options, repr(self._optimizer)]
         self._nonfinite = NonfinitePolicy(nonfinite)
         self._window = Window(whole("num_batches", num_batches, least=1), sync_on_apply)
         self._collector = Collector(allow_missing)
@@ -70,7 +71,7 @@ class DistOpt(Verbs):
         self._restored: States = {}  # of a checkpoint, until there are buffers
         self._lines: list[str] = []  # what a step is, for the vote
         self._mark = 0
-        self._agreed = False  # do all ranks have this plan?
+        self._number = 0  # among those that have made a step on this communicator, from 1; 0 before the first
         self._broadcast_due = broadcast
 
     @property
@@ -141,8 +142,10 @@ class DistOpt(Verbs):
             return False
         self._wire.wait()
         mean = 1.0 / (self._wire.size * self._window.num_batches)
-        self._optimizer.update(self._memory, self._collector.order, sums, mean)
-        self._window.start(sums)
+        try:
+            self._optimizer.update(self._memory, self._collector.order, sums, mean)
+        finally:
+            self._window.start(sums)
         self._finish()
         return True
 
@@ -159,9 +162,10 @@ class DistOpt(Verbs):
             return
         values = {name: g.value for name, g in self._collector.order.items()}
         sizes, dtypes = [v.size for v in values.values()], [v.dtype for v in values.values()]
-        states = self._restored if self._buffers is None else self._buffers.states()
-        self._buffers = Buffers(plan(list(values), sizes, dtypes, threshold), values, self._wire.alloc, states)
-        self._restored, self._lines = {}, []
+        buffers = Buffers(plan(list(values), sizes, dtypes, threshold), values, self._wire.alloc)
+        buffers.restore(self._states())
+        self._optimizer.prepare(buffers)
+        self._buffers, self._lines = buffers, []
 
     def _describe(self, what: str) -> None:
         """What this rank is about to do, in lines that all ranks must agree on."""
@@ -169,7 +173,7 @@ class DistOpt(Verbs):
             return
         order = self._collector.order.items()
         parameters = [f"parameter {k} = {n} {g.value.shape} {g.value.dtype}" for k, (n, g) in enumerate(order)]
-        self._lines = [what, *parameters, f"threshold={self.plan.threshold}", self._options, repr(self._optimizer)]
+        self._lines = [what, *parameters, f"threshold={self.plan.threshold}", *self._options]
         self._mark = fingerprint(self._lines)
 
     def _agree_on_step(self, error: Exception | None) -> bool:
@@ -181,21 +185,27 @@ class DistOpt(Verbs):
 
     def _vote(self, name: str, number: int, error: Exception | None, report: str = "") -> list[str]:
         """The ranks' reports, if all are at the same call, agree on what ``_describe`` said, and none has an error."""
+        control = self._wire.control
+        mark = self._mark ^ number ^ self._number << 40
         try:
-            reports = self._wire.control.vote(name, self._mark ^ number, lambda: [*self._lines, name], error, report)
+            reports = control.vote(name, mark, lambda: [*self._lines, name, f"DistOpt {self._number}"], error, report)
         except Exception:
             self._forget_first_step()
             raise
-        self._agreed = True
+        if not self._number:
+            control.optimizers += 1
+            self._number, self._restored = control.optimizers, {}
         return reports
 
     def _forget_first_step(self) -> None:
         """A refused first step leaves nothing behind: the next one may bring other parameters."""
-        if self._agreed:
-            return
-        self._collector.forget()
-        self._restored = self._restored if self._buffers is None else self._buffers.states()
-        self._buffers, self._lines = None, []
+        if not self._number:
+            self._collector.forget()
+            self._buffers, self._lines = None, []
+
+    def _states(self) -> States:
+        """What outlives a step: that of a checkpoint until all ranks have agreed on a plan."""
+        return self._memory.states() if self._number else self._restored
 
     def _send_parameters(self) -> None:
         """Rank 0's parameters to all, once."""
@@ -246,9 +256,10 @@ class DistOpt(Verbs):
 
         The wrapped optimizer's own ``state_dict()`` or ``get_states()`` is in it, parameters are not.
         """
-        states = self._restored if self._buffers is None else self._buffers.states()
+        states = self._states()
         return {
             "step_counter": self.step_counter,
+            "num_batches": self._window.num_batches,
             "batches": self._window.batches,
             "skipped": self._nonfinite.skipped,
             "skips_in_a_row": self._nonfinite.in_a_row,
@@ -257,9 +268,23 @@ class DistOpt(Verbs):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned, with parameters that the caller has loaded on every rank."""
+        """Go on from what ``state_dict`` returned, with parameters that the caller has loaded on every rank.
+
+        Raises ValueError, before anything changes, for what is no such dict or belongs to other parameters, and for
+        one that was saved in the middle of a window of another ``num_batches``.
+        """
+        expected = self.state_dict()
+        if set(state) != set(expected):
+            raise ValueError(f"a state has the entries {sorted(expected)}, got {sorted(state)}")
+        if state["batches"] and state["num_batches"] != self._window.num_batches:
+            batches = f"{state['batches']} of {state['num_batches']} batches"
+            raise ValueError(f"the state was saved after {batches}; num_batches is {self._window.num_batches} here")
+        states = {s: {n: np.array(a) for n, a in arrays.items()} for s, arrays in state["states"].items()}
+        if self._number:
+            self._memory.restore(states)
+        self._optimizer.load_state_dict(state["optimizer"])
+        if self._number:
+            self._optimizer.prepare(self._memory)
+        self._restored, self._broadcast_due = {} if self._number else states, False
         self.step_counter, self._window.batches = int(state["step_counter"]), int(state["batches"])
         self._nonfinite.skipped, self._nonfinite.in_a_row = int(state["skipped"]), int(state["skips_in_a_row"])
-        self._restored = {s: {n: np.array(a) for n, a in arrays.items()} for s, arrays in state["states"].items()}
-        self._buffers, self._lines, self._broadcast_due = None, [], False
-        self._optimizer.load_state_dict(state["optimizer"])

@@ -72,6 +72,8 @@ class Collector:
             return self._bare[id(param)]
         if not hasattr(param, "name") or not hasattr(param, "data"):
             raise TypeError(f"a parameter is an array, or has name and data (distopt.Parameter), got {_kind(param)}")
+        if not isinstance(param.name, str):
+            raise TypeError(f"a parameter's name must be a string, got {param.name!r}")
         return param.name, param.data
 
     def collect(self, loss: Any) -> dict[str, Gradient]:
@@ -115,6 +117,9 @@ class Collector:
         if last is not None and grad is last.grad and value is last.value:
             return last
         value = _checked_value(name, value)
+        if last is not None and (value.shape, value.dtype) != (last.value.shape, last.value.dtype):
+            was, now = f"{last.value.shape} {last.value.dtype}", f"{value.shape} {value.dtype}"
+            raise ValueError(f"{name}: the parameter was {was} on the first step, is {now}")
         return Gradient(param, value, _checked_gradient(name, value, grad))
 
     def forget(self) -> None:
@@ -124,8 +129,6 @@ class Collector:
 
 
 def _checked_value(name: str, value: Any) -> np.ndarray:
-    if not isinstance(name, str):
-        raise TypeError(f"a parameter's name must be a string, got {name!r}")
     if not isinstance(value, np.ndarray) or value.dtype not in FLOATS or not value.dtype.isnative:
         raise TypeError(
             f"{name}: a parameter must be a float32 or float64 array in native byte order, got {_kind(value)}"

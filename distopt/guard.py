@@ -32,7 +32,7 @@ class PeerLeft(RuntimeError):
 
 def fingerprint(lines: Iterable[str]) -> int:
     """63 bits of the lines' hash: a vote compares what the ranks are about to do by it."""
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b("\n".join(lines).encode(errors="backslashreplace"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -45,6 +45,7 @@ class Control(abc.ABC):
     rank: int
     size: int
     progress = "the start"  # what this rank voted for last
+    optimizers = 0  # DistOpts that have voted here
     _gone: PeerLeft | None = None
 
     @abc.abstractmethod
@@ -154,8 +155,8 @@ class NonfinitePolicy:
         if self.policy == "raise":
             raise agreed(FloatingPointError(f"gradients of {name} are not finite: {found}"))
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
-        if self.in_a_row == self.PATIENCE:
-            raise agreed(FloatingPointError(f"{name}: {self.PATIENCE} steps in a row are not finite: {found}"))
+        if self.in_a_row >= self.PATIENCE:
+            raise agreed(FloatingPointError(f"{name}: {self.in_a_row} steps in a row are not finite: {found}"))
         return False
 
 

@@ -24,8 +24,8 @@ class Verbs:
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace an array, in place, by its sum over ranks."""
-        self._agree_on_arrays("all_reduce", [x])
-        self._wire.all_reduce(x)
+        for array in self._agree_on_arrays("all_reduce", [x]):
+            self._wire.all_reduce(array)
 
     def fused_all_reduce(self, xs: Sequence[np.ndarray], send: bool = True) -> None:
         """Replace arrays, in place, by their sums over ranks, in messages of ``buffSize`` elements.
@@ -34,13 +34,12 @@ class Verbs:
         since the last send; otherwise ``xs`` must be what was filled, in order, or ValueError is raised and what was
         filled is dropped.
         """
-        xs = list(xs)
         if not send:
-            self._staging.fill(xs)
+            self._staging.fill(list(xs))
             return
         try:
-            self._agree_on_arrays("fused_all_reduce", xs, self._fill_or_match)
-            self._staging.send(xs, self._wire.all_reduce)
+            arrays = self._agree_on_arrays(f"fused_all_reduce, {self._staging.capacity=}", xs, self._fill_or_match)
+            self._staging.send(arrays, self._wire.all_reduce)
         finally:
             self._staging.clear()
 
@@ -56,9 +55,8 @@ class Verbs:
 
     def broadcast(self, params: Iterable[Any]) -> None:
         """Rank 0's parameters (or plain arrays) to all ranks, in place."""
-        values = [p if isinstance(p, np.ndarray) else p.data for p in params]
-        self._agree_on_arrays("broadcast", values)
-        for value in values:
+        values = (getattr(p, "data", p) if not isinstance(p, np.ndarray) else p for p in params)
+        for value in self._agree_on_arrays("broadcast", values):
             self._wire.broadcast(value)
 
     def close(self) -> None:
@@ -66,20 +64,23 @@ class Verbs:
         self._closed = True
 
     def _agree_on_arrays(
-        self, verb: str, arrays: Sequence[np.ndarray], check: Callable[[Sequence[np.ndarray]], None] | None = None
-    ) -> None:
+        self, verb: str, given: Iterable[np.ndarray], check: Callable[[list[np.ndarray]], None] | None = None
+    ) -> list[np.ndarray]:
+        """The arrays, once all ranks are in the same verb with arrays of the same shapes and dtypes."""
         self._check_open()
-        error = None
-        lines = [verb]
+        error, lines = None, [verb]
+        arrays: list[np.ndarray] = []
         try:
-            for k, x in enumerate(arrays):
+            for k, x in enumerate(given):
                 checked(x)
+                arrays.append(x)
                 lines.append(f"{verb} of array {k} = {x.shape} {x.dtype}")
             if check:
                 check(arrays)
         except Exception as e:
             error = e
         self._wire.control.vote(verb, fingerprint(lines), lambda: lines, error)
+        return arrays
 
     def _check_open(self) -> None:
         if self._closed:

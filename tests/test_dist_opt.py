@@ -149,7 +149,7 @@ def test_ranks_that_differ_on_the_first_step(other, text):
     ("options", "text"),
     [
         ({"threshold": 5}, "rank 0 has threshold=2097152, rank 1 has threshold=5"),
-        ({"num_batches": 2}, "num_batches=1, sync_on_apply=True, rank 1 has deterministic=False"),
+        ({"num_batches": 2}, "num_batches=1, sync_on_apply=True, allow_missing=False, rank 1 has deterministic=False"),
         ({"opt": SGD(0.2)}, "rank 0 has optimizer SGD(lr=0.1, momentum=0.0"),
     ],
 )
@@ -158,6 +158,67 @@ def test_ranks_with_different_options(options, text):
         DistOpt(communicator=comm, **(options if comm.rank == 1 else {}))(pairs(three()))
 
     assert text in texts_of(2, main, ValueError)
+
+
+def test_two_optimizers_on_one_communicator():
+    """They may take turns, in the same order on every rank; otherwise the models would mix."""
+
+    def main(comm, mixed):
+        models = [[Parameter("w", np.zeros(2))] for _ in range(2)]
+        opts = [DistOpt(SGD(1.0), comm) for _ in range(2)]
+        for opt, params in zip(opts, models, strict=True):
+            opt(pairs(params))
+        order = (1, 0) if mixed and comm.rank else (0, 1)
+        for k in order:
+            opts[k](pairs(models[k], k + 1.0))
+        return [float(params[0].data[0]) for params in models]
+
+    assert run_ranks(2, lambda comm: main(comm, False)) == [[-2.0, -3.0]] * 2
+    assert texts_of(2, lambda comm: main(comm, True)) == "ranks differ: rank 0 has DistOpt 1, rank 1 has DistOpt 2"
+
+
+def test_a_parameter_that_changes_its_shape():
+    def main(comm):
+        params = three()
+        opt = DistOpt(SGD(1.0), comm, allow_missing=True)
+        opt(pairs(params))
+        params[1].data = np.zeros(9, "f4")
+        try:
+            opt([(p, None) for p in params])
+        finally:
+            assert (params[0].data == 0).all()
+
+    text = texts_of(2, main, ValueError)
+    assert text == "rank 0: b: the parameter was (4,) float32 on the first step, is (9,) float32"
+
+
+def test_an_array_in_the_place_of_another_is_used():
+    """param.data may be another array of the same shape later: the new one is updated."""
+
+    def main(comm):
+        p = Parameter("p", np.zeros(2))
+        opt = DistOpt(SGD(1.0, 0.5), comm)
+        opt(pairs([p]))
+        old, p.data = p.data, np.full(2, 10.0)
+        opt(pairs([p]))
+        return old[0], p.data[0]
+
+    assert run_ranks(2, main) == [(-1.0, 8.5)] * 2
+
+
+def test_neighbours_in_one_array_are_no_overlap():
+    memory = np.zeros(10)
+    params = [Parameter("left", memory[:5]), Parameter("right", memory[5:]), Parameter("none", memory[2:2])]
+    DistOpt(SGD(1.0))(pairs(params))
+    assert (memory == -1).all()
+
+
+def test_names_of_any_kind():
+    def main(comm):
+        p = Parameter("\udc80 \n", np.zeros(2))
+        DistOpt(communicator=comm)([(p, np.full(2, np.nan))])
+
+    assert "not finite" in texts_of(2, main, FloatingPointError)
 
 
 def test_ranks_at_different_steps():
@@ -320,6 +381,15 @@ def test_nonfinite_skip_and_its_limit():
     assert "10 steps in a row are not finite: rank 1: b" in texts_of(2, main, FloatingPointError)
 
 
+def test_ten_bad_steps_raise_and_so_does_every_one_after_them():
+    opt, params = DistOpt(SGD(1.0), nonfinite="skip"), three()
+    for _ in range(9):
+        assert not opt(pairs(params, np.inf))
+    for count in (10, 11):
+        with pytest.raises(FloatingPointError, match=f"{count} steps in a row"):
+            opt(pairs(params, np.inf))
+
+
 def test_nonfinite_propagate():
     def main(comm):
         params = three()
@@ -335,6 +405,7 @@ def test_nonfinite_propagate():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
+        ({"opt": SGD}, TypeError, "opt must be an optimizer, got the class SGD: make an instance of it"),
         ({"opt": 3}, TypeError, r"opt must have apply\(name, value, grad\) or update\(param, grad\), got int"),
         (
             {"nonfinite": "ignore"},
@@ -478,6 +549,32 @@ def test_views_given_for_the_wrong_parameters_are_copied_first():
     assert run_ranks(2, main) == [(-2.0, -1.0)] * 2
 
 
+def test_views_given_across_buckets_and_for_a_missing_gradient():
+    params = [Parameter(n, np.zeros(3)) for n in "abc"]
+    opt = DistOpt(SGD(1.0), threshold=0, allow_missing=True)
+    a, b, c = opt.gradient_views(params)
+    for view, value in zip((a, b, c), (1, 2, 3), strict=True):
+        view[:] = value
+    opt(zip(params, (c, a, b), strict=True))
+    assert [p.data[0] for p in params] == [-3, -1, -2]
+    a[:] = 5
+    opt([(params[1], a)])
+    assert [p.data[0] for p in params] == [-3, -6, -2]
+
+
+def test_views_live_on_after_load_state_dict():
+    params = three()
+    opt = DistOpt(SGD(1.0), num_batches=2)
+    views = opt.gradient_views(params)
+    for v in views:
+        v[...] = 1
+    opt(zip(params, views, strict=True))
+    opt.load_state_dict(opt.state_dict())
+    assert all(v is w or v.ctypes.data == w.ctypes.data for v, w in zip(views, opt.gradient_views(params), strict=True))
+    opt(zip(params, views, strict=True))
+    assert all((p.data == 0).all() for p in params)
+
+
 def test_gradient_views_of_ranks_that_differ():
     def main(comm):
         DistOpt(communicator=comm).gradient_views(three()[: 2 + comm.rank % 2])
@@ -508,7 +605,15 @@ def test_state_dict_is_plain_and_a_copy():
         for _ in range(3):
             opt(pairs(params))
         state = opt.state_dict()
-        assert set(state) == {"step_counter", "batches", "skipped", "skips_in_a_row", "states", "optimizer"}
+        assert set(state) == {
+            "step_counter",
+            "num_batches",
+            "batches",
+            "skipped",
+            "skips_in_a_row",
+            "states",
+            "optimizer",
+        }
         assert (state["step_counter"], state["batches"]) == (1, 1)
         window = state["states"]["window"]
         assert {n: a.shape for n, a in window.items()} == {"a": (3, 2), "b": (4,), "c": ()}
@@ -519,6 +624,92 @@ def test_state_dict_is_plain_and_a_copy():
         assert (fresh.state_dict()["states"]["window"]["a"] == 1).all()  # before there is a plan
 
     run_ranks(2, main)
+
+
+def saved(**options):
+    """The state of a run with momentum that was skipped once, in the middle of a window if there are windows."""
+    opt, params = DistOpt(SGD(0.1, 0.9), nonfinite="skip", **options), three()
+    for value in (1.0, 1.0, 1.0, np.nan):
+        opt(pairs(params, value))
+    return opt.state_dict()
+
+
+def test_a_state_is_refused_before_anything_changes():
+    state = saved(num_batches=2)
+    other = [Parameter("b", np.zeros(4, "f4"))]
+    opt = DistOpt(SGD(0.1, 0.9), num_batches=2)
+    opt(pairs(other))
+    before = str(opt.state_dict())
+    window = {"window": {"b": np.zeros((2, 2), "f4")}}
+    for wrong, text in (
+        ({}, r"a state has the entries \['batches', .*, got \[\]"),
+        (state | {"num_batches": 3}, "saved after 1 of 3 batches; num_batches is 2 here"),
+        (state, "state window of a has shape .*no such parameter"),
+        (state | {"states": window}, r"state window of b has shape \(2, 2\); here is shape \(4,\)"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            opt.load_state_dict(wrong)
+    assert str(opt.state_dict()) == before
+
+
+def test_a_state_of_other_parameters_is_refused_at_the_first_step():
+    def main(comm):
+        opt = DistOpt(SGD(0.1, 0.9), comm)
+        opt.load_state_dict(saved())
+        params = [Parameter("a", np.ones(6, "f4")), *three()[1:]]
+        try:
+            opt(pairs(params))
+        finally:
+            assert all((p.data == 1).all() for p in params)
+
+    assert "state moments of a has shape (3, 2), the parameter (6,)" in texts_of(2, main, ValueError)
+
+
+def test_a_restored_window_survives_a_refused_first_step():
+    def main(comm):
+        opt, params = DistOpt(SGD(1.0), comm, num_batches=2), three()
+        source = DistOpt(SGD(1.0), num_batches=2)
+        source(pairs(params, 3.0))
+        opt.load_state_dict(source.state_dict())
+        with pytest.raises(ValueError, match="ranks differ"):
+            opt(pairs(params[::-1] if comm.rank else params))
+        opt(pairs(params))
+        return [float(p.data.flat[0]) for p in params]
+
+    assert run_ranks(2, main) == [[-1.0] * 3] * 2
+
+
+def test_what_a_state_restores():
+    state = saved()
+
+    def main(comm):
+        opt = DistOpt(SGD(0.1, 0.9), comm, nonfinite="skip")
+        opt.load_state_dict(state)
+        assert (opt.step_counter, opt.skipped, opt.opt.step_counter) == (3, 1, 3)
+        assert opt.state_dict()["skips_in_a_row"] == 1
+        p = three()
+        for q in p:
+            q.data += comm.rank
+        opt(pairs(p, 0.0))
+        return float(p[2].data)
+
+    first, second = run_ranks(2, main)
+    assert second - first == pytest.approx(1), "parameters of a resumed run are not broadcast"
+
+
+def test_an_error_of_the_optimizer_closes_the_window():
+    class Moody:
+        def update(self, param, grad):
+            if grad[0] == 1:
+                raise RuntimeError("mood")
+            param.data -= grad
+
+    opt, p = DistOpt(Moody(), num_batches=2), Parameter("p", np.zeros(1))
+    opt(pairs([p], 1.0))
+    with pytest.raises(RuntimeError, match="mood"):
+        opt(pairs([p], 1.0))
+    assert [opt(pairs([p], 2.0)), opt(pairs([p], 4.0))] == [False, True]
+    assert p.data[0] == -3
 
 
 # ---------------------------------------------------------------------------------------------------- the verbs
@@ -594,6 +785,42 @@ def test_verbs_of_ranks_that_differ():
     )
     assert "rank 0 has all_reduce, rank 1 has broadcast" in texts_of(2, other_verb)
     assert texts_of(2, no_array, TypeError).startswith("rank 1: a communicator carries arrays of float32,")
+
+
+def test_errors_of_one_rank_reach_all_in_every_verb():
+    def bad_list(verb):
+        def main(comm):
+            def broken():
+                yield np.ones(2)
+                if comm.rank == 1:
+                    raise OSError("gone")
+                yield np.ones(3)
+
+            getattr(DistOpt(communicator=comm), verb)(broken())
+
+        return main
+
+    for verb in ("fused_all_reduce", "broadcast", "gradient_views"):
+        assert texts_of(2, bad_list(verb), RuntimeError) == "rank 1: OSError: gone"
+    text = texts_of(2, lambda c: DistOpt(communicator=c).broadcast([3.0 if c.rank else np.ones(1)]), TypeError)
+    assert text.startswith("rank 1: a communicator carries arrays of")
+    text = texts_of(
+        2, lambda c: DistOpt(communicator=c, buffSize=4 + c.rank).fused_all_reduce([np.ones(9)]), ValueError
+    )
+    assert "capacity=4, rank 1 has" in text
+
+
+def test_a_refused_send_forgets_what_was_filled():
+    def main(comm):
+        opt, xs = DistOpt(communicator=comm), [np.ones(3)]
+        opt.fused_all_reduce(xs, send=False)
+        with pytest.raises(ValueError, match="must match"):
+            opt.fused_all_reduce([np.ones(4)] if comm.rank else xs)
+        xs = [np.full(2, comm.rank + 1.0)]
+        opt.fused_all_reduce(xs)
+        return xs[0].tolist()
+
+    assert run_ranks(2, main) == [[3.0, 3.0]] * 2
 
 
 def test_broadcast_and_attributes():

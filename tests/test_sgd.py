@@ -160,3 +160,25 @@ def test_exponential_decay():
     assert Constant(3.0)(99) == 3.0
     with pytest.raises(ValueError, match="decay_steps must be positive, got 0"):
         ExponentialDecay(1.0, 0, 0.5)
+
+
+def test_apply_refuses_what_does_not_fit():
+    opt = SGD()
+    with pytest.raises(
+        ValueError, match=r"w: wants a gradient like the parameter, \(3,\) float64, got \(2, 3\) float64"
+    ):
+        opt.apply("w", np.zeros(3), np.zeros((2, 3)))
+    with pytest.raises(ValueError, match=r"got .* float32"):
+        opt.apply("w", np.zeros(3), np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match="the parameter is read-only"):
+        opt.apply("w", np.frombuffer(bytes(24)), np.zeros(3))
+
+
+def test_multipliers_may_change():
+    opt = SGD(1.0, lr_mult={"w": 0.0})
+    value = np.zeros(2)
+    opt.apply("w", value, np.ones(2))
+    assert not value.any()
+    opt.lr_mult.clear()
+    opt.apply("w", value, np.ones(2))
+    assert (value == -1).all()

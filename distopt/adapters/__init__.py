@@ -8,6 +8,8 @@ from distopt.adapters.params import ByParam
 
 def adapt(opt: object) -> Adapter:
     """The adapter for an optimizer object, by what it offers; TypeError if it offers nothing that is known."""
+    if isinstance(opt, type):
+        raise TypeError(f"opt must be an optimizer, got the class {opt.__name__}: make an instance of it")
     for kind in (ByBucket, ByName, ByParam):
         if kind.fits(opt):
             return kind(opt)

@@ -22,6 +22,11 @@ class ByBucket(Adapter):
         """The same kernel for one parameter."""
         self.opt.apply(name, value, mean)
 
+    def prepare(self, buffers: Buffers) -> None:
+        """State lies in the order of the buckets."""
+        for buffer in buffers:
+            self.opt.prepare(buffer.parameters)
+
     def update(self, buffers: Buffers, order: Mapping[str, Gradient], sums: Sequence[np.ndarray], scale: float) -> None:
         """One call per bucket."""
         for buffer, total in zip(buffers, sums, strict=True):

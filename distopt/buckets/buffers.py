@@ -34,33 +34,20 @@ class Buffer:
             self.state[state] = self._alloc(self.bucket.size, self.bucket.dtype)
         return self.state[state]
 
-    def pack(self, grads: Sequence[np.ndarray]) -> None:
-        """Copy gradients to their places, unless they live there; count per member what is not finite in ``bad``."""
+    def pack(self) -> None:
+        """Copy the gradients to their places, unless they live there; count in ``bad`` what is not finite."""
         self.bad[:] = 0
-        if not self.gradients.points_to(grads):
-            self.gradients.point_to(self._untangled(grads))
         kernels.pack(self.gradients, self.gradient, 1.0, self.bad)
-
-    def _untangled(self, grads: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """The gradients, with copies of those in another member's place, which packing would overwrite."""
-        start = self.gradient.ctypes.data
-        places = start + self.gradients.rows["offset"] * self.bucket.dtype.itemsize
-        addresses = np.array([g.ctypes.data for g in grads])
-        tangled = (addresses >= start) & (addresses < start + self.gradient.nbytes) & (addresses != places)
-        return [g.copy() if t else g for g, t in zip(grads, tangled, strict=True)] if tangled.any() else grads
 
 
 class Buffers:
-    """All buckets of a plan; states move in from another plan by parameter name."""
+    """All buckets of a plan."""
 
-    def __init__(self, plan: Plan, values: Mapping[str, np.ndarray], alloc: Alloc, states: States):
+    def __init__(self, plan: Plan, values: Mapping[str, np.ndarray], alloc: Alloc):
         self.plan = plan
         self._buffers = [Buffer(b, [values[n].shape for n in b.names], alloc) for b in plan.buckets]
         self._views = {name: v for b in self for name, v in b.views(b.gradient).items()}
-        for state, arrays in states.items():
-            for buffer in self:
-                for name, view in buffer.views(buffer.kept(state)).items():
-                    view[...] = arrays.get(name, 0)
+        self._places = {name: v.ctypes.data for name, v in self._views.items() if v.size}
 
     def __iter__(self) -> Iterator[Buffer]:
         return iter(self._buffers)
@@ -71,14 +58,25 @@ class Buffers:
 
     def pack(self, grads: Mapping[str, np.ndarray | None]) -> None:
         """Bring all gradients to their places; a missing one is zeros."""
+        missing = []
         for buffer in self:
-            buffer.pack([self._gradient(name, grads.get(name)) for name in buffer.bucket.names])
+            found = [grads.get(name) for name in buffer.bucket.names]
+            missing += [self._views[n] for n, g in zip(buffer.bucket.names, found, strict=True) if g is None]
+            present = [self._views[n] if g is None else g for n, g in zip(buffer.bucket.names, found, strict=True)]
+            if not buffer.gradients.points_to(present):
+                buffer.gradients.point_to(
+                    [self._untangled(*pair) for pair in zip(buffer.bucket.names, present, strict=True)]
+                )
+        for view in missing:
+            view[...] = 0
+        for buffer in self:
+            buffer.pack()
 
-    def _gradient(self, name: str, grad: np.ndarray | None) -> np.ndarray:
-        if grad is None:
-            self._views[name][...] = 0
-            return self._views[name]
-        return grad
+    def _untangled(self, name: str, grad: np.ndarray) -> np.ndarray:
+        """The gradient, or a copy if it lies in the memory of another one, which packing would overwrite."""
+        at_home = not grad.size or grad.ctypes.data == self._places[name]
+        strange = not at_home and any(np.may_share_memory(grad, b.gradient) for b in self)
+        return grad.copy() if strange else grad
 
     def nonfinite(self) -> str:
         """Which of the packed gradients are not finite, '' if all are."""
@@ -97,3 +95,19 @@ class Buffers:
             for state, flat in buffer.state.items():
                 found.setdefault(state, {}).update(buffer.views(flat))
         return found
+
+    def restore(self, states: States) -> None:
+        """Let ``states`` be what outlives a step; they come from another plan, or from a checkpoint.
+
+        Raises ValueError for a parameter that is not here, or is of another shape; then nothing has changed.
+        """
+        for state, arrays in states.items():
+            for name, a in arrays.items():
+                if name not in self._views or a.shape != self._views[name].shape:
+                    here = f"shape {self._views[name].shape}" if name in self._views else "no such parameter"
+                    raise ValueError(f"state {state} of {name} has shape {a.shape}; here is {here}")
+        for buffer in self:
+            buffer.state.clear()
+            for state, arrays in states.items():
+                for name, view in buffer.views(buffer.kept(state)).items():
+                    view[...] = arrays.get(name, 0)

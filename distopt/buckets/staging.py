@@ -21,12 +21,15 @@ class Staging:
 
     def fill(self, arrays: Sequence[np.ndarray]) -> None:
         """Copy arrays behind those already there."""
+        dtypes = [dtype for _, dtype in self._filled] + [x.dtype for x in arrays]
+        odd = next((d for d in dtypes if d != dtypes[0]), None)
+        if odd is not None:
+            raise TypeError(f"fused arrays must have one dtype: {dtypes[0]} was filled, got {odd}")
+        start = sum(n for n, _ in self._filled)
         for x in arrays:
-            if self._filled and x.dtype != self._filled[0][1]:
-                raise TypeError(f"fused arrays must have one dtype: {self._filled[0][1]} was filled, got {x.dtype}")
-            start = sum(n for n, _ in self._filled)
             for piece, part in self._runs(x, start):
                 piece[...] = part
+            start += x.size
             self._filled.append((x.size, x.dtype))
 
     def check(self, arrays: Sequence[np.ndarray]) -> None:

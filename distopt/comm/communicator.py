@@ -57,7 +57,7 @@ class Communicator(abc.ABC):
 
     def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
         """This rank's slice (see ``slices``) of the sum over ranks of x, added in rank order."""
-        flat = x.reshape(-1)
+        flat = checked(x, writable=False)
         return sum_in_rank_order(self.all_to_all([flat[s] for s in slices(x.size, self.size)]))
 
     def wait(self) -> None:  # noqa: B027  host collectives have nothing to wait for
@@ -143,6 +143,20 @@ def checked(x: np.ndarray, writable: bool = True) -> np.ndarray:
     if not x.flags.c_contiguous or (writable and not x.flags.writeable):
         raise TypeError(f"a communicator wants C-contiguous{' writable' * writable} arrays, got {_kind(x)}")
     return x.reshape(-1)
+
+
+def checked_parts(parts: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
+    """The parts as flat views; ValueError unless there is one per rank."""
+    if len(parts) != size:
+        raise ValueError(f"parts must be {size} arrays, one per rank, got {len(parts)}")
+    return [checked(x, writable=False) for x in parts]
+
+
+def checked_root(root: int, size: int) -> int:
+    """A rank; ValueError if there is none with this number."""
+    if not 0 <= root < size:
+        raise ValueError(f"root must be a rank from 0 to {size - 1}, got {root}")
+    return root
 
 
 def _kind(x: Any) -> str:

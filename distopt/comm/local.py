@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distopt.comm.communicator import Communicator, checked
+from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root
 from distopt.guard import Control
 
 
@@ -39,11 +39,12 @@ class LocalCommunicator(Communicator):
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
         """A copy of the one part."""
-        return [checked(x, writable=False).copy() for x in parts]
+        return [x.copy() for x in checked_parts(parts, 1)]
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         """Nothing to do."""
         checked(x)
+        checked_root(root, 1)
 
     def barrier(self) -> None:
         """Nobody to wait for."""

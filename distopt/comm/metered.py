@@ -24,8 +24,8 @@ class Metered(Wrapper):
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Counted: the array, and a ring's 2 (P - 1) / P of it."""
-        self._count("all_reduce", x.nbytes, cost.all_reduce(x.nbytes, self.size))
         self.comm.all_reduce(x)
+        self._count("all_reduce", x.nbytes, cost.all_reduce(x.nbytes, self.size))
 
     def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:
         """Counted: the array, and a ring's (P - 1) / P of all parts together."""
@@ -35,19 +35,20 @@ class Metered(Wrapper):
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
         """Counted: all parts, and all but the one that stays here."""
-        total = sum(p.nbytes for p in parts)
+        got, total = self.comm.all_to_all(parts, ragged), sum(p.nbytes for p in parts)
         self._count("all_to_all", total, cost.all_to_all(total, parts[self.rank].nbytes))
-        return self.comm.all_to_all(parts, ragged)
+        return got
 
     def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
         """Counted: the array, and (P - 1) / P of it."""
+        part = self.comm.reduce_scatter(x)
         self._count("reduce_scatter", x.nbytes, cost.reduce_scatter(x.nbytes, self.size))
-        return self.comm.reduce_scatter(x)
+        return part
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         """Counted: the array, and (P - 1) / P of it."""
-        self._count("broadcast", x.nbytes, cost.broadcast(x.nbytes, self.size))
         self.comm.broadcast(x, root)
+        self._count("broadcast", x.nbytes, cost.broadcast(x.nbytes, self.size))
 
     def report(self) -> dict[str, dict[str, int]]:
         """``{verb: {'calls', 'payload', 'wire'}}`` since the start or the last ``reset``, in bytes."""

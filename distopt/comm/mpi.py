@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distopt.comm.communicator import HALVES, Communicator, checked, slices
+from distopt.comm.communicator import HALVES, Communicator, checked, checked_parts, checked_root, slices
 from distopt.guard import LEAVE, Control, abort_on_exception
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class MpiControl(Control):
 
     def gather(self, text: str) -> list[str]:
         """One text per rank, in rank order."""
-        mine = np.frombuffer(text.encode(), np.uint8)
+        mine = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
         sizes = np.empty(self.size, np.int64)
         self._comm.Allgather(np.array([mine.size]), sizes)
         everyone = np.empty(int(sizes.sum()), np.uint8)
@@ -156,9 +156,7 @@ class MpiCommunicator(Communicator):
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r; return the parts for this rank, in rank order."""
-        if len(parts) != self.size:
-            raise ValueError(f"parts must be {self.size} arrays, one per rank, got {len(parts)}")
-        flats = [checked(x, writable=False) for x in parts]
+        flats = checked_parts(parts, self.size)
         if not ragged:
             return self._swap(flats, [flats[self.rank].size] * self.size)
         sizes = np.empty(self.size, np.int64)
@@ -167,7 +165,7 @@ class MpiCommunicator(Communicator):
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         """Replace x, in place, by rank ``root``'s."""
-        raw = checked(x).view(np.uint8)
+        raw, root = checked(x).view(np.uint8), checked_root(root, self.size)
         for start in range(0, raw.size, self.CHUNK):
             self._comm.Bcast(raw[start : start + self.CHUNK], root)
 

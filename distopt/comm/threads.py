@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from distopt.comm.communicator import Communicator, checked, sum_in_rank_order
+from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root, sum_in_rank_order
 from distopt.guard import Control, PeerLeft
 
 T = TypeVar("T")
@@ -30,6 +30,8 @@ class Meeting:
         Raises PeerLeft if a rank has ended, and ValueError on every rank if they do not all do the same.
         """
         with self._changed:
+            if self._left:
+                raise PeerLeft(f"{self._left} before rank {rank} came to {verb}")
             self._offers[rank], self._verbs[rank] = offer, verb
             self._arrived += 1
             if self._arrived == len(self._offers):
@@ -99,11 +101,11 @@ class ThreadCommunicator(Communicator):
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
         """Copies of the parts for this rank."""
-        offer = [checked(x, writable=False) for x in parts]
-        return list(self._meet("all_to_all", offer, _all_to_all, None))
+        return list(self._meet("all_to_all", checked_parts(parts, self.size), _all_to_all, None))
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         """Replace x, in place, by rank ``root``'s."""
+        checked_root(root, self.size)
         self._meet(f"broadcast from rank {root}", checked(x), lambda offers: _broadcast(offers, root), x)
 
     def barrier(self) -> None:

@@ -54,7 +54,14 @@ class Optimizer(abc.ABC):
         return self.lr(self.step_counter)
 
     def apply(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
-        """Update one parameter in place; ``grad`` has its shape and dtype, and may be changed."""
+        """Update one parameter in place; ``grad`` has its shape and dtype, and may be changed.
+
+        Raises ValueError for a gradient of another shape or dtype, or a parameter that cannot be written.
+        """
+        if (grad.shape, grad.dtype) != (value.shape, value.dtype) or not value.flags.writeable:
+            wanted = f"a gradient like the parameter, {value.shape} {value.dtype}"
+            flaw = "" if value.flags.writeable else "; the parameter is read-only"
+            raise ValueError(f"{name}: wants {wanted}, got {grad.shape} {grad.dtype}{flaw}")
         if name not in self._tables or self._tables[name].shapes != (value.shape,):
             self._tables[name] = Members([name], [value.shape], [0], value.dtype)
         flat = grad.reshape(-1)
@@ -62,7 +69,10 @@ class Optimizer(abc.ABC):
 
     def update_bucket(self, members: Members, grad: np.ndarray, scale: float) -> None:
         """Update the parameters that ``members`` points to by ``scale * grad``, flat, in one kernel call."""
-        self._update(members, grad, scale * self.rescale_grad, self._flat_state(members))
+        state = self.prepare(members)
+        members.rows["lr"] = [self.lr_mult.get(n, 1.0) for n in members.names] if self.lr_mult else 1.0
+        members.rows["decay"] = [self.wd_mult.get(n, 1.0) for n in members.names] if self.wd_mult else 1.0
+        self._update(members, grad, scale * self.rescale_grad, state)
 
     @abc.abstractmethod
     def _update(self, members: Members, grad: np.ndarray, scale: float, state: dict[str, np.ndarray]) -> None:
@@ -103,25 +113,26 @@ class Optimizer(abc.ABC):
 
     state_dict, load_state_dict = get_states, set_states
 
-    def _flat_state(self, members: Members) -> dict[str, np.ndarray]:
-        """The flat state of a bucket; what its parameters had elsewhere moves in by name."""
+    def prepare(self, members: Members) -> dict[str, np.ndarray]:
+        """The flat state of a bucket, one array per slot; what its parameters had elsewhere moves in by name.
+
+        Raises ValueError if a state is not of its parameter's shape.
+        """
         flats = self._flats.get(members.names)
         if flats is None:
+            self._check_shapes(members)
             for names in [n for n in self._flats if not set(n).isdisjoint(members.names)]:
                 del self._flats[names]
             flats = self._flats[members.names] = {s: device.zeros(members.extent, members.dtype) for s in self.slots}
             for slot, flat in flats.items():
                 for row, name in enumerate(members.names):
-                    self._move_in(slot, name, members.view(flat, row))
-        if self.lr_mult or self.wd_mult:
-            members.rows["lr"] = [self.lr_mult.get(n, 1.0) for n in members.names]
-            members.rows["decay"] = [self.wd_mult.get(n, 1.0) for n in members.names]
+                    view = members.view(flat, row)
+                    view[...] = self._state[slot].get(name, 0)
+                    self._state[slot][name] = view
         return flats
 
-    def _move_in(self, slot: str, name: str, view: np.ndarray) -> None:
-        old = self._state[slot].get(name)
-        if old is not None:
-            if old.shape != view.shape:
-                raise ValueError(f"state {slot} of {name} has shape {old.shape}, the parameter {view.shape}")
-            view[...] = old
-        self._state[slot][name] = view
+    def _check_shapes(self, members: Members) -> None:
+        for slot, arrays in self._state.items():
+            for name, shape in zip(members.names, members.shapes, strict=True):
+                if name in arrays and arrays[name].shape != shape:
+                    raise ValueError(f"state {slot} of {name} has shape {arrays[name].shape}, the parameter {shape}")
