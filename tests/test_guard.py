@@ -8,7 +8,9 @@ import pytest
 
 import laws
 from distopt import DistOpt, Parameter
-from distopt.guard import Control, NonfinitePolicy, fingerprint
+from distopt.comm import MpiCommunicator
+from distopt.guard import Control, NonfinitePolicy, PeerLeft, fingerprint
+from distopt.optim import SGD
 from launch import distopt_run, find_launcher, finish, needs_mpi, run_mpi
 
 pytestmark = needs_mpi
@@ -136,6 +138,32 @@ def test_faults_under_plain_mpirun(faulty, fault, code):
     command = [*launcher.command(2), sys.executable, str(faulty), fault]
     found, output = finish(command, 20, env=launcher.environment(2))
     assert found == code if code is not None else found != 0, output
+
+
+def groups(comm):
+    """Two groups of ranks train apart from each other, on communicators of their own, and one group loses a rank."""
+    from mpi4py import MPI
+
+    part = MpiCommunicator(MPI.COMM_WORLD.Split(comm.rank // 2))
+    opt, p = DistOpt(SGD(1.0), part), Parameter("p", np.zeros(2))
+    opt([(p, np.full(2, float(comm.rank)))])
+    if comm.rank == 3:
+        return {"value": p.data}
+    texts = [""]
+    try:
+        opt([(p, np.zeros(2))])
+    except PeerLeft as error:
+        texts = [str(error)]
+    extra = MpiCommunicator(MPI.COMM_SELF)
+    extra.all_reduce(np.ones(2))
+    extra.close()
+    return {"value": p.data, "texts": np.array(texts)}
+
+
+def test_communicators_of_ones_own(tmp_path):
+    found = run_mpi(4, groups, tmp_path, timeout=20)
+    assert [r["value"][0] for r in found] == [-0.5, -0.5, -2.5, -2.5]
+    assert [str(r["texts"][0]) for r in found[:3]] == ["", "", "rank 1 left after step 1, before step 2"]
 
 
 def left_alone(comm):

@@ -78,6 +78,10 @@ class MpiControl(Control):
         MPI = _mpi()
         return self._comm.Iallreduce(MPI.IN_PLACE, votes, MPI.MAX)
 
+    def close(self) -> None:
+        """Give the MPI communicator back."""
+        self._comm.Free()
+
     def gather(self, text: str) -> list[str]:
         """One text per rank, in rank order."""
         mine = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
@@ -133,7 +137,7 @@ class MpiCommunicator(Communicator):
         node.Free()
         self.rank_ordered = self.size <= 2
         self.why = f"{brand()}{', ' + why if why else ''}"
-        self.control = MpiControl(self._comm.Dup())
+        self.control: MpiControl = MpiControl(self._comm.Dup())
         if self.size > 1:
             _controls.append(self.control)
             _join(MPI.COMM_WORLD.Abort, MPI.COMM_WORLD.rank)
@@ -174,9 +178,10 @@ class MpiCommunicator(Communicator):
         self._comm.Barrier()
 
     def close(self) -> None:
-        """Give the MPI communicators back; collective."""
+        """Give the MPI communicators back; collective, and the last that may be done with this one."""
         if self.control in _controls:
             _controls.remove(self.control)
+        self.control.close()
         self._comm.Free()
 
     def _slices(self, flat: np.ndarray) -> list[slice]:
