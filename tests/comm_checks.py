@@ -88,13 +88,15 @@ def halves(comm):
 
 def ordered(comm):
     """Ordered(comm) adds in rank order, whatever the transport does, in any chunking."""
+    assert Ordered(comm).rank_ordered
+    assert Metered(comm).rank_ordered == comm.rank_ordered == (comm.size <= 2 or not isinstance(comm, MpiCommunicator))
     rng = [np.random.default_rng([5, r]) for r in range(comm.size)]
     everyone = [r.standard_normal(1001).astype(np.float32) * 10.0 ** r.integers(-3, 3, 1001).astype("f4") for r in rng]
     total = everyone[0].copy()
     for x in everyone[1:]:
         total = total + x
     whole, pieces = everyone[comm.rank].copy(), everyone[comm.rank].copy()
-    Ordered(comm).all_reduce(whole)
+    Ordered(Metered(comm)).all_reduce(whole)
     np.testing.assert_array_equal(whole, total)
     for start in range(0, 1001, 77):
         Ordered(comm).all_reduce(pieces[start : start + 77])

@@ -55,5 +55,5 @@ def test_what_a_compressor_would_send():
     found = plan(["a", "b"], [1000, 1], ["float32"] * 2, 100).sending(lambda n: None if n == 1 else n // 10)
     lines = str(found).splitlines()
     assert found.payload == (100, None)
-    assert "0.000 MB    0.004 MB  a" in lines[2]
-    assert "varies    0.000 MB  b" in lines[3]
+    assert "0.100 kB    4.000 kB  a" in lines[2]
+    assert "varies    0.004 kB  b" in lines[3]

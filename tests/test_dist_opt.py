@@ -150,6 +150,9 @@ def test_ranks_that_differ_on_the_first_step(other, text):
     [
         ({"threshold": 5}, "rank 0 has threshold=2097152, rank 1 has threshold=5"),
         ({"num_batches": 2}, "num_batches=1, sync_on_apply=True, allow_missing=False, rank 1 has deterministic=False"),
+        ({"broadcast": False}, "broadcast=True, nonfinite='raise'"),
+        ({"nonfinite": "skip"}, "nonfinite='raise'"),
+        ({"allow_missing": True}, "allow_missing=False"),
         ({"opt": SGD(0.2)}, "rank 0 has optimizer SGD(lr=0.1, momentum=0.0"),
     ],
 )
@@ -593,8 +596,8 @@ def test_print_plan():
     assert run_ranks(2, main)[0].splitlines() == [
         "3 tensors, 11 elements, 2 buckets (threshold 5)",
         "bucket  dtype    tensors      elements     payload       dense  members",
-        "     0  float32        1             6    0.000 MB    0.000 MB  a",
-        "     1  float32        2             5    0.000 MB    0.000 MB  b .. c",
+        "     0  float32        1             6    0.024 kB    0.024 kB  a",
+        "     1  float32        2             5    0.068 kB    0.068 kB  b .. c",
     ]
 
 

@@ -52,14 +52,16 @@ class Plan:
             members = b.names[0] if len(b.names) == 1 else f"{b.names[0]} .. {b.names[-1]}"
             payload = self.payload[k] if self.payload else b.nbytes
             lines.append(
-                f"{k:>6}  {b.dtype!s:7}  {len(b.names):>7}  {sum(b.sizes):>12,}  {_megabytes(payload):>10}  "
-                f"{_megabytes(b.nbytes):>10}  {members}"
+                f"{k:>6}  {b.dtype!s:7}  {len(b.names):>7}  {sum(b.sizes):>12,}  {_bytes(payload):>10}  "
+                f"{_bytes(b.nbytes):>10}  {members}"
             )
         return "\n".join(lines)
 
 
-def _megabytes(nbytes: int | None) -> str:
-    return "varies" if nbytes is None else f"{nbytes / 1e6:.3f} MB"
+def _bytes(n: int | None) -> str:
+    if n is None:
+        return "varies"
+    return f"{n / 1e6:.3f} MB" if n >= 1e6 else f"{n / 1e3:.3f} kB"
 
 
 def plan(names: Sequence[str], sizes: Sequence[int], dtypes: Sequence[Any], threshold: int) -> Plan:
