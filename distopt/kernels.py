@@ -5,7 +5,7 @@ const real *flat, double scale)`` becomes ``unpack(members, flat, scale)``, disp
 (``real`` is float or double).  Numpy arrays go to the shared library that the package's build made from these texts;
 ctypes releases the GIL during a call.
 
-A flat kernel starts with ``long long n``, which is the size of its arrays; a multi-tensor kernel starts with
+In a flat kernel a ``long long`` in front of arrays is their length, and is not given; a multi-tensor kernel starts with
 ``const Member *rows, long long count``, which is one :class:`Members` table: one call serves a whole bucket.
 """
 
@@ -31,7 +31,7 @@ _KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)", re.M)
 _PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)\s*(\w+)\s*")
 _STRUCT = re.compile(r"^struct Member \{(.*?)\}", re.M | re.S)
 _SCALARS = {"long long": ctypes.c_longlong, "double": ctypes.c_double}
-_ARRAYS = {"long long": np.int64, "half_t": np.float16, "bfloat16_t": ml_dtypes.bfloat16}
+_ARRAYS = {"long long": np.int64, "int": np.int32, "half_t": np.float16, "bfloat16_t": ml_dtypes.bfloat16}
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 _BYTES = {"real *": np.uintp, "long long": np.int64, "double": np.float64}
 
@@ -125,80 +125,85 @@ class Parameter(NamedTuple):
 
 
 class Kernel:
-    """One kernel of native/, with the parameters behind those that stand for its size."""
+    """One kernel of native/: ``declared`` is what its C text declares, ``parameters`` what a caller gives."""
 
-    head: tuple[Any, ...]  # the C types in front of the parameters
+    def __init__(self, name: str, declared: Sequence[Parameter], parameters: Sequence[Parameter]):
+        self.name, self.declared, self.parameters = name, declared, parameters
+        self._functions: dict[np.dtype, Any] = {}
 
-    def __init__(self, name: str, parameters: Sequence[Parameter]):
-        self.name, self.parameters = name, parameters
-        self._functions: dict[str, Any] = {}
-
-    def _run(
-        self, real: np.dtype, head: Sequence[int], values: Sequence[Any], sizes: Callable[[str, int], bool]
-    ) -> None:
-        """Call the function for dtype ``real``; ``sizes(kind, n)`` says whether an array may have n elements."""
+    def _check_count(self, values: Sequence[Any]) -> None:
         if len(values) != len(self.parameters):
             raise TypeError(f"{self.name} takes {[p.name for p in self.parameters]}, got {len(values)} arguments")
+
+    def _address(self, p: Parameter, a: Any, real: np.dtype, fits: Callable[[int], bool]) -> int:
+        """The address of an array argument, checked against the text; ``fits`` says whether its size will do."""
+        dtype = real if p.kind == "real" else np.dtype(_ARRAYS[p.kind])
+        if not isinstance(a, np.ndarray):
+            raise TypeError(f"{self.name}: {p.name} must be a numpy array, got {type(a).__name__}")
+        if a.dtype != dtype or not a.flags.c_contiguous:
+            flaw = ", not contiguous" * (not a.flags.c_contiguous)
+            raise TypeError(f"{self.name}: {p.name} must be contiguous {dtype}, got {a.dtype}{flaw}")
+        if not fits(a.size):
+            raise ValueError(f"{self.name}: {p.name} has {a.size} elements, which is not the others' size")
+        return a.ctypes.data
+
+    def _function(self, real: np.dtype) -> Any:
+        """The host function for float32 or float64."""
         if real not in _REALS:
             raise TypeError(f"{self.name} works on float32 and float64, got {real}")
-        arguments = []
-        for value, p in zip(values, self.parameters, strict=True):
-            if p.is_array:
-                _check(f"{self.name}: {p.name}", value, real if p.kind == "real" else np.dtype(_ARRAYS[p.kind]))
-                if not sizes(p.kind, value.size):
-                    raise ValueError(f"{self.name}: {p.name} has {value.size} elements, which is not the others' size")
-                value = value.ctypes.data
-            arguments.append(value)
-        self._function(_REALS[real])(*head, *arguments)
-
-    def _function(self, real: str) -> Any:
         if real not in self._functions:
-            function = getattr(library(), f"{self.name}_{real}")
-            function.argtypes = [
-                *self.head,
-                *(ctypes.c_void_p if p.is_array else _SCALARS[p.kind] for p in self.parameters),
-            ]
+            function = getattr(library(), f"{self.name}_{_REALS[real]}")
+            function.argtypes = [ctypes.c_void_p if p.is_array else _SCALARS[p.kind] for p in self.declared]
             function.restype = None
             self._functions[real] = function
         return self._functions[real]
 
 
 class FlatKernel(Kernel):
-    """``KERNEL(name)(long long n, ...)``: works on arrays of one size, which is n."""
+    """``KERNEL(name)(long long n, real *x, ...)``: a ``long long`` in front of arrays is their length."""
 
-    head = (ctypes.c_longlong,)
+    def __init__(self, name: str, declared: Sequence[Parameter]):
+        follows = [*declared[1:], None]
+        lengths = [
+            p.kind == "long long" and not p.is_array and f and f.is_array
+            for p, f in zip(declared, follows, strict=True)
+        ]
+        super().__init__(name, declared, [p for p, is_length in zip(declared, lengths, strict=True) if not is_length])
+        self._lengths = lengths
 
     def __call__(self, *values: Any) -> None:
-        """Call it with the parameters behind ``n``."""
-        pairs = list(zip(values, self.parameters, strict=False))
-        n = next(v.size for v, p in pairs if p.is_array)
-        real = next(v.dtype for v, p in pairs if p.is_array and p.kind == "real")
-        self._run(real, (n,), values, lambda kind, size: size == n)
+        """Call it with all parameters but the lengths."""
+        self._check_count(values)
+        real = next(v.dtype for v, p in zip(values, self.parameters, strict=True) if p.is_array and p.kind == "real")
+        function, given, arguments, n = self._function(real), iter(values), [], -1
+        for p, is_length in zip(self.declared, self._lengths, strict=True):
+            if is_length:
+                n = -1
+                arguments.append(n)
+                continue
+            value = next(given)
+            if p.is_array and n < 0:
+                n = arguments[-1] = int(getattr(value, "size", 0))
+            arguments.append(self._address(p, value, real, n.__eq__) if p.is_array else value)
+        function(*arguments)
 
 
 class TableKernel(Kernel):
     """``KERNEL(name)(const Member *rows, long long count, ...)``: works on all tensors of a bucket in one call."""
 
-    head = (ctypes.c_void_p, ctypes.c_longlong)
+    def __init__(self, name: str, declared: Sequence[Parameter]):
+        super().__init__(name, declared, declared[2:])
 
     def __call__(self, members: Members, *values: Any) -> None:
         """Call it with a table, and the parameters behind ``count``: flat arrays hold the bucket, others a row each."""
-        rows = len(members.names)
-        self._run(
-            members.dtype,
-            (members.rows.ctypes.data, rows),
-            values,
-            lambda kind, size: size >= (members.extent if kind == "real" else rows),
-        )
-
-
-def _check(what: str, a: Any, dtype: np.dtype) -> None:
-    if not isinstance(a, np.ndarray):
-        raise TypeError(f"{what} must be a numpy array, got {type(a).__name__}")
-    if a.dtype != dtype or not a.flags.c_contiguous:
-        raise TypeError(
-            f"{what} must be contiguous {dtype}, got {a.dtype}{', not contiguous' * (not a.flags.c_contiguous)}"
-        )
+        self._check_count(values)
+        rows, real = len(members.names), members.dtype
+        fits = {True: members.extent.__le__, False: rows.__le__}
+        arguments = [
+            self._address(p, v, real, fits[p.kind == "real"]) if p.is_array else v
+            for v, p in zip(values, self.parameters, strict=True)
+        ]
+        self._function(real)(members.rows.ctypes.data, rows, *arguments)
 
 
 def _read() -> dict[str, FlatKernel | TableKernel]:
@@ -208,8 +213,7 @@ def _read() -> dict[str, FlatKernel | TableKernel]:
         for name, declared in _KERNEL.findall(text.read_text()) if text.suffix == ".cu" else ():
             matches = [m for m in map(_PARAMETER.fullmatch, declared.split(",")) if m]
             parameters = [Parameter(m[1], bool(m[2]), m[3]) for m in matches]
-            table = parameters[0].kind == "Member"
-            found[name] = TableKernel(name, parameters[2:]) if table else FlatKernel(name, parameters[1:])
+            found[name] = (TableKernel if parameters[0].kind == "Member" else FlatKernel)(name, parameters)
     return found
 
 

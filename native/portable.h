@@ -41,6 +41,9 @@ struct Chunk {
 
 INLINE unsigned bits(float x) { return __float_as_uint(x); }
 INLINE float value(unsigned u) { return __uint_as_float(u); }
+INLINE long long bits(double x) { return __double_as_longlong(x); }
+INLINE float root(float x) { return sqrtf(x); }
+INLINE double root(double x) { return sqrt(x); }
 INLINE void add(long long *total, long long n) {
   if (n) atomicAdd((unsigned long long *)total, (unsigned long long)n);
 }
@@ -83,6 +86,9 @@ INLINE bool next_chunk(Chunk &c, const Member *rows, long long count) {
 
 INLINE unsigned bits(float x) { unsigned u; memcpy(&u, &x, sizeof u); return u; }
 INLINE float value(unsigned u) { float x; memcpy(&x, &u, sizeof x); return x; }
+INLINE long long bits(double x) { long long u; memcpy(&u, &x, sizeof u); return u; }
+INLINE float root(float x) { return __builtin_sqrtf(x); }
+INLINE double root(double x) { return __builtin_sqrt(x); }
 INLINE void add(long long *total, long long n) { *total += n; }
 
 INLINE bool next_chunk(Chunk &c, const Member *rows, long long count) {

@@ -15,3 +15,25 @@ def sgd(w, b, g, *, lr, momentum=None, dampening=0.0, weight_decay=0.0, nesterov
 def mean(parts):
     """The mean over ranks, in float64."""
     return np.mean([np.asarray(p, np.float64) for p in parts], axis=0)
+
+
+def rmsprop(w, r, g, *, lr, rho=0.9, epsilon=1e-8, weight_decay=0.0):
+    """One update of SINGA's RMSProp; returns the new (w, r)."""
+    d = g + weight_decay * w
+    r = rho * r + (1 - rho) * d**2
+    return w - lr * d / np.sqrt(r + epsilon), r
+
+
+def adagrad(w, h, g, *, lr, epsilon=1e-8, weight_decay=0.0):
+    """One update of SINGA's AdaGrad; returns the new (w, h)."""
+    d = g + weight_decay * w
+    h = h + d**2
+    return w - lr * d / np.sqrt(h + epsilon), h
+
+
+def adam(w, m, v, g, *, t, lr, beta_1=0.9, beta_2=0.999, epsilon=1e-8, weight_decay=0.0):
+    """Update number t = 1, 2, ... of SINGA's Adam; returns the new (w, m, v)."""
+    d = g + weight_decay * w
+    m = beta_1 * m + (1 - beta_1) * d
+    v = beta_2 * v + (1 - beta_2) * d**2
+    return w - lr * (m / (1 - beta_1**t)) / (np.sqrt(v / (1 - beta_2**t)) + epsilon), m, v

@@ -1,7 +1,10 @@
 """Optimizers and schedules.  Adding one is a kernel text, one file here, one test file, and one line below."""
 
+from distopt.optim.adagrad import AdaGrad
+from distopt.optim.adam import Adam
 from distopt.optim.optimizer import Optimizer
+from distopt.optim.rmsprop import RMSProp
 from distopt.optim.schedules import Constant, DecayScheduler, ExponentialDecay
 from distopt.optim.sgd import SGD
 
-__all__ = ["SGD", "Constant", "DecayScheduler", "ExponentialDecay", "Optimizer"]
+__all__ = ["SGD", "AdaGrad", "Adam", "Constant", "DecayScheduler", "ExponentialDecay", "Optimizer", "RMSProp"]

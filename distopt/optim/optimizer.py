@@ -72,11 +72,13 @@ class Optimizer(abc.ABC):
         state = self.prepare(members)
         members.rows["lr"] = [self.lr_mult.get(n, 1.0) for n in members.names] if self.lr_mult else 1.0
         members.rows["decay"] = [self.wd_mult.get(n, 1.0) for n in members.names] if self.wd_mult else 1.0
-        self._update(members, grad, scale * self.rescale_grad, state)
+        k = self.step_counter
+        common = (scale * self.rescale_grad, self.clip_gradient, self.lr(k), self.weight_decay(k))
+        self._update(members, grad, state, *common)
 
     @abc.abstractmethod
-    def _update(self, members: Members, grad: np.ndarray, scale: float, state: dict[str, np.ndarray]) -> None:
-        """Call the kernel; ``state`` has a flat array per slot, laid out as ``grad``."""
+    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
+        """Call the kernel; ``state`` has a flat array per slot, ``common`` is scale, limit, lr and decay."""
 
     def step(self) -> None:
         """Every parameter has been updated: the next update is number ``step_counter + 1``."""

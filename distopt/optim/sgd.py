@@ -40,9 +40,8 @@ class SGD(Optimizer):
             raise ValueError("nesterov needs momentum above 0 and no dampening")
         self.nesterov = nesterov
 
-    def _update(self, members: Members, grad: np.ndarray, scale: float, state: dict[str, np.ndarray]) -> None:
+    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
         k = self.step_counter
-        common = (scale, self.clip_gradient, self.lr(k), self.weight_decay(k))
         if self.nesterov:
             kernels.sgd_nesterov(members, grad, state["moments"], *common, self.momentum(k))
         elif self.slots:

@@ -1,0 +1,45 @@
+"""Adam."""
+
+from typing import Any
+
+import numpy as np
+
+from distopt import kernels
+from distopt.kernels import Members
+from distopt.optim.optimizer import Optimizer
+from distopt.optim.schedules import Number, hyper
+
+BELOW_1 = float(np.nextafter(1.0, 0.0))
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, 2015) as in SINGA, epsilon outside the root, after the bias correction.
+
+    ``d = g + weight_decay w;  m = b1 m + (1 - b1) d;  v = b2 v + (1 - b2) d^2``, then
+    ``w -= lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + epsilon)`` with t = k + 1 at update number k.  Where a beta is
+    a schedule, b^t is its present value to the power of t.
+
+    Every hyper-parameter is a number or a schedule of k.  Raises ValueError for a negative or infinite value, or a beta
+    outside [0, 1).
+    """
+
+    slots = ("m", "v")
+    hypers = ("lr", "beta_1", "beta_2", "epsilon", "weight_decay")
+
+    def __init__(
+        self,
+        lr: Number = 0.1,
+        beta_1: Number = 0.9,
+        beta_2: Number = 0.999,
+        epsilon: Number = 1e-8,
+        weight_decay: Number = 0.0,
+        **options: Any,
+    ):
+        super().__init__(lr, weight_decay, **options)
+        self.beta_1, self.beta_2 = (hyper(n, b, most=BELOW_1) for n, b in (("beta_1", beta_1), ("beta_2", beta_2)))
+        self.epsilon = hyper("epsilon", epsilon)
+
+    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
+        k = self.step_counter
+        moments = [n for b in (self.beta_1(k), self.beta_2(k)) for n in (b, 1.0 - b, 1.0 - b ** (k + 1))]
+        kernels.adam(members, grad, state["m"], state["v"], *common, *moments, self.epsilon(k))

@@ -1,0 +1,33 @@
+"""RMSProp."""
+
+from typing import Any
+
+import numpy as np
+
+from distopt import kernels
+from distopt.kernels import Members
+from distopt.optim.optimizer import Optimizer
+from distopt.optim.schedules import Number, hyper
+
+
+class RMSProp(Optimizer):
+    """RMSProp as in SINGA: ``r = rho r + (1 - rho) d^2;  w -= lr d / sqrt(r + epsilon)``, epsilon inside the root.
+
+    ``d = g + weight_decay w``.  Every hyper-parameter is a number or a schedule of k, the updates applied so far.
+    Raises ValueError for a negative or infinite value, or a ``rho`` above 1.
+    """
+
+    slots = ("running_average",)
+    hypers = ("lr", "rho", "epsilon", "weight_decay")
+
+    def __init__(
+        self, lr: Number = 0.1, rho: Number = 0.9, epsilon: Number = 1e-8, weight_decay: Number = 0.0, **options: Any
+    ):
+        super().__init__(lr, weight_decay, **options)
+        self.rho, self.epsilon = hyper("rho", rho, most=1.0), hyper("epsilon", epsilon)
+
+    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
+        rho = self.rho(self.step_counter)
+        kernels.rmsprop(
+            members, grad, state["running_average"], *common, rho, 1.0 - rho, self.epsilon(self.step_counter)
+        )

@@ -1,0 +1,19 @@
+// AdaGrad (Duchi et al., 2011) as in SINGA: epsilon stands inside the root.
+#include "update.h"
+
+// h <- h + d^2;  w <- w - lr d / sqrt(h + epsilon)
+KERNEL(adagrad)(const Member *rows, long long count, const real *grad, real *history, double scale, double limit,
+                double lr, double decay, double epsilon) {
+  FOR_EACH_CHUNK(c, rows, count) {
+    const Member m = rows[c.row];
+    const real *g = grad + m.offset;
+    real *w = m.data, *h = history + m.offset;
+    const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
+    const real eps = (real)epsilon;
+    FOR_EACH_IN(i, c) {
+      const real d = direction(g[i], w[i], mean, most, wd), next = h[i] + d * d;
+      h[i] = next;
+      w[i] -= step * d / root(next + eps);
+    }
+  }
+}

@@ -1,0 +1,118 @@
+"""RMSProp, AdaGrad and Adam against the papers' equations in float64, and against themselves."""
+
+import numpy as np
+import pytest
+
+import reference
+from distopt.kernels import Members
+from distopt.optim import AdaGrad, Adam, Constant, ExponentialDecay, RMSProp
+
+RULES = {"rmsprop": (RMSProp, 1), "adagrad": (AdaGrad, 1), "adam": (Adam, 2)}
+# A large epsilon and a falling learning rate tell the placements of both apart.
+OPTIONS = {
+    "defaults": {},
+    "large epsilon": {"epsilon": 1e-2},
+    "decay": {"weight_decay": 0.1},
+    "schedules": {"epsilon": ExponentialDecay(1e-2, 5, 0.5), "weight_decay": lambda k: 0.0 if k < 5 else 0.1},
+}
+
+
+def falling(k):
+    return 0.1 if k < 20 else 0.01
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 3e-5), ("float64", 1e-13)])
+def test_against_the_reference(rule, options, dtype, tolerance):
+    kind, slots = RULES[rule]
+    rng = np.random.default_rng(0)
+    value = rng.standard_normal((30, 7)).astype(dtype)
+    state = [value.astype(np.float64), *(np.zeros(value.shape) for _ in range(slots))]
+    opt = kind(falling, **options)
+    for k in range(50):
+        g = rng.standard_normal(value.shape).astype(dtype)
+        numbers = {name: v(k) if callable(v) else v for name, v in options.items()}
+        numbers |= {"lr": falling(k)} | ({"t": k + 1} if rule == "adam" else {})
+        state = getattr(reference, rule)(*state, g.astype(np.float64), **numbers)
+        opt.apply("w", value, g)
+        opt.step()
+    np.testing.assert_allclose(value, state[0], rtol=0, atol=tolerance * abs(state[0]).max())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_fused_and_single_updates_agree_to_the_bit(rule):
+    kind, _ = RULES[rule]
+    rng = np.random.default_rng(1)
+    shapes, offsets = [(5000,), (3,), (), (0,), (17, 3)], [0, 5008, 5024, 5040, 5040]
+    one = [np.asarray(rng.standard_normal(s), np.float32) for s in shapes]
+    fused, names = [v.copy() for v in one], [f"p{k}" for k in range(len(shapes))]
+    table = Members(names, shapes, offsets, "float32")
+    opts = kind(0.1), kind(0.1)
+    for _ in range(5):
+        flat = rng.standard_normal(table.extent).astype(np.float32)
+        opts[0].update_bucket(table.point_to(fused), flat, 1.0)
+        for row, (name, v) in enumerate(zip(names, one, strict=True)):
+            opts[1].apply(name, v, table.view(flat, row))
+        for opt in opts:
+            opt.step()
+    for a, b in zip(fused, one, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_states_go_on_to_the_bit(rule):
+    kind, _ = RULES[rule]
+    grads = np.random.default_rng(2).standard_normal((6, 40)).astype(np.float32)
+    values = np.zeros((2, 40), np.float32)
+    first, second = kind(falling), kind(falling)
+    for k in range(6):
+        first.apply("w", values[0], grads[k].copy())
+        first.step()
+        if k == 2:
+            second.set_states(first.get_states())
+            values[1] = values[0]
+        if k > 2:
+            second.apply("w", values[1], grads[k].copy())
+            second.step()
+    np.testing.assert_array_equal(values[0], values[1])
+    assert set(first.get_states()) == {"step_counter", *kind.slots}
+
+
+def test_worked_values():
+    """Ten digits by hand (SEMANTICS of SINGA's rules): the placement of epsilon shows in the last ones."""
+    w = np.array([0.5])
+    Adam(0.1).apply("w", w, np.array([0.1 + 0.01 * 0.5]))
+    assert w[0] == pytest.approx(0.4000000095, abs=5e-11)
+    w = np.array([0.5])
+    RMSProp(0.1, epsilon=1e-2).apply("w", w, np.array([0.1]))
+    assert w[0] == pytest.approx(0.5 - 0.1 * 0.1 / np.sqrt(0.001 + 0.01), abs=1e-15)
+    assert w[0] == pytest.approx(0.4046537411, abs=5e-11)
+
+
+def test_scheduled_betas_use_their_present_value():
+    """b^t is the present value to the power of t, as in SINGA, not the running product."""
+    w, m, v = np.array([1.0]), np.zeros(1), np.zeros(1)
+    mine, opt = w.copy(), Adam(0.1, beta_1=lambda k: 0.9 - 0.1 * k, beta_2=Constant(0.99))
+    for k in range(4):
+        g = np.array([0.3 + k])
+        w, m, v = reference.adam(w, m, v, g, t=k + 1, lr=0.1, beta_1=0.9 - 0.1 * k, beta_2=0.99)
+        opt.apply("w", mine, g)
+        opt.step()
+    np.testing.assert_allclose(mine, w, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Adam(beta_1=1.0), r"beta_1 must be finite and in \[0.0, 0.99"),
+        (lambda: Adam(beta_2=-0.1), "beta_2"),
+        (lambda: Adam(epsilon=-1), "epsilon"),
+        (lambda: RMSProp(rho=1.5), r"rho must be finite and in \[0.0, 1.0\]"),
+        (lambda: RMSProp(epsilon=np.nan), "epsilon"),
+        (lambda: AdaGrad(lr=-1), "lr"),
+    ],
+)
+def test_bad_hyper_parameters(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
