@@ -125,6 +125,11 @@ def agreed(error: E, speaker: int = 0, patience: float = 0.0) -> E:
     return error
 
 
+def by_rank(reports: list[str]) -> str:
+    """What the ranks reported, in one line."""
+    return "; ".join(f"rank {r}: {report}" for r, report in enumerate(reports) if report)
+
+
 class NonfinitePolicy:
     """What happens to a step when a gradient of any rank is not finite: 'raise', 'skip' or 'propagate'.
 
@@ -146,12 +151,11 @@ class NonfinitePolicy:
         """Does anybody look?"""
         return self.policy != "propagate"
 
-    def accepts(self, name: str, reports: list[str]) -> bool:
-        """Is the step to be applied?  ``reports`` are the ranks' findings, [] if there are none."""
-        if not reports:
+    def accepts(self, name: str, found: str) -> bool:
+        """Is the step to be applied?  ``found`` says what is not finite, the same text on every rank, '' if all is."""
+        if not found:
             self.in_a_row = 0
             return True
-        found = "; ".join(f"rank {r}: {report}" for r, report in enumerate(reports) if report)
         if self.policy == "raise":
             raise agreed(FloatingPointError(f"gradients of {name} are not finite: {found}"))
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1

@@ -30,7 +30,7 @@ CUDA_FLAGS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "
 _KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)", re.M)
 _PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)\s*(\w+)\s*")
 _STRUCT = re.compile(r"^struct Member \{(.*?)\}", re.M | re.S)
-_SCALARS = {"long long": ctypes.c_longlong, "double": ctypes.c_double}
+_SCALARS = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "double": ctypes.c_double}
 _ARRAYS = {"long long": np.int64, "int": np.int32, "half_t": np.float16, "bfloat16_t": ml_dtypes.bfloat16}
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 _BYTES = {"real *": np.uintp, "long long": np.int64, "double": np.float64}

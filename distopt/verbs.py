@@ -8,6 +8,9 @@ import numpy as np
 from distopt.buckets import Staging
 from distopt.comm import Communicator
 from distopt.comm.communicator import checked
+from distopt.compress import At, ErrorFeedback, Half, Threshold, TopK
+from distopt.exchange import gather, reduce
+from distopt.gradients import FLOATS
 from distopt.guard import fingerprint
 
 
@@ -27,19 +30,61 @@ class Verbs:
         for array in self._agree_on_arrays("all_reduce", [x]):
             self._wire.all_reduce(array)
 
-    def fused_all_reduce(self, xs: Sequence[np.ndarray], send: bool = True) -> None:
+    def fused_all_reduce(self, xs: Iterable[np.ndarray], send: bool = True) -> None:
         """Replace arrays, in place, by their sums over ranks, in messages of ``buffSize`` elements.
 
         ``send=False`` only copies them into the staging memory.  ``send=True`` fills as well if nothing was filled
         since the last send; otherwise ``xs`` must be what was filled, in order, or ValueError is raised and what was
         filled is dropped.
         """
+        self._fused("fused_all_reduce", xs, send, self._wire.all_reduce)
+
+    def all_reduce_half(self, x: np.ndarray) -> None:
+        """``all_reduce`` of a float32 or float64 array with float16 on the wire (``compress.Half``)."""
+        for array in self._agree_on_arrays("all_reduce_half", [x]):
+            self._reduce_half(array.reshape(-1))
+
+    def fused_all_reduce_half(self, xs: Iterable[np.ndarray], send: bool = True) -> None:
+        """``fused_all_reduce`` with float16 on the wire."""
+        self._fused("fused_all_reduce_half", xs, send, self._reduce_half)
+
+    def sparsification(self, x: np.ndarray, accumulation: np.ndarray | None, spars: float, topK: bool) -> None:
+        """Replace an array, in place, by the sum over ranks of its largest entries.
+
+        ``topK=True``: the ``spars`` fraction; otherwise what is at least ``spars`` in magnitude.  ``accumulation``, flat
+        and of x's size and dtype, is the residual that is added first and keeps the rest; None drops the rest.
+        """
+        self.fused_sparsification([x], accumulation, spars, topK)
+
+    def fused_sparsification(
+        self, xs: Iterable[np.ndarray], accumulation: np.ndarray | None, spars: float, topK: bool
+    ) -> None:
+        """``sparsification`` of several arrays of one dtype, taken as one."""
+        arrays = self._agree_on_arrays(
+            f"sparsification, {spars=}, {topK=}, corr={accumulation is not None}",
+            xs,
+            lambda arrays: _check_sparse(arrays, accumulation, spars, topK),
+        )
+        if not arrays:
+            return
+        flat = np.concatenate([a.reshape(-1) for a in arrays])
+        selector = TopK(spars) if topK else Threshold(spars)
+        compressor = selector if accumulation is None else ErrorFeedback(selector)
+        state = {} if accumulation is None else {"residual": accumulation}
+        gather(flat, compressor, self._wire, state, At(rank=self._wire.rank, size=self._wire.size))
+        for a, part in zip(arrays, np.split(flat, np.cumsum([a.size for a in arrays])[:-1]), strict=True):
+            a[...] = part.reshape(a.shape)
+
+    def _reduce_half(self, flat: np.ndarray) -> None:
+        reduce(flat, Half(), self._wire, {}, At(rank=self._wire.rank, size=self._wire.size))
+
+    def _fused(self, verb: str, xs: Iterable[np.ndarray], send: bool, collective: Callable[[np.ndarray], None]) -> None:
         if not send:
             self._staging.fill(list(xs))
             return
         try:
-            arrays = self._agree_on_arrays(f"fused_all_reduce, {self._staging.capacity=}", xs, self._fill_or_match)
-            self._staging.send(arrays, self._wire.all_reduce)
+            arrays = self._agree_on_arrays(f"{verb}, {self._staging.capacity=}", xs, self._fill_or_match)
+            self._staging.send(arrays, collective)
         finally:
             self._staging.clear()
 
@@ -85,3 +130,15 @@ class Verbs:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(f"this {type(self).__name__} is closed; make a new one")
+
+
+def _check_sparse(arrays: Sequence[np.ndarray], accumulation: np.ndarray | None, spars: float, topK: bool) -> None:
+    """What this rank alone can find wrong."""
+    TopK(spars) if topK else Threshold(spars)
+    dtypes = {a.dtype for a in arrays}
+    if len(dtypes) > 1 or not dtypes <= set(FLOATS):
+        raise TypeError(f"sparsification wants arrays of one dtype, float32 or float64, got {sorted(map(str, dtypes))}")
+    size = sum(a.size for a in arrays)
+    if accumulation is not None and (accumulation.shape, {accumulation.dtype}) != ((size,), dtypes):
+        wanted = f"({size},) {dtypes.pop()}"
+        raise ValueError(f"accumulation must be {wanted}, got {accumulation.shape} {accumulation.dtype}")

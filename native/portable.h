@@ -35,6 +35,7 @@ struct Chunk {
 #define FOR_EACH(i, n)                                                                         \
   for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < (n);                \
        i += (long long)gridDim.x * blockDim.x)
+#define FOR_EACH_COUNTED(i, n) FOR_EACH(i, n)
 #define FOR_EACH_IN(i, c) for (long long i = c.begin + threadIdx.x; i < c.end; i += blockDim.x)
 #define FOR_EACH_CHUNK(c, rows, count) \
   for (Chunk c = {(long long)blockIdx.x - gridDim.x, 0, 0, 0}; next_chunk(c, rows, count);)
@@ -81,6 +82,7 @@ INLINE bool next_chunk(Chunk &c, const Member *rows, long long count) {
 #define INDEPENDENT _Pragma("GCC ivdep")
 #endif
 #define FOR_EACH(i, n) INDEPENDENT for (long long i = 0; i < (n); ++i)
+#define FOR_EACH_COUNTED(i, n) for (long long i = 0; i < (n); ++i)  // iterations that meet in `add`
 #define FOR_EACH_IN(i, c) INDEPENDENT for (long long i = c.begin; i < c.end; ++i)
 #define FOR_EACH_CHUNK(c, rows, count) for (Chunk c = {0, 0, 0, 0}; next_chunk(c, rows, count);)
 
@@ -100,6 +102,10 @@ INLINE bool next_chunk(Chunk &c, const Member *rows, long long count) {
 }
 
 #endif
+
+// |x| as an integer that orders like it; NaN lies above infinity.
+INLINE long long magnitude(float x) { return bits(x) & 0x7fffffff; }
+INLINE long long magnitude(double x) { return bits(x) & 0x7fffffffffffffff; }
 
 // x - x is 0 for every finite x and NaN for the others.
 INLINE bool finite(real x) { return x - x == 0; }

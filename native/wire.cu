@@ -49,6 +49,52 @@ KERNEL(clip)(long long n, real *x, double limit) {
   FOR_EACH(i, n) x[i] = clamp(x[i], most);
 }
 
+// What a half can hold moves to the wire, times scale, and x keeps the rest: the rounding error, and what lies beyond
+// +-most.  An x that is not finite moves as it is.  [scale is a power of two, so that both parts are exact]
+KERNEL(take_half)(long long n, real *x, half_t *wire, double scale, double most) {
+  const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
+  FOR_EACH(i, n) {
+    const real now = x[i], sent = finite(now) ? clamp(now, limit) : now;
+    const half_t h = half_of(sent * factor);
+    wire[i] = h;
+    x[i] = finite(now) ? now - value_of_half(h) * back : 0;
+  }
+}
+
+// x <- wire / scale
+KERNEL(give_half)(long long n, const half_t *wire, real *x, double scale) {
+  const real back = (real)(1 / scale);
+  FOR_EACH(i, n) x[i] = value_of_half(wire[i]) * back;
+}
+
+// The same for bfloat16, whose range is that of float.
+KERNEL(take_bfloat16)(long long n, real *x, bfloat16_t *wire, double scale, double most) {
+  const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
+  FOR_EACH(i, n) {
+    const real now = x[i], sent = finite(now) ? clamp(now, limit) : now;
+    const bfloat16_t b = bfloat16_of(sent * factor);
+    wire[i] = b;
+    x[i] = finite(now) ? now - value_of_bfloat16(b) * back : 0;
+  }
+}
+
+KERNEL(give_bfloat16)(long long n, const bfloat16_t *wire, real *x, double scale) {
+  const real back = (real)(1 / scale);
+  FOR_EACH(i, n) x[i] = value_of_bfloat16(wire[i]) * back;
+}
+
+// Add one rank's entries; indices are distinct within a rank.
+KERNEL(give_sparse)(long long n, real *x, long long k, const int *index, const real *entry) {
+  FOR_EACH(i, k) x[index[i]] += entry[i];
+}
+
+// bad[0] grows by the number of entries that are not finite.
+KERNEL(count_nonfinite)(long long n, const real *x, long long one, long long *bad) {
+  long long found = 0;
+  FOR_EACH(i, n) found += !finite(x[i]);
+  add(bad, found);
+}
+
 KERNEL(to_half)(long long n, const real *x, half_t *wire) {
   FOR_EACH(i, n) wire[i] = half_of(x[i]);
 }

@@ -37,9 +37,11 @@ class Plan:
     threshold: int
     payload: tuple[int | None, ...] = ()  # bytes per bucket with the compressor in use; () when dense
 
-    def sending(self, payload_bytes: Callable[[int], int | None]) -> "Plan":
-        """The same plan, with the payload of a compressor: ``payload_bytes(n)`` for n float32 elements."""
-        return replace(self, payload=tuple(payload_bytes(b.nbytes // 4) for b in self.buckets))
+    def sending(self, payload_bytes: Callable[[int, int], int | None], summable: bool) -> "Plan":
+        """The same plan, with the payloads of a compressor."""
+        elements = [b.size if summable else sum(b.sizes) for b in self.buckets]
+        payload = (payload_bytes(n, b.dtype.itemsize) for n, b in zip(elements, self.buckets, strict=True))
+        return replace(self, payload=tuple(payload))
 
     def __str__(self) -> str:
         tensors = sum(len(b.names) for b in self.buckets)

@@ -2,5 +2,8 @@
 
 from distopt.compress.compressor import At, Compressor
 from distopt.compress.dense import Dense
+from distopt.compress.half import Half
+from distopt.compress.memory import ErrorFeedback
+from distopt.compress.sparse import Threshold, TopK
 
-__all__ = ["At", "Compressor", "Dense"]
+__all__ = ["At", "Compressor", "Dense", "ErrorFeedback", "Half", "Threshold", "TopK"]

@@ -7,13 +7,28 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from distopt import device
+
+
+class Parts(Protocol):
+    """What a compressor may know of a bucket: where the members of its flat arrays lie, in elements."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements per member."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where members start; between them are gaps that align them, always zero."""
+
 
 class At(NamedTuple):
-    """Where a call stands: updates applied so far, and this rank among how many."""
+    """Where a call stands: updates applied so far, this rank among how many, and the bucket."""
 
     step: int = 0
     rank: int = 0
     size: int = 1
+    bucket: "Parts | None" = None
 
 
 class Compressor(Protocol):
@@ -27,8 +42,15 @@ class Compressor(Protocol):
     def lossless(self) -> bool:
         """Is nothing ever left behind?"""
 
-    def payload_bytes(self, n: int) -> int | None:
-        """Bytes of the payload of n float32 elements; None if that depends on the data."""
+    @property
+    def may_overflow(self) -> bool:
+        """May the sum of finite payloads be infinite?"""
+
+    def payload_bytes(self, n: int, itemsize: int = 4) -> int | None:
+        """Bytes of the payload of n elements of ``itemsize`` bytes; None if that depends on the data.
+
+        n counts a flat array with its gaps if payloads are summable, and without them if not.
+        """
 
     def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
         """Move the part of the flat array x that is worth sending out of it; leave the rest in x.
@@ -37,5 +59,12 @@ class Compressor(Protocol):
         DistOpt, which makes, saves and moves them.
         """
 
-    def decompress(self, payload: np.ndarray, out: np.ndarray) -> None:
+    def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """Put a payload into ``out``: overwrite if summable, add if not."""
+
+
+def memory(state: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
+    """The array ``name`` of ``state``, of x's size, zeros at first."""
+    if name not in state:
+        state[name] = device.zeros(x.size, x.dtype)
+    return state[name]

@@ -9,16 +9,17 @@ class Dense:
     """Send every element as it is: the payload is the array."""
 
     summable = lossless = True
+    may_overflow = False
 
-    def payload_bytes(self, n: int) -> int:
-        """Four bytes an element."""
-        return 4 * n
+    def payload_bytes(self, n: int, itemsize: int = 4) -> int:
+        """The array."""
+        return itemsize * n
 
     def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
         """X itself."""
         return x
 
-    def decompress(self, payload: np.ndarray, out: np.ndarray) -> None:
+    def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """The sum already stands in x."""
 
     def __repr__(self) -> str:

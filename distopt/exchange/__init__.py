@@ -6,17 +6,24 @@ import numpy as np
 
 from distopt.comm import Communicator
 from distopt.compress import At, Compressor
+from distopt.exchange.gather import gather, gather_or_reduce
 from distopt.exchange.reduce import reduce
 from distopt.exchange.window import Window
 
 Algorithm = Callable[[np.ndarray, Compressor, Communicator, dict[str, np.ndarray], At], None]
 
 
-def choose(compressor: Compressor) -> Algorithm:
-    """The algorithm for a compressor's payloads: it replaces a flat array by the sum over ranks of what they carry."""
+def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
+    """The algorithm for a compressor's payloads: it replaces a flat array by the sum over ranks of what they carry.
+
+    ``break_even``: never more wire bytes than dense (and 8 per bucket and rank).  Raises TypeError for what is no
+    compressor.
+    """
+    if not all(hasattr(compressor, name) for name in ("compress", "decompress", "summable")):
+        raise TypeError(f"a compressor has compress, decompress and summable, got {compressor!r}")
     if compressor.summable:
         return reduce
-    raise TypeError(f"{compressor!r}: payloads that cannot be summed on the wire have no algorithm yet")
+    return gather_or_reduce if break_even else gather
 
 
-__all__ = ["Algorithm", "Window", "choose", "reduce"]
+__all__ = ["Algorithm", "Window", "choose", "gather", "reduce"]

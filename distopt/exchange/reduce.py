@@ -10,4 +10,4 @@ def reduce(x: np.ndarray, compressor: Compressor, comm: Communicator, state: dic
     """Replace x by the sum over ranks of what each rank's compressor took from it."""
     payload = compressor.compress(x, state, at)
     comm.all_reduce(payload)
-    compressor.decompress(payload, x)
+    compressor.decompress(payload, x, at)

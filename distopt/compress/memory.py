@@ -1,0 +1,45 @@
+"""A compressor with a memory: what was not sent is added to the next gradient."""
+
+import numpy as np
+
+from distopt import kernels
+from distopt.compress.compressor import At, Compressor, memory
+
+
+class ErrorFeedback:
+    """Keep what a compressor leaves behind as the state 'residual', and add it to the next gradient (Seide et al., 2014).
+
+    All compressors that are used one after the other share this one residual, so a change of density or selector loses
+    nothing.
+
+    Raises ValueError for a compressor that leaves nothing behind, that has a memory already, or whose sum may overflow
+    after the residual was changed (``Half(predivide=False)``).
+    """
+
+    lossless, may_overflow = False, False
+
+    def __init__(self, compressor: Compressor):
+        if compressor.lossless:
+            raise ValueError(f"{compressor!r} leaves no error to feed back")
+        if isinstance(compressor, ErrorFeedback):
+            raise ValueError(f"{compressor!r} feeds its error back already")
+        if compressor.may_overflow:
+            raise ValueError(f"the sum of {compressor!r} may overflow, and what was sent would be lost")
+        self.compressor, self.summable = compressor, compressor.summable
+
+    def payload_bytes(self, n: int, itemsize: int = 4) -> int | None:
+        """That of the compressor."""
+        return self.compressor.payload_bytes(n, itemsize)
+
+    def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
+        """Add x to the residual, and move out of that what is worth sending."""
+        residual = memory(state, "residual", x)
+        kernels.accumulate(x, residual)
+        return self.compressor.compress(residual, state, at)
+
+    def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
+        """As the compressor."""
+        self.compressor.decompress(payload, out, at)
+
+    def __repr__(self) -> str:
+        return f"ErrorFeedback({self.compressor!r})"
