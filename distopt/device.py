@@ -1,5 +1,6 @@
 """Memory, and what there is of a GPU: the only module that touches cupy's runtime."""
 
+import contextlib
 import importlib.util
 import mmap
 from typing import Any
@@ -16,12 +17,21 @@ def zeros(n: int, dtype: Any) -> np.ndarray:
     if align == HUGE_PAGE:
         pages = mmap.mmap(-1, nbytes + align)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without them gives small pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
         raw = np.frombuffer(pages, np.uint8)
     else:
         raw = np.zeros(nbytes + align, np.uint8)
     start = -raw.ctypes.data % align
     return raw[start : start + nbytes].view(dtype)
+
+
+def describe(x: Any) -> str:
+    """What an argument is, for the text of an error."""
+    if not isinstance(x, np.ndarray):
+        return f"{type(x).__name__}: {x!r:.60}"
+    flaws = ", not contiguous" * (not x.flags.c_contiguous) + ", read-only" * (not x.flags.writeable)
+    return f"an array {x.shape} {x.dtype if x.dtype.isnative else x.dtype.str}{flaws}"
 
 
 def gpu_state() -> str:

@@ -6,6 +6,7 @@ import numpy as np
 
 from distopt.comm import Communicator, Ordered, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
+from distopt.gradients import checked_gradient
 from distopt.loop import Loop
 from distopt.optim import SGD
 
@@ -110,8 +111,8 @@ class DistOpt(Loop):
     ) -> bool:
         """Send only what is large.
 
-        ``topK=True``: the ``spars`` fraction of each bucket (``compress.TopK``), otherwise what is at least ``spars`` in
-        magnitude (``compress.Threshold``).  ``corr`` keeps the rest and adds it to the next gradient
+        ``topK=True``: the ``spars`` fraction of each bucket (``compress.TopK``), otherwise what is at least ``spars``
+        in magnitude (``compress.Threshold``).  ``corr`` keeps the rest and adds it to the next gradient
         (``compress.ErrorFeedback``); without it the rest is lost.
         """
 
@@ -137,5 +138,6 @@ class DistOpt(Loop):
         """Take the mean of a summed gradient, in place, and apply it to one parameter."""
         self._check_open()
         name, value = self._collector.identify(param)
+        checked_gradient(name, value, grad)
         grad /= self.world_size
         self._optimizer.apply(name, param, value, grad)

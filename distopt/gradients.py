@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distopt.device import describe
+
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 LOSSES = (
     "loss must be an iterable of (param, grad) pairs (a generator too), a callable that returns one, "
@@ -40,10 +42,10 @@ def pairs(loss: Any) -> Iterator[tuple[Any, Any]]:
     elif callable(loss):
         loss = loss()
     if not isinstance(loss, Iterable):
-        raise TypeError(f"{LOSSES}; got {_kind(loss)}")
+        raise TypeError(f"{LOSSES}; got {describe(loss)}")
     for pair in loss:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(f"{LOSSES}; among the pairs was {_kind(pair)}")
+            raise TypeError(f"{LOSSES}; among the pairs was {describe(pair)}")
         yield pair[0], pair[1]
 
 
@@ -71,7 +73,7 @@ class Collector:
                 self._bare[id(param)] = f"parameter {len(self._bare)}", param
             return self._bare[id(param)]
         if not hasattr(param, "name") or not hasattr(param, "data"):
-            raise TypeError(f"a parameter is an array, or has name and data (distopt.Parameter), got {_kind(param)}")
+            raise TypeError(f"a parameter is an array, or has name and data (distopt.Parameter), got {describe(param)}")
         if not isinstance(param.name, str):
             raise TypeError(f"a parameter's name must be a string, got {param.name!r}")
         return param.name, param.data
@@ -87,12 +89,16 @@ class Collector:
         missing = [n for n in self.order or found if n not in found or found[n].grad is None]
         if missing and not self.allow_missing:
             raise ValueError(f"no gradient for {', '.join(missing[:5])}; allow_missing=True would take zeros")
+        absent = {n: self.order[n].param for n in missing if n not in found}
+        found |= {n: self._checked(n, param, self.identify(param)[1], None) for n, param in absent.items()}
+        self._refuse_new_overlap(found)
         self.order.update(found)
         return found
 
     def enroll(self, params: Iterable[Any]) -> list[str]:
         """The names of parameters, which come without gradients; raises what ``collect`` raises."""
         found = self._read((param, None) for param in params)
+        self._refuse_new_overlap(found)
         self.order.update(found)
         return list(found)
 
@@ -107,9 +113,12 @@ class Collector:
                 places = f"positions {list(found).index(name)} and {len(found)}"
                 raise ValueError(f"{name}: given twice, at {places}; names must be unique")
             found[name] = self._checked(name, param, value, grad)
-        if not self.order:
-            _refuse_overlap(found)
         return found
+
+    def _refuse_new_overlap(self, found: dict[str, Gradient]) -> None:
+        """Two parameters in one memory would be updated twice; looked at when an array is another than last time."""
+        if any(n not in self.order or g.value is not self.order[n].value for n, g in found.items()):
+            _refuse_overlap(self.order | found)
 
     def _checked(self, name: str, param: Any, value: Any, grad: Any) -> Gradient:
         """The gradient of a parameter, looked at again only if it is another object than last time."""
@@ -120,7 +129,7 @@ class Collector:
         if last is not None and (value.shape, value.dtype) != (last.value.shape, last.value.dtype):
             was, now = f"{last.value.shape} {last.value.dtype}", f"{value.shape} {value.dtype}"
             raise ValueError(f"{name}: the parameter was {was} on the first step, is {now}")
-        return Gradient(param, value, _checked_gradient(name, value, grad))
+        return Gradient(param, value, checked_gradient(name, value, grad))
 
     def forget(self) -> None:
         """The first step did not happen."""
@@ -131,23 +140,23 @@ class Collector:
 def _checked_value(name: str, value: Any) -> np.ndarray:
     if not isinstance(value, np.ndarray) or value.dtype not in FLOATS or not value.dtype.isnative:
         raise TypeError(
-            f"{name}: a parameter must be a float32 or float64 array in native byte order, got {_kind(value)}"
+            f"{name}: a parameter must be a float32 or float64 array in native byte order, got {describe(value)}"
         )
     if not value.flags.c_contiguous or not value.flags.writeable:
-        raise ValueError(f"{name}: a parameter must be C-contiguous and writable, got {_kind(value)}")
+        raise ValueError(f"{name}: a parameter must be C-contiguous and writable, got {describe(value)}")
     return value
 
 
-def _checked_gradient(name: str, value: np.ndarray, grad: Any) -> np.ndarray | None:
-    """The gradient, copied only if it is not contiguous."""
+def checked_gradient(name: str, value: np.ndarray, grad: Any) -> np.ndarray | None:
+    """The gradient, copied only if it is not contiguous; TypeError or ValueError if it is not like the parameter."""
     if grad is None:
         return None
     if isinstance(grad, np.generic):
         grad = np.asarray(grad)  # a 0-d parameter's gradient is often a numpy scalar
     if not isinstance(grad, np.ndarray):
-        raise TypeError(f"{name}: a gradient must be an array, got {_kind(grad)}")
+        raise TypeError(f"{name}: a gradient must be an array, got {describe(grad)}")
     if grad.dtype != value.dtype or not grad.dtype.isnative:
-        raise TypeError(f"{name}: the gradient must have the parameter's dtype {value.dtype}, got {_kind(grad)}")
+        raise TypeError(f"{name}: the gradient must have the parameter's dtype {value.dtype}, got {describe(grad)}")
     if grad.shape != value.shape:
         raise ValueError(f"{name}: the gradient must have the parameter's shape {value.shape}, got {grad.shape}")
     return np.asarray(grad, order="C")
@@ -159,10 +168,3 @@ def _refuse_overlap(found: dict[str, Gradient]) -> None:
     for (start, nbytes, name), (other_start, _, other) in itertools.pairwise(spans):
         if other_start < start + nbytes:
             raise ValueError(f"{name} and {other} share memory; give tied parameters once, with the summed gradient")
-
-
-def _kind(x: Any) -> str:
-    if not isinstance(x, np.ndarray):
-        return f"{type(x).__name__}: {x!r:.60}"
-    flaws = ", not contiguous" * (not x.flags.c_contiguous) + ", read-only" * (not x.flags.writeable)
-    return f"an array {x.shape} {x.dtype if x.dtype.isnative else x.dtype.str}{flaws}"

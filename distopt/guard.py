@@ -69,16 +69,17 @@ class Control(abc.ABC):
         """
         if self._gone:
             raise self._gone
-        self.progress = name
+        self.progress, encoded = name, _encode(error)
         votes = np.array([mark, -mark, error is not None, bool(report), False, True], np.int64)
         self.maximum(votes)
         if votes[LEAVING]:
             self._gone = self._peer_left(self.gather(""))
             raise self._gone
         if votes[ERROR]:
-            _raise_first(self.gather(_encode(error)), error)
+            self._raise_first(self.gather(encoded), error)
         if votes[FINGERPRINT] != -votes[MINUS_FINGERPRINT]:
-            raise agreed(ValueError(_first_difference([json.loads(t) for t in self.gather(json.dumps(describe()))])))
+            plans = [json.loads(t) for t in self.gather(json.dumps(describe()))]
+            raise agreed(ValueError(_first_difference(plans)), speaks=self.rank == 0)
         return self.gather(report) if votes[REPORT] else []
 
     @property
@@ -93,21 +94,25 @@ class Control(abc.ABC):
 
     def _peer_left(self, texts: list[str]) -> PeerLeft:
         left = "; ".join(filter(None, texts))
-        return agreed(PeerLeft(f"{left}, before {self.progress}"), speaker=texts.index(""), patience=0.5)
+        return agreed(PeerLeft(f"{left}, before {self.progress}"), self.rank == texts.index(""), patience=0.5)
+
+    def _raise_first(self, texts: list[str], own: Exception | None) -> NoReturn:
+        """Raise the lowest failing rank's error on every rank, with its built-in type, or as a RuntimeError."""
+        rank, text = next((r, t) for r, t in enumerate(texts) if t)
+        name, message = json.loads(text)
+        kind = getattr(builtins, name, None)
+        if kind not in (ValueError, TypeError, FloatingPointError, RuntimeError, MemoryError):
+            kind, message = RuntimeError, f"{name}: {message}"
+        raise agreed(kind(f"rank {rank}: {message}"), speaks=self.rank == rank) from own
 
 
 def _encode(error: Exception | None) -> str:
-    return "" if error is None else json.dumps([type(error).__name__, str(error)])
-
-
-def _raise_first(texts: list[str], own: Exception | None) -> NoReturn:
-    """Raise the lowest failing rank's error on every rank, with its built-in type, or as a RuntimeError."""
-    rank, text = next((r, t) for r, t in enumerate(texts) if t)
-    name, message = json.loads(text)
-    kind = getattr(builtins, name, None)
-    if kind in (ValueError, TypeError, FloatingPointError, RuntimeError, MemoryError):
-        raise agreed(kind(f"rank {rank}: {message}"), speaker=rank) from own
-    raise agreed(RuntimeError(f"rank {rank}: {name}: {message}"), speaker=rank) from own
+    if error is None:
+        return ""
+    try:
+        return json.dumps([type(error).__name__, str(error)])
+    except Exception:  # an error that cannot even be printed must not stop the vote
+        return json.dumps([type(error).__name__, "(its text could not be made)"])
 
 
 def _first_difference(plans: list[list[str]]) -> str:
@@ -119,9 +124,9 @@ def _first_difference(plans: list[list[str]]) -> str:
     return f"ranks differ: rank 0 has {first}, rank {other} has {second}"
 
 
-def agreed(error: E, speaker: int = 0, patience: float = 0.0) -> E:
-    """Mark an error that every rank raises alike: only ``speaker`` prints its traceback when nobody catches it."""
-    error.agreed = (speaker, patience)  # type: ignore[attr-defined]
+def agreed(error: E, speaks: bool, patience: float = 0.0) -> E:
+    """Mark an error that every rank raises alike; if nobody catches it, only the one that ``speaks`` says where."""
+    error.agreed = (speaks, patience)  # type: ignore[attr-defined]
     return error
 
 
@@ -140,10 +145,10 @@ class NonfinitePolicy:
     POLICIES = ("raise", "skip", "propagate")
     PATIENCE = 10
 
-    def __init__(self, policy: str):
+    def __init__(self, policy: str, rank: int = 0):
         if policy not in self.POLICIES:
             raise ValueError(f"nonfinite must be one of {self.POLICIES}, got {policy!r}")
-        self.policy = policy
+        self.policy, self._speaks = policy, rank == 0
         self.skipped = self.in_a_row = 0
 
     @property
@@ -157,10 +162,12 @@ class NonfinitePolicy:
             self.in_a_row = 0
             return True
         if self.policy == "raise":
-            raise agreed(FloatingPointError(f"gradients of {name} are not finite: {found}"))
+            raise agreed(FloatingPointError(f"gradients of {name} are not finite: {found}"), self._speaks)
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         if self.in_a_row >= self.PATIENCE:
-            raise agreed(FloatingPointError(f"{name}: {self.in_a_row} steps in a row are not finite: {found}"))
+            raise agreed(
+                FloatingPointError(f"{name}: {self.in_a_row} steps in a row are not finite: {found}"), self._speaks
+            )
         return False
 
 
@@ -168,17 +175,22 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
     """From now on an exception that nobody catches, in any thread, ends the whole job: peers must not wait for ever."""
 
     def end(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        speaker, patience = getattr(error, "agreed", (rank, 0.0))
-        if rank == speaker:
+        speaks, patience = getattr(error, "agreed", (True, 0.0))
+        if speaks:
             _say(f"rank {rank}: " + "".join(traceback.format_exception(kind, error, _without_runner(trace))))
             time.sleep(patience)
         else:
-            _say(f"rank {rank}: {kind.__name__}, as on rank {speaker}\n")
-            time.sleep(5)  # rank `speaker` prints the cause and ends the job
+            _say(f"rank {rank}: {kind.__name__}: {error}\n")
+            time.sleep(5)  # the rank that speaks prints where, and ends the job
         abort(130 if kind is KeyboardInterrupt else 1)
 
     sys.excepthook = end
-    threading.excepthook = lambda args: end(args.exc_type, args.exc_value, args.exc_traceback)
+
+    def end_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is not SystemExit:  # which ends a thread, not the process
+            end(args.exc_type, args.exc_value, args.exc_traceback)
+
+    threading.excepthook = end_thread
 
 
 def _without_runner(trace: TracebackType | None) -> TracebackType | None:

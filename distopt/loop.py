@@ -16,6 +16,7 @@ from distopt.guard import NonfinitePolicy, by_rank, fingerprint, whole
 from distopt.verbs import Verbs
 
 Make = Callable[[], Compressor]
+HASH = 2**62 - 1  # the bits of a hash that fit into a vote; Python's hash of numbers is the same in every process
 
 
 class Loop(Verbs):
@@ -40,8 +41,8 @@ class Loop(Verbs):
         self.step_counter = 0  # updates applied
         options = f"{broadcast=}, {nonfinite=}, {num_batches=}, {sync_on_apply=}, {allow_missing=}"
         order = "sums in rank order" if wire.rank_ordered else "sums in any order"
-        self._options = [options, order, repr(self._optimizer)]
-        self._nonfinite = NonfinitePolicy(nonfinite)
+        self._options = [options, order]
+        self._nonfinite = NonfinitePolicy(nonfinite, wire.rank)
         self._window = Window(whole("num_batches", num_batches, least=1), sync_on_apply)
         self._collector = Collector(allow_missing)
         self._buffers: Buffers | None = None
@@ -50,7 +51,10 @@ class Loop(Verbs):
         self._mark = 0
         self._number = 0  # among those that have made a step on this communicator, from 1; 0 before the first
         self._broadcast_due = broadcast
+        self._failure = ""  # of an update, which may have been applied in part
+        self._numbers: tuple[float, ...] = ()  # the optimizer's, for the next update
         self._partial = 0  # partial steps so far
+        self._threshold = self.threshold  # of the plan that all ranks have
 
     @property
     def skipped(self) -> int:
@@ -108,8 +112,11 @@ class Loop(Verbs):
         self._check_open()
         error, compressor = None, None
         try:
+            if self._failure:
+                raise RuntimeError(f"{self._failure}; load a checkpoint to go on")
             compressor = make()
             choose(compressor)
+            self._numbers = self._optimizer.numbers()
             found = self._collector.collect(loss)
             threshold = self.threshold if threshold is None else whole("threshold", threshold, least=0)
             self._follow_plan(threshold, compressor)
@@ -129,15 +136,18 @@ class Loop(Verbs):
 
     def _follow_plan(self, threshold: int, compressor: Compressor) -> None:
         """Make plan and buffers, unless they are there; what outlives a step moves in by parameter name."""
-        if self._buffers is not None and self._buffers.plan.threshold == threshold:
+        known = self._buffers is not None and len(self._collector.order) == sum(len(b.names) for b in self.plan.buckets)
+        if self._buffers is not None and known and self._buffers.plan.threshold == threshold:
             self._buffers.plan = self._buffers.plan.sending(compressor.payload_bytes, compressor.summable)
             return
         values = {name: g.value for name, g in self._collector.order.items()}
         sizes, dtypes = [v.size for v in values.values()], [v.dtype for v in values.values()]
         made = plan(list(values), sizes, dtypes, threshold).sending(compressor.payload_bytes, compressor.summable)
         buffers = Buffers(made, values, self._wire.alloc)
-        buffers.restore(self._states())
-        self._optimizer.prepare(buffers)
+        states = self._states()
+        buffers.check(states)
+        self._optimizer.check(buffers)
+        buffers.restore(states)
         self._buffers, self._lines = buffers, []
 
     def _describe(self, what: str) -> None:
@@ -153,8 +163,7 @@ class Loop(Verbs):
         """Vote; False if all ranks are to skip this step because of gradients that are not finite."""
         calls = self.step_counter * self._window.num_batches + self._window.batches
         bad = self._memory.nonfinite() if error is None and self._nonfinite.looks else ""
-        found = by_rank(self._vote(self._name, calls, error, bad))
-        return self._nonfinite.accepts(self._name, found and f"gradients of {found}")
+        return self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, calls, error, bad)))
 
     @property
     def _name(self) -> str:
@@ -164,15 +173,22 @@ class Loop(Verbs):
     def _vote(self, name: str, number: int, error: Exception | None, report: str = "") -> list[str]:
         """The ranks' reports, if all are at the same call, agree on what ``_describe`` said, and none has an error."""
         control = self._wire.control
-        mark = self._mark ^ number ^ self._number << 40
+        mark = self._mark ^ number ^ self._number << 40 ^ hash(self._numbers) & HASH
         try:
-            reports = control.vote(name, mark, lambda: [*self._lines, name, f"DistOpt {self._number}"], error, report)
+            reports = control.vote(
+                name,
+                mark,
+                lambda: [*self._lines, name, f"DistOpt {self._number}", repr(self._optimizer)],
+                error,
+                report,
+            )
         except Exception:
             self._forget_first_step()
             raise
         if not self._number:
             control.optimizers += 1
             self._number, self._restored = control.optimizers, {}
+        self._threshold = self.plan.threshold
         return reports
 
     def _forget_first_step(self) -> None:
@@ -205,8 +221,12 @@ class Loop(Verbs):
         try:
             mean = 1.0 / (ranks * self._window.num_batches)
             self._optimizer.update(self._memory, self._collector.order, sums, mean)
-        finally:
-            self._window.start(sums)
+        except Exception as error:
+            self._failure = (
+                f"the update of step {self.step_counter + 1} failed halfway with {type(error).__name__}: {error}"
+            )
+            raise
+        self._window.start(sums)
         self._finish()
 
     def _average_parameters(self, buffer: Buffer) -> None:
@@ -240,7 +260,7 @@ class Loop(Verbs):
         error = None
         try:
             names = self._collector.enroll(params)
-            self._follow_plan(self.threshold if self._buffers is None else self.plan.threshold, Dense())
+            self._follow_plan(self._threshold, Dense())
             self._describe("gradient views")
         except Exception as e:
             error = e
@@ -271,19 +291,31 @@ class Loop(Verbs):
         Raises ValueError, before anything changes, for what is no such dict or belongs to other parameters, and for
         one that was saved in the middle of a window of another ``num_batches``.
         """
+        states = self._checked_state(state)
+        self._optimizer.load_state_dict(state["optimizer"])
+        if self._number:
+            self._memory.restore(states)
+        self._restored, self._broadcast_due, self._failure = {} if self._number else states, False, ""
+        self.step_counter, self._window.batches = state["step_counter"], state["batches"]
+        self._nonfinite.skipped, self._nonfinite.in_a_row = state["skipped"], state["skips_in_a_row"]
+        self._partial = state["partial"]
+
+    def _checked_state(self, state: dict[str, Any]) -> States:
+        """What outlives a step, as copies; ValueError for a state that cannot be gone on from."""
         expected = self.state_dict()
         if set(state) != set(expected):
             raise ValueError(f"a state has the entries {sorted(expected)}, got {sorted(state)}")
-        if state["batches"] and state["num_batches"] != self._window.num_batches:
+        for name in ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row"):
+            whole(name, state[name], least=0)
+        num_batches = self._window.num_batches
+        if state["batches"] and (state["num_batches"] != num_batches or state["batches"] >= num_batches):
             batches = f"{state['batches']} of {state['num_batches']} batches"
-            raise ValueError(f"the state was saved after {batches}; num_batches is {self._window.num_batches} here")
+            raise ValueError(f"the state was saved after {batches}; num_batches is {num_batches} here")
+        if state["optimizer"] is None and expected["optimizer"] is not None:
+            raise ValueError("the state has nothing for the optimizer")
+        if not isinstance(state["states"], dict):
+            raise ValueError(f"states must be a dict of dicts of arrays, got {type(state['states']).__name__}")
         states = {s: {n: np.array(a) for n, a in arrays.items()} for s, arrays in state["states"].items()}
         if self._number:
-            self._memory.restore(states)
-        self._optimizer.load_state_dict(state["optimizer"])
-        if self._number:
-            self._optimizer.prepare(self._memory)
-        self._restored, self._broadcast_due = {} if self._number else states, False
-        self.step_counter, self._window.batches = int(state["step_counter"]), int(state["batches"])
-        self._partial = int(state["partial"])
-        self._nonfinite.skipped, self._nonfinite.in_a_row = int(state["skipped"]), int(state["skips_in_a_row"])
+            self._memory.check(states)
+        return states

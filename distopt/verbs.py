@@ -9,7 +9,8 @@ from distopt.buckets import Staging
 from distopt.comm import Communicator
 from distopt.comm.communicator import checked
 from distopt.compress import At, ErrorFeedback, Half, Threshold, TopK
-from distopt.exchange import gather, reduce
+from distopt.exchange.gather import gather
+from distopt.exchange.reduce import reduce
 from distopt.gradients import FLOATS
 from distopt.guard import fingerprint
 
@@ -51,8 +52,8 @@ class Verbs:
     def sparsification(self, x: np.ndarray, accumulation: np.ndarray | None, spars: float, topK: bool) -> None:
         """Replace an array, in place, by the sum over ranks of its largest entries.
 
-        ``topK=True``: the ``spars`` fraction; otherwise what is at least ``spars`` in magnitude.  ``accumulation``, flat
-        and of x's size and dtype, is the residual that is added first and keeps the rest; None drops the rest.
+        ``topK=True``: the ``spars`` fraction; otherwise what is at least ``spars`` in magnitude.  ``accumulation``,
+        flat and of x's size and dtype, is the residual that is added first and keeps the rest; None drops the rest.
         """
         self.fused_sparsification([x], accumulation, spars, topK)
 
@@ -80,10 +81,14 @@ class Verbs:
 
     def _fused(self, verb: str, xs: Iterable[np.ndarray], send: bool, collective: Callable[[np.ndarray], None]) -> None:
         if not send:
-            self._staging.fill(list(xs))
+            self._check_open()
+            arrays = list(xs)
+            for x in arrays:
+                checked(x)
+            self._staging.fill(arrays)
             return
         try:
-            arrays = self._agree_on_arrays(f"{verb}, {self._staging.capacity=}", xs, self._fill_or_match)
+            arrays = self._agree_on_arrays(f"{verb} with buffSize={self._staging.capacity}", xs, self._fill_or_match)
             self._staging.send(arrays, collective)
         finally:
             self._staging.clear()

@@ -55,13 +55,11 @@ def same_on_all_ranks(comm, text):
 
 def conservation(compressor, x):
     """Law 1: before == after + decompress(compress(before)), to the bit for a lossless compressor."""
-    before, out = x.copy(), np.zeros_like(x)
+    before, out = x.copy(), np.full_like(x, np.nan if compressor.summable else 0)
     payload = compressor.compress(x, {}, At())
-    if payload is x:  # the payload is x itself, and x is spent
-        payload, x = payload.copy(), np.zeros_like(x)
-    if compressor.summable:
-        out[:] = payload
-    compressor.decompress(payload, out)
+    if payload is x:  # the payload is x itself, x is spent, and the sum stands in x
+        out, x = x, np.zeros_like(x)
+    compressor.decompress(payload, out, At())
     np.testing.assert_array_equal(x + out, before)
 
 

@@ -88,6 +88,19 @@ def test_run_ends_a_job_at_its_time_limit(tmp_path):
 
 
 @needs_mpi
+def test_run_kills_ranks_that_ignore_signals(tmp_path):
+    script = tmp_path / "stubborn.py"
+    script.write_text(
+        "import os, signal, time, distopt; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "distopt.world(); print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", "--timeout", "3", str(script)]
+    code, output = finish(command, 30)
+    assert code == 124, output
+    _all_gone(output)
+
+
+@needs_mpi
 def test_run_passes_signals_on(tmp_path):
     script = tmp_path / "sleep.py"
     script.write_text("import os, time, distopt; distopt.world(); print(os.getpid(), flush=True); time.sleep(60)")

@@ -117,8 +117,8 @@ def test_threads_that_differ_all_get_the_same_error(first, second, text):
     ("wrong", "text"),
     [
         ([1.0, 2.0], "got list"),
-        (np.zeros(3, np.complex64), r"got complex64 \(3,\)"),
-        (np.zeros(3, ">f4"), "got >f4"),
+        (np.zeros(3, np.complex64), r"got an array \(3,\) complex64"),
+        (np.zeros(3, ">f4"), r"got an array \(3,\) >f4"),
         (np.zeros(6)[::2], "not contiguous"),
         (np.broadcast_to(np.zeros(1), (1,)), "read-only"),
     ],
@@ -207,5 +207,27 @@ def test_nothing_heavy_is_imported_before_it_is_used():
     assert done.stdout == "[]\n"
 
 
-def test_mpi_communicator_is_a_class_before_mpi_is_there():
-    assert MpiCommunicator.CHUNK == 2**30
+def test_a_thread_that_exits_is_one_that_left():
+    def main(comm):
+        if comm.rank == 1:
+            sys.exit(0)
+        comm.barrier()
+
+    with pytest.raises(PeerLeft, match="rank 1 left"):
+        run_ranks(2, main)
+
+
+def null_communicator(comm):
+    from mpi4py import MPI
+
+    part = MPI.COMM_WORLD.Split(0 if comm.rank == 0 else MPI.UNDEFINED)
+    if comm.rank == 0:
+        assert MpiCommunicator(part).size == 1
+    else:
+        with pytest.raises(ValueError, match="COMM_NULL"):
+            MpiCommunicator(part)
+
+
+@needs_mpi
+def test_a_rank_outside_of_a_split(tmp_path):
+    run_mpi(2, null_communicator, tmp_path)

@@ -149,11 +149,11 @@ def test_ranks_that_differ_on_the_first_step(other, text):
     ("options", "text"),
     [
         ({"threshold": 5}, "rank 0 has threshold=2097152, rank 1 has threshold=5"),
-        ({"num_batches": 2}, "num_batches=1, sync_on_apply=True, allow_missing=False, rank 1 has deterministic=False"),
+        ({"num_batches": 2}, "num_batches=1, sync_on_apply=True, allow_missing=False, rank 1 has broadcast=True"),
         ({"broadcast": False}, "broadcast=True, nonfinite='raise'"),
         ({"nonfinite": "skip"}, "nonfinite='raise'"),
         ({"allow_missing": True}, "allow_missing=False"),
-        ({"opt": SGD(0.2)}, "rank 0 has optimizer SGD(lr=0.1, momentum=0.0"),
+        ({"opt": SGD(0.2)}, "rank 0 has optimizer SGD(lr=0.1, "),
     ],
 )
 def test_ranks_with_different_options(options, text):
@@ -207,6 +207,100 @@ def test_an_array_in_the_place_of_another_is_used():
         return old[0], p.data[0]
 
     assert run_ranks(2, main) == [(-1.0, 8.5)] * 2
+
+
+def test_an_empty_first_step_does_not_freeze_the_model():
+    for first in (lambda opt: opt([]), lambda opt: opt.gradient_views([])):
+        opt, p = DistOpt(SGD(1.0)), Parameter("p", np.zeros(2))
+        first(opt)
+        opt(pairs([p]))
+        assert (p.data == -1).all()
+
+
+def test_memory_is_looked_at_again_when_it_changes():
+    def main(comm):
+        a, b = Parameter("a", np.zeros(2)), Parameter("b", np.zeros(2))
+        opt = DistOpt(SGD(1.0, 0.9), comm, allow_missing=True)
+        opt(pairs([a, b]))
+        b.data = b.data.copy()
+        opt(pairs([a, b] if comm.rank == 0 else [a]))  # b has no gradient here, but another array
+        values = b.data.tolist()
+        b.data = a.data
+        with pytest.raises(ValueError, match="share memory"):
+            opt(pairs([a, b]))
+        return values
+
+    first, second = run_ranks(2, main)
+    assert first == second
+
+
+def test_ranks_whose_hyper_parameters_drift_apart():
+    def main(comm):
+        opt, p = DistOpt(SGD(lambda k: 0.1), comm), Parameter("p", np.zeros(1))
+        opt(pairs([p]))
+        opt.opt.lr = 0.2
+        opt(pairs([p]))
+        if comm.rank:
+            opt.opt.lr = 0.3
+        opt(pairs([p]))
+
+    text = texts_of(2, main, ValueError)
+    assert text.startswith("ranks differ: rank 0 has optimizer SGD(lr=0.2, ")
+    bad = SGD(lambda k: np.nan if k else 1.0)
+    opt, p = DistOpt(bad), Parameter("p", np.zeros(1))
+    opt(pairs([p]))
+    with pytest.raises(ValueError, match=r"lr must be finite and in \[0.0, inf\], got nan at update 1"):
+        opt(pairs([p]))
+    assert p.data[0] == -1
+
+
+def test_a_refused_first_step_leaves_no_optimizer_state():
+    def main(comm):
+        opt = DistOpt(SGD(1.0, 0.9), comm)
+        with pytest.raises(ValueError, match="ranks differ"):
+            opt(pairs([Parameter("a", np.zeros(3 if comm.rank else 40))]))
+        a = Parameter("a", np.zeros(40))
+        opt(pairs([a]))
+        return float(a.data[0])
+
+    assert run_ranks(2, main) == [-1.0, -1.0]
+
+
+def test_gradient_views_after_a_refused_step_with_another_threshold():
+    def main(comm):
+        params = three()
+        opt = DistOpt(SGD(1.0), comm)
+        opt(pairs(params))
+        with pytest.raises(TypeError, match="loss must be"):
+            opt.backward_and_update(3 if comm.rank else pairs(params), 0)
+        return len(opt.gradient_views(params)), len(opt.plan.buckets)
+
+    assert run_ranks(2, main) == [(3, 1)] * 2
+
+
+def test_an_error_that_cannot_be_printed():
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    def main(comm):
+        def loss():
+            if comm.rank:
+                raise Mute
+            return pairs(three())
+
+        DistOpt(communicator=comm)(loss)
+
+    assert texts_of(2, main, RuntimeError) == "rank 1: Mute: (its text could not be made)"
+
+
+def test_update_checks_its_gradient_first():
+    opt, p, wrong = DistOpt(SGD(1.0)), Parameter("p", np.zeros((2, 3))), np.full(3, 4.0)
+    with pytest.raises(ValueError, match="p: the gradient must have the parameter's shape"):
+        opt.update(p, wrong)
+    assert (wrong == 4).all()
+    with pytest.raises(TypeError, match="a communicator carries"):
+        opt.fused_all_reduce([np.ones(2, np.int8)], send=False)
 
 
 def test_neighbours_in_one_array_are_no_overlap():
@@ -608,15 +702,9 @@ def test_state_dict_is_plain_and_a_copy():
         for _ in range(3):
             opt(pairs(params))
         state = opt.state_dict()
-        assert set(state) == {
-            "step_counter",
-            "num_batches",
-            "batches",
-            "skipped",
-            "skips_in_a_row",
-            "states",
-            "optimizer",
-        }
+        assert set(state) == set(
+            "step_counter num_batches batches partial skipped skips_in_a_row states optimizer".split()
+        )
         assert (state["step_counter"], state["batches"]) == (1, 1)
         window = state["states"]["window"]
         assert {n: a.shape for n, a in window.items()} == {"a": (3, 2), "b": (4,), "c": ()}
@@ -700,19 +788,56 @@ def test_what_a_state_restores():
     assert second - first == pytest.approx(1), "parameters of a resumed run are not broadcast"
 
 
-def test_an_error_of_the_optimizer_closes_the_window():
+def test_an_update_that_failed_halfway_needs_a_checkpoint():
+    """A stranger that raises on one rank has updated part of its parameters there; going on would mix two models."""
+
     class Moody:
+        def __init__(self, comm):
+            self.rank = comm.rank
+
         def update(self, param, grad):
-            if grad[0] == 1:
-                raise RuntimeError("mood")
+            if grad[0] == 1 and self.rank == 1 and param.name == "q":
+                raise OSError("mood")
             param.data -= grad
 
-    opt, p = DistOpt(Moody(), num_batches=2), Parameter("p", np.zeros(1))
-    opt(pairs([p], 1.0))
-    with pytest.raises(RuntimeError, match="mood"):
-        opt(pairs([p], 1.0))
-    assert [opt(pairs([p], 2.0)), opt(pairs([p], 4.0))] == [False, True]
-    assert p.data[0] == -3
+    def main(comm):
+        params = [Parameter("p", np.zeros(1)), Parameter("q", np.zeros(1))]
+        opt = DistOpt(Moody(comm), comm, num_batches=2)
+        state = opt.state_dict()
+        opt(pairs(params))
+        try:
+            opt(pairs(params))
+        except OSError:
+            assert comm.rank == 1
+        text = "rank 1: the update of step 1 failed halfway with OSError: mood; load a checkpoint to go on"
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=text):
+                opt(pairs(params))
+        opt.load_state_dict(state)
+        for p in params:
+            p.data[:] = 0
+        assert [opt(pairs(params, 2.0)), opt(pairs(params, 4.0))] == [False, True]
+        return [float(p.data[0]) for p in params]
+
+    assert run_ranks(2, main) == [[-3.0, -3.0]] * 2
+
+
+def test_states_that_make_no_sense():
+    opt = DistOpt(SGD(0.1, 0.9), num_batches=2)
+    opt(pairs(three()))
+    good = opt.state_dict()
+    before = str(good)
+    for change, error, text in (
+        ({"batches": 7}, ValueError, "saved after 7 of 2 batches"),
+        ({"batches": -5}, ValueError, "batches must be at least 0, got -5"),
+        ({"step_counter": None}, TypeError, "step_counter must be an integer, got None"),
+        ({"optimizer": None}, ValueError, "the state has nothing for the optimizer"),
+        ({"optimizer": {"m": 1}}, ValueError, "SGD has the states"),
+        ({"states": 3}, ValueError, "states must be a dict of dicts of arrays, got int"),
+    ):
+        with pytest.raises(error, match=text):
+            opt.load_state_dict(good | change)
+        assert str(opt.state_dict()) == before
 
 
 # ---------------------------------------------------------------------------------------------------- the verbs
@@ -810,7 +935,7 @@ def test_errors_of_one_rank_reach_all_in_every_verb():
     text = texts_of(
         2, lambda c: DistOpt(communicator=c, buffSize=4 + c.rank).fused_all_reduce([np.ones(9)]), ValueError
     )
-    assert "capacity=4, rank 1 has" in text
+    assert "buffSize=4, rank 1 has" in text
 
 
 def test_a_refused_send_forgets_what_was_filled():
@@ -842,6 +967,13 @@ def test_broadcast_and_attributes():
 def test_a_closed_one_refuses():
     opt = DistOpt()
     opt.close()
-    for use in (lambda: opt([]), opt.step, lambda: opt.all_reduce(np.ones(1)), lambda: opt.gradient_views([])):
+    for use in (
+        lambda: opt([]),
+        opt.step,
+        lambda: opt.update(0, 0),
+        lambda: opt.fused_all_reduce([], send=False),
+        lambda: opt.all_reduce(np.ones(1)),
+        lambda: opt.gradient_views([]),
+    ):
         with pytest.raises(RuntimeError, match="this DistOpt is closed; make a new one"):
             use()

@@ -182,3 +182,23 @@ def test_multipliers_may_change():
     opt.lr_mult.clear()
     opt.apply("w", value, np.ones(2))
     assert (value == -1).all()
+
+
+def test_hyper_parameters_may_be_assigned():
+    opt, value = SGD(1.0, 0.5), np.zeros(1)
+    opt.lr = 0.25
+    opt.momentum = lambda k: 0.0
+    opt.apply("w", value, np.ones(1))
+    assert (value[0], opt.lr_value) == (-0.25, 0.25)
+    with pytest.raises(ValueError, match="momentum must be finite"):
+        opt.momentum = 2.0
+    for options in ({"lr_mult": {"w": np.nan}}, {"wd_mult": {"w": -1.0}}, {"clip_gradient": np.nan}):
+        with pytest.raises(ValueError, match="must be finite"):
+            SGD(**options)
+
+
+def test_another_shape_under_the_same_name_is_another_parameter():
+    opt = SGD(1.0, 0.9)
+    opt.apply("w", np.zeros(4), np.ones(4))
+    with pytest.raises(ValueError, match=r"state moments of w has shape \(4,\), the parameter \(2,\)"):
+        opt.apply("w", np.zeros(2), np.ones(2))

@@ -26,8 +26,12 @@ class Adapter(abc.ABC):
     def apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> None:
         """Update one parameter: ``param`` as the caller gave it, ``value`` its array."""
 
-    def prepare(self, buffers: Buffers) -> None:  # noqa: B027  strangers make their state when they like
-        """There is a new plan: make the state for it, and raise now what would fail in the middle of an update."""
+    def check(self, buffers: Buffers) -> None:  # noqa: B027  strangers are not asked
+        """Raise now what would fail in the middle of an update with these buffers."""
+
+    def numbers(self) -> tuple[float, ...]:
+        """The hyper-parameters of the next update, on which all ranks must agree."""
+        return ()
 
     def update(self, buffers: Buffers, order: Mapping[str, Gradient], sums: Sequence[np.ndarray], scale: float) -> None:
         """Update all parameters by ``scale`` times the flat sums of their buckets, in backward order."""

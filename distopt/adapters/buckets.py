@@ -22,10 +22,14 @@ class ByBucket(Adapter):
         """The same kernel for one parameter."""
         self.opt.apply(name, value, mean)
 
-    def prepare(self, buffers: Buffers) -> None:
-        """State lies in the order of the buckets."""
+    def check(self, buffers: Buffers) -> None:
+        """Does the state that there is fit?"""
         for buffer in buffers:
-            self.opt.prepare(buffer.parameters)
+            self.opt.check(buffer.parameters)
+
+    def numbers(self) -> tuple[float, ...]:
+        """As the optimizer."""
+        return tuple(self.opt.numbers())
 
     def update(self, buffers: Buffers, order: Mapping[str, Gradient], sums: Sequence[np.ndarray], scale: float) -> None:
         """One call per bucket."""

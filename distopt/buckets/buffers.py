@@ -96,16 +96,16 @@ class Buffers:
                 found.setdefault(state, {}).update(buffer.views(flat))
         return found
 
-    def restore(self, states: States) -> None:
-        """Let ``states`` be what outlives a step; they come from another plan, or from a checkpoint.
-
-        Raises ValueError for a parameter that is not here, or is of another shape; then nothing has changed.
-        """
+    def check(self, states: States) -> None:
+        """ValueError for the state of a parameter that is not here, or is of another shape."""
         for state, arrays in states.items():
             for name, a in arrays.items():
                 if name not in self._views or a.shape != self._views[name].shape:
                     here = f"shape {self._views[name].shape}" if name in self._views else "no such parameter"
                     raise ValueError(f"state {state} of {name} has shape {a.shape}; here is {here}")
+
+    def restore(self, states: States) -> None:
+        """Let ``states`` be what outlives a step; they come from another plan, or from a checkpoint."""
         for buffer in self:
             buffer.state.clear()
             for state, arrays in states.items():

@@ -75,15 +75,17 @@ def plan(names: Sequence[str], sizes: Sequence[int], dtypes: Sequence[Any], thre
     """
     groups: list[list[int]] = []
     queues: dict[np.dtype, list[int]] = {}
+    filled: dict[np.dtype, int] = {}  # elements in each queue
     for k, size in enumerate(sizes):
         dtype = np.dtype(dtypes[k])
         if size > threshold:
             groups.append([k])
             continue
-        queue = queues.setdefault(dtype, [])
-        queue.append(k)
-        if sum(sizes[m] for m in queue) > threshold or threshold == 0:
+        queues.setdefault(dtype, []).append(k)
+        filled[dtype] = filled.get(dtype, 0) + size
+        if filled[dtype] > threshold or threshold == 0:
             groups.append(queues.pop(dtype))
+            filled[dtype] = 0
     groups += queues.values()
     return Plan(tuple(_bucket(group, names, sizes, np.dtype(dtypes[group[0]])) for group in groups), threshold)
 

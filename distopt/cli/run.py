@@ -1,11 +1,13 @@
 """``distopt run -n N script.py``: N ranks on this machine, started the safe way."""
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from distopt.cli.launcher import check_brands, find_launcher
@@ -58,10 +60,26 @@ def supervise(command: Sequence[str], env: dict[str, str], timeout: float | None
 
 
 def end(job: "subprocess.Popen[Any]") -> None:
-    """Ask a job to end, and end its whole session if it does not."""
+    """Ask a job to end; whatever of it is left after ``GRACE`` seconds is killed, ranks that ignore signals too."""
+    family = descendants(job.pid)  # launchers start ranks in sessions of their own
     job.terminate()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         job.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+    for pid in [*family, *descendants(job.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    job.kill()
+    job.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """The process ids of all children, and theirs; none where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found = children.get(pid, [])
+    for child in found:
+        found.extend(children.get(child, []))
+    return found

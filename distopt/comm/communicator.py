@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from distopt import device
+from distopt.device import describe
 from distopt.guard import Control
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -18,7 +19,7 @@ NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)
 
 
 class Communicator(abc.ABC):
-    """The wire: ``size`` ranks that all call the same verbs in the same order.
+    """The wire: ``size`` ranks that all call the same verbs in the same order, or wait for ever: votes are DistOpt's.
 
     Arrays are C-contiguous, of any shape and length, zero included, and of one of the dtypes in ``NUMBERS``.  Sums of
     float16 and bfloat16 are formed in float32, in rank order, and rounded once.
@@ -139,9 +140,9 @@ def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:
 def checked(x: np.ndarray, writable: bool = True) -> np.ndarray:
     """x as a flat view; TypeError unless a communicator can carry it."""
     if not isinstance(x, np.ndarray) or x.dtype not in NUMBERS:
-        raise TypeError(f"a communicator carries arrays of {', '.join(map(str, NUMBERS))}, got {_kind(x)}")
+        raise TypeError(f"a communicator carries arrays of {', '.join(map(str, NUMBERS))}, got {describe(x)}")
     if not x.flags.c_contiguous or (writable and not x.flags.writeable):
-        raise TypeError(f"a communicator wants C-contiguous{' writable' * writable} arrays, got {_kind(x)}")
+        raise TypeError(f"a communicator wants C-contiguous{' writable' * writable} arrays, got {describe(x)}")
     return x.reshape(-1)
 
 
@@ -157,10 +158,3 @@ def checked_root(root: int, size: int) -> int:
     if not 0 <= root < size:
         raise ValueError(f"root must be a rank from 0 to {size - 1}, got {root}")
     return root
-
-
-def _kind(x: Any) -> str:
-    if not isinstance(x, np.ndarray):
-        return type(x).__name__
-    flaws = ", not contiguous" * (not x.flags.c_contiguous) + ", read-only" * (not x.flags.writeable)
-    return f"{x.dtype if x.dtype.isnative else x.dtype.str} {x.shape}{flaws}"

@@ -115,6 +115,7 @@ def _join(abort: Any, rank: int) -> None:
         sys.stdout.reconfigure(line_buffering=True)
     abort_on_exception(rank, abort)
     atexit.register(_leave)
+    os.register_at_fork(after_in_child=_controls.clear)  # a child is no rank, and must not vote as one
 
 
 class MpiCommunicator(Communicator):
@@ -130,7 +131,10 @@ class MpiCommunicator(Communicator):
     def __init__(self, comm: "MPI.Comm | None" = None, why: str = ""):
         MPI = _mpi()
         check_launcher(MPI.COMM_WORLD.size)
-        self._comm = (comm or MPI.COMM_WORLD).Dup()
+        comm = MPI.COMM_WORLD if comm is None else comm
+        if comm == MPI.COMM_NULL:
+            raise ValueError("comm is MPI.COMM_NULL: this rank is in no group of the split")
+        self._comm = comm.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank = node.rank

@@ -146,6 +146,11 @@ def _broadcast(arrays: list[np.ndarray], root: int) -> list[Any]:
     return arrays
 
 
+def _rank_of_cause(error: BaseException) -> int:
+    """Causes first, then what they led to, and a mere exit last."""
+    return 2 if isinstance(error, SystemExit) else 1 if isinstance(error, PeerLeft) else 0
+
+
 def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
     """Call ``main(comm)`` on ``size`` threads and return their results in rank order.
 
@@ -169,8 +174,12 @@ def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
     threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}") for r in range(size)]
     for t in threads:
         t.start()
-    for t in threads:
-        t.join()
-    if errors:
-        raise next((e for e in errors if not isinstance(e, PeerLeft)), errors[0])
+    try:
+        for t in threads:
+            t.join()
+    finally:  # after a Ctrl-C, no rank can wait for another any more
+        for meeting in meetings:
+            meeting.leave(0)
+    for error in sorted(errors, key=_rank_of_cause):
+        raise error
     return results

@@ -7,7 +7,9 @@ from distopt.compress.compressor import At, Compressor, memory
 
 
 class ErrorFeedback:
-    """Keep what a compressor leaves behind as the state 'residual', and add it to the next gradient (Seide et al., 2014).
+    """Keep what a compressor leaves behind as the state 'residual', and add it to the next gradient.
+
+    Seide et al., "1-bit stochastic gradient descent", 2014.
 
     All compressors that are used one after the other share this one residual, so a change of density or selector loses
     nothing.

@@ -75,7 +75,8 @@ class TopK(Sparse):
             raise TypeError(f"density must be a number, got {density!r}")
         if not 0 < density <= 1:
             raise ValueError(f"density must be in (0, 1], got {density}")
-        self.density, self.per_tensor = float(density), bool(per_tensor)
+        self.density: float = float(density)
+        self.per_tensor: bool = bool(per_tensor)
 
     def count(self, n: int) -> int:
         """How many of n entries are sent."""
@@ -132,7 +133,7 @@ class Threshold(Sparse):
             raise TypeError(f"magnitude must be a number, got {magnitude!r}")
         if not 0 <= magnitude < math.inf:
             raise ValueError(f"magnitude must be finite and at least 0, got {magnitude}")
-        self.magnitude = float(magnitude)
+        self.magnitude: float = float(magnitude)
 
     def payload_bytes(self, n: int, itemsize: int = 4) -> None:
         """It depends on the data."""

@@ -1,5 +1,6 @@
 """AdaGrad."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 from distopt import kernels
 from distopt.kernels import Members
 from distopt.optim.optimizer import Optimizer
-from distopt.optim.schedules import Number, hyper
+from distopt.optim.schedules import Number
 
 
 class AdaGrad(Optimizer):
@@ -18,11 +19,11 @@ class AdaGrad(Optimizer):
     """
 
     slots = ("history",)
-    hypers = ("lr", "epsilon", "weight_decay")
+    hypers = Optimizer.hypers | {"epsilon": (0.0, math.inf)}
 
     def __init__(self, lr: Number = 0.1, epsilon: Number = 1e-8, weight_decay: Number = 0.0, **options: Any):
         super().__init__(lr, weight_decay, **options)
-        self.epsilon = hyper("epsilon", epsilon)
+        self.epsilon = epsilon
 
     def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
-        kernels.adagrad(members, grad, state["history"], *common, self.epsilon(self.step_counter))
+        kernels.adagrad(members, grad, state["history"], *common, self.at("epsilon"))

@@ -1,5 +1,6 @@
 """Adam."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 from distopt import kernels
 from distopt.kernels import Members
 from distopt.optim.optimizer import Optimizer
-from distopt.optim.schedules import Number, hyper
+from distopt.optim.schedules import Number
 
 BELOW_1 = float(np.nextafter(1.0, 0.0))
 
@@ -24,7 +25,7 @@ class Adam(Optimizer):
     """
 
     slots = ("m", "v")
-    hypers = ("lr", "beta_1", "beta_2", "epsilon", "weight_decay")
+    hypers = Optimizer.hypers | {"beta_1": (0.0, BELOW_1), "beta_2": (0.0, BELOW_1), "epsilon": (0.0, math.inf)}
 
     def __init__(
         self,
@@ -36,10 +37,9 @@ class Adam(Optimizer):
         **options: Any,
     ):
         super().__init__(lr, weight_decay, **options)
-        self.beta_1, self.beta_2 = (hyper(n, b, most=BELOW_1) for n, b in (("beta_1", beta_1), ("beta_2", beta_2)))
-        self.epsilon = hyper("epsilon", epsilon)
+        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
     def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
-        k = self.step_counter
-        moments = [n for b in (self.beta_1(k), self.beta_2(k)) for n in (b, 1.0 - b, 1.0 - b ** (k + 1))]
-        kernels.adam(members, grad, state["m"], state["v"], *common, *moments, self.epsilon(k))
+        t = self.step_counter + 1
+        moments = [n for b in (self.at("beta_1"), self.at("beta_2")) for n in (b, 1.0 - b, 1.0 - b**t)]
+        kernels.adam(members, grad, state["m"], state["v"], *common, *moments, self.at("epsilon"))

@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,11 +23,12 @@ class Optimizer(abc.ABC):
     <= 0 clips nothing.
 
     A subclass names its state arrays in ``slots``, each of the parameter's size and zero at first, and calls its kernel
-    in ``_update``; ``hypers`` are the names of its hyper-parameters.
+    in ``_update``; ``hypers`` are its hyper-parameters
+    and their ranges; each may be assigned a number or a schedule at any time.
     """
 
     slots: tuple[str, ...] = ()
-    hypers: tuple[str, ...] = ("lr", "weight_decay")
+    hypers: ClassVar[dict[str, tuple[float, float]]] = {"lr": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
 
     def __init__(
         self,
@@ -39,19 +40,31 @@ class Optimizer(abc.ABC):
         lr_mult: Mapping[str, float] | None = None,
         wd_mult: Mapping[str, float] | None = None,
     ):
-        self.lr, self.weight_decay = hyper("lr", lr), hyper("weight_decay", weight_decay)
+        self.lr, self.weight_decay = lr, weight_decay
         self.rescale_grad = hyper("rescale_grad", rescale_grad, least=-math.inf)(0)
-        self.clip_gradient = math.inf if clip_gradient is None or clip_gradient <= 0 else float(clip_gradient)
-        self.lr_mult, self.wd_mult = dict(lr_mult or {}), dict(wd_mult or {})
+        clip = (
+            0.0 if clip_gradient is None else hyper("clip_gradient", clip_gradient, least=-math.inf, most=math.inf)(0)
+        )
+        self.clip_gradient = clip if clip > 0 else math.inf
+        self.lr_mult = {n: hyper(f"lr_mult of {n}", m)(0) for n, m in (lr_mult or {}).items()}
+        self.wd_mult = {n: hyper(f"wd_mult of {n}", m)(0) for n, m in (wd_mult or {}).items()}
         self.step_counter = 0
         self._state: dict[str, dict[str, np.ndarray]] = {slot: {} for slot in self.slots}
-        self._flats: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
+        self._flats: dict[Any, tuple[tuple[str, ...], dict[str, np.ndarray]]] = {}
         self._tables: dict[str, Members] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A hyper-parameter becomes a schedule whose values are checked."""
+        super().__setattr__(name, hyper(name, value, *self.hypers[name]) if name in self.hypers else value)
+
+    def at(self, name: str) -> float:
+        """A hyper-parameter's value for the next update."""
+        return float(getattr(self, name)(self.step_counter))
 
     @property
     def lr_value(self) -> float:
         """The learning rate of the next update."""
-        return self.lr(self.step_counter)
+        return self.at("lr")
 
     def apply(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
         """Update one parameter in place; ``grad`` has its shape and dtype, and may be changed.
@@ -69,11 +82,10 @@ class Optimizer(abc.ABC):
 
     def update_bucket(self, members: Members, grad: np.ndarray, scale: float) -> None:
         """Update the parameters that ``members`` points to by ``scale * grad``, flat, in one kernel call."""
-        state = self.prepare(members)
+        state = self._flat_state(members)
         members.rows["lr"] = [self.lr_mult.get(n, 1.0) for n in members.names] if self.lr_mult else 1.0
         members.rows["decay"] = [self.wd_mult.get(n, 1.0) for n in members.names] if self.wd_mult else 1.0
-        k = self.step_counter
-        common = (scale * self.rescale_grad, self.clip_gradient, self.lr(k), self.weight_decay(k))
+        common = (scale * self.rescale_grad, self.clip_gradient, self.at("lr"), self.at("weight_decay"))
         self._update(members, grad, state, *common)
 
     @abc.abstractmethod
@@ -92,7 +104,7 @@ class Optimizer(abc.ABC):
 
     def __repr__(self) -> str:
         """The rule and its hyper-parameters as they are now: ranks compare it."""
-        now = [f"{name}={getattr(self, name)(self.step_counter)}" for name in self.hypers]
+        now = [f"{name}={self.at(name)}" for name in self.hypers]
         fixed = [f"{name}={getattr(self, name)}" for name in ("rescale_grad", "clip_gradient", "lr_mult", "wd_mult")]
         return f"{type(self).__name__}({', '.join(now + fixed)})"
 
@@ -115,26 +127,28 @@ class Optimizer(abc.ABC):
 
     state_dict, load_state_dict = get_states, set_states
 
-    def prepare(self, members: Members) -> dict[str, np.ndarray]:
-        """The flat state of a bucket, one array per slot; what its parameters had elsewhere moves in by name.
+    def numbers(self) -> tuple[float, ...]:
+        """All hyper-parameters for the next update: what ranks must agree on.  ValueError for one out of range."""
+        return (*map(self.at, self.hypers), self.rescale_grad, self.clip_gradient, float(self.step_counter))
 
-        Raises ValueError if a state is not of its parameter's shape.
-        """
-        flats = self._flats.get(members.names)
-        if flats is None:
-            self._check_shapes(members)
-            for names in [n for n in self._flats if not set(n).isdisjoint(members.names)]:
-                del self._flats[names]
-            flats = self._flats[members.names] = {s: device.zeros(members.extent, members.dtype) for s in self.slots}
+    def check(self, members: Members) -> None:
+        """ValueError if a state that this optimizer has is not of its parameter's shape."""
+        for slot, arrays in self._state.items():
+            for name, shape in zip(members.names, members.shapes, strict=True):
+                if name in arrays and arrays[name].shape != shape:
+                    raise ValueError(f"state {slot} of {name} has shape {arrays[name].shape}, the parameter {shape}")
+
+    def _flat_state(self, members: Members) -> dict[str, np.ndarray]:
+        """The flat state of a bucket, one array per slot; what its parameters had elsewhere moves in by name."""
+        key = members.names, members.shapes, members.dtype
+        if key not in self._flats:
+            self.check(members)
+            self._flats = {k: f for k, f in self._flats.items() if set(f[0]).isdisjoint(members.names)}
+            flats = {slot: device.zeros(members.extent, members.dtype) for slot in self.slots}
             for slot, flat in flats.items():
                 for row, name in enumerate(members.names):
                     view = members.view(flat, row)
                     view[...] = self._state[slot].get(name, 0)
                     self._state[slot][name] = view
-        return flats
-
-    def _check_shapes(self, members: Members) -> None:
-        for slot, arrays in self._state.items():
-            for name, shape in zip(members.names, members.shapes, strict=True):
-                if name in arrays and arrays[name].shape != shape:
-                    raise ValueError(f"state {slot} of {name} has shape {arrays[name].shape}, the parameter {shape}")
+            self._flats[key] = members.names, flats
+        return self._flats[key][1]

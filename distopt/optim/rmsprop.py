@@ -1,5 +1,6 @@
 """RMSProp."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 from distopt import kernels
 from distopt.kernels import Members
 from distopt.optim.optimizer import Optimizer
-from distopt.optim.schedules import Number, hyper
+from distopt.optim.schedules import Number
 
 
 class RMSProp(Optimizer):
@@ -18,16 +19,14 @@ class RMSProp(Optimizer):
     """
 
     slots = ("running_average",)
-    hypers = ("lr", "rho", "epsilon", "weight_decay")
+    hypers = Optimizer.hypers | {"rho": (0.0, 1.0), "epsilon": (0.0, math.inf)}
 
     def __init__(
         self, lr: Number = 0.1, rho: Number = 0.9, epsilon: Number = 1e-8, weight_decay: Number = 0.0, **options: Any
     ):
         super().__init__(lr, weight_decay, **options)
-        self.rho, self.epsilon = hyper("rho", rho, most=1.0), hyper("epsilon", epsilon)
+        self.rho, self.epsilon = rho, epsilon
 
     def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
-        rho = self.rho(self.step_counter)
-        kernels.rmsprop(
-            members, grad, state["running_average"], *common, rho, 1.0 - rho, self.epsilon(self.step_counter)
-        )
+        rho = self.at("rho")
+        kernels.rmsprop(members, grad, state["running_average"], *common, rho, 1.0 - rho, self.at("epsilon"))

@@ -7,7 +7,7 @@ import numpy as np
 from distopt import kernels
 from distopt.kernels import Members
 from distopt.optim.optimizer import Optimizer
-from distopt.optim.schedules import Number, hyper
+from distopt.optim.schedules import Number
 
 
 class SGD(Optimizer):
@@ -21,7 +21,7 @@ class SGD(Optimizer):
     float64.  Raises ValueError for a negative or infinite value, and for nesterov without momentum or with dampening.
     """
 
-    hypers = ("lr", "momentum", "dampening", "weight_decay")
+    hypers = Optimizer.hypers | {"momentum": (0.0, 1.0), "dampening": (0.0, 1.0)}
 
     def __init__(
         self,
@@ -35,16 +35,16 @@ class SGD(Optimizer):
         has_momentum = callable(momentum) or momentum != 0
         self.slots = ("moments",) if has_momentum else ()
         super().__init__(lr, weight_decay, **options)
-        self.momentum, self.dampening = hyper("momentum", momentum, most=1.0), hyper("dampening", dampening, most=1.0)
+        self.momentum, self.dampening = momentum, dampening
         if nesterov and (not has_momentum or callable(dampening) or dampening != 0):
             raise ValueError("nesterov needs momentum above 0 and no dampening")
         self.nesterov = nesterov
 
     def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
-        k = self.step_counter
         if self.nesterov:
-            kernels.sgd_nesterov(members, grad, state["moments"], *common, self.momentum(k))
+            kernels.sgd_nesterov(members, grad, state["moments"], *common, self.at("momentum"))
         elif self.slots:
-            kernels.sgd_momentum(members, grad, state["moments"], *common, self.momentum(k), 1.0 - self.dampening(k))
+            gain = 1.0 - self.at("dampening")
+            kernels.sgd_momentum(members, grad, state["moments"], *common, self.at("momentum"), gain)
         else:
             kernels.sgd(members, grad, *common)
