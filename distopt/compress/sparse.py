@@ -153,6 +153,6 @@ class Threshold(Sparse):
 def _magnitude(value: float, dtype: Any) -> int:
     """The least magnitude of the dtype that is at least ``value``."""
     rounded = np.array(value).astype(dtype)
-    if rounded < value:
+    if float(rounded) < value:
         rounded = np.nextafter(rounded, np.array(np.inf, dtype))
     return int(rounded.view(f"i{rounded.itemsize}"))
