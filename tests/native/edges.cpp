@@ -1,7 +1,12 @@
 // Every kernel at edge sizes on exactly sized heap memory, for the sanitizers.
+#include "adagrad.cu"
+#include "adam.cu"
+#include "rmsprop.cu"
+#include "select.cu"
 #include "sgd.cu"
 #include "wire.cu"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <vector>
@@ -23,6 +28,10 @@ int main() {
   sgd_float(rows.data(), count, flat.data(), 1, INFINITY, 0.1, 0.01);
   sgd_momentum_float(rows.data(), count, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9, 1);
   sgd_nesterov_float(rows.data(), count, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9);
+  std::vector<real> second(offset);
+  rmsprop_float(rows.data(), count, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9, 0.1, 1e-8);
+  adagrad_float(rows.data(), count, flat.data(), state.data(), 1, 1, 0.1, 0.01, 1e-8);
+  adam_float(rows.data(), count, flat.data(), state.data(), second.data(), 1, 1, 0.1, 0.01, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1);
   unpack_float(rows.data(), count, flat.data(), 2);
   for (long long n : sizes) {
     std::vector<real> x(n, (real)1e30), y(n);
@@ -34,6 +43,21 @@ int main() {
     from_half_float(n, half.data(), y.data());
     to_bfloat16_float(n, x.data(), half.data());
     from_bfloat16_float(n, half.data(), y.data());
+    take_half_float(n, x.data(), half.data(), 0.5, 65504);
+    give_half_float(n, half.data(), y.data(), 0.5);
+    take_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30);
+    give_bfloat16_float(n, half.data(), y.data(), 0.5);
+    std::vector<long long> found(2048);
+    count_nonfinite_float(n, x.data(), 1, found.data());
+    count_digit_float(n, x.data(), 2048, found.data(), 0, 20);
+    count_above_float(n, x.data(), 2, found.data(), 0);
+    const long long k = (n + 1) / 2;
+    std::vector<int> index(k);
+    std::vector<real> entry(k);
+    std::fill(x.begin(), x.end(), (real)1);
+    take_above_float(n, x.data(), k, index.data(), entry.data(), magnitude((real)1), (int)k);
+    give_sparse_float(n, x.data(), k, index.data(), entry.data());
+    for (real one : x) bad[0] += one != 1;
   }
-  puts("done");
+  puts(bad[0] ? "take and give lost something" : "done");
 }
