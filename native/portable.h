@@ -108,7 +108,7 @@ INLINE long long magnitude(float x) { return bits(x) & 0x7fffffff; }
 INLINE long long magnitude(double x) { return bits(x) & 0x7fffffffffffffff; }
 
 // x - x is 0 for every finite x and NaN for the others.
-INLINE bool finite(real x) { return x - x == 0; }
+INLINE bool is_finite(real x) { return x - x == 0; }
 
 // NaN stays NaN.
 INLINE real clamp(real x, real limit) { return x > limit ? limit : x < -limit ? -limit : x; }

@@ -10,12 +10,12 @@ KERNEL(pack)(const Member *rows, long long count, real *flat, double scale, long
     real *to = flat + rows[c.row].offset;
     int found = 0;
     if (from == to && factor == 1) {
-      FOR_EACH_IN(i, c) found += !finite(to[i]);
+      FOR_EACH_IN(i, c) found += !is_finite(to[i]);
     } else {
       FOR_EACH_IN(i, c) {
         const real x = factor * from[i];
         to[i] = x;
-        found += !finite(x);
+        found += !is_finite(x);
       }
     }
     add(&bad[c.row], found);
@@ -54,10 +54,10 @@ KERNEL(clip)(long long n, real *x, double limit) {
 KERNEL(take_half)(long long n, real *x, half_t *wire, double scale, double most) {
   const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
   FOR_EACH(i, n) {
-    const real now = x[i], sent = finite(now) ? clamp(now, limit) : now;
+    const real now = x[i], sent = is_finite(now) ? clamp(now, limit) : now;
     const half_t h = half_of(sent * factor);
     wire[i] = h;
-    x[i] = finite(now) ? now - value_of_half(h) * back : 0;
+    x[i] = is_finite(now) ? now - value_of_half(h) * back : 0;
   }
 }
 
@@ -71,10 +71,10 @@ KERNEL(give_half)(long long n, const half_t *wire, real *x, double scale) {
 KERNEL(take_bfloat16)(long long n, real *x, bfloat16_t *wire, double scale, double most) {
   const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
   FOR_EACH(i, n) {
-    const real now = x[i], sent = finite(now) ? clamp(now, limit) : now;
+    const real now = x[i], sent = is_finite(now) ? clamp(now, limit) : now;
     const bfloat16_t b = bfloat16_of(sent * factor);
     wire[i] = b;
-    x[i] = finite(now) ? now - value_of_bfloat16(b) * back : 0;
+    x[i] = is_finite(now) ? now - value_of_bfloat16(b) * back : 0;
   }
 }
 
@@ -91,7 +91,7 @@ KERNEL(give_sparse)(long long n, real *x, long long k, const int *index, const r
 // bad[0] grows by the number of entries that are not finite.
 KERNEL(count_nonfinite)(long long n, const real *x, long long one, long long *bad) {
   long long found = 0;
-  FOR_EACH(i, n) found += !finite(x[i]);
+  FOR_EACH(i, n) found += !is_finite(x[i]);
   add(bad, found);
 }
 
