@@ -54,6 +54,7 @@ class Loop(Verbs):
         self._failure = ""  # of an update, which may have been applied in part
         self._numbers: tuple[float, ...] = ()  # the optimizer's, for the next update
         self._partial = 0  # partial steps so far
+        self._compressor: Compressor = Dense()  # of the last step
         self._threshold = self.threshold  # of the plan that all ranks have
 
     @property
@@ -64,7 +65,7 @@ class Loop(Verbs):
     @property
     def plan(self) -> Plan:
         """Which parameters share a bucket; printable.  RuntimeError before the first step or ``gradient_views``."""
-        return self._memory.plan
+        return self._memory.plan.sending(self._compressor.payload_bytes, self._compressor.summable)
 
     # ------------------------------------------------------------------------------------------------- a step
 
@@ -75,7 +76,7 @@ class Loop(Verbs):
         compressor = self._ready(loss, make, threshold, clip)
         if compressor is None:
             return False
-        algorithm = choose(compressor, break_even)
+        algorithm, self._compressor = choose(compressor, break_even), compressor
 
         def exchange(buffer: Buffer, x: np.ndarray) -> None:
             at = At(self.step_counter, self._wire.rank, self._wire.size, buffer.bucket)
@@ -119,7 +120,7 @@ class Loop(Verbs):
             self._numbers = self._optimizer.numbers()
             found = self._collector.collect(loss)
             threshold = self.threshold if threshold is None else whole("threshold", threshold, least=0)
-            self._follow_plan(threshold, compressor)
+            self._follow_plan(threshold)
             self._describe(f"{what} with {compressor!r}" + f", clipped at {clip}" * (clip is not None))
             self._memory.pack({name: g.grad for name, g in found.items()})
             if clip is not None:
@@ -134,16 +135,14 @@ class Loop(Verbs):
         self._send_parameters()
         return compressor
 
-    def _follow_plan(self, threshold: int, compressor: Compressor) -> None:
+    def _follow_plan(self, threshold: int) -> None:
         """Make plan and buffers, unless they are there; what outlives a step moves in by parameter name."""
-        known = self._buffers is not None and len(self._collector.order) == sum(len(b.names) for b in self.plan.buckets)
-        if self._buffers is not None and known and self._buffers.plan.threshold == threshold:
-            self._buffers.plan = self._buffers.plan.sending(compressor.payload_bytes, compressor.summable)
+        old, parameters = self._buffers, len(self._collector.order)
+        if old is not None and (old.plan.threshold, len(old)) == (threshold, parameters):
             return
         values = {name: g.value for name, g in self._collector.order.items()}
         sizes, dtypes = [v.size for v in values.values()], [v.dtype for v in values.values()]
-        made = plan(list(values), sizes, dtypes, threshold).sending(compressor.payload_bytes, compressor.summable)
-        buffers = Buffers(made, values, self._wire.alloc)
+        buffers = Buffers(plan(list(values), sizes, dtypes, threshold), values, self._wire.alloc)
         states = self._states()
         buffers.check(states)
         self._optimizer.check(buffers)
@@ -156,7 +155,7 @@ class Loop(Verbs):
             return
         order = self._collector.order.items()
         parameters = [f"parameter {k} = {n} {g.value.shape} {g.value.dtype}" for k, (n, g) in enumerate(order)]
-        self._lines = [what, *parameters, f"threshold={self.plan.threshold}", *self._options]
+        self._lines = [what, *parameters, f"threshold={self._memory.plan.threshold}", *self._options]
         self._mark = fingerprint(self._lines)
 
     def _agree_on_step(self, error: Exception | None) -> bool:
@@ -188,7 +187,7 @@ class Loop(Verbs):
         if not self._number:
             control.optimizers += 1
             self._number, self._restored = control.optimizers, {}
-        self._threshold = self.plan.threshold
+        self._threshold = self._memory.plan.threshold
         return reports
 
     def _forget_first_step(self) -> None:
@@ -260,7 +259,7 @@ class Loop(Verbs):
         error = None
         try:
             names = self._collector.enroll(params)
-            self._follow_plan(self._threshold, Dense())
+            self._follow_plan(self._threshold)
             self._describe("gradient views")
         except Exception as e:
             error = e

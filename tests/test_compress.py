@@ -236,7 +236,7 @@ def test_the_plan_says_what_is_sent():
         (lambda: ErrorFeedback(Dense()), ValueError, r"Dense\(\) leaves no error to feed back"),
         (lambda: ErrorFeedback(ErrorFeedback(TopK(0.1))), ValueError, "feeds its error back already"),
         (lambda: ErrorFeedback(Half(predivide=False)), ValueError, "may overflow, and what was sent would be lost"),
-        (lambda: choose(3), TypeError, "a compressor has compress, decompress and summable, got 3"),
+        (lambda: choose(3), TypeError, "3 is no compressor: it lacks compress, decompress, payload_bytes"),
     ],
 )
 def test_what_cannot_be_built(make, error, text):

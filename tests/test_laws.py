@@ -104,3 +104,22 @@ def test_one_rank_is_the_wrapped_optimizer_alone():
     for step in range(4):
         opt(zip(alone, laws.gradients(alone, step, 0), strict=True))
     assert laws.digest(run_ranks(1, main)[0]) == laws.digest(alone)
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.integers(0, 60),
+    st.sampled_from([mode for mode in laws.MODES if mode != "partial"]),
+    st.sampled_from(["float32", "float64"]),
+)
+def test_any_shapes_in_every_mode(sizes, ranks, threshold, mode, dtype):
+    """Law 5 for any sizes: the same bits on every rank, and nothing that is not finite."""
+
+    def main(comm):
+        shapes = [(n,) for n in sizes]
+        params, _ = laws.train(comm, steps=2, shapes=shapes, threshold=threshold, mode=mode, dtype=dtype)
+        laws.same_on_all_ranks(comm, laws.digest(params))
+        assert all(np.isfinite(p.data).all() for p in params)
+
+    run_ranks(ranks, main)

@@ -49,6 +49,10 @@ class Buffers:
         self._views = {name: v for b in self for name, v in b.views(b.gradient).items()}
         self._places = {name: v.ctypes.data for name, v in self._views.items() if v.size}
 
+    def __len__(self) -> int:
+        """Parameters."""
+        return len(self._views)
+
     def __iter__(self) -> Iterator[Buffer]:
         return iter(self._buffers)
 

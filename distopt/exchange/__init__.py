@@ -13,14 +13,18 @@ from distopt.exchange.window import Window
 Algorithm = Callable[[np.ndarray, Compressor, Communicator, dict[str, np.ndarray], At], None]
 
 
+PROTOCOL = ("compress", "decompress", "payload_bytes", "summable", "lossless", "may_overflow")
+
+
 def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
     """The algorithm for a compressor's payloads: it replaces a flat array by the sum over ranks of what they carry.
 
     ``break_even``: never more wire bytes than dense (and 8 per bucket and rank).  Raises TypeError for what is no
     compressor.
     """
-    if not all(hasattr(compressor, name) for name in ("compress", "decompress", "summable")):
-        raise TypeError(f"a compressor has compress, decompress and summable, got {compressor!r}")
+    lacks = [name for name in PROTOCOL if not hasattr(compressor, name)]
+    if lacks:
+        raise TypeError(f"{compressor!r} is no compressor: it lacks {', '.join(lacks)} (compress/compressor.py)")
     if compressor.summable:
         return reduce
     return gather_or_reduce if break_even else gather
