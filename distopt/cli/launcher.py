@@ -25,16 +25,23 @@ class Launcher(NamedTuple):
 
     def environment(self, ranks: int) -> dict[str, str]:
         """The environment of the ranks: a fair share of the cores for BLAS, and what Open MPI needs on one machine."""
-        share = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+        cores = len(os.sched_getaffinity(0))
+        share = str(max(1, cores // ranks))
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), share)
-        env = threads | (OPEN_MPI if self.brand == "Open MPI" else {}) | dict(os.environ) | {"DISTOPT_RUN": str(ranks)}
+        crowded = {"OMPI_MCA_mpi_yield_when_idle": "1"} if ranks > cores else {}
+        env = (
+            threads
+            | (OPEN_MPI | crowded if self.brand == "Open MPI" else {})
+            | dict(os.environ)
+            | {"DISTOPT_RUN": str(ranks)}
+        )
         if sys.stderr.isatty():
             env["DISTOPT_TTY"] = "1"  # ranks write to pipes, but somebody is watching
         env.pop("PYTHONUNBUFFERED", None)  # it writes each argument of print apart, so that lines of ranks mix
         return env
 
 
-# Start as root in a container; do not probe networks for a second at start; yield when there are more ranks than cores.
+# Start as root in a container; do not probe networks for a second at start.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
