@@ -182,7 +182,7 @@ def plot(path, losses, bytes_sent):
     figure.savefig(path)
 
 
-def main():
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--mode", choices=MODES, default="dense")
@@ -192,8 +192,11 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--plot", metavar="FILE", help="draw loss and bytes (needs distopt[plot])")
-    given = parser.parse_args()
+    return parser.parse_args()
 
+
+def main():
+    given = arguments()
     world = distopt.comm.Metered(distopt.world(given.device))
     (images, labels), (test_images, test_labels) = digits(world.xp)
     rng = np.random.default_rng(given.seed)

@@ -80,7 +80,7 @@ def test_states_go_on_to_the_bit(rule):
 
 
 def test_worked_values():
-    """Ten digits by hand (SEMANTICS of SINGA's rules): the placement of epsilon shows in the last ones."""
+    """Ten digits by hand: the placement of epsilon shows in the last ones."""
     w = np.array([0.5])
     Adam(0.1).apply("w", w, np.array([0.1 + 0.01 * 0.5]))
     assert w[0] == pytest.approx(0.4000000095, abs=5e-11)
