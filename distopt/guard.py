@@ -156,10 +156,13 @@ class NonfinitePolicy:
         """Does anybody look?"""
         return self.policy != "propagate"
 
+    def passed(self) -> None:
+        """A call was finite from its gradients to its sums, and ends a row of bad ones."""
+        self.in_a_row = 0
+
     def accepts(self, name: str, found: str) -> bool:
         """Is the step to be applied?  ``found`` says what is not finite, the same text on every rank, '' if all is."""
         if not found:
-            self.in_a_row = 0
             return True
         if self.policy == "raise":
             raise agreed(FloatingPointError(f"gradients of {name} are not finite: {found}"), self._speaks)

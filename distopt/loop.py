@@ -83,11 +83,12 @@ class Loop(Verbs):
             algorithm(x, compressor, self._wire, buffer.state, at)
 
         sums = self._window.add(self._memory, exchange)
-        if sums is None:
-            return False
         self._wire.wait()
-        if compressor.may_overflow and not self._finite(sums):
+        if sums is not None and compressor.may_overflow and not self._finite(sums):
             self._window.start(sums)
+            return False
+        self._nonfinite.passed()
+        if sums is None:
             return False
         self._apply(sums, self._wire.size)
         return True
@@ -96,6 +97,7 @@ class Loop(Verbs):
         """One step with this rank's own gradients, after which the parameters of one bucket are averaged."""
         if self._ready(loss, Dense, threshold, what="a partial step") is None:
             return False
+        self._nonfinite.passed()
         sums = self._window.add(self._memory, lambda buffer, x: None)
         if sums is None:
             return False

@@ -121,6 +121,14 @@ def test_sums_of_halves_do_not_overflow_unless_asked_to():
     wild = Half(predivide=False)
     assert run_ranks(2, lambda c: main(c, wild, nonfinite="skip")) == [(False, [0.0] * 3)] * 2
     assert run_ranks(2, lambda c: main(c, wild, nonfinite="propagate")) == [(True, [-np.inf] * 3)] * 2
+
+    def ten(comm):
+        p = Parameter("p", np.zeros(3, np.float32))
+        opt = DistOpt(SGD(1.0), comm, nonfinite="skip")
+        for _ in range(10):
+            opt.step([(p, np.full(3, 60000.0, np.float32))], wild)
+
+    assert "10 steps in a row are not finite" in texts_of(2, ten, FloatingPointError)
     text = texts_of(2, lambda c: main(c, wild), FloatingPointError)
     assert text == "gradients of step 1 are not finite: the sum over ranks (3 entries)"
 
