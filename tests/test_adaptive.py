@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+import optim_checks
 import reference
-from distopt.kernels import Members
 from distopt.optim import AdaGrad, Adam, Constant, ExponentialDecay, RMSProp
 
 RULES = {"rmsprop": (RMSProp, 1), "adagrad": (AdaGrad, 1), "adam": (Adam, 2)}
@@ -42,41 +42,12 @@ def test_against_the_reference(rule, options, dtype, tolerance):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_fused_and_single_updates_agree_to_the_bit(rule):
-    kind, _ = RULES[rule]
-    rng = np.random.default_rng(1)
-    shapes, offsets = [(5000,), (3,), (), (0,), (17, 3)], [0, 5008, 5024, 5040, 5040]
-    one = [np.asarray(rng.standard_normal(s), np.float32) for s in shapes]
-    fused, names = [v.copy() for v in one], [f"p{k}" for k in range(len(shapes))]
-    table = Members(names, shapes, offsets, "float32")
-    opts = kind(0.1), kind(0.1)
-    for _ in range(5):
-        flat = rng.standard_normal(table.extent).astype(np.float32)
-        opts[0].update_bucket(table.point_to(fused), flat, 1.0)
-        for row, (name, v) in enumerate(zip(names, one, strict=True)):
-            opts[1].apply(name, v, table.view(flat, row))
-        for opt in opts:
-            opt.step()
-    for a, b in zip(fused, one, strict=True):
-        np.testing.assert_array_equal(a, b)
+    optim_checks.fused_equals_single(lambda: RULES[rule][0](0.1))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_states_go_on_to_the_bit(rule):
-    kind, _ = RULES[rule]
-    grads = np.random.default_rng(2).standard_normal((6, 40)).astype(np.float32)
-    values = np.zeros((2, 40), np.float32)
-    first, second = kind(falling), kind(falling)
-    for k in range(6):
-        first.apply("w", values[0], grads[k].copy())
-        first.step()
-        if k == 2:
-            second.set_states(first.get_states())
-            values[1] = values[0]
-        if k > 2:
-            second.apply("w", values[1], grads[k].copy())
-            second.step()
-    np.testing.assert_array_equal(values[0], values[1])
-    assert set(first.get_states()) == {"step_counter", *kind.slots}
+    optim_checks.states_go_on(lambda: RULES[rule][0](falling))
 
 
 def test_worked_values():

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+import optim_checks
 import reference
 from distopt import Parameter, run_ranks
 from distopt.dist_opt import DistOpt
-from distopt.kernels import Members
 from distopt.optim import SGD, Constant, ExponentialDecay
 
 RULES = {
@@ -53,27 +53,7 @@ def test_against_the_reference(rule, dtype, tolerance):
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_fused_and_single_updates_agree_to_the_bit(rule):
-    rng = np.random.default_rng(1)
-    shapes, offsets = [(5000,), (3,), (), (0,), (17, 3)], [0, 5008, 5024, 5040, 5040]
-    one = [rng.standard_normal(s).astype(np.float32) if s else np.array(0.5, np.float32) for s in shapes]
-    all_ = [v.copy() for v in one]
-    names = [f"p{k}" for k in range(len(shapes))]
-    table = Members(names, shapes, offsets, "float32")
-    opts = SGD(falling, **rule), SGD(falling, **rule)
-    for _ in range(5):
-        flat = rng.standard_normal(table.extent).astype(np.float32)
-        opts[0].update_bucket(table.point_to(all_), flat, 1.0)
-        for row, (name, v) in enumerate(zip(names, one, strict=True)):
-            opts[1].apply(name, v, table.view(flat, row))
-        for opt in opts:
-            opt.step()
-    for a, b in zip(all_, one, strict=True):
-        np.testing.assert_array_equal(a, b)
-    for slot in opts[0].slots:
-        states = [opt.get_states()[slot] for opt in opts]
-        assert all(
-            (states[0][n] == states[1][n]).all() and states[0][n].shape == s for n, s in zip(names, shapes, strict=True)
-        )
+    optim_checks.fused_equals_single(lambda: SGD(falling, **rule))
 
 
 def test_multipliers_rescaling_and_clipping():
@@ -89,27 +69,13 @@ def test_multipliers_rescaling_and_clipping():
         assert SGD(clip_gradient=off).clip_gradient == np.inf
 
 
-def test_states_go_on_to_the_bit_and_are_copies():
-    rng = np.random.default_rng(2)
-    grads = rng.standard_normal((6, 40)).astype(np.float32)
-    values = np.zeros((2, 40), np.float32)
-    first, second = SGD(falling, 0.9), SGD(falling, 0.9)
-    for k in range(6):
-        first.apply("w", values[0], grads[k].copy())
-        first.step()
-        if k == 2:
-            second.set_states(first.get_states())
-            values[1] = values[0]
-        if k > 2:
-            second.apply("w", values[1], grads[k].copy())
-            second.step()
-    np.testing.assert_array_equal(values[0], values[1])
-    assert second.step_counter == first.get_states()["step_counter"] == 6
+def test_states_go_on_to_the_bit_and_are_checked():
+    first = optim_checks.states_go_on(lambda: SGD(falling, 0.9))
     with pytest.raises(ValueError, match=r"SGD has the states step_counter \('moments',\), got \['m'"):
         first.set_states({"step_counter": 1, "m": {}, "v": {}})
     first.set_states({"step_counter": 1, "moments": {"w": np.zeros(7, np.float32)}})
     with pytest.raises(ValueError, match=r"state moments of w has shape \(7,\), the parameter \(40,\)"):
-        first.apply("w", values[0], grads[0])
+        first.apply("w", np.zeros(40, np.float32), np.zeros(40, np.float32))
 
 
 def test_state_moves_by_name_when_buckets_change():

@@ -138,6 +138,18 @@ def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:
         return total.astype(dtype, copy=False)
 
 
+def all_reduce_in_rank_order(comm: Communicator, x: np.ndarray) -> None:
+    """Replace x, in place, by its sum over ranks, added in rank order.
+
+    Slices go to their owners, are added there, and are gathered: the bytes of a ring, and the same bits on any
+    transport and in any chunking.
+    """
+    flat = checked(x)
+    parts = comm.all_gather(comm.reduce_scatter(flat), ragged=True)
+    for part, s in zip(parts, slices(flat.size, comm.size), strict=True):
+        flat[s] = part
+
+
 def checked(x: np.ndarray, writable: bool = True) -> np.ndarray:
     """x as a flat view; TypeError unless a communicator can carry it."""
     if not isinstance(x, np.ndarray) or x.dtype not in NUMBERS:

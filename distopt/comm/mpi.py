@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distopt.comm.communicator import HALVES, Communicator, checked, checked_parts, checked_root, slices
+from distopt.comm.communicator import (
+    HALVES,
+    Communicator,
+    all_reduce_in_rank_order,
+    checked,
+    checked_parts,
+    checked_root,
+)
 from distopt.guard import LEAVE, Control, abort_on_exception
 
 if TYPE_CHECKING:
@@ -150,8 +157,7 @@ class MpiCommunicator(Communicator):
         """Replace x, in place, by its sum over ranks."""
         flat = checked(x)
         if flat.dtype in HALVES:
-            for part, s in zip(self._all_gather(self.reduce_scatter(flat), flat.size), self._slices(flat), strict=True):
-                flat[s] = part
+            all_reduce_in_rank_order(self, flat)
             return
         for start in range(0, flat.size, self.CHUNK):
             self._comm.Allreduce(_mpi().IN_PLACE, flat[start : start + self.CHUNK])
@@ -188,17 +194,10 @@ class MpiCommunicator(Communicator):
         self.control.close()
         self._comm.Free()
 
-    def _slices(self, flat: np.ndarray) -> list[slice]:
-        return slices(flat.size, self.size)
-
     def _sizes(self, n: int) -> list[int]:
         sizes = np.empty(self.size, np.int64)
         self._comm.Allgather(np.array([n], np.int64), sizes)
         return [int(s) for s in sizes]
-
-    def _all_gather(self, mine: np.ndarray, n: int) -> list[np.ndarray]:
-        """Gather the slices of an array of n elements."""
-        return self._swap([mine] * self.size, [s.stop - s.start for s in slices(n, self.size)])
 
     def _swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r and receive ``sizes[r]`` elements from it, as bytes in chunks."""

@@ -2,14 +2,11 @@
 
 import numpy as np
 
-from distopt.comm.communicator import Communicator, Wrapper, checked, slices
+from distopt.comm.communicator import Communicator, Wrapper, all_reduce_in_rank_order
 
 
 class Ordered(Wrapper):
-    """A communicator whose all_reduce adds in rank order: the same bits on any transport and in any chunking.
-
-    Slices go to their owners by all_to_all, are added there in rank order, and are gathered: the bytes of a ring.
-    """
+    """A communicator whose all_reduce adds in rank order: the same bits on any transport and in any chunking."""
 
     def __init__(self, comm: Communicator):
         super().__init__(comm)
@@ -17,7 +14,4 @@ class Ordered(Wrapper):
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks, added in rank order."""
-        flat = checked(x)
-        parts = self.comm.all_gather(self.comm.reduce_scatter(flat), ragged=True)
-        for part, s in zip(parts, slices(flat.size, self.size), strict=True):
-            flat[s] = part
+        all_reduce_in_rank_order(self.comm, x)

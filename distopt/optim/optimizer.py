@@ -42,9 +42,7 @@ class Optimizer(abc.ABC):
     ):
         self.lr, self.weight_decay = lr, weight_decay
         self.rescale_grad = hyper("rescale_grad", rescale_grad, least=-math.inf)(0)
-        clip = (
-            0.0 if clip_gradient is None else hyper("clip_gradient", clip_gradient, least=-math.inf, most=math.inf)(0)
-        )
+        clip = hyper("clip_gradient", clip_gradient or 0.0, least=-math.inf)(0)
         self.clip_gradient = clip if clip > 0 else math.inf
         self.lr_mult = {n: hyper(f"lr_mult of {n}", m)(0) for n, m in (lr_mult or {}).items()}
         self.wd_mult = {n: hyper(f"wd_mult of {n}", m)(0) for n, m in (wd_mult or {}).items()}
