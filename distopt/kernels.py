@@ -1,14 +1,15 @@
 """Call the kernels of ``native/`` on arrays.
 
-The C text is the only signature.  It is read, not repeated: ``KERNEL(unpack)(const Member *rows, long long count,
-const real *flat, double scale)`` becomes ``unpack(members, flat, scale)``, dispatched on the dtype of its arrays
+The C text is the only signature.  It is read, not repeated: ``KERNEL(unpack)(Table table, const real *flat, double
+scale)`` becomes ``unpack(members, flat, scale)``, dispatched on the dtype of its arrays
 (``real`` is float or double).  Numpy arrays go to the shared library that the package's build made from these texts;
 ctypes releases the GIL during a call.
 
-In a flat kernel a ``long long`` in front of arrays is their length, and is not given; a multi-tensor kernel starts with
-``const Member *rows, long long count``, which is one :class:`Members` table: one call serves a whole bucket.
+A ``long long`` in front of arrays is their length, and is not given.  A multi-tensor kernel starts with ``Table table``,
+which is a :class:`Members`: one call serves a whole bucket, or one rank's share of its chunks.
 """
 
+import copy
 import ctypes
 import functools
 import hashlib
@@ -27,10 +28,27 @@ NATIVE = next(
 # NVRTC's options for these texts: with them, and g++'s -ffp-contract=off, host and device round alike.
 CUDA_FLAGS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 
+
+class Table(ctypes.Structure):
+    """``struct Table`` of portable.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("count", ctypes.c_longlong),
+        ("begin", ctypes.c_longlong),
+        ("end", ctypes.c_longlong),
+    )
+
+
 _KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)", re.M)
-_PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)\s*(\w+)\s*")
+_PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)((?:const\s*\*)?)\s*(\w+)\s*")
 _STRUCT = re.compile(r"^struct Member \{(.*?)\}", re.M | re.S)
-_SCALARS = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "double": ctypes.c_double}
+_SCALARS: dict[str, Any] = {
+    "int": ctypes.c_int,
+    "long long": ctypes.c_longlong,
+    "double": ctypes.c_double,
+    "Table": Table,
+}
 _ARRAYS = {"long long": np.int64, "int": np.int32, "half_t": np.float16, "bfloat16_t": ml_dtypes.bfloat16}
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 _BYTES = {"real *": np.uintp, "long long": np.int64, "double": np.float64}
@@ -93,7 +111,17 @@ class Members:
         chunks = -(-self.rows["size"] // CHUNK)
         self.rows["first"] = np.cumsum(chunks) - chunks
         self.extent = int((self.rows["offset"] + self.rows["size"]).max(initial=0))
+        self.table = Table(self.rows.ctypes.data, len(self.names), 0, int(chunks.sum()))
+        self._shares: dict[tuple[int, int], Members] = {(0, 1): self}
         self._arrays: Sequence[np.ndarray] = ()
+
+    def share(self, number: int, of: int) -> "Members":
+        """The same members, of whose chunks kernels see only one of ``of`` equal parts."""
+        if (number, of) not in self._shares:
+            chunks, part = self.table.end, copy.copy(self)
+            part.table = Table(self.table.rows, self.table.count, chunks * number // of, chunks * (number + 1) // of)
+            self._shares[number, of] = part
+        return self._shares[number, of]
 
     def points_to(self, arrays: Sequence[np.ndarray]) -> bool:
         """Are these the very objects of the last ``point_to``?  One that was resized in place since is not noticed."""
@@ -121,6 +149,7 @@ class Parameter(NamedTuple):
 
     kind: str
     is_array: bool
+    is_list: bool  # of arrays
     name: str
 
 
@@ -189,21 +218,31 @@ class FlatKernel(Kernel):
 
 
 class TableKernel(Kernel):
-    """``KERNEL(name)(const Member *rows, long long count, ...)``: works on all tensors of a bucket in one call."""
+    """``KERNEL(name)(Table table, ...)``: works on all tensors of a bucket in one call."""
 
     def __init__(self, name: str, declared: Sequence[Parameter]):
-        super().__init__(name, declared, declared[2:])
+        follows = [*declared[1:], None]
+        is_length = [f is not None and f.is_list for f in follows]
+        super().__init__(
+            name, declared, [p for p, skip in zip(declared, is_length, strict=True) if not skip and p.kind != "Table"]
+        )
 
     def __call__(self, members: Members, *values: Any) -> None:
-        """Call it with a table, and the parameters behind ``count``: flat arrays hold the bucket, others a row each."""
+        """Call it with a table and what follows it: ``real`` arrays hold the bucket, others a number or more per row.
+
+        For a list of arrays give the list, whose length is passed in front of it.
+        """
         self._check_count(values)
         rows, real = len(members.names), members.dtype
-        fits = {True: members.extent.__le__, False: rows.__le__}
-        arguments = [
-            self._address(p, v, real, fits[p.kind == "real"]) if p.is_array else v
-            for v, p in zip(values, self.parameters, strict=True)
-        ]
-        self._function(real)(members.rows.ctypes.data, rows, *arguments)
+        arguments: list[Any] = [members.table]
+        for v, p in zip(values, self.parameters, strict=True):
+            fits = members.extent.__le__ if p.kind == "real" else rows.__le__
+            if p.is_list:
+                addresses = [self._address(p, a, real, fits) for a in v]
+                arguments += [len(v), (ctypes.c_void_p * len(v))(*addresses)]
+            else:
+                arguments.append(self._address(p, v, real, fits) if p.is_array else v)
+        self._function(real)(*arguments)
 
 
 def _read() -> dict[str, FlatKernel | TableKernel]:
@@ -212,8 +251,8 @@ def _read() -> dict[str, FlatKernel | TableKernel]:
     for text in texts():
         for name, declared in _KERNEL.findall(text.read_text()) if text.suffix == ".cu" else ():
             matches = [m for m in map(_PARAMETER.fullmatch, declared.split(",")) if m]
-            parameters = [Parameter(m[1], bool(m[2]), m[3]) for m in matches]
-            found[name] = (TableKernel if parameters[0].kind == "Member" else FlatKernel)(name, parameters)
+            parameters = [Parameter(m[1], bool(m[2]), bool(m[3]), m[4]) for m in matches]
+            found[name] = (TableKernel if parameters[0].kind == "Table" else FlatKernel)(name, parameters)
     return found
 
 

@@ -2,10 +2,10 @@
 #include "update.h"
 
 // h <- h + d^2;  w <- w - lr d / sqrt(h + epsilon)
-KERNEL(adagrad)(const Member *rows, long long count, const real *grad, real *history, double scale, double limit,
-                double lr, double decay, double epsilon) {
-  FOR_EACH_CHUNK(c, rows, count) {
-    const Member m = rows[c.row];
+KERNEL(adagrad)(Table table, const real *grad, real *history, double scale, double limit, double lr, double decay,
+                double epsilon) {
+  FOR_EACH_CHUNK(c, table) {
+    const Member m = table.rows[c.row];
     const real *g = grad + m.offset;
     real *w = m.data, *h = history + m.offset;
     const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;

@@ -3,11 +3,10 @@
 
 // m <- b1 m + fade1 d;  v <- b2 v + fade2 d^2;  w <- w - lr (m / bias1) / (sqrt(v / bias2) + epsilon)
 // [fade = 1 - b;  bias = 1 - b^t at update t = 1, 2, ...]
-KERNEL(adam)(const Member *rows, long long count, const real *grad, real *first, real *second, double scale,
-             double limit, double lr, double decay, double b1, double fade1, double bias1, double b2, double fade2,
-             double bias2, double epsilon) {
-  FOR_EACH_CHUNK(c, rows, count) {
-    const Member row = rows[c.row];
+KERNEL(adam)(Table table, const real *grad, real *first, real *second, double scale, double limit, double lr,
+             double decay, double b1, double fade1, double bias1, double b2, double fade2, double bias2, double epsilon) {
+  FOR_EACH_CHUNK(c, table) {
+    const Member row = table.rows[c.row];
     const real *g = grad + row.offset;
     real *w = row.data, *m = first + row.offset, *v = second + row.offset;
     const real step = (real)(lr * row.lr / bias1), wd = (real)(decay * row.decay), mean = (real)scale;

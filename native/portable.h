@@ -20,7 +20,13 @@ struct Member {
   double lr, decay;
 };
 
-// Elements [begin, end) of member `row`.
+// Chunks [from, to) of a bucket's members, which are numbered through; never more than there are.
+struct Table {
+  const Member *rows;
+  long long count, from, to;
+};
+
+// Elements [begin, end) of member `row`: the bucket's chunk number `index`.
 struct Chunk {
   long long index, row, begin, end;
 };
@@ -37,8 +43,9 @@ struct Chunk {
        i += (long long)gridDim.x * blockDim.x)
 #define FOR_EACH_COUNTED(i, n) FOR_EACH(i, n)
 #define FOR_EACH_IN(i, c) for (long long i = c.begin + threadIdx.x; i < c.end; i += blockDim.x)
-#define FOR_EACH_CHUNK(c, rows, count) \
-  for (Chunk c = {(long long)blockIdx.x - gridDim.x, 0, 0, 0}; next_chunk(c, rows, count);)
+#define FOR_EACH_CHUNK(c, table) \
+  for (Chunk c = {table.from + blockIdx.x, 0, 0, 0}; c.index < table.to && find(c, table); c.index += gridDim.x)
+#define SCRATCH __shared__  // memory of a block: in FOR_EACH_IN a thread meets only what it wrote itself
 
 INLINE unsigned bits(float x) { return __float_as_uint(x); }
 INLINE float value(unsigned u) { return __uint_as_float(u); }
@@ -47,20 +54,6 @@ INLINE float root(float x) { return sqrtf(x); }
 INLINE double root(double x) { return sqrt(x); }
 INLINE void add(long long *total, long long n) {
   if (n) atomicAdd((unsigned long long *)total, (unsigned long long)n);
-}
-
-INLINE bool next_chunk(Chunk &c, const Member *rows, long long count) {
-  c.index += gridDim.x;
-  long long low = 0, high = count;  // the last row whose first chunk is not behind this one
-  while (high - low > 1) {
-    const long long middle = (low + high) / 2;
-    if (rows[middle].first <= c.index) low = middle; else high = middle;
-  }
-  if (!count) return false;
-  c.row = low;
-  c.begin = (c.index - rows[low].first) * CHUNK;
-  c.end = c.begin + CHUNK < rows[low].size ? c.begin + CHUNK : rows[low].size;
-  return c.begin < c.end;
 }
 
 #else
@@ -84,7 +77,8 @@ INLINE bool next_chunk(Chunk &c, const Member *rows, long long count) {
 #define FOR_EACH(i, n) INDEPENDENT for (long long i = 0; i < (n); ++i)
 #define FOR_EACH_COUNTED(i, n) for (long long i = 0; i < (n); ++i)  // iterations that meet in `add`
 #define FOR_EACH_IN(i, c) INDEPENDENT for (long long i = c.begin; i < c.end; ++i)
-#define FOR_EACH_CHUNK(c, rows, count) for (Chunk c = {0, 0, 0, 0}; next_chunk(c, rows, count);)
+#define FOR_EACH_CHUNK(c, table) for (Chunk c = {table.from, 0, 0, 0}; c.index < table.to && next(c, table); ++c.index)
+#define SCRATCH
 
 INLINE unsigned bits(float x) { unsigned u; memcpy(&u, &x, sizeof u); return u; }
 INLINE float value(unsigned u) { float x; memcpy(&x, &u, sizeof x); return x; }
@@ -93,15 +87,29 @@ INLINE float root(float x) { return __builtin_sqrtf(x); }
 INLINE double root(double x) { return __builtin_sqrt(x); }
 INLINE void add(long long *total, long long n) { *total += n; }
 
-INLINE bool next_chunk(Chunk &c, const Member *rows, long long count) {
-  while (c.row < count && c.end == rows[c.row].size) ++c.row, c.end = 0;
-  if (c.row >= count) return false;
-  c.begin = c.end;
-  c.end = c.begin + CHUNK < rows[c.row].size ? c.begin + CHUNK : rows[c.row].size;
+#endif
+
+// Let c be the chunk of number `index`: it lies in the last row whose first chunk is not behind it.
+INLINE bool find(Chunk &c, const Table &table) {
+  long long low = 0, high = table.count;
+  while (high - low > 1) {
+    const long long middle = (low + high) / 2;
+    if (table.rows[middle].first <= c.index) low = middle; else high = middle;
+  }
+  const Member &m = table.rows[c.row = low];
+  c.begin = (c.index - m.first) * CHUNK;
+  c.end = c.begin + CHUNK < m.size ? c.begin + CHUNK : m.size;
   return true;
 }
 
-#endif
+// The same from the chunk before, without a search.
+INLINE bool next(Chunk &c, const Table &table) {
+  if (!c.end) return find(c, table);
+  while (c.end == table.rows[c.row].size) ++c.row, c.end = 0;
+  c.begin = c.end;
+  c.end = c.begin + CHUNK < table.rows[c.row].size ? c.begin + CHUNK : table.rows[c.row].size;
+  return true;
+}
 
 // |x| as an integer that orders like it; NaN lies above infinity.
 INLINE long long magnitude(float x) { return bits(x) & 0x7fffffff; }

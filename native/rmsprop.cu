@@ -2,10 +2,10 @@
 #include "update.h"
 
 // r <- rho r + fade d^2;  w <- w - lr d / sqrt(r + epsilon)          [fade = 1 - rho]
-KERNEL(rmsprop)(const Member *rows, long long count, const real *grad, real *average, double scale, double limit,
-                double lr, double decay, double rho, double fade, double epsilon) {
-  FOR_EACH_CHUNK(c, rows, count) {
-    const Member m = rows[c.row];
+KERNEL(rmsprop)(Table table, const real *grad, real *average, double scale, double limit, double lr, double decay,
+                double rho, double fade, double epsilon) {
+  FOR_EACH_CHUNK(c, table) {
+    const Member m = table.rows[c.row];
     const real *g = grad + m.offset;
     real *w = m.data, *r = average + m.offset;
     const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;

@@ -2,10 +2,9 @@
 #include "update.h"
 
 // w <- w - lr d
-KERNEL(sgd)(const Member *rows, long long count, const real *grad, double scale, double limit, double lr,
-            double decay) {
-  FOR_EACH_CHUNK(c, rows, count) {
-    const Member m = rows[c.row];
+KERNEL(sgd)(Table table, const real *grad, double scale, double limit, double lr, double decay) {
+  FOR_EACH_CHUNK(c, table) {
+    const Member m = table.rows[c.row];
     const real *g = grad + m.offset;
     real *w = m.data;
     const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
@@ -14,10 +13,10 @@ KERNEL(sgd)(const Member *rows, long long count, const real *grad, double scale,
 }
 
 // b <- momentum b + gain d;  w <- w - lr b          [gain = 1 - dampening, from the first step on]
-KERNEL(sgd_momentum)(const Member *rows, long long count, const real *grad, real *buffer, double scale, double limit,
-                     double lr, double decay, double momentum, double gain) {
-  FOR_EACH_CHUNK(c, rows, count) {
-    const Member m = rows[c.row];
+KERNEL(sgd_momentum)(Table table, const real *grad, real *buffer, double scale, double limit, double lr, double decay,
+                     double momentum, double gain) {
+  FOR_EACH_CHUNK(c, table) {
+    const Member m = table.rows[c.row];
     const real *g = grad + m.offset;
     real *w = m.data, *b = buffer + m.offset;
     const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
@@ -31,10 +30,10 @@ KERNEL(sgd_momentum)(const Member *rows, long long count, const real *grad, real
 }
 
 // b <- momentum b + d;  w <- w - lr (d + momentum b)          [Nesterov]
-KERNEL(sgd_nesterov)(const Member *rows, long long count, const real *grad, real *buffer, double scale, double limit,
-                     double lr, double decay, double momentum) {
-  FOR_EACH_CHUNK(c, rows, count) {
-    const Member m = rows[c.row];
+KERNEL(sgd_nesterov)(Table table, const real *grad, real *buffer, double scale, double limit, double lr, double decay,
+                     double momentum) {
+  FOR_EACH_CHUNK(c, table) {
+    const Member m = table.rows[c.row];
     const real *g = grad + m.offset;
     real *w = m.data, *b = buffer + m.offset;
     const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;

@@ -3,11 +3,11 @@
 
 // flat[offset + i] <- scale data[i] for every member; bad[row] grows by the member's count of entries that are not finite.
 // A member that already lies at its place in `flat` is not copied.
-KERNEL(pack)(const Member *rows, long long count, real *flat, double scale, long long *bad) {
+KERNEL(pack)(Table table, real *flat, double scale, long long *bad) {
   const real factor = (real)scale;
-  FOR_EACH_CHUNK(c, rows, count) {
-    const real *from = rows[c.row].data;
-    real *to = flat + rows[c.row].offset;
+  FOR_EACH_CHUNK(c, table) {
+    const real *from = table.rows[c.row].data;
+    real *to = flat + table.rows[c.row].offset;
     int found = 0;
     if (from == to && factor == 1) {
       FOR_EACH_IN(i, c) found += !is_finite(to[i]);
@@ -23,12 +23,37 @@ KERNEL(pack)(const Member *rows, long long count, real *flat, double scale, long
 }
 
 // data[i] <- scale flat[offset + i]
-KERNEL(unpack)(const Member *rows, long long count, const real *flat, double scale) {
+KERNEL(unpack)(Table table, const real *flat, double scale) {
   const real factor = (real)scale;
-  FOR_EACH_CHUNK(c, rows, count) {
-    const real *from = flat + rows[c.row].offset;
-    real *to = rows[c.row].data;
+  FOR_EACH_CHUNK(c, table) {
+    const real *from = flat + table.rows[c.row].offset;
+    real *to = table.rows[c.row].data;
     FOR_EACH_IN(i, c) to[i] = factor * from[i];
+  }
+}
+
+// sum <- (part[0] + part[1]) + ..., flat arrays of the bucket; sum may be one of them.  What is not finite is counted: for
+// part k in bad[k count + row], for the sum in bad[parts count + row].
+KERNEL(add_parts)(Table table, long long parts, const real *const *part, real *sum, long long *bad) {
+  FOR_EACH_CHUNK(c, table) {
+    SCRATCH real total[CHUNK];
+    const long long at = table.rows[c.row].offset;
+    const real *first = part[0] + at;
+    FOR_EACH_IN(i, c) total[i - c.begin] = first[i];
+    for (long long k = 1; k < parts; ++k) {
+      const real *next = part[k] + at;
+      FOR_EACH_IN(i, c) total[i - c.begin] += next[i];
+    }
+    int found = 0;
+    FOR_EACH_IN(i, c) found += !is_finite(total[i - c.begin]);
+    for (long long k = 0; found && k < parts; ++k) {
+      int terms = 0;
+      FOR_EACH_IN(i, c) terms += !is_finite(part[k][at + i]);
+      add(&bad[k * table.count + c.row], terms);
+    }
+    add(&bad[parts * table.count + c.row], found);
+    real *to = sum + at;
+    FOR_EACH_IN(i, c) to[i] = total[i - c.begin];
   }
 }
 

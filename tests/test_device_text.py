@@ -55,7 +55,10 @@ class Launch:
         self.device, self.function = device, function
 
     def __call__(self, *args):
-        given = [kind(a) for kind, a in zip(self.argtypes, args, strict=True)]
+        given = [
+            a if isinstance(a, ctypes.Structure | ctypes.Array) else kind(a)
+            for kind, a in zip(self.argtypes, args, strict=True)
+        ]
         for thread, block in self.device.order:
             self.device.library.become(thread, block, self.device.threads, self.device.blocks)
             self.function(*given)
@@ -96,7 +99,10 @@ def test_chunks_of_tensors_of_every_size(on_device):
         kernels.pack(table, flat, 0.3, bad)
         kernels.sgd(table, flat, 1.0, 2.0, 0.1, 0.01)
         kernels.unpack(table, flat, 2.0)
-        results.append((flat.tobytes(), bad.tolist(), [a.tobytes() for a in arrays]))
+        other, wrong = np.ones_like(flat), np.zeros(3 * len(arrays), np.int64)
+        for share in range(3):
+            kernels.add_parts(table.share(share, 3), [flat, other], other, wrong)
+        results.append((flat.tobytes(), other.tobytes(), bad.tolist(), wrong.tolist(), [a.tobytes() for a in arrays]))
     assert results[0] == results[1]
 
 

@@ -86,6 +86,39 @@ def test_pack_of_members_that_live_in_the_bucket(scale):
 
 
 @pytest.mark.parametrize("dtype", REALS)
+@given(st.lists(st.sampled_from(SIZES), min_size=1, max_size=8), st.integers(1, 5))
+def test_shares_add_parts_in_rank_order(dtype, sizes, ranks):
+    """Every rank adds its own share in place, in the memory of one of the parts, and the shares are a partition."""
+    table, _ = members(sizes, dtype)
+    parts = [np.random.default_rng(r).standard_normal(table.extent).astype(dtype) for r in range(ranks)]
+    total = parts[0].copy()
+    for p in parts[1:]:
+        total += p
+    bad = np.zeros((ranks + 1) * len(sizes), np.int64)
+    whole = np.zeros(table.extent, dtype)
+    for r in range(ranks):
+        mine = parts[r].copy()
+        kernels.add_parts(table.share(r, ranks), [mine if k == r else p for k, p in enumerate(parts)], mine, bad)
+        changed = (mine != parts[r]) | (ranks == 1)
+        whole[changed] = mine[changed]
+    for row, n in enumerate(sizes):
+        np.testing.assert_array_equal(table.view(whole, row), table.view(total, row))
+        assert n == table.view(whole, row).size
+    assert not bad.any()
+
+
+def test_add_parts_counts_what_is_not_finite_by_part():
+    table, _ = members([5, CHUNK + 3])
+    parts = [np.zeros(table.extent, np.float32) for _ in range(3)]
+    parts[1][table.rows["offset"][1] + CHUNK] = np.nan
+    parts[2][[1, 2]] = np.inf, -np.inf
+    parts[0][3] = parts[1][3] = 3e38
+    bad = np.zeros((4, 2), np.int64)
+    kernels.add_parts(table, parts, np.zeros(table.extent, np.float32), bad.reshape(-1))
+    assert bad.tolist() == [[0, 0], [0, 1], [2, 0], [3, 1]]
+
+
+@pytest.mark.parametrize("dtype", REALS)
 @pytest.mark.parametrize("n", SIZES)
 def test_flat_kernels(n, dtype):
     x, y = np.random.default_rng(n).standard_normal((2, n)).astype(dtype)

@@ -22,17 +22,21 @@ int main() {
     offset += n, first += (n + CHUNK - 1) / CHUNK;
   }
   const long long count = (long long)rows.size();
-  std::vector<real> flat(offset), state(offset);
-  std::vector<long long> bad(count);
-  pack_float(rows.data(), count, flat.data(), 0.5, bad.data());
-  sgd_float(rows.data(), count, flat.data(), 1, INFINITY, 0.1, 0.01);
-  sgd_momentum_float(rows.data(), count, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9, 1);
-  sgd_nesterov_float(rows.data(), count, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9);
+  const Table table = {rows.data(), count, 0, first};
+  std::vector<real> flat(offset), state(offset), peer(offset);
+  std::vector<long long> bad(count), wrong(3 * count);
+  pack_float(table, flat.data(), 0.5, bad.data());
+  sgd_float(table, flat.data(), 1, INFINITY, 0.1, 0.01);
+  sgd_momentum_float(table, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9, 1);
+  sgd_nesterov_float(table, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9);
   std::vector<real> second(offset);
-  rmsprop_float(rows.data(), count, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9, 0.1, 1e-8);
-  adagrad_float(rows.data(), count, flat.data(), state.data(), 1, 1, 0.1, 0.01, 1e-8);
-  adam_float(rows.data(), count, flat.data(), state.data(), second.data(), 1, 1, 0.1, 0.01, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1);
-  unpack_float(rows.data(), count, flat.data(), 2);
+  rmsprop_float(table, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9, 0.1, 1e-8);
+  adagrad_float(table, flat.data(), state.data(), 1, 1, 0.1, 0.01, 1e-8);
+  adam_float(table, flat.data(), state.data(), second.data(), 1, 1, 0.1, 0.01, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1);
+  unpack_float(table, flat.data(), 2);
+  const real *const parts[] = {flat.data(), peer.data()};
+  for (long long share = 0; share < 3; ++share)
+    add_parts_float({rows.data(), count, first * share / 3, first * (share + 1) / 3}, 2, parts, peer.data(), wrong.data());
   for (long long n : sizes) {
     std::vector<real> x(n, (real)1e30), y(n);
     std::vector<half_t> half(n);

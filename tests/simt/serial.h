@@ -8,6 +8,7 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __shared__  // a thread runs to its end alone
 
 struct Index {
   unsigned x;
