@@ -73,7 +73,7 @@ def versions(*packages: str) -> str:
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     return "\n".join(
         [
-            f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M}, {cpu or platform.machine()}, {os.cpu_count()} cores",
+            f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {cpu or platform.machine()}, {os.cpu_count()} cores",
             f"Python {platform.python_version()}, {', '.join(found)}",
             f"kernels at {kernels.library().simd_level().decode()}",
         ]

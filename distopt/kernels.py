@@ -5,8 +5,8 @@ scale)`` becomes ``unpack(members, flat, scale)``, dispatched on the dtype of it
 (``real`` is float or double).  Numpy arrays go to the shared library that the package's build made from these texts;
 ctypes releases the GIL during a call.
 
-A ``long long`` in front of arrays is their length, and is not given.  A multi-tensor kernel starts with ``Table table``,
-which is a :class:`Members`: one call serves a whole bucket, or one rank's share of its chunks.
+A ``long long`` in front of arrays is their length, and is not given.  A multi-tensor kernel starts with ``Table
+table``, which is a :class:`Members`: one call serves a whole bucket, or one rank's share of its chunks.
 """
 
 import copy
