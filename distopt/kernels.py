@@ -16,6 +16,7 @@ import hashlib
 import operator
 import pathlib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -78,6 +79,9 @@ def library() -> ctypes.CDLL:
         if path.exists():
             host = ctypes.CDLL(str(path))
             host.source_hash.restype = host.simd_level.restype = ctypes.c_char_p
+            number, pointer = ctypes.c_longlong, ctypes.c_void_p
+            host.locate.argtypes = [number, pointer, number, *[pointer] * 5]
+            host.locate.restype = number
             return host
     raise ImportError("libdistopt.so is not built: pip install -e . in the project's folder (needs a C++ compiler)")
 
@@ -142,6 +146,31 @@ class Members:
         """The part of ``flat`` that belongs to a row, in the row's shape."""
         offset = int(self.rows["offset"][row])
         return flat[offset : offset + int(self.rows["size"][row])].reshape(self.shapes[row])
+
+
+class Layout:
+    """What a list of arrays looks like, to find where they keep their elements: some nanoseconds for each.
+
+    An array is taken as it is if it is exactly a numpy array, contiguous, and of the dtype and shape given here.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        self._dtypes = [a.dtype for a in arrays]  # holds the objects whose ids are compared
+        self._ids = np.array([id(d) for d in self._dtypes], np.uintp)
+        self._dimensions = np.array([a.ndim for a in arrays], np.int64)
+        self._shapes = np.array([n for a in arrays for n in a.shape], np.int64)
+
+    def addresses(self, arrays: Sequence[Any]) -> np.ndarray | None:
+        """Where each array's elements are; None if one of them is not as expected."""
+        count = len(self._dtypes)
+        if len(arrays) != count or sys.implementation.name != "cpython":  # where an id is an address
+            return None
+        objects, found = np.fromiter(map(id, arrays), np.uintp, count), np.empty(count, np.uintp)
+        expected = (self._ids.ctypes.data, self._dimensions.ctypes.data, self._shapes.ctypes.data)
+        fitting = library().locate(
+            count, objects.ctypes.data, object.__basicsize__, id(np.ndarray), *expected, found.ctypes.data
+        )
+        return found if fitting == count else None
 
 
 class Parameter(NamedTuple):

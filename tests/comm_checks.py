@@ -1,10 +1,16 @@
 """What every communicator must do, as a function of it; all ranks call it."""
 
+import gc
+import os
+
 import ml_dtypes
 import numpy as np
 
+from distopt import kernels
+from distopt.buckets import plan
 from distopt.comm import Metered, MpiCommunicator, Ordered
 from distopt.comm.communicator import NUMBERS, slices
+from distopt.kernels import CHUNK, Members
 
 SIZES = [0, 1, 7, 1000, 2503]
 
@@ -126,9 +132,60 @@ def meters(comm):
     assert metered.report() == {}
 
 
+def shared(comm):
+    """What ``alloc`` made can be read and written by all ranks; what it did not make, by none."""
+    mine = comm.alloc(1000, np.float64)
+    assert mine.ctypes.data % 64 == 0
+    mine[:] = comm.rank + np.arange(1000) / 1000
+    comm.barrier()
+    arrays = comm.peers(mine)
+    assert len(arrays) == comm.size
+    assert arrays[comm.rank] is mine
+    for r, a in enumerate(arrays):
+        np.testing.assert_array_equal(a, r + np.arange(1000) / 1000)
+    comm.barrier()
+    arrays[(comm.rank + 1) % comm.size][comm.rank] = -1
+    comm.barrier()
+    assert mine[(comm.rank - 1) % comm.size] == -1
+    if isinstance(comm, MpiCommunicator) and comm.size > 1:
+        files = len(os.listdir("/proc/self/fd"))
+        assert comm.peers(np.zeros(3)) is None
+        assert comm.peers(mine if comm.rank else np.zeros(1000)) is None
+        del mine, arrays, a
+        gc.collect()
+        comm.barrier()
+        assert len(os.listdir("/proc/self/fd")) <= files - comm.size
+
+
+def shares(comm):
+    """Shares of a sum in shared memory: rank order, any sizes, counted as the all-reduce that they are."""
+    sizes = [5, 0, CHUNK, 2 * CHUNK + 7, 64]
+    bucket = plan([f"p{k}" for k in range(5)], sizes, [np.float32] * 5, 10**6).buckets[0]
+    table = Members(bucket.names, [(n,) for n in sizes], bucket.offsets, np.float32)
+    everyone = [np.random.default_rng(r).standard_normal(bucket.size).astype(np.float32) for r in range(comm.size)]
+    total = everyone[0].copy()
+    for x in everyone[1:]:
+        total = total + x
+    metered = Metered(comm)
+    mine = metered.alloc(bucket.size, np.float32)
+    mine[:] = everyone[comm.rank]
+    parts, bad = metered.peers(mine), np.zeros((comm.size + 1, 5), np.int64)
+    comm.barrier()
+    metered.add_parts(table, parts, bad.reshape(-1))
+    comm.barrier()
+    found = np.zeros_like(total)
+    data = [table.view(found, row) for row in range(5)]
+    for r, part in enumerate(parts):
+        kernels.unpack(table.point_to(data).share(r, comm.size), part, 1.0)
+    for row in range(5):
+        np.testing.assert_array_equal(table.view(found, row), table.view(total, row))
+    assert metered.report()["all_reduce"]["payload"] == mine.nbytes
+    comm.barrier()
+
+
 def everything(comm):
     """All of the above; on MPI once more with a chunk limit that forces every message into pieces."""
-    for check in (verbs, halves, ordered, meters):
+    for check in (verbs, halves, ordered, meters, shared, shares):
         check(comm)
     verbs(Metered(Ordered(comm)))
     if isinstance(comm, MpiCommunicator):

@@ -18,6 +18,7 @@ from distopt.kernels import KERNELS, NATIVE
 from test_kernels import SIZES, compiler, members
 
 SIMT = Path(__file__).parent / "simt"
+HOST = kernels.library()
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +41,7 @@ class Device:
     """A stand-in for the host library: a call runs a kernel once for every thread of a small grid."""
 
     def __init__(self, library, blocks, threads, seed=0):
+        self.locate = HOST.locate  # no kernel
         self.library, self.blocks, self.threads = library, blocks, threads
         self.order = [(t, b) for b in range(blocks) for t in range(threads)]
         random.Random(seed).shuffle(self.order)

@@ -247,8 +247,7 @@ def _some_steps(function):
     pointer = ctypes.c_void_p
     for _ in range(5):
         function("sgd_momentum")(
-            pointer(table.rows.ctypes.data),
-            ctypes.c_longlong(len(SIZES)),
+            table.table,
             pointer(grad.ctypes.data),
             pointer(buffer.ctypes.data),
             *rule,

@@ -12,6 +12,7 @@ ROWS = [  # from the ground up
     "buckets compress optim comm gradients",
     "exchange adapters",
     "verbs",
+    "memory",
     "loop",
     "dist_opt",
     "__init__",

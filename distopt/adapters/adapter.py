@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from distopt import kernels
-from distopt.buckets import Buffers
-from distopt.gradients import Gradient
+from distopt.buckets import Buffers, Sum
+from distopt.gradients import Known
 
 
 class Adapter(abc.ABC):
     """One way to hand gradients to an optimizer object; the default is one parameter after the other."""
+
+    updates_shares = False  # can it update a part of the parameters, whatever their names?
 
     def __init__(self, opt: Any):
         self.opt = opt
@@ -33,14 +34,13 @@ class Adapter(abc.ABC):
         """The hyper-parameters of the next update, on which all ranks must agree."""
         return ()
 
-    def update(self, buffers: Buffers, order: Mapping[str, Gradient], sums: Sequence[np.ndarray], scale: float) -> None:
-        """Update all parameters by ``scale`` times the flat sums of their buckets, in backward order."""
+    def update(self, buffers: Buffers, order: Mapping[str, Known], sums: Sequence[Sum], scale: float) -> None:
+        """Update all parameters by ``scale`` times the sums of their buckets, in backward order."""
         means: dict[str, np.ndarray] = {}
         for buffer, total in zip(buffers, sums, strict=True):
-            kernels.scale(total, scale)
-            means |= buffer.views(total)
-        for name, g in order.items():
-            self.apply(name, g.param, g.value, means[name])
+            means |= buffer.mean(total, scale)
+        for name, known in order.items():
+            self.apply(name, known.param, known.value, means[name])
 
     def step(self) -> None:
         """All parameters have been updated."""

@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 
 from distopt.adapters.adapter import Adapter
-from distopt.buckets import Buffers
-from distopt.gradients import Gradient
+from distopt.buckets import Buffers, Sum
+from distopt.gradients import Known
 
 
 class ByBucket(Adapter):
     """``update_bucket(members, grad, scale)``."""
+
+    updates_shares = True
 
     @staticmethod
     def fits(opt: Any) -> bool:
@@ -31,11 +33,11 @@ class ByBucket(Adapter):
         """As the optimizer."""
         return tuple(self.opt.numbers())
 
-    def update(self, buffers: Buffers, order: Mapping[str, Gradient], sums: Sequence[np.ndarray], scale: float) -> None:
-        """One call per bucket."""
+    def update(self, buffers: Buffers, order: Mapping[str, Known], sums: Sequence[Sum], scale: float) -> None:
+        """One call per bucket, or per piece of its sum."""
         for buffer, total in zip(buffers, sums, strict=True):
-            members = buffer.parameters.point_to([order[n].value for n in buffer.bucket.names])
-            self.opt.update_bucket(members, total, scale)
+            for piece in total:
+                self.opt.update_bucket(buffer.parameters.share(piece.number, piece.of), piece.flat, scale)
 
     def __repr__(self) -> str:
         return f"optimizer {self.opt!r}"

@@ -1,28 +1,43 @@
 """The memory of a plan: a flat gradient per bucket, and what outlives a step beside it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from distopt import kernels
+from distopt import device, kernels
+from distopt.buckets.piece import Sum
 from distopt.buckets.plan import Bucket, Plan
+from distopt.device import HUGE_PAGE
 from distopt.kernels import Members
 
 Alloc = Callable[[int, Any], np.ndarray]
 States = dict[str, dict[str, np.ndarray]]  # state name -> parameter name -> array
 
 
+class Wire(Protocol):
+    """What buffers ask of a communicator."""
+
+    size: int
+
+    def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
+        """The same array on every rank, if it can be read directly."""
+
+
 class Buffer:
     """One bucket's flat arrays, and the tables by which kernels reach its members."""
 
-    def __init__(self, bucket: Bucket, shapes: Sequence[tuple[int, ...]], alloc: Alloc):
-        self.bucket, self._alloc = bucket, alloc
-        self.gradient = alloc(bucket.size, bucket.dtype)
+    def __init__(self, bucket: Bucket, shapes: Sequence[tuple[int, ...]], gradient: np.ndarray):
+        self.bucket, self.gradient = bucket, gradient
+        self.peers: list[np.ndarray] | None = None  # every rank's gradient, if they are shared
         self.state: dict[str, np.ndarray] = {}
-        self.gradients = Members(bucket.names, shapes, bucket.offsets, bucket.dtype)
-        self.parameters = Members(bucket.names, shapes, bucket.offsets, bucket.dtype)
+        tables = (Members(bucket.names, shapes, bucket.offsets, bucket.dtype) for _ in range(3))
+        self.gradients, self.parameters, self.means = tables
+        self.home = (gradient.ctypes.data + self.gradients.rows["offset"] * bucket.dtype.itemsize).astype(np.uintp)
+        self.at_home = False  # do all gradients live here?
         self.bad = np.zeros(len(bucket.names), np.int64)
+        self.bad_parts = np.zeros((1, len(bucket.names)), np.int64)  # per rank, and in the last row of the sum
+        self._mean: np.ndarray | None = None
 
     def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         """The members' parts of a flat array of this bucket, by name, in their shapes."""
@@ -31,23 +46,54 @@ class Buffer:
     def kept(self, state: str) -> np.ndarray:
         """The flat array that outlives a step, zeros at first."""
         if state not in self.state:
-            self.state[state] = self._alloc(self.bucket.size, self.bucket.dtype)
+            self.state[state] = device.zeros(self.bucket.size, self.bucket.dtype)
         return self.state[state]
 
-    def pack(self) -> None:
+    def take(self, addresses: np.ndarray) -> None:
+        """Gradients are at these addresses from now on; a missing one, at 0, is zeros."""
+        missing = addresses == 0
+        self.gradients.rows["data"] = np.where(missing, self.home, addresses)
+        for row in np.flatnonzero(missing).tolist():
+            self.gradients.view(self.gradient, row)[...] = 0
+        self.at_home = bool(((addresses == self.home) | (self.gradients.rows["size"] == 0)).all())
+
+    def pack(self, look_at_home: bool) -> None:
         """Copy the gradients to their places, unless they live there; count in ``bad`` what is not finite."""
         self.bad[:] = 0
-        kernels.pack(self.gradients, self.gradient, 1.0, self.bad)
+        if look_at_home or not self.at_home:
+            kernels.pack(self.gradients, self.gradient, 1.0, self.bad)
+
+    def mean(self, total: Sum, scale: float) -> dict[str, np.ndarray]:
+        """``scale`` times a sum, by name; in place, unless other ranks may still read it."""
+        if len(total) > 1 and self._mean is None:
+            self._mean = device.zeros(self.bucket.size, self.bucket.dtype)
+        flat = total[0].flat if len(total) == 1 or self._mean is None else self._mean
+        views = self.views(flat)
+        self.means.point_to(list(views.values()))
+        for piece in total:
+            kernels.unpack(self.means.share(piece.number, piece.of), piece.flat, scale)
+        return views
 
 
 class Buffers:
-    """All buckets of a plan."""
+    """All buckets of a plan; their gradients lie in one piece of memory."""
 
     def __init__(self, plan: Plan, values: Mapping[str, np.ndarray], alloc: Alloc):
         self.plan = plan
-        self._buffers = [Buffer(b, [values[n].shape for n in b.names], alloc) for b in plan.buckets]
+        self._starts = _starts(plan.buckets)
+        self._memory = alloc(self._starts[-1], np.uint8)
+        self._buffers = [
+            Buffer(b, [values[n].shape for n in b.names], flat)
+            for b, flat in zip(plan.buckets, self._flats(self._memory), strict=True)
+        ]
         self._views = {name: v for b in self for name, v in b.views(b.gradient).items()}
-        self._places = {name: v.ctypes.data for name, v in self._views.items() if v.size}
+        place = {name: k for k, name in enumerate(values)}
+        self._places = [np.array([place[n] for n in b.names]) for b in plan.buckets]
+        self._gradients = self._parameters = -1  # versions of the arrays that the tables point to
+
+    def _flats(self, memory: np.ndarray) -> list[np.ndarray]:
+        """The buckets' flat arrays in such a piece of memory."""
+        return [memory[s : s + b.nbytes].view(b.dtype) for s, b in zip(self._starts, self.plan.buckets, strict=False)]
 
     def __len__(self) -> int:
         """Parameters."""
@@ -60,27 +106,51 @@ class Buffers:
         """Where a parameter's gradient lives."""
         return self._views[name]
 
-    def pack(self, grads: Mapping[str, np.ndarray | None]) -> None:
-        """Bring all gradients to their places; a missing one is zeros."""
-        missing = []
-        for buffer in self:
-            found = [grads.get(name) for name in buffer.bucket.names]
-            missing += [self._views[n] for n, g in zip(buffer.bucket.names, found, strict=True) if g is None]
-            present = [self._views[n] if g is None else g for n, g in zip(buffer.bucket.names, found, strict=True)]
-            if not buffer.gradients.points_to(present):
-                buffer.gradients.point_to(
-                    [self._untangled(*pair) for pair in zip(buffer.bucket.names, present, strict=True)]
-                )
-        for view in missing:
-            view[...] = 0
-        for buffer in self:
-            buffer.pack()
+    @property
+    def shared(self) -> bool:
+        """Can every rank read the gradients of all?"""
+        return all(b.peers is not None for b in self)
 
-    def _untangled(self, name: str, grad: np.ndarray) -> np.ndarray:
-        """The gradient, or a copy if it lies in the memory of another one, which packing would overwrite."""
-        at_home = not grad.size or grad.ctypes.data == self._places[name]
-        strange = not at_home and any(np.may_share_memory(grad, b.gradient) for b in self)
-        return grad.copy() if strange else grad
+    def connect(self, wire: Wire) -> None:
+        """Look whether the gradients of other ranks can be read from here; collective, once."""
+        memories = wire.peers(self._memory) if wire.size > 1 else None
+        for k, buffer in enumerate(self):
+            buffer.peers = None if memories is None else [self._flats(m)[k] for m in memories]
+            buffer.bad_parts = np.zeros((len(memories or ()) + 1, len(buffer.bucket.names)), np.int64)
+
+    def point_to_gradients(self, grads: Sequence[np.ndarray | None], addresses: np.ndarray, version: int) -> None:
+        """Gradients, in plan order, are these arrays from now on; one that is None is zeros."""
+        if version != self._gradients or (addresses == 0).any():
+            addresses = self._untangled(grads, addresses)
+            for buffer, places in zip(self, self._places, strict=True):
+                buffer.take(addresses[places])
+            self._gradients = version
+
+    def point_to_parameters(self, addresses: np.ndarray, version: int) -> None:
+        """Parameters, in plan order, are at these addresses from now on."""
+        if version != self._parameters:
+            for buffer, places in zip(self, self._places, strict=True):
+                buffer.parameters.rows["data"] = addresses[places]
+            self._parameters = version
+
+    def _untangled(self, grads: Sequence[np.ndarray | None], addresses: np.ndarray) -> np.ndarray:
+        """The addresses, but of a copy for a gradient in the memory of another one, which packing would overwrite."""
+        start = self._memory.ctypes.data
+        home = np.empty_like(addresses)
+        for buffer, places in zip(self, self._places, strict=True):
+            home[places] = buffer.home
+        strange = (addresses >= start) & (addresses < start + self._memory.nbytes) & (addresses != home)
+        self._copies = {k: np.array(grads[k]) for k in np.flatnonzero(strange).tolist()}
+        if self._copies:
+            addresses = addresses.copy()
+            addresses[list(self._copies)] = [c.ctypes.data for c in self._copies.values()]
+            self._gradients = -1  # copy again at the next step
+        return addresses
+
+    def pack(self, look_at_home: bool = True) -> None:
+        """Bring all gradients to their places; those that live there are only looked at, for what is not finite."""
+        for buffer in self:
+            buffer.pack(look_at_home)
 
     def nonfinite(self) -> str:
         """Which of the packed gradients are not finite, '' if all are."""
@@ -115,3 +185,13 @@ class Buffers:
             for state, arrays in states.items():
                 for name, view in buffer.views(buffer.kept(state)).items():
                     view[...] = arrays.get(name, 0)
+
+
+def _starts(buckets: Sequence[Bucket]) -> list[int]:
+    """Where each bucket starts in the memory of all, in bytes, and its end: large ones at multiples of 2 MiB."""
+    starts = [0]
+    for b in buckets:
+        align = HUGE_PAGE if b.nbytes >= HUGE_PAGE else 64
+        starts[-1] = -(-starts[-1] // align) * align
+        starts.append(starts[-1] + b.nbytes)
+    return starts

@@ -9,9 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from distopt import device
+from distopt import device, kernels
 from distopt.device import describe
 from distopt.guard import Control
+from distopt.kernels import Members
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
@@ -65,12 +66,23 @@ class Communicator(abc.ABC):
         """Results are visible to the caller's current stream from here on; does not block the host on a GPU."""
 
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
-        """Zeroed flat memory that this communicator likes."""
+        """Zeroed flat memory that this communicator likes; from 2 MiB on it starts at a multiple of 2 MiB."""
         return device.zeros(n, dtype)
 
     def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
-        """The same array on every rank, in rank order, if it can be read directly from here; else None."""
+        """The same array on every rank, in rank order, if all ranks can read and write all of them; else None.
+
+        Collective, for a whole array that ``alloc`` returned.  Where arrays are shared, a rank must not go on before
+        the others are done with its own: that takes a barrier, or a vote.
+        """
         return None
+
+    def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:
+        """One rank's share of an all-reduce of arrays of ``peers``: its part becomes the sum, in rank order, there.
+
+        ``bad`` counts what is not finite, as the kernel says.
+        """
+        kernels.add_parts(members.share(self.rank, self.size), parts, parts[self.rank], bad)
 
     def close(self) -> None:  # noqa: B027  most hold nothing
         """Give back what the communicator holds."""
@@ -114,6 +126,9 @@ class Wrapper(Communicator):
 
     def peers(self, x: np.ndarray) -> list[np.ndarray] | None:  # noqa: D102
         return self.comm.peers(x)
+
+    def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:  # noqa: D102
+        self.comm.add_parts(members, parts, bad)
 
     def close(self) -> None:  # noqa: D102
         self.comm.close()

@@ -50,5 +50,5 @@ class LocalCommunicator(Communicator):
         """Nobody to wait for."""
 
     def peers(self, x: np.ndarray) -> list[np.ndarray]:
-        """X itself."""
+        """x itself."""
         return [x]

@@ -7,6 +7,7 @@ import numpy as np
 
 from distopt import cost
 from distopt.comm.communicator import Communicator, Wrapper
+from distopt.kernels import Members
 
 
 class Metered(Wrapper):
@@ -49,6 +50,12 @@ class Metered(Wrapper):
         """Counted: the array, and (P - 1) / P of it."""
         self.comm.broadcast(x, root)
         self._count("broadcast", x.nbytes, cost.broadcast(x.nbytes, self.size))
+
+    def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:
+        """Counted as the all-reduce that it stands for, although in shared memory nothing goes over a wire."""
+        self.comm.add_parts(members, parts, bad)
+        nbytes = parts[self.rank].nbytes
+        self._count("all_reduce", nbytes, cost.all_reduce(nbytes, self.size))
 
     def report(self) -> dict[str, dict[str, int]]:
         """``{verb: {'calls', 'payload', 'wire'}}`` since the start or the last ``reset``, in bytes."""

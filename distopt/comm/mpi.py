@@ -19,6 +19,7 @@ from distopt.comm.communicator import (
     checked_parts,
     checked_root,
 )
+from distopt.comm.shared import SharedMemory, open_handle
 from distopt.guard import LEAVE, Control, abort_on_exception
 
 if TYPE_CHECKING:
@@ -144,10 +145,11 @@ class MpiCommunicator(Communicator):
         self._comm = comm.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_rank = node.rank
+        self.local_rank, self.one_node = node.rank, node.size == self.size
         node.Free()
         self.rank_ordered = self.size <= 2
         self.why = f"{brand()}{', ' + why if why else ''}"
+        self._shared = SharedMemory()
         self.control: MpiControl = MpiControl(self._comm.Dup())
         if self.size > 1:
             _controls.append(self.control)
@@ -186,6 +188,20 @@ class MpiCommunicator(Communicator):
     def barrier(self) -> None:
         """Return when every rank has come."""
         self._comm.Barrier()
+
+    def alloc(self, n: int, dtype: Any) -> np.ndarray:
+        """Zeroed flat memory, which ``peers`` can share if all ranks sit on one node."""
+        shared = self._shared.alloc(n, dtype) if self.one_node and self.size > 1 else None
+        return super().alloc(n, dtype) if shared is None else shared
+
+    def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
+        """The same array on every rank, in rank order, if ``alloc`` made it and all ranks can open all of it."""
+        if not self.one_node:
+            return None
+        handles = self.control.gather(self._shared.handle(x))
+        others = [x if r == self.rank else open_handle(h, x.dtype) for r, h in enumerate(handles)]
+        found = [a for a in others if a is not None]
+        return found if all(self.control.gather("all" * (len(found) == self.size))) else None
 
     def close(self) -> None:
         """Give the MPI communicators back; collective, and the last that may be done with this one."""

@@ -8,6 +8,7 @@ from distopt.comm import Communicator
 from distopt.compress import At, Compressor
 from distopt.exchange.gather import gather, gather_or_reduce
 from distopt.exchange.reduce import reduce
+from distopt.exchange.shares import add_shares
 from distopt.exchange.window import Window
 
 Algorithm = Callable[[np.ndarray, Compressor, Communicator, dict[str, np.ndarray], At], None]
@@ -30,4 +31,4 @@ def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
     return gather_or_reduce if break_even else gather
 
 
-__all__ = ["Algorithm", "Window", "choose", "gather", "reduce"]
+__all__ = ["Algorithm", "Window", "add_shares", "choose", "gather", "reduce"]

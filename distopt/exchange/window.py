@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from distopt import kernels
-from distopt.buckets import Buffer, Buffers
+from distopt.buckets import Buffer, Buffers, Sum, whole
 
-Exchange = Callable[[Buffer, np.ndarray], None]
+Exchange = Callable[[Buffer, np.ndarray], Sum]
 
 
 class Window:
@@ -20,7 +20,7 @@ class Window:
         self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
         self.batches = 0  # calls since the last step
 
-    def add(self, buffers: Buffers, exchange: Exchange) -> list[np.ndarray] | None:
+    def add(self, buffers: Buffers, exchange: Exchange) -> list[Sum] | None:
         """Take in this call's gradients.
 
         Returns per bucket the sum over ranks and over the window, or None as long as the window is open.
@@ -36,17 +36,15 @@ class Window:
         self.batches += 1
         if self.batches < self.num_batches:
             return None
-        return _exchanged(buffers, exchange, sums) if self.sync_on_apply else sums
+        return _exchanged(buffers, exchange, sums) if self.sync_on_apply else [whole(s) for s in sums]
 
-    def start(self, sums: Sequence[np.ndarray]) -> None:
+    def start(self, buffers: Buffers) -> None:
         """The step has been applied: begin the next window."""
         if self.num_batches > 1:
             self.batches = 0
-            for total in sums:
-                total.fill(0)
+            for buffer in buffers:
+                buffer.kept("window").fill(0)
 
 
-def _exchanged(buffers: Buffers, exchange: Exchange, flats: list[np.ndarray]) -> list[np.ndarray]:
-    for buffer, flat in zip(buffers, flats, strict=True):
-        exchange(buffer, flat)
-    return flats
+def _exchanged(buffers: Buffers, exchange: Exchange, flats: Sequence[np.ndarray]) -> list[Sum]:
+    return [exchange(buffer, flat) for buffer, flat in zip(buffers, flats, strict=True)]
