@@ -116,6 +116,7 @@ class Members:
         self.rows["first"] = np.cumsum(chunks) - chunks
         self.extent = int((self.rows["offset"] + self.rows["size"]).max(initial=0))
         self.table = Table(self.rows.ctypes.data, len(self.names), 0, int(chunks.sum()))
+        self.whole = self  # the table that this is a share of
         self._shares: dict[tuple[int, int], Members] = {(0, 1): self}
         self._arrays: Sequence[np.ndarray] = ()
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.buckets import Buffer, Sum
+from distopt.buckets import Buffer, Sum, own
 from distopt.buckets import whole as in_one_piece
 from distopt.compress import At, Compressor, Dense
 from distopt.exchange import add_shares, choose
@@ -66,6 +66,8 @@ class Loop(Memory):
         try:
             if self._failure:
                 raise RuntimeError(f"{self._failure}; load a checkpoint to go on")
+            if local and self._sharded:
+                raise ValueError("a partial step changes each rank's own parameters, but all ranks share them")
             compressor = make()
             choose(compressor)
             self._numbers = self._optimizer.numbers()
@@ -127,7 +129,8 @@ class Loop(Memory):
         """Are the sums to be applied?  In shared memory all ranks have added up theirs when this returns."""
         if self._in_shares(compressor):
             found = nonfinite(self._memory) if self._nonfinite.looks else ""
-            bad = describe(self._vote(self._name, ~self._calls, report=found, part=", its sums"))
+            reports = self._vote(self._name, ~self._calls, report=found, part=", its sums")
+            bad = describe(reports, self._collector.order)
         elif compressor.may_overflow and self._nonfinite.looks:  # all ranks have the same bits, and decide alike
             count = np.zeros(1, np.int64)
             for total in sums:
@@ -139,6 +142,9 @@ class Loop(Memory):
 
     def _apply(self, sums: list[Sum], ranks: int) -> None:
         """Take the mean and hand it to the optimizer."""
+        shared = self._sharded or any(len(total) > 1 for total in sums)
+        if self._sharded:
+            sums = [own(total, self._wire.rank, self._wire.size) for total in sums]
         try:
             mean = 1.0 / (ranks * self._window.num_batches)
             self._optimizer.update(self._memory, self._collector.order, sums, mean)
@@ -148,8 +154,8 @@ class Loop(Memory):
             )
             raise
         finally:
-            if any(len(total) > 1 for total in sums):
-                self._wire.barrier()  # others may read this rank's sums until here, and it may write gradients again
+            if shared:
+                self._wire.barrier()  # until here others may read this rank's sums, and write what all read
         self._window.start(self._memory)
         self._finish()
 

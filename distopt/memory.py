@@ -1,10 +1,11 @@
 """What a model is to all ranks: its parameters, their plan, the memory of both, and the vote that keeps them equal."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
+from distopt import kernels
 from distopt.adapters import adapt
 from distopt.buckets import Buffers, Plan, States, plan
 from distopt.comm import Communicator
@@ -12,9 +13,12 @@ from distopt.compress import Compressor, Dense
 from distopt.exchange import Window
 from distopt.gradients import Collector
 from distopt.guard import NonfinitePolicy, fingerprint, whole
+from distopt.kernels import Members
 from distopt.verbs import Verbs
 
 HASH = 2**62 - 1  # the bits of a hash that fit into a vote; Python's hash of numbers is the same in every process
+COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
+ENTRIES = (*COUNTS, "states", "optimizer")  # of a state_dict
 
 
 class Memory(Verbs):
@@ -77,6 +81,8 @@ class Memory(Verbs):
         old, parameters = self._buffers, len(self._collector.order)
         if old is not None and (old.plan.threshold, len(old)) == (threshold, parameters):
             return
+        if self._sharded:
+            raise ValueError(f"threshold must stay {self._threshold} once parameters are shared, got {threshold}")
         values = {name: known.value for name, known in self._collector.order.items()}
         sizes, dtypes = [v.size for v in values.values()], [v.dtype for v in values.values()]
         buffers = Buffers(plan(list(values), sizes, dtypes, threshold), values, self._wire.alloc)
@@ -151,13 +157,50 @@ class Memory(Verbs):
         self._send_parameters()
         return [self._memory.view(name) for name in names]
 
-    def _enroll(self, params: Iterable[Any], verb: str) -> list[str]:
+    def parameter_views(self, params: Iterable[Any]) -> list[np.ndarray]:
+        """Arrays, one per parameter, in memory that all ranks share; assign them as the parameters' data.
+
+        They hold rank 0's values.  From now on there is one copy of the model on this machine, and each rank updates
+        its share of it, and touches only that share of the optimizer's state (ZeRO stage 1, Rajbhandari et al., 2020,
+        in shared memory); the results are the same, to the bit.  Collective; needs all parameters of the model.
+        ``state_dict`` is collective from then on, the threshold is fixed, and there are no partial steps.
+
+        Raises, on every rank alike, TypeError for an optimizer that is not distopt's own, ValueError if parameters are
+        missing, and RuntimeError where the ranks share no memory.
+        """
+        names = self._enroll(params, "parameter_views", self._check_sharding)
+        memory = self._memory
+        if not memory.parameters and not memory.share_parameters(self._wire):
+            raise RuntimeError(f"parameter_views: these ranks share no memory ({self._wire!r})")
+        if self._wire.rank == 0:
+            for name in names:
+                memory.parameters[name][...] = self._collector.order[name].value
+        self._wire.barrier()
+        self._broadcast_due = False
+        return [memory.parameters[name] for name in names]
+
+    def _check_sharding(self, names: list[str]) -> None:
+        if not self._optimizer.updates_shares:
+            raise TypeError(f"parameter_views needs one of distopt's own optimizers, got {self._optimizer!r}")
+        missing = [n for n in self._collector.order if n not in names]
+        if missing:
+            raise ValueError(f"parameter_views needs all parameters of the model; missing {', '.join(missing[:5])}")
+
+    @property
+    def _sharded(self) -> bool:
+        """Are the parameters shared, so that each rank updates its share of them?"""
+        return self._buffers is not None and bool(self._buffers.parameters)
+
+    def _enroll(
+        self, params: Iterable[Any], verb: str, check: Callable[[list[str]], None] = lambda names: None
+    ) -> list[str]:
         """The names of parameters, which all ranks have alike, and have a plan for."""
         self._check_open()
         names: list[str] = []
         error = None
         try:
             names = self._collector.enroll(params)
+            check(names)
             self._follow_plan(self._threshold)
             self._describe(verb)
         except Exception as e:
@@ -174,9 +217,13 @@ class Memory(Verbs):
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes between steps, as copies: plain numbers, and arrays by parameter name.
 
-        The wrapped optimizer's own ``state_dict()`` or ``get_states()`` is in it, parameters are not.
+        The wrapped optimizer's own ``state_dict()`` or ``get_states()`` is in it, parameters are not.  Collective if
+        parameters are shared (``parameter_views``), since each rank has its share of the optimizer's state then.
         """
         states = self._states()
+        if self._sharded:
+            self._check_open()
+            self._vote("state_dict", ~self.step_counter)
         return {
             "step_counter": self.step_counter,
             "num_batches": self._window.num_batches,
@@ -185,8 +232,18 @@ class Memory(Verbs):
             "skipped": self._nonfinite.skipped,
             "skips_in_a_row": self._nonfinite.in_a_row,
             "states": {state: {n: a.copy() for n, a in arrays.items()} for state, arrays in states.items()},
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self._optimizer.state_dict(self._whole_state if self._sharded else None),
         }
+
+    def _whole_state(self, members: Members, flat: np.ndarray) -> np.ndarray:
+        """A flat array with every rank's share of one of which each rank has its own."""
+        rank, size = self._wire.rank, self._wire.size
+        found = np.zeros(members.extent, members.dtype)
+        views = [members.view(flat, row) for row in range(len(members.names))]
+        here = Members(members.names, members.shapes, members.rows["offset"].tolist(), members.dtype).point_to(views)
+        kernels.pack(here.share(rank, size), found, 1.0, np.zeros(len(views), np.int64))
+        self._wire.all_reduce(found.view(f"i{found.itemsize}"))  # as integers: adding zero must not change a bit
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` returned, with parameters that the caller has loaded on every rank.
@@ -205,16 +262,15 @@ class Memory(Verbs):
 
     def _checked_state(self, state: dict[str, Any]) -> States:
         """What outlives a step, as copies; ValueError for a state that cannot be gone on from."""
-        expected = self.state_dict()
-        if set(state) != set(expected):
-            raise ValueError(f"a state has the entries {sorted(expected)}, got {sorted(state)}")
-        for name in ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row"):
+        if set(state) != set(ENTRIES):
+            raise ValueError(f"a state has the entries {sorted(ENTRIES)}, got {sorted(state)}")
+        for name in COUNTS:
             whole(name, state[name], least=0)
         num_batches = self._window.num_batches
         if state["batches"] and (state["num_batches"] != num_batches or state["batches"] >= num_batches):
             batches = f"{state['batches']} of {state['num_batches']} batches"
             raise ValueError(f"the state was saved after {batches}; num_batches is {num_batches} here")
-        if state["optimizer"] is None and expected["optimizer"] is not None:
+        if state["optimizer"] is None and self._optimizer.has_state:
             raise ValueError("the state has nothing for the optimizer")
         if not isinstance(state["states"], dict):
             raise ValueError(f"states must be a dict of dicts of arrays, got {type(state['states']).__name__}")

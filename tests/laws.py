@@ -200,6 +200,39 @@ def resume(comm, mode="dense", make=sgd, stops=(1, 2, 3, 4, 5), **options):
         assert digest(params) == digest(unbroken), (mode, stop)
 
 
+def share(params, opt):
+    """Move the parameters into memory that all ranks share."""
+    for p, view in zip(params, opt.parameter_views(params), strict=True):
+        p.data = view
+    return params, opt
+
+
+def sharding_changes_no_bit(comm, mode="dense", make=sgd, **options):
+    """Law 6 once more: each rank updates its share of parameters that all share; stopped and resumed in the middle."""
+    options |= {"mode": mode, "make": make}
+    expected, plain = train(comm, steps=5, **options)
+    params, opt = share(*train(comm, steps=0, **options))
+    train(comm, 3, 0, params, opt, **options)
+    saved = opt.state_dict()
+    params, opt = share(*[params, train(comm, steps=0, **options)[1]])
+    opt.load_state_dict(saved)
+    train(comm, 2, 3, params, opt, **options)
+    assert digest(params) == digest(expected), (mode, opt.opt)
+    assert_equal_states(opt.state_dict(), plain.state_dict())
+    comm.barrier()  # others still read these parameters
+
+
+def assert_equal_states(a, b):
+    """The same numbers and arrays, to the bit."""
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal_states(a[key], b[key])
+    else:
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
 def all_of_them(comm):
     """Every law that needs a communicator; returns what other transports must reproduce."""
     for dtype in TOLERANCE:
@@ -210,10 +243,14 @@ def all_of_them(comm):
         ranks_agree_with_one(comm, make)
         same_bits(comm, make=make)
         resume(comm, make=make, stops=(3,))
+        sharding_changes_no_bit(comm, make=make)
     modes_agree(comm)
     for mode in MODES:
         same_bits(comm, mode)
         resume(comm, mode)
         resume(comm, mode, stops=(1, 2), num_batches=2)
+        if mode != "partial":
+            sharding_changes_no_bit(comm, mode)
+            sharding_changes_no_bit(comm, mode, dtype="float64", num_batches=2, deterministic=True)
     resume(comm, "topk", num_batches=3, sync_on_apply=False, deterministic=True)
     return {"digests": np.array(independence(comm))}

@@ -1,13 +1,16 @@
 """What DistOpt asks of an optimizer."""
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from distopt.buckets import Buffers, Sum
 from distopt.gradients import Known
+from distopt.kernels import Members
+
+Whole = Callable[[Members, np.ndarray], np.ndarray]
 
 
 class Adapter(abc.ABC):
@@ -47,10 +50,18 @@ class Adapter(abc.ABC):
         if hasattr(self.opt, "step"):
             self.opt.step()
 
-    def state_dict(self) -> Any:
-        """The optimizer's own states, None if it has no ``state_dict`` or ``get_states``."""
+    def state_dict(self, whole: Whole | None = None) -> Any:
+        """The optimizer's own states, None if it has no ``state_dict`` or ``get_states``.
+
+        ``whole``, where ranks update a share each, makes of a flat array one that has the shares of all.
+        """
         save = getattr(self.opt, "state_dict", getattr(self.opt, "get_states", None))
         return save() if save else None
+
+    @property
+    def has_state(self) -> bool:
+        """Has the optimizer ``state_dict`` or ``get_states``?"""
+        return hasattr(self.opt, "state_dict") or hasattr(self.opt, "get_states")
 
     def load_state_dict(self, state: Any) -> None:
         """Hand states back to the optimizer."""

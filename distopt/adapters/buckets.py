@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from distopt.adapters.adapter import Adapter
+from distopt.adapters.adapter import Adapter, Whole
 from distopt.buckets import Buffers, Sum
 from distopt.gradients import Known
 
@@ -38,6 +38,10 @@ class ByBucket(Adapter):
         for buffer, total in zip(buffers, sums, strict=True):
             for piece in total:
                 self.opt.update_bucket(buffer.parameters.share(piece.number, piece.of), piece.flat, scale)
+
+    def state_dict(self, whole: Whole | None = None) -> Any:
+        """As the optimizer."""
+        return self.opt.get_states(whole) if whole else self.opt.get_states()
 
     def __repr__(self) -> str:
         return f"optimizer {self.opt!r}"

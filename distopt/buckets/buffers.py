@@ -20,6 +20,9 @@ class Wire(Protocol):
 
     size: int
 
+    def alloc(self, n: int, dtype: Any) -> np.ndarray:
+        """Memory that ``peers`` can share."""
+
     def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
         """The same array on every rank, if it can be read directly."""
 
@@ -87,9 +90,11 @@ class Buffers:
             for b, flat in zip(plan.buckets, self._flats(self._memory), strict=True)
         ]
         self._views = {name: v for b in self for name, v in b.views(b.gradient).items()}
-        place = {name: k for k, name in enumerate(values)}
+        self._order = tuple(values)
+        place = {name: k for k, name in enumerate(self._order)}
         self._places = [np.array([place[n] for n in b.names]) for b in plan.buckets]
         self._gradients = self._parameters = -1  # versions of the arrays that the tables point to
+        self.parameters: dict[str, np.ndarray] = {}  # that all ranks share, if they do
 
     def _flats(self, memory: np.ndarray) -> list[np.ndarray]:
         """The buckets' flat arrays in such a piece of memory."""
@@ -118,6 +123,17 @@ class Buffers:
             buffer.peers = None if memories is None else [self._flats(m)[k] for m in memories]
             buffer.bad_parts = np.zeros((len(memories or ()) + 1, len(buffer.bucket.names)), np.int64)
 
+    def share_parameters(self, wire: Wire) -> bool:
+        """Make room for all ranks' parameters in the first rank's memory; collective; False if that cannot be."""
+        own = wire.alloc(self._starts[-1], np.uint8)
+        memories = wire.peers(own)
+        if memories is None:
+            return False
+        flats = self._flats(memories[0])
+        self.parameters = {n: v for b, flat in zip(self, flats, strict=True) for n, v in b.views(flat).items()}
+        self._parameters = -1
+        return True
+
     def point_to_gradients(self, grads: Sequence[np.ndarray | None], addresses: np.ndarray, version: int) -> None:
         """Gradients, in plan order, are these arrays from now on; one that is None is zeros."""
         if version != self._gradients or (addresses == 0).any():
@@ -127,8 +143,12 @@ class Buffers:
             self._gradients = version
 
     def point_to_parameters(self, addresses: np.ndarray, version: int) -> None:
-        """Parameters, in plan order, are at these addresses from now on."""
+        """Parameters, in plan order, are at these addresses from now on; if they are shared, at no others."""
         if version != self._parameters:
+            for name, address in zip(self._order, addresses, strict=True) if self.parameters else ():
+                shared = self.parameters[name]
+                if shared.size and shared.ctypes.data != address:
+                    raise ValueError(f"{name}: its data must be the array that parameter_views returned for it")
             for buffer, places in zip(self, self._places, strict=True):
                 buffer.parameters.rows["data"] = addresses[places]
             self._parameters = version

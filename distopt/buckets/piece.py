@@ -25,3 +25,8 @@ def whole(flat: np.ndarray) -> Sum:
 def shared(parts: Sequence[np.ndarray]) -> Sum:
     """A sum of which each rank has its own share in its own memory."""
     return [Piece(r, len(parts), flat) for r, flat in enumerate(parts)]
+
+
+def own(total: Sum, rank: int, size: int) -> Sum:
+    """Of a sum what one rank has to apply if each applies its own share."""
+    return [Piece(rank, size, total[rank if len(total) > 1 else 0].flat)]

@@ -6,7 +6,7 @@ packs again.  Votes and barriers see to that.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from distopt.buckets import Buffer, Buffers, Sum, shared
 from distopt.comm import Communicator
@@ -33,16 +33,21 @@ def nonfinite(buffers: Buffers) -> str:
     return json.dumps(found) if found else ""
 
 
-def describe(reports: Sequence[str]) -> str:
-    """What is not finite in all shares together: which entries of which rank, or else of the sum."""
+def describe(reports: Sequence[str], order: Iterable[str]) -> str:
+    """What is not finite in all shares together, by rank and in the parameters' order.
+
+    What is not finite only in the sum is said of that.
+    """
     counts: dict[tuple[int, str, int], int] = {}
     for report in filter(None, reports):
         for rank, name, size, count in json.loads(report):
             counts[rank, name, size] = counts.get((rank, name, size), 0) + count
-    ranks = len(reports)
+    if not counts:
+        return ""
+    ranks, place = len(reports), {name: k for k, name in enumerate(order)}
     blamed = {name for rank, name, _ in counts if rank < ranks}
     lines: dict[int, list[str]] = {}
-    for (rank, name, size), count in sorted(counts.items(), key=lambda item: item[0][0]):
+    for (rank, name, size), count in sorted(counts.items(), key=lambda item: (item[0][0], place[item[0][1]])):
         if rank < ranks or name not in blamed:
             lines.setdefault(rank, []).append(f"{name} ({count} of {size} entries)")
     speakers = [f"rank {r}" for r in range(ranks)] + ["the sum over ranks"]

@@ -2,7 +2,7 @@
 
 import abc
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -48,7 +48,7 @@ class Optimizer(abc.ABC):
         self.wd_mult = {n: hyper(f"wd_mult of {n}", m)(0) for n, m in (wd_mult or {}).items()}
         self.step_counter = 0
         self._state: dict[str, dict[str, np.ndarray]] = {slot: {} for slot in self.slots}
-        self._flats: dict[Any, tuple[tuple[str, ...], dict[str, np.ndarray]]] = {}
+        self._flats: dict[Members, dict[str, np.ndarray]] = {}  # a flat array per slot, for each table
         self._tables: dict[str, Members] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -106,11 +106,18 @@ class Optimizer(abc.ABC):
         fixed = [f"{name}={getattr(self, name)}" for name in ("rescale_grad", "clip_gradient", "lr_mult", "wd_mult")]
         return f"{type(self).__name__}({', '.join(now + fixed)})"
 
-    def get_states(self) -> State:
-        """Everything that changes between steps: ``step_counter``, and per slot a dict of arrays by parameter name."""
-        return {"step_counter": self.step_counter} | {
-            slot: {name: a.copy() for name, a in arrays.items()} for slot, arrays in self._state.items()
-        }
+    def get_states(self, whole: Callable[[Members, np.ndarray], np.ndarray] = lambda members, flat: flat) -> State:
+        """Everything that changes between steps: ``step_counter``, and per slot a dict of arrays by parameter name.
+
+        Where ranks update a share each, ``whole`` makes of a table's flat array one that has all of them.
+        """
+        found: State = {slot: {name: a.copy() for name, a in arrays.items()} for slot, arrays in self._state.items()}
+        for members, flats in self._flats.items():
+            for slot, flat in flats.items():
+                complete = whole(members, flat)
+                if complete is not flat:
+                    found[slot].update({n: members.view(complete, row) for row, n in enumerate(members.names)})
+        return {"step_counter": self.step_counter} | found
 
     def set_states(self, states: State) -> None:
         """Go on from what ``get_states`` returned.
@@ -138,15 +145,16 @@ class Optimizer(abc.ABC):
 
     def _flat_state(self, members: Members) -> dict[str, np.ndarray]:
         """The flat state of a bucket, one array per slot; what its parameters had elsewhere moves in by name."""
-        key = members.names, members.shapes, members.dtype
-        if key not in self._flats:
-            self.check(members)
-            self._flats = {k: f for k, f in self._flats.items() if set(f[0]).isdisjoint(members.names)}
-            flats = {slot: device.zeros(members.extent, members.dtype) for slot in self.slots}
+        table = members.whole
+        if table not in self._flats:
+            self.check(table)
+            self._flats = {t: f for t, f in self._flats.items() if set(t.names).isdisjoint(table.names)}
+            flats = {slot: device.zeros(table.extent, table.dtype) for slot in self.slots}
             for slot, flat in flats.items():
-                for row, name in enumerate(members.names):
-                    view = members.view(flat, row)
-                    view[...] = self._state[slot].get(name, 0)
+                for row, name in enumerate(table.names):
+                    view = table.view(flat, row)
+                    if name in self._state[slot]:
+                        view[...] = self._state[slot][name]
                     self._state[slot][name] = view
-            self._flats[key] = members.names, flats
-        return self._flats[key][1]
+            self._flats[table] = flats
+        return self._flats[table]

@@ -1,0 +1,193 @@
+"""One step on one machine, exchange and momentum SGD: python -m benchmarks.exchange [--ranks 2] [--save]
+
+The anchor is what somebody would write by hand: one flat MPI_Allreduce in place on a warm buffer, then one pass of C
+over the parameters; with glibc told to keep its memory, which makes MPI 2.6 x faster.  torch's DDP runs in the same
+processes over gloo; its gradients appear in a backward of their own, whose time without DDP is taken off.
+"""
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+
+import distopt
+from benchmarks import floor
+from benchmarks.measure import MALLOC, interleaved, report, table, versions
+from benchmarks.models import MODELS
+from distopt.cli.launcher import find_launcher
+from distopt.device import zeros
+
+BUDGETS = {
+    "resnet50": {
+        "distopt, gradients in their bucket": {2: 0.75, 4: 0.8},
+        "distopt, parameters shared too, update sharded": {2: 0.4},
+        "distopt, gradients in separate arrays": {2: 1.1},
+    },
+    "tiny": {"distopt, gradients in separate arrays": {2: 1.2}},
+}
+RULE = {"lr": 1e-6, "momentum": 0.9, "weight_decay": 1e-4}
+
+
+def arrays(model):
+    """Gradients that differ per rank and tensor, in backward order."""
+    rng = np.random.default_rng(distopt.world().rank)
+    return [rng.standard_normal(shape).astype(np.float32) * 1e-3 for _, shape in reversed(MODELS[model]())]
+
+
+def by_hand(model):
+    """The anchor."""
+    from mpi4py import MPI
+
+    grads, _ = floor.flat(arrays(model), zeros)
+    p, m = np.copy(grads), np.zeros_like(grads)
+    ranks = MPI.COMM_WORLD.size
+
+    def step():
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, grads)
+        floor.update("sgd", p, grads, m, scale=1 / ranks, lr=RULE["lr"])
+        grads[0] = 0  # sums of sums grow; what is added does not matter
+
+    return step
+
+
+def parameters(model):
+    return [distopt.Parameter(name, np.full(shape, 0.1, np.float32)) for name, shape in reversed(MODELS[model]())]
+
+
+def separate(model):
+    params, grads = parameters(model), arrays(model)
+    opt = distopt.DistOpt(distopt.optim.SGD(**RULE))
+    return lambda: opt(zip(params, grads, strict=True))
+
+
+def in_bucket(model):
+    params = parameters(model)
+    opt = distopt.DistOpt(distopt.optim.SGD(**RULE))
+    return step_in_views(opt, params, model)
+
+
+def step_in_views(opt, params, model):
+    views = opt.gradient_views(params)
+    for view, grad in zip(views, arrays(model), strict=True):
+        view[...] = grad
+    return lambda: opt(zip(params, views, strict=True))
+
+
+def sharded(model):
+    params = parameters(model)
+    opt = distopt.DistOpt(distopt.optim.SGD(**RULE))
+    for p, view in zip(params, opt.parameter_views(params), strict=True):
+        p.data = view
+    return step_in_views(opt, params, model)
+
+
+def torch_cases(model, folder):
+    """DDP with gradients as views of its buckets and torch's fused SGD, and the same without DDP."""
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    world = distopt.world()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=world.rank, world_size=world.size
+    )
+    grads = [torch.from_numpy(g) for g in arrays(model)]
+
+    class Backward(torch.autograd.Function):
+        """A backward that makes every gradient a fresh tensor, and nothing else."""
+
+        @staticmethod
+        def forward(ctx, *params):
+            return params[0].new_zeros(())
+
+        @staticmethod
+        def backward(ctx, _):
+            return tuple(g.clone() for g in grads)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.params = torch.nn.ParameterList(torch.full(g.shape, 0.1) for g in grads)
+
+        def forward(self):
+            return Backward.apply(*self.params)
+
+    def step_of(module):
+        sgd = torch.optim.SGD(module.parameters(), fused=True, **RULE)
+
+        def step():
+            module().backward()
+            sgd.step()
+            sgd.zero_grad()
+
+        return step
+
+    ddp = torch.nn.parallel.DistributedDataParallel(Model(), gradient_as_bucket_view=True)
+    alone = Model()
+
+    def backward():
+        alone().backward()
+        alone.zero_grad()
+
+    return {"torch DDP + fused SGD, its backward included": step_of(ddp), "that backward, without DDP": backward}
+
+
+CASES = {
+    "MPI_Allreduce of one flat array + one pass of C": by_hand,
+    "distopt, gradients in their bucket": in_bucket,
+    "distopt, parameters shared too, update sharded": sharded,
+    "distopt, gradients in separate arrays": separate,
+}
+
+
+def work(given):
+    """What every rank does."""
+    from mpi4py import MPI
+
+    from distopt.comm.mpi import brand
+
+    world, tables = MPI.COMM_WORLD, []
+    for model, budgets in BUDGETS.items():
+        cases = {name: make(model) for name, make in CASES.items()}
+        if importlib.util.find_spec("torch"):
+            folder = world.bcast(tempfile.mkdtemp() if world.rank == 0 else None)
+            cases |= torch_cases(model, folder)
+        times = interleaved(cases, given.rounds, 3, world.Barrier, lambda seconds: world.allreduce(seconds, MPI.MAX))
+        ddp, backward = list(cases)[-2:]
+        if "DDP" in ddp:
+            pairs = zip(times[ddp], times.pop(backward), strict=True)
+            times["torch DDP + fused SGD, less its backward"] = [a - b for a, b in pairs]
+        anchor = next(iter(cases))
+        here = {name: by_ranks[world.size] for name, by_ranks in budgets.items() if world.size in by_ranks}
+        tables.append(table(f"{model}, {world.size} ranks, {brand()}", times, anchor, here))
+        del cases
+        if importlib.util.find_spec("torch"):
+            import torch.distributed
+
+            torch.distributed.destroy_process_group()
+    if world.rank == 0:
+        text = "\n\n".join([versions("numpy", "mpi4py", "torch"), *tables])
+        report("exchange" if world.size == 2 else f"exchange-{world.size}", text, given.save)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
+    given = parser.parse_args()
+    if os.environ.get("DISTOPT_RUN"):
+        work(given)
+        return 0
+    launcher = find_launcher()
+    plain = [flag for flag in launcher.command(given.ranks) if flag != "-l"]
+    env = launcher.environment(given.ranks) | MALLOC
+    return subprocess.run([*plain, sys.executable, "-m", "benchmarks.exchange", *sys.argv[1:]], env=env).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
