@@ -22,6 +22,8 @@ class DistOpt(Loop):
     * ``communicator``: None is ``distopt.world()``.
     * ``threshold``: elements that fill a bucket (``buckets.plan``).
     * ``deterministic``: sums are added in rank order on every transport.
+    * ``overlap``: buckets are exchanged, by a thread, while the loss still yields the gradients of the next ones; the
+      same bits.  'auto': if ranks sit on several machines; in shared memory it would only take cores away.
     * ``broadcast``: rank 0's parameters go to all ranks at the first step.
     * ``nonfinite``: what to do when a gradient of any rank has an infinity or NaN: 'raise' FloatingPointError on every
       rank, 'skip' the step on every rank (10 in a row raise), or 'propagate'.
@@ -42,6 +44,7 @@ class DistOpt(Loop):
         *,
         threshold: int = 2097152,
         deterministic: bool = False,
+        overlap: str | bool = "auto",
         broadcast: bool = True,
         nonfinite: str = "raise",
         allow_missing: bool = False,
@@ -55,6 +58,7 @@ class DistOpt(Loop):
             SGD() if opt is None else opt,
             self.communicator if rank_ordered else Ordered(self.communicator),
             threshold=threshold,
+            overlap=overlap,
             broadcast=broadcast,
             nonfinite=nonfinite,
             allow_missing=allow_missing,

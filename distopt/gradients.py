@@ -3,7 +3,7 @@
 import difflib
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,6 +125,20 @@ class Collector:
         self._refuse_new_overlap(found)
         self._learn(found)
         return list(found)
+
+    def arrives_last(self, places: Sequence[int]) -> int:
+        """The position in the last step's loss after which all of these, by their places in the plan, had come."""
+        return max(places if self._places is None else [self._places[k] for k in places], default=-1)
+
+    def came_as_before(self, given: Sequence[Any], places: Sequence[int]) -> list[Any] | None:
+        """The gradients of these, if what came so far came with the last step's parameters; else None."""
+        arrived = [self._places[k] if self._places else k for k in places]
+        try:
+            pairs = [(*given[k], *self._last[k]) for k in arrived]
+        except (TypeError, IndexError):
+            return None
+        same = all(p is last and (not has_data or p.data is value) for p, _, last, has_data, value in pairs)
+        return [grad for _, grad, *_ in pairs] if same else None
 
     def _recognise(self, given: list[Any]) -> bool:
         """Take in gradients that come with the parameters of the last step, in its order; False if they do not."""

@@ -9,7 +9,7 @@ from distopt import kernels
 from distopt.buckets import Buffer, Sum, own
 from distopt.buckets import whole as in_one_piece
 from distopt.compress import At, Compressor, Dense
-from distopt.exchange import add_shares, choose
+from distopt.exchange import Overlap, add_shares, choose
 from distopt.exchange.shares import describe, nonfinite
 from distopt.guard import by_rank, whole
 from distopt.memory import Memory
@@ -24,11 +24,11 @@ class Loop(Memory):
         self, loss: Any, make: Make, threshold: int | None, break_even: bool = False, clip: float | None = None
     ) -> bool:
         """One step with the mean over ranks of what a compressor sends; True if an update was applied."""
-        compressor = self._ready(loss, make, threshold, clip)
+        compressor = self._ready(loss, make, threshold, clip, break_even)
         if compressor is None:
             return False
         self._compressor = compressor
-        sums = self._window.add(self._memory, self._exchange(compressor, break_even))
+        sums = self._window.add(self._memory, self._exchange)
         self._wire.wait()
         if sums is not None and not self._finite(sums, compressor):
             self._window.start(self._memory)
@@ -55,47 +55,88 @@ class Loop(Memory):
         return True
 
     def _ready(
-        self, loss: Any, make: Make, threshold: int | None, clip: float | None = None, local: bool = False
+        self,
+        loss: Any,
+        make: Make,
+        threshold: int | None,
+        clip: float | None = None,
+        break_even: bool = False,
+        local: bool = False,
     ) -> Compressor | None:
         """Collect, check, vote: the compressor, if all ranks go on with their packed gradients; None if all skip.
 
         ``local`` gradients are applied by this rank alone.
         """
         self._check_open()
-        error, compressor = None, None
+        error, compressor, overlap = None, None, None
         try:
             if self._failure:
                 raise RuntimeError(f"{self._failure}; load a checkpoint to go on")
             if local and self._sharded:
                 raise ValueError("a partial step changes each rank's own parameters, but all ranks share them")
+            if clip is not None and not clip >= 0:
+                raise ValueError(f"clip_Value must be at least 0, got {clip}")
             compressor = make()
-            choose(compressor)
+            self._algorithm = choose(compressor, break_even)
             self._numbers = self._optimizer.numbers()
-            self._collector.collect(loss)
             threshold = self.threshold if threshold is None else whole("threshold", threshold, least=0)
-            self._follow_plan(threshold)
             what = "a partial step" if local else "a step"
-            self._describe(f"{what} with {compressor!r}" + f", clipped at {clip}" * (clip is not None))
-            self._pack(looks=self._nonfinite.looks and (local or not self._in_shares(compressor)))
-            if clip is not None:
-                if not clip >= 0:
-                    raise ValueError(f"clip_Value must be at least 0, got {clip}")
-                for buffer in self._memory:
-                    kernels.clip(buffer.gradient, clip)
+            what += f" with {compressor!r}" + f", clipped at {clip}" * (clip is not None)
+            pack = self._packer(compressor, clip, local)
+            if not local and self._may_overlap(compressor, threshold):
+                self._describe(what)
+                overlap = self._overlap_step(pack, compressor)
+                loss = overlap.watch(loss)
+            self._collector.collect(loss)
+            self._follow_plan(threshold)
+            self._describe(what)
+            self._point()
+            for buffer in list(self._memory)[overlap.sent if overlap else 0 :]:
+                pack(buffer)
         except Exception as e:
             error = e
+        if overlap:
+            overlap.complete(failed=error is not None)
         bad = self._memory.nonfinite() if error is None and self._nonfinite.looks else ""
         if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
             return None
+        assert compressor is not None, "or there was an error"
         self._send_parameters()
+        self._exchange = self._exchanger(compressor, overlap is not None)
         return compressor
 
-    def _pack(self, looks: bool) -> None:
-        """Bring the gradients to their places; ``looks`` at those that are there already, for what is not finite."""
+    def _point(self) -> None:
+        """Let the buckets' tables point to parameters and gradients."""
         memory, collector = self._memory, self._collector
         memory.point_to_parameters(collector.values.addresses, collector.values.version)
         memory.point_to_gradients(collector.grads.arrays, collector.grads.addresses, collector.grads.version)
-        memory.pack(looks)
+
+    def _packer(self, compressor: Compressor, clip: float | None, local: bool) -> Callable[[Buffer], None]:
+        """How a bucket's gradients come to their places."""
+
+        def pack(buffer: Buffer) -> None:
+            buffer.pack(self._nonfinite.looks and (local or not self._in_shares(compressor)))
+            if clip is not None:
+                kernels.clip(buffer.gradient, clip)
+
+        return pack
+
+    def _may_overlap(self, compressor: Compressor, threshold: int) -> bool:
+        """May buckets be sent before the vote on this step?  Then they are the last step's, and nothing outlives it."""
+        same_plan = self._number > 0 and threshold == self._threshold
+        return self._overlaps and same_plan and self._window.num_batches == 1 and not compressor.stateful
+
+    def _overlap_step(self, pack: Callable[[Buffer], None], compressor: Compressor) -> Overlap:
+        exchange = self._exchanger(compressor)
+        return Overlap(
+            self._background,
+            self._wire,
+            self._memory,
+            self._collector,
+            lambda: self._vote(self._name, self._calls + (1 << 30), part=", its start"),
+            pack,
+            lambda buffer: exchange(buffer, buffer.gradient),
+        )
 
     @property
     def _calls(self) -> int:
@@ -110,13 +151,16 @@ class Loop(Memory):
 
     def _in_shares(self, compressor: Compressor) -> bool:
         """Are gradients added up in shared memory?  Then what is not finite is found there, and nothing is lost."""
-        return isinstance(compressor, Dense) and self._window.num_batches == 1 and self._memory.shared
+        dense = isinstance(compressor, Dense) and self._window.num_batches == 1
+        return dense and not self._overlaps and self._memory.shared
 
-    def _exchange(self, compressor: Compressor, break_even: bool) -> Callable[[Buffer, np.ndarray], Sum]:
-        """How a bucket's flat array becomes the sum over ranks of what the compressor takes from it."""
+    def _exchanger(self, compressor: Compressor, done: bool = False) -> Callable[[Buffer, np.ndarray], Sum]:
+        """How a bucket's flat array becomes the sum over ranks of what the compressor takes from it, if it is not."""
+        if done:
+            return lambda buffer, x: in_one_piece(x)
         if self._in_shares(compressor):
             return lambda buffer, x: add_shares(buffer, self._wire)
-        algorithm = choose(compressor, break_even)
+        algorithm = self._algorithm
 
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:
             at = At(self.step_counter, self._wire.rank, self._wire.size, buffer.bucket)

@@ -10,7 +10,7 @@ from distopt.adapters import adapt
 from distopt.buckets import Buffers, Plan, States, plan
 from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense
-from distopt.exchange import Window
+from distopt.exchange import Background, Window
 from distopt.gradients import Collector
 from distopt.guard import NonfinitePolicy, fingerprint, whole
 from distopt.kernels import Members
@@ -30,6 +30,7 @@ class Memory(Verbs):
         wire: Communicator,
         *,
         threshold: int,
+        overlap: str | bool,
         broadcast: bool,
         nonfinite: str,
         allow_missing: bool,
@@ -41,9 +42,11 @@ class Memory(Verbs):
         self.opt, self._optimizer = opt, adapt(opt)
         self.threshold = whole("threshold", threshold, least=0)
         self.step_counter = 0  # updates applied
+        self._overlaps = wire.size > 1 and _overlaps(overlap, wire)
+        self._background = Background()
         options = f"{broadcast=}, {nonfinite=}, {num_batches=}, {sync_on_apply=}, {allow_missing=}"
         order = "sums in rank order" if wire.rank_ordered else "sums in any order"
-        self._options = [options, order]
+        self._options = [options, order, f"overlap={self._overlaps}"]
         self._nonfinite = NonfinitePolicy(nonfinite, wire.rank)
         self._window = Window(whole("num_batches", num_batches, least=1), sync_on_apply)
         self._collector = Collector(allow_missing)
@@ -278,3 +281,12 @@ class Memory(Verbs):
         if self._number:
             self._memory.check(states)
         return states
+
+
+def _overlaps(overlap: str | bool, wire: Communicator) -> bool:
+    """Are buckets exchanged while gradients arrive?  'auto': if ranks sit on several machines."""
+    if overlap not in ("auto", True, False):
+        raise ValueError(f"overlap must be 'auto', True or False, got {overlap!r}")
+    if overlap is True and not wire.may_overlap:
+        raise ValueError("overlap=True needs an MPI with MPI_THREAD_MULTIPLE, which this one does not give")
+    return wire.may_overlap and (wire.spans_hosts if overlap == "auto" else bool(overlap))

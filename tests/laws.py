@@ -4,6 +4,7 @@ A law that is broken raises on the rank that sees it, which ends all ranks.
 """
 
 import hashlib
+import time
 
 import numpy as np
 
@@ -222,6 +223,17 @@ def sharding_changes_no_bit(comm, mode="dense", make=sgd, **options):
     comm.barrier()  # others still read these parameters
 
 
+def overlap_changes_no_bit(comm, mode="dense"):
+    """Law 6: whether buckets travel while gradients are computed or afterwards; gradients come one by one, late."""
+    options = {"deterministic": True}  # overlapped or not; without overlap, shared memory adds in rank order anyway
+    expected, _ = train(comm, steps=4, mode=mode, **options)
+    params, opt = train(comm, steps=0, overlap=True, **options)
+    for step in range(4):
+        backward = zip(params, gradients(params, step, comm.rank), strict=True)
+        MODES[mode](opt, ((p, g) for p, g in backward if time.sleep(2e-4 * comm.rank) is None))
+    assert digest(params) == digest(expected), mode
+
+
 def assert_equal_states(a, b):
     """The same numbers and arrays, to the bit."""
     assert type(a) is type(b)
@@ -251,6 +263,8 @@ def all_of_them(comm):
         resume(comm, mode, stops=(1, 2), num_batches=2)
         if mode != "partial":
             sharding_changes_no_bit(comm, mode)
+            sharding_changes_no_bit(comm, mode, overlap=True)
             sharding_changes_no_bit(comm, mode, dtype="float64", num_batches=2, deterministic=True)
+        overlap_changes_no_bit(comm, mode)
     resume(comm, "topk", num_batches=3, sync_on_apply=False, deterministic=True)
     return {"digests": np.array(independence(comm))}

@@ -9,7 +9,7 @@ from distopt import device, kernels
 from distopt.buckets.piece import Sum
 from distopt.buckets.plan import Bucket, Plan
 from distopt.device import HUGE_PAGE
-from distopt.kernels import Members
+from distopt.kernels import Layout, Members
 
 Alloc = Callable[[int, Any], np.ndarray]
 States = dict[str, dict[str, np.ndarray]]  # state name -> parameter name -> array
@@ -36,6 +36,7 @@ class Buffer:
         self.state: dict[str, np.ndarray] = {}
         tables = (Members(bucket.names, shapes, bucket.offsets, bucket.dtype) for _ in range(3))
         self.gradients, self.parameters, self.means = tables
+        self.layout = Layout(list(self.views(gradient).values()))
         self.home = (gradient.ctypes.data + self.gradients.rows["offset"] * bucket.dtype.itemsize).astype(np.uintp)
         self.at_home = False  # do all gradients live here?
         self.bad = np.zeros(len(bucket.names), np.int64)
@@ -92,7 +93,7 @@ class Buffers:
         self._views = {name: v for b in self for name, v in b.views(b.gradient).items()}
         self._order = tuple(values)
         place = {name: k for k, name in enumerate(self._order)}
-        self._places = [np.array([place[n] for n in b.names]) for b in plan.buckets]
+        self.places = [[place[n] for n in b.names] for b in plan.buckets]  # of each bucket's members in the order
         self._gradients = self._parameters = -1  # versions of the arrays that the tables point to
         self.parameters: dict[str, np.ndarray] = {}  # that all ranks share, if they do
 
@@ -134,11 +135,28 @@ class Buffers:
         self._parameters = -1
         return True
 
+    def take(self, number: int, grads: Sequence[Any]) -> bool:
+        """Gradients of one bucket are these from now on; False if they cannot be packed as they are."""
+        buffer = self._buffers[number]
+        addresses = buffer.layout.addresses(grads)
+        if addresses is None or self._strange(addresses, buffer.home).any():
+            return False
+        buffer.take(addresses)
+        self._gradients = -1
+        return True
+
+    def _strange(self, addresses: np.ndarray, home: np.ndarray) -> np.ndarray:
+        """Which of these lie in the memory of another gradient."""
+        start = self._memory.ctypes.data
+        inside = (addresses >= start) & (addresses < start + self._memory.nbytes)
+        found: np.ndarray = inside & (addresses != home)
+        return found
+
     def point_to_gradients(self, grads: Sequence[np.ndarray | None], addresses: np.ndarray, version: int) -> None:
         """Gradients, in plan order, are these arrays from now on; one that is None is zeros."""
         if version != self._gradients or (addresses == 0).any():
             addresses = self._untangled(grads, addresses)
-            for buffer, places in zip(self, self._places, strict=True):
+            for buffer, places in zip(self, self.places, strict=True):
                 buffer.take(addresses[places])
             self._gradients = version
 
@@ -149,28 +167,21 @@ class Buffers:
                 shared = self.parameters[name]
                 if shared.size and shared.ctypes.data != address:
                     raise ValueError(f"{name}: its data must be the array that parameter_views returned for it")
-            for buffer, places in zip(self, self._places, strict=True):
+            for buffer, places in zip(self, self.places, strict=True):
                 buffer.parameters.rows["data"] = addresses[places]
             self._parameters = version
 
     def _untangled(self, grads: Sequence[np.ndarray | None], addresses: np.ndarray) -> np.ndarray:
         """The addresses, but of a copy for a gradient in the memory of another one, which packing would overwrite."""
-        start = self._memory.ctypes.data
         home = np.empty_like(addresses)
-        for buffer, places in zip(self, self._places, strict=True):
+        for buffer, places in zip(self, self.places, strict=True):
             home[places] = buffer.home
-        strange = (addresses >= start) & (addresses < start + self._memory.nbytes) & (addresses != home)
-        self._copies = {k: np.array(grads[k]) for k in np.flatnonzero(strange).tolist()}
+        self._copies = {k: np.array(grads[k]) for k in np.flatnonzero(self._strange(addresses, home)).tolist()}
         if self._copies:
             addresses = addresses.copy()
             addresses[list(self._copies)] = [c.ctypes.data for c in self._copies.values()]
             self._gradients = -1  # copy again at the next step
         return addresses
-
-    def pack(self, look_at_home: bool = True) -> None:
-        """Bring all gradients to their places; those that live there are only looked at, for what is not finite."""
-        for buffer in self:
-            buffer.pack(look_at_home)
 
     def nonfinite(self) -> str:
         """Which of the packed gradients are not finite, '' if all are."""

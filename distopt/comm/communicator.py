@@ -33,6 +33,8 @@ class Communicator(abc.ABC):
     xp: ModuleType = np
     rank_ordered = False  # does all_reduce add in rank order: ((x0 + x1) + x2) + ...?
     why = ""
+    spans_hosts = False  # do ranks sit on several machines?
+    may_overlap = True  # may a thread exchange while another one computes?
 
     @abc.abstractmethod
     def all_reduce(self, x: np.ndarray) -> None:
@@ -64,6 +66,9 @@ class Communicator(abc.ABC):
 
     def wait(self) -> None:  # noqa: B027  host collectives have nothing to wait for
         """Results are visible to the caller's current stream from here on; does not block the host on a GPU."""
+
+    def be_patient(self, seconds: float) -> None:  # noqa: B027  most wait without taking a core
+        """Sleep so long between two looks at an exchange in progress, so that a core can compute; 0 waits busily."""
 
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
         """Zeroed flat memory that this communicator likes; from 2 MiB on it starts at a multiple of 2 MiB."""
@@ -98,6 +103,7 @@ class Wrapper(Communicator):
     def __init__(self, comm: Communicator):
         self.comm, self.rank, self.size, self.local_rank = comm, comm.rank, comm.size, comm.local_rank
         self.control, self.xp, self.rank_ordered = comm.control, comm.xp, comm.rank_ordered
+        self.spans_hosts, self.may_overlap = comm.spans_hosts, comm.may_overlap
 
     def all_reduce(self, x: np.ndarray) -> None:
         """As the inner communicator, like all verbs below."""
@@ -120,6 +126,9 @@ class Wrapper(Communicator):
 
     def wait(self) -> None:  # noqa: D102
         self.comm.wait()
+
+    def be_patient(self, seconds: float) -> None:  # noqa: D102
+        self.comm.be_patient(seconds)
 
     def alloc(self, n: int, dtype: Any) -> np.ndarray:  # noqa: D102
         return self.comm.alloc(n, dtype)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -71,15 +71,30 @@ def check_launcher(size: int, environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
+class Waiter(Protocol):
+    """Who waits for an exchange."""
+
+    patience: float  # seconds to sleep between two looks at it; 0 waits busily, and may change meanwhile
+
+
+def finish(requests: Sequence["MPI.Request"], waiter: Waiter) -> None:
+    """Wait for exchanges.  MPI moves data only while somebody looks, and its own waiting takes a whole core."""
+    MPI = _mpi()
+    while waiter.patience and not MPI.Request.Testall(requests):
+        time.sleep(waiter.patience)
+    MPI.Request.Waitall(requests)
+
+
 class MpiControl(Control):
     """Votes over an MPI communicator of their own."""
 
     def __init__(self, comm: "MPI.Comm"):
         self.rank, self.size, self._comm = comm.rank, comm.size, comm
+        self.patience = 0.0
 
     def maximum(self, votes: np.ndarray) -> None:
         """Replace an int64 vector by its elementwise maximum over ranks."""
-        self.start(votes).Wait()
+        finish([self.start(votes)], self)
 
     def start(self, votes: np.ndarray) -> "MPI.Request":
         """A vote is non-blocking, so that a rank that leaves can take part in it without waiting for one in order."""
@@ -145,7 +160,9 @@ class MpiCommunicator(Communicator):
         self._comm = comm.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_rank, self.one_node = node.rank, node.size == self.size
+        self.local_rank, self.spans_hosts = node.rank, node.size < self.size
+        self.may_overlap = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.patience = 0.0
         node.Free()
         self.rank_ordered = self.size <= 2
         self.why = f"{brand()}{', ' + why if why else ''}"
@@ -162,7 +179,14 @@ class MpiCommunicator(Communicator):
             all_reduce_in_rank_order(self, flat)
             return
         for start in range(0, flat.size, self.CHUNK):
-            self._comm.Allreduce(_mpi().IN_PLACE, flat[start : start + self.CHUNK])
+            self._all_reduce(flat[start : start + self.CHUNK])
+
+    def _all_reduce(self, x: np.ndarray) -> None:
+        """Between hosts the non-blocking call, overlapped or not: in the other, some MPI adds in another order."""
+        if self.spans_hosts:
+            finish([self._comm.Iallreduce(_mpi().IN_PLACE, x)], self)
+        else:
+            self._comm.Allreduce(_mpi().IN_PLACE, x)
 
     def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:
         """Every rank's x, flat, in rank order."""
@@ -189,14 +213,18 @@ class MpiCommunicator(Communicator):
         """Return when every rank has come."""
         self._comm.Barrier()
 
+    def be_patient(self, seconds: float) -> None:
+        """Sleep so long between two looks at an exchange in progress."""
+        self.patience = self.control.patience = seconds
+
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
         """Zeroed flat memory, which ``peers`` can share if all ranks sit on one node."""
-        shared = self._shared.alloc(n, dtype) if self.one_node and self.size > 1 else None
+        shared = self._shared.alloc(n, dtype) if self.size > 1 and not self.spans_hosts else None
         return super().alloc(n, dtype) if shared is None else shared
 
     def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
         """The same array on every rank, in rank order, if ``alloc`` made it and all ranks can open all of it."""
-        if not self.one_node:
+        if self.spans_hosts:
             return None
         handles = self.control.gather(self._shared.handle(x))
         others = [x if r == self.rank else open_handle(h, x.dtype) for r, h in enumerate(handles)]
@@ -225,7 +253,7 @@ class MpiCommunicator(Communicator):
                 continue
             requests += [self._comm.Irecv(piece, rank) for piece in self._pieces(got[rank])]
             requests += [self._comm.Isend(piece, rank) for piece in self._pieces(parts[rank])]
-        _mpi().Request.Waitall(requests)
+        finish(requests, self)
         return got
 
     def _pieces(self, x: np.ndarray) -> list[np.ndarray]:

@@ -43,6 +43,10 @@ class Compressor(Protocol):
         """Is nothing ever left behind?"""
 
     @property
+    def stateful(self) -> bool:
+        """Does ``compress`` change what outlives the step?"""
+
+    @property
     def may_overflow(self) -> bool:
         """May the sum of finite payloads be infinite?"""
 

@@ -23,7 +23,7 @@ class Half:
     Raises ValueError for another dtype.
     """
 
-    summable, lossless = True, False
+    summable, lossless, stateful = True, False, False
 
     def __init__(self, dtype: str = "float16", predivide: bool = True):
         if dtype not in FORMATS:

@@ -18,7 +18,7 @@ class ErrorFeedback:
     after the residual was changed (``Half(predivide=False)``).
     """
 
-    lossless, may_overflow = False, False
+    lossless, may_overflow, stateful = False, False, True
 
     def __init__(self, compressor: Compressor):
         if compressor.lossless:

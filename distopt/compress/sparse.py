@@ -20,7 +20,7 @@ class Sparse(abc.ABC):
     Without error feedback what is not selected is dropped.  Raises ValueError for buckets of 2^31 elements or more.
     """
 
-    summable = lossless = may_overflow = False
+    summable = lossless = may_overflow = stateful = False
 
     @abc.abstractmethod
     def select(self, x: np.ndarray, n: int) -> tuple[int, int, int]:

@@ -6,7 +6,9 @@ import numpy as np
 
 from distopt.comm import Communicator
 from distopt.compress import At, Compressor
+from distopt.exchange.background import Background
 from distopt.exchange.gather import gather, gather_or_reduce
+from distopt.exchange.overlap import Overlap
 from distopt.exchange.reduce import reduce
 from distopt.exchange.shares import add_shares
 from distopt.exchange.window import Window
@@ -14,7 +16,7 @@ from distopt.exchange.window import Window
 Algorithm = Callable[[np.ndarray, Compressor, Communicator, dict[str, np.ndarray], At], None]
 
 
-PROTOCOL = ("compress", "decompress", "payload_bytes", "summable", "lossless", "may_overflow")
+PROTOCOL = ("compress", "decompress", "payload_bytes", "summable", "lossless", "may_overflow", "stateful")
 
 
 def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
@@ -31,4 +33,4 @@ def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
     return gather_or_reduce if break_even else gather
 
 
-__all__ = ["Algorithm", "Window", "add_shares", "choose", "gather", "reduce"]
+__all__ = ["Algorithm", "Background", "Overlap", "Window", "add_shares", "choose", "gather", "reduce"]

@@ -1,0 +1,109 @@
+"""The fused update alone, one thread: python -m benchmarks.optimizers [--save]
+
+Momentum SGD, Adam, RMSProp and AdaGrad on ResNet-50's and on 2000 tiny tensors.  The anchor is one pass of C over flat
+arrays (``floor.cpp``).  distopt's own update is called as DistOpt calls it, bucket by bucket, for parameters that lie
+in one flat array and for parameters that numpy allocated one by one; torch's is its fastest: fused, or foreach for
+RMSprop, which has no fused form.
+"""
+
+import argparse
+import importlib.util
+import os
+
+import numpy as np
+
+from benchmarks import floor
+from benchmarks.measure import interleaved, report, table, versions
+from benchmarks.models import MODELS
+from distopt import optim
+from distopt.buckets import plan
+from distopt.device import zeros
+from distopt.kernels import Members
+
+RULES = {
+    "sgd": lambda: optim.SGD(1e-6, momentum=0.9, weight_decay=1e-4),
+    "adam": lambda: optim.Adam(1e-6, weight_decay=1e-4),
+    "rmsprop": lambda: optim.RMSProp(1e-6, rho=0.9, weight_decay=1e-4),
+    "adagrad": lambda: optim.AdaGrad(1e-6, weight_decay=1e-4),
+}
+BUDGETS = {
+    "resnet50": {"distopt, flat parameters": 1.05, "distopt, separate parameters": 1.1},
+    "tiny": {"distopt, flat parameters": 1.15},
+}
+THRESHOLD = 2097152
+
+
+def buckets(shapes):
+    """The buckets of these tensors, as DistOpt makes them."""
+    sizes = [int(np.prod(s)) for s in shapes]
+    return plan([str(k) for k in range(len(sizes))], sizes, [np.float32] * len(sizes), THRESHOLD).buckets
+
+
+def ours(rule, shapes, flat):
+    """A step of our optimizer over all buckets."""
+    opt, work, rng = RULES[rule](), [], np.random.default_rng(0)
+    for b in buckets(shapes):
+        members = [shapes[int(n)] for n in b.names]
+        table = Members(b.names, members, b.offsets, b.dtype)
+        memory, grad = zeros(b.size, b.dtype), zeros(b.size, b.dtype)
+        grad[:] = rng.standard_normal(b.size)
+        views = [table.view(memory, row) for row in range(len(members))]
+        table.point_to(views if flat else [np.zeros(s, np.float32) for s in members])
+        work.append((table, grad))
+
+    def step():
+        for table, grad in work:
+            opt.update_bucket(table, grad, 0.5)
+        opt.step()
+
+    return step
+
+
+def by_hand(rule, shapes):
+    """The anchor: a flat array for all tensors."""
+    n = sum(b.size for b in buckets(shapes))
+    p, g, m, v = (zeros(n, np.float32) for _ in range(4))
+    g[:] = np.random.default_rng(0).standard_normal(n)
+    return lambda: floor.update(rule, p, g, m, v, scale=0.5, lr=1e-6)
+
+
+def torch_fused(rule, shapes):
+    import torch
+
+    torch.set_num_threads(1)
+    params = [torch.zeros(s, requires_grad=True) for s in shapes]
+    for p in params:
+        p.grad = torch.randn(p.shape)
+    make = {
+        "sgd": lambda: torch.optim.SGD(params, 1e-6, momentum=0.9, weight_decay=1e-4, fused=True),
+        "adam": lambda: torch.optim.Adam(params, 1e-6, weight_decay=1e-4, fused=True),
+        "rmsprop": lambda: torch.optim.RMSprop(params, 1e-6, alpha=0.9, weight_decay=1e-4, foreach=True),
+        "adagrad": lambda: torch.optim.Adagrad(params, 1e-6, weight_decay=1e-4, fused=True),
+    }
+    return make[rule]().step
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
+    given = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+    tables = []
+    for model, budgets in BUDGETS.items():
+        shapes = [shape for _, shape in reversed(MODELS[model]())]
+        for rule in RULES:
+            cases = {
+                "one pass of C over flat arrays": by_hand(rule, shapes),
+                "distopt, flat parameters": ours(rule, shapes, flat=True),
+                "distopt, separate parameters": ours(rule, shapes, flat=False),
+            }
+            if importlib.util.find_spec("torch"):
+                cases["torch, fused (RMSprop: foreach)"] = torch_fused(rule, shapes)
+            times = interleaved(cases, given.rounds, 3 if model == "resnet50" else 10)
+            tables.append(table(f"{rule}, {model}", times, "one pass of C over flat arrays", budgets))
+    report("optimizers", "\n\n".join([versions("numpy", "torch"), *tables]), given.save)
+
+
+if __name__ == "__main__":
+    main()
