@@ -8,6 +8,7 @@ import abc
 import builtins
 import hashlib
 import json
+import os
 import sys
 import threading
 import time
@@ -185,7 +186,10 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
         else:
             _say(f"rank {rank}: {kind.__name__}: {error}\n")
             time.sleep(5)  # the rank that speaks prints where, and ends the job
-        abort(130 if kind is KeyboardInterrupt else 1)
+        code = 130 if kind is KeyboardInterrupt else 1
+        abort(code)
+        time.sleep(5)  # MPI_Abort may return before the launcher ends this process, which must not go on meanwhile
+        os._exit(code)
 
     sys.excepthook = end
 
