@@ -39,7 +39,7 @@ class Hosts(NamedTuple):
         """The command that runs a command on a host, as the first of its processes: they all end with it."""
         cores = sorted(os.sched_getaffinity(0))
         pinned = ("taskset", "-c", ",".join(map(str, cores[host::2] or cores)))
-        start = f'hostname "$0"; export TMPDIR=$(mktemp -d -p {self.folder}); exec "$@"'
+        start = f'hostname "$0" && export TMPDIR=$(mktemp -d -p {self.folder}) && exec "$@"'
         name = self.names[host]
         return ["ip", "netns", "exec", name, *pinned, *APART, "sh", "-c", start, name, *command]
 
@@ -67,9 +67,10 @@ def two_hosts(rate: str = "") -> Iterator[Hosts]:
 
     ``rate``: what the cable carries in each direction, as tc(8) writes it: '1gbit'; empty is as fast as it goes.
     """
-    names = (f"distopt-{os.getpid()}-a", f"distopt-{os.getpid()}-b")
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="distopt-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"distopt-{os.getpid()}-")))
+        stem = folder.name.replace("_", "-")  # which no host may have in its name
+        names = (f"{stem}-a", f"{stem}-b")
         for name in names:
             _output(f"ip netns add {name}")
             stack.callback(_remove, name)
