@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import distopt
 from distopt import kernels
-from distopt.cli.launcher import INSTALL, OPEN_MPI, TCP_LINKS, check_brands, find_launcher
+from distopt.cli.launcher import INSTALL, OPEN_MPI_TCP, check_brands, find_launcher
 from distopt.device import gpu_state
 
 SELF_TEST = "import numpy, distopt; x = numpy.ones(9); w = distopt.world(); w.all_reduce(x); assert x[0] == w.size == 2"
@@ -91,11 +91,12 @@ def mpi() -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", "two ranks added an array")
-    if launcher.brand == "Open MPI" and TCP_LINKS not in os.environ:
+    unset = [f"{name}={value}" for name, value in OPEN_MPI_TCP.items() if name not in os.environ]
+    if launcher.brand == "Open MPI" and unset:
         yield Finding(
             "warn",
-            "between hosts, Open MPI's TCP takes up to twice as long unless distopt run starts it",
-            f"before a bare mpirun: export {TCP_LINKS}={OPEN_MPI[TCP_LINKS]}",
+            "a bare mpirun runs a TCP network in one direction at a time (distopt run does not)",
+            f"export {' '.join(unset)}",
         )
 
 

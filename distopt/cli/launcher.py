@@ -41,15 +41,19 @@ class Launcher(NamedTuple):
         return env
 
 
-TCP_LINKS = "OMPI_MCA_btl_tcp_links"  # sockets between two ranks
-# Start as root in a container; do not probe networks for a second at start; do not let the two directions of a network
-# wait for each other, which with one socket large messages do.
+# By default the two directions of a network wait for each other: large messages of two ranks share one socket, and a
+# non-blocking all-reduce in place is a reduce and then a broadcast.  Both cost up to 2 x.
+OPEN_MPI_TCP = {
+    "OMPI_MCA_btl_tcp_links": "2",
+    "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "rabenseifner",
+}
+# Start as root in a container; do not probe networks for a second at start.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_btl": "^ofi",
     "OMPI_MCA_osc": "^ucx",
-    TCP_LINKS: "2",
+    **OPEN_MPI_TCP,
 }
 
 
