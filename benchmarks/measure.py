@@ -30,13 +30,14 @@ def interleaved(
     calls: int = 3,
     start: Callable[[], object] = lambda: None,
     slowest: Callable[[float], float] = lambda seconds: seconds,
+    uncounted: int = 1,
 ) -> Times:
-    """Seconds per call of every case, one number per round, after one round that is not counted.
+    """Seconds per call of every case, one number per round, after ``uncounted`` ones to warm up.
 
     With ranks, ``start`` is a barrier before each case and ``slowest`` the maximum over ranks.
     """
     times: Times = {name: [] for name in cases}
-    for counted in [False] + [True] * rounds:
+    for counted in [False] * uncounted + [True] * rounds:
         for name, case in cases.items():
             start()
             begin = time.perf_counter()
@@ -73,7 +74,8 @@ def versions(*packages: str) -> str:
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     return "\n".join(
         [
-            f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {cpu or platform.machine()}, {os.cpu_count()} cores",
+            f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M}, {cpu or platform.machine()}, "
+            f"{os.cpu_count()} cores",
             f"Python {platform.python_version()}, {', '.join(found)}",
             f"kernels at {kernels.library().simd_level().decode()}",
         ]

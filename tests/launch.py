@@ -58,15 +58,19 @@ def distopt_run(ranks, *script, timeout=30, **options):
     return finish([sys.executable, "-m", "distopt.cli", "run", "-n", str(ranks), *map(str, script)], timeout, **options)
 
 
-def run_mpi(size, function, folder, *args, timeout=60):
+def run_mpi(size, function, folder, *args, timeout=60, hosts=None):
     """Call ``function(comm, *args)`` on ``size`` MPI ranks; returns the ranks' dicts of arrays, in rank order.
 
-    ``function`` is a module-level function of a module in this folder, ``args`` go through JSON.
+    ``function`` is a module-level function of a module in this folder, ``args`` go through JSON.  ``hosts``: two of
+    ``benchmarks.namespaces``, one for each of two ranks.
     """
     name = f"{function.__module__}:{function.__name__}"
     launcher = find_launcher()
     command = [*launcher.command(size), sys.executable, __file__, name, str(folder), json.dumps(args)]
-    code, output = finish(command, timeout, env=launcher.environment(size))
+    environment = launcher.environment(size)
+    if hosts:
+        command, environment = hosts.on(0, command), environment | hosts.environment(launcher.brand)
+    code, output = finish(command, timeout, env=environment)
     assert code == 0, output
     results = []
     for rank in range(size):
@@ -85,4 +89,5 @@ def main():
 
 if __name__ == "__main__":
     sys.path.insert(0, str(TESTS))
+    sys.path.append(str(TESTS.parent))  # benchmarks/
     main()

@@ -37,6 +37,14 @@ def test_doctor():
     assert all(f["fix"] for f in findings if f["status"] != "ok"), "every finding that is not ok says what to do"
 
 
+@needs_mpi
+def test_doctor_on_open_mpi_between_hosts():
+    warning = "warn  a bare mpirun runs a TCP network in one direction at a time"
+    environment = dict.fromkeys(launcher.OPEN_MPI_TCP)
+    assert (warning in doctor(env=environment)[1]) == (find_launcher().brand == "Open MPI")
+    assert warning not in doctor(env=launcher.OPEN_MPI_TCP)[1]
+
+
 def test_doctor_without_mpi(tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ImportError('gone')")
     code, output = doctor(env={"PYTHONPATH": str(tmp_path), "PATH": str(tmp_path)})

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import distopt
 from distopt import kernels
-from distopt.cli.launcher import INSTALL, check_brands, find_launcher
+from distopt.cli.launcher import INSTALL, OPEN_MPI_TCP, check_brands, find_launcher
 from distopt.device import gpu_state
 
 SELF_TEST = "import numpy, distopt; x = numpy.ones(9); w = distopt.world(); w.all_reduce(x); assert x[0] == w.size == 2"
@@ -91,6 +91,13 @@ def mpi() -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", "two ranks added an array")
+    unset = [f"{name}={value}" for name, value in OPEN_MPI_TCP.items() if name not in os.environ]
+    if launcher.brand == "Open MPI" and unset:
+        yield Finding(
+            "warn",
+            "a bare mpirun runs a TCP network in one direction at a time (distopt run does not)",
+            f"export {' '.join(unset)}",
+        )
 
 
 def gpu() -> Iterator[Finding]:

@@ -24,7 +24,7 @@ class Launcher(NamedTuple):
         return [self.path, *flags, "-n", str(ranks)]
 
     def environment(self, ranks: int) -> dict[str, str]:
-        """The environment of the ranks: a fair share of the cores for BLAS, and what Open MPI needs on one machine."""
+        """The environment of the ranks: a fair share of the cores for BLAS, and what Open MPI needs."""
         cores = len(os.sched_getaffinity(0))
         share = str(max(1, cores // ranks))
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), share)
@@ -41,12 +41,19 @@ class Launcher(NamedTuple):
         return env
 
 
+# By default the two directions of a network wait for each other: large messages of two ranks share one socket, and a
+# non-blocking all-reduce in place is a reduce and then a broadcast.  Both cost up to 2 x.
+OPEN_MPI_TCP = {
+    "OMPI_MCA_btl_tcp_links": "2",
+    "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "rabenseifner",
+}
 # Start as root in a container; do not probe networks for a second at start.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_btl": "^ofi",
     "OMPI_MCA_osc": "^ucx",
+    **OPEN_MPI_TCP,
 }
 
 

@@ -1,0 +1,130 @@
+"""Two hosts and the cable between them on one machine: network namespaces joined by a shaped veth pair.
+
+Each host has its own network, host name, process ids, shared memory, temporary folder and share of the cores, so that
+an MPI library takes the other one for a distant machine.  Needs root.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+INTERFACE = "eth0"
+APART = ("unshare", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+SHAPED = f"qdisc replace dev {INTERFACE} root tbf burst 256kb latency 20ms rate"
+
+# In place of ssh: what it is given is options, an address, and a command for the shell there.
+AGENT = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+shift
+exec {there} sh -c "$*"
+"""
+
+
+class Hosts(NamedTuple):
+    """Two namespaces, and a folder for what belongs to them."""
+
+    names: tuple[str, str]
+    folder: Path
+
+    def on(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command that runs a command on a host, as the first of its processes: they all end with it."""
+        cores = sorted(os.sched_getaffinity(0))
+        pinned = ("taskset", "-c", ",".join(map(str, cores[host::2] or cores)))
+        start = f'hostname "$0" && export TMPDIR=$(mktemp -d -p {self.folder}) && exec "$@"'
+        name = self.names[host]
+        return ["ip", "netns", "exec", name, *pinned, *APART, "sh", "-c", start, name, *command]
+
+    def environment(self, brand: str) -> dict[str, str]:
+        """What makes a launcher on the first host start one rank on each."""
+        agent, table = self.folder / "agent", self.folder / "hosts"
+        agent.write_text(AGENT.format(there=" ".join(f"'{word}'" for word in self.on(1, []))))
+        agent.chmod(0o700)
+        if brand == "MPICH":
+            table.write_text("".join(f"{a}:1\n" for a in ADDRESSES))
+            hydra = {"LAUNCHER": "ssh", "LAUNCHER_EXEC": agent, "HOST_FILE": table, "IFACE": INTERFACE}
+            return {f"HYDRA_{name}": str(value) for name, value in hydra.items()}
+        table.write_text("".join(f"{a} slots=1\n" for a in ADDRESSES))
+        prrte = {"plm_ssh_agent": agent, "prte_default_hostfile": table, "prte_if_include": INTERFACE}
+        return {f"PRTE_MCA_{name}": str(value) for name, value in prrte.items()}
+
+    def sent(self) -> list[int]:
+        """The bytes that each host has put on the cable so far, headers included."""
+        return [_interface(name)["stats64"]["tx"]["bytes"] for name in self.names]
+
+
+@contextlib.contextmanager
+def two_hosts(rate: str = "") -> Iterator[Hosts]:
+    """Hosts for as long as the context lasts; whatever still runs on them then is killed.
+
+    ``rate``: what the cable carries in each direction, as tc(8) writes it: '1gbit'; empty is as fast as it goes.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"distopt-{os.getpid()}-")))
+        stem = folder.name.replace("_", "-")  # which no host may have in its name
+        names = (f"{stem}-a", f"{stem}-b")
+        for name in names:
+            _output(f"ip netns add {name}")
+            stack.callback(_remove, name)
+        _output(f"ip link add {INTERFACE} netns {names[0]} type veth peer name {INTERFACE} netns {names[1]}")
+        for name, address in zip(names, ADDRESSES, strict=True):
+            _output(f"ip -netns {name} address add {address}/24 dev {INTERFACE}")
+            for interface in ("lo", INTERFACE):
+                _output(f"ip -netns {name} link set {interface} up")
+            if rate:
+                _output(f"tc -netns {name} {SHAPED} {rate}")
+        for name in names:
+            _wait_until_up(name)
+        yield Hosts(names, folder)
+
+
+def shape(rate: str) -> None:
+    """From now on the host that this process runs on sends no faster than that."""
+    _output(f"tc {SHAPED} {rate}")
+
+
+def missing() -> str:
+    """Why there can be no hosts here; empty if they can be made."""
+    if os.geteuid():
+        return "network namespaces need root"
+    absent = [tool for tool in ("ip", "tc", "unshare", "taskset") if shutil.which(tool) is None]
+    if absent:
+        return f"{', '.join(absent)} not found: install iproute2 and util-linux"
+    trial = [*APART, "--net", *f"tc {SHAPED} 1gbit".replace(INTERFACE, "lo").split()]
+    done = subprocess.run(trial, capture_output=True, text=True, timeout=10, check=False)
+    return f"this machine makes no namespaces with a shaped link: {done.stderr.strip()}" if done.returncode else ""
+
+
+def _interface(name: str) -> dict[str, Any]:
+    return dict(json.loads(_output(f"ip -json -stats -netns {name} link show dev {INTERFACE}"))[0])
+
+
+def _wait_until_up(name: str) -> None:
+    """The kernel reports a new link up to a second late, and an MPI library that starts before does not use it."""
+    for _ in range(500):
+        if _interface(name)["operstate"] == "UP":
+            return
+        time.sleep(0.01)
+    raise RuntimeError(f"{INTERFACE} of {name} does not come up")
+
+
+def _remove(name: str) -> None:
+    for pid in _output(f"ip netns pids {name}").split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    _output(f"ip netns delete {name}")
+
+
+def _output(command: str) -> str:
+    done = subprocess.run(command.split(), capture_output=True, text=True, timeout=10, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")
+    return done.stdout
