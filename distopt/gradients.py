@@ -86,8 +86,8 @@ class Collector:
         self.order: dict[str, Known] = {}
         self.values, self.grads = Arrays(), Arrays()
         self._bare: dict[int, tuple[str, np.ndarray]] = {}  # holds the arrays, so that an id is not used again
-        self._last: list[tuple[Any, bool, np.ndarray]] = []  # param, has it .data, and its array, as they arrived
-        self._arrived: list[Any] = []  # the last step's gradients
+        self._last: tuple[list[Any], list[np.ndarray]] = [], []  # the last step's parameters and their arrays,
+        self._arrived: list[Any] = []  # and gradients, as they arrived
         self._places: list[int] | None = None  # where each of the plan is among those that arrive, None if in order
         self._layout = Layout([])
 
@@ -134,19 +134,19 @@ class Collector:
         """The gradients of these, if what came so far came with the last step's parameters; else None."""
         arrived = [self._places[k] if self._places else k for k in places]
         try:
-            pairs = [(*given[k], *self._last[k]) for k in arrived]
+            pairs = [(*given[k], self._last[0][k], self._last[1][k]) for k in arrived]
         except (TypeError, IndexError):
             return None
-        same = all(p is last and (not has_data or p.data is value) for p, _, last, has_data, value in pairs)
-        return [grad for _, grad, *_ in pairs] if same else None
+        same = all(p is last and (value is last or p.data is value) for p, _, last, value in pairs)
+        return [grad for _, grad, _, _ in pairs] if same else None
 
     def _recognise(self, given: list[Any]) -> bool:
         """Take in gradients that come with the parameters of the last step, in its order; False if they do not."""
         try:
             arrived = [
                 grad
-                for (param, grad), (last, has_data, value) in zip(given, self._last, strict=True)
-                if param is last and (not has_data or param.data is value)
+                for (param, grad), last, value in zip(given, *self._last, strict=True)
+                if param is last and (value is last or param.data is value)
             ]
         except (TypeError, ValueError):  # other lengths, or no pairs
             return False
@@ -173,7 +173,8 @@ class Collector:
         self._refuse_new_overlap(found)
         self._learn(found)
         self.grads.become([found[n].grad for n in self.order])
-        self._last = [] if missing else [(g.param, g.param is not g.value, g.value) for g in found.values()]
+        known = [] if missing else list(found.values())
+        self._last = [g.param for g in known], [g.value for g in known]
         self._arrived = [g.grad for g in found.values()]
         place = {name: k for k, name in enumerate(arrived)}
         self._places = None if missing or arrived == list(self.order) else [place[n] for n in self.order]
@@ -222,7 +223,7 @@ class Collector:
         """The first step did not happen."""
         self.order.clear()
         self._bare.clear()
-        self._last.clear()
+        self._last = [], []
 
 
 def _checked_value(name: str, value: Any) -> np.ndarray:

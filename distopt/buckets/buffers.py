@@ -93,7 +93,7 @@ class Buffers:
         self._views = {name: v for b in self for name, v in b.views(b.gradient).items()}
         self._order = tuple(values)
         place = {name: k for k, name in enumerate(self._order)}
-        self.places = [[place[n] for n in b.names] for b in plan.buckets]  # of each bucket's members in the order
+        self.places = [np.array([place[n] for n in b.names]) for b in plan.buckets]  # of its members in the order
         self._gradients = self._parameters = -1  # versions of the arrays that the tables point to
         self.parameters: dict[str, np.ndarray] = {}  # that all ranks share, if they do
 

@@ -39,7 +39,7 @@ class Overlap:
 
     def watch(self, loss: Any) -> Iterator[Any]:
         """The pairs of a loss, as they come; behind the last one of a bucket it is sent."""
-        places = self._memory.places
+        places = [p.tolist() for p in self._memory.places]
         ends = list(itertools.accumulate(map(self._collector.arrives_last, places), max))
         given: list[Any] = []
         as_before = True
