@@ -1,7 +1,7 @@
 """What Python costs in a step, by cause: python -m benchmarks.overhead [--save]
 
-One rank, tensors of 16 elements, so that next to nothing else is left.  Every cause is timed on its own, in turns with
-whole steps; kernels are the bare foreign calls, and a loss is a list of pairs that is there.  In microseconds per step and nanoseconds per parameter.
+One rank, tensors of 16 elements, so that next to nothing else is left; a loss is a list of pairs that is there.  Every
+cause is timed on its own, in turns with whole steps; kernels are the bare foreign calls.
 """
 
 import argparse
