@@ -68,6 +68,7 @@ INLINE bool next_chunk(Chunk &c, const Member *rows, long long count) {
 #include <cstring>
 
 #ifdef EVERY_SIMD_LEVEL  // given on the command line, to compile for one level only
+#define ONE_SIMD_LEVEL
 #elif defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define EVERY_SIMD_LEVEL __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
@@ -104,7 +105,7 @@ INLINE bool next_chunk(Chunk &c, const Member *rows, long long count) {
 #endif
 
 // |x| as an integer that orders like it; NaN lies above infinity.
-INLINE long long magnitude(float x) { return bits(x) & 0x7fffffff; }
+INLINE int magnitude(float x) { return bits(x) & 0x7fffffff; }
 INLINE long long magnitude(double x) { return bits(x) & 0x7fffffffffffffff; }
 
 // x - x is 0 for every finite x and NaN for the others.

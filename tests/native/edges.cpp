@@ -49,8 +49,8 @@ int main() {
     give_bfloat16_float(n, half.data(), y.data(), 0.5);
     std::vector<long long> found(2048);
     count_nonfinite_float(n, x.data(), 1, found.data());
-    count_digit_float(n, x.data(), 2048, found.data(), 0, 20);
-    count_above_float(n, x.data(), 2, found.data(), 0);
+
+
     const long long k = (n + 1) / 2;
     std::vector<int> index(k);
     std::vector<real> entry(k);
