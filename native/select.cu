@@ -8,92 +8,92 @@
 
 typedef decltype(magnitude((real)0)) Magnitude;
 
-#define BLOCK 64   // entries that are compared before one of them moves
+#define BLOCK 64   // entries that are compared before one of them is noted
 #define LINE 16    // neighbours that are sampled together
 #define LINES 257  // one line of so many is a sample: a prime, so that every column of a matrix gets its turn
 
-// Entry i is written behind the `held` taken so far; only if it is `taken` it counts, and leaves x.  [without a branch]
-INLINE void take(bool taken, real *x, long long i, int *index, real *entry, long long &held) {
-  index[held] = (int)i;
-  entry[held] = x[i];
-  x[i] = taken ? 0 : x[i];
-  held += taken;
-}
-
+// x <- x + add on [begin, end), a chunk or less: the indices of what then lies above `bound`, ascending; returns how many.
+// There is room for a chunk.  Without `add` nothing is added.
+INLINE long long find_above(real *x, const real *add, long long begin, long long end, Magnitude bound, int *index) {
+  long long i = begin, held = 0;
 #ifdef AVX512
-AVX512 static void take_by_lanes(real *x, const real *add, long long &i, long long end, Magnitude bound, int *index,
-                                 real *entry, long long &held) {
-  const int lanes = 64 / sizeof(real);
-  for (; i + lanes <= end; i += lanes) held += take_lanes(x, add, (int)i, bound, index + held, entry + held);
-}
-#endif
-
-// x <- x + add on [begin, end), and what lies above `bound` then moves out of x, in order; returns how many entries.
-// There is room for all of them.  No `add`, no sum.
-INLINE long long take_above(real *x, const real *add, long long begin, long long end, Magnitude bound, int *index,
-                            real *entry) {
-  long long held = 0, i = begin;
-#ifdef AVX512
-  if (__builtin_cpu_supports("avx512vl")) take_by_lanes(x, add, i, end, bound, index, entry, held);
+  if (__builtin_cpu_supports("avx512vl")) i = end - (end - begin) % LANES, held = vectors_above(x, add, begin, i, bound, index);
   else
 #endif
-  for (; i + BLOCK <= end; i += BLOCK) {
-    union { unsigned char one[BLOCK]; unsigned long long eight[BLOCK / 8]; } large;
+  for (; i + BLOCK <= end; i += BLOCK) {  // most eights have none above
+    union { unsigned char one[BLOCK]; unsigned long long eight[BLOCK / 8]; } above;
     for (int j = 0; j < BLOCK; ++j) {
       x[i + j] = add ? x[i + j] + add[i + j] : x[i + j];
-      large.one[j] = magnitude(x[i + j]) > bound;
+      above.one[j] = magnitude(x[i + j]) > bound;
     }
-    for (int e = 0; e < BLOCK / 8; ++e)
-      if (large.eight[e])
-        for (int j = 8 * e; j < 8 * e + 8; ++j) take(large.one[j], x, i + j, index, entry, held);
+    for (int e = 0; e < BLOCK; e += 8)
+      if (above.eight[e / 8])
+        for (int j = e; j < e + 8; ++j) index[held] = (int)i + j, held += above.one[j];
   }
   for (; i < end; ++i) {
     if (add) x[i] += add[i];
-    take(magnitude(x[i]) > bound, x, i, index, entry, held);
+    index[held] = (int)i, held += magnitude(x[i]) > bound;
   }
   return held;
 }
 
-INLINE Magnitude count_above(long long n, const real *entry, Magnitude bound) {
+// The same, and what was found moves out of x.
+INLINE long long take_above(real *x, const real *add, long long begin, long long end, Magnitude bound, int *index,
+                      real *entry) {
+  const long long held = find_above(x, add, begin, end, bound, index);
+  for (long long j = 0; j < held; ++j) {
+    entry[j] = x[index[j]];
+    x[index[j]] = 0;
+  }
+  return held;
+}
+
+INLINE long long count_above(long long n, const real *entry, Magnitude bound) {
   Magnitude more = 0;
   for (long long i = 0; i < n; ++i) more += magnitude(entry[i]) > bound;
   return more;
 }
 
-// The k-th largest magnitude, bit by bit from the top: the largest number that k entries reach.
-INLINE Magnitude kth_magnitude(long long n, const real *entry, long long k) {
-  Magnitude found = 0;
-  for (int bit = 8 * sizeof(real) - 2; bit >= 0; --bit) {
-    const Magnitude higher = found | (Magnitude)1 << bit;
-    if (count_above(n, entry, higher - 1) >= k) found = higher;
+// A magnitude that at least k of n entries reach: by bisection, until no more than `spare` others do, or it is the k-th.
+INLINE Magnitude reached_by(long long k, long long spare, long long n, const real *entry) {
+  Magnitude low = n ? magnitude(entry[0]) : 0, high = low;
+  for (long long i = 0; i < n; ++i) {
+    const Magnitude m = magnitude(entry[i]);
+    low = m < low ? m : low;
+    high = m > high ? m : high;
   }
-  return found;
+  for (long long reach = n; low < high && reach > k + spare;) {
+    const Magnitude middle = low + (high - low) / 2 + 1;
+    const long long more = count_above(n, entry, middle - 1);
+    if (more >= k) low = middle, reach = more; else high = middle - 1;
+  }
+  return low;
 }
 
-// A bound that a few more than k entries of x + add exceed, as far as a sample can tell; -1 if it cannot.
-INLINE Magnitude guess(const real *x, const real *add, long long begin, long long end, long long k, real *sample) {
+// A bound that a few more than k entries of x + add are above, as far as a sample can tell; -1 if it cannot.
+INLINE Magnitude guess(long long k, const real *x, const real *add, long long begin, long long end, real *sample) {
   long long drawn = 0;
   for (long long i = begin; i + LINE <= end; i += LINE * LINES)
     for (int j = 0; j < LINE; ++j) sample[drawn++] = add ? x[i + j] + add[i + j] : x[i + j];
-  const double expected = (double)k * drawn / (end - begin);
-  const long long rank = (long long)(expected + 4 * root(expected)) + 4;  // too high once in 30 000 times
-  return rank < drawn ? kth_magnitude(drawn, sample, rank) - 1 : -1;
+  const double expected = (double)k * drawn / (end - begin), deviation = root(expected) + 1;
+  const long long rank = (long long)(expected + 4 * deviation);  // too few are above it once in 30 000 times
+  return rank < drawn ? reached_by(rank, (long long)deviation, drawn, sample) - 1 : -1;
 }
 
-// The k largest of the entries held move to `index_kept` and `entry_kept`, in order, and the others back into x.
-// Returns the least magnitude that was kept.
+// The k largest of the entries held move to `index_kept` and `entry_kept`, which may be where they are, and the others
+// back into x.  Returns a magnitude that all of the k reach, and of the entries behind them only larger ones may.
 INLINE Magnitude keep_largest(long long k, real *x, long long held, const int *index, const real *entry, int *index_kept,
                               real *entry_kept) {
-  const Magnitude least = kth_magnitude(held, entry, k);
+  const Magnitude least = reached_by(k, 0, held, entry);
   long long kept = 0, ties = k - count_above(held, entry, least);
   for (long long i = 0; i < held; ++i) {
     const Magnitude m = magnitude(entry[i]);
-    if (m > least || (m == least && ties-- > 0)) {
-      index_kept[kept] = index[i];
-      entry_kept[kept++] = entry[i];
-    } else {
-      x[index[i]] = entry[i];
-    }
+    const bool keep = m > least || (m == least && ties-- > 0);
+    const int place = index[i];
+    const real value = entry[i];
+    if (!keep) x[place] = value;
+    if (kept < k) index_kept[kept] = place, entry_kept[kept] = value;
+    kept += keep;
   }
   return least;
 }
@@ -134,7 +134,7 @@ KERNEL(take_largest)(long long n, real *x, long long given, const real *add, lon
     for (long long p = 0; p < parts; ++p) {
       const long long begin = offset[p], end = begin + size[p];
       const real *const sum = given ? add : 0;
-      const Magnitude bound = guess(x, sum, begin, end, count[p], large);
+      const Magnitude bound = guess(count[p], x, sum, begin, end, large);
       long long held = collect(count[p], x, sum, begin, end, bound, room, candidate, large);
       if (held < count[p]) {  // guessed too high
         for (long long i = 0; i < held; ++i) x[candidate[i]] = large[i];
