@@ -28,8 +28,8 @@ AVX512 static inline int lanes_above(double *x, const double *add, int i, long l
   return __builtin_popcount(above);
 }
 
-// [begin, end) is a whole number of vectors.
-AVX512 static long long vectors_above(real *x, const real *add, long long begin, long long end, long long bound, int *index) {
+// [begin, end) is a whole number of vectors.  [not inlined: the callers are compiled for other CPUs too]
+AVX512 __attribute__((noinline)) static long long vectors_above(real *x, const real *add, long long begin, long long end, long long bound, int *index) {
   long long held = 0;
   for (long long i = begin; i < end; i += LANES) held += lanes_above(x, add, (int)i, bound, index + held);
   return held;

@@ -80,32 +80,37 @@ INLINE Magnitude guess(long long k, const real *x, const real *add, long long be
   return rank < drawn ? reached_by(rank, (long long)deviation, drawn, sample) - 1 : -1;
 }
 
-// The k largest of the entries held move to `index_kept` and `entry_kept`, which may be where they are, and the others
-// back into x.  Returns a magnitude that all of the k reach, and of the entries behind them only larger ones may.
-INLINE Magnitude keep_largest(long long k, real *x, long long held, const int *index, const real *entry, int *index_kept,
-                              real *entry_kept) {
+// The k largest of the entries held move to `kept_index` and `kept`, in order, and the others back into x.  Returns a
+// magnitude that all of the k reach, so that of any entries behind them only larger ones can be worth more.
+INLINE Magnitude keep_largest(long long k, real *x, long long held, int *index, real *entry, int *kept_index, real *kept) {
   const Magnitude least = reached_by(k, 0, held, entry);
-  long long kept = 0, ties = k - count_above(held, entry, least);
-  for (long long i = 0; i < held; ++i) {
+  long long i = 0, back = 0, ties = k - count_above(held, entry, least);
+  for (long long taken = 0; taken < k; ++i) {  // [without a branch]
     const Magnitude m = magnitude(entry[i]);
-    const bool keep = m > least || (m == least && ties-- > 0);
-    const int place = index[i];
-    const real value = entry[i];
-    if (!keep) x[place] = value;
-    if (kept < k) index_kept[kept] = place, entry_kept[kept] = value;
-    kept += keep;
+    const bool keep = (m > least) | ((m == least) & (ties > 0));
+    ties -= m == least;
+    kept_index[taken] = index[i];
+    kept[taken] = entry[i];
+    taken += keep;
+    index[back] = index[i];
+    entry[back] = entry[i];
+    back += !keep;
   }
+  for (long long j = 0; j < back; ++j) x[index[j]] = entry[j];
+  for (; i < held; ++i) x[index[i]] = entry[i];
   return least;
 }
 
-// x <- x + add, and at least the k largest entries above `bound` move out of x, if there are so many; returns how many
-// moved.  Whenever there is no room left all but the k largest move back: no smaller one can be among the k largest of
-// all.
+// x <- x + add, and the entries above `bound`, or at least the k largest of them, move out of x; returns how many.
+// Whenever there is no room for more, all but the k largest move back.
 INLINE long long collect(long long k, real *x, const real *add, long long begin, long long end, Magnitude bound,
-                         long long room, int *index, real *entry) {
+                         long long room, int *index, real *entry, int *kept_index, real *kept) {
   long long held = 0;
   for (long long i = begin; i < end; i += CHUNK) {
-    if (held + CHUNK > room) bound = keep_largest(k, x, held, index, entry, index, entry), held = k;
+    if (held + CHUNK > room) {
+      bound = keep_largest(k, x, held, index, entry, kept_index, kept);
+      for (held = 0; held < k; ++held) index[held] = kept_index[held], entry[held] = kept[held];
+    }
     held += take_above(x, add, i, i + CHUNK < end ? i + CHUNK : end, bound, index + held, entry + held);
   }
   return held;
@@ -135,10 +140,10 @@ KERNEL(take_largest)(long long n, real *x, long long given, const real *add, lon
       const long long begin = offset[p], end = begin + size[p];
       const real *const sum = given ? add : 0;
       const Magnitude bound = guess(count[p], x, sum, begin, end, large);
-      long long held = collect(count[p], x, sum, begin, end, bound, room, candidate, large);
+      long long held = collect(count[p], x, sum, begin, end, bound, room, candidate, large, index, entry);
       if (held < count[p]) {  // guessed too high
         for (long long i = 0; i < held; ++i) x[candidate[i]] = large[i];
-        held = collect(count[p], x, 0, begin, end, -1, room, candidate, large);
+        held = collect(count[p], x, 0, begin, end, -1, room, candidate, large, index, entry);
       }
       keep_largest(count[p], x, held, candidate, large, index, entry);
       index += count[p], entry += count[p];
