@@ -81,7 +81,8 @@ class TopK(Sparse):
 
     def _counts(self, sizes: np.ndarray) -> np.ndarray:
         exact = self.density * sizes
-        return np.minimum(sizes, np.maximum(1, np.ceil(exact - 1e-9 * np.maximum(1.0, exact)))).astype(np.int64)
+        wanted = np.ceil(exact - 1e-9 * np.maximum(1.0, exact)).astype(np.int64)
+        return np.clip(wanted, np.minimum(sizes, 1), sizes)
 
     def payload_bytes(self, n: int, itemsize: int = 4) -> int | None:
         """A value and an index for each of k entries; per tensor it depends on their sizes."""
@@ -89,11 +90,12 @@ class TopK(Sparse):
 
     def take(self, x: np.ndarray, add: np.ndarray, bucket: Parts | None) -> np.ndarray:
         """The largest entries, from a first guess of how large those are (select.cu)."""
-        members = np.array([bucket.offsets, bucket.sizes]) if bucket else np.array([[0], [x.size]])
-        whole = np.array([[0], [x.size]])
-        (offsets, sizes), counts = (
-            (members, self._counts(members[1])) if self.per_tensor else (whole, self._counts(members[1:].sum(1)))
-        )
+        sizes = np.array(bucket.sizes if bucket else [x.size], np.int64)
+        if self.per_tensor and bucket:
+            offsets, counts = np.array(bucket.offsets, np.int64), self._counts(sizes)
+        else:  # one part, in which the gaps lie, but do not count
+            counts = self._counts(sizes.sum(keepdims=True))
+            offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
         payload = empty_payload(int(counts.sum()), x.dtype)
         candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
         scratch = empty_payload(int(candidates.max(initial=0)) + kernels.CHUNK, x.dtype)
@@ -127,11 +129,11 @@ class Threshold(Sparse):
         payload = empty_payload(x.size // SPARE + kernels.CHUNK, x.dtype)
         kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
         if place[0] < x.size:
-            first, payload = shorten(payload, place[1], x.dtype), empty_payload(x.size + kernels.CHUNK, x.dtype)
+            first, payload = shorten(payload, int(place[1]), x.dtype), empty_payload(x.size + kernels.CHUNK, x.dtype)
             for plane, part in zip(*(unpack_entries(p, x.dtype) for p in (payload, first)), strict=True):
                 plane[: part.size] = part
             kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
-        return shorten(payload, place[1], x.dtype)
+        return shorten(payload, int(place[1]), x.dtype)
 
     def __repr__(self) -> str:
         return f"Threshold({self.magnitude})"
