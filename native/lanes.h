@@ -1,37 +1,47 @@
-// The comparison of select.cu for AVX-512, which compresses: 16 floats or 8 doubles at once, however many of them are
-// above the bound.  The host's compiler alone reads this; for other CPUs select.cu has a loop of its own.
+// The comparison of select.cu for AVX-512, which compresses.  The host's compiler alone reads this; for CPUs without it,
+// and for other compilers, select.cu has a loop of its own.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && (defined(__AVX512VL__) || !defined(ONE_SIMD_LEVEL))
 #include <immintrin.h>
 #define AVX512 __attribute__((target("avx512f,avx512vl")))
-#define LANES (long long)(64 / sizeof(real))
 
-AVX512 static inline int lanes_above(float *x, const float *add, int i, int bound, int *index) {
-  const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512 sum = add ? _mm512_add_ps(_mm512_loadu_ps(x + i), _mm512_loadu_ps(add + i)) : _mm512_loadu_ps(x + i);
+AVX512 static inline __mmask16 sixteen_above(float *x, const float *add, int bound) {
+  const __m512 sum = add ? _mm512_add_ps(_mm512_loadu_ps(x), _mm512_loadu_ps(add)) : _mm512_loadu_ps(x);
   const __m512i size = _mm512_and_si512(_mm512_castps_si512(sum), _mm512_set1_epi32(0x7fffffff));
-  const __mmask16 above = _mm512_cmpgt_epi32_mask(size, _mm512_set1_epi32(bound));
-  _mm512_storeu_ps(x + i, sum);
-  _mm512_storeu_si512(index, _mm512_maskz_compress_epi32(above, _mm512_add_epi32(_mm512_set1_epi32(i), order)));
-  return __builtin_popcount(above);
+  _mm512_storeu_ps(x, sum);
+  return _mm512_cmpgt_epi32_mask(size, _mm512_set1_epi32(bound));
 }
 
-AVX512 static inline int lanes_above(double *x, const double *add, int i, long long bound, int *index) {
-  const __m512i order = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m512d sum = add ? _mm512_add_pd(_mm512_loadu_pd(x + i), _mm512_loadu_pd(add + i)) : _mm512_loadu_pd(x + i);
+AVX512 static inline __mmask8 eight_above(double *x, const double *add, long long bound) {
+  const __m512d sum = add ? _mm512_add_pd(_mm512_loadu_pd(x), _mm512_loadu_pd(add)) : _mm512_loadu_pd(x);
   const __m512i size = _mm512_and_si512(_mm512_castpd_si512(sum), _mm512_set1_epi64(0x7fffffffffffffff));
-  const __mmask8 above = _mm512_cmpgt_epi64_mask(size, _mm512_set1_epi64(bound));
-  const __m512i places = _mm512_maskz_compress_epi64(above, _mm512_add_epi64(_mm512_set1_epi64(i), order));
-  _mm512_storeu_pd(x + i, sum);
-  _mm256_storeu_si256((__m256i *)index, _mm512_cvtepi64_epi32(places));
+  _mm512_storeu_pd(x, sum);
+  return _mm512_cmpgt_epi64_mask(size, _mm512_set1_epi64(bound));
+}
+
+AVX512 static inline __mmask16 sixteen_above(double *x, const double *add, long long bound) {
+  return _mm512_kunpackb(eight_above(x + 8, add ? add + 8 : 0, bound), eight_above(x, add, bound));
+}
+
+AVX512 static inline long long write_indices(__mmask16 above, long long first, int *index) {
+  const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i places = _mm512_add_epi32(_mm512_set1_epi32((int)first), order);
+  _mm512_storeu_si512(index, _mm512_maskz_compress_epi32(above, places));
   return __builtin_popcount(above);
 }
 
-// [begin, end) is a whole number of vectors.  [not inlined: the callers are compiled for other CPUs too]
-AVX512 __attribute__((noinline)) static long long vectors_above(real *x, const real *add, long long begin, long long end, long long bound, int *index) {
+// [begin, end) is a multiple of 32.  [not inlined: its callers are compiled for other CPUs too]
+AVX512 __attribute__((noinline)) static long long find_by_32(real *x, const real *add, long long begin, long long end,
+                                                             long long bound, int *index) {
   long long held = 0;
-  for (long long i = begin; i < end; i += LANES) held += lanes_above(x, add, (int)i, bound, index + held);
+  for (long long i = begin; i < end; i += 32) {
+    const __mmask16 low = sixteen_above(x + i, add ? add + i : 0, bound);
+    const __mmask16 high = sixteen_above(x + i + 16, add ? add + i + 16 : 0, bound);
+    if (!(low | high)) continue;
+    held += write_indices(low, i, index + held);
+    held += write_indices(high, i + 16, index + held);
+  }
   return held;
 }
 #endif

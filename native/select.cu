@@ -8,26 +8,29 @@
 
 typedef decltype(magnitude((real)0)) Magnitude;
 
+#define RUN 2048   // entries that are compared, and while they are in the cache, moved; at most a CHUNK
 #define BLOCK 64   // entries that are compared before one of them is noted
 #define LINE 16    // neighbours that are sampled together
 #define LINES 257  // one line of so many is a sample: a prime, so that every column of a matrix gets its turn
 
-// x <- x + add on [begin, end), a chunk or less: the indices of what then lies above `bound`, ascending; returns how many.
-// There is room for a chunk.  Without `add` nothing is added.
+// x <- x + add on [begin, end), a run or less: the indices of what then lies above `bound`, ascending; returns how many.
+// There is room for a run.  Without `add` nothing is added.
 INLINE long long find_above(real *x, const real *add, long long begin, long long end, Magnitude bound, int *index) {
   long long i = begin, held = 0;
 #ifdef AVX512
-  if (__builtin_cpu_supports("avx512vl")) i = end - (end - begin) % LANES, held = vectors_above(x, add, begin, i, bound, index);
-  else
+  if (__builtin_cpu_supports("avx512vl")) {
+    i = end - (end - begin) % 32;
+    held = find_by_32(x, add, begin, i, bound, index);
+  }
 #endif
-  for (; i + BLOCK <= end; i += BLOCK) {  // most eights have none above
+  for (; i + BLOCK <= end; i += BLOCK) {
     union { unsigned char one[BLOCK]; unsigned long long eight[BLOCK / 8]; } above;
     for (int j = 0; j < BLOCK; ++j) {
       x[i + j] = add ? x[i + j] + add[i + j] : x[i + j];
       above.one[j] = magnitude(x[i + j]) > bound;
     }
     for (int e = 0; e < BLOCK; e += 8)
-      if (above.eight[e / 8])
+      if (above.eight[e / 8])  // rare, as long as few are taken; without a branch from here on
         for (int j = e; j < e + 8; ++j) index[held] = (int)i + j, held += above.one[j];
   }
   for (; i < end; ++i) {
@@ -39,7 +42,7 @@ INLINE long long find_above(real *x, const real *add, long long begin, long long
 
 // The same, and what was found moves out of x.
 INLINE long long take_above(real *x, const real *add, long long begin, long long end, Magnitude bound, int *index,
-                      real *entry) {
+                            real *entry) {
   const long long held = find_above(x, add, begin, end, bound, index);
   for (long long j = 0; j < held; ++j) {
     entry[j] = x[index[j]];
@@ -49,7 +52,7 @@ INLINE long long take_above(real *x, const real *add, long long begin, long long
 }
 
 INLINE long long count_above(long long n, const real *entry, Magnitude bound) {
-  Magnitude more = 0;
+  Magnitude more = 0;  // as wide as what is compared
   for (long long i = 0; i < n; ++i) more += magnitude(entry[i]) > bound;
   return more;
 }
@@ -75,6 +78,7 @@ INLINE Magnitude guess(long long k, const real *x, const real *add, long long be
   long long drawn = 0;
   for (long long i = begin; i + LINE <= end; i += LINE * LINES)
     for (int j = 0; j < LINE; ++j) sample[drawn++] = add ? x[i + j] + add[i + j] : x[i + j];
+  if (!drawn) return -1;
   const double expected = (double)k * drawn / (end - begin), deviation = root(expected) + 1;
   const long long rank = (long long)(expected + 4 * deviation);  // too few are above it once in 30 000 times
   return rank < drawn ? reached_by(rank, (long long)deviation, drawn, sample) - 1 : -1;
@@ -106,12 +110,12 @@ INLINE Magnitude keep_largest(long long k, real *x, long long held, int *index, 
 INLINE long long collect(long long k, real *x, const real *add, long long begin, long long end, Magnitude bound,
                          long long room, int *index, real *entry, int *kept_index, real *kept) {
   long long held = 0;
-  for (long long i = begin; i < end; i += CHUNK) {
-    if (held + CHUNK > room) {
+  for (long long i = begin; i < end; i += RUN) {
+    if (held + RUN > room) {
       bound = keep_largest(k, x, held, index, entry, kept_index, kept);
       for (held = 0; held < k; ++held) index[held] = kept_index[held], entry[held] = kept[held];
     }
-    held += take_above(x, add, i, i + CHUNK < end ? i + CHUNK : end, bound, index + held, entry + held);
+    held += take_above(x, add, i, i + RUN < end ? i + RUN : end, bound, index + held, entry + held);
   }
   return held;
 }
@@ -121,8 +125,8 @@ INLINE long long collect(long long k, real *x, const real *add, long long begin,
 KERNEL(take_above)(long long n, real *x, long long given, const real *add, long long room, int *index, real *entry,
                    long long two, long long *place, long long bound) {
   FOR_EACH(thread, 1) {
-    while (place[0] < n && place[1] + CHUNK <= room) {
-      const long long begin = place[0], end = begin + CHUNK < n ? begin + CHUNK : n, held = place[1];
+    while (place[0] < n && place[1] + RUN <= room) {
+      const long long begin = place[0], end = begin + RUN < n ? begin + RUN : n, held = place[1];
       place[1] += take_above(x, given ? add : 0, begin, end, (Magnitude)bound, index + held, entry + held);
       place[0] = end;
     }
@@ -131,7 +135,7 @@ KERNEL(take_above)(long long n, real *x, long long given, const real *add, long 
 
 // x <- x + add, and of each part [offset, offset + size) of x the `count` largest entries move out of it, those of equal
 // magnitude from the lowest index on.  They are k in all.  There is room for a chunk more than a part, or than its count
-// twice; the more, the rarer entries move back.
+// twice; the more room, the more seldom candidates move back.
 KERNEL(take_largest)(long long n, real *x, long long given, const real *add, long long parts, const long long *offset,
                      const long long *size, const long long *count, long long k, int *index, real *entry,
                      long long room, int *candidate, real *large) {
