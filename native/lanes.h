@@ -1,10 +1,8 @@
-// The comparison of select.cu for AVX-512, which compresses.  The host's compiler alone reads this; for CPUs without it,
-// and for other compilers, select.cu has a loop of its own.
+// What select.cu does in vectors, on a host with AVX-512: it alone has an instruction that compresses.
 #pragma once
+#include "portable.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && (defined(__AVX512VL__) || !defined(ONE_SIMD_LEVEL))
-#include <immintrin.h>
-#define AVX512 __attribute__((target("avx512f,avx512vl")))
+#ifdef AVX512
 
 AVX512 static inline __mmask16 sixteen_above(float *x, const float *add, int bound) {
   const __m512 sum = add ? _mm512_add_ps(_mm512_loadu_ps(x), _mm512_loadu_ps(add)) : _mm512_loadu_ps(x);
@@ -44,4 +42,15 @@ AVX512 __attribute__((noinline)) static long long find_by_32(real *x, const real
   }
   return held;
 }
+
+// As find_above; i goes from where to begin to where the vectors end.
+INLINE long long find_in_lanes(real *x, const real *add, long long &i, long long end, long long bound, int *index) {
+  if (!__builtin_cpu_supports("avx512vl")) return 0;
+  const long long begin = i;
+  i = end - (end - begin) % 32;
+  return find_by_32(x, add, begin, i, bound, index);
+}
+
+#else
+INLINE long long find_in_lanes(real *, const real *, long long &, long long, long long, int *) { return 0; }
 #endif

@@ -74,6 +74,11 @@ INLINE bool next_chunk(Chunk &c, const Member *rows, long long count) {
 #else
 #define EVERY_SIMD_LEVEL
 #endif
+// Of lanes.h: a function that only a CPU with AVX-512 may run.
+#if defined(__x86_64__) && defined(__GNUC__) && (defined(__AVX512VL__) || !defined(ONE_SIMD_LEVEL))
+#include <immintrin.h>
+#define AVX512 __attribute__((target("avx512f,avx512vl")))
+#endif
 #define KERNEL(name) extern "C" EVERY_SIMD_LEVEL void PASTE(name, real)
 #define INLINE static inline __attribute__((always_inline))
 // Iterations are independent: an array may be read and written at the same index, never at another.

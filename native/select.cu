@@ -1,10 +1,8 @@
-// Which entries are worth sending.  Entries are compared by `magnitude`, an integer that orders like |x|, NaN on top; so
-// selection is exact, and ties are taken from the lowest index on.  [On a device one thread does it: right, and not yet
-// fast]
-#include "portable.h"
-#ifndef __CUDACC__
+// Which entries are worth sending.  Entries are compared by `magnitude`, an integer that orders like |x|, NaN on top;
+// so selection is exact, and ties are taken from the lowest index on.  [On a device one thread does it: right, and not
+// yet fast]
 #include "lanes.h"
-#endif
+#include "portable.h"
 
 typedef decltype(magnitude((real)0)) Magnitude;
 
@@ -13,16 +11,10 @@ typedef decltype(magnitude((real)0)) Magnitude;
 #define LINE 16    // neighbours that are sampled together
 #define LINES 257  // one line of so many is a sample: a prime, so that every column of a matrix gets its turn
 
-// x <- x + add on [begin, end), a run or less: the indices of what then lies above `bound`, ascending; returns how many.
-// There is room for a run.  Without `add` nothing is added.
+// x <- x + add on [begin, end), a run or less: the indices of what then lies above `bound`, ascending; returns how
+// many.  There is room for a run.  Without `add` nothing is added.
 INLINE long long find_above(real *x, const real *add, long long begin, long long end, Magnitude bound, int *index) {
-  long long i = begin, held = 0;
-#ifdef AVX512
-  if (__builtin_cpu_supports("avx512vl")) {
-    i = end - (end - begin) % 32;
-    held = find_by_32(x, add, begin, i, bound, index);
-  }
-#endif
+  long long i = begin, held = find_in_lanes(x, add, i, end, bound, index);
   for (; i + BLOCK <= end; i += BLOCK) {
     union { unsigned char one[BLOCK]; unsigned long long eight[BLOCK / 8]; } above;
     for (int j = 0; j < BLOCK; ++j) {
@@ -57,7 +49,8 @@ INLINE long long count_above(long long n, const real *entry, Magnitude bound) {
   return more;
 }
 
-// A magnitude that at least k of n entries reach: by bisection, until no more than `spare` others do, or it is the k-th.
+// A magnitude that at least k of n entries reach, with no more than `spare` others, or else the k-th: by turns of
+// interpolation, which is fast, and bisection, which is sure.
 INLINE Magnitude reached_by(long long k, long long spare, long long n, const real *entry) {
   Magnitude low = n ? magnitude(entry[0]) : 0, high = low;
   for (long long i = 0; i < n; ++i) {
@@ -65,10 +58,12 @@ INLINE Magnitude reached_by(long long k, long long spare, long long n, const rea
     low = m < low ? m : low;
     high = m > high ? m : high;
   }
-  for (long long reach = n; low < high && reach > k + spare;) {
-    const Magnitude middle = low + (high - low) / 2 + 1;
-    const long long more = count_above(n, entry, middle - 1);
-    if (more >= k) low = middle, reach = more; else high = middle - 1;
+  long long reach = n, above = 0;  // so many reach `low`, and lie above `high`
+  for (bool halve = false; low < high && reach > k + spare; halve = !halve) {
+    const double share = halve ? 0.5 : (double)(reach - k) / (reach - above);
+    const Magnitude middle = low + (Magnitude)((high - low - 1) * share);
+    const long long more = count_above(n, entry, middle);
+    if (more >= k) low = middle + 1, reach = more; else high = middle, above = more;
   }
   return low;
 }
@@ -80,13 +75,14 @@ INLINE Magnitude guess(long long k, const real *x, const real *add, long long be
     for (int j = 0; j < LINE; ++j) sample[drawn++] = add ? x[i + j] + add[i + j] : x[i + j];
   if (!drawn) return -1;
   const double expected = (double)k * drawn / (end - begin), deviation = root(expected) + 1;
-  const long long rank = (long long)(expected + 4 * deviation);  // too few are above it once in 30 000 times
-  return rank < drawn ? reached_by(rank, (long long)deviation, drawn, sample) - 1 : -1;
+  const long long rank = (long long)(expected + 3 * deviation);  // too high once in 700 times
+  return rank < drawn ? reached_by(rank, (long long)deviation / 2, drawn, sample) - 1 : -1;
 }
 
 // The k largest of the entries held move to `kept_index` and `kept`, in order, and the others back into x.  Returns a
 // magnitude that all of the k reach, so that of any entries behind them only larger ones can be worth more.
-INLINE Magnitude keep_largest(long long k, real *x, long long held, int *index, real *entry, int *kept_index, real *kept) {
+INLINE Magnitude keep_largest(long long k, real *x, long long held, int *index, real *entry, int *kept_index,
+                              real *kept) {
   const Magnitude least = reached_by(k, 0, held, entry);
   long long i = 0, back = 0, ties = k - count_above(held, entry, least);
   for (long long taken = 0; taken < k; ++i) {  // [without a branch]
@@ -133,9 +129,9 @@ KERNEL(take_above)(long long n, real *x, long long given, const real *add, long 
   }
 }
 
-// x <- x + add, and of each part [offset, offset + size) of x the `count` largest entries move out of it, those of equal
-// magnitude from the lowest index on.  They are k in all.  There is room for a chunk more than a part, or than its count
-// twice; the more room, the more seldom candidates move back.
+// x <- x + add, and of each part [offset, offset + size) of x the `count` largest entries move out of it, those of
+// equal magnitude from the lowest index on.  They are k in all.  There is room for a chunk more than a part, or than
+// twice its count; the more room, the more seldom candidates move back.
 KERNEL(take_largest)(long long n, real *x, long long given, const real *add, long long parts, const long long *offset,
                      const long long *size, const long long *count, long long k, int *index, real *entry,
                      long long room, int *candidate, real *large) {
