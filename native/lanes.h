@@ -36,7 +36,7 @@ AVX512 __attribute__((noinline)) static long long find_by_32(real *x, const real
   for (long long i = begin; i < end; i += 32) {
     const __mmask16 low = sixteen_above(x + i, add ? add + i : 0, bound);
     const __mmask16 high = sixteen_above(x + i + 16, add ? add + i + 16 : 0, bound);
-    if (!(low | high)) continue;
+    if (!(low | high) & (256 * held <= i - begin)) continue;  // a branch where few are above, none where many are
     held += write_indices(low, i, index + held);
     held += write_indices(high, i + 16, index + held);
   }
