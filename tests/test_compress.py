@@ -111,6 +111,11 @@ def test_the_residual_is_added_in_the_same_pass(n, seed, digits, density, dtype)
     np.testing.assert_array_equal(x, gradient)
 
 
+def test_a_memory_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="a gradient of 4 elements does not fit a memory of 5"):
+        ErrorFeedback(TopK(0.5)).compress(np.ones(4, np.float32), {"residual": np.zeros(5, np.float32)}, At())
+
+
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.02, 0.5, 1.0])
 def test_threshold_of_few_and_of_many(share):
     """More than there was room for at first go on in larger memory."""

@@ -29,6 +29,8 @@ class Sparse(abc.ABC):
         """Move the selected entries out of x (+ add)."""
         if x.size >= LIMIT:
             raise ValueError(f"a bucket of {x.size} elements is too large for int32 indices: lower the threshold")
+        if add is not None and add.size != x.size:
+            raise ValueError(f"a gradient of {add.size} elements does not fit a memory of {x.size}")
         return self.take(x, x[:0] if add is None else add, at.bucket)
 
     @abc.abstractmethod
