@@ -15,7 +15,8 @@ def zeros(n: int, dtype: Any) -> np.ndarray:
     nbytes = n * np.dtype(dtype).itemsize
     align = HUGE_PAGE if nbytes >= HUGE_PAGE else 64
     if align == HUGE_PAGE:
-        pages = mmap.mmap(-1, -(-nbytes // align) * align + align)  # so that its end has a huge page too
+        room = -(-nbytes // align) * align + align  # the end has a huge page too
+        pages = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory would have none
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them gives small pages
                 pages.madvise(mmap.MADV_HUGEPAGE)

@@ -61,10 +61,16 @@ INLINE void add(long long *total, long long n) {
 #include <cstring>
 
 #ifdef EVERY_SIMD_LEVEL  // given on the command line, to compile for one level only
+#define ONE_SIMD_LEVEL
 #elif defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define EVERY_SIMD_LEVEL __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define EVERY_SIMD_LEVEL
+#endif
+// Of lanes.h: a function that only a CPU with AVX-512 may run.
+#if defined(__x86_64__) && defined(__GNUC__) && (defined(__AVX512VL__) || !defined(ONE_SIMD_LEVEL))
+#include <immintrin.h>
+#define AVX512 __attribute__((target("avx512f,avx512vl")))
 #endif
 #define KERNEL(name) extern "C" EVERY_SIMD_LEVEL void PASTE(name, real)
 #define INLINE static inline __attribute__((always_inline))
@@ -112,7 +118,7 @@ INLINE bool next(Chunk &c, const Table &table) {
 }
 
 // |x| as an integer that orders like it; NaN lies above infinity.
-INLINE long long magnitude(float x) { return bits(x) & 0x7fffffff; }
+INLINE int magnitude(float x) { return bits(x) & 0x7fffffff; }
 INLINE long long magnitude(double x) { return bits(x) & 0x7fffffffffffffff; }
 
 // x - x is 0 for every finite x and NaN for the others.

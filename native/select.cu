@@ -1,39 +1,152 @@
-// Which entries are worth sending.  Entries are compared by `magnitude`, an integer that orders like |x|, NaN on top; so
-// selection is exact, and ties are taken from the lowest index on.
+// Which entries are worth sending.  Entries are compared by `magnitude`, an integer that orders like |x|, NaN on top;
+// so selection is exact, and ties are taken from the lowest index on.  [On a device one thread does it: right, and not
+// yet fast]
+#include "lanes.h"
 #include "portable.h"
 
-// Entries counted by `digits` values of one digit of their magnitude: those whose bits above the digit are `prefix`.
-KERNEL(count_digit)(long long n, const real *x, long long digits, long long *found, long long prefix, int shift) {
-  FOR_EACH_COUNTED(i, n) {
-    const long long above = (magnitude(x[i]) >> shift) - prefix * digits;
-    if (above >= 0 && above < digits) add(&found[above], 1);
+typedef decltype(magnitude((real)0)) Magnitude;
+
+#define RUN 2048   // entries that are compared, and while they are in the cache, moved; at most a CHUNK
+#define BLOCK 64   // entries that are compared before one of them is noted
+#define LINE 16    // neighbours that are sampled together
+#define LINES 257  // one line of so many is a sample: a prime, so that every column of a matrix gets its turn
+
+// x <- x + add on [begin, end), a run or less: the indices of what then lies above `bound`, ascending; returns how
+// many.  There is room for a run.  Without `add` nothing is added.
+INLINE long long find_above(real *x, const real *add, long long begin, long long end, Magnitude bound, int *index) {
+  long long i = begin, held = find_in_lanes(x, add, i, end, bound, index);
+  for (; i + BLOCK <= end; i += BLOCK) {
+    union { unsigned char one[BLOCK]; unsigned long long eight[BLOCK / 8]; } above;
+    for (int j = 0; j < BLOCK; ++j) {
+      x[i + j] = add ? x[i + j] + add[i + j] : x[i + j];
+      above.one[j] = magnitude(x[i + j]) > bound;
+    }
+    for (int e = 0; e < BLOCK; e += 8)
+      if (above.eight[e / 8])  // rare, as long as few are taken; without a branch from here on
+        for (int j = e; j < e + 8; ++j) index[held] = (int)i + j, held += above.one[j];
   }
+  for (; i < end; ++i) {
+    if (add) x[i] += add[i];
+    index[held] = (int)i, held += magnitude(x[i]) > bound;
+  }
+  return held;
 }
 
-// found[0] grows by the number of entries above `least`, found[1] by that of entries equal to it.
-KERNEL(count_above)(long long n, const real *x, long long two, long long *found, long long least) {
-  long long more = 0, equal = 0;
-  FOR_EACH(i, n) {
-    const long long m = magnitude(x[i]);
-    more += m > least;
-    equal += m == least;
+// The same, and what was found moves out of x.
+INLINE long long take_above(real *x, const real *add, long long begin, long long end, Magnitude bound, int *index,
+                            real *entry) {
+  const long long held = find_above(x, add, begin, end, bound, index);
+  for (long long j = 0; j < held; ++j) {
+    entry[j] = x[index[j]];
+    x[index[j]] = 0;
   }
-  add(&found[0], more);
-  add(&found[1], equal);
+  return held;
 }
 
-// Move all entries above `least`, and the first `ties` equal to it, out of x: their indices, ascending, and values.
-// There are k of them.  [On a device one thread does it: right, and not yet fast]
-KERNEL(take_above)(long long n, real *x, long long k, int *index, real *entry, long long least, int ties) {
+INLINE long long count_above(long long n, const real *entry, Magnitude bound) {
+  Magnitude more = 0;  // as wide as what is compared
+  for (long long i = 0; i < n; ++i) more += magnitude(entry[i]) > bound;
+  return more;
+}
+
+// A magnitude that at least k of n entries reach, with no more than `spare` others, or else the k-th: by turns of
+// interpolation, which is fast, and bisection, which is sure.
+INLINE Magnitude reached_by(long long k, long long spare, long long n, const real *entry) {
+  Magnitude low = n ? magnitude(entry[0]) : 0, high = low;
+  for (long long i = 0; i < n; ++i) {
+    const Magnitude m = magnitude(entry[i]);
+    low = m < low ? m : low;
+    high = m > high ? m : high;
+  }
+  long long reach = n, above = 0;  // so many reach `low`, and lie above `high`
+  for (bool halve = false; low < high && reach > k + spare; halve = !halve) {
+    const double share = halve ? 0.5 : (double)(reach - k) / (reach - above);
+    const Magnitude middle = low + (Magnitude)((high - low - 1) * share);
+    const long long more = count_above(n, entry, middle);
+    if (more >= k) low = middle + 1, reach = more; else high = middle, above = more;
+  }
+  return low;
+}
+
+// A bound that a few more than k entries of x + add are above, as far as a sample can tell; -1 if it cannot.
+INLINE Magnitude guess(long long k, const real *x, const real *add, long long begin, long long end, real *sample) {
+  long long drawn = 0;
+  for (long long i = begin; i + LINE <= end; i += LINE * LINES)
+    for (int j = 0; j < LINE; ++j) sample[drawn++] = add ? x[i + j] + add[i + j] : x[i + j];
+  if (!drawn) return -1;
+  const double expected = (double)k * drawn / (end - begin), deviation = root(expected) + 1;
+  const long long rank = (long long)(expected + 3 * deviation);  // too high once in 700 times
+  return rank < drawn ? reached_by(rank, (long long)deviation / 2, drawn, sample) - 1 : -1;
+}
+
+// The k largest of the entries held move to `kept_index` and `kept`, in order, and the others back into x.  Returns a
+// magnitude that all of the k reach, so that of any entries behind them only larger ones can be worth more.
+INLINE Magnitude keep_largest(long long k, real *x, long long held, int *index, real *entry, int *kept_index,
+                              real *kept) {
+  const Magnitude least = reached_by(k, 0, held, entry);
+  long long i = 0, back = 0, ties = k - count_above(held, entry, least);
+  for (long long taken = 0; taken < k; ++i) {  // [without a branch]
+    const Magnitude m = magnitude(entry[i]);
+    const bool keep = (m > least) | ((m == least) & (ties > 0));
+    ties -= m == least;
+    kept_index[taken] = index[i];
+    kept[taken] = entry[i];
+    taken += keep;
+    index[back] = index[i];
+    entry[back] = entry[i];
+    back += !keep;
+  }
+  for (long long j = 0; j < back; ++j) x[index[j]] = entry[j];
+  for (; i < held; ++i) x[index[i]] = entry[i];
+  return least;
+}
+
+// x <- x + add, and the entries above `bound`, or at least the k largest of them, move out of x; returns how many.
+// Whenever there is no room for more, all but the k largest move back.
+INLINE long long collect(long long k, real *x, const real *add, long long begin, long long end, Magnitude bound,
+                         long long room, int *index, real *entry, int *kept_index, real *kept) {
+  long long held = 0;
+  for (long long i = begin; i < end; i += RUN) {
+    if (held + RUN > room) {
+      bound = keep_largest(k, x, held, index, entry, kept_index, kept);
+      for (held = 0; held < k; ++held) index[held] = kept_index[held], entry[held] = kept[held];
+    }
+    held += take_above(x, add, i, i + RUN < end ? i + RUN : end, bound, index + held, entry + held);
+  }
+  return held;
+}
+
+// x <- x + add, and all entries above `bound` move out of x: their indices, ascending, and values.  place[0] is how far
+// in x, and place[1] how many entries, this call and earlier ones came: not to the end if there is no room for a chunk.
+KERNEL(take_above)(long long n, real *x, long long given, const real *add, long long room, int *index, real *entry,
+                   long long two, long long *place, long long bound) {
   FOR_EACH(thread, 1) {
-    long long taken = 0;
-    int left = ties;
-    for (long long i = 0; i < n && taken < k; ++i) {
-      const long long m = magnitude(x[i]);
-      if (m < least || (m == least && left-- <= 0)) continue;
-      index[taken] = (int)i;
-      entry[taken++] = x[i];
-      x[i] = 0;
+    while (place[0] < n && place[1] + RUN <= room) {
+      const long long begin = place[0], end = begin + RUN < n ? begin + RUN : n, held = place[1];
+      place[1] += take_above(x, given ? add : 0, begin, end, (Magnitude)bound, index + held, entry + held);
+      place[0] = end;
+    }
+  }
+}
+
+// x <- x + add, and of each part [offset, offset + size) of x the `count` largest entries move out of it, those of
+// equal magnitude from the lowest index on.  They are k in all.  There is room for a chunk more than a part, or than
+// twice its count; the more room, the more seldom candidates move back.
+KERNEL(take_largest)(long long n, real *x, long long given, const real *add, long long parts, const long long *offset,
+                     const long long *size, const long long *count, long long k, int *index, real *entry,
+                     long long room, int *candidate, real *large) {
+  FOR_EACH(thread, 1) {
+    for (long long p = 0; p < parts; ++p) {
+      const long long begin = offset[p], end = begin + size[p];
+      const real *const sum = given ? add : 0;
+      const Magnitude bound = guess(count[p], x, sum, begin, end, large);
+      long long held = collect(count[p], x, sum, begin, end, bound, room, candidate, large, index, entry);
+      if (held < count[p]) {  // guessed too high
+        for (long long i = 0; i < held; ++i) x[candidate[i]] = large[i];
+        held = collect(count[p], x, 0, begin, end, -1, room, candidate, large, index, entry);
+      }
+      keep_largest(count[p], x, held, candidate, large, index, entry);
+      index += count[p], entry += count[p];
     }
   }
 }

@@ -1,5 +1,7 @@
 """Compressors: what exactly they select, and what they refuse."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -40,6 +42,109 @@ def test_top_k_is_the_top_k(dtype, x, density):
     np.testing.assert_array_equal(index, largest(before, k))
     np.testing.assert_array_equal(entry, before[index])
     assert not x[index].any()
+
+
+STRIDE = 257 * 16  # between two lines of the sample from which top-K guesses (select.cu)
+N = 40 * STRIDE
+
+
+def drawn(rng, beside, inside):
+    """Values that differ where the sample is drawn."""
+    x = (beside * rng.standard_normal(N)).astype(np.float32)
+    for j in range(16):
+        x[j::STRIDE] = inside * (1 + rng.random(x[j::STRIDE].size))
+    return x
+
+
+HARD = {
+    "zeros": lambda rng: np.zeros(N),
+    "all equal": lambda rng: np.full(N, -3.0),
+    "two values": lambda rng: rng.integers(1, 3, N),
+    "ascending": lambda rng: np.arange(N),
+    "descending": lambda rng: -np.arange(N)[::-1],
+    "clustered": lambda rng: np.where(np.arange(N) < N // 8, rng.standard_normal(N), 0),
+    "one huge": lambda rng: np.where(np.arange(N) == 12_345, 1e30, 1),
+    "few not zero": lambda rng: rng.standard_normal(N) * (rng.random(N) < 1e-4),
+    "subnormal": lambda rng: rng.integers(-5, 6, N) * 1e-45,
+    "guessed too high": lambda rng: drawn(rng, 1e-3, 5),
+    "guessed too low": lambda rng: drawn(rng, 5, 0),
+    "guessed too low, ascending": lambda rng: np.where(np.arange(N) % STRIDE < 16, 0, np.arange(N)),
+    "not finite": lambda rng: rng.choice([np.nan, -np.nan, np.inf, -np.inf, 1, 0], N),
+    "columns": lambda rng: rng.standard_normal(N) * (np.arange(N) % 1024 < 16),
+}
+
+
+@pytest.mark.parametrize("density", [1e-5, 0.01, 0.3])
+@pytest.mark.parametrize("case", HARD)
+def test_top_k_of_what_is_hard_to_guess(case, density):
+    """A wrong guess costs time, and nothing else."""
+    x = HARD[case](np.random.default_rng(1)).astype(np.float32)
+    before = x.copy()
+    index, entry = sent(TopK(density), x)
+    np.testing.assert_array_equal(index, largest(before, TopK(density).count(x.size)))
+    np.testing.assert_array_equal(entry, before[index])
+    before[index] = 0
+    np.testing.assert_array_equal(x.view(np.int32), before.view(np.int32))
+
+
+@given(
+    n=st.integers(1, 30_000),
+    seed=st.integers(0, 2**32 - 1),
+    digits=st.integers(0, 3),
+    density=st.sampled_from([1e-4, 1e-3, 0.01, 0.1, 0.9]),
+    dtype=st.sampled_from(["float32", "float64"]),
+)
+def test_the_residual_is_added_in_the_same_pass(n, seed, digits, density, dtype):
+    """Residual + gradient == what is kept + what is sent, to the bit, and the largest of it are sent."""
+    x, residual = np.random.default_rng(seed).standard_normal((2, n)).round(digits).astype(dtype)
+    total, gradient = residual + x, x.copy()
+    for compressor in (TopK(density), Threshold(1.0)):
+        kept = {"residual": residual.copy()}
+        index, entry = unpack_entries(ErrorFeedback(compressor).compress(x, kept, At()), x.dtype)
+        exact = (
+            largest(total, TopK(density).count(n)) if isinstance(compressor, TopK) else np.flatnonzero(abs(total) >= 1)
+        )
+        np.testing.assert_array_equal(index, exact)
+        np.testing.assert_array_equal(entry, total[index])
+        kept["residual"][index] += entry
+        np.testing.assert_array_equal(kept["residual"], total)
+    np.testing.assert_array_equal(x, gradient)
+
+
+def test_a_memory_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="a gradient of 4 elements does not fit a memory of 5"):
+        ErrorFeedback(TopK(0.5)).compress(np.ones(4, np.float32), {"residual": np.zeros(5, np.float32)}, At())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.02, 0.5, 1.0])
+def test_threshold_of_few_and_of_many(share):
+    """More than there was room for at first go on in larger memory."""
+    x = (np.random.default_rng(2).random(300_000) < share).astype(np.float32) * np.arange(1, 300_001, dtype=np.float32)
+    before = x.copy()
+    index, entry = sent(Threshold(0.5), x)
+    np.testing.assert_array_equal(index, np.flatnonzero(before))
+    np.testing.assert_array_equal(entry, before[index])
+    assert not x.any()
+
+
+class Members(NamedTuple):
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@given(sizes=st.lists(st.integers(0, 9000), max_size=6), density=st.sampled_from([0.001, 0.1, 1.0]))
+def test_per_tensor_is_every_tensor_by_itself(sizes, density):
+    room = [-(-n // 16) * 16 for n in sizes]
+    members = Members(tuple(np.cumsum([0, *room])[:-1].tolist()), tuple(sizes))
+    x = np.zeros(sum(room), np.float32)
+    parts = [x[o : o + n] for o, n in zip(*members, strict=True)]
+    for k, part in enumerate(parts):
+        part[:] = np.random.default_rng(k).standard_normal(part.size).round(1) * 10.0**k
+    alone = [sent(TopK(density), part.copy()) for part in parts]
+    index, entry = sent(TopK(density, per_tensor=True), x, At(bucket=members))
+    first = np.concatenate([[], *(i + o for (i, _), o in zip(alone, members.offsets, strict=True))])
+    np.testing.assert_array_equal(index, first)
+    np.testing.assert_array_equal(entry, np.concatenate([[], *(e for _, e in alone)]))
 
 
 def test_singas_own_counterexample():

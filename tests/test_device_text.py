@@ -14,6 +14,7 @@ import pytest
 
 import laws
 from distopt import kernels, run_ranks
+from distopt.compress import ErrorFeedback, Threshold, TopK
 from distopt.kernels import KERNELS, NATIVE
 from test_kernels import SIZES, compiler, members
 
@@ -109,13 +110,13 @@ def test_chunks_of_tensors_of_every_size(on_device):
 
 
 def test_selection(on_device):
-    from distopt.compress import TopK
-
-    x = np.random.default_rng(0).standard_normal(5000).astype(np.float32).round(1)  # many ties
+    x, residual = np.random.default_rng(0).standard_normal((2, 20_000)).astype(np.float32).round(1)  # many ties
     results = []
     for side in ("host", "device"):
         if side == "device":
             on_device()
-        mine = x.copy()
-        results.append((TopK(0.01).compress(mine, {}, laws.At()).tobytes(), mine.tobytes()))
-    assert results[0] == results[1]
+        for compressor in (TopK(0.01), Threshold(3.0), Threshold(0)):
+            kept = {"residual": residual.copy()}
+            sent = ErrorFeedback(compressor).compress(x, kept, laws.At())
+            results.append((sent.tobytes(), kept["residual"].tobytes()))
+    assert results[:3] == results[3:]

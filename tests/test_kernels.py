@@ -212,9 +212,9 @@ def compiler():
 
 
 def compiled(folder, name, *flags):
-    """sgd.cu and wire.cu for float, with extra flags, as a library."""
+    """select.cu, sgd.cu and wire.cu for float, with extra flags, as a library."""
     units = []
-    for text in ("sgd", "wire"):
+    for text in ("select", "sgd", "wire"):
         unit = folder / f"{name}-{text}.o"
         flags_here = ["-x", "c++", "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-Dreal=float", *flags]
         subprocess.run([compiler(), *flags_here, "-c", NATIVE / f"{text}.cu", "-o", unit], check=True)
@@ -224,17 +224,23 @@ def compiled(folder, name, *flags):
     return ctypes.CDLL(str(library))
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="SIMD levels are those of x86-64")
-def test_every_simd_level_gives_the_same_bits(tmp_path):
+def levels():
+    """The SIMD levels of this CPU."""
+    if os.uname().machine != "x86_64":
+        return ["native"]
     with open("/proc/cpuinfo") as f:
         flags = f.read()
-    levels = ["x86-64"] + ["x86-64-v3"] * ("avx2" in flags) + ["x86-64-v4"] * ("avx512vl" in flags)
+    return ["x86-64"] + ["x86-64-v3"] * ("avx2" in flags) + ["x86-64-v4"] * ("avx512vl" in flags)
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="SIMD levels are those of x86-64")
+def test_every_simd_level_gives_the_same_bits(tmp_path):
     results = set()
-    for level in levels:
+    for level in levels():
         library = compiled(tmp_path, level, f"-march={level}", "-DEVERY_SIMD_LEVEL=")
         results.add(_some_steps(lambda name, library=library: getattr(library, f"{name}_float")))
     results.add(_some_steps(lambda name: getattr(kernels.library(), f"{name}_float")))
-    assert len(levels) > 1
+    assert len(levels()) > 1
     assert len(results) == 1
 
 
@@ -254,14 +260,29 @@ def _some_steps(function):
         )
     wire = np.empty(grad.size, np.uint16)
     function("to_half")(ctypes.c_longlong(grad.size), pointer(grad.ctypes.data), pointer(wire.ctypes.data))
-    return b"".join(a.tobytes() for a in [*arrays, buffer, wire])
+    return b"".join(a.tobytes() for a in [*arrays, buffer, wire, *_selected(function, grad, buffer)])
 
 
-def test_no_kernel_reads_or_writes_outside_of_its_arrays(tmp_path):
+def _selected(function, x, add):
+    """All that selection writes: many ties, a threshold and the largest."""
+    x, add, place = x.round(1), add.round(1), np.zeros(2, np.int64)
+    k, room = 1000, x.size + CHUNK
+    found = [(np.zeros(size, np.int32), np.zeros(size, np.float32)) for size in (room, k, room)]
+    planes = [[ctypes.c_void_p(plane.ctypes.data) for plane in pair] for pair in found]
+    size, pointer = ctypes.c_longlong, lambda a: ctypes.c_void_p(a.ctypes.data)
+    both = (size(x.size), pointer(x), size(x.size), pointer(add))
+    function("take_above")(*both, size(room), *planes[0], size(2), pointer(place), size(int(np.float32(2).view("i4"))))
+    whole = [np.array([n]) for n in (0, x.size, k)]
+    function("take_largest")(*both, size(1), *map(pointer, whole), size(k), *planes[1], size(room), *planes[2])
+    return x, place, found[0][0][: place[1]], found[0][1][: place[1]], *found[1]
+
+
+@pytest.mark.parametrize("level", levels())
+def test_no_kernel_reads_or_writes_outside_of_its_arrays(level, tmp_path):
     """A driver of its own under the address and undefined-behaviour sanitizers, at edge sizes."""
     driver = tmp_path / "driver"
     source = os.path.join(os.path.dirname(__file__), "native", "edges.cpp")
-    flags = ["-std=c++17", "-O1", "-g", "-Dreal=float", "-DEVERY_SIMD_LEVEL=", f"-I{NATIVE}"]
+    flags = ["-std=c++17", "-O1", "-g", "-Dreal=float", "-DEVERY_SIMD_LEVEL=", f"-march={level}", f"-I{NATIVE}"]
     subprocess.run(
         [compiler(), *flags, "-fsanitize=address,undefined", "-fno-sanitize-recover", source, "-o", driver], check=True
     )

@@ -30,10 +30,10 @@ def cubin(text, real, architecture):
     """(machine code, the compiler's log) of a text; the log is the failure's text if it does not compile."""
     lib, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     source = (NATIVE / text).read_bytes()
-    headers = [NATIVE / h for h in ("portable.h", "update.h")]
-    names = (ctypes.c_char_p * 2)(*(h.name.encode() for h in headers))
-    bodies = (ctypes.c_char_p * 2)(*(h.read_bytes() for h in headers))
-    assert lib.nvrtcCreateProgram(ctypes.byref(program), source, text.encode(), 2, bodies, names) == 0
+    headers = sorted(NATIVE.glob("*.h"))
+    names = (ctypes.c_char_p * len(headers))(*(h.name.encode() for h in headers))
+    bodies = (ctypes.c_char_p * len(headers))(*(h.read_bytes() for h in headers))
+    assert lib.nvrtcCreateProgram(ctypes.byref(program), source, text.encode(), len(headers), bodies, names) == 0
     flags = [*CUDA_FLAGS, f"-Dreal={real}", f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v"]
     options = (ctypes.c_char_p * len(flags))(*(f.encode() for f in flags))
     code = lib.nvrtcCompileProgram(program, len(flags), options)

@@ -67,6 +67,15 @@ class Compressor(Protocol):
         """Put a payload into ``out``: overwrite if summable, add if not."""
 
 
+class Lossy(Compressor, Protocol):
+    """What leaves something behind, and so can have a memory (``ErrorFeedback``): x is the memory then."""
+
+    def compress(
+        self, x: np.ndarray, state: dict[str, np.ndarray], at: At, add: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Add the new gradient ``add`` to x first: both meet in the pass that selects."""
+
+
 def memory(state: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
     """The array ``name`` of ``state``, of x's size, zeros at first."""
     if name not in state:

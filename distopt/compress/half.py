@@ -39,8 +39,12 @@ class Half:
         """Two bytes an element."""
         return 2 * n
 
-    def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
+    def compress(
+        self, x: np.ndarray, state: dict[str, np.ndarray], at: At, add: np.ndarray | None = None
+    ) -> np.ndarray:
         """x as 16-bit numbers; x keeps the rounding errors."""
+        if add is not None:
+            kernels.accumulate(add, x)
         wire = np.empty(x.size, FORMATS[self.dtype])
         self._take(x, wire, self._scale(at.size), self._most)
         return wire

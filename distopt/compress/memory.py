@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from distopt import kernels
-from distopt.compress.compressor import At, Compressor, memory
+from distopt.compress.compressor import At, Lossy, memory
 
 
 class ErrorFeedback:
@@ -20,7 +19,7 @@ class ErrorFeedback:
 
     lossless, may_overflow, stateful = False, False, True
 
-    def __init__(self, compressor: Compressor):
+    def __init__(self, compressor: Lossy):
         if compressor.lossless:
             raise ValueError(f"{compressor!r} leaves no error to feed back")
         if isinstance(compressor, ErrorFeedback):
@@ -35,9 +34,7 @@ class ErrorFeedback:
 
     def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
         """Add x to the residual, and move out of that what is worth sending."""
-        residual = memory(state, "residual", x)
-        kernels.accumulate(x, residual)
-        return self.compressor.compress(residual, state, at)
+        return self.compressor.compress(memory(state, "residual", x), state, at, add=x)
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """As the compressor."""

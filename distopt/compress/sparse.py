@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.compress.compressor import At
+from distopt.compress.compressor import At, Parts
 
-DIGIT = 11  # bits of a magnitude that one pass over the data settles
-LIMIT = 2**31  # indices are int32
+INDEX = 4  # bytes of an index
+SPARE = 64  # at least one of so many entries has room
+LIMIT = 2**31  # what an index can tell apart
 
 
 class Sparse(abc.ABC):
@@ -22,18 +23,19 @@ class Sparse(abc.ABC):
 
     summable = lossless = may_overflow = stateful = False
 
+    def compress(
+        self, x: np.ndarray, state: dict[str, np.ndarray], at: At, add: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Move the selected entries out of x (+ add)."""
+        if x.size >= LIMIT:
+            raise ValueError(f"a bucket of {x.size} elements is too large for int32 indices: lower the threshold")
+        if add is not None and add.size != x.size:
+            raise ValueError(f"a gradient of {add.size} elements does not fit a memory of {x.size}")
+        return self.take(x, x[:0] if add is None else add, at.bucket)
+
     @abc.abstractmethod
-    def select(self, x: np.ndarray, n: int) -> tuple[int, int, int]:
-        """Which entries of the flat array x, of which n are not gaps, are worth sending.
-
-        Returns (k, least, ties): k entries, all whose magnitude (select.cu) is above ``least``, and the first ``ties``
-        that are equal to it.
-        """
-
-    def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
-        """Move the selected entries out of x."""
-        n = sum(at.bucket.sizes) if at.bucket is not None else x.size
-        return pack_entries(*take(x, self.select(x, n)))
+    def take(self, x: np.ndarray, add: np.ndarray, bucket: Parts | None) -> np.ndarray:
+        """The payload of the selected entries of x + add, which is left in x without them; ``add`` may be empty."""
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """Add the entries to ``out``."""
@@ -41,26 +43,23 @@ class Sparse(abc.ABC):
         kernels.give_sparse(out, index, entry)
 
 
-def take(x: np.ndarray, selected: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Indices and values of the selected entries, which become zero in x."""
-    if x.size >= LIMIT:
-        raise ValueError(f"a bucket of {x.size} elements is too large for int32 indices: lower the threshold")
-    k, least, ties = selected
-    index, entry = np.empty(k, np.int32), np.empty(k, x.dtype)
-    if k:
-        kernels.take_above(x, index, entry, least, ties)
-    return index, entry
-
-
-def pack_entries(index: np.ndarray, entry: np.ndarray) -> np.ndarray:
-    """One payload; values first, so that both planes are aligned."""
-    return np.concatenate([entry.view(np.uint8), index.view(np.uint8)])
+def empty_payload(k: int, dtype: Any) -> np.ndarray:
+    """Uninitialized memory for k entries."""
+    return np.empty(k * (np.dtype(dtype).itemsize + INDEX), np.uint8)
 
 
 def unpack_entries(payload: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Indices and values of a payload."""
-    split = payload.size // (np.dtype(dtype).itemsize + 4) * np.dtype(dtype).itemsize
+    """Indices and values of a payload; values come first, so that both planes are aligned."""
+    split = payload.size // (np.dtype(dtype).itemsize + INDEX) * np.dtype(dtype).itemsize
     return payload[split:].view(np.int32), payload[:split].view(dtype)
+
+
+def shorten(payload: np.ndarray, k: int, dtype: Any) -> np.ndarray:
+    """The payload of the first k entries, in the same memory: the indices move down to the values."""
+    index, entry = unpack_entries(payload, dtype)
+    split, end = k * entry.itemsize, k * (entry.itemsize + INDEX)
+    payload[split:end] = index[:k].view(np.uint8)
+    return payload[:end]
 
 
 class TopK(Sparse):
@@ -80,46 +79,34 @@ class TopK(Sparse):
 
     def count(self, n: int) -> int:
         """How many of n entries are sent."""
-        exact = self.density * n
-        return min(n, max(1, math.ceil(exact - 1e-9 * max(1.0, exact))))
+        return int(self._counts(np.array([n]))[0])
+
+    def _counts(self, sizes: np.ndarray) -> np.ndarray:
+        exact = self.density * sizes
+        wanted = np.ceil(exact - 1e-9 * np.maximum(1.0, exact)).astype(np.int64)
+        return np.clip(wanted, np.minimum(sizes, 1), sizes)
 
     def payload_bytes(self, n: int, itemsize: int = 4) -> int | None:
         """A value and an index for each of k entries; per tensor it depends on their sizes."""
-        return None if self.per_tensor else self.count(n) * (itemsize + 4)
+        return None if self.per_tensor else self.count(n) * (itemsize + INDEX)
 
-    def select(self, x: np.ndarray, n: int) -> tuple[int, int, int]:
-        """Find the k-th largest magnitude, digit by digit."""
-        k = self.count(n)
-        return (k, *kth_magnitude(x, k)) if k else (0, 0, 0)
-
-    def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
-        """Move the largest entries out of x."""
-        if not self.per_tensor or at.bucket is None:
-            return super().compress(x, state, at)
-        found = []
-        for offset, size in zip(at.bucket.offsets, at.bucket.sizes, strict=True):
-            part = x[offset : offset + size]
-            index, entry = take(part, self.select(part, size))
-            found.append((index + np.int32(offset), entry))
-        return pack_entries(*(np.concatenate(plane) for plane in zip(*found, strict=True)))
+    def take(self, x: np.ndarray, add: np.ndarray, bucket: Parts | None) -> np.ndarray:
+        """The largest entries, from a first guess of how large those are (select.cu)."""
+        sizes = np.array(bucket.sizes if bucket else [x.size], np.int64)
+        if self.per_tensor and bucket:
+            offsets, counts = np.array(bucket.offsets, np.int64), self._counts(sizes)
+        else:  # one part, in which the gaps lie, but do not count
+            counts = self._counts(sizes.sum(keepdims=True))
+            offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
+        payload = empty_payload(int(counts.sum()), x.dtype)
+        candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
+        scratch = empty_payload(int(candidates.max(initial=0)) + kernels.CHUNK, x.dtype)
+        planes = (*unpack_entries(payload, x.dtype), *unpack_entries(scratch, x.dtype))
+        kernels.take_largest(x, add, offsets, sizes, counts, *planes)
+        return payload
 
     def __repr__(self) -> str:
         return f"TopK({self.density}, per_tensor={self.per_tensor})"
-
-
-def kth_magnitude(x: np.ndarray, k: int) -> tuple[int, int]:
-    """The magnitude of the k-th largest entry of x, and how many of that magnitude are among the first k."""
-    bits, prefix = 8 * x.dtype.itemsize - 1, 0
-    while bits:
-        digit = min(DIGIT, bits)
-        bits -= digit
-        found = np.zeros(1 << digit, np.int64)
-        kernels.count_digit(x, found, prefix, bits)
-        from_top = np.cumsum(found[::-1])
-        steps = int(np.searchsorted(from_top, k))
-        k -= int(from_top[steps - 1]) if steps else 0
-        prefix = (prefix << digit) + found.size - 1 - steps
-    return prefix, k
 
 
 class Threshold(Sparse):
@@ -138,13 +125,17 @@ class Threshold(Sparse):
     def payload_bytes(self, n: int, itemsize: int = 4) -> None:
         """It depends on the data."""
 
-    def select(self, x: np.ndarray, n: int) -> tuple[int, int, int]:
-        """Count what is large enough."""
-        least = _magnitude(self.magnitude, x.dtype)
-        found = np.zeros(2, np.int64)
-        kernels.count_above(x, found, least)
-        ties = int(found[1]) if least else 0
-        return int(found[0]) + ties, least, ties
+    def take(self, x: np.ndarray, add: np.ndarray, bucket: Parts | None) -> np.ndarray:
+        """What is large enough; there is room for few entries first, and for all if they turn out to be many."""
+        bound, place = max(_magnitude(self.magnitude, x.dtype), 1) - 1, np.zeros(2, np.int64)
+        payload = empty_payload(x.size // SPARE + kernels.CHUNK, x.dtype)
+        kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
+        if place[0] < x.size:
+            first, payload = shorten(payload, int(place[1]), x.dtype), empty_payload(x.size + kernels.CHUNK, x.dtype)
+            for plane, part in zip(*(unpack_entries(p, x.dtype) for p in (payload, first)), strict=True):
+                plane[: part.size] = part
+            kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
+        return shorten(payload, int(place[1]), x.dtype)
 
     def __repr__(self) -> str:
         return f"Threshold({self.magnitude})"

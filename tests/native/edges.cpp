@@ -51,15 +51,20 @@ int main() {
     give_half_float(n, half.data(), y.data(), 0.5);
     take_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30);
     give_bfloat16_float(n, half.data(), y.data(), 0.5);
-    std::vector<long long> found(2048);
-    count_nonfinite_float(n, x.data(), 1, found.data());
-    count_digit_float(n, x.data(), 2048, found.data(), 0, 20);
-    count_above_float(n, x.data(), 2, found.data(), 0);
-    const long long k = (n + 1) / 2;
-    std::vector<int> index(k);
-    std::vector<real> entry(k);
-    std::fill(x.begin(), x.end(), (real)1);
-    take_above_float(n, x.data(), k, index.data(), entry.data(), magnitude((real)1), (int)k);
+    long long found = 0;
+    count_nonfinite_float(n, x.data(), 1, &found);
+
+
+    const long long k = (n + 1) / 2, room = n + CHUNK, whole[] = {0}, size[] = {n}, count[] = {k};
+    std::vector<int> index(k), candidate(room);
+    std::vector<real> entry(k), large(room), add(n, (real)0.5);
+    long long place[2] = {0, 0};
+    std::fill(x.begin(), x.end(), (real)0.5);
+    take_above_float(n, x.data(), n, add.data(), room, candidate.data(), large.data(), 2, place, magnitude((real)1) - 1);
+    bad[0] += place[0] != n || place[1] != n;
+    give_sparse_float(n, x.data(), n, candidate.data(), large.data());
+    take_largest_float(n, x.data(), 0, nullptr, 1, whole, size, count, k, index.data(), entry.data(), room,
+                       candidate.data(), large.data());
     give_sparse_float(n, x.data(), k, index.data(), entry.data());
     for (real one : x) bad[0] += one != 1;
   }

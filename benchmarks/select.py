@@ -1,0 +1,122 @@
+"""What selection costs, in passes over memory: python -m benchmarks.select [--save] [millions of elements ...]
+
+One thread, float32.  The anchor is one read pass: a sum in C over the same residual, compiled here for this CPU.  Ours
+is what a step calls: ``ErrorFeedback(...).compress`` with its Python, residual included.  Three gradients take turns,
+and a residual starts where many steps of them would have brought it, evenly between zero and the entry's turn to be
+sent; so every step sends other entries, and a guess from one step's values is as hard as it is in training.
+"""
+
+import argparse
+import ctypes
+import itertools
+
+import numpy as np
+import torch
+
+from benchmarks import floor, measure
+from benchmarks.models import MODELS
+from distopt import kernels
+from distopt.buckets import plan
+from distopt.compress import At, ErrorFeedback, Threshold, TopK
+from distopt.device import zeros
+
+DENSITIES = (0.001, 0.01)
+BUDGETS = {f"threshold {100 * d:g} %": 2.2 + 0.2 * (d > 0.001) for d in DENSITIES} | {
+    f"top-K {100 * d:g} %": 3.0 for d in DENSITIES
+}
+
+
+def filled(values):
+    """Values in memory as a bucket has it."""
+    x = zeros(values.size, values.dtype)
+    x[:] = values
+    return x
+
+
+class Steps:
+    """Gradients that take turns, and residuals as they are after many steps at some density."""
+
+    def __init__(self, n):
+        self.rng = np.random.default_rng(0)
+        self.gradients = [filled(self.rng.standard_normal(n, np.float32)) for _ in range(3)]
+        self.drift = np.add.reduce(self.gradients) / 3
+        self.speed = float(np.abs(self.drift).mean(dtype=np.float64))
+        self.turns = itertools.cycle(self.gradients)
+
+    def threshold(self, density):
+        """The magnitude that this share of the entries reaches in a step."""
+        return self.speed / density
+
+    def residual(self, density):
+        x = self.rng.random(self.drift.size, np.float32) * np.float32(self.threshold(density))
+        return filled(np.copysign(x, self.drift))
+
+    def compression(self, compressor, density, at=At()):  # noqa: B008 (a constant)
+        """A step's call; the first ones bring the residual to where it stays."""
+        compressor, state = ErrorFeedback(compressor), {"residual": self.residual(density)}
+
+        def step():
+            return compressor.compress(next(self.turns), state, at)
+
+        for _ in range(6):
+            step()
+        return step
+
+
+def ours(n, read_pass):
+    steps, total = Steps(n), zeros(n, np.float32)
+    cases = {"read pass": lambda: read_pass(total), "r += g": lambda: kernels.accumulate(next(steps.turns), total)}
+    for d in DENSITIES:
+        cases[f"threshold {100 * d:g} %"] = steps.compression(Threshold(steps.threshold(d)), d)
+        cases[f"top-K {100 * d:g} %"] = steps.compression(TopK(d), d)
+    return measure.interleaved(cases, rounds=9, calls=3)
+
+
+def peers(n, read_pass):
+    """Without a residual, which ours include."""
+    steps = Steps(n)
+    x = steps.residual(0.01)
+    tensor, magnitudes = torch.from_numpy(x), np.empty_like(x)
+    cases = {"read pass": lambda: read_pass(x)}
+    for d in DENSITIES:
+        k, least = int(d * n), float(np.quantile(np.abs(x[: 1 << 20]), 1 - d))
+        cases[f"numpy argpartition {100 * d:g} %"] = lambda k=k: np.argpartition(np.abs(x, out=magnitudes), -k)[-k:]
+        cases[f"torch.topk {100 * d:g} %"] = lambda k=k: torch.topk(tensor.abs(), k, sorted=False)
+        cases[f"torch nonzero {100 * d:g} %"] = lambda t=least: tensor[torch.nonzero(tensor.abs() >= t).ravel()]
+    return measure.interleaved(cases, rounds=3, calls=1)
+
+
+def per_tensor(read_pass):
+    """Every tensor's own largest entries, in one call for the bucket."""
+    tables = []
+    for name, model in MODELS.items():
+        sizes = [int(np.prod(shape)) for _, shape in model()]
+        bucket = plan([n for n, _ in model()], sizes, ["float32"] * len(sizes), 10**9).buckets[0]
+        steps, at = Steps(bucket.size), At(bucket=bucket)
+        cases = {"read pass": lambda s=steps: read_pass(s.drift)}
+        cases |= {f"top-K {100 * d:g} %": steps.compression(TopK(d, per_tensor=True), d, at) for d in DENSITIES}
+        tables.append(measure.table(f"per tensor, {name}: {len(sizes)}", measure.interleaved(cases), "read pass"))
+    return tables
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("millions", nargs="*", type=float, default=[25, 100])
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sum_in_c = floor.library().read_pass
+    sum_in_c.argtypes, sum_in_c.restype = [ctypes.c_longlong, ctypes.c_void_p], ctypes.c_float
+
+    def read_pass(x):
+        return sum_in_c(x.size, x.ctypes.data)
+
+    tables = [measure.versions("numpy", "torch")]
+    for n in (int(1e6 * millions) for millions in options.millions):
+        tables.append(measure.table(f"{n:,} elements", ours(n, read_pass), "read pass", BUDGETS))
+        tables.append(measure.table(f"{n:,} elements, no residual", peers(n, read_pass), "read pass"))
+    measure.report("select", "\n".join([*tables, *per_tensor(read_pass)]), options.save)
+
+
+if __name__ == "__main__":
+    main()
