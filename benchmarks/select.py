@@ -51,8 +51,16 @@ class Steps:
         x = self.rng.random(self.drift.size, np.float32) * np.float32(self.threshold(density))
         return filled(np.copysign(x, self.drift))
 
-    def compression(self, compressor, density, at=At()):  # noqa: B008 (a constant)
-        """A step's call; the first ones bring the residual to where it stays."""
+    def compression(self, compressor, density, bucket=None):
+        """A step's call; the first ones bring the residual to where it stays, and the scratch memory to its size."""
+        scratch = {}
+
+        def kept(name, nbytes):
+            if name not in scratch or scratch[name].size < nbytes:
+                scratch[name] = zeros(nbytes, np.uint8)
+            return scratch[name]
+
+        at = At(bucket=bucket, scratch=kept)
         compressor, state = ErrorFeedback(compressor), {"residual": self.residual(density)}
 
         def step():
@@ -92,9 +100,9 @@ def per_tensor(read_pass):
     for name, model in MODELS.items():
         sizes = [int(np.prod(shape)) for _, shape in model()]
         bucket = plan([n for n, _ in model()], sizes, ["float32"] * len(sizes), 10**9).buckets[0]
-        steps, at = Steps(bucket.size), At(bucket=bucket)
+        steps = Steps(bucket.size)
         cases = {"read pass": lambda s=steps: read_pass(s.drift)}
-        cases |= {f"top-K {100 * d:g} %": steps.compression(TopK(d, per_tensor=True), d, at) for d in DENSITIES}
+        cases |= {f"top-K {100 * d:g} %": steps.compression(TopK(d, per_tensor=True), d, bucket) for d in DENSITIES}
         tables.append(measure.table(f"per tensor, {name}: {len(sizes)}", measure.interleaved(cases), "read pass"))
     return tables
 

@@ -163,7 +163,7 @@ class Loop(Memory):
         algorithm = self._algorithm
 
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:
-            at = At(self.step_counter, self._wire.rank, self._wire.size, buffer.bucket)
+            at = At(self.step_counter, self._wire.rank, self._wire.size, buffer.bucket, buffer.scratch)
             algorithm(x, compressor, self._wire, buffer.state, at)
             return in_one_piece(x)
 

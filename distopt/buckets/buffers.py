@@ -41,7 +41,7 @@ class Buffer:
         self.at_home = False  # do all gradients live here?
         self.bad = np.zeros(len(bucket.names), np.int64)
         self.bad_parts = np.zeros((1, len(bucket.names)), np.int64)  # per rank, and in the last row of the sum
-        self._mean: np.ndarray | None = None
+        self._scratch: dict[str, np.ndarray] = {}
 
     def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         """The members' parts of a flat array of this bucket, by name, in their shapes."""
@@ -52,6 +52,12 @@ class Buffer:
         if state not in self.state:
             self.state[state] = device.zeros(self.bucket.size, self.bucket.dtype)
         return self.state[state]
+
+    def scratch(self, name: str, nbytes: int) -> np.ndarray:
+        """Memory of at least so many bytes, the same at every step."""
+        if name not in self._scratch or self._scratch[name].size < nbytes:
+            self._scratch[name] = device.zeros(nbytes, np.uint8)
+        return self._scratch[name]
 
     def take(self, addresses: np.ndarray) -> None:
         """Gradients are at these addresses from now on; a missing one, at 0, is zeros."""
@@ -69,9 +75,10 @@ class Buffer:
 
     def mean(self, total: Sum, scale: float) -> dict[str, np.ndarray]:
         """``scale`` times a sum, by name; in place, unless other ranks may still read it."""
-        if len(total) > 1 and self._mean is None:
-            self._mean = device.zeros(self.bucket.size, self.bucket.dtype)
-        flat = total[0].flat if len(total) == 1 or self._mean is None else self._mean
+        if len(total) == 1:
+            flat = total[0].flat
+        else:
+            flat = self.scratch("mean", self.bucket.nbytes)[: self.bucket.nbytes].view(self.bucket.dtype)
         views = self.views(flat)
         self.means.point_to(list(views.values()))
         for piece in total:

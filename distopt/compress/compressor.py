@@ -3,6 +3,7 @@
 The law, for every compressor and every x:  before == after + decompress(compress(before))          (conservation)
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,13 +23,23 @@ class Parts(Protocol):
         """Where members start; between them are gaps that align them, always zero."""
 
 
+def fresh(name: str, nbytes: int) -> np.ndarray:
+    """Memory that nobody keeps."""
+    return np.empty(nbytes, np.uint8)
+
+
 class At(NamedTuple):
-    """Where a call stands: updates applied so far, this rank among how many, and the bucket."""
+    """Where a call stands: updates applied so far, this rank among how many, and the bucket.
+
+    ``scratch(name, nbytes)`` is memory of at least so many bytes for this call and its payload, the same at every step:
+    fresh memory costs a page fault for every 4 KiB, which is more than it takes to fill them.
+    """
 
     step: int = 0
     rank: int = 0
     size: int = 1
     bucket: "Parts | None" = None
+    scratch: Callable[[str, int], np.ndarray] = fresh
 
 
 class Compressor(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.compress.compressor import At, Parts
+from distopt.compress.compressor import At
 
 INDEX = 4  # bytes of an index
 SPARE = 64  # at least one of so many entries has room
@@ -31,10 +31,10 @@ class Sparse(abc.ABC):
             raise ValueError(f"a bucket of {x.size} elements is too large for int32 indices: lower the threshold")
         if add is not None and add.size != x.size:
             raise ValueError(f"a gradient of {add.size} elements does not fit a memory of {x.size}")
-        return self.take(x, x[:0] if add is None else add, at.bucket)
+        return self.take(x, x[:0] if add is None else add, at)
 
     @abc.abstractmethod
-    def take(self, x: np.ndarray, add: np.ndarray, bucket: Parts | None) -> np.ndarray:
+    def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
         """The payload of the selected entries of x + add, which is left in x without them; ``add`` may be empty."""
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
@@ -43,9 +43,9 @@ class Sparse(abc.ABC):
         kernels.give_sparse(out, index, entry)
 
 
-def empty_payload(k: int, dtype: Any) -> np.ndarray:
-    """Uninitialized memory for k entries."""
-    return np.empty(k * (np.dtype(dtype).itemsize + INDEX), np.uint8)
+def payload_size(k: int, dtype: Any) -> int:
+    """Bytes of k entries."""
+    return int(k) * (int(np.dtype(dtype).itemsize) + INDEX)
 
 
 def unpack_entries(payload: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +57,7 @@ def unpack_entries(payload: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndar
 def shorten(payload: np.ndarray, k: int, dtype: Any) -> np.ndarray:
     """The payload of the first k entries, in the same memory: the indices move down to the values."""
     index, entry = unpack_entries(payload, dtype)
-    split, end = k * entry.itemsize, k * (entry.itemsize + INDEX)
+    split, end = k * entry.itemsize, payload_size(k, dtype)
     payload[split:end] = index[:k].view(np.uint8)
     return payload[:end]
 
@@ -90,18 +90,20 @@ class TopK(Sparse):
         """A value and an index for each of k entries; per tensor it depends on their sizes."""
         return None if self.per_tensor else self.count(n) * (itemsize + INDEX)
 
-    def take(self, x: np.ndarray, add: np.ndarray, bucket: Parts | None) -> np.ndarray:
+    def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
         """The largest entries, from a first guess of how large those are (select.cu)."""
+        bucket = at.bucket
         sizes = np.array(bucket.sizes if bucket else [x.size], np.int64)
         if self.per_tensor and bucket:
             offsets, counts = np.array(bucket.offsets, np.int64), self._counts(sizes)
         else:  # one part, in which the gaps lie, but do not count
             counts = self._counts(sizes.sum(keepdims=True))
             offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
-        payload = empty_payload(int(counts.sum()), x.dtype)
+        nbytes = payload_size(counts.sum(), x.dtype)
+        payload = at.scratch("payload", nbytes)[:nbytes]
         candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
-        scratch = empty_payload(int(candidates.max(initial=0)) + kernels.CHUNK, x.dtype)
-        planes = (*unpack_entries(payload, x.dtype), *unpack_entries(scratch, x.dtype))
+        held = at.scratch("candidates", payload_size(candidates.max(initial=0) + kernels.CHUNK, x.dtype))
+        planes = (*unpack_entries(payload, x.dtype), *unpack_entries(held, x.dtype))
         kernels.take_largest(x, add, offsets, sizes, counts, *planes)
         return payload
 
@@ -125,13 +127,14 @@ class Threshold(Sparse):
     def payload_bytes(self, n: int, itemsize: int = 4) -> None:
         """It depends on the data."""
 
-    def take(self, x: np.ndarray, add: np.ndarray, bucket: Parts | None) -> np.ndarray:
+    def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
         """What is large enough; there is room for few entries first, and for all if they turn out to be many."""
         bound, place = max(_magnitude(self.magnitude, x.dtype), 1) - 1, np.zeros(2, np.int64)
-        payload = empty_payload(x.size // SPARE + kernels.CHUNK, x.dtype)
+        payload = at.scratch("payload", payload_size(x.size // SPARE + kernels.CHUNK, x.dtype))
         kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
         if place[0] < x.size:
-            first, payload = shorten(payload, int(place[1]), x.dtype), empty_payload(x.size + kernels.CHUNK, x.dtype)
+            first = shorten(payload, int(place[1]), x.dtype)
+            payload = at.scratch("payload", payload_size(x.size + kernels.CHUNK, x.dtype))
             for plane, part in zip(*(unpack_entries(p, x.dtype) for p in (payload, first)), strict=True):
                 plane[: part.size] = part
             kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
