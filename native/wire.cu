@@ -128,10 +128,19 @@ KERNEL(from_half)(long long n, const half_t *wire, real *x) {
   FOR_EACH(i, n) x[i] = value_of_half(wire[i]);
 }
 
+// x <- x + wire
+KERNEL(add_half)(long long n, const half_t *wire, real *x) {
+  FOR_EACH(i, n) x[i] += value_of_half(wire[i]);
+}
+
 KERNEL(to_bfloat16)(long long n, const real *x, bfloat16_t *wire) {
   FOR_EACH(i, n) wire[i] = bfloat16_of(x[i]);
 }
 
 KERNEL(from_bfloat16)(long long n, const bfloat16_t *wire, real *x) {
   FOR_EACH(i, n) x[i] = value_of_bfloat16(wire[i]);
+}
+
+KERNEL(add_bfloat16)(long long n, const bfloat16_t *wire, real *x) {
+  FOR_EACH(i, n) x[i] += value_of_bfloat16(wire[i]);
 }

@@ -16,6 +16,7 @@ from distopt.kernels import Members
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
+BLOCK = 1 << 17  # elements
 NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)), *HALVES)
 
 
@@ -154,12 +155,29 @@ def slices(n: int, size: int) -> list[slice]:
 
 def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:
     """((x0 + x1) + x2) + ..., a new array; halves are added in float32 and rounded once."""
-    dtype = parts[0].dtype
-    total = parts[0].astype(np.float32 if dtype in HALVES else dtype)
+    if parts[0].dtype in HALVES:
+        return _sum_of_halves(parts)
+    total = parts[0].copy()
     with np.errstate(over="ignore", invalid="ignore"):  # as on any wire; who cares looks at the sum
         for x in parts[1:]:
             total += x
-        return total.astype(dtype, copy=False)
+    return total
+
+
+def _sum_of_halves(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """In blocks that stay in the cache."""
+    kind = "bfloat16" if parts[0].dtype == BFLOAT16 else "half"
+    take, add, give = (getattr(kernels, f"{verb}_{kind}") for verb in ("from", "add", "to"))
+    flats, found = [x.reshape(-1) for x in parts], np.empty(parts[0].shape, parts[0].dtype)
+    total, out = np.empty(min(found.size, BLOCK), np.float32), found.reshape(-1)
+    for start in range(0, found.size, BLOCK):
+        first, *others = (x[start : start + BLOCK] for x in flats)
+        block = total[: first.size]
+        take(first, block)
+        for x in others:
+            add(x, block)
+        give(block, out[start : start + BLOCK])
+    return found
 
 
 def all_reduce_in_rank_order(comm: Communicator, x: np.ndarray) -> None:

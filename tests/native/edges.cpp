@@ -47,6 +47,8 @@ int main() {
     from_half_float(n, half.data(), y.data());
     to_bfloat16_float(n, x.data(), half.data());
     from_bfloat16_float(n, half.data(), y.data());
+    add_half_float(n, half.data(), y.data());
+    add_bfloat16_float(n, half.data(), y.data());
     take_half_float(n, x.data(), half.data(), 0.5, 65504);
     give_half_float(n, half.data(), y.data(), 0.5);
     take_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30);
