@@ -2,8 +2,9 @@
 
 ResNet-50 on two hosts in network namespaces (benchmarks/namespaces.py: needs root), joined by a link of each rate in
 turn.  All cases, MPI's and gloo's, take turns in one pair of processes.  Their gradients lie ready: what is timed is
-exchange and update (SGD with momentum), and with torch a backward that has nothing to compute.  The anchor is the
-formula: the bytes of a dense all-reduce, with 4.5 % for headers.
+exchange and update (SGD with momentum), and with torch a backward that has nothing to compute; but for two cases, in
+which a backward computes for as long as the line takes at 1 Gbit/s, and buckets travel meanwhile or afterwards.  The
+anchor is the formula: the bytes of a dense all-reduce, with 4.5 % for headers.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +58,32 @@ def distopt_step(compressor, grads):
             view[...] = g
 
     return lambda: opt.step(pairs, compressor), write
+
+
+def computing_step(grads, overlap):
+    """A dense step whose gradients take as long to compute as the line takes at 1 Gbit/s; and what writes them."""
+    params = [distopt.Parameter(name, np.zeros_like(g)) for name, g in grads.items()]
+    opt = distopt.DistOpt(distopt.optim.SGD(0.1, momentum=0.9), overlap=overlap)
+    views = opt.gradient_views(params)
+    a, b, total = np.ones((256, 256), np.float32), np.ones((256, 256), np.float32), sum(g.size for g in grads.values())
+    begin = time.perf_counter()
+    for _ in range(100):
+        a @ b
+    wanted = floor("1gbit") * 100 / (time.perf_counter() - begin)  # products
+
+    def backward():
+        done = 0.0
+        for pair in zip(params, views, strict=True):
+            before, done = done, done + wanted * pair[1].size / total
+            for _ in range(int(done) - int(before)):
+                a @ b
+            yield pair
+
+    def write():
+        for view, g in zip(views, grads.values(), strict=True):
+            view[...] = g
+
+    return lambda: opt(backward()), write
 
 
 def ddp_step(torch, grads, hook=None, **options):
@@ -126,6 +154,11 @@ def measure(rates, file):
         cases[f"distopt, {name}"], write = distopt_step(compressor, grads)
         writes.append(write)
     cases |= ddp_cases(world.rank, grads)
+    computing = {}
+    for overlap in (False, True):
+        name = f"distopt, dense, computing as long, overlap {'on' if overlap else 'off'}"
+        computing[name], write = computing_step(grads, overlap)
+        writes.append(write)
 
     def start():
         for write in writes:
@@ -135,12 +168,13 @@ def measure(rates, file):
     def slowest(seconds):
         return MPI.COMM_WORLD.allreduce(seconds, MPI.MAX)
 
-    interleaved(cases, rounds=2, calls=1, start=start, uncounted=0)  # while the link is fast
+    interleaved(cases | computing, rounds=2, calls=1, start=start, uncounted=0)  # while the link is fast
     times = {}
     for rate in rates:
         shape(rate)
-        rounds = 5 if floor(rate) < 2 else 2
-        times[rate] = interleaved(cases, rounds, 1, start, slowest, uncounted=0)
+        fast = floor(rate) < 2
+        here = cases | computing if fast else cases
+        times[rate] = interleaved(here, 5 if fast else 2, 1, start, slowest, uncounted=0)
     if world.rank == 0:
         Path(file).write_text(json.dumps([brand(), times]))
 
