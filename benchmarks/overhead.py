@@ -60,7 +60,7 @@ def foreign_calls(opt):
     pack, momentum = (k._function(np.dtype(np.float32)) for k in (kernels.pack, kernels.sgd_momentum))
     for buffer in opt._memory:
         grad, table = buffer.gradient.ctypes.data, buffer.parameters.table
-        moments = opt.opt._flats[buffer.parameters]["moments"].ctypes.data
+        moments = opt.opt._flats[buffer.parameters.key][1]["moments"].ctypes.data
         bad = buffer.bad.ctypes.data
         yield lambda t=buffer.gradients.table, g=grad, b=bad: pack(t, g, 1.0, b)
         yield lambda t=table, g=grad, m=moments: momentum(t, g, m, 1.0, float("inf"), 1e-3, 0.0, 0.9, 1.0)

@@ -116,14 +116,17 @@ class Members:
         self.rows["first"] = np.cumsum(chunks) - chunks
         self.extent = int((self.rows["offset"] + self.rows["size"]).max(initial=0))
         self.table = Table(self.rows.ctypes.data, len(self.names), 0, int(chunks.sum()))
-        self.whole = self  # the table that this is a share of
-        self._shares: dict[tuple[int, int], Members] = {(0, 1): self}
+        self.key = object()  # the same for all shares
+        self._shares: dict[tuple[int, int], Members] = {}
         self._arrays: Sequence[np.ndarray] = ()
 
     def share(self, number: int, of: int) -> "Members":
         """The same members, of whose chunks kernels see only one of ``of`` equal parts."""
+        if of == 1:
+            return self
         if (number, of) not in self._shares:
             chunks, part = self.table.end, copy.copy(self)
+            part._shares = {}
             part.table = Table(self.table.rows, self.table.count, chunks * number // of, chunks * (number + 1) // of)
             self._shares[number, of] = part
         return self._shares[number, of]

@@ -1,6 +1,6 @@
 """Collect, check, vote, exchange, update: one step, whatever is sent in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -28,15 +28,20 @@ class Loop(Memory):
         if compressor is None:
             return False
         self._compressor = compressor
-        sums = self._window.add(self._memory, self._exchange)
+        exchanged = self._window.add(self._memory, self._exchanger(compressor, self._travelled))
+        if exchanged is None:
+            self._nonfinite.passed()
+            return False
+        if self._sharded and self._in_shares(compressor) and not self._nonfinite.looks:
+            self._apply(exchanged, self._wire.size)  # bucket by bucket: each rank needs but its own share of the sum
+            return True
+        sums = list(exchanged)
         self._wire.wait()
-        if sums is not None and not self._finite(sums, compressor):
+        if not self._finite(sums, compressor):
             self._window.start(self._memory)
             return False
         self._nonfinite.passed()
-        if sums is None:
-            return False
-        self._apply(sums, self._wire.size)
+        self._apply(sums, self._wire.size, others_read=self._in_shares(compressor))
         return True
 
     def _partial_step(self, loss: Any, threshold: int | None) -> bool:
@@ -102,7 +107,7 @@ class Loop(Memory):
             return None
         assert compressor is not None, "or there was an error"
         self._send_parameters()
-        self._exchange = self._exchanger(compressor, overlap is not None)
+        self._travelled = overlap is not None
         return compressor
 
     def _point(self) -> None:
@@ -184,11 +189,10 @@ class Loop(Memory):
             return True
         return self._nonfinite.accepts(self._name, bad)
 
-    def _apply(self, sums: list[Sum], ranks: int) -> None:
-        """Take the mean and hand it to the optimizer."""
-        shared = self._sharded or any(len(total) > 1 for total in sums)
+    def _apply(self, sums: Iterable[Sum], ranks: int, others_read: bool = False) -> None:
+        """Take the mean and hand it to the optimizer; ``others_read`` these sums."""
         if self._sharded:
-            sums = [own(total, self._wire.rank, self._wire.size) for total in sums]
+            sums = (own(total, self._wire.rank, self._wire.size) for total in sums)
         try:
             mean = 1.0 / (ranks * self._window.num_batches)
             self._optimizer.update(self._memory, self._collector.order, sums, mean)
@@ -198,7 +202,7 @@ class Loop(Memory):
             )
             raise
         finally:
-            if shared:
+            if others_read or self._sharded:
                 self._wire.barrier()  # until here others may read this rank's sums, and write what all read
         self._window.start(self._memory)
         self._finish()

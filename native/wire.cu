@@ -32,20 +32,22 @@ KERNEL(unpack)(Table table, const real *flat, double scale) {
   }
 }
 
-// sum <- (part[0] + part[1]) + ..., flat arrays of the bucket; sum may be one of them.  What is not finite is counted: for
-// part k in bad[k count + row], for the sum in bad[parts count + row].
+// sum <- (part[0] + part[1]) + ..., flat arrays of the bucket, two or more; sum may be one of them.  What is not finite
+// is counted: for part k in bad[k count + row], for the sum in bad[parts count + row].
 KERNEL(add_parts)(Table table, long long parts, const real *const *part, real *sum, long long *bad) {
   FOR_EACH_CHUNK(c, table) {
     SCRATCH real total[CHUNK];
     const long long at = table.rows[c.row].offset;
-    const real *first = part[0] + at;
-    FOR_EACH_IN(i, c) total[i - c.begin] = first[i];
-    for (long long k = 1; k < parts; ++k) {
-      const real *next = part[k] + at;
-      FOR_EACH_IN(i, c) total[i - c.begin] += next[i];
-    }
     int found = 0;
-    FOR_EACH_IN(i, c) found += !is_finite(total[i - c.begin]);
+    for (long long k = 1; k < parts; ++k) {
+      const real *before = k == 1 ? part[0] + at : total - c.begin, *next = part[k] + at;
+      found = 0;
+      FOR_EACH_IN(i, c) {
+        const real x = before[i] + next[i];
+        total[i - c.begin] = x;
+        found += !is_finite(x);
+      }
+    }
     for (long long k = 0; found && k < parts; ++k) {
       int terms = 0;
       FOR_EACH_IN(i, c) terms += !is_finite(part[k][at + i]);

@@ -263,6 +263,7 @@ def all_of_them(comm):
         resume(comm, mode, stops=(1, 2), num_batches=2)
         if mode != "partial":
             sharding_changes_no_bit(comm, mode)
+            sharding_changes_no_bit(comm, mode, nonfinite="propagate")
             sharding_changes_no_bit(comm, mode, overlap=True)
             sharding_changes_no_bit(comm, mode, dtype="float64", num_batches=2, deterministic=True)
         overlap_changes_no_bit(comm, mode)

@@ -65,9 +65,10 @@ def test_run_ranks_raises_the_first_error_and_nobody_waits_for_ever():
             raise ZeroDivisionError("boom")
         comm.barrier()
 
+    before = threading.active_count()
     with pytest.raises(ZeroDivisionError, match="boom"):
         run_ranks(4, main)
-    assert threading.active_count() == 1
+    assert threading.active_count() <= before
 
 
 def test_a_thread_that_ends_early_is_named():

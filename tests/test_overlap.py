@@ -1,5 +1,6 @@
 """Buckets that travel while gradients are computed; that it changes no bit is a law."""
 
+import threading
 import time
 
 import numpy as np
@@ -155,3 +156,21 @@ def test_overlap_needs_threads_in_mpi():
 
     with pytest.raises(ValueError, match="overlap=True needs an MPI with MPI_THREAD_MULTIPLE"):
         run_ranks(2, main)
+
+
+def test_the_thread_ends_with_its_optimizer():
+    before = set(threading.enumerate())
+    found = []
+
+    def main(comm):
+        params, opt = overlapped(comm)
+        opt(loss(params, comm))
+        comm.barrier()
+        found.extend(t for t in threading.enumerate() if t.daemon and t not in before)
+        del opt
+
+    run_ranks(2, main)
+    assert len(set(found)) == 2
+    for thread in found:
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,7 +1,7 @@
 """What DistOpt asks of an optimizer."""
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Adapter(abc.ABC):
         """The hyper-parameters of the next update, on which all ranks must agree."""
         return ()
 
-    def update(self, buffers: Buffers, order: Mapping[str, Known], sums: Sequence[Sum], scale: float) -> None:
+    def update(self, buffers: Buffers, order: Mapping[str, Known], sums: Iterable[Sum], scale: float) -> None:
         """Update all parameters by ``scale`` times the sums of their buckets, in backward order."""
         means: dict[str, np.ndarray] = {}
         for buffer, total in zip(buffers, sums, strict=True):

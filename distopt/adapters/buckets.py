@@ -1,6 +1,6 @@
 """distopt's own optimizers: a whole bucket in one kernel call, with the mean taken inside."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ class ByBucket(Adapter):
         """As the optimizer."""
         return tuple(self.opt.numbers())
 
-    def update(self, buffers: Buffers, order: Mapping[str, Known], sums: Sequence[Sum], scale: float) -> None:
+    def update(self, buffers: Buffers, order: Mapping[str, Known], sums: Iterable[Sum], scale: float) -> None:
         """One call per bucket, or per piece of its sum."""
         for buffer, total in zip(buffers, sums, strict=True):
             for piece in total:

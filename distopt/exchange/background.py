@@ -2,43 +2,58 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 Job = Callable[[], object]
+Jobs = queue.SimpleQueue[Job | None]
+Results = queue.SimpleQueue[BaseException | None]
 
 
 class Background:
-    """A thread that does one job after the other; after a job that failed it does no more until ``finish``."""
+    """A thread that does one job after the other; after a job that failed it does no more until ``finish``.
+
+    It starts with the first job, and ends when this object does.
+    """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._done = threading.Semaphore(0)
+        self._jobs, self._results = Jobs(), Results()
         self._started = 0
-        self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, job: Job) -> None:
         """Let the thread do a job when those before it are done."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="distopt exchange", daemon=True)
+            self._thread = threading.Thread(target=_run, args=(self._jobs, self._results), daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)
         self._started += 1
         self._jobs.put(job)
 
     def finish(self) -> None:
         """Return when all jobs are done; raise what one of them raised."""
-        for _ in range(self._started):
-            self._done.acquire()
-        self._started, error, self._error = 0, self._error, None
-        if error is not None:
+        errors = [self._results.get() for _ in range(self._started)]
+        self._started = 0
+        self._jobs.put(_forgive)
+        self._results.get()
+        for error in filter(None, errors):
             raise error
 
-    def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
+
+def _forgive() -> None:
+    """The end of a sequence of jobs: the next one may begin."""
+
+
+def _run(jobs: Jobs, results: Results) -> None:
+    failed = False
+    while job := jobs.get():
+        error = None
+        if job is _forgive:
+            failed = False
+        elif not failed:
             try:
-                if self._error is None:
-                    job()
-            except BaseException as error:
-                self._error = error
-            self._done.release()
+                job()
+            except BaseException as e:
+                error, failed = e, True
+        results.put(error)
+        del job

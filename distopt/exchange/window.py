@@ -1,6 +1,6 @@
 """Several calls that make one step: gradients are added up, and exchanged once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -20,23 +20,24 @@ class Window:
         self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
         self.batches = 0  # calls since the last step
 
-    def add(self, buffers: Buffers, exchange: Exchange) -> list[Sum] | None:
+    def add(self, buffers: Buffers, exchange: Exchange) -> Iterator[Sum] | None:
         """Take in this call's gradients.
 
-        Returns per bucket the sum over ranks and over the window, or None as long as the window is open.
+        Returns per bucket the sum over ranks and over the window, each exchanged when it is asked for, or None as long
+        as the window is open.
         """
         gradients = [b.gradient for b in buffers]
         if self.num_batches == 1:
-            return _exchanged(buffers, exchange, gradients)
+            return map(exchange, buffers, gradients)
         if not self.sync_on_apply:
-            _exchanged(buffers, exchange, gradients)
+            list(map(exchange, buffers, gradients))
         sums = [b.kept("window") for b in buffers]
         for gradient, total in zip(gradients, sums, strict=True):
             kernels.accumulate(gradient, total)
         self.batches += 1
         if self.batches < self.num_batches:
             return None
-        return _exchanged(buffers, exchange, sums) if self.sync_on_apply else [whole(s) for s in sums]
+        return map(exchange, buffers, sums) if self.sync_on_apply else map(whole, sums)
 
     def start(self, buffers: Buffers) -> None:
         """The step has been applied: begin the next window."""
@@ -44,7 +45,3 @@ class Window:
             self.batches = 0
             for buffer in buffers:
                 buffer.kept("window").fill(0)
-
-
-def _exchanged(buffers: Buffers, exchange: Exchange, flats: Sequence[np.ndarray]) -> list[Sum]:
-    return [exchange(buffer, flat) for buffer, flat in zip(buffers, flats, strict=True)]

@@ -48,7 +48,7 @@ class Optimizer(abc.ABC):
         self.wd_mult = {n: hyper(f"wd_mult of {n}", m)(0) for n, m in (wd_mult or {}).items()}
         self.step_counter = 0
         self._state: dict[str, dict[str, np.ndarray]] = {slot: {} for slot in self.slots}
-        self._flats: dict[Members, dict[str, np.ndarray]] = {}  # a flat array per slot, for each table
+        self._flats: dict[object, tuple[Members, dict[str, np.ndarray]]] = {}  # for each table a flat array per slot
         self._tables: dict[str, Members] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -112,7 +112,7 @@ class Optimizer(abc.ABC):
         Where ranks update a share each, ``whole`` makes of a table's flat array one that has all of them.
         """
         found: State = {slot: {name: a.copy() for name, a in arrays.items()} for slot, arrays in self._state.items()}
-        for members, flats in self._flats.items():
+        for members, flats in self._flats.values():
             for slot, flat in flats.items():
                 complete = whole(members, flat)
                 if complete is not flat:
@@ -145,16 +145,15 @@ class Optimizer(abc.ABC):
 
     def _flat_state(self, members: Members) -> dict[str, np.ndarray]:
         """The flat state of a bucket, one array per slot; what its parameters had elsewhere moves in by name."""
-        table = members.whole
-        if table not in self._flats:
-            self.check(table)
-            self._flats = {t: f for t, f in self._flats.items() if set(t.names).isdisjoint(table.names)}
-            flats = {slot: device.zeros(table.extent, table.dtype) for slot in self.slots}
+        if members.key not in self._flats:
+            self.check(members)
+            self._flats = {k: f for k, f in self._flats.items() if set(f[0].names).isdisjoint(members.names)}
+            flats = {slot: device.zeros(members.extent, members.dtype) for slot in self.slots}
             for slot, flat in flats.items():
-                for row, name in enumerate(table.names):
-                    view = table.view(flat, row)
+                for row, name in enumerate(members.names):
+                    view = members.view(flat, row)
                     if name in self._state[slot]:
                         view[...] = self._state[slot][name]
                     self._state[slot][name] = view
-            self._flats[table] = flats
-        return self._flats[table]
+            self._flats[members.key] = members, flats
+        return self._flats[members.key][1]
