@@ -7,13 +7,13 @@ sent; so every step sends other entries, and a guess from one step's values is a
 """
 
 import argparse
-import ctypes
 import itertools
 
 import numpy as np
 import torch
 
-from benchmarks import floor, measure
+from benchmarks import measure
+from benchmarks.floor import read_pass
 from benchmarks.models import MODELS
 from distopt import kernels
 from distopt.buckets import plan
@@ -71,7 +71,7 @@ class Steps:
         return step
 
 
-def ours(n, read_pass):
+def ours(n):
     steps, total = Steps(n), zeros(n, np.float32)
     cases = {"read pass": lambda: read_pass(total), "r += g": lambda: kernels.accumulate(next(steps.turns), total)}
     for d in DENSITIES:
@@ -80,7 +80,7 @@ def ours(n, read_pass):
     return measure.interleaved(cases, rounds=9, calls=3)
 
 
-def peers(n, read_pass):
+def peers(n):
     """Without a residual, which ours include."""
     steps = Steps(n)
     x = steps.residual(0.01)
@@ -94,7 +94,7 @@ def peers(n, read_pass):
     return measure.interleaved(cases, rounds=3, calls=1)
 
 
-def per_tensor(read_pass):
+def per_tensor():
     """Every tensor's own largest entries, in one call for the bucket."""
     tables = []
     for name, model in MODELS.items():
@@ -113,17 +113,11 @@ def main():
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sum_in_c = floor.library().read_pass
-    sum_in_c.argtypes, sum_in_c.restype = [ctypes.c_longlong, ctypes.c_void_p], ctypes.c_float
-
-    def read_pass(x):
-        return sum_in_c(x.size, x.ctypes.data)
-
     tables = [measure.versions("numpy", "torch")]
     for n in (int(1e6 * millions) for millions in options.millions):
-        tables.append(measure.table(f"{n:,} elements", ours(n, read_pass), "read pass", BUDGETS))
-        tables.append(measure.table(f"{n:,} elements, no residual", peers(n, read_pass), "read pass"))
-    measure.report("select", "\n".join([*tables, *per_tensor(read_pass)]), options.save)
+        tables.append(measure.table(f"{n:,} elements", ours(n), "read pass", BUDGETS))
+        tables.append(measure.table(f"{n:,} elements, no residual", peers(n), "read pass"))
+    measure.report("select", "\n".join([*tables, *per_tensor()]), options.save)
 
 
 if __name__ == "__main__":
