@@ -8,6 +8,7 @@ import numpy as np
 from distopt import kernels
 from distopt.buckets import Buffer, Sum, own
 from distopt.buckets import whole as in_one_piece
+from distopt.comm import Communicator
 from distopt.compress import At, Compressor, Dense
 from distopt.exchange import Overlap, add_shares, choose
 from distopt.exchange.shares import describe, nonfinite
@@ -15,6 +16,11 @@ from distopt.guard import by_rank, whole
 from distopt.memory import Memory
 
 Make = Callable[[], Compressor]
+
+
+def _as_it_is(buffer: Buffer, x: np.ndarray) -> Sum:
+    """What needs no exchange, or has had it."""
+    return in_one_piece(x)
 
 
 class Loop(Memory):
@@ -28,7 +34,8 @@ class Loop(Memory):
         if compressor is None:
             return False
         self._compressor = compressor
-        exchanged = self._window.add(self._memory, self._exchanger(compressor, self._travelled))
+        exchange = _as_it_is if self._travelled else self._exchanger(compressor, self._wire)
+        exchanged = self._window.add(self._memory, exchange)
         if exchanged is None:
             self._nonfinite.passed()
             return False
@@ -49,7 +56,7 @@ class Loop(Memory):
         if self._ready(loss, Dense, threshold, local=True) is None:
             return False
         self._nonfinite.passed()
-        sums = self._window.add(self._memory, lambda buffer, x: in_one_piece(x))
+        sums = self._window.add(self._memory, _as_it_is)
         if sums is None:
             return False
         self._apply(sums, 1)
@@ -91,6 +98,7 @@ class Loop(Memory):
             if not local and self._may_overlap(compressor, threshold):
                 self._describe(what)
                 overlap = self._overlap_step(pack, compressor)
+                self._in_backward = True
                 loss = overlap.watch(loss)
             self._collector.collect(loss)
             self._follow_plan(threshold)
@@ -101,6 +109,7 @@ class Loop(Memory):
         except Exception as e:
             error = e
         if overlap:
+            self._in_backward = False
             overlap.complete(failed=error is not None)
         bad = self._memory.nonfinite() if error is None and self._nonfinite.looks else ""
         if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
@@ -132,7 +141,8 @@ class Loop(Memory):
         return self._overlaps and same_plan and self._window.num_batches == 1 and not compressor.stateful
 
     def _overlap_step(self, pack: Callable[[Buffer], None], compressor: Compressor) -> Overlap:
-        exchange = self._exchanger(compressor)
+        # not on this communicator itself: the backward pass may use it, as batch normalization does
+        exchange = self._exchanger(compressor, self._wire.beside)
         return Overlap(
             self._background,
             self._wire,
@@ -159,17 +169,15 @@ class Loop(Memory):
         dense = isinstance(compressor, Dense) and self._window.num_batches == 1
         return dense and not self._overlaps and self._memory.shared
 
-    def _exchanger(self, compressor: Compressor, done: bool = False) -> Callable[[Buffer, np.ndarray], Sum]:
-        """How a bucket's flat array becomes the sum over ranks of what the compressor takes from it, if it is not."""
-        if done:
-            return lambda buffer, x: in_one_piece(x)
+    def _exchanger(self, compressor: Compressor, wire: Communicator) -> Callable[[Buffer, np.ndarray], Sum]:
+        """How a bucket's flat array becomes the sum over ranks of what the compressor takes from it."""
         if self._in_shares(compressor):
-            return lambda buffer, x: add_shares(buffer, self._wire)
+            return lambda buffer, x: add_shares(buffer, wire)
         algorithm = self._algorithm
 
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:
-            at = At(self.step_counter, self._wire.rank, self._wire.size, buffer.bucket, buffer.scratch)
-            algorithm(x, compressor, self._wire, buffer.state, at)
+            at = At(self.step_counter, wire.rank, wire.size, buffer.bucket, buffer.scratch)
+            algorithm(x, compressor, wire, buffer.state, at)
             return in_one_piece(x)
 
         return exchange

@@ -107,7 +107,12 @@ class Memory(Verbs):
         self._mark = fingerprint(self._lines)
 
     def _vote(
-        self, name: str, number: int, error: Exception | None = None, report: str = "", part: str = ""
+        self,
+        name: str,
+        number: int,
+        error: Exception | None = None,
+        report: str = "",
+        part: str = "",
     ) -> list[str]:
         """The ranks' reports, if all are at the same call, agree on what ``_describe`` said, and none has an error.
 
@@ -131,6 +136,8 @@ class Memory(Verbs):
             self._number, self._restored = control.optimizers, {}
         if self._agreed is not self._buffers:
             self._memory.connect(self._wire)
+            if self._overlaps:
+                _ = self._wire.beside  # made where all ranks are
             self._agreed, self._threshold = self._buffers, self._memory.plan.threshold
         return reports
 

@@ -24,7 +24,7 @@ class Verbs:
     def __init__(self, wire: Communicator, capacity: int):
         self._wire = wire
         self._staging = Staging(capacity, wire.alloc)
-        self._closed = False
+        self._closed = self._in_backward = False
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace an array, in place, by its sum over ranks."""
@@ -135,6 +135,8 @@ class Verbs:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(f"this {type(self).__name__} is closed; make a new one")
+        if self._in_backward:  # whose vote another thread is taking part in
+            raise RuntimeError("the verbs of DistOpt have no place in a loss, with overlap; a communicator's have")
 
 
 def _check_sparse(arrays: Sequence[np.ndarray], accumulation: np.ndarray | None, spars: float, topK: bool) -> None:

@@ -108,7 +108,42 @@ def not_finite(comm):
     assert opt(loss(params, comm))
 
 
-CASES = [travels_early, stumbles, unusual, differs, not_finite]
+def busy(comm):
+    """A backward pass that uses the same communicator itself, at its own pace on every rank, disturbs nothing."""
+    found = []
+    for overlap in (True, False):
+        params, opt = laws.train(comm, 1, overlap=overlap, deterministic=True)
+
+        def backward(params=params):
+            for p, g in loss(params, comm):
+                time.sleep(1e-3 * comm.rank)
+                total = np.full(5, comm.rank + 1.0)
+                comm.all_reduce(total)
+                assert total.tolist() == [comm.size * (comm.size + 1) / 2] * 5
+                yield p, g
+
+        opt(backward())
+        opt(backward())
+        found.append(laws.digest(params))
+    assert found[0] == found[1]
+
+
+def verb_in_a_loss(comm):
+    """DistOpt's own verbs vote, and a vote is under way already."""
+    params, opt = overlapped(comm)
+
+    def backward():
+        for p, g in loss(params, comm):
+            opt.all_reduce(g)
+            yield p, g
+
+    with pytest.raises(RuntimeError, match="rank 0: the verbs of DistOpt have no place in a loss, with overlap"):
+        opt(backward())
+    assert opt(loss(params, comm))
+    opt.all_reduce(np.ones(3))
+
+
+CASES = [busy, verb_in_a_loss, travels_early, stumbles, unusual, differs, not_finite]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda f: f.__name__)

@@ -1,6 +1,7 @@
 """What every communicator can do, and the two things that several of them share."""
 
 import abc
+import copy
 import itertools
 from collections.abc import Sequence
 from types import ModuleType
@@ -36,6 +37,7 @@ class Communicator(abc.ABC):
     why = ""
     spans_hosts = False  # do ranks sit on several machines?
     may_overlap = True  # may a thread exchange while another one computes?
+    _beside: "Communicator | None" = None
 
     @abc.abstractmethod
     def all_reduce(self, x: np.ndarray) -> None:
@@ -90,6 +92,19 @@ class Communicator(abc.ABC):
         """
         kernels.add_parts(members.share(self.rank, self.size), parts, parts[self.rank], bad)
 
+    @property
+    def beside(self) -> "Communicator":
+        """The same ranks on a wire of its own, for a thread that exchanges while this one is in use.
+
+        Collective when it is first asked for.
+        """
+        if self._beside is None:  # no cached_property, whose lock all ranks of this process would share
+            self._beside = self._duplicate()
+        return self._beside
+
+    def _duplicate(self) -> "Communicator":
+        raise NotImplementedError(f"{type(self).__name__} has but one wire")
+
     def close(self) -> None:  # noqa: B027  most hold nothing
         """Give back what the communicator holds."""
 
@@ -139,6 +154,12 @@ class Wrapper(Communicator):
 
     def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:  # noqa: D102
         self.comm.add_parts(members, parts, bad)
+
+    def _duplicate(self) -> Communicator:
+        twin = copy.copy(self)
+        twin.comm = self.comm.beside
+        twin.control = twin.comm.control
+        return twin
 
     def close(self) -> None:  # noqa: D102
         self.comm.close()

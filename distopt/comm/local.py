@@ -49,6 +49,9 @@ class LocalCommunicator(Communicator):
     def barrier(self) -> None:
         """Nobody to wait for."""
 
+    def _duplicate(self) -> Communicator:
+        return self
+
     def peers(self, x: np.ndarray) -> list[np.ndarray]:
         """x itself."""
         return [x]

@@ -216,6 +216,8 @@ class MpiCommunicator(Communicator):
     def be_patient(self, seconds: float) -> None:
         """Sleep so long between two looks at an exchange in progress."""
         self.patience = self.control.patience = seconds
+        if self._beside is not None:
+            self._beside.be_patient(seconds)
 
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
         """Zeroed flat memory, which ``peers`` can share if all ranks sit on one node."""
@@ -231,8 +233,13 @@ class MpiCommunicator(Communicator):
         found = [a for a in others if a is not None]
         return found if all(self.control.gather("all" * (len(found) == self.size))) else None
 
+    def _duplicate(self) -> Communicator:
+        return MpiCommunicator(self._comm, why=f"beside rank {self.rank}'s other one")
+
     def close(self) -> None:
         """Give the MPI communicators back; collective, and the last that may be done with this one."""
+        if self._beside is not None:
+            self._beside.close()
         if self.control in _controls:
             _controls.remove(self.control)
         self.control.close()

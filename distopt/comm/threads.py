@@ -85,9 +85,10 @@ class ThreadCommunicator(Communicator):
 
     rank_ordered = True
 
-    def __init__(self, rank: int, size: int, data: Meeting, control: Meeting):
+    def __init__(self, rank: int, size: int, meetings: list[Meeting]):
         self.rank = self.local_rank = rank
-        self.size, self._meeting = size, data
+        self.size, self._meetings = size, meetings  # of all communicators of these ranks, so that who leaves leaves all
+        self._meeting, control = meetings[-2:]
         self.control = ThreadControl(rank, size, control)
 
     def all_reduce(self, x: np.ndarray) -> None:
@@ -115,6 +116,14 @@ class ThreadCommunicator(Communicator):
     def peers(self, x: np.ndarray) -> list[np.ndarray]:
         """The arrays themselves: threads share their memory."""
         return list(self._meet("peers", x, lambda offers: [tuple(offers)] * len(offers), None))
+
+    def _duplicate(self) -> Communicator:
+        def make(offers: list[Any]) -> list[Any]:
+            self._meetings += Meeting(self.size), Meeting(self.size)
+            return offers
+
+        self._meet("duplicate", None, make, None)
+        return ThreadCommunicator(self.rank, self.size, self._meetings)
 
     def _meet(self, verb: str, offer: Any, action: Action, alike: np.ndarray | None) -> Any:
         shape = f" of {alike.size} {alike.dtype}" if alike is not None else ""
@@ -159,13 +168,13 @@ def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    meetings = Meeting(size), Meeting(size)
+    meetings = [Meeting(size), Meeting(size)]
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = main(ThreadCommunicator(rank, size, *meetings))
+            results[rank] = main(ThreadCommunicator(rank, size, meetings))
         except BaseException as error:
             errors.append(error)
         for meeting in meetings:
