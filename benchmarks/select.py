@@ -58,7 +58,7 @@ class Steps:
         def kept(name, nbytes):
             if name not in scratch or scratch[name].size < nbytes:
                 scratch[name] = zeros(nbytes, np.uint8)
-            return scratch[name]
+            return scratch[name][:nbytes]
 
         at = At(bucket=bucket, scratch=kept)
         compressor, state = ErrorFeedback(compressor), {"residual": self.residual(density)}

@@ -141,6 +141,8 @@ class DistOpt(Loop):
     def update(self, param: Any, grad: np.ndarray) -> None:
         """Take the mean of a summed gradient, in place, and apply it to one parameter."""
         self._check_open()
+        if self._sharded:
+            raise ValueError("update changes a parameter on every rank, but all ranks share it: use a step")
         name, value = self._collector.identify(param)
         checked_gradient(name, value, grad)
         grad /= self.world_size

@@ -78,7 +78,7 @@ class Collector:
     ``grads`` are their arrays and gradients in that order.
 
     A step that brings the parameters of the last one in the same order costs a tenth of a microsecond for each; any
-    other is looked at by name.
+    other is looked at by name.  An array that was resized in place since, or got another dtype, is not noticed.
     """
 
     def __init__(self, allow_missing: bool = False):
@@ -124,6 +124,7 @@ class Collector:
         found = self._read([(param, None) for param in params])
         self._refuse_new_overlap(found)
         self._learn(found)
+        self._last = [], []  # the arrays that were there then may be others now
         return list(found)
 
     def arrives_last(self, places: Sequence[int]) -> int:
@@ -135,9 +136,9 @@ class Collector:
         arrived = [self._places[k] if self._places else k for k in places]
         try:
             pairs = [(*given[k], self._last[0][k], self._last[1][k]) for k in arrived]
-        except (TypeError, IndexError):
+            same = all(p is last and (value is last or p.data is value) for p, _, last, value in pairs)
+        except (TypeError, ValueError, IndexError):  # no pairs
             return None
-        same = all(p is last and (value is last or p.data is value) for p, _, last, value in pairs)
         return [grad for _, grad, _, _ in pairs] if same else None
 
     def _recognise(self, given: list[Any]) -> bool:

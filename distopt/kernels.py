@@ -115,7 +115,7 @@ class Members:
         chunks = -(-self.rows["size"] // CHUNK)
         self.rows["first"] = np.cumsum(chunks) - chunks
         self.extent = int((self.rows["offset"] + self.rows["size"]).max(initial=0))
-        self.table = Table(self.rows.ctypes.data, len(self.names), 0, int(chunks.sum()))
+        self.span = 0, int(chunks.sum())  # the chunks that kernels see
         self.key = object()  # the same for all shares
         self._shares: dict[tuple[int, int], Members] = {}
         self._arrays: Sequence[np.ndarray] = ()
@@ -125,11 +125,15 @@ class Members:
         if of == 1:
             return self
         if (number, of) not in self._shares:
-            chunks, part = self.table.end, copy.copy(self)
-            part._shares = {}
-            part.table = Table(self.table.rows, self.table.count, chunks * number // of, chunks * (number + 1) // of)
+            chunks, part = self.span[1], copy.copy(self)
+            part._shares, part.span = {}, (chunks * number // of, chunks * (number + 1) // of)
             self._shares[number, of] = part
         return self._shares[number, of]
+
+    @property
+    def table(self) -> Table:
+        """What a kernel gets."""
+        return Table(self.rows.ctypes.data, len(self.names), *self.span)
 
     def points_to(self, arrays: Sequence[np.ndarray]) -> bool:
         """Are these the very objects of the last ``point_to``?  One that was resized in place since is not noticed."""

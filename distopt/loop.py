@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.buckets import Buffer, Sum, own
-from distopt.buckets import whole as in_one_piece
-from distopt.comm import Communicator
+from distopt.buckets import Buffer, Sum, in_one_piece, own
 from distopt.compress import At, Compressor, Dense
 from distopt.exchange import Overlap, add_shares, choose
 from distopt.exchange.shares import describe, nonfinite
@@ -16,6 +14,7 @@ from distopt.guard import by_rank, whole
 from distopt.memory import Memory
 
 Make = Callable[[], Compressor]
+Exchange = Callable[[Buffer, np.ndarray], Sum]
 
 
 def _as_it_is(buffer: Buffer, x: np.ndarray) -> Sum:
@@ -30,11 +29,10 @@ class Loop(Memory):
         self, loss: Any, make: Make, threshold: int | None, break_even: bool = False, clip: float | None = None
     ) -> bool:
         """One step with the mean over ranks of what a compressor sends; True if an update was applied."""
-        compressor = self._ready(loss, make, threshold, clip, break_even)
-        if compressor is None:
+        exchange = self._ready(loss, make, threshold, clip, break_even)
+        if exchange is None:
             return False
-        self._compressor = compressor
-        exchange = _as_it_is if self._travelled else self._exchanger(compressor, self._wire)
+        compressor = self._compressor
         exchanged = self._window.add(self._memory, exchange)
         if exchanged is None:
             self._nonfinite.passed()
@@ -53,10 +51,11 @@ class Loop(Memory):
 
     def _partial_step(self, loss: Any, threshold: int | None) -> bool:
         """One step with this rank's own gradients, after which the parameters of one bucket are averaged."""
-        if self._ready(loss, Dense, threshold, local=True) is None:
+        exchange = self._ready(loss, Dense, threshold, local=True)
+        if exchange is None:
             return False
         self._nonfinite.passed()
-        sums = self._window.add(self._memory, _as_it_is)
+        sums = self._window.add(self._memory, exchange)
         if sums is None:
             return False
         self._apply(sums, 1)
@@ -74,56 +73,66 @@ class Loop(Memory):
         clip: float | None = None,
         break_even: bool = False,
         local: bool = False,
-    ) -> Compressor | None:
-        """Collect, check, vote: the compressor, if all ranks go on with their packed gradients; None if all skip.
+    ) -> Exchange | None:
+        """Collect, check, vote: how buckets are exchanged, if all ranks go on with theirs packed; None if all skip.
 
         ``local`` gradients are applied by this rank alone.
         """
         self._check_open()
-        error, compressor, overlap = None, None, None
+        error: Exception | None = None
+        overlap: Overlap | None = None
+        exchange: Exchange = _as_it_is
         try:
-            if self._failure:
-                raise RuntimeError(f"{self._failure}; load a checkpoint to go on")
-            if local and self._sharded:
-                raise ValueError("a partial step changes each rank's own parameters, but all ranks share them")
-            if clip is not None and not clip >= 0:
-                raise ValueError(f"clip_Value must be at least 0, got {clip}")
+            threshold = self._checked_threshold(threshold, clip, local)
             compressor = make()
-            self._algorithm = choose(compressor, break_even)
+            early = not local and self._may_overlap(compressor, threshold)
+            exchange = self._exchanger(compressor, break_even, early)
             self._numbers = self._optimizer.numbers()
-            threshold = self.threshold if threshold is None else whole("threshold", threshold, least=0)
             what = "a partial step" if local else "a step"
             what += f" with {compressor!r}" + f", clipped at {clip}" * (clip is not None)
             pack = self._packer(compressor, clip, local)
-            if not local and self._may_overlap(compressor, threshold):
+            if early:
                 self._describe(what)
-                overlap = self._overlap_step(pack, compressor)
-                self._in_backward = True
+                overlap = self._overlap(pack, exchange)
                 loss = overlap.watch(loss)
             self._collector.collect(loss)
             self._follow_plan(threshold)
             self._describe(what)
-            self._point()
+            self._point(sent=overlap.sent if overlap else 0)
             for buffer in list(self._memory)[overlap.sent if overlap else 0 :]:
                 pack(buffer)
+            self._compressor = compressor
         except Exception as e:
             error = e
+        except BaseException:  # an exit; the buckets that others wait for still travel
+            if overlap:
+                self._complete(overlap, failed=True)
+            raise
         if overlap:
-            self._in_backward = False
-            overlap.complete(failed=error is not None)
+            self._complete(overlap, failed=error is not None)
         bad = self._memory.nonfinite() if error is None and self._nonfinite.looks else ""
         if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
             return None
-        assert compressor is not None, "or there was an error"
         self._send_parameters()
-        self._travelled = overlap is not None
-        return compressor
+        return _as_it_is if overlap or local else exchange
 
-    def _point(self) -> None:
-        """Let the buckets' tables point to parameters and gradients."""
-        memory, collector = self._memory, self._collector
-        memory.point_to_parameters(collector.values.addresses, collector.values.version)
-        memory.point_to_gradients(collector.grads.arrays, collector.grads.addresses, collector.grads.version)
+    def _checked_threshold(self, threshold: int | None, clip: float | None, local: bool) -> int:
+        """The threshold of this step; raises what forbids a step with these arguments."""
+        if self._failure:
+            raise RuntimeError(f"{self._failure}; load a checkpoint to go on")
+        if local and self._sharded:
+            raise ValueError("a partial step changes each rank's own parameters, but all ranks share them")
+        if clip is not None and not clip >= 0:
+            raise ValueError(f"clip_Value must be at least 0, got {clip}")
+        if threshold is None:
+            return self._threshold if self._sharded else self.threshold
+        return whole("threshold", threshold, least=0)
+
+    def _point(self, sent: int) -> None:
+        """Let the buckets' tables point to parameters and gradients; so many buckets were sent already."""
+        memory, values, grads = self._memory, self._collector.values, self._collector.grads
+        memory.point_to_parameters(values.addresses, values.version)
+        memory.point_to_gradients(grads.arrays, grads.addresses, grads.version, sent)
 
     def _packer(self, compressor: Compressor, clip: float | None, local: bool) -> Callable[[Buffer], None]:
         """How a bucket's gradients come to their places."""
@@ -140,18 +149,22 @@ class Loop(Memory):
         same_plan = self._number > 0 and threshold == self._threshold
         return self._overlaps and same_plan and self._window.num_batches == 1 and not compressor.stateful
 
-    def _overlap_step(self, pack: Callable[[Buffer], None], compressor: Compressor) -> Overlap:
-        # not on this communicator itself: the backward pass may use it, as batch normalization does
-        exchange = self._exchanger(compressor, self._wire.beside)
+    def _overlap(self, pack: Callable[[Buffer], None], exchange: Exchange) -> Overlap:
+        """Begin to send buckets as their gradients come."""
+        self._in_backward = True
         return Overlap(
             self._background,
             self._wire,
             self._memory,
             self._collector,
-            lambda: self._vote(self._name, self._calls + (1 << 30), part=", its start"),
-            pack,
-            lambda buffer: exchange(buffer, buffer.gradient),
+            agree=lambda: self._vote(f"the start of {self._name}", self._calls + (1 << 30)),
+            pack=pack,
+            exchange=lambda buffer: exchange(buffer, buffer.gradient),
         )
+
+    def _complete(self, overlap: Overlap, failed: bool) -> None:
+        self._in_backward = False
+        overlap.complete(failed)
 
     @property
     def _calls(self) -> int:
@@ -169,13 +182,16 @@ class Loop(Memory):
         dense = isinstance(compressor, Dense) and self._window.num_batches == 1
         return dense and not self._overlaps and self._memory.shared
 
-    def _exchanger(self, compressor: Compressor, wire: Communicator) -> Callable[[Buffer, np.ndarray], Sum]:
-        """How a bucket's flat array becomes the sum over ranks of what the compressor takes from it."""
-        if self._in_shares(compressor):
-            return lambda buffer, x: add_shares(buffer, wire)
-        algorithm = self._algorithm
+    def _exchanger(self, compressor: Compressor, break_even: bool, early: bool) -> Exchange:
+        """How a bucket's flat array becomes the sum over ranks of what the compressor takes from it.
+
+        What goes ``early`` has a wire of its own: a backward pass may use this one, as batch normalization does.
+        """
+        algorithm, wire = choose(compressor, break_even), self._wire.beside if early else self._wire
 
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:
+            if self._in_shares(compressor):
+                return add_shares(buffer, wire)
             at = At(self.step_counter, wire.rank, wire.size, buffer.bucket, buffer.scratch)
             algorithm(x, compressor, wire, buffer.state, at)
             return in_one_piece(x)

@@ -173,7 +173,9 @@ class Memory(Verbs):
         They hold rank 0's values.  From now on there is one copy of the model on this machine, and each rank updates
         its share of it, and touches only that share of the optimizer's state (ZeRO stage 1, Rajbhandari et al., 2020,
         in shared memory); the results are the same, to the bit.  Collective; needs all parameters of the model.
-        ``state_dict`` is collective from then on, the threshold is fixed, and there are no partial steps.
+        ``state_dict`` is collective from then on, and complete, as the optimizer's own ``get_states`` is not; the
+        threshold is fixed, there are no partial steps and no ``update`` by hand, and what a script does to a parameter
+        itself, one rank has to do for all.
 
         Raises, on every rank alike, TypeError for an optimizer that is not distopt's own, ValueError if parameters are
         missing, and RuntimeError where the ranks share no memory.

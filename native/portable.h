@@ -20,10 +20,10 @@ struct Member {
   double lr, decay;
 };
 
-// Chunks [from, to) of a bucket's members, which are numbered through; never more than there are.
+// Chunks [begin, end) of a bucket's members, which are numbered through; never more than there are.
 struct Table {
   const Member *rows;
-  long long count, from, to;
+  long long count, begin, end;
 };
 
 // Elements [begin, end) of member `row`: the bucket's chunk number `index`.
@@ -44,7 +44,7 @@ struct Chunk {
 #define FOR_EACH_COUNTED(i, n) FOR_EACH(i, n)
 #define FOR_EACH_IN(i, c) for (long long i = c.begin + threadIdx.x; i < c.end; i += blockDim.x)
 #define FOR_EACH_CHUNK(c, table) \
-  for (Chunk c = {table.from + blockIdx.x, 0, 0, 0}; c.index < table.to && find(c, table); c.index += gridDim.x)
+  for (Chunk c = {table.begin + blockIdx.x, 0, 0, 0}; c.index < table.end && find(c, table); c.index += gridDim.x)
 #define SCRATCH __shared__  // memory of a block: in FOR_EACH_IN a thread meets only what it wrote itself
 
 INLINE unsigned bits(float x) { return __float_as_uint(x); }
@@ -83,7 +83,7 @@ INLINE void add(long long *total, long long n) {
 #define FOR_EACH(i, n) INDEPENDENT for (long long i = 0; i < (n); ++i)
 #define FOR_EACH_COUNTED(i, n) for (long long i = 0; i < (n); ++i)  // iterations that meet in `add`
 #define FOR_EACH_IN(i, c) INDEPENDENT for (long long i = c.begin; i < c.end; ++i)
-#define FOR_EACH_CHUNK(c, table) for (Chunk c = {table.from, 0, 0, 0}; c.index < table.to && next(c, table); ++c.index)
+#define FOR_EACH_CHUNK(c, table) for (Chunk c = {table.begin, 0, 0, 0}; c.index < table.end && next(c, table); ++c.index)
 #define SCRATCH
 
 INLINE unsigned bits(float x) { unsigned u; memcpy(&u, &x, sizeof u); return u; }

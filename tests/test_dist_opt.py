@@ -1,11 +1,13 @@
 """DistOpt: what it accepts, what it refuses on every rank alike, and its verbs."""
 
+import copy
+
 import numpy as np
 import pytest
 
 import laws
 from distopt import DistOpt, Parameter, run_ranks
-from distopt.comm import Metered
+from distopt.comm import LocalCommunicator, Metered
 from distopt.guard import PeerLeft
 from distopt.optim import SGD
 
@@ -977,3 +979,67 @@ def test_a_closed_one_refuses():
     ):
         with pytest.raises(RuntimeError, match="this DistOpt is closed; make a new one"):
             use()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_gradient_for_two_parameters_at_every_step(size):
+    """It lies in the view of one of them, and is copied for the other anew at every step."""
+
+    def main(comm):
+        a, b = Parameter("a", np.zeros(3)), Parameter("b", np.zeros(3))
+        opt = DistOpt(SGD(1.0), comm)
+        view, _ = opt.gradient_views([a, b])
+        for step in range(3):
+            view[...] = 10**step
+            opt([(a, view), (b, view)])
+        assert a.data.tolist() == b.data.tolist() == [-111.0] * 3
+
+    run_ranks(size, main)
+
+
+def test_views_asked_for_while_other_arrays_stand_in():
+    """As when averaged weights are swapped in for a moment: the next step updates what is there then."""
+
+    def main(comm):
+        p = Parameter("p", np.zeros(3))
+        own, other, opt = p.data, np.ones(3), DistOpt(SGD(1.0), comm)
+        grad = np.ones(3)
+        opt([(p, grad)])
+        p.data = other
+        opt.gradient_views([p])
+        p.data = own
+        grad[:] = 1
+        opt([(p, grad)])
+        assert own.tolist() == [-2.0] * 3
+        assert other.tolist() == [1.0] * 3
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("n", [40001, 27003])
+def test_modes_share_scratch_memory(n, dtype):
+    """Payloads of different kinds in the memory of one bucket, one after the other."""
+
+    def main(comm):
+        w, opt = Parameter("w", np.zeros(n, dtype)), DistOpt(SGD(1.0), comm)
+        for _ in range(2):
+            opt.backward_and_update_half([(w, np.ones(n, dtype))])
+            opt.backward_and_sparse_update([(w, np.ones(n, dtype))], spars=0.5)
+            opt.backward_and_sparse_update([(w, np.ones(n, dtype))], spars=3.0)
+            opt.backward_and_sparse_update([(w, np.ones(n, dtype))], spars=0.5, topK=True)
+        opt.backward_and_sparse_update([(w, np.zeros(n, dtype))], spars=1.0, topK=True)
+        return w.data.sum(dtype=np.float64)
+
+    assert run_ranks(2, main) == [-8.0 * n] * 2
+
+
+def test_an_optimizer_that_was_used_can_be_copied():
+    p, q = Parameter("p", np.zeros(3)), Parameter("p", np.zeros(3))
+    opt = DistOpt(SGD(1.0, momentum=0.5), LocalCommunicator())
+    opt([(p, np.ones(3))])
+    q.data[:] = p.data
+    twin = copy.deepcopy(opt.opt)
+    opt([(p, np.ones(3))])
+    twin([(q, np.ones(3))])
+    assert q.data.tolist() == p.data.tolist() == [-2.5] * 3

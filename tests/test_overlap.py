@@ -11,7 +11,7 @@ from distopt import DistOpt, run_ranks
 from distopt.comm import Metered
 from distopt.guard import PeerLeft
 from distopt.optim import SGD
-from launch import needs_mpi, run_mpi
+from launch import distopt_run, needs_mpi, run_mpi
 
 
 def overlapped(comm, steps=1):
@@ -143,7 +143,27 @@ def verb_in_a_loss(comm):
     opt.all_reduce(np.ones(3))
 
 
-CASES = [busy, verb_in_a_loss, travels_early, stumbles, unusual, differs, not_finite]
+def no_pairs(comm):
+    """What is no pair is named as without overlap."""
+    params, opt = overlapped(comm)
+    with pytest.raises(TypeError, match=r"loss must be an iterable of \(param, grad\) pairs"):
+        opt([(*pair, 1) for pair in loss(params, comm)])
+    assert opt(loss(params, comm))
+
+
+def anothers_view(comm):
+    """A gradient in the view of a parameter that was sent already is gone: an error, not another's sum."""
+    params, opt = overlapped(comm)
+    views = opt.gradient_views(params)
+    grads = [g for _, g in loss(params, comm)]
+    grads[-1] = views[1][:1]
+    opt(loss(params, comm))
+    with pytest.raises(ValueError, match="rank 0: p7: its gradient lies in the view of another, which was sent"):
+        opt(zip(params, grads, strict=True))
+    assert opt(loss(params, comm))
+
+
+CASES = [busy, verb_in_a_loss, no_pairs, anothers_view, travels_early, stumbles, unusual, differs, not_finite]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda f: f.__name__)
@@ -161,6 +181,40 @@ def all_cases(comm):
 @pytest.mark.parametrize("size", [2, 3])
 def test_on_mpi(size, tmp_path):
     run_mpi(size, all_cases, tmp_path)
+
+
+LEAVING = """
+import sys, time
+import numpy as np
+import distopt
+
+opt = distopt.DistOpt(overlap=True, threshold=0)
+params = [distopt.Parameter(f"p{k}", np.zeros(1000)) for k in range(4)]
+
+def loss(step):
+    for k, p in enumerate(params):
+        if (opt.global_rank, step, k) == (1, 2, 2):
+            time.sleep(0.3)
+            sys.exit(3)
+        yield p, np.ones(1000)
+
+for step in range(4):
+    try:
+        opt(loss(step))
+    except RuntimeError as error:
+        print(f"{type(error).__name__}: {error}")
+        raise
+"""
+
+
+@needs_mpi
+def test_a_rank_that_exits_in_its_backward_pass(tmp_path):
+    """Buckets are on their way, and the other rank waits for them."""
+    script = tmp_path / "leaving.py"
+    script.write_text(LEAVING)
+    code, output = distopt_run(2, script, timeout=20)
+    assert code == 3 or "PeerLeft: rank 1 left after the start of step 3, before step 3" in output, output
+    assert code != 0
 
 
 def test_a_rank_that_left():

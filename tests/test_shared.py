@@ -53,6 +53,13 @@ def test_a_fast_rank_waits_for_those_who_read(size):
     assert len({r["digest"].item() for r in run_ranks(size, fast_and_slow)}) == 1
 
 
+def no_elements(comm):
+    """A model of nothing but empty tensors is shared like any other."""
+    params = [Parameter("none", np.zeros((0, 3), np.float32))]
+    opt = laws.share(params, DistOpt(SGD(0.1), comm))[1]
+    assert opt([(params[0], np.zeros((0, 3), np.float32))])
+
+
 def no_shared_memory_on_one_rank(comm):
     """As where a container or the kernel forbids it: plain memory for all, and one line for who asks for more."""
     if comm.rank == 1:
@@ -79,7 +86,7 @@ def handles_of_others(comm):
 
 @needs_mpi
 @pytest.mark.parametrize(
-    "case", [fast_and_slow, no_shared_memory_on_one_rank, handles_of_others], ids=lambda f: f.__name__
+    "case", [fast_and_slow, no_elements, no_shared_memory_on_one_rank, handles_of_others], ids=lambda f: f.__name__
 )
 def test_on_mpi(case, tmp_path):
     for size in (2, 3):
@@ -142,8 +149,24 @@ def test_what_sharding_refuses(size):
             opt.backward_and_update(loss(), threshold=7)
         with pytest.raises(ValueError, match="a partial step changes each rank's own parameters"):
             opt.backward_and_partial_update(loss())
+        with pytest.raises(ValueError, match="update changes a parameter on every rank, but all ranks share it"):
+            opt.update(params[0], np.zeros_like(views[0]))
         assert opt(loss())
         laws.same_on_all_ranks(comm, laws.digest(params))
+        comm.barrier()
+
+    run_ranks(size, main)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_steps_keep_the_threshold_at_which_parameters_were_shared(size):
+    def main(comm):
+        no_elements(comm)
+        params = laws.parameters()
+        opt = DistOpt(SGD(0.1), comm, threshold=60)
+        opt.backward_and_update(zip(params, laws.gradients(params, 0, comm.rank), strict=True), threshold=5)
+        laws.share(params, opt)
+        assert opt(zip(params, laws.gradients(params, 1, comm.rank), strict=True))
         comm.barrier()
 
     run_ranks(size, main)

@@ -1,8 +1,21 @@
 """Fuse many small arrays into few flat ones: the plan, its memory, and the staging of the fused verbs."""
 
 from distopt.buckets.buffers import Buffer, Buffers, States
-from distopt.buckets.piece import Piece, Sum, own, shared, whole
+from distopt.buckets.piece import Piece, Sum, in_one_piece, own, shared
 from distopt.buckets.plan import Bucket, Plan, plan
 from distopt.buckets.staging import Staging
 
-__all__ = ["Bucket", "Buffer", "Buffers", "Piece", "Plan", "Staging", "States", "Sum", "own", "plan", "shared", "whole"]
+__all__ = [
+    "Bucket",
+    "Buffer",
+    "Buffers",
+    "Piece",
+    "Plan",
+    "Staging",
+    "States",
+    "Sum",
+    "in_one_piece",
+    "own",
+    "plan",
+    "shared",
+]

@@ -54,10 +54,10 @@ class Buffer:
         return self.state[state]
 
     def scratch(self, name: str, nbytes: int) -> np.ndarray:
-        """Memory of at least so many bytes, the same at every step."""
+        """Memory of so many bytes, the same at every step."""
         if name not in self._scratch or self._scratch[name].size < nbytes:
             self._scratch[name] = device.zeros(nbytes, np.uint8)
-        return self._scratch[name]
+        return self._scratch[name][:nbytes]
 
     def take(self, addresses: np.ndarray) -> None:
         """Gradients are at these addresses from now on; a missing one, at 0, is zeros."""
@@ -78,7 +78,7 @@ class Buffer:
         if len(total) == 1:
             flat = total[0].flat
         else:
-            flat = self.scratch("mean", self.bucket.nbytes)[: self.bucket.nbytes].view(self.bucket.dtype)
+            flat = self.scratch("mean", self.bucket.nbytes).view(self.bucket.dtype)
         views = self.views(flat)
         self.means.point_to(list(views.values()))
         for piece in total:
@@ -92,7 +92,7 @@ class Buffers:
     def __init__(self, plan: Plan, values: Mapping[str, np.ndarray], alloc: Alloc):
         self.plan = plan
         self._starts = _starts(plan.buckets)
-        self._memory = alloc(self._starts[-1], np.uint8)
+        self._memory = alloc(max(1, self._starts[-1]), np.uint8)
         self._buffers = [
             Buffer(b, [values[n].shape for n in b.names], flat)
             for b, flat in zip(plan.buckets, self._flats(self._memory), strict=True)
@@ -101,7 +101,7 @@ class Buffers:
         self._order = tuple(values)
         place = {name: k for k, name in enumerate(self._order)}
         self.places = [np.array([place[n] for n in b.names]) for b in plan.buckets]  # of its members in the order
-        self._gradients = self._parameters = -1  # versions of the arrays that the tables point to
+        self._gradients_version = self._parameters_version = -1  # of the arrays that the tables point to
         self.parameters: dict[str, np.ndarray] = {}  # that all ranks share, if they do
 
     def _flats(self, memory: np.ndarray) -> list[np.ndarray]:
@@ -133,13 +133,13 @@ class Buffers:
 
     def share_parameters(self, wire: Wire) -> bool:
         """Make room for all ranks' parameters in the first rank's memory; collective; False if that cannot be."""
-        own = wire.alloc(self._starts[-1], np.uint8)
+        own = wire.alloc(self._memory.size, np.uint8)
         memories = wire.peers(own)
         if memories is None:
             return False
         flats = self._flats(memories[0])
         self.parameters = {n: v for b, flat in zip(self, flats, strict=True) for n, v in b.views(flat).items()}
-        self._parameters = -1
+        self._parameters_version = -1
         return True
 
     def take(self, number: int, grads: Sequence[Any]) -> bool:
@@ -149,7 +149,7 @@ class Buffers:
         if addresses is None or self._strange(addresses, buffer.home).any():
             return False
         buffer.take(addresses)
-        self._gradients = -1
+        self._gradients_version = -1
         return True
 
     def _strange(self, addresses: np.ndarray, home: np.ndarray) -> np.ndarray:
@@ -159,35 +159,45 @@ class Buffers:
         found: np.ndarray = inside & (addresses != home)
         return found
 
-    def point_to_gradients(self, grads: Sequence[np.ndarray | None], addresses: np.ndarray, version: int) -> None:
-        """Gradients, in plan order, are these arrays from now on; one that is None is zeros."""
-        if version != self._gradients or (addresses == 0).any():
-            addresses = self._untangled(grads, addresses)
+    def point_to_gradients(
+        self, grads: Sequence[np.ndarray | None], addresses: np.ndarray, version: int, sent: int = 0
+    ) -> None:
+        """Gradients, in plan order, are these arrays from now on; one that is None is zeros.
+
+        The first ``sent`` buckets are on their way already: ValueError for a gradient that lies in the memory of one of
+        them and is another parameter's.
+        """
+        if version != self._gradients_version or (addresses == 0).any():
+            addresses = self._untangled(grads, addresses, sent)
             for buffer, places in zip(self, self.places, strict=True):
                 buffer.take(addresses[places])
-            self._gradients = version
+            self._gradients_version = -1 if self._copies else version  # copies are made anew at every step
 
     def point_to_parameters(self, addresses: np.ndarray, version: int) -> None:
         """Parameters, in plan order, are at these addresses from now on; if they are shared, at no others."""
-        if version != self._parameters:
+        if version != self._parameters_version:
             for name, address in zip(self._order, addresses, strict=True) if self.parameters else ():
                 shared = self.parameters[name]
                 if shared.size and shared.ctypes.data != address:
                     raise ValueError(f"{name}: its data must be the array that parameter_views returned for it")
             for buffer, places in zip(self, self.places, strict=True):
                 buffer.parameters.rows["data"] = addresses[places]
-            self._parameters = version
+            self._parameters_version = version
 
-    def _untangled(self, grads: Sequence[np.ndarray | None], addresses: np.ndarray) -> np.ndarray:
+    def _untangled(self, grads: Sequence[np.ndarray | None], addresses: np.ndarray, sent: int) -> np.ndarray:
         """The addresses, but of a copy for a gradient in the memory of another one, which packing would overwrite."""
         home = np.empty_like(addresses)
         for buffer, places in zip(self, self.places, strict=True):
             home[places] = buffer.home
-        self._copies = {k: np.array(grads[k]) for k in np.flatnonzero(self._strange(addresses, home)).tolist()}
+        strange = np.flatnonzero(self._strange(addresses, home)).tolist()
+        gone = self._memory.ctypes.data + self._starts[sent]
+        for k in strange:
+            if addresses[k] < gone:
+                raise ValueError(f"{self._order[k]}: its gradient lies in the view of another, which was sent already")
+        self._copies = {k: np.array(grads[k]) for k in strange}
         if self._copies:
             addresses = addresses.copy()
             addresses[list(self._copies)] = [c.ctypes.data for c in self._copies.values()]
-            self._gradients = -1  # copy again at the next step
         return addresses
 
     def nonfinite(self) -> str:

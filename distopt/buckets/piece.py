@@ -17,7 +17,7 @@ class Piece(NamedTuple):
 Sum = Sequence[Piece]  # of a bucket: pieces that make it whole
 
 
-def whole(flat: np.ndarray) -> Sum:
+def in_one_piece(flat: np.ndarray) -> Sum:
     """A sum in one piece."""
     return [Piece(0, 1, flat)]
 

@@ -54,14 +54,15 @@ def open_handle(handle: str, dtype: Any) -> np.ndarray | None:
     if not handle:
         return None
     pid, file, device, inode, start, nbytes = map(int, handle.split())
+    path = f"/proc/{pid}/fd/{file}"
     try:
-        opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        here = os.stat(path)
+        if (here.st_dev, here.st_ino) != (device, inode):  # a number means another process in another container
+            return None
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        here = os.fstat(opened)
-        if (here.st_dev, here.st_ino) != (device, inode):  # a number means another process in another container
-            return None
         pages = mmap.mmap(opened, here.st_size)
     except (OSError, ValueError):
         return None

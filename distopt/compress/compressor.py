@@ -31,7 +31,7 @@ def fresh(name: str, nbytes: int) -> np.ndarray:
 class At(NamedTuple):
     """Where a call stands: updates applied so far, this rank among how many, and the bucket.
 
-    ``scratch(name, nbytes)`` is memory of at least so many bytes for this call and its payload, the same at every step:
+    ``scratch(name, nbytes)`` is memory of so many bytes for this call and its payload, the same at every step:
     fresh memory costs a page fault for every 4 KiB, which is more than it takes to fill them.
     """
 

@@ -45,7 +45,7 @@ class Half:
         """x as 16-bit numbers; x keeps the rounding errors."""
         if add is not None:
             kernels.accumulate(add, x)
-        wire: np.ndarray = at.scratch("payload", 2 * x.size)[: 2 * x.size].view(FORMATS[self.dtype])
+        wire: np.ndarray = at.scratch("payload", 2 * x.size).view(FORMATS[self.dtype])
         self._take(x, wire, self._scale(at.size), self._most)
         return wire
 

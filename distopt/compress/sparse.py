@@ -99,8 +99,7 @@ class TopK(Sparse):
         else:  # one part, in which the gaps lie, but do not count
             counts = self._counts(sizes.sum(keepdims=True))
             offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
-        nbytes = payload_size(counts.sum(), x.dtype)
-        payload = at.scratch("payload", nbytes)[:nbytes]
+        payload = at.scratch("payload", payload_size(counts.sum(), x.dtype))
         candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
         held = at.scratch("candidates", payload_size(candidates.max(initial=0) + kernels.CHUNK, x.dtype))
         planes = (*unpack_entries(payload, x.dtype), *unpack_entries(held, x.dtype))

@@ -18,7 +18,8 @@ class Background:
 
     def __init__(self) -> None:
         self._jobs, self._results = Jobs(), Results()
-        self._started = 0
+        self._started = 0  # and not yet known to be done
+        self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, job: Job) -> None:
@@ -32,11 +33,12 @@ class Background:
 
     def finish(self) -> None:
         """Return when all jobs are done; raise what one of them raised."""
-        errors = [self._results.get() for _ in range(self._started)]
-        self._started = 0
-        self._jobs.put(_forgive)
-        self._results.get()
-        for error in filter(None, errors):
+        self.start(_forgive)
+        while self._started:
+            self._error = self._results.get() or self._error
+            self._started -= 1
+        error, self._error = self._error, None
+        if error is not None:
             raise error
 
 

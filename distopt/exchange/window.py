@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from distopt import kernels
-from distopt.buckets import Buffer, Buffers, Sum, whole
+from distopt.buckets import Buffer, Buffers, Sum, in_one_piece
 
 Exchange = Callable[[Buffer, np.ndarray], Sum]
 
@@ -37,7 +37,7 @@ class Window:
         self.batches += 1
         if self.batches < self.num_batches:
             return None
-        return map(exchange, buffers, sums) if self.sync_on_apply else map(whole, sums)
+        return map(exchange, buffers, sums) if self.sync_on_apply else map(in_one_piece, sums)
 
     def start(self, buffers: Buffers) -> None:
         """The step has been applied: begin the next window."""
