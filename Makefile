@@ -9,7 +9,7 @@ lint: .venv
 	$(PYTHON) -m pip install -q ruff mypy && .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 bench: .venv
 	$(PYTHON) -m pip install -q torch
-	for table in exchange optimizers select overhead link; do $(PYTHON) -m benchmarks.$$table --save; done
+	for table in exchange "exchange --ranks 4" optimizers select overhead link; do $(PYTHON) -m benchmarks.$$table --save; done
 	.venv/bin/distopt run -n 2 -m benchmarks.vote
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'

@@ -90,6 +90,6 @@ def report(name: str, text: str, save: bool) -> None:
     """Print the tables, and keep them as ``results/NAME.txt`` if wanted."""
     print(text, flush=True)
     if save:
-        command = f"python -m benchmarks.{name} {' '.join(sys.argv[1:])}".strip()
+        command = f"python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".strip()
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{name}.txt").write_text(f"{command}\n{text}\n")
