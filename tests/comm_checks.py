@@ -140,6 +140,7 @@ def shared(comm):
     comm.barrier()
     arrays = comm.peers(mine)
     assert len(arrays) == comm.size
+    assert not isinstance(comm, MpiCommunicator) or "one host, memory shared" in repr(comm)
     assert arrays[comm.rank] is mine
     for r, a in enumerate(arrays):
         np.testing.assert_array_equal(a, r + np.arange(1000) / 1000)

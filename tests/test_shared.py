@@ -65,6 +65,7 @@ def no_shared_memory_on_one_rank(comm):
     if comm.rank == 1:
         del os.memfd_create
     assert comm.peers(comm.alloc(100, np.float32)) is None
+    assert "one host, no memory shared: sums go through MPI" in repr(comm)
     params, opt = laws.train(comm)
     with pytest.raises(RuntimeError, match=r"parameter_views: these ranks share no memory .*MpiCommunicator"):
         opt.parameter_views(params)

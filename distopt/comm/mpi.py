@@ -165,7 +165,8 @@ class MpiCommunicator(Communicator):
         self.patience = 0.0
         node.Free()
         self.rank_ordered = self.size <= 2
-        self.why = f"{brand()}{', ' + why if why else ''}"
+        self._place = f"{brand()}{', ' + why if why else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
+        self.why = self._place
         self._shared = SharedMemory()
         self.control: MpiControl = MpiControl(self._comm.Dup())
         if self.size > 1:
@@ -231,7 +232,9 @@ class MpiCommunicator(Communicator):
         handles = self.control.gather(self._shared.handle(x))
         others = [x if r == self.rank else open_handle(h, x.dtype) for r, h in enumerate(handles)]
         found = [a for a in others if a is not None]
-        return found if all(self.control.gather("all" * (len(found) == self.size))) else None
+        shared = all(self.control.gather("all" * (len(found) == self.size)))
+        self.why = f"{self._place}, {'memory shared' if shared else 'no memory shared: sums go through MPI'}"
+        return found if shared else None
 
     def _duplicate(self) -> Communicator:
         return MpiCommunicator(self._comm, why=f"beside rank {self.rank}'s other one")
