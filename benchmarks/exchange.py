@@ -92,6 +92,8 @@ def torch_cases(model, folder):
     import torch
     import torch.distributed
 
+    from benchmarks import ddp
+
     torch.set_num_threads(1)
     world = distopt.world()
     torch.distributed.init_process_group(
@@ -99,43 +101,17 @@ def torch_cases(model, folder):
     )
     grads = [torch.from_numpy(g) for g in arrays(model)]
 
-    class Backward(torch.autograd.Function):
-        """A backward that makes every gradient a fresh tensor, and nothing else."""
+    def make():
+        return ddp.Model([g.shape for g in grads], lambda: [g.clone() for g in grads])  # each one fresh memory
 
-        @staticmethod
-        def forward(ctx, *params):
-            return params[0].new_zeros(())
-
-        @staticmethod
-        def backward(ctx, _):
-            return tuple(g.clone() for g in grads)
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.params = torch.nn.ParameterList(torch.full(g.shape, 0.1) for g in grads)
-
-        def forward(self):
-            return Backward.apply(*self.params)
-
-    def step_of(module):
-        sgd = torch.optim.SGD(module.parameters(), fused=True, **RULE)
-
-        def step():
-            module().backward()
-            sgd.step()
-            sgd.zero_grad()
-
-        return step
-
-    ddp = torch.nn.parallel.DistributedDataParallel(Model(), gradient_as_bucket_view=True)
-    alone = Model()
+    alone = make()
 
     def backward():
         alone().backward()
         alone.zero_grad()
 
-    return {"torch DDP + fused SGD, its backward included": step_of(ddp), "that backward, without DDP": backward}
+    step = ddp.step_of(ddp.distributed(make()), **RULE)
+    return {"torch DDP + fused SGD, its backward included": step, "that backward, without DDP": backward}
 
 
 CASES = {
@@ -160,9 +136,9 @@ def work(given):
             folder = world.bcast(tempfile.mkdtemp() if world.rank == 0 else None)
             cases |= torch_cases(model, folder)
         times = interleaved(cases, given.rounds, 3, world.Barrier, lambda seconds: world.allreduce(seconds, MPI.MAX))
-        ddp, backward = list(cases)[-2:]
-        if "DDP" in ddp:
-            pairs = zip(times[ddp], times.pop(backward), strict=True)
+        step, backward = list(cases)[-2:]
+        if "DDP" in step:
+            pairs = zip(times[step], times.pop(backward), strict=True)
             times["torch DDP + fused SGD, less its backward"] = [a - b for a, b in pairs]
         anchor = next(iter(cases))
         here = {name: by_ranks[world.size] for name, by_ranks in budgets.items() if world.size in by_ranks}

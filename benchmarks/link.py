@@ -86,40 +86,6 @@ def computing_step(grads, overlap):
     return lambda: opt(backward()), write
 
 
-def ddp_step(torch, grads, hook=None, **options):
-    """Backward and update of a DistributedDataParallel whose backward has its gradients already."""
-
-    class Ready(torch.autograd.Function):
-        @staticmethod
-        def forward(context, *params):
-            return torch.zeros((), requires_grad=True)
-
-        @staticmethod
-        def backward(context, _):
-            return tuple(ready)
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weights = torch.nn.ParameterList(torch.zeros(g.shape) for g in ready)
-
-        def forward(self):
-            return Ready.apply(*self.weights)
-
-    ready = [torch.from_numpy(g) for g in reversed(grads.values())]
-    model = torch.nn.parallel.DistributedDataParallel(Model(), gradient_as_bucket_view=True, **options)
-    if hook:
-        model.register_comm_hook(*hook)
-    opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
-
-    def step():
-        model().backward()
-        opt.step()
-        opt.zero_grad()
-
-    return step
-
-
 def ddp_cases(rank, grads):
     """torch's own steps, or none without torch."""
     try:
@@ -127,14 +93,24 @@ def ddp_cases(rank, grads):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     except ImportError:
         return {}
+    from benchmarks import ddp
+
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://{ADDRESSES[0]}:29500", rank=rank, world_size=2)
+    ready = [torch.from_numpy(g) for g in reversed(grads.values())]
+
+    def step(hook=None, **options):
+        model = ddp.distributed(ddp.Model([g.shape for g in ready], lambda: ready), **options)
+        if hook:
+            model.register_comm_hook(*hook)
+        return ddp.step_of(model, lr=0.1, momentum=0.9)
+
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     return {
-        "torch DDP": ddp_step(torch, grads),
-        "torch DDP, fp16": ddp_step(torch, grads, (None, default_hooks.fp16_compress_hook)),
+        "torch DDP": step(),
+        "torch DDP, fp16": step((None, default_hooks.fp16_compress_hook)),
         # with more buckets its collectives start in different orders on the ranks, and gloo aborts
-        "torch DDP, PowerSGD rank 1": ddp_step(torch, grads, (state, powerSGD_hook.powerSGD_hook), bucket_cap_mb=4096),
+        "torch DDP, PowerSGD rank 1": step((state, powerSGD_hook.powerSGD_hook), bucket_cap_mb=4096),
     }
 
 

@@ -98,8 +98,9 @@ class Loop(Memory):
             self._collector.collect(loss)
             self._follow_plan(threshold)
             self._describe(what)
-            self._point(sent=overlap.sent if overlap else 0)
-            for buffer in list(self._memory)[overlap.sent if overlap else 0 :]:
+            sent = overlap.sent if overlap else 0
+            self._point(sent)
+            for buffer in list(self._memory)[sent:]:
                 pack(buffer)
             self._compressor = compressor
         except Exception as e:

@@ -102,6 +102,7 @@ class Buffers:
         place = {name: k for k, name in enumerate(self._order)}
         self.places = [np.array([place[n] for n in b.names]) for b in plan.buckets]  # of its members in the order
         self._gradients_version = self._parameters_version = -1  # of the arrays that the tables point to
+        self._copies: dict[int, np.ndarray] = {}  # of gradients that lie in the memory of others
         self.parameters: dict[str, np.ndarray] = {}  # that all ranks share, if they do
 
     def _flats(self, memory: np.ndarray) -> list[np.ndarray]:
