@@ -1,18 +1,72 @@
-"""Memory, and what there is of a GPU: the only module that touches cupy's runtime."""
+"""Memory, and a GPU: the only module that touches cupy's runtime.
+
+An array is numpy's, or cupy's on one GPU; what is done with one on a GPU is *enqueued*: it happens when the current
+stream comes to it, and the host goes on.
+"""
 
 import contextlib
+import ctypes
+import functools
 import importlib.util
 import mmap
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 HUGE_PAGE = 2 << 20
+PINNED = 1 << 20  # bytes up to which an upload goes through pinned memory, and does not wait
+HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
+MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
 
 
-def zeros(n: int, dtype: Any) -> np.ndarray:
-    """Zeroed flat host memory for ``n`` elements, aligned to 64 bytes, or to 2 MiB (huge pages) from 2 MiB on."""
+@functools.cache
+def _cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+# ----------------------------------------------------------------------------------------------------- arrays
+
+
+def on_gpu(x: Any) -> bool:
+    """Is it an array on a GPU?"""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+def is_array(x: Any) -> bool:
+    """Is it an array that this library knows?"""
+    return isinstance(x, np.ndarray) or on_gpu(x)
+
+
+def place(x: Any) -> int | None:
+    """The number of the GPU on which an array lives, None for the host."""
+    return int(x.data.device_id) if on_gpu(x) else None
+
+
+def address(x: Any) -> int:
+    """Where an array keeps its elements."""
+    return int(x.data.ptr if on_gpu(x) else x.ctypes.data)
+
+
+def writable(x: Any) -> bool:
+    """May an array be written to?"""
+    return on_gpu(x) or bool(x.flags.writeable)
+
+
+def zeros(n: int, dtype: Any, like: Any = None) -> np.ndarray:
+    """Zeroed flat memory for ``n`` elements, on the GPU if ``like`` is there, else on the host.
+
+    Host memory is aligned to 64 bytes, or to 2 MiB (huge pages) from 2 MiB on; cupy's is aligned to 512 bytes.
+    """
     nbytes = n * np.dtype(dtype).itemsize
+    if on_gpu(like):
+        found: np.ndarray = gpu_zeros(n, dtype)
+        return found
     align = HUGE_PAGE if nbytes >= HUGE_PAGE else 64
     if align == HUGE_PAGE:
         room = -(-nbytes // align) * align + align  # the end has a huge page too
@@ -27,12 +81,124 @@ def zeros(n: int, dtype: Any) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype)
 
 
+def gpu_zeros(n: int, dtype: Any) -> Any:
+    """Zeroed flat memory on the current GPU.  Raises MemoryError if there is not enough."""
+    x = _cupy().empty(n, dtype)
+    clear(x)
+    return x
+
+
+def clear(x: Any) -> None:
+    """Set all elements of a contiguous array to zero."""
+    if not on_gpu(x):
+        x.fill(0)
+    elif x.nbytes:
+        _cupy().cuda.runtime.memsetAsync(x.data.ptr, 0, x.nbytes, current_stream().ptr)
+
+
+def copy(to: Any, source: Any) -> None:
+    """Copy between contiguous arrays of one dtype and size, wherever they live; waits only if ``to`` is on the host."""
+    if not on_gpu(to):
+        to[...] = host_copy(source).reshape(to.shape) if on_gpu(source) else source
+    elif (to.dtype, to.size) != (source.dtype, source.size):
+        raise TypeError(f"cannot copy {describe(source)} to {describe(to)}")
+    elif not on_gpu(source):
+        _uploads().send(to, np.ascontiguousarray(source))
+    elif to.nbytes:
+        runtime = _cupy().cuda.runtime
+        runtime.memcpyAsync(to.data.ptr, source.data.ptr, to.nbytes, DEVICE_TO_DEVICE, current_stream().ptr)
+
+
+def host_copy(x: Any) -> np.ndarray:
+    """A numpy array with the elements that x has when the current stream comes to it; the host waits for that."""
+    if not on_gpu(x):
+        return np.array(x)
+    found = np.empty(x.shape, x.dtype)
+    if x.nbytes:
+        stream = current_stream()
+        _cupy().cuda.runtime.memcpyAsync(found.ctypes.data, x.data.ptr, x.nbytes, DEVICE_TO_HOST, stream.ptr)
+        stream.synchronize()
+    return found
+
+
 def describe(x: Any) -> str:
     """What an argument is, for the text of an error."""
-    if not isinstance(x, np.ndarray):
+    if not is_array(x):
         return f"{type(x).__name__}: {x!r:.60}"
-    flaws = ", not contiguous" * (not x.flags.c_contiguous) + ", read-only" * (not x.flags.writeable)
-    return f"an array {x.shape} {x.dtype if x.dtype.isnative else x.dtype.str}{flaws}"
+    flaws = ", not contiguous" * (not x.flags.c_contiguous) + ", read-only" * (not writable(x))
+    gpu = f" on GPU {place(x)}" if on_gpu(x) else ""
+    return f"an array {x.shape} {x.dtype if x.dtype.isnative else x.dtype.str}{gpu}{flaws}"
+
+
+class _Pinned:
+    """A piece of host memory that the GPU reads and writes itself, and the event behind its last use."""
+
+    def __init__(self, nbytes: int):
+        self.memory = _cupy().cuda.alloc_pinned_memory(max(1, nbytes))
+        self.bytes = np.frombuffer(self.memory, np.uint8, max(1, nbytes))
+        self.event = _cupy().cuda.Event(disable_timing=True)
+
+
+class _Uploads:
+    """Small host arrays on their way to a GPU; a piece of pinned memory is used again when it has been read."""
+
+    def __init__(self) -> None:
+        self._pieces: list[_Pinned] = []
+
+    def send(self, to: Any, source: np.ndarray) -> None:
+        """Enqueue a copy; ``source`` may change as soon as this returns."""
+        stream, raw = current_stream(), source.reshape(-1).view(np.uint8)
+        runtime = _cupy().cuda.runtime
+        if raw.size > PINNED:
+            runtime.memcpyAsync(to.data.ptr, raw.ctypes.data, raw.size, HOST_TO_DEVICE, stream.ptr)
+            stream.synchronize()
+        elif raw.size:
+            piece = self._free(raw.size)
+            piece.bytes[: raw.size] = raw
+            runtime.memcpyAsync(to.data.ptr, piece.bytes.ctypes.data, raw.size, HOST_TO_DEVICE, stream.ptr)
+            piece.event.record(stream)
+
+    def _free(self, nbytes: int) -> _Pinned:
+        for piece in self._pieces:
+            if piece.bytes.size >= nbytes and piece.event.done:
+                return piece
+        self._pieces.append(_Pinned(1 << (nbytes - 1).bit_length()))
+        return self._pieces[-1]
+
+
+@functools.cache
+def _uploads() -> _Uploads:
+    return _Uploads()
+
+
+class Readback:
+    """A few int64 numbers on their way from a GPU to the host, which looks at them later."""
+
+    def __init__(self, n: int):
+        self._pinned = _Pinned(8 * n)
+        self.pending = False
+
+    def fetch(self, x: Any) -> None:
+        """Enqueue a copy of x, which has ``n`` elements."""
+        stream = current_stream()
+        _cupy().cuda.runtime.memcpyAsync(
+            self._pinned.bytes.ctypes.data, x.data.ptr, x.nbytes, DEVICE_TO_HOST, stream.ptr
+        )
+        self._pinned.event.record(stream)
+        self.pending = True
+
+    def result(self, look: Callable[[], None] = lambda: None) -> np.ndarray:
+        """What was fetched, when it is there; ``look`` is called meanwhile, and may raise."""
+        started = time.monotonic()
+        while not self._pinned.event.done:
+            look()
+            if time.monotonic() - started > 1e-3:
+                time.sleep(1e-4)
+        self.pending = False
+        return self._pinned.bytes.view(np.int64).copy()
+
+
+# ----------------------------------------------------------------------------------------------------- GPUs
 
 
 def gpu_state() -> str:
@@ -40,11 +206,121 @@ def gpu_state() -> str:
     if importlib.util.find_spec("cupy") is None:
         return "cupy is not installed: pip install 'distopt[cuda13]' (or [cuda12])"
     try:
-        import cupy
-
-        count = cupy.cuda.runtime.getDeviceCount()
+        count = gpu_count()
     except ImportError as error:
         return f"cupy is broken: {error}"
     except Exception as error:  # cupy's own CUDARuntimeError; its class lives in the module that may have failed
         return f"no CUDA driver: {error}"
     return "ok" if count else "the CUDA driver sees no device: check CUDA_VISIBLE_DEVICES"
+
+
+def gpu_count() -> int:
+    """GPUs that this process sees."""
+    return int(_cupy().cuda.runtime.getDeviceCount())
+
+
+def use_gpu(number: int) -> None:
+    """Let this thread's arrays and kernels live on a GPU."""
+    _cupy().cuda.Device(number).use()
+
+
+def bus_id(number: int) -> str:
+    """What tells a GPU apart from all others of this host."""
+    return str(_cupy().cuda.runtime.deviceGetPCIBusId(number))
+
+
+@functools.cache
+def multiprocessors(number: int) -> int:
+    """How many of them a GPU has."""
+    return int(_cupy().cuda.runtime.deviceGetAttribute(MULTIPROCESSORS, number))
+
+
+def current_gpu() -> int:
+    """The GPU of this thread."""
+    return int(_cupy().cuda.runtime.getDevice())
+
+
+# ----------------------------------------------------------------------------------------------------- streams
+
+
+def current_stream() -> Any:
+    """The stream in which this thread enqueues: cupy's, so that ``with stream:`` chooses it."""
+    return _cupy().cuda.get_current_stream()
+
+
+def new_stream() -> Any:
+    """A stream that waits for no other one of itself."""
+    return _cupy().cuda.Stream(non_blocking=True)
+
+
+class Order:
+    """An event, to order two streams with; the host waits for neither."""
+
+    def __init__(self) -> None:
+        self._event = _cupy().cuda.Event(disable_timing=True)
+
+    def __call__(self, first: Any, then: Any) -> None:
+        """What ``then`` is given from here on comes after what ``first`` has been given so far."""
+        if first.ptr != then.ptr:
+            self._event.record(first)
+            then.wait_event(self._event)
+
+
+class Graph:
+    """What was enqueued in a context, to be enqueued again as a whole.  CUDA graphs; needs a stream of one's own.
+
+    In the context nothing may be allocated, and nothing waited for.
+    """
+
+    def __init__(self) -> None:
+        self._graph: Any = None
+
+    @contextlib.contextmanager
+    def capture(self) -> Any:
+        """Record instead of doing."""
+        stream = current_stream()
+        stream.begin_capture()
+        try:
+            yield
+        finally:  # ends the capture of a failed context too
+            self._graph = stream.end_capture()
+
+    def replay(self) -> None:
+        """Enqueue it in the current stream."""
+        self._graph.launch(current_stream())
+
+
+# ----------------------------------------------------------------------------------------------------- kernels
+
+
+def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequence[str]) -> Any:
+    """Compile CUDA C++ for the current GPU and load it; cupy's Module.
+
+    cupy's own RawModule would add --ftz=true, with which a GPU rounds otherwise than a host.  For a GPU that is newer
+    than this NVRTC the driver translates PTX.  Raises RuntimeError with the compiler's log.
+    """
+    cupy = _cupy()
+    nvrtc, own = cupy.cuda.nvrtc, int(cupy.cuda.Device().compute_capability)
+    known = [a for a in nvrtc.getSupportedArchs() if a <= own]
+    if not known:
+        raise RuntimeError(f"NVRTC {nvrtc.getVersion()} does not compile for this GPU's compute capability {own}")
+    architecture = f"sm_{own}" if own in known else f"compute_{max(known)}"
+    names, bodies = zip(*((h.encode(), body.encode()) for h, body in headers.items()), strict=True)
+    program = nvrtc.createProgram(text, name, bodies, names)
+    try:
+        nvrtc.compileProgram(program, (*options, f"--gpu-architecture={architecture}"))
+        binary = nvrtc.getCUBIN(program) if own in known else nvrtc.getPTX(program)
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"{name} does not compile for {architecture}:\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    module = cupy.cuda.function.Module()
+    module.load(binary)
+    return module
+
+
+def launch(function: Any, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+    """Enqueue a kernel of a module; the arguments are ctypes objects, structures by value among them."""
+    values = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    stream, shape = current_stream().ptr, (blocks, 1, 1, threads, 1, 1)
+    _cupy().cuda.driver.launchKernel(function.ptr, *shape, 0, stream, ctypes.addressof(values), 0)

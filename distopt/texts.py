@@ -1,0 +1,88 @@
+"""The texts of ``native/``: where they are, what they declare, and the library that the build made of them.
+
+The C text is the only signature.  It is read, not repeated: kernels by their ``KERNEL(name)(parameters)``, and the
+structs that they share with Python by their fields.
+"""
+
+import ctypes
+import functools
+import hashlib
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+NATIVE = next(
+    p for p in (pathlib.Path(__file__).parent / "native", pathlib.Path(__file__).parent.parent / "native") if p.is_dir()
+)
+# NVRTC's options for these texts: with them, and g++'s -ffp-contract=off, host and device round alike.
+CUDA_FLAGS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+
+KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)", re.M)
+_PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)((?:const\s*\*)?)\s*(\w+)\s*")
+_STRUCT = r"^struct {}(?: : (\w+))? {{(.*?)}}"
+_BYTES = {"real *": np.uintp, "long long": np.int64, "double": np.float64}
+
+
+class Parameter(NamedTuple):
+    """One parameter of a kernel, as the C text declares it."""
+
+    kind: str
+    is_array: bool
+    is_list: bool  # of arrays
+    name: str
+
+
+def texts() -> list[pathlib.Path]:
+    """The files of native/, in the order in which the build hashes them."""
+    return sorted(p for p in NATIVE.iterdir() if p.is_file())
+
+
+def source_hash() -> str:
+    """The hash of native/ as it is now; ``library().source_hash()`` is that of the build."""
+    hashes = "".join(hashlib.sha256(text.read_bytes()).hexdigest() + "\n" for text in texts())
+    return hashlib.sha256(hashes.encode()).hexdigest()
+
+
+def declared() -> dict[str, tuple[str, list[Parameter]]]:
+    """All kernels by name: the text that each stands in, and its parameters."""
+    found = {}
+    for text in texts():
+        for name, parameters in KERNEL.findall(text.read_text()) if text.suffix == ".cu" else ():
+            matches = [m for m in map(_PARAMETER.fullmatch, parameters.split(",")) if m]
+            found[name] = text.name, [Parameter(m[1], bool(m[2]), bool(m[3]), m[4]) for m in matches]
+    return found
+
+
+@functools.cache
+def struct(name: str) -> np.dtype:
+    """A struct of a text as a numpy dtype."""
+    everything = "\n".join(text.read_text() for text in texts())
+    match = re.search(_STRUCT.format(name), everything, re.M | re.S)
+    assert match, f"native/ has no struct {name}"
+    fields: list[Any] = list(struct(match[1]).descr) if match[1] else []
+    for line in filter(None, map(str.strip, match[2].split(";"))):
+        kind = next(k for k in _BYTES if line.startswith(k))
+        fields += [(field.strip(), _BYTES[kind]) for field in line.removeprefix(kind).split(",")]
+    return np.dtype(fields)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The host library, found beside this package.
+
+    Raises ImportError if the package was never built.
+    """
+    import distopt
+
+    for folder in distopt.__path__:
+        path = pathlib.Path(folder) / "libdistopt.so"
+        if path.exists():
+            host = ctypes.CDLL(str(path))
+            host.source_hash.restype = host.simd_level.restype = ctypes.c_char_p
+            number, pointer = ctypes.c_longlong, ctypes.c_void_p
+            host.locate.argtypes = [number, pointer, number, *[pointer] * 5]
+            host.locate.restype = number
+            return host
+    raise ImportError("libdistopt.so is not built: pip install -e . in the project's folder (needs a C++ compiler)")

@@ -1,0 +1,339 @@
+"""A GPU in host memory: what distopt/device.py uses of cupy's runtime, without a driver.
+
+Arrays are real cupy arrays, whose memory is the host's.  What is enqueued is done when the host waits, or looks at an
+event: of several streams that could go on, ``order`` chooses the next one, so that a test can let each of them lag as
+far behind as events allow.  Where an event is missing, some order gives other bits, or reads memory that is not
+written yet (fresh memory is poisoned).
+
+Each thread has a GPU of its own, so that threads can be ranks.  ``log`` has what was enqueued, by stream.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import random
+import threading
+from collections import deque
+from typing import ClassVar, NamedTuple
+
+import cupy
+import numpy as np
+
+from distopt import device, kernels
+from doubles import shim
+
+POISON = 0xC3
+
+
+class Op(NamedTuple):
+    name: str
+    stream: int
+    details: tuple
+    action: object  # a function
+    ready: object  # a function: may it be done now?
+
+
+class Machine:
+    """One GPU: its streams, and what the host did."""
+
+    def __init__(self):
+        self.queues: dict[int, deque[Op]] = {}
+        self.log: list[Op] = []
+        self.host: list[str] = []  # allocations and waits
+        self.capturing: dict[int, list[Op]] = {}
+        self.order = None  # a function of the numbers of streams that could go on; None does everything at once
+        self.current: list[Stream] = [Stream.null]
+        self.memory = 1 << 40  # bytes beyond which one allocation fails
+
+    def enqueue(self, name, action, stream=None, details=(), ready=lambda: True):
+        stream = self.current[-1].ptr if stream is None else stream
+        op = Op(name, stream, details, action, ready)
+        if stream in self.capturing:
+            self.capturing[stream].append(op)
+            return
+        self.push(op)
+
+    def push(self, op):
+        self.log.append(op)
+        self.queues.setdefault(op.stream, deque()).append(op)
+        if self.order is None:
+            self.finish()
+
+    def forbid(self, what):
+        """The host allocates or waits, which a capture forbids."""
+        if self.capturing:
+            raise RuntimeError(f"{what} while a stream is being captured")
+        self.host.append(what)
+
+    def advance(self):
+        """Do one thing; False if there is nothing to do."""
+        able = [s for s, queue in self.queues.items() if queue and queue[0].ready()]
+        if not able:
+            assert not any(self.queues.values()), "every stream waits for another one"
+            return False
+        chosen = able[0] if self.order is None else self.order(able)
+        self.queues[chosen].popleft().action()
+        return True
+
+    def finish(self, stream=None):
+        """Go on until a stream, or all of them, have nothing left to do."""
+        while any(self.queues.values()) if stream is None else self.queues.get(stream):
+            self.advance()
+
+
+class Local(threading.local):
+    def __init__(self):
+        self.machine, self.number = Machine(), 0
+
+
+def machine() -> Machine:
+    """This thread's GPU."""
+    return _local.machine
+
+
+def lagging(*streams):
+    """An order in which what is named here comes last, the last one named behind all."""
+    return lambda able: min(able, key=lambda s: streams.index(s) if s in streams else -1)
+
+
+def shuffled(seed):
+    """Any order."""
+    return random.Random(seed).choice
+
+
+@contextlib.contextmanager
+def lazily(order):
+    """Nothing is done before the host waits for it."""
+    machine().order = order
+    try:
+        yield machine()
+    finally:
+        machine().finish()
+        machine().order = None
+
+
+class Stream:
+    """cupy.cuda.Stream."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
+        self.ptr = 0 if null else next(self._numbers)
+
+    def __enter__(self):
+        machine().current.append(self)
+        return self
+
+    def __exit__(self, *error):
+        machine().current.pop()
+
+    def use(self):
+        machine().current[-1] = self
+        return self
+
+    def wait_event(self, event):
+        version = event.recorded
+        machine().enqueue("wait", lambda: None, self.ptr, (id(event),), lambda: event.reached >= version)
+
+    def record(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self):
+        machine().forbid("synchronize")
+        machine().finish(self.ptr)
+
+    @property
+    def done(self):
+        machine().advance()
+        return not machine().queues.get(self.ptr)
+
+    def begin_capture(self, mode=None):
+        assert self.ptr, "the null stream cannot be captured"
+        machine().capturing[self.ptr] = []
+
+    def end_capture(self):
+        return Graph(machine().capturing.pop(self.ptr))
+
+    def is_capturing(self):
+        return self.ptr in machine().capturing
+
+
+Stream.null = Stream(null=True)
+_local = Local()
+
+
+class Event:
+    """cupy.cuda.Event; each look at it lets the GPU do one thing."""
+
+    def __init__(self, block=False, disable_timing=False, interprocess=False):
+        self.recorded = self.reached = 0
+
+    def record(self, stream=None):
+        self.recorded += 1
+        version = self.recorded
+
+        def reach():
+            self.reached = max(self.reached, version)
+
+        machine().enqueue("record", reach, stream.ptr if stream else None, (id(self),))
+
+    @property
+    def done(self):
+        if self.reached < self.recorded:
+            machine().advance()
+        return self.reached >= self.recorded
+
+    def synchronize(self):
+        machine().forbid("wait for an event")
+        while self.reached < self.recorded:
+            machine().advance()
+
+
+class Graph:
+    """cupy.cuda.Graph."""
+
+    def __init__(self, ops):
+        self.ops = ops
+
+    def launch(self, stream=None):
+        for op in self.ops:
+            machine().push(op._replace(stream=stream.ptr if stream else machine().current[-1].ptr))
+
+
+class Pinned:
+    """What cupy.cuda.alloc_pinned_memory returns."""
+
+    def __new__(cls, nbytes):
+        machine().forbid("allocate pinned memory")
+        return np.full(nbytes, POISON, np.uint8)
+
+
+class Device:
+    """cupy.cuda.Device."""
+
+    compute_capability = "90"
+
+    def __init__(self, number=None):
+        self.id = _local.number if number is None else number
+
+    def use(self):
+        _local.number = self.id
+
+
+def allocate(nbytes):
+    """For cupy.cuda.set_allocator: poisoned host memory."""
+    machine().forbid("allocate")
+    if nbytes > machine().memory:
+        raise cupy.cuda.memory.OutOfMemoryError(nbytes, 0)
+    raw = np.full(nbytes + 512, POISON, np.uint8)
+    start = raw.ctypes.data + -raw.ctypes.data % 512
+    return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(start, nbytes, raw, _local.number), 0)
+
+
+def memset(pointer, value, nbytes, stream):
+    machine().enqueue("memset", lambda: ctypes.memset(pointer, value, nbytes), stream, (pointer, value, nbytes))
+
+
+def memcpy(to, source, nbytes, kind, stream):
+    machine().enqueue("memcpy", lambda: ctypes.memmove(to, source, nbytes), stream, (to, source, nbytes, kind))
+
+
+class Module:
+    """cupy.cuda.function.Module: takes machine code, and finds its kernels in the shim's library."""
+
+    def load(self, binary):
+        assert binary.startswith(b"kernels of ")
+
+    def get_function(self, name):
+        return Function(name)
+
+
+class Function:
+    """cupy.cuda.function.Function."""
+
+    known: ClassVar[dict] = {}
+
+    def __init__(self, name):
+        self.name, self.ptr = name, id(self)
+        self.launch = getattr(shim.library(), f"launch_{name}")
+        self.sizes = [argument_size(p) for p in kernels.KERNELS[name.rsplit("_", 1)[0]].declared]
+        self.known[self.ptr] = self
+
+
+def argument_size(parameter):
+    return 8 if parameter.is_array else ctypes.sizeof(kernels.SCALARS[parameter.kind])
+
+
+def launch_kernel(function, *rest):
+    """cupy.cuda.driver.launchKernel; arguments are copied now, as the driver does."""
+    shape, shared, stream, given = rest[:6], rest[6], rest[7], rest[8]
+    kernel = Function.known[function]
+    pointers = (ctypes.c_void_p * len(kernel.sizes)).from_address(given)
+    values = [ctypes.create_string_buffer(ctypes.string_at(p, n), n) for p, n in zip(pointers, kernel.sizes)]
+    addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    dims = (ctypes.c_uint * 6)(*shape)
+
+    def run(keep=values):
+        kernel.launch(dims, ctypes.c_size_t(shared), addresses)
+
+    machine().enqueue(kernel.name, run, stream, (shape, *(v.raw for v in values)))
+
+
+class Nvrtc:
+    """cupy.cuda.nvrtc; the real one is at work in test_nvrtc.py."""
+
+    class NVRTCError(RuntimeError):
+        pass
+
+    def getVersion(self):
+        return 13, 0
+
+    def getSupportedArchs(self):
+        return 75, 80, 90
+
+    def createProgram(self, text, name, headers, names):
+        assert all(isinstance(h, bytes) for h in (*headers, *names))
+        return name
+
+    def compileProgram(self, program, options):
+        assert {"--fmad=false", "--ftz=false", "--gpu-architecture=sm_90"} <= set(options)
+
+    def getCUBIN(self, program):
+        return f"kernels of {program}".encode()
+
+    def destroyProgram(self, program):
+        pass
+
+
+GPUS = 4  # per host
+
+
+def install():
+    """Let cupy be this from now on, in this process."""
+    cuda, runtime = cupy.cuda, cupy.cuda.runtime
+    cuda.set_allocator(allocate)
+    cuda.Stream, cuda.Event, cuda.Device, cuda.nvrtc = Stream, Event, Device, Nvrtc()
+    cuda.get_current_stream = lambda: machine().current[-1]
+    cuda.alloc_pinned_memory = Pinned
+    cuda.function.Module, cuda.driver.launchKernel = Module, launch_kernel
+    runtime.memsetAsync, runtime.memcpyAsync = memset, memcpy
+    runtime.getDeviceCount, runtime.getDevice = lambda: GPUS, lambda: _local.number
+    runtime.deviceGetPCIBusId = lambda number: f"0000:0{number}:00.0"
+    runtime.deviceGetAttribute = lambda attribute, number: 2  # multiprocessors
+    device._uploads.cache_clear()
+
+
+def numpy_view(x):
+    """The memory of a cupy array of the double, as it is now."""
+    raw = (ctypes.c_char * x.nbytes).from_address(x.data.ptr) if x.nbytes else b""
+    return np.frombuffer(raw, x.dtype).reshape(x.shape)
+
+
+def array(values, dtype=None):
+    """A cupy array with these values."""
+    values = np.ascontiguousarray(values, dtype)
+    x = cupy.empty(values.shape, values.dtype)
+    numpy_view(x)[...] = values
+    return x
