@@ -171,6 +171,32 @@ def _uploads() -> _Uploads:
     return _Uploads()
 
 
+class Mirror:
+    """A small host array, and its copy on a GPU, which follows when a kernel asks for it and the array has changed."""
+
+    def __init__(self, host: np.ndarray):
+        self.host = host
+        self._raw = host.reshape(-1).view(np.uint8)
+        self._sent = np.empty(0, np.uint8)
+        self._copy: Any = None
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.host.size
+
+    def address(self, gpu: int | None) -> int:
+        """Where the numbers are, on the host or on the current GPU."""
+        if gpu is None:
+            return int(self.host.ctypes.data)
+        if not np.array_equal(self._raw, self._sent):
+            if self._copy is None:
+                self._copy = gpu_zeros(self._raw.size, np.uint8)
+            copy(self._copy, self._raw)
+            self._sent = self._raw.copy()
+        return address(self._copy)
+
+
 class Readback:
     """A few int64 numbers on their way from a GPU to the host, which looks at them later."""
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distopt.device import describe
-from distopt.kernels import Layout
+from distopt.tables import Layout
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 LOSSES = (

@@ -13,7 +13,7 @@ from distopt.compress import Compressor, Dense
 from distopt.exchange import Background, Window
 from distopt.gradients import Collector
 from distopt.guard import NonfinitePolicy, fingerprint, whole
-from distopt.kernels import Members
+from distopt.tables import Members
 from distopt.verbs import Verbs
 
 HASH = 2**62 - 1  # the bits of a hash that fit into a vote; Python's hash of numbers is the same in every process

@@ -31,6 +31,9 @@ struct Chunk {
   long long index, row, begin, end;
 };
 
+// Null, or a number in the kernel's memory: if it is not 0, the kernel changes nothing that outlasts the step.
+typedef const long long *Unless;
+
 #define PASTE_(name, type) name##_##type
 #define PASTE(name, type) PASTE_(name, type)
 

@@ -16,6 +16,7 @@ import laws
 from distopt import kernels, run_ranks
 from distopt.compress import ErrorFeedback, Threshold, TopK
 from distopt.kernels import KERNELS, NATIVE
+from distopt.tables import Numbers
 from test_kernels import SIZES, compiler, members
 
 SIMT = Path(__file__).parent / "simt"
@@ -100,7 +101,9 @@ def test_chunks_of_tensors_of_every_size(on_device):
         arrays[5][3] = np.nan
         flat, bad = np.zeros(table.extent, np.float32), np.zeros(len(arrays), np.int64)
         kernels.pack(table, flat, 0.3, bad)
-        kernels.sgd(table, flat, 1.0, 2.0, 0.1, 0.01)
+        now = Numbers("Update")
+        now.write(scale=1.0, limit=2.0, lr=0.1, decay=0.01)
+        kernels.sgd(table, flat, now, None)
         kernels.unpack(table, flat, 2.0)
         other, wrong = np.ones_like(flat), np.zeros(3 * len(arrays), np.int64)
         for share in range(3):

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import reference
 from distopt import kernels
 from distopt.device import zeros
-from distopt.kernels import CHUNK, MEMBER, NATIVE, Members
+from distopt.tables import CHUNK, MEMBER, Members, Numbers
+from distopt.texts import NATIVE, source_hash
 
 SIZES = [0, 1, 15, 16, 17, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5]
 REALS = ["float32", "float64"]
@@ -31,12 +32,12 @@ def members(sizes, dtype="float32", seed=0):
 
 
 def test_the_library_was_built_from_these_texts():
-    assert kernels.library().source_hash().decode() == kernels.source_hash()
+    assert kernels.library().source_hash().decode() == source_hash()
 
 
 def test_the_text_is_the_signature():
     assert [p.name for p in kernels.sgd_momentum.parameters] == [
-        *("grad", "buffer", "scale", "limit", "lr", "decay", "momentum", "gain")
+        *("grad", "buffer", "now", "refused")
     ]
     assert MEMBER.itemsize == 48
     with pytest.raises(AttributeError, match=r"no kernel 'sgd_magic'.*sgd_momentum"):
@@ -248,15 +249,16 @@ def _some_steps(function):
     """Bytes of what momentum SGD and a cast make of the same numbers."""
     table, arrays = members(SIZES, seed=5)
     grad, buffer = np.random.default_rng(1).standard_normal((2, table.extent)).astype(np.float32)
-    d = ctypes.c_double
-    rule = [d(v) for v in (1 / 3, 0.7, 0.1, 1e-3, 0.9, 0.8)]
+    now = Numbers("Momentum")
+    now.write(scale=1 / 3, limit=0.7, lr=0.1, decay=1e-3, momentum=0.9, gain=0.8)
     pointer = ctypes.c_void_p
     for _ in range(5):
         function("sgd_momentum")(
-            table.table,
+            table.table(None),
             pointer(grad.ctypes.data),
             pointer(buffer.ctypes.data),
-            *rule,
+            pointer(now.address(None)),
+            None,
         )
     wire = np.empty(grad.size, np.uint16)
     function("to_half")(ctypes.c_longlong(grad.size), pointer(grad.ctypes.data), pointer(wire.ctypes.data))

@@ -8,7 +8,7 @@ import numpy as np
 
 from distopt.buckets import Buffers, Sum
 from distopt.gradients import Known
-from distopt.kernels import Members
+from distopt.tables import Members
 
 Whole = Callable[[Members, np.ndarray], np.ndarray]
 

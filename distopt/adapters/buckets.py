@@ -11,7 +11,7 @@ from distopt.gradients import Known
 
 
 class ByBucket(Adapter):
-    """``update_bucket(members, grad, scale)``."""
+    """``prepare(scale)``, then ``update_bucket(members, grad, refused)`` for each."""
 
     updates_shares = True
 
@@ -35,9 +35,10 @@ class ByBucket(Adapter):
 
     def update(self, buffers: Buffers, order: Mapping[str, Known], sums: Iterable[Sum], scale: float) -> None:
         """One call per bucket, or per piece of its sum."""
+        self.opt.prepare(scale)
         for buffer, total in zip(buffers, sums, strict=True):
             for piece in total:
-                self.opt.update_bucket(buffer.parameters.share(piece.number, piece.of), piece.flat, scale)
+                self.opt.update_bucket(buffer.parameters.share(piece.number, piece.of), piece.flat)
 
     def state_dict(self, whole: Whole | None = None) -> Any:
         """As the optimizer."""

@@ -9,7 +9,7 @@ from distopt import device, kernels
 from distopt.buckets.piece import Sum
 from distopt.buckets.plan import Bucket, Plan
 from distopt.device import HUGE_PAGE
-from distopt.kernels import Layout, Members
+from distopt.tables import Layout, Members
 
 Alloc = Callable[[int, Any], np.ndarray]
 States = dict[str, dict[str, np.ndarray]]  # state name -> parameter name -> array

@@ -13,7 +13,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.device import describe
 from distopt.guard import Control
-from distopt.kernels import Members
+from distopt.tables import Members
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)

@@ -7,7 +7,7 @@ import numpy as np
 
 from distopt import cost
 from distopt.comm.communicator import Communicator, Wrapper
-from distopt.kernels import Members
+from distopt.tables import Members
 
 
 class Metered(Wrapper):

@@ -26,13 +26,18 @@ int main() {
   std::vector<real> flat(offset), state(offset), peer(offset);
   std::vector<long long> bad(count), wrong(3 * count);
   pack_float(table, flat.data(), 0.5, bad.data());
-  sgd_float(table, flat.data(), 1, INFINITY, 0.1, 0.01);
-  sgd_momentum_float(table, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9, 1);
-  sgd_nesterov_float(table, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9);
+  const Update plain = {1, INFINITY, 0.1, 0.01};
+  const Momentum momentum = {plain, 0.9, 1};
+  const AdaGrad adagrad = {plain, 1e-8};
+  const RmsProp rmsprop = {plain, 0.9, 0.1, 1e-8};
+  const Adam adam = {plain, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1};
+  sgd_float(table, flat.data(), &plain, 0);
+  sgd_momentum_float(table, flat.data(), state.data(), &momentum, 0);
+  sgd_nesterov_float(table, flat.data(), state.data(), &momentum, 0);
   std::vector<real> second(offset);
-  rmsprop_float(table, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9, 0.1, 1e-8);
-  adagrad_float(table, flat.data(), state.data(), 1, 1, 0.1, 0.01, 1e-8);
-  adam_float(table, flat.data(), state.data(), second.data(), 1, 1, 0.1, 0.01, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1);
+  rmsprop_float(table, flat.data(), state.data(), &rmsprop, 0);
+  adagrad_float(table, flat.data(), state.data(), &adagrad, 0);
+  adam_float(table, flat.data(), state.data(), second.data(), &adam, 0);
   unpack_float(table, flat.data(), 2);
   const real *const parts[] = {flat.data(), peer.data()};
   for (long long share = 0; share < 3; ++share)
