@@ -62,8 +62,8 @@ def foreign_calls(opt):
     for buffer in opt._memory:
         grad, table = buffer.gradient.ctypes.data, buffer.parameters.table(None)
         moments = opt.opt._flats[buffer.parameters.key][1]["moments"].ctypes.data
-        bad = buffer.bad.ctypes.data
-        yield lambda t=buffer.gradients.table(None), g=grad, b=bad: pack(t, g, 1.0, b)
+        bad, gradients = buffer.bad.ctypes.data, buffer.gradients.table(None)
+        yield lambda t=gradients, g=grad, b=bad: pack(t, g, 1.0, b)
         yield lambda t=table, g=grad, m=moments: momentum(t, g, m, now, None)
 
 

@@ -99,7 +99,7 @@ def clear(x: Any) -> None:
 def copy(to: Any, source: Any) -> None:
     """Copy between contiguous arrays of one dtype and size, wherever they live; waits only if ``to`` is on the host."""
     if not on_gpu(to):
-        to[...] = host_copy(source).reshape(to.shape) if on_gpu(source) else source
+        to[...] = (host_copy(source) if on_gpu(source) else source).reshape(to.shape)
     elif (to.dtype, to.size) != (source.dtype, source.size):
         raise TypeError(f"cannot copy {describe(source)} to {describe(to)}")
     elif not on_gpu(source):
@@ -107,6 +107,20 @@ def copy(to: Any, source: Any) -> None:
     elif to.nbytes:
         runtime = _cupy().cuda.runtime
         runtime.memcpyAsync(to.data.ptr, source.data.ptr, to.nbytes, DEVICE_TO_DEVICE, current_stream().ptr)
+
+
+def contiguous(x: Any) -> Any:
+    """x, or a copy of it in C order if it is not."""
+    return _cupy().ascontiguousarray(x) if on_gpu(x) else np.asarray(x, order="C")
+
+
+def duplicate(x: Any) -> Any:
+    """A copy, where the original is."""
+    if not on_gpu(x):
+        return np.array(x)
+    found = _cupy().empty(x.shape, x.dtype)
+    copy(found, x)
+    return found
 
 
 def host_copy(x: Any) -> np.ndarray:
@@ -280,16 +294,27 @@ def new_stream() -> Any:
 
 
 class Order:
-    """An event, to order two streams with; the host waits for neither."""
+    """An event, to order streams with; the host waits for none."""
 
     def __init__(self) -> None:
         self._event = _cupy().cuda.Event(disable_timing=True)
+        self._set = False
 
     def __call__(self, first: Any, then: Any) -> None:
         """What ``then`` is given from here on comes after what ``first`` has been given so far."""
         if first.ptr != then.ptr:
             self._event.record(first)
             then.wait_event(self._event)
+
+    def mark(self) -> None:
+        """Remember what the current stream has been given so far."""
+        self._event.record(current_stream())
+        self._set = True
+
+    def follow(self) -> None:
+        """What the current stream is given from here on comes after what was remembered."""
+        if self._set:
+            current_stream().wait_event(self._event)
 
 
 class Graph:

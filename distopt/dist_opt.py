@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from distopt import device, kernels
 from distopt.comm import Communicator, Ordered, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
 from distopt.gradients import checked_gradient
@@ -145,5 +146,8 @@ class DistOpt(Loop):
             raise ValueError("update changes a parameter on every rank, but all ranks share it: use a step")
         name, value = self._collector.identify(param)
         checked_gradient(name, value, grad)
-        grad /= self.world_size
+        if device.on_gpu(grad):
+            kernels.scale(grad.reshape(-1), 1.0 / self.world_size)
+        else:
+            grad /= self.world_size
         self._optimizer.apply(name, param, value, grad)

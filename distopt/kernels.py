@@ -46,14 +46,22 @@ class Kernel:
         self._kinds = [ctypes.c_void_p if p.is_array else SCALARS[p.kind] for p in declared]
         self._functions: dict[tuple[np.dtype, int | None], Any] = {}
 
-    def _check_count(self, values: Sequence[Any]) -> None:
+    def _complete(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments; a refusal at their end may be left out."""
+        if len(values) == len(self.parameters) - 1 and self.parameters[-1].kind == "Unless":
+            return (*values, None)
         if len(values) != len(self.parameters):
             raise TypeError(f"{self.name} takes {[p.name for p in self.parameters]}, got {len(values)} arguments")
+        return values
 
     def _where(self, values: Sequence[Any]) -> int | None:
         """The GPU on which the first array lives, None for the host."""
         return next(
-            (device.place(v) for v, p in zip(values, self.parameters, strict=True) if p.is_array and hasattr(v, "dtype")),
+            (
+                device.place(v)
+                for v, p in zip(values, self.parameters, strict=True)
+                if p.is_array and hasattr(v, "dtype")
+            ),
             None,
         )
 
@@ -119,7 +127,7 @@ class FlatKernel(Kernel):
 
     def __call__(self, *values: Any) -> None:
         """Call it with all parameters but the lengths."""
-        self._check_count(values)
+        values = self._complete(values)
         reals = (v.dtype for v, p in zip(values, self.parameters, strict=True) if p.is_array and p.kind == "real")
         real, gpu = next(reals, np.dtype(np.float32)), self._where(values)
         given, arguments, n, work = iter(values), [], -1, 0
@@ -132,9 +140,7 @@ class FlatKernel(Kernel):
             if p.is_array and n < 0:
                 n = arguments[-1] = int(getattr(value, "size", 0))
                 work = max(work, -(-n // CHUNK))
-            arguments.append(
-                self._address(p, value, real, gpu, n.__eq__) if p.is_array else self._scalar(p, value)
-            )
+            arguments.append(self._address(p, value, real, gpu, n.__eq__) if p.is_array else self._scalar(p, value))
         self._call(real, gpu, arguments, work)
 
 
@@ -152,7 +158,7 @@ class TableKernel(Kernel):
 
         For a list of arrays give the list, whose length is passed in front of it.
         """
-        self._check_count(values)
+        values = self._complete(values)
         rows, real, gpu = len(members.names), members.dtype, self._where(values)
         arguments: list[Any] = [members.table(gpu)]
         for v, p in zip(values, self.parameters, strict=True):

@@ -32,11 +32,15 @@ class Loop(Memory):
         exchange = self._ready(loss, make, threshold, clip, break_even)
         if exchange is None:
             return False
+        applied = self._exchange_and_apply(exchange)
+        self._memory.end()
+        return applied
+
+    def _exchange_and_apply(self, exchange: Exchange) -> bool:
         compressor = self._compressor
-        exchanged = self._window.add(self._memory, exchange)
+        exchanged = self._window.add(self._memory, exchange, self._wire.wait, self._unless)
         if exchanged is None:
-            self._nonfinite.passed()
-            return False
+            return self._decided() and False
         if self._sharded and self._in_shares(compressor) and not self._nonfinite.looks:
             self._apply(exchanged, self._wire.size)  # bucket by bucket: each rank needs but its own share of the sum
             return True
@@ -45,7 +49,8 @@ class Loop(Memory):
         if not self._finite(sums, compressor):
             self._window.start(self._memory)
             return False
-        self._nonfinite.passed()
+        if not self._decided():
+            return False
         self._apply(sums, self._wire.size, others_read=self._in_shares(compressor))
         return True
 
@@ -54,16 +59,16 @@ class Loop(Memory):
         exchange = self._ready(loss, Dense, threshold, local=True)
         if exchange is None:
             return False
-        self._nonfinite.passed()
-        sums = self._window.add(self._memory, exchange)
-        if sums is None:
-            return False
-        self._apply(sums, 1)
-        buffers = list(self._memory)
-        if buffers:
-            self._average_parameters(buffers[self._partial % len(buffers)])
-        self._partial += 1
-        return True
+        sums = self._window.add(self._memory, exchange, self._wire.wait, self._unless)
+        decided = self._decided()
+        if sums is not None and decided:
+            self._apply(sums, 1)
+            buffers = list(self._memory)
+            if buffers:
+                self._average_parameters(buffers[self._partial % len(buffers)])
+            self._partial += 1
+        self._memory.end()
+        return sums is not None and decided
 
     def _ready(
         self,
@@ -79,6 +84,9 @@ class Loop(Memory):
         ``local`` gradients are applied by this rank alone.
         """
         self._check_open()
+        self._settle()
+        if self._buffers is not None:
+            self._buffers.begin()
         error: Exception | None = None
         overlap: Overlap | None = None
         exchange: Exchange = _as_it_is
@@ -111,10 +119,13 @@ class Loop(Memory):
             raise
         if overlap:
             self._complete(overlap, failed=error is not None)
-        bad = self._memory.nonfinite() if error is None and self._nonfinite.looks else ""
+        bad = self._memory.nonfinite() if error is None and self._nonfinite.looks and self._refusal is None else ""
         if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
             return None
         self._send_parameters()
+        self._before = self.step_counter, self._window.batches, self._partial
+        if self._refusal:
+            self._refusal.agree()
         return _as_it_is if overlap or local else exchange
 
     def _checked_threshold(self, threshold: int | None, clip: float | None, local: bool) -> int:
@@ -167,16 +178,25 @@ class Loop(Memory):
         self._in_backward = False
         overlap.complete(failed)
 
-    @property
-    def _calls(self) -> int:
-        return self.step_counter * self._window.num_batches + self._window.batches
-
-    @property
-    def _name(self) -> str:
-        more = self._window.num_batches > 1
-        return f"step {self.step_counter + 1}" + f", batch {self._window.batches + 1}" * more
-
     # ------------------------------------------------------------------------------------------------- sums
+
+    @property
+    def _unless(self) -> np.ndarray | None:
+        """What kernels look at that change something that outlives the step."""
+        return self._refusal.number if self._refusal else None
+
+    def _decided(self) -> bool:
+        """Go on?  On a GPU the host learns later what is not finite, unless the optimizer cannot look for itself."""
+        if self._refusal is None:
+            self._nonfinite.passed()
+            return True
+        self._refusal.send()
+        if self._optimizer.looks:
+            return True
+        self._learn()
+        refused = self._refused > 0
+        self._settle()
+        return not refused
 
     def _in_shares(self, compressor: Compressor) -> bool:
         """Are gradients added up in shared memory?  Then what is not finite is found there, and nothing is lost."""
@@ -193,7 +213,7 @@ class Loop(Memory):
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:
             if self._in_shares(compressor):
                 return add_shares(buffer, wire)
-            at = At(self.step_counter, wire.rank, wire.size, buffer.bucket, buffer.scratch)
+            at = At(self.step_counter, wire.rank, wire.size, buffer.bucket, buffer.scratch, self._unless)
             algorithm(x, compressor, wire, buffer.state, at)
             return in_one_piece(x)
 
@@ -205,6 +225,10 @@ class Loop(Memory):
             found = nonfinite(self._memory) if self._nonfinite.looks else ""
             reports = self._vote(self._name, ~self._calls, report=found, part=", its sums")
             bad = describe(reports, self._collector.order)
+        elif compressor.may_overflow and self._refusal:
+            for total in sums:
+                self._refusal.look_at(total[0].flat)
+            return True
         elif compressor.may_overflow and self._nonfinite.looks:  # all ranks have the same bits, and decide alike
             count = np.zeros(1, np.int64)
             for total in sums:
@@ -220,7 +244,7 @@ class Loop(Memory):
             sums = (own(total, self._wire.rank, self._wire.size) for total in sums)
         try:
             mean = 1.0 / (ranks * self._window.num_batches)
-            self._optimizer.update(self._memory, self._collector.order, sums, mean)
+            self._optimizer.update(self._memory, self._collector.order, sums, mean, self._unless)
         except Exception as error:
             self._failure = (
                 f"the update of step {self.step_counter + 1} failed halfway with {type(error).__name__}: {error}"
@@ -229,7 +253,7 @@ class Loop(Memory):
         finally:
             if others_read or self._sharded:
                 self._wire.barrier()  # until here others may read this rank's sums, and write what all read
-        self._window.start(self._memory)
+        self._window.start(self._memory, self._unless)
         self._finish()
 
     def _average_parameters(self, buffer: Buffer) -> None:
@@ -244,7 +268,7 @@ class Loop(Memory):
             self._wire.barrier()
         for piece in total:
             members = buffer.parameters.share(piece.number, piece.of)
-            kernels.unpack(members, piece.flat, 1.0 / self._wire.size)
+            kernels.unpack(members, piece.flat, 1.0 / self._wire.size, self._unless)
         if buffer.peers is not None:
             self._wire.barrier()
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from distopt import kernels
+from distopt import device, kernels
 from distopt.adapters import adapt
 from distopt.buckets import Buffers, Plan, States, plan
 from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense
-from distopt.exchange import Background, Window
+from distopt.exchange import Background, Inline, Refusal, Window
 from distopt.gradients import Collector
-from distopt.guard import NonfinitePolicy, fingerprint, whole
+from distopt.guard import NonfinitePolicy, by_rank, fingerprint, whole
 from distopt.tables import Members
 from distopt.verbs import Verbs
 
@@ -43,15 +43,18 @@ class Memory(Verbs):
         self.threshold = whole("threshold", threshold, least=0)
         self.step_counter = 0  # updates applied
         self._overlaps = wire.size > 1 and _overlaps(overlap, wire)
-        self._background = Background()
+        self._background = Background() if wire.gpu is None else Inline()
         options = f"{broadcast=}, {nonfinite=}, {num_batches=}, {sync_on_apply=}, {allow_missing=}"
         order = "sums in rank order" if wire.rank_ordered else "sums in any order"
         self._options = [options, order, f"overlap={self._overlaps}"]
         self._nonfinite = NonfinitePolicy(nonfinite, wire.rank)
         self._window = Window(whole("num_batches", num_batches, least=1), sync_on_apply)
-        self._collector = Collector(allow_missing)
+        self._collector = Collector(allow_missing, wire.gpu)
         self._buffers: Buffers | None = None
         self._agreed: Buffers | None = None  # the last ones that all ranks agreed on
+        self._refusal: Refusal | None = None  # on a GPU, unless nobody looks
+        self._refused = 0  # entries of the last step that were not finite, as the GPU said
+        self._before: tuple[int, ...] = (0, 0, 0)  # what is counted, before the last step
         self._restored: States = {}  # of a checkpoint, until there are buffers
         self._lines: list[str] = []  # what a step is, for the vote
         self._mark = 0
@@ -94,6 +97,39 @@ class Memory(Verbs):
         self._optimizer.check(buffers)
         buffers.restore(states)
         self._buffers, self._lines = buffers, []
+        if self._wire.gpu is not None and self._nonfinite.looks:
+            self._refusal = Refusal(buffers, self._wire)
+
+    # ------------------------------------------------------------------------------------------------- refused steps
+
+    def _learn(self) -> None:
+        """On a GPU, look what became of the last step; one that was refused is not counted."""
+        if self._refusal is None or not self._refusal.pending:
+            return
+        self._refused = self._refusal.outcome()
+        if not self._refused:
+            self._nonfinite.passed()
+            return
+        if self._before[0] < self.step_counter:
+            self._optimizer.take_back()
+        self.step_counter, self._window.batches, self._partial = self._before
+
+    def _settle(self) -> None:
+        """The same, where all ranks are: raises what they all raise."""
+        self._learn()
+        count, self._refused = self._refused, 0
+        if count:
+            reports = self._vote(self._name, ~self._calls, report=self._memory.nonfinite(), part=", its outcome")
+            self._nonfinite.accepts(self._name, by_rank(reports) or f"the sum over ranks ({count} entries)")
+
+    @property
+    def _calls(self) -> int:
+        return self.step_counter * self._window.num_batches + self._window.batches
+
+    @property
+    def _name(self) -> str:
+        more = self._window.num_batches > 1
+        return f"step {self.step_counter + 1}" + f", batch {self._window.batches + 1}" * more
 
     # ------------------------------------------------------------------------------------------------- the vote
 
@@ -153,6 +189,7 @@ class Memory(Verbs):
         if self._broadcast_due:
             for known in self._collector.order.values():
                 self._wire.broadcast(known.value)
+            self._wire.wait()
         self._broadcast_due = False
 
     # ------------------------------------------------------------------------------------------------- views
@@ -227,11 +264,12 @@ class Memory(Verbs):
         return self._memory.states() if self._number else self._restored
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that changes between steps, as copies: plain numbers, and arrays by parameter name.
+        """Everything that changes between steps, as copies: plain numbers, and numpy arrays by parameter name.
 
         The wrapped optimizer's own ``state_dict()`` or ``get_states()`` is in it, parameters are not.  Collective if
         parameters are shared (``parameter_views``), since each rank has its share of the optimizer's state then.
         """
+        self._learn()
         states = self._states()
         if self._sharded:
             self._check_open()
@@ -243,7 +281,7 @@ class Memory(Verbs):
             "partial": self._partial,
             "skipped": self._nonfinite.skipped,
             "skips_in_a_row": self._nonfinite.in_a_row,
-            "states": {state: {n: a.copy() for n, a in arrays.items()} for state, arrays in states.items()},
+            "states": {state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in states.items()},
             "optimizer": self._optimizer.state_dict(self._whole_state if self._sharded else None),
         }
 
@@ -263,12 +301,13 @@ class Memory(Verbs):
         Raises ValueError, before anything changes, for what is no such dict or belongs to other parameters, and for
         one that was saved in the middle of a window of another ``num_batches``.
         """
+        self._learn()
         states = self._checked_state(state)
         self._optimizer.load_state_dict(state["optimizer"])
         if self._number:
             self._memory.restore(states)
         self._restored, self._broadcast_due, self._failure = {} if self._number else states, False, ""
-        self.step_counter, self._window.batches = state["step_counter"], state["batches"]
+        self.step_counter, self._window.batches, self._refused = state["step_counter"], state["batches"], 0
         self._nonfinite.skipped, self._nonfinite.in_a_row = state["skipped"], state["skips_in_a_row"]
         self._partial = state["partial"]
 
@@ -293,9 +332,9 @@ class Memory(Verbs):
 
 
 def _overlaps(overlap: str | bool, wire: Communicator) -> bool:
-    """Are buckets exchanged while gradients arrive?  'auto': if ranks sit on several machines."""
+    """Are buckets exchanged while gradients arrive?  'auto': if ranks sit on several machines, or have GPUs."""
     if overlap not in ("auto", True, False):
         raise ValueError(f"overlap must be 'auto', True or False, got {overlap!r}")
     if overlap is True and not wire.may_overlap:
         raise ValueError("overlap=True needs an MPI with MPI_THREAD_MULTIPLE, which this one does not give")
-    return wire.may_overlap and (wire.spans_hosts if overlap == "auto" else bool(overlap))
+    return wire.may_overlap and (wire.spans_hosts or wire.gpu is not None if overlap == "auto" else bool(overlap))

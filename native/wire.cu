@@ -23,7 +23,8 @@ KERNEL(pack)(Table table, real *flat, double scale, long long *bad) {
 }
 
 // data[i] <- scale flat[offset + i]
-KERNEL(unpack)(Table table, const real *flat, double scale) {
+KERNEL(unpack)(Table table, const real *flat, double scale, Unless refused) {
+  if (refused && *refused) return;
   const real factor = (real)scale;
   FOR_EACH_CHUNK(c, table) {
     const real *from = flat + table.rows[c.row].offset;
@@ -60,8 +61,15 @@ KERNEL(add_parts)(Table table, long long parts, const real *const *part, real *s
 }
 
 // sum <- sum + x
-KERNEL(accumulate)(long long n, const real *x, real *sum) {
+KERNEL(accumulate)(long long n, const real *x, real *sum, Unless refused) {
+  if (refused && *refused) return;
   FOR_EACH(i, n) sum[i] += x[i];
+}
+
+// x <- 0
+KERNEL(clear)(long long n, real *x, Unless refused) {
+  if (refused && *refused) return;
+  FOR_EACH(i, n) x[i] = 0;
 }
 
 // x <- factor x
@@ -78,8 +86,9 @@ KERNEL(clip)(long long n, real *x, double limit) {
 
 // What a half can hold moves to the wire, times scale, and x keeps the rest: the rounding error, and what lies beyond
 // +-most.  An x that is not finite moves as it is.  [scale is a power of two, so that both parts are exact]
-KERNEL(take_half)(long long n, real *x, half_t *wire, double scale, double most) {
+KERNEL(take_half)(long long n, real *x, half_t *wire, double scale, double most, Unless refused) {
   const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
+  if (refused && *refused) return;
   FOR_EACH(i, n) {
     const real now = x[i], sent = is_finite(now) ? clamp(now, limit) : now;
     const half_t h = half_of(sent * factor);
@@ -95,8 +104,9 @@ KERNEL(give_half)(long long n, const half_t *wire, real *x, double scale) {
 }
 
 // The same for bfloat16, whose range is that of float.
-KERNEL(take_bfloat16)(long long n, real *x, bfloat16_t *wire, double scale, double most) {
+KERNEL(take_bfloat16)(long long n, real *x, bfloat16_t *wire, double scale, double most, Unless refused) {
   const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
+  if (refused && *refused) return;
   FOR_EACH(i, n) {
     const real now = x[i], sent = is_finite(now) ? clamp(now, limit) : now;
     const bfloat16_t b = bfloat16_of(sent * factor);
@@ -120,6 +130,11 @@ KERNEL(count_nonfinite)(long long n, const real *x, long long one, long long *ba
   long long found = 0;
   FOR_EACH(i, n) found += !is_finite(x[i]);
   add(bad, found);
+}
+
+// total[0] grows by the sum of n counts, most of which are 0.
+KERNEL(sum_counts)(long long n, const long long *count, long long one, long long *total) {
+  FOR_EACH_COUNTED(i, n) add(total, count[i]);
 }
 
 KERNEL(to_half)(long long n, const real *x, half_t *wire) {

@@ -36,9 +36,7 @@ def test_the_library_was_built_from_these_texts():
 
 
 def test_the_text_is_the_signature():
-    assert [p.name for p in kernels.sgd_momentum.parameters] == [
-        *("grad", "buffer", "now", "refused")
-    ]
+    assert [p.name for p in kernels.sgd_momentum.parameters] == [*("grad", "buffer", "now", "refused")]
     assert MEMBER.itemsize == 48
     with pytest.raises(AttributeError, match=r"no kernel 'sgd_magic'.*sgd_momentum"):
         _ = kernels.sgd_magic

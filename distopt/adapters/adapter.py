@@ -17,6 +17,7 @@ class Adapter(abc.ABC):
     """One way to hand gradients to an optimizer object; the default is one parameter after the other."""
 
     updates_shares = False  # can it update a part of the parameters, whatever their names?
+    looks = False  # do its kernels look whether the step is refused?
 
     def __init__(self, opt: Any):
         self.opt = opt
@@ -37,8 +38,18 @@ class Adapter(abc.ABC):
         """The hyper-parameters of the next update, on which all ranks must agree."""
         return ()
 
-    def update(self, buffers: Buffers, order: Mapping[str, Known], sums: Iterable[Sum], scale: float) -> None:
-        """Update all parameters by ``scale`` times the sums of their buckets, in backward order."""
+    def update(
+        self,
+        buffers: Buffers,
+        order: Mapping[str, Known],
+        sums: Iterable[Sum],
+        scale: float,
+        refused: np.ndarray | None = None,
+    ) -> None:
+        """Update all parameters by ``scale`` times the sums of their buckets, in backward order.
+
+        ``refused`` (compress.At) is only given to optimizers that look at it.
+        """
         means: dict[str, np.ndarray] = {}
         for buffer, total in zip(buffers, sums, strict=True):
             means |= buffer.mean(total, scale)
@@ -49,6 +60,9 @@ class Adapter(abc.ABC):
         """All parameters have been updated."""
         if hasattr(self.opt, "step"):
             self.opt.step()
+
+    def take_back(self) -> None:  # noqa: B027  strangers are not stepped before it is known
+        """The last step was refused on the GPU after all."""
 
     def state_dict(self, whole: Whole | None = None) -> Any:
         """The optimizer's own states, None if it has no ``state_dict`` or ``get_states``.

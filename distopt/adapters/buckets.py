@@ -13,7 +13,7 @@ from distopt.gradients import Known
 class ByBucket(Adapter):
     """``prepare(scale)``, then ``update_bucket(members, grad, refused)`` for each."""
 
-    updates_shares = True
+    updates_shares = looks = True
 
     @staticmethod
     def fits(opt: Any) -> bool:
@@ -33,12 +33,23 @@ class ByBucket(Adapter):
         """As the optimizer."""
         return tuple(self.opt.numbers())
 
-    def update(self, buffers: Buffers, order: Mapping[str, Known], sums: Iterable[Sum], scale: float) -> None:
+    def update(
+        self,
+        buffers: Buffers,
+        order: Mapping[str, Known],
+        sums: Iterable[Sum],
+        scale: float,
+        refused: np.ndarray | None = None,
+    ) -> None:
         """One call per bucket, or per piece of its sum."""
         self.opt.prepare(scale)
         for buffer, total in zip(buffers, sums, strict=True):
             for piece in total:
-                self.opt.update_bucket(buffer.parameters.share(piece.number, piece.of), piece.flat)
+                self.opt.update_bucket(buffer.parameters.share(piece.number, piece.of), piece.flat, refused)
+
+    def take_back(self) -> None:
+        """Count one update less."""
+        self.opt.step_counter -= 1
 
     def state_dict(self, whole: Whole | None = None) -> Any:
         """As the optimizer."""

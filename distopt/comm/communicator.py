@@ -4,6 +4,7 @@ import abc
 import copy
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +34,7 @@ class Communicator(abc.ABC):
     local_rank: int
     control: Control
     xp: ModuleType = np
+    gpu: int | None = None  # where the arrays are that it carries; None: on the host
     rank_ordered = False  # does all_reduce add in rank order: ((x0 + x1) + x2) + ...?
     why = ""
     spans_hosts = False  # do ranks sit on several machines?
@@ -66,6 +68,17 @@ class Communicator(abc.ABC):
         """This rank's slice (see ``slices``) of the sum over ranks of x, added in rank order."""
         flat = checked(x, writable=False)
         return sum_in_rank_order(self.all_to_all([flat[s] for s in slices(x.size, self.size)]))
+
+    def aside(self) -> AbstractContextManager[object]:
+        """What is enqueued in this context runs beside the caller's stream, behind what that has been given so far."""
+        return nullcontext()
+
+    def check(self) -> None:  # noqa: B027  the host's collectives raise themselves
+        """Raise RuntimeError if a collective has failed since it was enqueued."""
+
+    def lengths(self, n: int) -> list[int]:
+        """Every rank's n, in rank order."""
+        return [int(x[0]) for x in self.all_gather(np.array([n]))]
 
     def wait(self) -> None:  # noqa: B027  host collectives have nothing to wait for
         """Results are visible to the caller's current stream from here on; does not block the host on a GPU."""
@@ -118,7 +131,7 @@ class Wrapper(Communicator):
 
     def __init__(self, comm: Communicator):
         self.comm, self.rank, self.size, self.local_rank = comm, comm.rank, comm.size, comm.local_rank
-        self.control, self.xp, self.rank_ordered = comm.control, comm.xp, comm.rank_ordered
+        self.control, self.xp, self.gpu, self.rank_ordered = comm.control, comm.xp, comm.gpu, comm.rank_ordered
         self.spans_hosts, self.may_overlap = comm.spans_hosts, comm.may_overlap
 
     def all_reduce(self, x: np.ndarray) -> None:
@@ -142,6 +155,15 @@ class Wrapper(Communicator):
 
     def wait(self) -> None:  # noqa: D102
         self.comm.wait()
+
+    def aside(self) -> AbstractContextManager[object]:  # noqa: D102
+        return self.comm.aside()
+
+    def check(self) -> None:  # noqa: D102
+        self.comm.check()
+
+    def lengths(self, n: int) -> list[int]:  # noqa: D102
+        return self.comm.lengths(n)
 
     def be_patient(self, seconds: float) -> None:  # noqa: D102
         self.comm.be_patient(seconds)

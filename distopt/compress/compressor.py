@@ -24,7 +24,7 @@ class Parts(Protocol):
 
 
 def fresh(name: str, nbytes: int) -> np.ndarray:
-    """Memory that nobody keeps."""
+    """Memory of the host that nobody keeps."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -32,7 +32,8 @@ class At(NamedTuple):
     """Where a call stands: updates applied so far, this rank among how many, and the bucket.
 
     ``scratch(name, nbytes)`` is memory of so many bytes for this call and its payload, the same at every step:
-    fresh memory costs a page fault for every 4 KiB, which is more than it takes to fill them.
+    fresh memory costs a page fault for every 4 KiB, which is more than it takes to fill them.  ``refused`` is None, or
+    a number on the GPU: if it is not 0 when a kernel runs, that leaves everything that outlives the step as it is.
     """
 
     step: int = 0
@@ -40,6 +41,7 @@ class At(NamedTuple):
     size: int = 1
     bucket: "Parts | None" = None
     scratch: Callable[[str, int], np.ndarray] = fresh
+    refused: np.ndarray | None = None
 
 
 class Compressor(Protocol):
@@ -48,6 +50,10 @@ class Compressor(Protocol):
     @property
     def summable(self) -> bool:
         """May payloads of different ranks be added on the wire?"""
+
+    @property
+    def ragged(self) -> bool:
+        """Do the lengths of payloads depend on the data, so that they may differ from rank to rank?"""
 
     @property
     def lossless(self) -> bool:
@@ -90,5 +96,5 @@ class Lossy(Compressor, Protocol):
 def memory(state: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
     """The array ``name`` of ``state``, of x's size, zeros at first."""
     if name not in state:
-        state[name] = device.zeros(x.size, x.dtype)
+        state[name] = device.zeros(x.size, x.dtype, x)
     return state[name]

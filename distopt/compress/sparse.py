@@ -9,6 +9,7 @@ import numpy as np
 
 from distopt import kernels
 from distopt.compress.compressor import At
+from distopt.tables import CHUNK
 
 INDEX = 4  # bytes of an index
 SPARE = 64  # at least one of so many entries has room
@@ -22,6 +23,7 @@ class Sparse(abc.ABC):
     """
 
     summable = lossless = may_overflow = stateful = False
+    ragged = True
 
     def compress(
         self, x: np.ndarray, state: dict[str, np.ndarray], at: At, add: np.ndarray | None = None
@@ -69,6 +71,8 @@ class TopK(Sparse):
     infinite.  Raises ValueError for a density outside (0, 1].
     """
 
+    ragged = False
+
     def __init__(self, density: float, per_tensor: bool = False):
         if isinstance(density, bool) or not isinstance(density, Real):
             raise TypeError(f"density must be a number, got {density!r}")
@@ -101,7 +105,7 @@ class TopK(Sparse):
             offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
         payload = at.scratch("payload", payload_size(counts.sum(), x.dtype))
         candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
-        held = at.scratch("candidates", payload_size(candidates.max(initial=0) + kernels.CHUNK, x.dtype))
+        held = at.scratch("candidates", payload_size(candidates.max(initial=0) + CHUNK, x.dtype))
         planes = (*unpack_entries(payload, x.dtype), *unpack_entries(held, x.dtype))
         kernels.take_largest(x, add, offsets, sizes, counts, *planes)
         return payload
@@ -129,11 +133,11 @@ class Threshold(Sparse):
     def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
         """What is large enough; there is room for few entries first, and for all if they turn out to be many."""
         bound, place = max(_magnitude(self.magnitude, x.dtype), 1) - 1, np.zeros(2, np.int64)
-        payload = at.scratch("payload", payload_size(x.size // SPARE + kernels.CHUNK, x.dtype))
+        payload = at.scratch("payload", payload_size(x.size // SPARE + CHUNK, x.dtype))
         kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
         if place[0] < x.size:
             first = shorten(payload, int(place[1]), x.dtype)
-            payload = at.scratch("payload", payload_size(x.size + kernels.CHUNK, x.dtype))
+            payload = at.scratch("payload", payload_size(x.size + CHUNK, x.dtype))
             for plane, part in zip(*(unpack_entries(p, x.dtype) for p in (payload, first)), strict=True):
                 plane[: part.size] = part
             kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)

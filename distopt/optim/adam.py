@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.tables import Members
 from distopt.optim.optimizer import Optimizer
 from distopt.optim.schedules import Number
+from distopt.tables import Members
 
 BELOW_1 = float(np.nextafter(1.0, 0.0))
 

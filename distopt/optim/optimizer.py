@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from distopt import device
-from distopt.tables import Members, Numbers
 from distopt.optim.schedules import Number, hyper
+from distopt.tables import Members, Numbers
 
 State = dict[str, Any]
 
@@ -125,7 +125,9 @@ class Optimizer(abc.ABC):
 
         Where ranks update a share each, ``whole`` makes of a table's flat array one that has all of them.
         """
-        found: State = {slot: {name: device.host_copy(a) for name, a in arrays.items()} for slot, arrays in self._state.items()}
+        found: State = {
+            slot: {name: device.host_copy(a) for name, a in arrays.items()} for slot, arrays in self._state.items()
+        }
         for members, flats in self._flats.values():
             for slot, flat in flats.items():
                 complete = whole(members, flat)

@@ -271,7 +271,9 @@ def launch_kernel(function, *rest):
     shape, shared, stream, given = rest[:6], rest[6], rest[7], rest[8]
     kernel = Function.known[function]
     pointers = (ctypes.c_void_p * len(kernel.sizes)).from_address(given)
-    values = [ctypes.create_string_buffer(ctypes.string_at(p, n), n) for p, n in zip(pointers, kernel.sizes)]
+    values = [
+        ctypes.create_string_buffer(ctypes.string_at(p, n), n) for p, n in zip(pointers, kernel.sizes, strict=True)
+    ]
     addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     dims = (ctypes.c_uint * 6)(*shape)
 

@@ -38,14 +38,15 @@ int main() {
   rmsprop_float(table, flat.data(), state.data(), &rmsprop, 0);
   adagrad_float(table, flat.data(), state.data(), &adagrad, 0);
   adam_float(table, flat.data(), state.data(), second.data(), &adam, 0);
-  unpack_float(table, flat.data(), 2);
+  unpack_float(table, flat.data(), 2, 0);
   const real *const parts[] = {flat.data(), peer.data()};
   for (long long share = 0; share < 3; ++share)
     add_parts_float({rows.data(), count, first * share / 3, first * (share + 1) / 3}, 2, parts, peer.data(), wrong.data());
   for (long long n : sizes) {
     std::vector<real> x(n, (real)1e30), y(n);
     std::vector<half_t> half(n);
-    accumulate_float(n, x.data(), y.data());
+    accumulate_float(n, x.data(), y.data(), 0);
+    clear_float(n, y.data(), 0);
     scale_float(n, x.data(), 3);
     clip_float(n, x.data(), 2);
     to_half_float(n, x.data(), half.data());
@@ -54,9 +55,9 @@ int main() {
     from_bfloat16_float(n, half.data(), y.data());
     add_half_float(n, half.data(), y.data());
     add_bfloat16_float(n, half.data(), y.data());
-    take_half_float(n, x.data(), half.data(), 0.5, 65504);
+    take_half_float(n, x.data(), half.data(), 0.5, 65504, 0);
     give_half_float(n, half.data(), y.data(), 0.5);
-    take_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30);
+    take_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30, 0);
     give_bfloat16_float(n, half.data(), y.data(), 0.5);
     long long found = 0;
     count_nonfinite_float(n, x.data(), 1, &found);
