@@ -11,7 +11,7 @@ import importlib.util
 import mmap
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -162,6 +162,8 @@ class _Uploads:
     def send(self, to: Any, source: np.ndarray) -> None:
         """Enqueue a copy; ``source`` may change as soon as this returns."""
         stream, raw = current_stream(), source.reshape(-1).view(np.uint8)
+        if stream.is_capturing():
+            raise RuntimeError(f"a captured step cannot upload {describe(source)}: its arrays must stay the same ones")
         runtime = _cupy().cuda.runtime
         if raw.size > PINNED:
             runtime.memcpyAsync(to.data.ptr, raw.ctypes.data, raw.size, HOST_TO_DEVICE, stream.ptr)
@@ -220,11 +222,14 @@ class Readback:
 
     def fetch(self, x: Any) -> None:
         """Enqueue a copy of x, which has ``n`` elements."""
-        stream = current_stream()
-        _cupy().cuda.runtime.memcpyAsync(
-            self._pinned.bytes.ctypes.data, x.data.ptr, x.nbytes, DEVICE_TO_HOST, stream.ptr
-        )
-        self._pinned.event.record(stream)
+        stream, to = current_stream(), self._pinned.bytes.ctypes.data
+        _cupy().cuda.runtime.memcpyAsync(to, x.data.ptr, x.nbytes, DEVICE_TO_HOST, stream.ptr)
+        if not stream.is_capturing():  # a captured copy is not on its way
+            self.expect()
+
+    def expect(self) -> None:
+        """A copy was enqueued."""
+        self._pinned.event.record(current_stream())
         self.pending = True
 
     def result(self, look: Callable[[], None] = lambda: None) -> np.ndarray:
@@ -308,33 +313,39 @@ class Order:
 
     def mark(self) -> None:
         """Remember what the current stream has been given so far."""
-        self._event.record(current_stream())
-        self._set = True
+        stream = current_stream()
+        if not stream.is_capturing():  # a graph orders itself
+            self._event.record(stream)
+            self._set = True
 
     def follow(self) -> None:
         """What the current stream is given from here on comes after what was remembered."""
-        if self._set:
-            current_stream().wait_event(self._event)
+        stream = current_stream()
+        if self._set and not stream.is_capturing():
+            stream.wait_event(self._event)
 
 
 class Graph:
-    """What was enqueued in a context, to be enqueued again as a whole.  CUDA graphs; needs a stream of one's own.
+    """What was enqueued in a context, to be enqueued again as a whole (a CUDA graph).
 
-    In the context nothing may be allocated, and nothing waited for.
+    In the context nothing may be allocated, uploaded or waited for, and the current stream must not be the null one.
     """
 
     def __init__(self) -> None:
         self._graph: Any = None
 
     @contextlib.contextmanager
-    def capture(self) -> Any:
+    def capture(self) -> Iterator[None]:
         """Record instead of doing."""
         stream = current_stream()
         stream.begin_capture()
         try:
             yield
-        finally:  # ends the capture of a failed context too
-            self._graph = stream.end_capture()
+        except BaseException:
+            with contextlib.suppress(Exception):  # of a capture that is broken already
+                stream.end_capture()
+            raise
+        self._graph = stream.end_capture()
 
     def replay(self) -> None:
         """Enqueue it in the current stream."""

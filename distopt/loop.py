@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from distopt import kernels
+from distopt import device, kernels
 from distopt.buckets import Buffer, Sum, in_one_piece, own
 from distopt.compress import At, Compressor, Dense
+from distopt.device import Graph
 from distopt.exchange import Overlap, add_shares, choose
 from distopt.exchange.shares import describe, nonfinite
 from distopt.guard import by_rank, whole
@@ -86,7 +87,8 @@ class Loop(Memory):
         self._check_open()
         self._settle()
         if self._buffers is not None:
-            self._buffers.begin()
+            self._buffers.follow()
+            device.clear(self._buffers.bad)
         error: Exception | None = None
         overlap: Overlap | None = None
         exchange: Exchange = _as_it_is
@@ -271,6 +273,44 @@ class Loop(Memory):
             kernels.unpack(members, piece.flat, 1.0 / self._wire.size, self._unless)
         if buffer.peers is not None:
             self._wire.barrier()
+
+    def _check_capture(self, compressor: Compressor) -> None:
+        """ValueError for a step that cannot be captured."""
+        if self._wire.gpu is None:
+            raise ValueError(f"a step is captured on a GPU; {self._wire!r} carries arrays on the host")
+        if compressor.ragged:
+            raise ValueError(f"{compressor!r} sends as much as the data want: such a step cannot be captured")
+        if self._window.num_batches > 1:
+            raise ValueError(f"num_batches={self._window.num_batches}: calls of different kinds cannot be captured")
+        if not self._optimizer.looks:
+            raise ValueError(f"{self._optimizer!r} is called by the host at every step: it cannot be captured")
+
+    def _prepare_replay(self) -> None:
+        """The host's part of a captured step, before it: as of any other."""
+        self._check_open()
+        self._settle()
+        error: Exception | None = None
+        try:
+            self._checked_threshold(None, None, local=False)
+            self._numbers = self._optimizer.numbers()
+        except Exception as e:
+            error = e
+        self._vote(self._name, self._calls, error)
+        self._before = self.step_counter, self._window.batches, self._partial
+
+    def _write_numbers(self) -> None:
+        """Those of the next update, where a captured step finds them."""
+        self._optimizer.prepare(1.0 / self._wire.size, self._wire.gpu)
+
+    def _replay(self, graph: Graph) -> None:
+        """Enqueue a captured step, with the numbers of this one."""
+        self._memory.follow()
+        self._write_numbers()
+        graph.replay()
+        if self._refusal:
+            self._refusal.expect()
+        self._memory.end()
+        self._finish()
 
     def _finish(self) -> None:
         self.step_counter += 1

@@ -110,6 +110,10 @@ class Memory(Verbs):
         if not self._refused:
             self._nonfinite.passed()
             return
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Count as if the last step had not been."""
         if self._before[0] < self.step_counter:
             self._optimizer.take_back()
         self.step_counter, self._window.batches, self._partial = self._before

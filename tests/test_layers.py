@@ -15,6 +15,7 @@ ROWS = [  # from the ground up
     "verbs",
     "memory",
     "loop",
+    "capture",
     "dist_opt",
     "__init__",
     "cli",

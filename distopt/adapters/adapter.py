@@ -61,6 +61,9 @@ class Adapter(abc.ABC):
         if hasattr(self.opt, "step"):
             self.opt.step()
 
+    def prepare(self, scale: float, gpu: int | None) -> None:  # noqa: B027  for those that look
+        """Put the numbers of the next update where kernels find them."""
+
     def take_back(self) -> None:  # noqa: B027  strangers are not stepped before it is known
         """The last step was refused on the GPU after all."""
 

@@ -47,6 +47,10 @@ class ByBucket(Adapter):
             for piece in total:
                 self.opt.update_bucket(buffer.parameters.share(piece.number, piece.of), piece.flat, refused)
 
+    def prepare(self, scale: float, gpu: int | None) -> None:
+        """As the optimizer; on a GPU the numbers are enqueued."""
+        self.opt.prepare(scale, gpu)
+
     def take_back(self) -> None:
         """Count one update less."""
         self.opt.step_counter -= 1

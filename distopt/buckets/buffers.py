@@ -106,11 +106,10 @@ class Buffers:
         self._copies: dict[int, np.ndarray] = {}  # of gradients that lie in the memory of others
         self.parameters: dict[str, np.ndarray] = {}  # that all ranks share, if they do
 
-    def begin(self) -> None:
-        """Forget what was not finite; on a GPU what follows comes behind the last step, whatever stream that was in."""
+    def follow(self) -> None:
+        """What follows comes behind the last step, whatever stream of a GPU that was in."""
         if self._turn:
             self._turn.follow()
-        device.clear(self.bad)
 
     def end(self) -> None:
         """All of a step has been enqueued."""

@@ -36,6 +36,10 @@ class Refusal:
         """The number is final: let the host have it."""
         self._readback.fetch(self.number)
 
+    def expect(self) -> None:
+        """A captured step sends the number."""
+        self._readback.expect()
+
     @property
     def pending(self) -> bool:
         """Was a number sent that nobody asked for?"""

@@ -81,10 +81,11 @@ class Optimizer(abc.ABC):
         self.prepare(1.0)
         self.update_bucket(self._tables[name].point_to([value]), flat)
 
-    def prepare(self, scale: float) -> None:
-        """Write down the numbers of the next update, of ``scale`` times the gradients."""
+    def prepare(self, scale: float, gpu: int | None = None) -> None:
+        """Write down the numbers of the next update, of ``scale`` times the gradients, for the host or a GPU."""
         lr, decay = self.at("lr"), self.at("weight_decay")
         self._now.write(scale=scale * self.rescale_grad, limit=self.clip_gradient, lr=lr, decay=decay, **self._own())
+        self._now.address(gpu)
 
     def update_bucket(self, members: Members, grad: np.ndarray, refused: np.ndarray | None = None) -> None:
         """Update the parameters that ``members`` points to by the flat ``grad``, in one kernel call, after ``prepare``.
