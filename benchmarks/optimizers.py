@@ -52,8 +52,8 @@ def ours(rule, shapes, flat):
         work.append((table, grad))
 
     def step():
+        opt.prepare(0.5)
         for table, grad in work:
-            opt.prepare(0.5)
             opt.update_bucket(table, grad)
         opt.step()
 

@@ -179,7 +179,17 @@ class Memory(Verbs):
             if self._overlaps:
                 _ = self._wire.beside  # made where all ranks are
             self._agreed, self._threshold = self._buffers, self._memory.plan.threshold
+            self._reserve()
         return reports
+
+    def _reserve(self) -> None:
+        """Make what an update needs, so that all ranks learn if there is no room on one of them."""
+        error: Exception | None = None
+        try:
+            self._optimizer.reserve(self._memory)
+        except MemoryError as e:
+            error = e
+        self._wire.control.vote("making the optimizer's state", 1, lambda: ["the optimizer's state"], error)
 
     def _forget_what_was_refused(self) -> None:
         """The plan is the last that all ranks agreed on; if there is none, the next step may bring other parameters."""

@@ -34,6 +34,9 @@ class Adapter(abc.ABC):
     def check(self, buffers: Buffers) -> None:  # noqa: B027  strangers are not asked
         """Raise now what would fail in the middle of an update with these buffers."""
 
+    def reserve(self, buffers: Buffers) -> None:  # noqa: B027  strangers make theirs themselves
+        """Make the memory that updates with these buffers need; MemoryError if there is none."""
+
     def numbers(self) -> tuple[float, ...]:
         """The hyper-parameters of the next update, on which all ranks must agree."""
         return ()

@@ -29,6 +29,11 @@ class ByBucket(Adapter):
         for buffer in buffers:
             self.opt.check(buffer.parameters)
 
+    def reserve(self, buffers: Buffers) -> None:
+        """A flat state for each bucket."""
+        for buffer in buffers:
+            self.opt.reserve(buffer.parameters, buffer.gradient)
+
     def numbers(self) -> tuple[float, ...]:
         """As the optimizer."""
         return tuple(self.opt.numbers())

@@ -153,6 +153,10 @@ class Optimizer(abc.ABC):
         """All hyper-parameters for the next update: what ranks must agree on.  ValueError for one out of range."""
         return (*map(self.at, self.hypers), self.rescale_grad, self.clip_gradient, float(self.step_counter))
 
+    def reserve(self, members: Members, like: np.ndarray) -> None:
+        """Make the state of a bucket's parameters, where ``like`` is; MemoryError if there is no room."""
+        self._flat_state(members, like)
+
     def check(self, members: Members) -> None:
         """ValueError if a state that this optimizer has is not of its parameter's shape."""
         for slot, arrays in self._state.items():
