@@ -10,7 +10,7 @@ import numpy as np
 
 import reference
 from distopt import DistOpt, Parameter, device
-from distopt.compress import At, ErrorFeedback, Half, TopK
+from distopt.compress import At, Dense, ErrorFeedback, Half, TopK
 from distopt.optim import SGD, AdaGrad, Adam, ExponentialDecay, RMSProp
 
 SHAPES = [(3, 4), (50,), (7,), (), (0,), (200,), (2, 3, 5), (1,)]
@@ -87,6 +87,7 @@ MODES = {
     "topk per tensor": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.1, per_tensor=True))),
     "topk beyond break even": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.9))),
 }
+CAPTURED = (Dense(), Half(), Half("bfloat16"), ErrorFeedback(Half()), ErrorFeedback(TopK(0.1)), TopK(0.1))
 ELEMENTWISE = ("dense", "half", "bfloat16", "half with memory", "threshold", "topk per tensor")
 
 
@@ -266,6 +267,39 @@ def overlap_changes_no_bit(comm, mode="dense"):
         backward = pairs(comm, params, step)
         MODES[mode](opt, ((p, g) for p, g in backward if time.sleep(2e-4 * comm.rank) is None))
     assert digest(params) == digest(expected), mode
+
+
+def train_captured(comm, compressor=None, make=sgd, captured=True, nan_at=(), **options):
+    """Six steps whose gradients a "backward pass" writes to the same arrays each time; returns (params, opt)."""
+    params = there(comm, parameters(rank=comm.rank))
+    opt = DistOpt(make(), comm, **{"threshold": 60} | options)
+    views = opt.gradient_views(params)
+    given = put(comm, [np.zeros(p.data.shape, p.data.dtype) for p in params])  # what backward makes of its inputs
+
+    def loss():
+        for view, x in zip(views, given, strict=True):
+            device.copy(view, x)
+        return zip(params, views, strict=True)
+
+    def feed(step):
+        for x, g in zip(given, gradients(params, step, comm.rank), strict=True):
+            if step in nan_at and comm.rank == comm.size - 1:
+                g[...] = np.nan
+            device.copy(x, g)
+
+    feed(0)
+    step = opt.capture(loss, compressor) if captured else lambda: opt.step(loss, compressor)
+    for k in range(captured, 6):
+        feed(k)
+        step()
+    return params, opt
+
+
+def capture_changes_no_bit(comm, compressor=None, **options):
+    """Law 6 for a step as a CUDA graph: replay is the same as eager, steps that are refused included."""
+    eager, captured = (train_captured(comm, compressor, captured=c, **options) for c in (False, True))
+    assert digest(captured[0]) == digest(eager[0]), compressor
+    assert_equal_states(captured[1].state_dict(), eager[1].state_dict())
 
 
 def assert_equal_states(a, b):
