@@ -12,6 +12,7 @@ import mmap
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,12 @@ def _cupy() -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------- arrays
+
+
+def array_module() -> ModuleType:
+    """cupy, imported when it is first asked for."""
+    module: ModuleType = _cupy()
+    return module
 
 
 def on_gpu(x: Any) -> bool:
@@ -79,6 +86,19 @@ def zeros(n: int, dtype: Any, like: Any = None) -> np.ndarray:
         raw = np.zeros(nbytes + align, np.uint8)
     start = -raw.ctypes.data % align
     return raw[start : start + nbytes].view(dtype)
+
+
+def empty(n: int, dtype: Any, like: Any = None) -> np.ndarray:
+    """Flat memory for ``n`` elements with anything in it, on the GPU if ``like`` is there, else on the host."""
+    found: np.ndarray = _cupy().empty(n, dtype) if on_gpu(like) else np.empty(n, dtype)
+    return found
+
+
+def copied(x: Any) -> np.ndarray:
+    """A copy of a contiguous array, where x is."""
+    found = empty(x.size, x.dtype, like=x).reshape(x.shape)
+    copy(found, x)
+    return found
 
 
 def gpu_zeros(n: int, dtype: Any) -> Any:
@@ -189,11 +209,7 @@ class Readback:
 
     def result(self, look: Callable[[], None] = lambda: None) -> np.ndarray:
         """What was fetched, when it is there; ``look`` is called meanwhile, and may raise."""
-        started = time.monotonic()
-        while not self._pinned.event.done:
-            look()
-            if time.monotonic() - started > 1e-3:
-                time.sleep(1e-4)
+        _wait(self._pinned.event, look)
         self.pending = False
         return self._pinned.bytes.view(np.int64).copy()
 
@@ -240,6 +256,22 @@ def current_gpu() -> int:
     return int(_cupy().cuda.runtime.getDevice())
 
 
+def gpu_name(number: int) -> str:
+    """What a GPU is called."""
+    return str(_cupy().cuda.runtime.getDeviceProperties(number)["name"].decode())
+
+
+def driver_version() -> int:
+    """The newest CUDA that the driver knows, as 13000 for 13.0; 0 without a driver."""
+    return int(_cupy().cuda.runtime.driverGetVersion())
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """The version of the compiler for GPUs.  Raises what cupy raises if there is none."""
+    major, minor = _cupy().cuda.nvrtc.getVersion()
+    return int(major), int(minor)
+
+
 # ----------------------------------------------------------------------------------------------------- streams
 
 
@@ -264,6 +296,21 @@ class Order:
         if first.ptr != then.ptr:
             self._event.record(first)
             then.wait_event(self._event)
+
+
+def finish(stream: Any, look: Callable[[], None] = lambda: None) -> None:
+    """Wait, on the host, for all that a stream has been given; ``look`` is called meanwhile, and may raise."""
+    event = _cupy().cuda.Event(disable_timing=True)
+    event.record(stream)
+    _wait(event, look)
+
+
+def _wait(event: Any, look: Callable[[], None]) -> None:
+    started = time.monotonic()
+    while not event.done:
+        look()
+        if time.monotonic() - started > 1e-3:
+            time.sleep(1e-4)
 
 
 class Graph:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -102,7 +102,9 @@ class MpiControl(Control):
         return self._comm.Iallreduce(MPI.IN_PLACE, votes, MPI.MAX)
 
     def close(self) -> None:
-        """Give the MPI communicator back."""
+        """Give the MPI communicator back; collective."""
+        if self in _controls:
+            _controls.remove(self)
         self._comm.Free()
 
     def gather(self, text: str) -> list[str]:
@@ -141,6 +143,39 @@ def _join(abort: Any, rank: int) -> None:
     os.register_at_fork(after_in_child=_controls.clear)  # a child is no rank, and must not vote as one
 
 
+class Membership(NamedTuple):
+    """One rank's place among the ranks of an MPI communicator."""
+
+    control: MpiControl
+    local_rank: int  # among the ranks of its host
+    spans_hosts: bool
+
+
+def join(comm: "MPI.Comm") -> Membership:
+    """Votes for the ranks of an MPI communicator; from here on an exception on one of them ends the whole job.
+
+    Raises RuntimeError if the launcher's world is not COMM_WORLD's, and ValueError for COMM_NULL.
+    """
+    MPI = _mpi()
+    check_launcher(MPI.COMM_WORLD.size)
+    if comm == MPI.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: this rank is in no group of the split")
+    control = MpiControl(comm.Dup())
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    local_rank, spans_hosts = node.rank, node.size < comm.size
+    node.Free()
+    if comm.size > 1:
+        _controls.append(control)
+        _join(MPI.COMM_WORLD.Abort, MPI.COMM_WORLD.rank)
+    return Membership(control, local_rank, spans_hosts)
+
+
+def world_comm() -> "MPI.Comm":
+    """MPI's COMM_WORLD.  Raises ImportError without mpi4py."""
+    world: MPI.Comm = _mpi().COMM_WORLD
+    return world
+
+
 class MpiCommunicator(Communicator):
     """``comm`` (default COMM_WORLD) for numpy arrays; data and votes travel on duplicates of it.
 
@@ -152,26 +187,18 @@ class MpiCommunicator(Communicator):
     CHUNK = 1 << 30  # elements or bytes per MPI call: Open MPI counts in 32 bits
 
     def __init__(self, comm: "MPI.Comm | None" = None, why: str = ""):
-        MPI = _mpi()
-        check_launcher(MPI.COMM_WORLD.size)
-        comm = MPI.COMM_WORLD if comm is None else comm
-        if comm == MPI.COMM_NULL:
-            raise ValueError("comm is MPI.COMM_NULL: this rank is in no group of the split")
+        comm = world_comm() if comm is None else comm
+        membership = join(comm)
+        self.control: MpiControl = membership.control
+        self.local_rank, self.spans_hosts = membership.local_rank, membership.spans_hosts
         self._comm = comm.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
-        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_rank, self.spans_hosts = node.rank, node.size < self.size
-        self.may_overlap = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.may_overlap = _mpi().Query_thread() == _mpi().THREAD_MULTIPLE
         self.patience = 0.0
-        node.Free()
         self.rank_ordered = self.size <= 2
         self._place = f"{brand()}{', ' + why if why else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         self.why = self._place
         self._shared = SharedMemory()
-        self.control: MpiControl = MpiControl(self._comm.Dup())
-        if self.size > 1:
-            _controls.append(self.control)
-            _join(MPI.COMM_WORLD.Abort, MPI.COMM_WORLD.rank)
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks."""
@@ -243,8 +270,6 @@ class MpiCommunicator(Communicator):
         """Give the MPI communicators back; collective, and the last that may be done with this one."""
         if self._beside is not None:
             self._beside.close()
-        if self.control in _controls:
-            _controls.remove(self.control)
         self.control.close()
         self._comm.Free()
 
