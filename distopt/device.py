@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import mmap
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -21,6 +22,7 @@ HUGE_PAGE = 2 << 20
 PINNED = 1 << 20  # bytes up to which an upload goes through pinned memory, and does not wait
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
 MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
+NO_CUPY = "cupy is not installed: pip install 'distopt[cuda13]' (or [cuda12])"
 
 
 @functools.cache
@@ -159,8 +161,8 @@ class _Pinned:
         self.event = _cupy().cuda.Event(disable_timing=True)
 
 
-class _Uploads:
-    """Small host arrays on their way to a GPU; a piece of pinned memory is used again when it has been read."""
+class _Uploads(threading.local):
+    """Small host arrays on their way to a thread's GPU; a piece of pinned memory is used again when it has been read."""
 
     def __init__(self) -> None:
         self._pieces: list[_Pinned] = []
@@ -217,10 +219,15 @@ class Readback:
 # ----------------------------------------------------------------------------------------------------- GPUs
 
 
+def has_cupy() -> bool:
+    """Is it installed?  Does not import it."""
+    return "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
+
+
 def gpu_state() -> str:
     """'ok', or in one line why this process cannot use a GPU and what would help; imports cupy if it is installed."""
-    if importlib.util.find_spec("cupy") is None:
-        return "cupy is not installed: pip install 'distopt[cuda13]' (or [cuda12])"
+    if not has_cupy():
+        return NO_CUPY
     try:
         count = gpu_count()
     except ImportError as error:

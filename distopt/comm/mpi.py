@@ -263,6 +263,10 @@ class MpiCommunicator(Communicator):
         self.why = f"{self._place}, {'memory shared' if shared else 'no memory shared: sums go through MPI'}"
         return found if shared else None
 
+    def explain(self, reason: str) -> None:
+        """Let ``repr`` say one thing more."""
+        self._place = self.why = f"{self._place}; {reason}"
+
     def _duplicate(self) -> Communicator:
         return MpiCommunicator(self._comm, why=f"beside rank {self.rank}'s other one")
 
