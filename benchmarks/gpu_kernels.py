@@ -65,8 +65,7 @@ def selection(n):
         "top-K 1 %": ErrorFeedback(TopK(0.01)),
         "half with memory": ErrorFeedback(Half()),
     }.items():
-        at = At(scratch=scratch)
-        cases[name] = (12 * n, lambda c=compressor: c.compress(grad, state, at))
+        cases[name] = (12 * n, lambda c=compressor: c.compress(grad, state, At(scratch=scratch)))
     return cases
 
 

@@ -10,8 +10,10 @@ import functools
 import importlib.util
 import mmap
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ HUGE_PAGE = 2 << 20
 PINNED = 1 << 20  # bytes up to which an upload goes through pinned memory, and does not wait
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
 MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
+NO_CUPY = "cupy is not installed: pip install 'distopt[cuda13]' (or [cuda12])"
 
 
 @functools.cache
@@ -30,6 +33,12 @@ def _cupy() -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------- arrays
+
+
+def array_module() -> ModuleType:
+    """cupy, imported when it is first asked for."""
+    module: ModuleType = _cupy()
+    return module
 
 
 def on_gpu(x: Any) -> bool:
@@ -81,6 +90,19 @@ def zeros(n: int, dtype: Any, like: Any = None) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype)
 
 
+def empty(n: int, dtype: Any, like: Any = None) -> np.ndarray:
+    """Flat memory for ``n`` elements with anything in it, on the GPU if ``like`` is there, else on the host."""
+    found: np.ndarray = _cupy().empty(n, dtype) if on_gpu(like) else np.empty(n, dtype)
+    return found
+
+
+def copied(x: Any) -> np.ndarray:
+    """A copy of a contiguous array, where x is."""
+    found = empty(x.size, x.dtype, like=x).reshape(x.shape)
+    copy(found, x)
+    return found
+
+
 def gpu_zeros(n: int, dtype: Any) -> Any:
     """Zeroed flat memory on the current GPU.  Raises MemoryError if there is not enough."""
     x = _cupy().empty(n, dtype)
@@ -114,15 +136,6 @@ def contiguous(x: Any) -> Any:
     return _cupy().ascontiguousarray(x) if on_gpu(x) else np.asarray(x, order="C")
 
 
-def duplicate(x: Any) -> Any:
-    """A copy, where the original is."""
-    if not on_gpu(x):
-        return np.array(x)
-    found = _cupy().empty(x.shape, x.dtype)
-    copy(found, x)
-    return found
-
-
 def host_copy(x: Any) -> np.ndarray:
     """A numpy array with the elements that x has when the current stream comes to it; the host waits for that."""
     if not on_gpu(x):
@@ -153,8 +166,8 @@ class _Pinned:
         self.event = _cupy().cuda.Event(disable_timing=True)
 
 
-class _Uploads:
-    """Small host arrays on their way to a GPU; a piece of pinned memory is used again when it has been read."""
+class _Uploads(threading.local):
+    """Small host arrays on their way to a thread's GPU; a piece of pinned memory is used again when it has been read."""
 
     def __init__(self) -> None:
         self._pieces: list[_Pinned] = []
@@ -234,11 +247,7 @@ class Readback:
 
     def result(self, look: Callable[[], None] = lambda: None) -> np.ndarray:
         """What was fetched, when it is there; ``look`` is called meanwhile, and may raise."""
-        started = time.monotonic()
-        while not self._pinned.event.done:
-            look()
-            if time.monotonic() - started > 1e-3:
-                time.sleep(1e-4)
+        _wait(self._pinned.event, look)
         self.pending = False
         return self._pinned.bytes.view(np.int64).copy()
 
@@ -246,10 +255,15 @@ class Readback:
 # ----------------------------------------------------------------------------------------------------- GPUs
 
 
+def has_cupy() -> bool:
+    """Is it installed?  Does not import it."""
+    return "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
+
+
 def gpu_state() -> str:
     """'ok', or in one line why this process cannot use a GPU and what would help; imports cupy if it is installed."""
-    if importlib.util.find_spec("cupy") is None:
-        return "cupy is not installed: pip install 'distopt[cuda13]' (or [cuda12])"
+    if not has_cupy():
+        return NO_CUPY
     try:
         count = gpu_count()
     except ImportError as error:
@@ -283,6 +297,22 @@ def multiprocessors(number: int) -> int:
 def current_gpu() -> int:
     """The GPU of this thread."""
     return int(_cupy().cuda.runtime.getDevice())
+
+
+def gpu_name(number: int) -> str:
+    """What a GPU is called."""
+    return str(_cupy().cuda.runtime.getDeviceProperties(number)["name"].decode())
+
+
+def driver_version() -> int:
+    """The newest CUDA that the driver knows, as 13000 for 13.0; 0 without a driver."""
+    return int(_cupy().cuda.runtime.driverGetVersion())
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """The version of the compiler for GPUs.  Raises what cupy raises if there is none."""
+    major, minor = _cupy().cuda.nvrtc.getVersion()
+    return int(major), int(minor)
 
 
 # ----------------------------------------------------------------------------------------------------- streams
@@ -323,6 +353,21 @@ class Order:
         stream = current_stream()
         if self._set and not stream.is_capturing():
             stream.wait_event(self._event)
+
+
+def finish(stream: Any, look: Callable[[], None] = lambda: None) -> None:
+    """Wait, on the host, for all that a stream has been given; ``look`` is called meanwhile, and may raise."""
+    event = _cupy().cuda.Event(disable_timing=True)
+    event.record(stream)
+    _wait(event, look)
+
+
+def _wait(event: Any, look: Callable[[], None]) -> None:
+    started = time.monotonic()
+    while not event.done:
+        look()
+        if time.monotonic() - started > 1e-3:
+            time.sleep(1e-4)
 
 
 class Graph:

@@ -148,9 +148,9 @@ class DistOpt(Loop):
 
         ``loss`` is a callable that enqueues forward and backward on the current stream and returns (param, grad) pairs,
         always with the same arrays; it must not allocate anew, nor wait.  It is called twice here: for an ordinary
-        step, which counts, and for the capture.  Collective.  Dense, Half and TopK can be captured, with one of distopt's own
-        optimizers; a partial step cannot, since it averages another bucket each time.  A ``Metered`` communicator does
-        not see what a replay sends.
+        step, which counts, and for the capture.  Collective.  Dense, Half and TopK can be captured, with one of
+        distopt's own optimizers; a partial step cannot, since it averages another bucket each time.  A ``Metered``
+        communicator does not see what a replay sends.
 
         Raises ValueError for a step that cannot be captured.
         """

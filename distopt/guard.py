@@ -59,6 +59,12 @@ class Control(abc.ABC):
     def gather(self, text: str) -> list[str]:
         """One text per rank, in rank order."""
 
+    def check(self) -> None:  # noqa: B027  most learn it from the next vote, or are ended
+        """Raise PeerLeft if another rank is known to have ended."""
+
+    def close(self) -> None:  # noqa: B027  most hold nothing
+        """Give back what it holds."""
+
     def vote(
         self, name: str, mark: int, describe: Describe, error: Exception | None = None, report: str = ""
     ) -> list[str]:

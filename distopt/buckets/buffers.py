@@ -206,7 +206,7 @@ class Buffers:
         for k in strange:
             if addresses[k] < gone:
                 raise ValueError(f"{self._order[k]}: its gradient lies in the view of another, which was sent already")
-        self._copies = {k: device.duplicate(grads[k]) for k in strange}
+        self._copies = {k: device.copied(grads[k]) for k in strange}
         if self._copies:
             addresses = addresses.copy()
             addresses[list(self._copies)] = [device.address(c) for c in self._copies.values()]

@@ -1,10 +1,11 @@
 """What every communicator can do, and the two things that several of them share."""
 
 import abc
+import contextlib
 import copy
 import itertools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +27,10 @@ class Communicator(abc.ABC):
     """The wire: ``size`` ranks that all call the same verbs in the same order, or wait for ever: votes are DistOpt's.
 
     Arrays are C-contiguous, of any shape and length, zero included, and of one of the dtypes in ``NUMBERS``.  Sums of
-    float16 and bfloat16 are formed in float32, in rank order, and rounded once.
+    float16 and bfloat16 are formed in float32, in rank order, and rounded once; NCCL's own are rounded at every hop.
+
+    On a GPU a verb only enqueues: results are there for the caller's stream after ``wait()``, and what was handed over
+    must not be written to before.
     """
 
     rank: int
@@ -46,8 +50,11 @@ class Communicator(abc.ABC):
         """Replace x, in place, by its sum over ranks; the same bits on every rank."""
 
     @abc.abstractmethod
-    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:
-        """Every rank's x, flat, in rank order; with ``ragged`` the lengths may differ."""
+    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+        """Every rank's x, flat, in rank order; with ``ragged`` the lengths may differ.
+
+        ``into``: memory for all of them together, of x's dtype, where they are not ragged; else it is made.
+        """
 
     @abc.abstractmethod
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
@@ -66,15 +73,8 @@ class Communicator(abc.ABC):
 
     def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
         """This rank's slice (see ``slices``) of the sum over ranks of x, added in rank order."""
-        flat = checked(x, writable=False)
+        flat = checked(x, writable=False, gpu=device.place(x))
         return sum_in_rank_order(self.all_to_all([flat[s] for s in slices(x.size, self.size)]))
-
-    def aside(self) -> AbstractContextManager[object]:
-        """What is enqueued in this context runs beside the caller's stream, behind what that has been given so far."""
-        return nullcontext()
-
-    def check(self) -> None:  # noqa: B027  the host's collectives raise themselves
-        """Raise RuntimeError if a collective has failed since it was enqueued."""
 
     def lengths(self, n: int) -> list[int]:
         """Every rank's n, in rank order."""
@@ -82,6 +82,16 @@ class Communicator(abc.ABC):
 
     def wait(self) -> None:  # noqa: B027  host collectives have nothing to wait for
         """Results are visible to the caller's current stream from here on; does not block the host on a GPU."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is enqueued in this context goes on beside the caller's stream: after all that it has been given so far.
+
+        Verbs and kernels in it follow each other without a ``wait()``, which comes once, after the context.
+        """
+        return contextlib.nullcontext()
+
+    def check(self) -> None:  # noqa: B027  host collectives raise by themselves
+        """Raise RuntimeError if what was enqueued can never end.  For whoever waits for a GPU, again and again."""
 
     def be_patient(self, seconds: float) -> None:  # noqa: B027  most wait without taking a core
         """Sleep so long between two looks at an exchange in progress, so that a core can compute; 0 waits busily."""
@@ -138,8 +148,10 @@ class Wrapper(Communicator):
         """As the inner communicator, like all verbs below."""
         self.comm.all_reduce(x)
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:  # noqa: D102
-        return self.comm.all_gather(x, ragged)
+    def all_gather(  # noqa: D102
+        self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None
+    ) -> list[np.ndarray]:
+        return self.comm.all_gather(x, ragged, into)
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:  # noqa: D102
         return self.comm.all_to_all(parts, ragged)
@@ -156,7 +168,7 @@ class Wrapper(Communicator):
     def wait(self) -> None:  # noqa: D102
         self.comm.wait()
 
-    def aside(self) -> AbstractContextManager[object]:  # noqa: D102
+    def aside(self) -> AbstractContextManager[None]:  # noqa: D102
         return self.comm.aside()
 
     def check(self) -> None:  # noqa: D102
@@ -200,27 +212,31 @@ def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:
     """((x0 + x1) + x2) + ..., a new array; halves are added in float32 and rounded once."""
     if parts[0].dtype in HALVES:
         return _sum_of_halves(parts)
-    total = parts[0].copy()
+    total = device.copied(parts[0])
     with np.errstate(over="ignore", invalid="ignore"):  # as on any wire; who cares looks at the sum
         for x in parts[1:]:
-            total += x
+            if device.on_gpu(total):
+                kernels.accumulate(x, total)
+            else:
+                total += x
     return total
 
 
 def _sum_of_halves(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """In blocks that stay in the cache."""
+    """On the host in blocks that stay in the cache."""
     kind = "bfloat16" if parts[0].dtype == BFLOAT16 else "half"
     take, add, give = (getattr(kernels, f"{verb}_{kind}") for verb in ("from", "add", "to"))
-    flats, found = [x.reshape(-1) for x in parts], np.empty(parts[0].shape, parts[0].dtype)
-    total, out = np.empty(min(found.size, BLOCK), np.float32), found.reshape(-1)
-    for start in range(0, found.size, BLOCK):
-        first, *others = (x[start : start + BLOCK] for x in flats)
+    flats, found = [x.reshape(-1) for x in parts], device.empty(parts[0].size, parts[0].dtype, like=parts[0])
+    size = min(found.size, BLOCK) if not device.on_gpu(found) else found.size
+    total = device.empty(size, np.float32, like=found)
+    for start in range(0, found.size, max(1, size)):
+        first, *others = (x[start : start + size] for x in flats)
         block = total[: first.size]
         take(first, block)
         for x in others:
             add(x, block)
-        give(block, out[start : start + BLOCK])
-    return found
+        give(block, found[start : start + size])
+    return found.reshape(parts[0].shape)
 
 
 def all_reduce_in_rank_order(comm: Communicator, x: np.ndarray) -> None:
@@ -229,26 +245,57 @@ def all_reduce_in_rank_order(comm: Communicator, x: np.ndarray) -> None:
     Slices go to their owners, are added there, and are gathered: the bytes of a ring, and the same bits on any
     transport and in any chunking.
     """
-    flat = checked(x)
-    parts = comm.all_gather(comm.reduce_scatter(flat), ragged=True)
-    for part, s in zip(parts, slices(flat.size, comm.size), strict=True):
-        flat[s] = part
+    flat = checked(x, gpu=device.place(x))
+    with comm.aside():
+        parts = comm.all_gather(comm.reduce_scatter(flat), ragged=True)
+        for part, s in zip(parts, slices(flat.size, comm.size), strict=True):
+            device.copy(flat[s], part)
 
 
-def checked(x: np.ndarray, writable: bool = True) -> np.ndarray:
-    """x as a flat view; TypeError unless a communicator can carry it."""
-    if not isinstance(x, np.ndarray) or x.dtype not in NUMBERS:
+def checked(x: np.ndarray, writable: bool = True, gpu: int | None = None) -> np.ndarray:
+    """x as a flat view; TypeError unless a communicator can carry it that works on a GPU, or on the host (None).
+
+    Raises ValueError for an array on another GPU.
+    """
+    if not device.is_array(x) or x.dtype not in NUMBERS:
         raise TypeError(f"a communicator carries arrays of {', '.join(map(str, NUMBERS))}, got {describe(x)}")
-    if not x.flags.c_contiguous or (writable and not x.flags.writeable):
+    if not x.flags.c_contiguous or (writable and not device.writable(x)):
         raise TypeError(f"a communicator wants C-contiguous{' writable' * writable} arrays, got {describe(x)}")
+    if device.place(x) != gpu:
+        raise _misplaced(x, gpu)
     return x.reshape(-1)
 
 
-def checked_parts(parts: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
+def _misplaced(x: np.ndarray, gpu: int | None) -> Exception:
+    if gpu is None:
+        return TypeError(
+            f"this communicator carries numpy arrays, got {describe(x)}: cupy.asnumpy(x) copies it, and "
+            "distopt.world('cuda') gives a communicator for GPUs"
+        )
+    if not device.on_gpu(x):
+        return TypeError(
+            f"this communicator carries cupy arrays on GPU {gpu}, got {describe(x)} in host memory: "
+            "cupy.asarray(x) copies it, and distopt.world('cpu') gives a communicator for numpy"
+        )
+    return ValueError(
+        f"this rank's communicator works on GPU {gpu}, got {describe(x)}: allocate after "
+        f"cupy.cuda.Device({gpu}).use(), or copy it there"
+    )
+
+
+def checked_parts(parts: Sequence[np.ndarray], size: int, gpu: int | None = None) -> list[np.ndarray]:
     """The parts as flat views; ValueError unless there is one per rank."""
     if len(parts) != size:
         raise ValueError(f"parts must be {size} arrays, one per rank, got {len(parts)}")
-    return [checked(x, writable=False) for x in parts]
+    return [checked(x, writable=False, gpu=gpu) for x in parts]
+
+
+def cut(room: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Memory in consecutive parts of these sizes; ValueError if it has not as many elements."""
+    if room.size != sum(sizes):
+        raise ValueError(f"into must have room for {sum(sizes)} elements, the parts of all ranks, got {room.size}")
+    ends = itertools.accumulate(sizes)
+    return [room[end - n : end] for n, end in zip(sizes, ends, strict=True)]
 
 
 def checked_root(root: int, size: int) -> int:

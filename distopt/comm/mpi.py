@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from distopt.comm.communicator import (
     checked,
     checked_parts,
     checked_root,
+    cut,
 )
 from distopt.comm.shared import SharedMemory, open_handle
 from distopt.guard import LEAVE, Control, abort_on_exception
@@ -102,7 +103,9 @@ class MpiControl(Control):
         return self._comm.Iallreduce(MPI.IN_PLACE, votes, MPI.MAX)
 
     def close(self) -> None:
-        """Give the MPI communicator back."""
+        """Give the MPI communicator back; collective."""
+        if self in _controls:
+            _controls.remove(self)
         self._comm.Free()
 
     def gather(self, text: str) -> list[str]:
@@ -141,6 +144,39 @@ def _join(abort: Any, rank: int) -> None:
     os.register_at_fork(after_in_child=_controls.clear)  # a child is no rank, and must not vote as one
 
 
+class Membership(NamedTuple):
+    """One rank's place among the ranks of an MPI communicator."""
+
+    control: MpiControl
+    local_rank: int  # among the ranks of its host
+    spans_hosts: bool
+
+
+def join(comm: "MPI.Comm") -> Membership:
+    """Votes for the ranks of an MPI communicator; from here on an exception on one of them ends the whole job.
+
+    Raises RuntimeError if the launcher's world is not COMM_WORLD's, and ValueError for COMM_NULL.
+    """
+    MPI = _mpi()
+    check_launcher(MPI.COMM_WORLD.size)
+    if comm == MPI.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL: this rank is in no group of the split")
+    control = MpiControl(comm.Dup())
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    local_rank, spans_hosts = node.rank, node.size < comm.size
+    node.Free()
+    if comm.size > 1:
+        _controls.append(control)
+        _join(MPI.COMM_WORLD.Abort, MPI.COMM_WORLD.rank)
+    return Membership(control, local_rank, spans_hosts)
+
+
+def world_comm() -> "MPI.Comm":
+    """MPI's COMM_WORLD.  Raises ImportError without mpi4py."""
+    world: MPI.Comm = _mpi().COMM_WORLD
+    return world
+
+
 class MpiCommunicator(Communicator):
     """``comm`` (default COMM_WORLD) for numpy arrays; data and votes travel on duplicates of it.
 
@@ -152,26 +188,18 @@ class MpiCommunicator(Communicator):
     CHUNK = 1 << 30  # elements or bytes per MPI call: Open MPI counts in 32 bits
 
     def __init__(self, comm: "MPI.Comm | None" = None, why: str = ""):
-        MPI = _mpi()
-        check_launcher(MPI.COMM_WORLD.size)
-        comm = MPI.COMM_WORLD if comm is None else comm
-        if comm == MPI.COMM_NULL:
-            raise ValueError("comm is MPI.COMM_NULL: this rank is in no group of the split")
+        comm = world_comm() if comm is None else comm
+        membership = join(comm)
+        self.control: MpiControl = membership.control
+        self.local_rank, self.spans_hosts = membership.local_rank, membership.spans_hosts
         self._comm = comm.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
-        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_rank, self.spans_hosts = node.rank, node.size < self.size
-        self.may_overlap = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.may_overlap = _mpi().Query_thread() == _mpi().THREAD_MULTIPLE
         self.patience = 0.0
-        node.Free()
         self.rank_ordered = self.size <= 2
         self._place = f"{brand()}{', ' + why if why else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         self.why = self._place
         self._shared = SharedMemory()
-        self.control: MpiControl = MpiControl(self._comm.Dup())
-        if self.size > 1:
-            _controls.append(self.control)
-            _join(MPI.COMM_WORLD.Abort, MPI.COMM_WORLD.rank)
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks."""
@@ -189,11 +217,11 @@ class MpiCommunicator(Communicator):
         else:
             self._comm.Allreduce(_mpi().IN_PLACE, x)
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:
+    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Every rank's x, flat, in rank order."""
         flat = checked(x, writable=False)
         sizes = self._sizes(flat.size) if ragged else [flat.size] * self.size
-        return self._swap([flat] * self.size, sizes)
+        return self._swap([flat] * self.size, sizes, None if into is None or ragged else cut(into, sizes))
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r; return the parts for this rank, in rank order."""
@@ -236,6 +264,10 @@ class MpiCommunicator(Communicator):
         self.why = f"{self._place}, {'memory shared' if shared else 'no memory shared: sums go through MPI'}"
         return found if shared else None
 
+    def explain(self, reason: str) -> None:
+        """Let ``repr`` say one thing more."""
+        self._place = self.why = f"{self._place}; {reason}"
+
     def _duplicate(self) -> Communicator:
         return MpiCommunicator(self._comm, why=f"beside rank {self.rank}'s other one")
 
@@ -243,8 +275,6 @@ class MpiCommunicator(Communicator):
         """Give the MPI communicators back; collective, and the last that may be done with this one."""
         if self._beside is not None:
             self._beside.close()
-        if self.control in _controls:
-            _controls.remove(self.control)
         self.control.close()
         self._comm.Free()
 
@@ -253,9 +283,11 @@ class MpiCommunicator(Communicator):
         self._comm.Allgather(np.array([n], np.int64), sizes)
         return [int(s) for s in sizes]
 
-    def _swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
+    def _swap(
+        self, parts: Sequence[np.ndarray], sizes: Sequence[int], got: list[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r and receive ``sizes[r]`` elements from it, as bytes in chunks."""
-        got = [np.empty(n, parts[0].dtype) for n in sizes]
+        got = [np.empty(n, parts[0].dtype) for n in sizes] if got is None else got
         requests = []
         for rank in range(self.size):
             if rank == self.rank:

@@ -2,10 +2,12 @@
 
 import sys
 
+from distopt import device as gpus
+from distopt.comm import mpi, nccl
 from distopt.comm.communicator import Communicator
 from distopt.comm.local import LocalCommunicator
-from distopt.comm.mpi import MpiCommunicator, launched
-from distopt.device import gpu_state
+from distopt.comm.mpi import MpiCommunicator
+from distopt.comm.nccl import NcclCommunicator
 
 _worlds: dict[str, Communicator] = {}
 
@@ -13,30 +15,57 @@ _worlds: dict[str, Communicator] = {}
 def world(device: str = "auto") -> Communicator:
     """The communicator of all ranks that the launcher started, the same object at every call; its repr says why.
 
-    ``device`` is 'auto' or 'cpu'.  Under ``mpirun``, ``srun`` or ``distopt run`` this is MPI, with numpy arrays; in a
-    process that nobody launched it is one rank alone, and MPI is not even imported.
+    Under ``mpirun``, ``srun`` or ``distopt run`` the ranks find each other by MPI; a process that nobody launched is
+    one rank alone, and MPI is not even imported.  ``device``:
 
-    Raises ImportError if there is a launcher but no mpi4py, RuntimeError if launcher and MPI library do not belong
-    together or if ``device='cuda'``, which does not exist yet, and ValueError for another device.
+    * 'cpu': numpy arrays, which travel over MPI.
+    * 'cuda': cupy arrays, which travel over NCCL; every rank has a GPU of its own.
+    * 'auto': as 'cuda' if on every rank the script has imported cupy and there are a GPU and NCCL; else as 'cpu'.
+
+    Raises ImportError if there is a launcher but no mpi4py; RuntimeError if launcher and MPI library do not belong
+    together, or if ``device='cuda'`` and there is no cupy, driver, GPU or NCCL; ValueError for another device, and if
+    two ranks are on one GPU.
     """
-    if device == "cuda":
-        raise RuntimeError("device='cuda' is not there yet: NCCL is not spoken in this version; use device='cpu'")
-    if device not in ("auto", "cpu"):
+    if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
     if device not in _worlds:
-        _worlds[device] = _pick("device='cpu'" if device == "cpu" else _without_gpu())
+        _worlds[device] = _pick(device)
     return _worlds[device]
 
 
-def _pick(place: str) -> Communicator:
-    started = launched()
-    if started:
-        return MpiCommunicator(why=f"{started[1]}; {place}")
-    if "mpi4py.MPI" in sys.modules:
-        return MpiCommunicator(why=f"mpi4py.MPI was imported; {place}")
-    return LocalCommunicator(why=f"no MPI launcher; {place}")
+def _pick(device: str) -> Communicator:
+    started = mpi.launched()
+    if started or "mpi4py.MPI" in sys.modules:
+        return _pick_wire(device, started[1] if started else "mpi4py.MPI was imported")
+    place = _lacks_gpu(device, alone=True)
+    if device == "cuda" and place:
+        raise RuntimeError(f"device='cuda': {place}")
+    if place:
+        return LocalCommunicator(why=f"no MPI launcher; {place}")
+    return LocalCommunicator(why="no MPI launcher; GPU 0", gpu=0)
 
 
-def _without_gpu() -> str:
-    state = gpu_state()
-    return "a GPU is there, but NCCL is not spoken in this version" if state == "ok" else state
+def _pick_wire(device: str, started: str) -> Communicator:
+    """Ranks that differ in what they have all take what all of them have."""
+    if device == "cuda":
+        return NcclCommunicator.from_mpi(why=started)
+    comm = MpiCommunicator(why=started)
+    lacks = comm.control.gather(_lacks_gpu(device, alone=False)) if device == "auto" else ["device='cpu'"] * comm.size
+    poor = next((rank for rank, text in enumerate(lacks) if text), None)
+    if poor is None:
+        comm.close()
+        return NcclCommunicator.from_mpi(why=started)
+    comm.explain(lacks[poor] if lacks[comm.rank] else f"rank {poor}: {lacks[poor]}")
+    return comm
+
+
+def _lacks_gpu(device: str, alone: bool) -> str:
+    """Why this process does not use a GPU; '' if it does."""
+    if device == "cpu":
+        return "device='cpu'"
+    if device == "auto" and "cupy" not in sys.modules:
+        return "the script has not imported cupy"
+    state = gpus.gpu_state()
+    if state == "ok" and not alone:
+        state = nccl.nccl_state()
+    return "" if state == "ok" else state

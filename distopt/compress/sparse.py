@@ -45,23 +45,24 @@ class Sparse(abc.ABC):
         kernels.give_sparse(out, index, entry)
 
 
-def payload_size(k: int, dtype: Any) -> int:
-    """Bytes of k entries."""
-    return int(k) * (int(np.dtype(dtype).itemsize) + INDEX)
+def payload_size(k: int, itemsize: int) -> int:
+    """Bytes of k entries; a multiple of the value's, so that payloads one behind the other are all aligned."""
+    return -(-int(k) * (itemsize + INDEX) // itemsize) * itemsize
 
 
 def unpack_entries(payload: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """Indices and values of a payload; values come first, so that both planes are aligned."""
-    split = payload.size // (np.dtype(dtype).itemsize + INDEX) * np.dtype(dtype).itemsize
-    return payload[split:].view(np.int32), payload[:split].view(dtype)
+    itemsize = np.dtype(dtype).itemsize
+    k = payload.size // (itemsize + INDEX)
+    return payload[k * itemsize : k * (itemsize + INDEX)].view(np.int32), payload[: k * itemsize].view(dtype)
 
 
 def shorten(payload: np.ndarray, k: int, dtype: Any) -> np.ndarray:
     """The payload of the first k entries, in the same memory: the indices move down to the values."""
     index, entry = unpack_entries(payload, dtype)
-    split, end = k * entry.itemsize, payload_size(k, dtype)
-    payload[split:end] = index[:k].view(np.uint8)
-    return payload[:end]
+    split = k * entry.itemsize
+    payload[split : split + k * INDEX] = index[:k].view(np.uint8)
+    return payload[: payload_size(k, entry.itemsize)]
 
 
 class TopK(Sparse):
@@ -92,7 +93,7 @@ class TopK(Sparse):
 
     def payload_bytes(self, n: int, itemsize: int = 4) -> int | None:
         """A value and an index for each of k entries; per tensor it depends on their sizes."""
-        return None if self.per_tensor else self.count(n) * (itemsize + INDEX)
+        return None if self.per_tensor else payload_size(self.count(n), itemsize)
 
     def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
         """The largest entries, from a first guess of how large those are (select.cu)."""
@@ -103,9 +104,9 @@ class TopK(Sparse):
         else:  # one part, in which the gaps lie, but do not count
             counts = self._counts(sizes.sum(keepdims=True))
             offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
-        payload = at.scratch("payload", payload_size(counts.sum(), x.dtype))
+        payload = at.scratch("payload", payload_size(counts.sum(), x.itemsize))
         candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
-        held = at.scratch("candidates", payload_size(candidates.max(initial=0) + CHUNK, x.dtype))
+        held = at.scratch("candidates", payload_size(candidates.max(initial=0) + CHUNK, x.itemsize))
         planes = (*unpack_entries(payload, x.dtype), *unpack_entries(held, x.dtype))
         kernels.take_largest(x, add, offsets, sizes, counts, *planes)
         return payload
@@ -133,11 +134,11 @@ class Threshold(Sparse):
     def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
         """What is large enough; there is room for few entries first, and for all if they turn out to be many."""
         bound, place = max(_magnitude(self.magnitude, x.dtype), 1) - 1, np.zeros(2, np.int64)
-        payload = at.scratch("payload", payload_size(x.size // SPARE + CHUNK, x.dtype))
+        payload = at.scratch("payload", payload_size(x.size // SPARE + CHUNK, x.itemsize))
         kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
         if place[0] < x.size:
             first = shorten(payload, int(place[1]), x.dtype)
-            payload = at.scratch("payload", payload_size(x.size + CHUNK, x.dtype))
+            payload = at.scratch("payload", payload_size(x.size + CHUNK, x.itemsize))
             for plane, part in zip(*(unpack_entries(p, x.dtype) for p in (payload, first)), strict=True):
                 plane[: part.size] = part
             kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)

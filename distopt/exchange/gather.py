@@ -11,7 +11,7 @@ def gather(x: np.ndarray, compressor: Compressor, comm: Communicator, state: dic
     """Replace x by the sum over ranks of what each rank's compressor took from it."""
     with comm.aside():
         payload = compressor.compress(x, state, at)
-        _give(comm.all_gather(payload, compressor.ragged), x, compressor, at)
+        _give(_all(payload, compressor, comm, at), x, compressor, at)
 
 
 def gather_or_reduce(
@@ -29,7 +29,14 @@ def gather_or_reduce(
             _give([payload], x, compressor, at)
             comm.all_reduce(x)
         else:
-            _give(comm.all_gather(payload, compressor.ragged), x, compressor, at)
+            _give(_all(payload, compressor, comm, at), x, compressor, at)
+
+
+def _all(payload: np.ndarray, compressor: Compressor, comm: Communicator, at: At) -> list[np.ndarray]:
+    """Every rank's payload."""
+    if compressor.ragged:
+        return comm.all_gather(payload, ragged=True)
+    return comm.all_gather(payload, into=at.scratch("payloads", payload.nbytes * comm.size))
 
 
 def _give(payloads: list[np.ndarray], x: np.ndarray, compressor: Compressor, at: At) -> None:

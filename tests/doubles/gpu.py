@@ -3,9 +3,11 @@
 Arrays are real cupy arrays, whose memory is the host's.  What is enqueued is done when the host waits, or looks at an
 event: of several streams that could go on, ``order`` chooses the next one, so that a test can let each of them lag as
 far behind as events allow.  Where an event is missing, some order gives other bits, or reads memory that is not
-written yet (fresh memory is poisoned).
+written yet (fresh memory is poisoned).  As in cupy's pool, freed memory is others' to use as soon as the stream that was
+current when it was allocated comes to that point, whatever other streams still do with it: it is poisoned then.
 
-Each thread has a GPU of its own, so that threads can be ranks.  ``log`` has what was enqueued, by stream.
+Each thread has a GPU of its own, so that threads can be ranks.  ``log`` has what was enqueued, by stream.  Where one
+GPU waits for others, they go on although their hosts do something else.
 """
 
 import contextlib
@@ -13,6 +15,8 @@ import ctypes
 import itertools
 import random
 import threading
+import time
+import weakref
 from collections import deque
 from typing import ClassVar, NamedTuple
 
@@ -31,6 +35,7 @@ class Op(NamedTuple):
     details: tuple
     action: object  # a function
     ready: object  # a function: may it be done now?
+    outside: bool = False  # does it wait for other GPUs?
 
 
 class Machine:
@@ -45,10 +50,14 @@ class Machine:
         self.behind: dict[int, bool] = {}  # streams whose captured work nobody has waited for
         self.current: list[Stream] = [Stream.null]
         self.memory = 1 << 40  # bytes beyond which one allocation fails
+        self.patience = 10.0  # seconds to wait for other GPUs
+        self.lock = threading.RLock()  # other threads let this GPU go on
+        self.broken = None  # what went wrong meanwhile
+        machines.add(self)
 
-    def enqueue(self, name, action, stream=None, details=(), ready=lambda: True):
+    def enqueue(self, name, action, stream=None, details=(), ready=lambda: True, outside=False):
         stream = self.current[-1].ptr if stream is None else stream
-        op = Op(name, stream, details, action, ready)
+        op = Op(name, stream, details, action, ready, outside)
         if stream in self.capture:
             self.capture[stream].append(op)
             self.behind[stream] = True
@@ -56,10 +65,12 @@ class Machine:
             self.push(op)
 
     def push(self, op):
-        self.log.append(op)
-        self.queues.setdefault(op.stream, deque()).append(op)
-        if self.order is None:
-            self.finish()
+        with self.lock:
+            if op.name != "free":
+                self.log.append(op)
+            self.queues.setdefault(op.stream, deque()).append(op)
+            while self.order is None and self.advance():
+                pass
 
     def forbid(self, what):
         """The host allocates or waits, which a capture forbids."""
@@ -68,19 +79,54 @@ class Machine:
         self.host.append(what)
 
     def advance(self):
-        """Do one thing; False if there is nothing to do."""
-        able = [s for s, queue in self.queues.items() if queue and queue[0].ready()]
-        if not able:
-            assert not any(self.queues.values()), "every stream waits for another one"
-            return False
-        chosen = able[0] if self.order is None else self.order(able)
-        self.queues[chosen].popleft().action()
-        return True
+        """Do one thing; False if there is nothing to do, or other GPUs must do something first."""
+        with self.lock:
+            heads = [queue[0] for queue in self.queues.values() if queue]
+            able = [op.stream for op in heads if op.ready()]
+            if not able:
+                assert not heads or any(op.outside for op in heads), "every stream waits for another one"
+                return False
+            chosen = able[0] if self.order is None else self.order(able)
+            try:
+                self.queues[chosen].popleft().action()
+            except BaseException as error:
+                self.broken = error
+                raise
+            return True
+
+    def look(self, until):
+        """What a host does that wants something to be done: True at once, or after one step more."""
+        if self.broken:
+            raise self.broken
+        with self.lock:  # what another thread does for this GPU is done when it has been done
+            if until():
+                return True
+            moved = self.advance()
+        if not moved:
+            for other in list(machines):
+                if other is not self:
+                    other.go_on()
+            time.sleep(1e-5)
+        with self.lock:
+            return bool(until())
+
+    def go_on(self):
+        """Do one thing if that is possible; errors wait for this GPU's own host."""
+        with contextlib.suppress(BaseException):
+            self.advance()
+
+    def wait(self, until):
+        """A host that waits."""
+        started = time.monotonic()
+        while not self.look(until):
+            assert time.monotonic() - started < self.patience, "a GPU waits for another one for ever"
 
     def finish(self, stream=None):
         """Go on until a stream, or all of them, have nothing left to do."""
-        while any(self.queues.values()) if stream is None else self.queues.get(stream):
-            self.advance()
+        self.wait(lambda: not (any(list(self.queues.values())) if stream is None else self.queues.get(stream)))
+
+
+machines: weakref.WeakSet[Machine] = weakref.WeakSet()  # of this process
 
 
 class Local(threading.local):
@@ -153,8 +199,7 @@ class Stream:
 
     @property
     def done(self):
-        machine().advance()
-        return not machine().queues.get(self.ptr)
+        return machine().look(lambda: not machine().queues.get(self.ptr))
 
     def begin_capture(self, mode=None):
         assert self.ptr, "the null stream cannot be captured"
@@ -201,14 +246,11 @@ class Event:
     @property
     def done(self):
         assert self.captured is None, "a captured event cannot be looked at"
-        if self.reached < self.recorded:
-            machine().advance()
-        return self.reached >= self.recorded
+        return machine().look(lambda: self.reached >= self.recorded)
 
     def synchronize(self):
         machine().forbid("wait for an event")
-        while self.reached < self.recorded:
-            machine().advance()
+        machine().wait(lambda: self.reached >= self.recorded)
 
 
 class Graph:
@@ -248,8 +290,30 @@ def allocate(nbytes):
     if nbytes > machine().memory:
         raise cupy.cuda.memory.OutOfMemoryError(nbytes, 0)
     raw = np.full(nbytes + 512, POISON, np.uint8)
-    start = raw.ctypes.data + -raw.ctypes.data % 512
-    return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(start, nbytes, raw, _local.number), 0)
+    start, block = raw.ctypes.data + -raw.ctypes.data % 512, Block()
+    allocations[start] = nbytes
+    weakref.finalize(block, free, machine(), machine().current[-1].ptr, start, raw).atexit = False
+    return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(start, nbytes, block, _local.number), 0)
+
+
+class Block:
+    """Somebody's piece of memory."""
+
+
+def free(gpu, stream, start, raw):
+    def release():
+        allocations.pop(start)
+        raw.fill(POISON)
+
+    gpu.push(Op("free", stream, (), release, lambda: True))
+
+
+allocations: dict[int, int] = {}  # bytes by address, of all GPUs of this process
+
+
+def allocated(pointer, nbytes):
+    """Does a piece of memory lie in something that was allocated and is still in use?"""
+    return any(start <= pointer and pointer + nbytes <= start + n for start, n in list(allocations.items()))
 
 
 def memset(pointer, value, nbytes, stream):
@@ -332,24 +396,29 @@ class Nvrtc:
 GPUS = 4  # per host
 
 
-def install():
-    """Let cupy be this from now on, in this process."""
+def install(patch=setattr):
+    """Let cupy be this from now on, in this process; with a monkeypatch's ``setattr`` until that is undone."""
     cuda, runtime = cupy.cuda, cupy.cuda.runtime
     cuda.set_allocator(allocate)
-    cuda.Stream, cuda.Event, cuda.Device, cuda.nvrtc = Stream, Event, Device, Nvrtc()
-    cuda.get_current_stream = lambda: machine().current[-1]
-    cuda.alloc_pinned_memory = Pinned
-    cuda.function.Module, cuda.driver.launchKernel = Module, launch_kernel
-    runtime.memsetAsync, runtime.memcpyAsync = memset, memcpy
-    runtime.getDeviceCount, runtime.getDevice = lambda: GPUS, lambda: _local.number
-    runtime.deviceGetPCIBusId = lambda number: f"0000:0{number}:00.0"
-    runtime.deviceGetAttribute = lambda attribute, number: 2  # multiprocessors
+    for owner, doubles in (
+        (cuda, {"Stream": Stream, "Event": Event, "Device": Device, "nvrtc": Nvrtc(), "alloc_pinned_memory": Pinned}),
+        (cuda, {"get_current_stream": lambda: machine().current[-1]}),
+        (cuda.function, {"Module": Module}),
+        (cuda.driver, {"launchKernel": launch_kernel}),
+        (runtime, {"memsetAsync": memset, "memcpyAsync": memcpy}),
+        (runtime, {"getDeviceCount": lambda: GPUS, "getDevice": lambda: _local.number}),
+        (runtime, {"deviceGetPCIBusId": lambda number: f"0000:0{number}:00.0"}),
+        (runtime, {"deviceGetAttribute": lambda attribute, number: 2}),  # multiprocessors
+        (runtime, {"getDeviceProperties": lambda number: {"name": b"a double"}, "driverGetVersion": lambda: 13000}),
+    ):
+        for name, double in doubles.items():
+            patch(owner, name, double)
     device._uploads.cache_clear()
 
 
 def numpy_view(x):
     """The memory of a cupy array of the double, as it is now."""
-    raw = (ctypes.c_char * x.nbytes).from_address(x.data.ptr) if x.nbytes else b""
+    raw = (ctypes.c_char * x.nbytes).from_address(x.data.ptr) if x.nbytes else bytearray()
     return np.frombuffer(raw, x.dtype).reshape(x.shape)
 
 

@@ -1,0 +1,374 @@
+"""cupy.cuda.nccl on the GPUs of ``doubles.gpu``: raw pointers into host memory, enqueued on the given stream.
+
+The ranks of an id meet on a board: in memory if they are threads of one process, else in a folder that is named after
+the id.  A call's contribution is read when its stream comes to it, and its result is written when all ranks' are there.
+All ranks must make the same calls, on memory that is allocated then and when the stream comes to it.  Sums go around in
+a ring: each part of an array starts at another rank, and halves are rounded at every hop.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import pathlib
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+from cupy.cuda import nccl as real
+
+from doubles import gpu
+
+DTYPES = {
+    real.NCCL_UINT8: np.uint8,
+    real.NCCL_INT32: np.int32,
+    real.NCCL_INT64: np.int64,
+    real.NCCL_FLOAT16: np.float16,
+    real.NCCL_FLOAT32: np.float32,
+    real.NCCL_FLOAT64: np.float64,
+    real.NCCL_BFLOAT16: ml_dtypes.bfloat16,
+}
+INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 5, 6, 7
+
+
+class Faults:
+    """What goes wrong, and where; a test sets it and ``install`` forgets it."""
+
+    def __init__(self):
+        self.version = 22809
+        self.id = False  # making one fails
+        self.start = None  # the rank on which a communicator cannot be made
+        self.never = None  # the rank on which making one never comes back
+        self.asynchronous = {}  # rank -> (after how many calls, which status)
+        self.refuses = None  # a rank whose next call is refused
+        self.abort = 0.0  # seconds that an abort takes
+        self.patience = 20.0  # seconds for all ranks to meet
+
+
+faults = Faults()
+boards = None  # a function of an id
+_memory_lock = threading.Lock()
+_memory: dict[bytes, dict] = {}
+_group = threading.local()
+
+
+class Memory:
+    """A board for the threads of a process."""
+
+    def __init__(self, unique_id):
+        with _memory_lock:
+            self.posts = _memory.setdefault(unique_id, {})
+
+    def post(self, key, content):
+        assert key not in self.posts, f"{key} is posted already"
+        self.posts[key] = content
+
+    def see(self, key):
+        return self.posts.get(key)
+
+    def remove(self, key):
+        self.posts.pop(key, None)
+
+    def close(self):
+        pass
+
+
+class Folder:
+    """A board for processes: one file for each post, there when it is complete."""
+
+    def __init__(self, unique_id):
+        self.path = pathlib.Path(tempfile.gettempdir()) / f"nccl-double-{unique_id[:16].hex()}"
+        self.path.mkdir(exist_ok=True)
+
+    def post(self, key, content):
+        draft = self.path / f"{key}.draft"
+        draft.write_bytes(content)
+        os.rename(draft, self.path / key)
+
+    def see(self, key):
+        with contextlib.suppress(FileNotFoundError):
+            return (self.path / key).read_bytes()
+
+    def remove(self, key):
+        (self.path / key).unlink(missing_ok=True)
+
+    def close(self):
+        """Whoever leaves last finds nothing but farewells."""
+        self.post(f"left {os.getpid()}", b"")
+        here = [f.name for f in self.path.iterdir()]
+        if sum(name.startswith("left") for name in here) == sum(name.startswith("born") for name in here):
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def array(pointer, count, dtype):
+    n = count * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * n).from_address(pointer) if n else bytearray(), dtype)
+
+
+def check_memory(pointer, count, dtype):
+    nbytes = count * np.dtype(dtype).itemsize
+    assert gpu.allocated(pointer, nbytes), f"{nbytes} bytes at {pointer:#x} are not allocated (any more)"
+
+
+def ring_sum(parts):
+    """Parts of an array start at different ranks, as in a ring, and are rounded at every hop."""
+    found = np.empty_like(parts[0])
+    for start, cut in enumerate(np.array_split(np.arange(found.size), len(parts))):
+        if cut.size:
+            here = slice(cut[0], cut[-1] + 1)
+            total = parts[start][here].copy()
+            with np.errstate(over="ignore", invalid="ignore"):
+                for hop in range(1, len(parts)):
+                    total = (total + parts[(start + hop) % len(parts)][here]).astype(found.dtype)
+            found[here] = total
+    return found
+
+
+class Call:
+    """One call of one rank.
+
+    ``key`` names it on the board, ``posts`` is what this rank contributes (a function), ``needs`` are the keys that
+    must be there, and ``take`` writes the results, given their contents.
+    """
+
+    def __init__(self, name, memory, posts, needs, take):
+        self.name, self.memory, self.posts, self.needs, self.take = name, memory, posts, needs, take
+
+
+class NcclCommunicator:
+    """cupy.cuda.nccl.NcclCommunicator."""
+
+    def __init__(self, ndev, commId, rank, config=None):
+        assert isinstance(commId, bytes)
+        assert len(commId) == 128
+        assert 0 <= rank < ndev
+        if faults.start == rank:
+            raise real.NcclError(2)
+        self._n, self._rank, self._device = ndev, rank, gpu._local.number
+        self.board = boards(commId)
+        self.collectives = self.calls = 0
+        self.messages: dict[tuple, int] = {}
+        self.old: list[str] = []  # own posts that all ranks have seen, once they come to a later one
+        self.aborted = self.destroyed = False
+        self.comm = id(self)
+        started = time.monotonic()
+        if faults.never != rank:
+            self.board.post(f"born {rank}", b"")
+        while not all(self.board.see(f"born {r}") is not None for r in range(ndev)):
+            if time.monotonic() - started > faults.patience:
+                raise real.NcclError(REMOTE_ERROR)
+            time.sleep(1e-3)
+
+    def rank_id(self):
+        return self._rank
+
+    def size(self):
+        return self._n
+
+    def device_id(self):
+        return self._device
+
+    # ------------------------------------------------------------------------------------------- calls
+
+    def allReduce(self, send, recv, count, dtype, op, stream):
+        self._collective("allReduce", send, recv, count, dtype, (op,), stream, lambda parts: ring_sum(parts))
+
+    def reduce(self, send, recv, count, dtype, op, root, stream):
+        mine = recv if root == self._rank else 0
+        self._collective("reduce", send, mine, count, dtype, (op, root), stream, lambda parts: ring_sum(parts))
+
+    def broadcast(self, send, recv, count, dtype, root, stream):
+        source = send if root == self._rank else recv
+        self._collective("broadcast", source, recv, count, dtype, (root,), stream, lambda parts: parts[root])
+
+    def bcast(self, buff, count, dtype, root, stream):
+        self.broadcast(buff, buff, count, dtype, root, stream)
+
+    def reduceScatter(self, send, recv, recvcount, dtype, op, stream):
+        def mine(parts):
+            return ring_sum(parts)[recvcount * self._rank :][:recvcount]
+
+        total = recvcount * self._n
+        self._collective("reduceScatter", send, recv, total, dtype, (op,), stream, mine, recvcount)
+
+    def allGather(self, send, recv, count, dtype, stream):
+        gathered = count * self._n
+        self._collective("allGather", send, recv, count, dtype, (), stream, np.concatenate, gathered)
+
+    def _collective(self, name, send, recv, count, dtype, more, stream, combine, received=None):
+        received, kind, rank, n = count if received is None else received, DTYPES[dtype], self._rank, self._n
+        assert all(op == real.NCCL_SUM for op in more[:1] if name in ("allReduce", "reduce", "reduceScatter"))
+        number, self.collectives = self.collectives, self.collectives + 1
+        header = json.dumps([name, count, np.dtype(kind).name, *more]).encode() + b"\n"
+        keys = [f"collective {number} of {r}" for r in range(n)]
+        memory = [(send, count, kind)] + [(recv, received, kind)] * bool(recv)
+
+        def posts():
+            return {keys[rank]: header + array(send, count, kind).tobytes()}
+
+        def take(contents):
+            headers, parts = zip(*(c.split(b"\n", 1) for c in contents))
+            assert len(set(headers)) == 1, f"ranks differ: {headers}"
+            if recv:
+                array(recv, received, kind)[:] = combine([np.frombuffer(p, kind) for p in parts])
+
+        self._submit(Call(name, memory, posts, keys, take), stream)
+
+    def send(self, buf, count, dtype, peer, stream):
+        kind, key = DTYPES[dtype], self._message(self._rank, peer)
+        header = json.dumps([count, np.dtype(kind).name]).encode() + b"\n"
+
+        def posts():
+            return {key: header + array(buf, count, kind).tobytes()}
+
+        def take(contents):
+            self.board.remove(f"{key} wanted")
+
+        self._submit(Call("send", [(buf, count, kind)], posts, [f"{key} wanted"], take), stream)
+
+    def recv(self, buf, count, dtype, peer, stream):
+        kind, key = DTYPES[dtype], self._message(peer, self._rank)
+
+        def take(contents):
+            header, raw = contents[0].split(b"\n", 1)
+            assert json.loads(header) == [count, np.dtype(kind).name], f"recv of {count} {kind}, but send of {header}"
+            array(buf, count, kind)[:] = np.frombuffer(raw, kind)
+            self.board.remove(key)
+
+        self._submit(Call("recv", [(buf, count, kind)], lambda: {f"{key} wanted": b""}, [key], take), stream)
+
+    def _message(self, source, to):
+        assert 0 <= source < self._n
+        assert 0 <= to < self._n
+        number = self.messages[source, to] = self.messages.get((source, to), 0) + 1
+        return f"message {number} from {source} to {to}"
+
+    def _submit(self, call, stream):
+        assert not self.aborted
+        assert not self.destroyed
+        for piece in call.memory:
+            check_memory(*piece)
+        if faults.refuses == self._rank:
+            faults.refuses = None
+            raise real.NcclError(INVALID_USAGE)
+        self.calls += 1
+        if getattr(_group, "depth", 0):
+            _group.calls.setdefault((self, stream), []).append(call)
+        else:
+            self.enqueue([call], stream)
+
+    def enqueue(self, calls, stream):
+        """Several calls as one operation: all contribute before one of them waits."""
+        mine, done = [], {}
+        name = " ".join(sorted({c.name for c in calls}))
+
+        def post():
+            if self.aborted:
+                return
+            for call in calls:
+                for piece in call.memory:
+                    check_memory(*piece)
+                for key, content in call.posts().items():
+                    self.board.post(key, content)
+                    mine.append(key)
+
+        def ready():
+            if self.aborted:
+                return True
+            if self._failing():
+                return False
+            for call in calls:
+                for key in call.needs:
+                    if key not in done and (content := self.board.see(key)) is not None:
+                        done[key] = content
+            return all(key in done for call in calls for key in call.needs)
+
+        def take():
+            if self.aborted:
+                return
+            for call in calls:
+                for piece in call.memory:
+                    check_memory(*piece)
+                call.take([done[key] for key in call.needs])
+            if any(key.startswith("collective") for key in mine):
+                for key in self.old:
+                    self.board.remove(key)
+                self.old = [key for key in mine if key.startswith("collective")]
+
+        machine = gpu.machine()
+        machine.enqueue(f"{name}: given", post, stream)
+        machine.enqueue(name, take, stream, ready=ready, outside=True)
+
+    # ------------------------------------------------------------------------------------------- ends
+
+    def _failing(self):
+        after, _ = faults.asynchronous.get(self._rank, (1 << 60, 0))
+        return self.calls > after
+
+    def check_async_error(self):
+        assert not self.aborted
+        assert not self.destroyed
+        if self._failing():
+            status = faults.asynchronous[self._rank][1]
+            raise KeyError(status) if status >= IN_PROGRESS else real.NcclError(status)
+
+    def abort(self):
+        time.sleep(faults.abort)
+        self.aborted = True
+        self.board.close()
+
+    def destroy(self):
+        assert not self.destroyed
+        self.destroyed = True
+        self.board.close()
+
+
+def get_unique_id():
+    if faults.id:
+        raise real.NcclError(2)
+    return secrets.token_bytes(128)
+
+
+def groupStart():
+    if not getattr(_group, "depth", 0):
+        _group.depth, _group.calls = 0, {}
+    _group.depth += 1
+
+
+def groupEnd():
+    assert _group.depth > 0, "groupEnd without groupStart"
+    _group.depth -= 1
+    if not _group.depth:
+        for (comm, stream), calls in _group.calls.items():
+            comm.enqueue(calls, stream)
+
+
+def in_a_group():
+    """Has this thread left a group open?"""
+    return getattr(_group, "depth", 0) > 0
+
+
+def _engine():
+    """The GPUs of a process go on while its host does something else."""
+    while True:
+        for machine in list(gpu.machines):
+            machine.go_on()
+        time.sleep(2e-4)
+
+
+def install(patch=setattr, processes=False):
+    """Let cupy.cuda.nccl be this; ``processes``: the ranks are processes instead of threads of this one."""
+    global boards
+    faults.__init__()
+    _memory.clear()
+    boards = Folder if processes else Memory
+    for double in (NcclCommunicator, get_unique_id, groupStart, groupEnd):
+        patch(real, double.__name__, double)
+    patch(real, "get_version", lambda: faults.version)
+    patch(real, "available", True)
+    if processes:
+        threading.Thread(target=_engine, daemon=True).start()
