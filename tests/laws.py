@@ -85,6 +85,7 @@ MODES = {
     "threshold": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.7),
     "topk without memory": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.1, topK=True, corr=False),
     "topk per tensor": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.1, per_tensor=True))),
+    "threshold without memory": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.7, corr=False),
     "topk beyond break even": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.9))),
 }
 CAPTURED = (Dense(), Half(), Half("bfloat16"), ErrorFeedback(Half()), ErrorFeedback(TopK(0.1)), TopK(0.1))
