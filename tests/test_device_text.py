@@ -1,82 +1,35 @@
-"""Law 8 without a GPU: what the texts say for a device, run thread by thread on the CPU, gives the host's bits.
+"""Law 8 without a GPU: what the texts say for a device, run by the CPU thread for thread, gives the host's bits.
 
-The device's loops (chunks found by bisection, grid strides, atomics) are compiled by the host's compiler; blocks and
-threads run in shuffled order.  What this cannot show is the GPU's own arithmetic and timing.
+The device's loops (16-byte accesses, chunks found by bisection, grid strides, atomics, look-back) are compiled by the
+host's compiler; blocks, warps and lanes run in shuffled order.  What this cannot show is the GPU's own arithmetic, how
+it orders memory, and its timing.
 """
 
 import ctypes
-import random
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import laws
 from distopt import kernels, run_ranks
-from distopt.compress import ErrorFeedback, Threshold, TopK
-from distopt.kernels import KERNELS, NATIVE
-from test_kernels import SIZES, compiler, members
+from simt.build import build
+from simt.device import Device, use
+from test_kernels import SIZES, members
 
-SIMT = Path(__file__).parent / "simt"
-HOST = kernels.library()
+GRIDS = [(1, 256, 0), (3, 64, 1), (7, 128, 2), (2, 256, 3)]  # blocks, threads, seed
 
 
 @pytest.fixture(scope="session")
-def device_library(tmp_path_factory):
+def libraries(tmp_path_factory):
     """All texts, compiled as for a device."""
     folder = tmp_path_factory.mktemp("simt")
-    flags = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", f"-I{NATIVE}", f"-I{SIMT}"]
-    units = [folder / "who.o"]
-    subprocess.run([compiler(), *flags, "-c", SIMT / "who.cpp", "-o", units[0]], check=True)
-    for text in sorted(NATIVE.glob("*.cu")):
-        for real in ("float", "double"):
-            units.append(folder / f"{text.stem}-{real}.o")
-            here = ["-x", "c++", "-include", SIMT / "serial.h", f"-Dreal={real}", "-c", text, "-o", units[-1]]
-            subprocess.run([compiler(), *flags, *here], check=True)
-    subprocess.run([compiler(), "-shared", "-o", folder / "device.so", *units], check=True)
-    return ctypes.CDLL(str(folder / "device.so"))
+    return {real: ctypes.CDLL(str(build(folder, real))) for real in ("float", "double")}
 
 
-class Device:
-    """A stand-in for the host library: a call runs a kernel once for every thread of a small grid."""
-
-    def __init__(self, library, blocks, threads, seed=0):
-        self.locate = HOST.locate  # no kernel
-        self.library, self.blocks, self.threads = library, blocks, threads
-        self.order = [(t, b) for b in range(blocks) for t in range(threads)]
-        random.Random(seed).shuffle(self.order)
-
-    def __getattr__(self, name):
-        return Launch(self, getattr(self.library, name))
-
-
-class Launch:
-    argtypes = restype = None
-
-    def __init__(self, device, function):
-        self.device, self.function = device, function
-
-    def __call__(self, *args):
-        given = [
-            a if isinstance(a, ctypes.Structure | ctypes.Array) else kind(a)
-            for kind, a in zip(self.argtypes, args, strict=True)
-        ]
-        for thread, block in self.device.order:
-            self.device.library.become(thread, block, self.device.threads, self.device.blocks)
-            self.function(*given)
-
-
-@pytest.fixture(params=[(1, 1), (3, 4), (1, 7), (5, 2)], ids=lambda p: f"{p[0]} blocks of {p[1]}")
-def on_device(request, device_library, monkeypatch):
+@pytest.fixture(params=GRIDS, ids=lambda g: "{} blocks of {}, order {}".format(*g))
+def on_device(request, libraries, monkeypatch):
     """A function that switches all kernels to the device's text."""
-
-    def switch():
-        monkeypatch.setattr(kernels, "library", lambda: Device(device_library, *request.param))
-        for kernel in KERNELS.values():
-            monkeypatch.setattr(kernel, "_functions", {})
-
-    return switch
+    return lambda: use(monkeypatch, Device(libraries, *request.param))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -107,16 +60,3 @@ def test_chunks_of_tensors_of_every_size(on_device):
             kernels.add_parts(table.share(share, 3), [flat, other], other, wrong)
         results.append((flat.tobytes(), other.tobytes(), bad.tolist(), wrong.tolist(), [a.tobytes() for a in arrays]))
     assert results[0] == results[1]
-
-
-def test_selection(on_device):
-    x, residual = np.random.default_rng(0).standard_normal((2, 20_000)).astype(np.float32).round(1)  # many ties
-    results = []
-    for side in ("host", "device"):
-        if side == "device":
-            on_device()
-        for compressor in (TopK(0.01), Threshold(3.0), Threshold(0)):
-            kept = {"residual": residual.copy()}
-            sent = ErrorFeedback(compressor).compress(x, kept, laws.At())
-            results.append((sent.tobytes(), kept["residual"].tobytes()))
-    assert results[:3] == results[3:]

@@ -40,7 +40,7 @@ int main() {
   for (long long n : sizes) {
     std::vector<real> x(n, (real)1e30), y(n);
     std::vector<half_t> half(n);
-    accumulate_float(n, x.data(), y.data());
+    accumulate_float(n, x.data(), y.data(), nullptr);
     scale_float(n, x.data(), 3);
     clip_float(n, x.data(), 2);
     to_half_float(n, x.data(), half.data());
@@ -49,9 +49,9 @@ int main() {
     from_bfloat16_float(n, half.data(), y.data());
     add_half_float(n, half.data(), y.data());
     add_bfloat16_float(n, half.data(), y.data());
-    take_half_float(n, x.data(), half.data(), 0.5, 65504);
+    take_half_float(n, x.data(), half.data(), 0.5, 65504, nullptr);
     give_half_float(n, half.data(), y.data(), 0.5);
-    take_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30);
+    take_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30, nullptr);
     give_bfloat16_float(n, half.data(), y.data(), 0.5);
     long long found = 0;
     count_nonfinite_float(n, x.data(), 1, &found);
@@ -62,11 +62,12 @@ int main() {
     std::vector<real> entry(k), large(room), add(n, (real)0.5);
     long long place[2] = {0, 0};
     std::fill(x.begin(), x.end(), (real)0.5);
-    take_above_float(n, x.data(), n, add.data(), room, candidate.data(), large.data(), 2, place, magnitude((real)1) - 1);
+    take_above_float(n, x.data(), n, add.data(), room, candidate.data(), large.data(), 2, place, magnitude((real)1) - 1,
+                     nullptr);
     bad[0] += place[0] != n || place[1] != n;
     give_sparse_float(n, x.data(), n, candidate.data(), large.data());
     take_largest_float(n, x.data(), 0, nullptr, 1, whole, size, count, k, index.data(), entry.data(), room,
-                       candidate.data(), large.data());
+                       candidate.data(), large.data(), nullptr);
     give_sparse_float(n, x.data(), k, index.data(), entry.data());
     for (real one : x) bad[0] += one != 1;
   }
