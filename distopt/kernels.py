@@ -49,6 +49,7 @@ _SCALARS: dict[str, Any] = {
     "long long": ctypes.c_longlong,
     "double": ctypes.c_double,
     "Table": Table,
+    "Unless": ctypes.c_void_p,
 }
 _ARRAYS = {"long long": np.int64, "int": np.int32, "half_t": np.float16, "bfloat16_t": ml_dtypes.bfloat16}
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
@@ -197,9 +198,14 @@ class Kernel:
         self.name, self.declared, self.parameters = name, declared, parameters
         self._functions: dict[np.dtype, Any] = {}
 
-    def _check_count(self, values: Sequence[Any]) -> None:
+    def _complete(self, values: Sequence[Any]) -> Sequence[Any]:
+        """All values: what may be refused is not, unless the last of them, an array of one number, says so."""
+        if self.parameters[-1].kind == "Unless":
+            given = len(values) == len(self.parameters) and values[-1] is not None
+            values = (*values[: len(self.parameters) - 1], values[-1].ctypes.data if given else None)
         if len(values) != len(self.parameters):
             raise TypeError(f"{self.name} takes {[p.name for p in self.parameters]}, got {len(values)} arguments")
+        return values
 
     def _address(self, p: Parameter, a: Any, real: np.dtype, fits: Callable[[int], bool]) -> int:
         """The address of an array argument, checked against the text; ``fits`` says whether its size will do."""
@@ -239,8 +245,8 @@ class FlatKernel(Kernel):
 
     def __call__(self, *values: Any) -> None:
         """Call it with all parameters but the lengths."""
-        self._check_count(values)
-        real = next(v.dtype for v, p in zip(values, self.parameters, strict=True) if p.is_array and p.kind == "real")
+        values = self._complete(values)
+        real = next(v.dtype for v, p in zip(values, self.parameters, strict=True) if p.kind == "real" and not p.is_list)
         function, given, arguments, n = self._function(real), iter(values), [], -1
         for p, is_length in zip(self.declared, self._lengths, strict=True):
             if is_length:
@@ -249,8 +255,12 @@ class FlatKernel(Kernel):
                 continue
             value = next(given)
             if p.is_array and n < 0:
-                n = arguments[-1] = int(getattr(value, "size", 0))
-            arguments.append(self._address(p, value, real, n.__eq__) if p.is_array else value)
+                n = arguments[-1] = len(value) if p.is_list else int(getattr(value, "size", 0))
+            if p.is_list:
+                addresses = [self._address(p, a, real, bool) for a in value]
+                arguments.append((ctypes.c_void_p * n)(*addresses))
+            else:
+                arguments.append(self._address(p, value, real, n.__eq__) if p.is_array else value)
         function(*arguments)
 
 
@@ -269,7 +279,7 @@ class TableKernel(Kernel):
 
         For a list of arrays give the list, whose length is passed in front of it.
         """
-        self._check_count(values)
+        values = self._complete(values)
         rows, real = len(members.names), members.dtype
         arguments: list[Any] = [members.table]
         for v, p in zip(values, self.parameters, strict=True):

@@ -5,15 +5,15 @@
 KERNEL(adagrad)(Table table, const real *grad, real *history, double scale, double limit, double lr, double decay,
                 double epsilon) {
   FOR_EACH_CHUNK(c, table) {
-    const Member m = table.rows[c.row];
+    const Member m = member(table, c);
     const real *g = grad + m.offset;
     real *w = m.data, *h = history + m.offset;
     const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
     const real eps = (real)epsilon;
-    FOR_EACH_IN(i, c) {
+    FOR_EACH_IN(i, c, g, w, h) {
       const real d = direction(g[i], w[i], mean, most, wd), next = h[i] + d * d;
       h[i] = next;
       w[i] -= step * d / root(next + eps);
-    }
+    };
   }
 }

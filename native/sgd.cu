@@ -4,11 +4,11 @@
 // w <- w - lr d
 KERNEL(sgd)(Table table, const real *grad, double scale, double limit, double lr, double decay) {
   FOR_EACH_CHUNK(c, table) {
-    const Member m = table.rows[c.row];
+    const Member m = member(table, c);
     const real *g = grad + m.offset;
     real *w = m.data;
     const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
-    FOR_EACH_IN(i, c) w[i] -= step * direction(g[i], w[i], mean, most, wd);
+    FOR_EACH_IN(i, c, g, w) { w[i] -= step * direction(g[i], w[i], mean, most, wd); };
   }
 }
 
@@ -16,16 +16,16 @@ KERNEL(sgd)(Table table, const real *grad, double scale, double limit, double lr
 KERNEL(sgd_momentum)(Table table, const real *grad, real *buffer, double scale, double limit, double lr, double decay,
                      double momentum, double gain) {
   FOR_EACH_CHUNK(c, table) {
-    const Member m = table.rows[c.row];
+    const Member m = member(table, c);
     const real *g = grad + m.offset;
     real *w = m.data, *b = buffer + m.offset;
     const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
     const real mu = (real)momentum, in = (real)gain;
-    FOR_EACH_IN(i, c) {
+    FOR_EACH_IN(i, c, g, w, b) {
       const real next = mu * b[i] + in * direction(g[i], w[i], mean, most, wd);
       b[i] = next;
       w[i] -= step * next;
-    }
+    };
   }
 }
 
@@ -33,15 +33,15 @@ KERNEL(sgd_momentum)(Table table, const real *grad, real *buffer, double scale, 
 KERNEL(sgd_nesterov)(Table table, const real *grad, real *buffer, double scale, double limit, double lr, double decay,
                      double momentum) {
   FOR_EACH_CHUNK(c, table) {
-    const Member m = table.rows[c.row];
+    const Member m = member(table, c);
     const real *g = grad + m.offset;
     real *w = m.data, *b = buffer + m.offset;
     const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
     const real mu = (real)momentum;
-    FOR_EACH_IN(i, c) {
+    FOR_EACH_IN(i, c, g, w, b) {
       const real d = direction(g[i], w[i], mean, most, wd), next = mu * b[i] + d;
       b[i] = next;
       w[i] -= step * (d + mu * next);
-    }
+    };
   }
 }

@@ -6,17 +6,18 @@
 KERNEL(pack)(Table table, real *flat, double scale, long long *bad) {
   const real factor = (real)scale;
   FOR_EACH_CHUNK(c, table) {
-    const real *from = table.rows[c.row].data;
-    real *to = flat + table.rows[c.row].offset;
+    const Member m = member(table, c);
+    const real *from = m.data;
+    real *to = flat + m.offset;
     int found = 0;
     if (from == to && factor == 1) {
-      FOR_EACH_IN(i, c) found += !is_finite(to[i]);
+      FOR_EACH_IN(i, c, from) { found += !is_finite(from[i]); };
     } else {
-      FOR_EACH_IN(i, c) {
+      FOR_EACH_IN(i, c, from, to) {
         const real x = factor * from[i];
         to[i] = x;
         found += !is_finite(x);
-      }
+      };
     }
     add(&bad[c.row], found);
   }
@@ -26,9 +27,10 @@ KERNEL(pack)(Table table, real *flat, double scale, long long *bad) {
 KERNEL(unpack)(Table table, const real *flat, double scale) {
   const real factor = (real)scale;
   FOR_EACH_CHUNK(c, table) {
-    const real *from = flat + table.rows[c.row].offset;
-    real *to = table.rows[c.row].data;
-    FOR_EACH_IN(i, c) to[i] = factor * from[i];
+    const Member m = member(table, c);
+    const real *from = flat + m.offset;
+    real *to = m.data;
+    FOR_EACH_IN(i, c, from, to) { to[i] = factor * from[i]; };
   }
 }
 
@@ -37,112 +39,125 @@ KERNEL(unpack)(Table table, const real *flat, double scale) {
 KERNEL(add_parts)(Table table, long long parts, const real *const *part, real *sum, long long *bad) {
   FOR_EACH_CHUNK(c, table) {
     SCRATCH real total[CHUNK];
+    real *const sums = total - c.begin;
     const long long at = table.rows[c.row].offset;
     int found = 0;
     for (long long k = 1; k < parts; ++k) {
-      const real *before = k == 1 ? part[0] + at : total - c.begin, *next = part[k] + at;
+      const real *before = k == 1 ? global(part[0]) + at : sums, *next = global(part[k]) + at;
       found = 0;
-      FOR_EACH_IN(i, c) {
+      FOR_EACH_IN(i, c, before, next, sums) {
         const real x = before[i] + next[i];
-        total[i - c.begin] = x;
+        sums[i] = x;
         found += !is_finite(x);
-      }
+      };
     }
-    for (long long k = 0; found && k < parts; ++k) {
+    for (long long k = anywhere(found) ? 0 : parts; k < parts; ++k) {
+      const real *term = global(part[k]) + at;
       int terms = 0;
-      FOR_EACH_IN(i, c) terms += !is_finite(part[k][at + i]);
+      FOR_EACH_IN(i, c, term) { terms += !is_finite(term[i]); };
       add(&bad[k * table.count + c.row], terms);
     }
     add(&bad[parts * table.count + c.row], found);
     real *to = sum + at;
-    FOR_EACH_IN(i, c) to[i] = total[i - c.begin];
+    FOR_EACH_IN(i, c, sums, to) { to[i] = sums[i]; };
   }
 }
 
 // sum <- sum + x
-KERNEL(accumulate)(long long n, const real *x, real *sum) {
-  FOR_EACH(i, n) sum[i] += x[i];
+KERNEL(accumulate)(long long n, const real *x, real *sum, Unless refused) {
+  const long long count = holds(refused) ? 0 : n;
+  FOR_EACH(i, count, x, sum) { sum[i] += x[i]; };
 }
 
 // x <- factor x
 KERNEL(scale)(long long n, real *x, double factor) {
   const real f = (real)factor;
-  FOR_EACH(i, n) x[i] *= f;
+  FOR_EACH(i, n, x) { x[i] *= f; };
 }
 
 // x <- x held between -limit and limit; NaN stays NaN
 KERNEL(clip)(long long n, real *x, double limit) {
   const real most = (real)limit;
-  FOR_EACH(i, n) x[i] = clamp(x[i], most);
+  FOR_EACH(i, n, x) { x[i] = clamp(x[i], most); };
 }
 
 // What a half can hold moves to the wire, times scale, and x keeps the rest: the rounding error, and what lies beyond
 // +-most.  An x that is not finite moves as it is.  [scale is a power of two, so that both parts are exact]
-KERNEL(take_half)(long long n, real *x, half_t *wire, double scale, double most) {
+KERNEL(take_half)(long long n, real *x, half_t *wire, double scale, double most, Unless refused) {
   const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
-  FOR_EACH(i, n) {
+  if (holds(refused)) {
+    FOR_EACH(i, n, wire) { wire[i] = 0; };
+    return;
+  }
+  FOR_EACH(i, n, x, wire) {
     const real now = x[i], sent = is_finite(now) ? clamp(now, limit) : now;
     const half_t h = half_of(sent * factor);
     wire[i] = h;
     x[i] = is_finite(now) ? now - value_of_half(h) * back : 0;
-  }
+  };
 }
 
 // x <- wire / scale
 KERNEL(give_half)(long long n, const half_t *wire, real *x, double scale) {
   const real back = (real)(1 / scale);
-  FOR_EACH(i, n) x[i] = value_of_half(wire[i]) * back;
+  FOR_EACH(i, n, wire, x) { x[i] = value_of_half(wire[i]) * back; };
 }
 
 // The same for bfloat16, whose range is that of float.
-KERNEL(take_bfloat16)(long long n, real *x, bfloat16_t *wire, double scale, double most) {
+KERNEL(take_bfloat16)(long long n, real *x, bfloat16_t *wire, double scale, double most, Unless refused) {
   const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
-  FOR_EACH(i, n) {
+  if (holds(refused)) {
+    FOR_EACH(i, n, wire) { wire[i] = 0; };
+    return;
+  }
+  FOR_EACH(i, n, x, wire) {
     const real now = x[i], sent = is_finite(now) ? clamp(now, limit) : now;
     const bfloat16_t b = bfloat16_of(sent * factor);
     wire[i] = b;
     x[i] = is_finite(now) ? now - value_of_bfloat16(b) * back : 0;
-  }
+  };
 }
 
 KERNEL(give_bfloat16)(long long n, const bfloat16_t *wire, real *x, double scale) {
   const real back = (real)(1 / scale);
-  FOR_EACH(i, n) x[i] = value_of_bfloat16(wire[i]) * back;
+  FOR_EACH(i, n, wire, x) { x[i] = value_of_bfloat16(wire[i]) * back; };
 }
 
-// Add one rank's entries; indices are distinct within a rank.
+// Add one rank's entries; indices are distinct within a rank, and negative where there is no entry.
 KERNEL(give_sparse)(long long n, real *x, long long k, const int *index, const real *entry) {
-  FOR_EACH(i, k) x[index[i]] += entry[i];
+  FOR_EACH(i, k, index, entry) {
+    if (index[i] >= 0) x[index[i]] += entry[i];
+  };
 }
 
 // bad[0] grows by the number of entries that are not finite.
 KERNEL(count_nonfinite)(long long n, const real *x, long long one, long long *bad) {
   long long found = 0;
-  FOR_EACH(i, n) found += !is_finite(x[i]);
+  FOR_EACH(i, n, x) { found += !is_finite(x[i]); };
   add(bad, found);
 }
 
 KERNEL(to_half)(long long n, const real *x, half_t *wire) {
-  FOR_EACH(i, n) wire[i] = half_of(x[i]);
+  FOR_EACH(i, n, x, wire) { wire[i] = half_of(x[i]); };
 }
 
 KERNEL(from_half)(long long n, const half_t *wire, real *x) {
-  FOR_EACH(i, n) x[i] = value_of_half(wire[i]);
+  FOR_EACH(i, n, wire, x) { x[i] = value_of_half(wire[i]); };
 }
 
 // x <- x + wire
 KERNEL(add_half)(long long n, const half_t *wire, real *x) {
-  FOR_EACH(i, n) x[i] += value_of_half(wire[i]);
+  FOR_EACH(i, n, wire, x) { x[i] += value_of_half(wire[i]); };
 }
 
 KERNEL(to_bfloat16)(long long n, const real *x, bfloat16_t *wire) {
-  FOR_EACH(i, n) wire[i] = bfloat16_of(x[i]);
+  FOR_EACH(i, n, x, wire) { wire[i] = bfloat16_of(x[i]); };
 }
 
 KERNEL(from_bfloat16)(long long n, const bfloat16_t *wire, real *x) {
-  FOR_EACH(i, n) x[i] = value_of_bfloat16(wire[i]);
+  FOR_EACH(i, n, wire, x) { x[i] = value_of_bfloat16(wire[i]); };
 }
 
 KERNEL(add_bfloat16)(long long n, const bfloat16_t *wire, real *x) {
-  FOR_EACH(i, n) x[i] += value_of_bfloat16(wire[i]);
+  FOR_EACH(i, n, wire, x) { x[i] += value_of_bfloat16(wire[i]); };
 }
