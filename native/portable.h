@@ -45,7 +45,7 @@ typedef const long long *Unless;
 // A loop names the arrays that its body meets at i, and nowhere else; a body ends with `};`.
 #ifdef __CUDACC__
 
-#define KERNEL(name) extern "C" __global__ void __launch_bounds__(256) PASTE(name, real)
+#define KERNEL(name) extern "C" __global__ void __launch_bounds__(256, 2) PASTE(name, real)
 #define INLINE static __device__ __forceinline__
 #define SCRATCH __shared__ __align__(16)  // a block's memory: in loops over one chunk a thread meets what it wrote itself
 #define FOR_EACH(i, n, ...) LOOP(i, 0, n, blockIdx.x, gridDim.x, __VA_ARGS__)
@@ -77,6 +77,10 @@ struct Lanes {
   T *home;
   Value value;
   __device__ __forceinline__ explicit Lanes(T *p) : home(p), value(*(const Value *)p) {}
+  __device__ __forceinline__ Lanes(T *p, const T *from) : home(p) {
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) value.at[j] = from[j];
+  }
   __device__ __forceinline__ T *at() { return value.at; }
   __device__ __forceinline__ void store() const {
     if (__isGlobal(home)) __stwb((Whole *)home, *(const Whole *)&value);  // [in one piece, which a plain store is not]

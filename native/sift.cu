@@ -18,7 +18,7 @@ typedef decltype(magnitude((real)0)) Magnitude;
 
 #define LINE 16     // neighbours that are sampled together
 #define LINES 1024  // of them in a sample, or all that there are
-#define BATCH 4     // groups that a thread has under way at once
+#define DRAW 4      // groups of it that a thread has under way at once
 #define BITS (8 * (int)sizeof(real) - 1)  // of a magnitude
 #define DIGITS ((BITS + 7) / 8)           // of 8 bits, but for the last
 #define NOTHING ((Magnitude)((1ull << BITS) - 1))  // a bound that nothing is above
@@ -70,25 +70,25 @@ KERNEL(blank)(long long k, int *index, real *entry, long long words, long long *
 
 // x <- x + add on one tile, [begin, end), and marks for what then lies above the bound.
 INLINE void mark_above(Tile &tile, real *x, const real *add, long long begin, long long end, Magnitude bound) {
-  const bool aligned = is_aligned(x + begin) && (!add || is_aligned(add + begin));
-  for (int g = threadIdx.x; g < GROUPS; g += blockDim.x) {
-    const long long i = begin + g * WIDTH;
-    unsigned above = 0;
-    if (aligned && i + WIDTH <= end) {
-      Lanes<real> now(x + i);
-      if (add) {
-        const Lanes<const real> more(add + i);
-        for (int j = 0; j < WIDTH; ++j) now.at()[j] += more.at()[j];
-        now.store();
-      }
-      for (int j = 0; j < WIDTH; ++j) above |= (unsigned)(magnitude(now.at()[j]) > bound) << j;
-    } else {
-      for (int j = 0; j < WIDTH && i + j < end; ++j) {
-        if (add) x[i + j] += add[i + j];
-        above |= (unsigned)(magnitude(x[i + j]) > bound) << j;
-      }
+  for (int first = threadIdx.x; first < GROUPS; first += BATCH * blockDim.x) {
+    Batch now, more;
+    read(now, x, begin, end, first);
+    if (add) {
+      read(more, add, begin, end, first);
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b)
+#pragma unroll
+        for (int w = 0; w < WIDTH; ++w) now.at[b][w] += more.at[b][w];
+      write(now, x, begin, end, first);
     }
-    tile.marks[g] = (unsigned char)above;
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      const long long left = left_of(begin, end, first, b);
+      unsigned above = 0;
+#pragma unroll
+      for (int w = 0; w < WIDTH; ++w) above |= (unsigned)(w < left && magnitude(now.at[b][w]) > bound) << w;
+      if (first + b * blockDim.x < GROUPS) tile.marks[first + b * blockDim.x] = (unsigned char)above;
+    }
   }
   __syncthreads();
 }
@@ -173,17 +173,17 @@ INLINE Magnitude ranked(unsigned *bins, const real *x, const real *add, long lon
   for (int digit = 0; digit < 3; ++digit) {
     for (int b = threadIdx.x; b < 256; b += blockDim.x) bins[b] = 0;
     __syncthreads();
-    for (long long first = threadIdx.x; first < groups; first += BATCH * blockDim.x) {
-      real now[BATCH][WIDTH];
+    for (long long first = threadIdx.x; first < groups; first += DRAW * blockDim.x) {
+      real now[DRAW][WIDTH];
 #pragma unroll
-      for (int b = 0; b < BATCH; ++b) {
+      for (int b = 0; b < DRAW; ++b) {
         const long long g = first + b * blockDim.x, l = g / (LINE / WIDTH), j = g % (LINE / WIDTH) * WIDTH;
         const long long i = g < groups ? line_at(l, lines, size) + j : 0;
 #pragma unroll
         for (int w = 0; w < WIDTH; ++w) now[b][w] = add ? x[i + w] + add[i + w] : x[i + w];
       }
 #pragma unroll
-      for (int b = 0; b < BATCH; ++b)
+      for (int b = 0; b < DRAW; ++b)
 #pragma unroll
         for (int w = 0; w < WIDTH; ++w)
           if (first + b * blockDim.x < groups) count_digit(bins, magnitude(now[b][w]), digit, prefix);
@@ -300,9 +300,13 @@ KERNEL(count_digits)(long long n, const real *x, long long cells, const long lon
       p = s.p, rank = s.part.count;
       prefix = digits_before(all, p, d, rank);
     }
-    const real *const from = s.guessed ? large : x;
-    for (long long i = s.begin + threadIdx.x; i < s.end; i += blockDim.x)
-      count_digit(bins, magnitude(from[i]), d, prefix);
+    for (int first = threadIdx.x; first < GROUPS; first += BATCH * blockDim.x) {
+      Batch now;
+      read(now, s.guessed ? large : x, s.begin, s.end, first);
+      for (int b = 0; b < BATCH; ++b)
+        for (int w = 0; w < WIDTH; ++w)
+          if (w < left_of(s.begin, s.end, first, b)) count_digit(bins, magnitude(now.at[b][w]), d, prefix);
+    }
   }
   if (p >= 0) flush(bins, bins_of(all, p, d));
 }
@@ -310,17 +314,19 @@ KERNEL(count_digits)(long long n, const real *x, long long cells, const long lon
 // Marks for what is larger than `least`, and for what is equal.  Candidates that are less return to x.
 INLINE void mark_largest(Tile &tile, const Source &s, real *x, const int *candidate, const real *large,
                          Magnitude least) {
-  for (int g = threadIdx.x; g < GROUPS; g += blockDim.x) {
-    unsigned marks = 0;
-    for (int j = 0; j < WIDTH; ++j) {
-      const long long i = s.begin + g * WIDTH + j;
-      if (i >= s.end) break;
-      const real now = s.guessed ? large[i] : x[i];
-      const Magnitude m = magnitude(now);
-      marks |= (unsigned)(m > least) << j | (unsigned)(m == least) << (4 + j);
-      if (s.guessed && m < least) x[candidate[i]] = now;
+  for (int first = threadIdx.x; first < GROUPS; first += BATCH * blockDim.x) {
+    Batch now;
+    read(now, s.guessed ? large : x, s.begin, s.end, first);
+    for (int b = 0; b < BATCH; ++b) {
+      const long long left = left_of(s.begin, s.end, first, b);
+      unsigned marks = 0;
+      for (int w = 0; w < WIDTH && w < left; ++w) {
+        const Magnitude m = magnitude(now.at[b][w]);
+        marks |= (unsigned)(m > least) << w | (unsigned)(m == least) << (4 + w);
+        if (s.guessed && m < least) x[candidate[s.end - left + w]] = now.at[b][w];
+      }
+      if (first + b * blockDim.x < GROUPS) tile.marks[first + b * blockDim.x] = (unsigned char)marks;
     }
-    tile.marks[g] = (unsigned char)marks;
   }
   __syncthreads();
 }

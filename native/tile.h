@@ -15,6 +15,45 @@ INLINE Counts counts(long long above, long long ties) { return (Counts)above | (
 INLINE long long above_of(Counts c) { return (long long)(c & 0x7fffffff); }
 INLINE long long ties_of(Counts c) { return (long long)(c >> 31 & 0x7fffffff); }
 
+// Groups first, first + threads, ... of the entries from[begin], ... from[end - 1]: read all before one is used, so that
+// reads overlap.  Beyond the end are zeros.
+#define BATCH 2
+struct Batch {
+  real at[BATCH][WIDTH];
+};
+INLINE long long left_of(long long begin, long long end, int first, int b) {
+  return end - begin - (long long)(first + b * (int)blockDim.x) * WIDTH;
+}
+INLINE void read(Batch &batch, const real *from, long long begin, long long end, int first) {
+  const bool aligned = is_aligned(from + begin);
+#pragma unroll
+  for (int b = 0; b < BATCH; ++b) {
+    const long long left = left_of(begin, end, first, b);
+    if (aligned && left >= WIDTH) {
+      const Lanes<const real> all(from + end - left);
+#pragma unroll
+      for (int w = 0; w < WIDTH; ++w) batch.at[b][w] = all.at()[w];
+    } else {
+#pragma unroll
+      for (int w = 0; w < WIDTH; ++w) batch.at[b][w] = w < left ? from[end - left + w] : 0;
+    }
+  }
+}
+INLINE void write(const Batch &batch, real *to, long long begin, long long end, int first) {
+  const bool aligned = is_aligned(to + begin);
+#pragma unroll
+  for (int b = 0; b < BATCH; ++b) {
+    const long long left = left_of(begin, end, first, b);
+    if (aligned && left >= WIDTH) {
+      Lanes<real>(to + end - left, batch.at[b]).store();
+    } else {
+#pragma unroll
+      for (int w = 0; w < WIDTH; ++w)
+        if (w < left) to[end - left + w] = batch.at[b][w];
+    }
+  }
+}
+
 // What a tile tells those behind it, in one word, so that no fence is needed: nothing yet, its own counts, or its own
 // and those of all tiles before it in its part.
 #define OWN (1ull << 62)
