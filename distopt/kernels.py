@@ -51,7 +51,7 @@ _SCALARS: dict[str, Any] = {
     "Table": Table,
     "Unless": ctypes.c_void_p,
 }
-_ARRAYS = {"long long": np.int64, "int": np.int32, "half_t": np.float16, "bfloat16_t": ml_dtypes.bfloat16}
+_ARRAYS = {"double": np.float64, "long long": np.int64, "int": np.int32, "half_t": np.float16, "bfloat16_t": ml_dtypes.bfloat16}
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 _BYTES = {"real *": np.uintp, "long long": np.int64, "double": np.float64}
 

@@ -8,6 +8,7 @@
 
 // Elements that one block works on at a time; also the block length of every fixed-order sum.
 #define CHUNK 4096
+#define LANES 16  // accumulators of such a sum, which take elements in turn and are folded pairwise
 
 typedef unsigned short half_t;      // the bits of an IEEE binary16
 typedef unsigned short bfloat16_t;  // the upper half of an IEEE binary32
@@ -52,6 +53,15 @@ typedef const long long *Unless;
 #define FOR_EACH_IN(i, c, ...) LOOP(i, c.begin, c.end, 0, 1, __VA_ARGS__)
 #define FOR_EACH_CHUNK(c, table) \
   for (Chunk c = {table.begin + blockIdx.x, 0, 0, 0}; c.index < table.end && find(c, table); c.index += gridDim.x)
+
+#define FOR_EACH_PIECE(c, n) \
+  for (Chunk c = {blockIdx.x, 0, 0, 0}; c.index * CHUNK < (n) && cut(c, n); c.index += gridDim.x)
+#define FOR_EACH_ROW(row, table) for (long long row = blockIdx.x; row < table.count; row += gridDim.x)
+#define FOR_EACH_HERE(i, begin, end) for (long long i = (begin) + threadIdx.x; i < (end); i += blockDim.x)
+#define FOR_EACH_CHUNK_BY_LANES(c, table)                                                            \
+  for (Chunk c = {table.begin + (blockIdx.x * (long long)blockDim.x + threadIdx.x) / LANES, 0, 0, 0}; \
+       c.index < table.end && find(c, table); c.index += (long long)gridDim.x * blockDim.x / LANES)
+#define EACH_LANE(j) if (const int j = threadIdx.x % LANES; true)
 
 #define LOOP(i, begin, end, block, blocks, ...) \
   loop(begin, end, block, blocks, __VA_ARGS__) = [&](int i, NAMES(__VA_ARGS__, 5, 4, 3, 2, 1, 0)(__VA_ARGS__))
@@ -99,7 +109,7 @@ template <class T>
 INLINE bool is_aligned(const T *p) { return (size_t)p % (sizeof(T) * WIDTH) == 0; }
 
 template <class Body, class... Some>
-INLINE void together(const Body &body, Some... lanes) {
+INLINE void at_once(const Body &body, Some... lanes) {
 #pragma unroll
   for (int j = 0; j < WIDTH; ++j) body(j, lanes.at()...);
   (lanes.store(), ...);
@@ -112,7 +122,7 @@ INLINE void each(long long begin, long long end, unsigned block, unsigned blocks
   const bool aligned = (is_aligned(array + begin) && ...);
   const long long step = (long long)blocks * blockDim.x * WIDTH;
   for (long long i = begin + ((long long)block * blockDim.x + threadIdx.x) * WIDTH; i < end; i += step) {
-    if (aligned && i + WIDTH <= end) together(body, Lanes<T>(array + i)...);
+    if (aligned && i + WIDTH <= end) at_once(body, Lanes<T>(array + i)...);
     else
 #pragma unroll 1
       for (long long j = i; j < end && j < i + WIDTH; ++j) body(0, array + j...);
@@ -145,8 +155,26 @@ INLINE T *global(T *p) {
   return p;
 }
 
+// Where all threads of a block come: what one wrote before, others may read behind it.
+INLINE void together() { __syncthreads(); }
+
 // Where all threads of a block come: does one of them say so?
 INLINE bool anywhere(bool here) { return __syncthreads_or(here); }
+
+// Does this thread write what its block, or what the LANES threads of a chunk, found together?
+INLINE bool leads_block() { return threadIdx.x == 0; }
+INLINE bool leads_lanes() { return threadIdx.x % LANES == 0; }
+
+// The accumulators of a chunk, one in each of LANES threads.
+struct Sums {
+  double mine;
+  __device__ __forceinline__ double &operator[](int) { return mine; }
+};
+INLINE double folded(Sums sums) {
+  const unsigned lanes = 0xffffu << threadIdx.x % 32 / LANES * LANES;
+  for (int by = LANES / 2; by; by /= 2) sums.mine += __shfl_xor_sync(lanes, sums.mine, by);
+  return sums.mine;
+}
 
 // Where all threads of a warp come: one of them adds for all, if there is anything to add.
 INLINE void add(long long *total, long long n) {
@@ -182,6 +210,11 @@ INLINE void add(long long *total, long long n) {
 #define FOR_EACH(i, n, ...) INDEPENDENT for (long long i = 0; i < (n); ++i)
 #define FOR_EACH_IN(i, c, ...) INDEPENDENT for (long long i = c.begin; i < c.end; ++i)
 #define FOR_EACH_CHUNK(c, table) for (Chunk c = {table.begin, 0, 0, 0}; c.index < table.end && next(c, table); ++c.index)
+#define FOR_EACH_PIECE(c, n) for (Chunk c = {0, 0, 0, 0}; c.index * CHUNK < (n) && cut(c, n); ++c.index)
+#define FOR_EACH_ROW(row, table) for (long long row = 0; row < table.count; ++row)
+#define FOR_EACH_HERE(i, begin, end) INDEPENDENT for (long long i = (begin); i < (end); ++i)
+#define FOR_EACH_CHUNK_BY_LANES(c, table) FOR_EACH_CHUNK(c, table)
+#define EACH_LANE(j) for (int j = 0; j < LANES; ++j)
 #define SCRATCH
 
 INLINE unsigned bits(float x) { unsigned u; memcpy(&u, &x, sizeof u); return u; }
@@ -191,7 +224,19 @@ INLINE float root(float x) { return __builtin_sqrtf(x); }
 INLINE double root(double x) { return __builtin_sqrt(x); }
 template <class T>
 INLINE T *global(T *p) { return p; }
+INLINE void together() {}
 INLINE bool anywhere(bool here) { return here; }
+INLINE bool leads_block() { return true; }
+INLINE bool leads_lanes() { return true; }
+struct Sums {
+  double at[LANES];
+  double &operator[](int j) { return at[j]; }
+};
+INLINE double folded(Sums sums) {
+  for (int by = LANES / 2; by; by /= 2)
+    for (int j = 0; j < by; ++j) sums.at[j] += sums.at[j + by];
+  return sums.at[0];
+}
 INLINE void add(long long *total, long long n) { *total += n; }
 
 #endif
@@ -222,6 +267,13 @@ INLINE bool next(Chunk &c, const Table &table) {
   while (c.end == table.rows[c.row].size) ++c.row, c.end = 0;
   c.begin = c.end;
   c.end = c.begin + CHUNK < table.rows[c.row].size ? c.begin + CHUNK : table.rows[c.row].size;
+  return true;
+}
+
+// Let c be piece number `index` of n elements.
+INLINE bool cut(Chunk &c, long long n) {
+  c.begin = c.index * CHUNK;
+  c.end = c.begin + CHUNK < n ? c.begin + CHUNK : n;
   return true;
 }
 

@@ -130,6 +130,45 @@ KERNEL(give_sparse)(long long n, real *x, long long k, const int *index, const r
   };
 }
 
+// The first of n ascending indices that is not below `at`; negative ones, which are no entries, stand at the end.
+INLINE long long first_from(long long at, const int *index, long long n) {
+  long long low = 0;
+  for (long long high = n; low < high;) {
+    const long long middle = (low + high) / 2;
+    if ((unsigned)index[middle] < at) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+// x <- the sum of all ranks' entries, added in rank order: the bits of zeros and one give_sparse after the other.
+#define RANKS 64  // whose entries are looked for at once
+KERNEL(give_all)(long long n, real *x, long long ranks, const int *const *index, const real *const *entry,
+                 const long long *lengths) {
+  FOR_EACH_PIECE(c, n) {
+    SCRATCH real total[CHUNK];
+    SCRATCH long long edges[2 * RANKS];
+    FOR_EACH_HERE(i, 0, CHUNK) total[i] = 0;
+    together();
+    for (long long first = 0; first < ranks; first += RANKS) {
+      const long long some = ranks - first < RANKS ? ranks - first : RANKS;
+      FOR_EACH_HERE(e, 0, 2 * some) {
+        const long long r = first + e / 2;
+        edges[e] = first_from(e % 2 ? c.end : c.begin, global(index[r]), lengths[r]);
+      }
+      together();
+      for (long long r = 0; r < some; ++r) {
+        const int *place = global(index[first + r]);
+        const real *value = global(entry[first + r]);
+        FOR_EACH_HERE(j, edges[2 * r], edges[2 * r + 1]) total[place[j] - c.begin] += value[j];
+        together();
+      }
+    }
+    const real *sums = total - c.begin;
+    FOR_EACH_IN(i, c, sums, x) { x[i] = sums[i]; };
+    together();
+  }
+}
+
 // bad[0] grows by the number of entries that are not finite.
 KERNEL(count_nonfinite)(long long n, const real *x, long long one, long long *bad) {
   long long found = 0;

@@ -86,7 +86,6 @@ struct Machine {
   Block *blocks[RESIDENT], *block;
   int thread, threads;
   uint64_t seed, random;
-  bool idle;  // nothing happened since the last look at all resident blocks
   void (*body)(void *);
   void *argument;
 #ifdef SIMT_PORTABLE
@@ -195,7 +194,6 @@ inline void resume(Block &block, int thread) {
   threadIdx.x = thread % blockDim.x;
   threadIdx.y = thread / blockDim.x % blockDim.y;
   threadIdx.z = thread / blockDim.x / blockDim.y;
-  machine.idle = false;
 #ifdef SIMT_PORTABLE
   swapcontext(&machine.scheduler, &block.fibers[thread].context);
 #else
@@ -228,9 +226,9 @@ inline uint64_t meet(Operation operation, unsigned mask, uint64_t given, unsigne
   for (unsigned m = mask; m; m &= m - 1) {
     const Fiber &f = warp[__builtin_ctz(m)];
     if (f.state == DONE) die("a mask names a lane that is gone");
-    if (f.state == AT_WARP && (f.mask != mask || f.operation != operation || f.line != line))
-      die("lanes are in different warp operations");
-    complete &= f.state == AT_WARP;
+    const bool here = f.state == AT_WARP && f.mask == mask;  // or with others first
+    if (here && (f.operation != operation || f.line != line)) die("lanes are in different warp operations");
+    complete &= here;
   }
   if (complete) answer(warp, mask); else to_scheduler();
   return mine.got;
@@ -276,25 +274,27 @@ inline void run_warps(Block &block) {
 }
 
 // A turn of one block: up to its end, to where it waits for another block, or, now and then, to a barrier.
-inline void turn(Block &block, bool alone) {
+// Returns whether it waits for another.
+inline bool turn(Block &block, bool alone) {
   const size_t size = __stop_simt_shared - __start_simt_shared;
   machine.block = &block, blockIdx = block.index;
   memcpy(__start_simt_shared, block.shared, size);
+  bool paused = false;
   for (;;) {
     run_warps(block);
-    if (block.done == machine.threads) return;
-    if (block.barrier.arrived == machine.threads) {
-      open(block);
-      if (alone || draw(4)) continue;
-      break;
+    if (block.done == machine.threads) return false;
+    if (block.barrier.arrived < machine.threads) break;
+    open(block);
+    if (!alone && !draw(4)) {
+      memcpy(block.shared, __start_simt_shared, size);
+      return false;
     }
-    bool paused = false;
-    for (int i = 0; i < machine.threads; ++i)
-      if (block.fibers[i].state == PAUSED) block.fibers[i].state = READY, paused = true;
-    if (!paused) die("deadlock: some threads wait for others that will not come");
-    break;
   }
+  for (int i = 0; i < machine.threads; ++i)
+    if (block.fibers[i].state == PAUSED) block.fibers[i].state = READY, paused = true;
+  if (!paused) die("deadlock: some threads wait for others that will not come");
   memcpy(block.shared, __start_simt_shared, size);
+  return true;
 }
 
 inline void run_grid(unsigned blocks) {
@@ -302,7 +302,7 @@ inline void run_grid(unsigned blocks) {
   int *const order = (int *)malloc(blocks * sizeof(int));
   shuffle((int)blocks, order);
   unsigned next = 0;
-  int turns_without_end = 0;
+  int waits = 0;  // in a row
   bool busy[RESIDENT] = {};
   for (int running = 0;;) {
     for (int r = 0; r < resident; ++r)
@@ -310,9 +310,9 @@ inline void run_grid(unsigned blocks) {
     if (!running) break;
     int r = resident > 1 ? (int)draw(resident) : 0;
     while (!busy[r]) r = (r + 1) % resident;
-    turn(*machine.blocks[r], resident == 1);
-    if (machine.blocks[r]->done == machine.threads) busy[r] = false, --running, turns_without_end = 0;
-    else if (++turns_without_end > 1000000) die("deadlock: blocks wait for each other without end");
+    waits = turn(*machine.blocks[r], resident == 1) ? waits + 1 : 0;
+    if (waits > 10000) die("deadlock: blocks wait for each other without end");
+    if (machine.blocks[r]->done == machine.threads) busy[r] = false, --running;
   }
   free(order);
 }
