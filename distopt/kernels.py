@@ -257,7 +257,7 @@ class FlatKernel(Kernel):
             if p.is_array and n < 0:
                 n = arguments[-1] = len(value) if p.is_list else int(getattr(value, "size", 0))
             if p.is_list:
-                addresses = [self._address(p, a, real, bool) for a in value]
+                addresses = [self._address(p, a, real, (0).__le__) for a in value]
                 arguments.append((ctypes.c_void_p * n)(*addresses))
             else:
                 arguments.append(self._address(p, value, real, n.__eq__) if p.is_array else value)

@@ -44,8 +44,8 @@ INLINE unsigned *bins_of(const State &state, long long p, int digit) { return st
 
 INLINE long long tiles_of(long long n) { return (n + CHUNK - 1) / CHUNK; }
 INLINE long long tiles_of(const long long *table, long long parts) {
-  const Part &last = ((const Part *)table)[parts - 1];
-  return parts ? last.first + tiles_of(last.size) : 0;
+  const Part *const end = (const Part *)table + parts;
+  return parts ? end[-1].first + tiles_of(end[-1].size) : 0;
 }
 
 // The part that a tile belongs to, by bisection; empty parts have no tile.

@@ -1,7 +1,9 @@
 """A device that runs on the CPU, in the place of the host library (``kernels.library``)."""
 
+import contextlib
 import ctypes
 import re
+import unittest.mock
 
 from distopt import kernels
 from distopt.kernels import KERNELS
@@ -45,9 +47,11 @@ class Launch:
         self.launch((ctypes.c_uint * 6)(blocks, 1, 1, threads, 1, 1), ctypes.c_size_t(0), places)
 
 
-def use(monkeypatch, device):
-    """From here on kernels run on this device."""
-    monkeypatch.setattr(kernels, "library", lambda: device)
-    for kernel in KERNELS.values():
-        monkeypatch.setattr(kernel, "_functions", {})
-    return device
+@contextlib.contextmanager
+def on(libraries, blocks, threads, seed=0):
+    """Kernels run on such a device in this block."""
+    device = Device(libraries, blocks, threads, seed)
+    with unittest.mock.patch.object(kernels, "library", lambda: device), contextlib.ExitStack() as stack:
+        for kernel in KERNELS.values():
+            stack.enter_context(unittest.mock.patch.object(kernel, "_functions", {}))
+        yield device
