@@ -51,7 +51,13 @@ _SCALARS: dict[str, Any] = {
     "Table": Table,
     "Unless": ctypes.c_void_p,
 }
-_ARRAYS = {"double": np.float64, "long long": np.int64, "int": np.int32, "half_t": np.float16, "bfloat16_t": ml_dtypes.bfloat16}
+_ARRAYS = {
+    "double": np.float64,
+    "long long": np.int64,
+    "int": np.int32,
+    "half_t": np.float16,
+    "bfloat16_t": ml_dtypes.bfloat16,
+}
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 _BYTES = {"real *": np.uintp, "long long": np.int64, "double": np.float64}
 
@@ -198,7 +204,7 @@ class Kernel:
         self.name, self.declared, self.parameters = name, declared, parameters
         self._functions: dict[np.dtype, Any] = {}
 
-    def _complete(self, values: Sequence[Any]) -> Sequence[Any]:
+    def _complete(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """All values: what may be refused is not, unless the last of them, an array of one number, says so."""
         if self.parameters[-1].kind == "Unless":
             given = len(values) == len(self.parameters) and values[-1] is not None
@@ -247,7 +253,8 @@ class FlatKernel(Kernel):
         """Call it with all parameters but the lengths."""
         values = self._complete(values)
         real = next(v.dtype for v, p in zip(values, self.parameters, strict=True) if p.kind == "real" and not p.is_list)
-        function, given, arguments, n = self._function(real), iter(values), [], -1
+        function, given, n = self._function(real), iter(values), -1
+        arguments: list[Any] = []
         for p, is_length in zip(self.declared, self._lengths, strict=True):
             if is_length:
                 n = -1

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from simt.build import HERE, build
+from simt.build import HERE, build, sanitized
 
 ROWS = 16
 
@@ -83,16 +83,33 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_what_would_hang_or_differ_ends_with_a_text(planted, name):
+def alone(library, name, n=64, **options):
+    """A launch of 64 threads in a process of its own, with n floats."""
     code = f"""
 import ctypes
-y = ctypes.addressof(ctypes.create_string_buffer(1024))
-held = [ctypes.c_longlong(64), ctypes.c_void_p(y)]
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+held = [ctypes.c_longlong({n}), ctypes.c_void_p(libc.malloc(4 * {n}))]
 places = (ctypes.c_void_p * 2)(*map(ctypes.addressof, held))
-ctypes.CDLL({str(planted)!r}).launch_{name}_float((ctypes.c_uint * 6)(1, 1, 1, 64, 1, 1), 0, places)
+ctypes.CDLL({str(library)!r}).launch_{name}_float((ctypes.c_uint * 6)(1, 1, 1, 64, 1, 1), 0, places)
 """
-    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    command = [sys.executable, "-S", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_would_hang_or_differ_ends_with_a_text(planted, name):
+    done = alone(planted, name)
     assert done.returncode < 0
     assert f"simt: block 0: {MISTAKES[name]}" in done.stderr
     assert "thread 0: " in done.stderr or name in ("lane_not_named", "waits_for_ever")
+
+
+@pytest.mark.skipif(sanitized() is None, reason="the compiler has no libasan")
+def test_the_sanitizer_sees_what_a_thread_does(tmp_path):
+    library = build(tmp_path, "float", sanitize=True, texts=[HERE / "planted.cu"])
+    done = alone(library, "overrun", 1000, env=sanitized())
+    assert done.returncode
+    assert "heap-buffer-overflow" in done.stderr
+    assert "in overrun_float" in done.stderr
+    assert alone(library, "waits_for_ever", env=sanitized()).returncode

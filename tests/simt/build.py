@@ -1,5 +1,7 @@
 """Compile kernel texts as for a device, into a library that runs them on the CPU (simt.h)."""
 
+import functools
+import os
 import re
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -33,3 +35,12 @@ def build(
     sanitizers = SANITIZE if sanitize else ()
     subprocess.run([compiler(), *flags, *sanitizers, *here, "-shared", source, "-o", library], check=True)
     return library
+
+
+@functools.cache
+def sanitized() -> dict[str, str] | None:
+    """The environment of a Python that loads a library built with ``sanitize``; None if the compiler has no libasan."""
+    asked = subprocess.run([compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
+    path = asked.stdout.strip()
+    options = {"LD_PRELOAD": path, "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
+    return dict(os.environ) | options if os.path.isabs(path) else None

@@ -51,7 +51,7 @@ class Launch:
 def on(libraries, blocks, threads, seed=0):
     """Kernels run on such a device in this block."""
     device = Device(libraries, blocks, threads, seed)
-    with unittest.mock.patch.object(kernels, "library", lambda: device), contextlib.ExitStack() as stack:
+    with unittest.mock.patch.object(kernels, "library", return_value=device), contextlib.ExitStack() as stack:
         for kernel in KERNELS.values():
             stack.enter_context(unittest.mock.patch.object(kernel, "_functions", {}))
         yield device

@@ -67,3 +67,6 @@ KERNEL(chain)(long long n, long long *y) {
     told[ticket] = (ticket ? told[ticket - 1] : 0) + ticket + 1;
   }
 }
+
+// One element too many.
+KERNEL(overrun)(long long n, real *y) { FOR_EACH(i, n + 1, y) { y[i] = 1; }; }
