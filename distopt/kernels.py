@@ -22,10 +22,11 @@ import numpy as np
 from distopt import device
 from distopt.device import Mirror
 from distopt.tables import CHUNK, Members, Table
-from distopt.texts import CUDA_FLAGS, NATIVE, Parameter, declared, library, struct
+from distopt.texts import CUDA_FLAGS, NATIVE, Declared, Parameter, declared, library, struct
 
 THREADS = 256  # of a block
 BLOCKS = 8  # on a multiprocessor: as many as fit with 256 threads each
+LISTS = 256  # of arrays on a GPU, whose addresses a kernel keeps there
 
 SCALARS: dict[str, Any] = {
     "int": ctypes.c_int,
@@ -34,17 +35,24 @@ SCALARS: dict[str, Any] = {
     "Table": Table,
     "Unless": ctypes.c_void_p,
 }
-_ARRAYS = {"long long": np.int64, "int": np.int32, "half_t": np.float16, "bfloat16_t": ml_dtypes.bfloat16}
+_ARRAYS = {
+    "double": np.float64,
+    "long long": np.int64,
+    "int": np.int32,
+    "half_t": np.float16,
+    "bfloat16_t": ml_dtypes.bfloat16,
+}
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
 class Kernel:
-    """One kernel of native/: ``declared`` is what its C text declares, ``parameters`` what a caller gives."""
+    """One kernel of native/: its C text has the parameters ``declared``, of which a caller gives ``parameters``."""
 
-    def __init__(self, name: str, text: str, declared: Sequence[Parameter], parameters: Sequence[Parameter]):
-        self.name, self.text, self.declared, self.parameters = name, text, declared, parameters
-        self._kinds = [ctypes.c_void_p if p.is_array else SCALARS[p.kind] for p in declared]
+    def __init__(self, name: str, text: Declared, parameters: Sequence[Parameter]):
+        self.name, self.text, self.declared, self.parameters = name, text, text.parameters, parameters
+        self._kinds = [ctypes.c_void_p if p.is_array else SCALARS[p.kind] for p in self.declared]
         self._functions: dict[tuple[np.dtype, int | None], Any] = {}
+        self._lists: dict[tuple[int, ...], Mirror] = {}  # of arrays on a GPU
 
     def _complete(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments; a refusal at their end may be left out."""
@@ -54,16 +62,9 @@ class Kernel:
             raise TypeError(f"{self.name} takes {[p.name for p in self.parameters]}, got {len(values)} arguments")
         return values
 
-    def _where(self, values: Sequence[Any]) -> int | None:
+    def _place(self, values: Sequence[Any]) -> int | None:
         """The GPU on which the first array lives, None for the host."""
-        return next(
-            (
-                device.place(v)
-                for v, p in zip(values, self.parameters, strict=True)
-                if p.is_array and hasattr(v, "dtype")
-            ),
-            None,
-        )
+        return next((device.place(v) for v in values if device.is_array(v)), None)
 
     def _address(self, p: Parameter, a: Any, real: np.dtype, gpu: int | None, fits: Callable[[int], bool]) -> int:
         """The address of an array argument, checked against the text; ``fits`` says whether its size will do."""
@@ -85,12 +86,23 @@ class Kernel:
             raise TypeError(f"{self.name}: {p.name} must be on {there} as the others, got {device.describe(a)}")
         return device.address(a)
 
+    def _list(self, addresses: Sequence[int], gpu: int | None) -> Any:
+        """The addresses of a list of arrays, where the kernel reads them."""
+        if gpu is None:
+            return (ctypes.c_void_p * len(addresses))(*addresses)
+        key = tuple(addresses)
+        if key not in self._lists:
+            if len(self._lists) >= LISTS:
+                self._lists.pop(next(iter(self._lists)))
+            self._lists[key] = Mirror(np.array(addresses, np.uintp))
+        return self._lists[key].address(gpu)
+
     def _scalar(self, p: Parameter, value: Any) -> Any:
         """A number as it is, and of a refusal the address."""
         return device.address(value) if p.kind == "Unless" and value is not None else value
 
     def _call(self, real: np.dtype, gpu: int | None, arguments: Sequence[Any], work: int) -> None:
-        """Do it on the host, or enqueue it with a block for each chunk of work, as long as that is room for them."""
+        """Do it on the host, or enqueue it with a block for each chunk of work, as long as there is room for them."""
         if (real, gpu) not in self._functions:
             self._functions[real, gpu] = self._function(real, gpu)
         function = self._functions[real, gpu]
@@ -106,31 +118,35 @@ class Kernel:
         if real not in _REALS:
             raise TypeError(f"{self.name} works on float32 and float64, got {real}")
         if gpu is not None:
-            return _module(self.text, _REALS[real], gpu).get_function(f"{self.name}_{_REALS[real]}")
+            return _module(self.text.text, _REALS[real], gpu).get_function(f"{self.name}_{_REALS[real]}")
         function = getattr(library(), f"{self.name}_{_REALS[real]}")
         function.argtypes, function.restype = self._kinds, None
         return function
 
 
 class FlatKernel(Kernel):
-    """``KERNEL(name)(long long n, real *x, ...)``: a ``long long`` in front of arrays is their length."""
+    """``KERNEL(name)(long long n, real *x, ...)``: a ``long long`` in front of arrays is their length.
 
-    def __init__(self, name: str, text: str, declared: Sequence[Parameter]):
+    In front of a list of arrays, it is the list's; arrays in the list may have any.
+    """
+
+    def __init__(self, name: str, text: Declared):
+        declared = text.parameters
         follows = [*declared[1:], None]
         lengths = [
-            p.kind == "long long" and not p.is_array and f and f.is_array
+            p.kind == "long long" and not p.is_array and f is not None and f.is_array
             for p, f in zip(declared, follows, strict=True)
         ]
-        given = [p for p, is_length in zip(declared, lengths, strict=True) if not is_length]
-        super().__init__(name, text, declared, given)
+        super().__init__(name, text, [p for p, is_length in zip(declared, lengths, strict=True) if not is_length])
         self._lengths = lengths
 
     def __call__(self, *values: Any) -> None:
         """Call it with all parameters but the lengths."""
         values = self._complete(values)
-        reals = (v.dtype for v, p in zip(values, self.parameters, strict=True) if p.is_array and p.kind == "real")
-        real, gpu = next(reals, np.dtype(np.float32)), self._where(values)
-        given, arguments, n, work = iter(values), [], -1, 0
+        named = zip(values, self.parameters, strict=True)
+        real = next((v.dtype for v, p in named if p.kind == "real" and not p.is_list), np.dtype(np.float32))
+        given, gpu, n, work = iter(values), self._place(values), -1, 0
+        arguments: list[Any] = []
         for p, is_length in zip(self.declared, self._lengths, strict=True):
             if is_length:
                 n = -1
@@ -138,20 +154,26 @@ class FlatKernel(Kernel):
                 continue
             value = next(given)
             if p.is_array and n < 0:
-                n = arguments[-1] = int(getattr(value, "size", 0))
+                n = arguments[-1] = len(value) if p.is_list else int(getattr(value, "size", 0))
                 work = max(work, -(-n // CHUNK))
-            arguments.append(self._address(p, value, real, gpu, n.__eq__) if p.is_array else self._scalar(p, value))
+            if p.is_list:
+                arguments.append(self._list([self._address(p, a, real, gpu, (0).__le__) for a in value], gpu))
+            else:
+                arguments.append(self._address(p, value, real, gpu, n.__eq__) if p.is_array else self._scalar(p, value))
+            if p.name == self.text.blocks:
+                work = value
         self._call(real, gpu, arguments, work)
 
 
 class TableKernel(Kernel):
     """``KERNEL(name)(Table table, ...)``: works on all tensors of a bucket in one call."""
 
-    def __init__(self, name: str, text: str, declared: Sequence[Parameter]):
+    def __init__(self, name: str, text: Declared):
+        declared = text.parameters
         follows = [*declared[1:], None]
         is_length = [f is not None and f.is_list for f in follows]
         given = [p for p, skip in zip(declared, is_length, strict=True) if not skip and p.kind != "Table"]
-        super().__init__(name, text, declared, given)
+        super().__init__(name, text, given)
 
     def __call__(self, members: Members, *values: Any) -> None:
         """Call it with a table and what follows it: ``real`` arrays hold the bucket, others a number or more per row.
@@ -159,16 +181,16 @@ class TableKernel(Kernel):
         For a list of arrays give the list, whose length is passed in front of it.
         """
         values = self._complete(values)
-        rows, real, gpu = len(members.names), members.dtype, self._where(values)
+        rows, real, gpu = len(members.names), members.dtype, self._place(values)
         arguments: list[Any] = [members.table(gpu)]
         for v, p in zip(values, self.parameters, strict=True):
             fits = members.extent.__le__ if p.kind == "real" else rows.__le__
             if p.is_list:
-                addresses = [self._address(p, a, real, gpu, fits) for a in v]
-                arguments += [len(v), (ctypes.c_void_p * len(v))(*addresses)]
+                arguments += [len(v), self._list([self._address(p, a, real, gpu, fits) for a in v], gpu)]
             else:
                 arguments.append(self._address(p, v, real, gpu, fits) if p.is_array else self._scalar(p, v))
-        self._call(real, gpu, arguments, members.span[1] - members.span[0])
+        chunks = members.span[1] - members.span[0]
+        self._call(real, gpu, arguments, rows if self.text.blocks == "rows" else chunks)
 
 
 @functools.cache
@@ -179,8 +201,8 @@ def _module(text: str, real: str, gpu: int) -> Any:
 
 
 KERNELS: dict[str, FlatKernel | TableKernel] = {
-    name: (TableKernel if parameters[0].kind == "Table" else FlatKernel)(name, text, parameters)
-    for name, (text, parameters) in declared().items()
+    name: (TableKernel if text.parameters[0].kind == "Table" else FlatKernel)(name, text)
+    for name, text in declared().items()
 }
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13
 import laws
 from distopt import DistOpt, Parameter, device, run_ranks
 from distopt.comm import LocalCommunicator, Metered, NcclCommunicator
-from distopt.compress import ErrorFeedback, Half, Threshold, TopK
+from distopt.compress import Half, Threshold
 from distopt.optim import SGD
 from doubles import gpu, nccl
 
@@ -71,7 +71,9 @@ def steady(mode, **options):
     return on_gpus(2, main)[0]
 
 
-@pytest.mark.parametrize("mode", ["dense", "half", "bfloat16", "half with memory", "partial", "topk", "topk per tensor"])
+@pytest.mark.parametrize(
+    "mode", ["dense", "half", "bfloat16", "half with memory", "partial", "topk", "topk per tensor"]
+)
 def test_a_step_neither_waits_nor_allocates(mode):
     host, _, _ = steady(mode)
     assert host == []
@@ -221,9 +223,7 @@ def test_a_missing_wait_would_be_seen(missing, monkeypatch):
     """Half and top-K in many small buckets: SINGA overwrote what its other streams still read."""
 
     def main(comm):
-        return all(
-            lazily_trained(comm, mode, order) == expected[mode] for mode in expected for order in orders(comm)
-        )
+        return all(lazily_trained(comm, mode, order) == expected[mode] for mode in expected for order in orders(comm))
 
     expected = {
         mode: on_gpus(2, lambda comm, mode=mode: laws.digest(laws.train(comm, mode=mode)[0]))[0]

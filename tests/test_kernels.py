@@ -271,9 +271,10 @@ def _selected(function, x, add):
     planes = [[ctypes.c_void_p(plane.ctypes.data) for plane in pair] for pair in found]
     size, pointer = ctypes.c_longlong, lambda a: ctypes.c_void_p(a.ctypes.data)
     both = (size(x.size), pointer(x), size(x.size), pointer(add))
-    function("take_above")(*both, size(room), *planes[0], size(2), pointer(place), size(int(np.float32(2).view("i4"))))
+    bound = size(int(np.float32(2).view("i4")))
+    function("take_above")(*both, size(room), *planes[0], size(2), pointer(place), bound, None)
     whole = [np.array([n]) for n in (0, x.size, k)]
-    function("take_largest")(*both, size(1), *map(pointer, whole), size(k), *planes[1], size(room), *planes[2])
+    function("take_largest")(*both, size(1), *map(pointer, whole), size(k), *planes[1], size(room), *planes[2], None)
     return x, place, found[0][0][: place[1]], found[0][1][: place[1]], *found[1]
 
 

@@ -341,7 +341,7 @@ class Function:
 
     def __init__(self, name):
         self.name, self.ptr = name, id(self)
-        self.launch = getattr(shim.library(), f"launch_{name}")
+        self.launch = getattr(shim.library(name.rsplit("_", 1)[1]), f"launch_{name}")
         self.sizes = [argument_size(p) for p in kernels.KERNELS[name.rsplit("_", 1)[0]].declared]
         self.known[self.ptr] = self
 
