@@ -1,6 +1,6 @@
 """Collect, check, vote, exchange, update: one step, whatever is sent in it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,18 +9,19 @@ from distopt import device, kernels
 from distopt.buckets import Buffer, Sum, in_one_piece, own
 from distopt.compress import At, Compressor, Dense
 from distopt.device import Graph
-from distopt.exchange import Overlap, add_shares, choose
+from distopt.exchange import Overlap, Rooms, add_shares, choose
 from distopt.exchange.shares import describe, nonfinite
 from distopt.guard import by_rank, whole
 from distopt.memory import Memory
 
 Make = Callable[[], Compressor]
-Exchange = Callable[[Buffer, np.ndarray], Sum]
+One = Callable[[Buffer, np.ndarray], Sum]  # bucket's exchange
+Exchange = Callable[[list[np.ndarray]], Iterator[Sum]]  # that of all
 
 
-def _as_it_is(buffer: Buffer, x: np.ndarray) -> Sum:
+def _as_they_are(arrays: list[np.ndarray]) -> Iterator[Sum]:
     """What needs no exchange, or has had it."""
-    return in_one_piece(x)
+    return map(in_one_piece, arrays)
 
 
 class Loop(Memory):
@@ -91,7 +92,8 @@ class Loop(Memory):
             device.clear(self._buffers.bad)
         error: Exception | None = None
         overlap: Overlap | None = None
-        exchange: Exchange = _as_it_is
+        exchange: One | None = None
+        compressor: Compressor = Dense()
         try:
             threshold = self._checked_threshold(threshold, clip, local)
             compressor = make()
@@ -128,7 +130,9 @@ class Loop(Memory):
         self._before = self.step_counter, self._window.batches, self._partial
         if self._refusal:
             self._refusal.agree()
-        return _as_it_is if overlap or local else exchange
+        if overlap or local or exchange is None:
+            return _as_they_are
+        return self._all(compressor, exchange)
 
     def _checked_threshold(self, threshold: int | None, clip: float | None, local: bool) -> int:
         """The threshold of this step; raises what forbids a step with these arguments."""
@@ -161,9 +165,10 @@ class Loop(Memory):
     def _may_overlap(self, compressor: Compressor, threshold: int) -> bool:
         """May buckets be sent before the vote on this step?  Then they are the last step's, and nothing outlives it."""
         same_plan = self._number > 0 and threshold == self._threshold
-        return self._overlaps and same_plan and self._window.num_batches == 1 and not compressor.stateful
+        stays = compressor.stateful or self._rooms_for(compressor) is not None
+        return self._overlaps and same_plan and self._window.num_batches == 1 and not stays
 
-    def _overlap(self, pack: Callable[[Buffer], None], exchange: Exchange) -> Overlap:
+    def _overlap(self, pack: Callable[[Buffer], None], exchange: One) -> Overlap:
         """Begin to send buckets as their gradients come."""
         self._in_backward = True
         return Overlap(
@@ -205,7 +210,24 @@ class Loop(Memory):
         dense = isinstance(compressor, Dense) and self._window.num_batches == 1
         return dense and not self._overlaps and self._memory.shared
 
-    def _exchanger(self, compressor: Compressor, break_even: bool, early: bool) -> Exchange:
+    def _all(self, compressor: Compressor, exchange: One) -> Exchange:
+        """How all buckets are exchanged."""
+
+        def exchange_all(arrays: list[np.ndarray]) -> Iterator[Sum]:
+            rooms = self._rooms_for(compressor)
+            if rooms and not compressor.stateful:
+                rooms.count(arrays, compressor.count)  # type: ignore[attr-defined]
+            yield from map(exchange, self._memory, arrays)
+            if rooms and compressor.stateful:
+                rooms.send()
+
+        return exchange_all
+
+    def _rooms_for(self, compressor: Compressor) -> Rooms | None:
+        """On a GPU, what a compressor has room for whose payloads depend on the data."""
+        return self._rooms if getattr(compressor, "capped", False) else None
+
+    def _exchanger(self, compressor: Compressor, break_even: bool, early: bool) -> One:
         """How a bucket's flat array becomes the sum over ranks of what the compressor takes from it.
 
         What goes ``early`` has a wire of its own: a backward pass may use this one, as batch normalization does.
@@ -215,7 +237,10 @@ class Loop(Memory):
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:
             if self._in_shares(compressor):
                 return add_shares(buffer, wire)
-            at = At(self.step_counter, wire.rank, wire.size, buffer.bucket, buffer.scratch, self._unless)
+            rooms, number = self._rooms_for(compressor), buffer.number
+            room, found = (rooms[number], rooms.found(number)) if rooms else (None, None)
+            here = (buffer.bucket, buffer.scratch, buffer.constant)
+            at = At(self.step_counter, wire.rank, wire.size, *here, self._unless, room, found)
             algorithm(x, compressor, wire, buffer.state, at)
             return in_one_piece(x)
 

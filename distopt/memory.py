@@ -10,7 +10,7 @@ from distopt.adapters import adapt
 from distopt.buckets import Buffers, Plan, States, plan
 from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense
-from distopt.exchange import Background, Inline, Refusal, Window
+from distopt.exchange import Background, Inline, Refusal, Rooms, Window
 from distopt.gradients import Collector
 from distopt.guard import NonfinitePolicy, by_rank, fingerprint, whole
 from distopt.tables import Members
@@ -18,7 +18,7 @@ from distopt.verbs import Verbs
 
 HASH = 2**62 - 1  # the bits of a hash that fit into a vote; Python's hash of numbers is the same in every process
 COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
-ENTRIES = (*COUNTS, "states", "optimizer")  # of a state_dict
+ENTRIES = (*COUNTS, "rooms", "states", "optimizer")  # of a state_dict
 
 
 class Memory(Verbs):
@@ -53,6 +53,8 @@ class Memory(Verbs):
         self._buffers: Buffers | None = None
         self._agreed: Buffers | None = None  # the last ones that all ranks agreed on
         self._refusal: Refusal | None = None  # on a GPU, unless nobody looks
+        self._rooms: Rooms | None = None  # on a GPU
+        self._restored_rooms: list[int] = []  # of a checkpoint
         self._refused = 0  # entries of the last step that were not finite, as the GPU said
         self._before: tuple[int, ...] = (0, 0, 0)  # what is counted, before the last step
         self._restored: States = {}  # of a checkpoint, until there are buffers
@@ -97,13 +99,17 @@ class Memory(Verbs):
         self._optimizer.check(buffers)
         buffers.restore(states)
         self._buffers, self._lines = buffers, []
-        if self._wire.gpu is not None and self._nonfinite.looks:
-            self._refusal = Refusal(buffers, self._wire)
+        if self._wire.gpu is not None:
+            self._refusal = Refusal(buffers, self._wire) if self._nonfinite.looks else None
+            self._rooms = Rooms(buffers, self._wire)
+            self._rooms.restore(self._restored_rooms)
 
     # ------------------------------------------------------------------------------------------------- refused steps
 
     def _learn(self) -> None:
         """On a GPU, look what became of the last step; one that was refused is not counted."""
+        if self._rooms:
+            self._rooms.learn()
         if self._refusal is None or not self._refusal.pending:
             return
         self._refused = self._refusal.outcome()
@@ -295,6 +301,7 @@ class Memory(Verbs):
             "partial": self._partial,
             "skipped": self._nonfinite.skipped,
             "skips_in_a_row": self._nonfinite.in_a_row,
+            "rooms": self._rooms.state() if self._rooms else [],
             "states": {state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in states.items()},
             "optimizer": self._optimizer.state_dict(self._whole_state if self._sharded else None),
         }
@@ -323,7 +330,9 @@ class Memory(Verbs):
         self._restored, self._broadcast_due, self._failure = {} if self._number else states, False, ""
         self.step_counter, self._window.batches, self._refused = state["step_counter"], state["batches"], 0
         self._nonfinite.skipped, self._nonfinite.in_a_row = state["skipped"], state["skips_in_a_row"]
-        self._partial = state["partial"]
+        self._partial, self._restored_rooms = state["partial"], list(state["rooms"])
+        if self._rooms:
+            self._rooms.restore(self._restored_rooms)
 
     def _checked_state(self, state: dict[str, Any]) -> States:
         """What outlives a step, as copies; ValueError for a state that cannot be gone on from."""
@@ -337,6 +346,10 @@ class Memory(Verbs):
             raise ValueError(f"the state was saved after {batches}; num_batches is {num_batches} here")
         if state["optimizer"] is None and self._optimizer.has_state:
             raise ValueError("the state has nothing for the optimizer")
+        if not isinstance(state["rooms"], list):
+            raise ValueError(f"rooms must be a list, got {type(state['rooms']).__name__}")
+        for room in state["rooms"]:
+            whole("rooms", room, least=0)
         if not isinstance(state["states"], dict):
             raise ValueError(f"states must be a dict of dicts of arrays, got {type(state['states']).__name__}")
         states = {s: {n: np.array(a) for n, a in arrays.items()} for s, arrays in state["states"].items()}

@@ -183,6 +183,13 @@ KERNEL(count_nonfinite)(long long n, const real *x, long long one, long long *ba
   add(bad, found);
 }
 
+// total[0] grows by the number of entries whose magnitude is above `bound`.
+KERNEL(count_above)(long long n, const real *x, long long one, long long *total, long long bound) {
+  long long found = 0;
+  FOR_EACH(i, n, x) { found += magnitude(x[i]) > bound; };
+  add(total, found);
+}
+
 // total[0] grows by the sum of n counts, most of which are 0.
 KERNEL(sum_counts)(long long n, const long long *count, long long one, long long *total) {
   long long found = 0;

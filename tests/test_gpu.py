@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
+cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
 
 import laws
 from distopt import DistOpt, Parameter, device, run_ranks
@@ -16,9 +16,11 @@ from doubles import gpu, nccl
 
 
 @pytest.fixture(autouse=True)
-def doubles():
-    with gpu.installed(), nccl.installed():
-        yield
+def doubles(monkeypatch):
+    gpu.install(monkeypatch.setattr)
+    nccl.install(monkeypatch.setattr)
+    yield
+    cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
 
 
 def on_gpus(size, main):

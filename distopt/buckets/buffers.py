@@ -30,8 +30,10 @@ class Wire(Protocol):
 class Buffer:
     """One bucket's flat arrays, and the tables by which kernels reach its members."""
 
-    def __init__(self, bucket: Bucket, shapes: Sequence[tuple[int, ...]], gradient: np.ndarray, bad: np.ndarray):
-        self.bucket, self.gradient, self.bad = bucket, gradient, bad
+    def __init__(
+        self, number: int, bucket: Bucket, shapes: Sequence[tuple[int, ...]], gradient: np.ndarray, bad: np.ndarray
+    ):
+        self.number, self.bucket, self.gradient, self.bad = number, bucket, gradient, bad
         self.peers: list[np.ndarray] | None = None  # every rank's gradient, if they are shared
         self.state: dict[str, np.ndarray] = {}
         tables = (Members(bucket.names, shapes, bucket.offsets, bucket.dtype) for _ in range(3))
@@ -41,6 +43,7 @@ class Buffer:
         self.at_home = False  # do all gradients live here?
         self.bad_parts = np.zeros((1, len(bucket.names)), np.int64)  # per rank, and in the last row of the sum
         self._scratch: dict[str, np.ndarray] = {}
+        self._constants: dict[str, device.Mirror] = {}
 
     def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         """The members' parts of a flat array of this bucket, by name, in their shapes."""
@@ -57,6 +60,12 @@ class Buffer:
         if name not in self._scratch or self._scratch[name].size < nbytes:
             self._scratch[name] = device.zeros(nbytes, np.uint8, self.gradient)
         return self._scratch[name][:nbytes]
+
+    def constant(self, name: str, make: Callable[[], np.ndarray]) -> device.Mirror:
+        """A few numbers that are made once, for kernels on either side."""
+        if name not in self._constants:
+            self._constants[name] = device.Mirror(make())
+        return self._constants[name]
 
     def take(self, addresses: np.ndarray) -> None:
         """Gradients are at these addresses from now on; a missing one, at 0, is zeros."""
@@ -95,8 +104,8 @@ class Buffers:
         self.bad = device.zeros(members[-1] + 1, np.int64, self._memory)  # per member; the last number is of all ranks
         self._turn = device.Order() if device.on_gpu(self._memory) else None
         self._buffers = [
-            Buffer(b, [values[n].shape for n in b.names], flat, self.bad[first:last])
-            for b, flat, first, last in zip(plan.buckets, self._flats(self._memory), members, members[1:], strict=False)
+            Buffer(k, b, [values[n].shape for n in b.names], flat, self.bad[members[k] : members[k + 1]])
+            for k, (b, flat) in enumerate(zip(plan.buckets, self._flats(self._memory), strict=True))
         ]
         self._views = {name: v for b in self for name, v in b.views(b.gradient).items()}
         self._order = tuple(values)

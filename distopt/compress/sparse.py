@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from distopt import kernels
+from distopt import device, kernels
+from distopt.compress import select
 from distopt.compress.compressor import At
 from distopt.tables import CHUNK
 
@@ -23,7 +24,7 @@ class Sparse(abc.ABC):
     """
 
     summable = lossless = may_overflow = stateful = False
-    ragged = True
+    ragged, capped = True, False
 
     def compress(
         self, x: np.ndarray, state: dict[str, np.ndarray], at: At, add: np.ndarray | None = None
@@ -96,20 +97,29 @@ class TopK(Sparse):
         return None if self.per_tensor else payload_size(self.count(n), itemsize)
 
     def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
-        """The largest entries, from a first guess of how large those are (select.cu)."""
+        """The largest entries, from a first guess of how large those are (select.cu, sift.cu)."""
+        offsets, sizes, counts = self._parts(x, at)
+        payload = at.scratch("payload", payload_size(counts.sum(), x.itemsize))
+        planes = unpack_entries(payload, x.dtype)
+        if device.on_gpu(x):
+            parts = at.constant(f"parts of {self!r}", lambda: select.parts_table(offsets, sizes, counts))
+            held = at.scratch("candidates", payload_size(select.candidates(parts.host), x.itemsize))
+            state = at.scratch("state", 8 * select.largest_words(parts.host, x.dtype)).view(np.int64)
+            select.take_largest(x, add, parts, *planes, state, *unpack_entries(held, x.dtype), at.refused)
+        else:
+            candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
+            held = at.scratch("candidates", payload_size(candidates.max(initial=0) + CHUNK, x.itemsize))
+            kernels.take_largest(x, add, offsets, sizes, counts, *planes, *unpack_entries(held, x.dtype))
+        return payload
+
+    def _parts(self, x: np.ndarray, at: At) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where the parts of x start that entries are chosen from, their sizes, and how many of each."""
         bucket = at.bucket
         sizes = np.array(bucket.sizes if bucket else [x.size], np.int64)
         if self.per_tensor and bucket:
-            offsets, counts = np.array(bucket.offsets, np.int64), self._counts(sizes)
-        else:  # one part, in which the gaps lie, but do not count
-            counts = self._counts(sizes.sum(keepdims=True))
-            offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
-        payload = at.scratch("payload", payload_size(counts.sum(), x.itemsize))
-        candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
-        held = at.scratch("candidates", payload_size(candidates.max(initial=0) + CHUNK, x.itemsize))
-        planes = (*unpack_entries(payload, x.dtype), *unpack_entries(held, x.dtype))
-        kernels.take_largest(x, add, offsets, sizes, counts, *planes)
-        return payload
+            return np.array(bucket.offsets, np.int64), sizes, self._counts(sizes)
+        # one part, in which the gaps lie, but do not count
+        return np.zeros(1, np.int64), np.array([x.size], np.int64), self._counts(sizes.sum(keepdims=True))
 
     def __repr__(self) -> str:
         return f"TopK({self.density}, per_tensor={self.per_tensor})"
@@ -118,8 +128,12 @@ class TopK(Sparse):
 class Threshold(Sparse):
     """The entries whose magnitude is at least ``magnitude``, in units of the local, un-averaged gradient.
 
-    0 sends everything that is not zero.  NaN counts as infinite.  Raises ValueError for a negative magnitude.
+    0 sends everything that is not zero.  NaN counts as infinite.  On a GPU, with error feedback, at most twice as many
+    entries are sent as the rank with most of them had in the step before; the others stay behind.  Raises ValueError
+    for a negative magnitude.
     """
+
+    capped = True
 
     def __init__(self, magnitude: float):
         if isinstance(magnitude, bool) or not isinstance(magnitude, Real):
@@ -132,8 +146,20 @@ class Threshold(Sparse):
         """It depends on the data."""
 
     def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
-        """What is large enough; there is room for few entries first, and for all if they turn out to be many."""
-        bound, place = max(_magnitude(self.magnitude, x.dtype), 1) - 1, np.zeros(2, np.int64)
+        """What is large enough; on a GPU as much of it as there is room for."""
+        return self._take_there(x, add, at) if device.on_gpu(x) else self._take_here(x, add, at)
+
+    def count(self, x: np.ndarray, found: np.ndarray) -> None:
+        """Add to ``found[0]`` how many entries of x are large enough."""
+        kernels.count_above(x, found, self._bound(x))
+
+    def _bound(self, x: np.ndarray) -> int:
+        """The magnitude above which entries are sent."""
+        return max(_magnitude(self.magnitude, x.dtype), 1) - 1
+
+    def _take_here(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
+        """There is room for few entries first, and for all if they turn out to be many."""
+        place, bound = np.zeros(2, np.int64), self._bound(x)
         payload = at.scratch("payload", payload_size(x.size // SPARE + CHUNK, x.itemsize))
         kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
         if place[0] < x.size:
@@ -143,6 +169,24 @@ class Threshold(Sparse):
                 plane[: part.size] = part
             kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
         return shorten(payload, int(place[1]), x.dtype)
+
+    def _take_there(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
+        """A payload of ``at.room`` entries, padded; without, of all there are, which the host waits for to be counted."""
+        room = at.room
+        if room is None:
+            if add.size:
+                kernels.accumulate(add, x, at.refused)
+                add = x[:0]
+            count = device.zeros(1, np.int64, x)
+            self.count(x, count)
+            room = int(device.host_copy(count)[0])
+        payload = at.scratch("payload", payload_size(room, x.itemsize))
+        state = at.scratch("state", 8 * select.above_words(x.size)).view(np.int64)
+        place = at.scratch("place", 16).view(np.int64)
+        select.take_above(x, add, *unpack_entries(payload, x.dtype), place, self._bound(x), state, at.refused)
+        if at.found is not None:
+            device.copy(at.found, place[1:])
+        return payload
 
     def __repr__(self) -> str:
         return f"Threshold({self.magnitude})"

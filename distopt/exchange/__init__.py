@@ -11,6 +11,7 @@ from distopt.exchange.gather import gather, gather_or_reduce
 from distopt.exchange.overlap import Overlap
 from distopt.exchange.reduce import reduce
 from distopt.exchange.refusal import Refusal
+from distopt.exchange.room import Rooms
 from distopt.exchange.shares import add_shares
 from distopt.exchange.window import Window
 
@@ -40,6 +41,7 @@ __all__ = [
     "Inline",
     "Overlap",
     "Refusal",
+    "Rooms",
     "Window",
     "add_shares",
     "choose",

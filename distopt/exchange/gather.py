@@ -24,7 +24,8 @@ def gather_or_reduce(
     """
     with comm.aside():
         payload = compressor.compress(x, state, at)
-        total = sum(comm.lengths(payload.nbytes)) if compressor.ragged else payload.nbytes * comm.size
+        ragged = compressor.ragged and at.room is None
+        total = sum(comm.lengths(payload.nbytes)) if ragged else payload.nbytes * comm.size
         if cost.all_gather(total, comm.size) > cost.all_reduce(x.nbytes, comm.size):
             _give([payload], x, compressor, at)
             comm.all_reduce(x)
@@ -34,7 +35,7 @@ def gather_or_reduce(
 
 def _all(payload: np.ndarray, compressor: Compressor, comm: Communicator, at: At) -> list[np.ndarray]:
     """Every rank's payload."""
-    if compressor.ragged:
+    if compressor.ragged and at.room is None:
         return comm.all_gather(payload, ragged=True)
     return comm.all_gather(payload, into=at.scratch("payloads", payload.nbytes * comm.size))
 

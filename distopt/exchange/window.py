@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from distopt import kernels
-from distopt.buckets import Buffer, Buffers, Sum, in_one_piece
+from distopt.buckets import Buffers, Sum, in_one_piece
 
-Exchange = Callable[[Buffer, np.ndarray], Sum]
+Exchange = Callable[[list[np.ndarray]], Iterator[Sum]]  # of an array per bucket
 
 
 class Window:
@@ -30,9 +30,9 @@ class Window:
         """
         gradients = [b.gradient for b in buffers]
         if self.num_batches == 1:
-            return map(exchange, buffers, gradients)
+            return exchange(gradients)
         if not self.sync_on_apply:
-            list(map(exchange, buffers, gradients))
+            list(exchange(gradients))
             wait()
         sums = [b.kept("window") for b in buffers]
         for gradient, total in zip(gradients, sums, strict=True):
@@ -40,7 +40,7 @@ class Window:
         self.batches += 1
         if self.batches < self.num_batches:
             return None
-        return map(exchange, buffers, sums) if self.sync_on_apply else map(in_one_piece, sums)
+        return exchange(sums) if self.sync_on_apply else map(in_one_piece, sums)
 
     def start(self, buffers: Buffers, refused: np.ndarray | None = None) -> None:
         """The step has been applied: begin the next window."""

@@ -61,6 +61,8 @@ int main() {
     give_bfloat16_float(n, half.data(), y.data(), 0.5);
     long long found = 0;
     count_nonfinite_float(n, x.data(), 1, &found);
+    count_above_float(n, x.data(), 1, &found, 5);
+    sum_counts_float(1, bad.data(), 1, &found);
 
 
     const long long k = (n + 1) / 2, room = n + CHUNK, whole[] = {0}, size[] = {n}, count[] = {k};
