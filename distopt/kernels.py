@@ -207,8 +207,9 @@ class Kernel:
     def _complete(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """All values: what may be refused is not, unless the last of them, an array of one number, says so."""
         if self.parameters[-1].kind == "Unless":
-            given = len(values) == len(self.parameters) and values[-1] is not None
-            values = (*values[: len(self.parameters) - 1], values[-1].ctypes.data if given else None)
+            if len(values) == len(self.parameters) - 1:
+                values = *values, None
+            values = *values[:-1], values[-1].ctypes.data if isinstance(values[-1], np.ndarray) else None
         if len(values) != len(self.parameters):
             raise TypeError(f"{self.name} takes {[p.name for p in self.parameters]}, got {len(values)} arguments")
         return values

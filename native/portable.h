@@ -46,6 +46,9 @@ typedef const long long *Unless;
 // A loop names the arrays that its body meets at i, and nowhere else; a body ends with `};`.
 #ifdef __CUDACC__
 
+#define HOST 0  // for the few texts that only one side has
+
+// At most 256 threads; that there is room for two blocks keeps the compiler from spilling to make room for more.
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(256, 2) PASTE(name, real)
 #define INLINE static __device__ __forceinline__
 #define SCRATCH __shared__ __align__(16)  // a block's memory: in loops over one chunk a thread meets what it wrote itself
@@ -70,6 +73,7 @@ typedef const long long *Unless;
 #define NAMES_2(a, b) auto *a, auto *b
 #define NAMES_3(a, b, c) auto *a, auto *b, auto *c
 #define NAMES_4(a, b, c, d) auto *a, auto *b, auto *c, auto *d
+#define NAMES_5(a, b, c, d, e) auto *a, auto *b, auto *c, auto *d, auto *e
 
 #define WIDTH (16 / (int)sizeof(real))  // elements that a thread reads and writes at once
 
@@ -185,6 +189,7 @@ INLINE void add(long long *total, long long n) {
 
 #else
 
+#define HOST 1
 #include <cstring>
 
 #ifdef EVERY_SIMD_LEVEL  // given on the command line, to compile for one level only
