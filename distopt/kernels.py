@@ -26,8 +26,12 @@ import numpy as np
 NATIVE = next(
     p for p in (pathlib.Path(__file__).parent / "native", pathlib.Path(__file__).parent.parent / "native") if p.is_dir()
 )
-# NVRTC's options for these texts: with them, and g++'s -ffp-contract=off, host and device round alike.
-CUDA_FLAGS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+# NVRTC's options for these texts: with them, and g++'s -ffp-contract=off, host and device round alike.  The last one
+# says what a lambda is, which NVRTC 12 asks for.
+CUDA_FLAGS = (
+    *("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"),
+    "--device-as-default-execution-space",
+)
 
 
 class Table(ctypes.Structure):
