@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import os
+import re
 import shutil
 import subprocess
 
@@ -116,6 +117,15 @@ def test_add_parts_counts_what_is_not_finite_by_part():
     bad = np.zeros((4, 2), np.int64)
     kernels.add_parts(table, parts, np.zeros(table.extent, np.float32), bad.reshape(-1))
     assert bad.tolist() == [[0, 0], [0, 1], [2, 0], [3, 1]]
+
+
+def test_a_kernel_may_say_how_many_blocks_it_wants():
+    """After its head: the name of a parameter, or the rows of its table."""
+    texts = "".join(p.read_text() for p in NATIVE.glob("*.cu"))
+    marked = dict(re.findall(r"^KERNEL\((\w+)\)\s*\([^)]*\)\s*BLOCKS\((\w+)\)", texts, re.M))
+    assert marked == {"guess_bounds": "parts", "fold_partials": "rows"}
+    for name, count in marked.items():
+        assert count == "rows" or count in [p.name for p in kernels.KERNELS[name].parameters]
 
 
 def squares_in_order(x):
