@@ -96,7 +96,7 @@ class Verbs:
             self._check_open()
             arrays = list(xs)
             for x in arrays:
-                checked(x)
+                checked(x, gpu=self._wire.gpu)
             self._staging.fill(arrays)
             return
         try:
@@ -139,7 +139,7 @@ class Verbs:
         arrays: list[np.ndarray] = []
         try:
             for k, x in enumerate(given):
-                checked(x)
+                checked(x, gpu=self._wire.gpu)
                 arrays.append(x)
                 lines.append(f"{verb} of array {k} = {x.shape} {x.dtype}")
             if check:

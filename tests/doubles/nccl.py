@@ -131,12 +131,12 @@ def ring_sum(parts):
 class Call:
     """One call of one rank.
 
-    ``key`` names it on the board, ``posts`` is what this rank contributes (a function), ``needs`` are the keys that
-    must be there, and ``take`` writes the results, given their contents.
+    When its stream comes to it, which is again at every replay of a graph, ``begin`` gives what this rank posts on the
+    board, and the keys that must be there before ``take`` writes the results, given their contents.
     """
 
-    def __init__(self, name, memory, posts, needs, take):
-        self.name, self.memory, self.posts, self.needs, self.take = name, memory, posts, needs, take
+    def __init__(self, name, memory, begin, take):
+        self.name, self.memory, self.begin, self.take = name, memory, begin, take
 
 
 class NcclCommunicator:
@@ -202,13 +202,13 @@ class NcclCommunicator:
     def _collective(self, name, send, recv, count, dtype, more, stream, combine, received=None):
         received, kind, rank, n = count if received is None else received, DTYPES[dtype], self._rank, self._n
         assert all(op == real.NCCL_SUM for op in more[:1] if name in ("allReduce", "reduce", "reduceScatter"))
-        number, self.collectives = self.collectives, self.collectives + 1
         header = json.dumps([name, count, np.dtype(kind).name, *more]).encode() + b"\n"
-        keys = [f"collective {number} of {r}" for r in range(n)]
         memory = [(send, count, kind)] + [(recv, received, kind)] * bool(recv)
 
-        def posts():
-            return {keys[rank]: header + array(send, count, kind).tobytes()}
+        def begin():
+            number, self.collectives = self.collectives, self.collectives + 1
+            keys = [f"collective {number} of {r}" for r in range(n)]
+            return {keys[rank]: header + array(send, count, kind).tobytes()}, keys
 
         def take(contents):
             headers, parts = zip(*(c.split(b"\n", 1) for c in contents))
@@ -216,30 +216,35 @@ class NcclCommunicator:
             if recv:
                 array(recv, received, kind)[:] = combine([np.frombuffer(p, kind) for p in parts])
 
-        self._submit(Call(name, memory, posts, keys, take), stream)
+        self._submit(Call(name, memory, begin, take), stream)
 
     def send(self, buf, count, dtype, peer, stream):
-        kind, key = DTYPES[dtype], self._message(self._rank, peer)
+        kind, keys = DTYPES[dtype], []
         header = json.dumps([count, np.dtype(kind).name]).encode() + b"\n"
 
-        def posts():
-            return {key: header + array(buf, count, kind).tobytes()}
+        def begin():
+            keys[:] = [self._message(self._rank, peer)]
+            return {keys[0]: header + array(buf, count, kind).tobytes()}, [f"{keys[0]} wanted"]
 
         def take(contents):
-            self.board.remove(f"{key} wanted")
+            self.board.remove(f"{keys[0]} wanted")
 
-        self._submit(Call("send", [(buf, count, kind)], posts, [f"{key} wanted"], take), stream)
+        self._submit(Call("send", [(buf, count, kind)], begin, take), stream)
 
     def recv(self, buf, count, dtype, peer, stream):
-        kind, key = DTYPES[dtype], self._message(peer, self._rank)
+        kind, keys = DTYPES[dtype], []
+
+        def begin():
+            keys[:] = [self._message(peer, self._rank)]
+            return {f"{keys[0]} wanted": b""}, keys
 
         def take(contents):
             header, raw = contents[0].split(b"\n", 1)
             assert json.loads(header) == [count, np.dtype(kind).name], f"recv of {count} {kind}, but send of {header}"
             array(buf, count, kind)[:] = np.frombuffer(raw, kind)
-            self.board.remove(key)
+            self.board.remove(keys[0])
 
-        self._submit(Call("recv", [(buf, count, kind)], lambda: {f"{key} wanted": b""}, [key], take), stream)
+        self._submit(Call("recv", [(buf, count, kind)], begin, take), stream)
 
     def _message(self, source, to):
         assert 0 <= source < self._n
@@ -263,16 +268,20 @@ class NcclCommunicator:
 
     def enqueue(self, calls, stream):
         """Several calls as one operation: all contribute before one of them waits."""
-        mine, done = [], {}
+        mine, done, needs = [], {}, {}
         name = " ".join(sorted({c.name for c in calls}))
 
         def post():
             if self.aborted:
                 return
+            mine.clear()
+            done.clear()
             for call in calls:
                 for piece in call.memory:
                     check_memory(*piece)
-                for key, content in call.posts().items():
+                posts, keys = call.begin()
+                needs[call] = list(keys)
+                for key, content in posts.items():
                     self.board.post(key, content)
                     mine.append(key)
 
@@ -281,11 +290,11 @@ class NcclCommunicator:
                 return True
             if self._failing():
                 return False
-            for call in calls:
-                for key in call.needs:
-                    if key not in done and (content := self.board.see(key)) is not None:
-                        done[key] = content
-            return all(key in done for call in calls for key in call.needs)
+            wanted = [key for call in calls for key in needs[call]]
+            for key in wanted:
+                if key not in done and (content := self.board.see(key)) is not None:
+                    done[key] = content
+            return all(key in done for key in wanted)
 
         def take():
             if self.aborted:
@@ -293,7 +302,7 @@ class NcclCommunicator:
             for call in calls:
                 for piece in call.memory:
                     check_memory(*piece)
-                call.take([done[key] for key in call.needs])
+                call.take([done[key] for key in needs[call]])
             if any(key.startswith("collective") for key in mine):
                 for key in self.old:
                     self.board.remove(key)
