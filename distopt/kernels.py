@@ -8,7 +8,7 @@ call is enqueued in the current stream.
 
 A ``long long`` in front of arrays is their length, and is not given.  A multi-tensor kernel starts with ``Table
 table``, which is a :class:`Members`: one call serves a whole bucket, or one rank's share of its chunks.  A small array
-that both sides need may be given as a ``device.Mirror``.
+that both sides need may be given as a ``device.Mirror``, and so may the addresses of a list of arrays.
 """
 
 import ctypes
@@ -26,7 +26,6 @@ from distopt.texts import CUDA_FLAGS, NATIVE, Declared, Parameter, declared, lib
 
 THREADS = 256  # of a block
 BLOCKS = 8  # on a multiprocessor: as many as fit with 256 threads each
-LISTS = 256  # of arrays on a GPU, whose addresses a kernel keeps there
 
 SCALARS: dict[str, Any] = {
     "int": ctypes.c_int,
@@ -52,7 +51,6 @@ class Kernel:
         self.name, self.text, self.declared, self.parameters = name, text, text.parameters, parameters
         self._kinds = [ctypes.c_void_p if p.is_array else SCALARS[p.kind] for p in self.declared]
         self._functions: dict[tuple[np.dtype, int | None], Any] = {}
-        self._lists: dict[tuple[int, ...], Mirror] = {}  # of arrays on a GPU
 
     def _complete(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments; a refusal at their end may be left out."""
@@ -86,16 +84,14 @@ class Kernel:
             raise TypeError(f"{self.name}: {p.name} must be on {there} as the others, got {device.describe(a)}")
         return device.address(a)
 
-    def _list(self, addresses: Sequence[int], gpu: int | None) -> Any:
-        """The addresses of a list of arrays, where the kernel reads them."""
+    def _list(self, p: Parameter, arrays: Any, real: np.dtype, gpu: int | None, fits: Callable[[int], bool]) -> Any:
+        """The addresses of a list of arrays, where the kernel reads them; or those of a ``Mirror`` that has them."""
+        if isinstance(arrays, Mirror):
+            return arrays.address(gpu)
+        addresses = [self._address(p, a, real, gpu, fits) for a in arrays]
         if gpu is None:
             return (ctypes.c_void_p * len(addresses))(*addresses)
-        key = tuple(addresses)
-        if key not in self._lists:
-            if len(self._lists) >= LISTS:
-                self._lists.pop(next(iter(self._lists)))
-            self._lists[key] = Mirror(np.array(addresses, np.uintp))
-        return self._lists[key].address(gpu)
+        return Mirror(np.array(addresses, np.uintp)).address(gpu)
 
     def _scalar(self, p: Parameter, value: Any) -> Any:
         """A number as it is, and of a refusal the address."""
@@ -154,10 +150,10 @@ class FlatKernel(Kernel):
                 continue
             value = next(given)
             if p.is_array and n < 0:
-                n = arguments[-1] = len(value) if p.is_list else int(getattr(value, "size", 0))
+                n = arguments[-1] = len(value) if isinstance(value, list) else int(getattr(value, "size", 0))
                 work = max(work, -(-n // CHUNK))
             if p.is_list:
-                arguments.append(self._list([self._address(p, a, real, gpu, (0).__le__) for a in value], gpu))
+                arguments.append(self._list(p, value, real, gpu, (0).__le__))
             else:
                 arguments.append(self._address(p, value, real, gpu, n.__eq__) if p.is_array else self._scalar(p, value))
             if p.name == self.text.blocks:
@@ -186,7 +182,7 @@ class TableKernel(Kernel):
         for v, p in zip(values, self.parameters, strict=True):
             fits = members.extent.__le__ if p.kind == "real" else rows.__le__
             if p.is_list:
-                arguments += [len(v), self._list([self._address(p, a, real, gpu, fits) for a in v], gpu)]
+                arguments += [len(v), self._list(p, v, real, gpu, fits)]
             else:
                 arguments.append(self._address(p, v, real, gpu, fits) if p.is_array else self._scalar(p, v))
         chunks = members.span[1] - members.span[0]

@@ -83,7 +83,9 @@ def steady(mode, monkeypatch):
     return on_gpus(2, main)[0]
 
 
-@pytest.mark.parametrize("mode", ["dense", "half", "half with memory", "partial", "topk", "topk per tensor", "threshold"])
+@pytest.mark.parametrize(
+    "mode", ["dense", "half", "half with memory", "partial", "topk", "topk per tensor", "threshold"]
+)
 def test_a_step_neither_waits_nor_allocates(mode, monkeypatch):
     assert steady(mode, monkeypatch)[0] == []
 
@@ -328,7 +330,7 @@ def test_a_gpu_without_room_on_one_rank_is_an_error_on_all():
 
 
 def test_an_error_of_nccl_in_the_middle_of_a_run_ends_it():
-    """NCCL tells every rank that something has failed; each says so in its own words."""
+    """NCCL tells every rank that something has failed; each says so, or that another one has left."""
 
     def main(comm):
         params, opt = laws.train(comm, steps=2)
@@ -342,7 +344,8 @@ def test_an_error_of_nccl_in_the_middle_of_a_run_ends_it():
             return str(error)
 
     found = on_gpus(2, main)
-    assert [f"rank {r}: NCCL failed on GPU {r}" in text for r, text in enumerate(found)] == [True, True], found
+    assert any(f"rank {r}: NCCL failed on GPU {r} in all_reduce" in text for r, text in enumerate(found)), found
+    assert all("NCCL failed" in text or "left" in text for text in found), found
 
 
 def test_states_go_between_host_and_device():

@@ -109,6 +109,20 @@ class Lossy(Compressor, Protocol):
         """Add the new gradient ``add`` to x first: both meet in the pass that selects."""
 
 
+def decompress_all(compressor: Compressor, payloads: list[np.ndarray], out: np.ndarray, at: At) -> None:
+    """Overwrite ``out`` by the sum of payloads that are not summable on the wire, added in their order.
+
+    A compressor that can do this in one pass has a method of this name.
+    """
+    in_one_pass = getattr(compressor, "decompress_all", None)
+    if in_one_pass:
+        in_one_pass(payloads, out, at)
+        return
+    device.clear(out)
+    for payload in payloads:
+        compressor.decompress(payload, out, at)
+
+
 def memory(state: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
     """The array ``name`` of ``state``, of x's size, zeros at first."""
     if name not in state:

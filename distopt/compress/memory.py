@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from distopt.compress.compressor import At, Lossy, memory
+from distopt.compress.compressor import At, Lossy, decompress_all, memory
 
 
 class ErrorFeedback:
@@ -36,6 +36,10 @@ class ErrorFeedback:
     def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
         """Add x to the residual, and move out of that what is worth sending."""
         return self.compressor.compress(memory(state, "residual", x), state, at, add=x)
+
+    def decompress_all(self, payloads: list[np.ndarray], out: np.ndarray, at: At) -> None:
+        """As the compressor."""
+        decompress_all(self.compressor, payloads, out, at)
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """As the compressor."""

@@ -2,16 +2,17 @@
 
 import numpy as np
 
-from distopt import cost, device
+from distopt import cost
 from distopt.comm import Communicator
 from distopt.compress import At, Compressor
+from distopt.compress.compressor import decompress_all
 
 
 def gather(x: np.ndarray, compressor: Compressor, comm: Communicator, state: dict[str, np.ndarray], at: At) -> None:
     """Replace x by the sum over ranks of what each rank's compressor took from it."""
     with comm.aside():
         payload = compressor.compress(x, state, at)
-        _give(_all(payload, compressor, comm, at), x, compressor, at)
+        decompress_all(compressor, _all(payload, compressor, comm, at), x, at)
 
 
 def gather_or_reduce(
@@ -27,10 +28,10 @@ def gather_or_reduce(
         ragged = compressor.ragged and at.room is None
         total = sum(comm.lengths(payload.nbytes)) if ragged else payload.nbytes * comm.size
         if cost.all_gather(total, comm.size) > cost.all_reduce(x.nbytes, comm.size):
-            _give([payload], x, compressor, at)
+            decompress_all(compressor, [payload], x, at)
             comm.all_reduce(x)
         else:
-            _give(_all(payload, compressor, comm, at), x, compressor, at)
+            decompress_all(compressor, _all(payload, compressor, comm, at), x, at)
 
 
 def _all(payload: np.ndarray, compressor: Compressor, comm: Communicator, at: At) -> list[np.ndarray]:
@@ -38,10 +39,3 @@ def _all(payload: np.ndarray, compressor: Compressor, comm: Communicator, at: At
     if compressor.ragged and at.room is None:
         return comm.all_gather(payload, ragged=True)
     return comm.all_gather(payload, into=at.scratch("payloads", payload.nbytes * comm.size))
-
-
-def _give(payloads: list[np.ndarray], x: np.ndarray, compressor: Compressor, at: At) -> None:
-    """Let x be the sum of payloads."""
-    device.clear(x)
-    for payload in payloads:
-        compressor.decompress(payload, x, at)
