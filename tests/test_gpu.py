@@ -10,9 +10,11 @@ cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt
 import laws
 from distopt import DistOpt, Parameter, device, kernels, run_ranks
 from distopt.comm import LocalCommunicator, Metered, NcclCommunicator
-from distopt.compress import Half, Threshold
+from distopt.compress import ErrorFeedback, Half, Threshold, TopK
 from distopt.optim import SGD
+from distopt.texts import CUDA_FLAGS, NATIVE
 from doubles import gpu, nccl
+from launch import needs_mpi, run_mpi
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +51,38 @@ def test_host_and_device_agree_with_every_optimizer(make):
     assert laws.digest(laws.train(LocalCommunicator(gpu=0), make=make, shapes=[(10_003,), (7, 3)])[0]) == host
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
 def test_all_laws(size):
     found = on_gpus(size, laws.all_of_them)
     expected = run_ranks(size, laws.independence)
     assert [r["digests"].tolist() for r in found] == [list(e) for e in expected]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_ranks_have_the_bits_of_the_host(size):
+    assert on_gpus(size, laws.independence) == run_ranks(size, laws.independence)
+
+
+def over_mpi(comm):
+    """A rank that is a process: digests of what must not depend on the transport, and of every other mode."""
+    kernels.THREADS = 32
+    gpu.install()
+    nccl.install(processes=True)
+    there = NcclCommunicator.from_mpi()
+    digests = laws.independence(there)
+    for mode in laws.MODES:
+        laws.same_bits(there, mode)
+    laws.overlap_changes_no_bit(there)
+    laws.capture_changes_no_bit(there, ErrorFeedback(TopK(0.1)))
+    there.close()
+    return {"digests": np.array(digests)}
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_are_processes(size, tmp_path):
+    found = run_mpi(size, over_mpi, tmp_path, timeout=120)
+    assert [r["digests"].tolist() for r in found] == run_ranks(size, laws.independence)
 
 
 # ----------------------------------------------------------------------------------------------- the host never waits
@@ -399,3 +428,50 @@ def test_a_mean_by_hand():
         return device.host_copy(w.data).tolist()
 
     assert on_gpus(2, main) == [[-1.5] * 4] * 2
+
+
+# ----------------------------------------------------------------------------------------------- the compiler
+
+
+class Binary:
+    """A module that keeps what it is given."""
+
+    def load(self, binary):
+        self.binary = binary
+
+
+@pytest.fixture
+def nvrtc(monkeypatch):
+    """The real one, which needs no GPU."""
+    real = pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+    try:
+        real.getVersion()
+    except Exception as error:
+        pytest.skip(f"NVRTC is missing: pip install 'distopt[nvrtc]' ({type(error).__name__})")
+    monkeypatch.setattr(cupy.cuda, "nvrtc", real)
+    monkeypatch.setattr(cupy.cuda.function, "Module", Binary)
+    return real
+
+
+def compiled(text="wire.cu", more="", flags=CUDA_FLAGS):
+    headers = {h.name: h.read_text() for h in NATIVE.glob("*.h")}
+    return device.compile_text(text, (NATIVE / text).read_text() + more, headers, (*flags, "-Dreal=float")).binary
+
+
+def test_texts_are_compiled_for_the_gpu_at_hand(nvrtc, monkeypatch):
+    binary = compiled()
+    assert binary.startswith(b"\x7fELF")
+    assert b"pack_float" in binary
+
+
+def test_a_gpu_newer_than_the_compiler_gets_ptx(nvrtc, monkeypatch):
+    monkeypatch.setattr(gpu.Device, "compute_capability", "999")
+    assert b".version" in compiled()
+    monkeypatch.setattr(gpu.Device, "compute_capability", "30")
+    with pytest.raises(RuntimeError, match="does not compile for this GPU's compute capability 30"):
+        compiled()
+
+
+def test_a_text_that_does_not_compile_says_where(nvrtc):
+    with pytest.raises(RuntimeError, match=r"(?s)wire.cu does not compile for sm_90.*undefined"):
+        compiled(more="\nKERNEL(wrong)(long long n) { nonsense(n); }\n")
