@@ -125,6 +125,15 @@ def streams(comm):
     comm.wait()
     np.testing.assert_array_equal(device.host_copy(z), np.full(n, size * total * 1e3, np.float32))
 
+    x = up(mine(3))  # which the own stream still uses when nobody else does
+    with comm.aside():
+        comm.all_reduce(x)
+        comm.wait()
+    del x
+    other = up(mine(2))
+    comm.wait()
+    np.testing.assert_array_equal(device.host_copy(other), mine(2))
+
     views = up(mine(2))  # what is prepared on the caller's stream, and used aside
     with comm.aside():
         comm.all_reduce(views)
@@ -146,6 +155,20 @@ def streams(comm):
     got = comm.all_to_all([up(np.full(5, 10 * rank + to, np.int64)) for to in range(size)])
     comm.wait()
     assert [device.host_copy(p).tolist() for p in got] == [[10 * r + rank] * 5 for r in range(size)]
+
+    for unwanted in (lambda: comm.all_to_all([up(mine(1))] * size), lambda: comm.reduce_scatter(up(np.arange(99)))):
+        unwanted()
+        other = up(mine(2))
+        comm.wait()
+        np.testing.assert_array_equal(device.host_copy(other), mine(2))
+
+    third = device.new_stream()  # who waits need not be who called, if memory is kept that long
+    with third:
+        sent = [up(np.full(5, 10 * rank + to, np.int64)) for to in range(size)]
+        taken = comm.all_to_all(sent)
+    comm.wait()
+    assert [device.host_copy(p).tolist() for p in taken] == [[10 * r + rank] * 5 for r in range(size)]
+    device.finish(third)
 
     x = up(mine(0))
     all_reduce_in_rank_order(comm, x)

@@ -70,6 +70,7 @@ ORDERS = {
     "the own stream last": lambda comm: gpu.lagging(comm._stream.ptr),
     "the caller's stream last": lambda comm: gpu.lagging(0),
     **{f"any order, {seed}": lambda comm, seed=seed: gpu.shuffled(f"{seed} {comm.rank}") for seed in range(4)},
+    "the newest stream last": lambda comm: min,
     "ranks of both kinds": lambda comm: gpu.lagging(0 if comm.rank else comm._stream.ptr),
 }
 

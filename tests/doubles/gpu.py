@@ -49,7 +49,7 @@ class Machine:
         self.order = None  # a function of the numbers of streams that could go on; None does everything at once
         self.current: list[Stream] = [Stream.null]
         self.memory = 1 << 40  # bytes beyond which one allocation fails
-        self.patience = 10.0  # seconds to wait for other GPUs
+        self.patience = 4.0  # seconds to wait for other GPUs
         self.lock = threading.RLock()  # other threads let this GPU go on
         self.broken = None  # what went wrong meanwhile
         machines.add(self)
