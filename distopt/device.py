@@ -162,7 +162,7 @@ class _Pinned:
 
 
 class _Uploads(threading.local):
-    """Small host arrays on their way to a thread's GPU; a piece of pinned memory is used again when it has been read."""
+    """Small host arrays on their way to a thread's GPU; pinned memory is used again when it has been read."""
 
     def __init__(self) -> None:
         self._pieces: list[_Pinned] = []

@@ -65,7 +65,9 @@ def nccl_state() -> str:
     except Exception as error:  # NcclError, whose class may be missing with the library
         return f"NCCL does not say its version: {error}"
     if version < MINIMUM:
-        return f"NCCL {version_text(version)} is too old, {version_text(MINIMUM)} is wanted: {install} brings a newer one"
+        return (
+            f"NCCL {version_text(version)} is too old, {version_text(MINIMUM)} is wanted: {install} brings a newer one"
+        )
     return "ok"
 
 
@@ -188,6 +190,30 @@ class NcclCommunicator(Communicator):
         votes = f"votes over {mpi.brand()}, {'several hosts' if spans_hosts else 'one host'}"
         return cls(control, gpu, local_rank, f"{votes}{'; ' + why if why else ''}", spans_hosts=spans_hosts)
 
+    @classmethod
+    def from_id(
+        cls, unique_id: bytes, local_rank: int, world_size: int, gpu: int | None = None, patience: float | None = None
+    ) -> "NcclCommunicator":
+        """One of ``world_size`` processes of this machine that a parent gave an id of ``nccl_unique_id()``.
+
+        They vote over local sockets, without MPI, and have ``patience`` seconds (60) to come.  Raises TypeError or
+        ValueError for arguments that cannot be, RuntimeError on all ranks that came if one did not, and what the
+        constructor raises.
+        """
+        from multiprocessing.util import Finalize
+
+        from distopt.comm.sockets import SocketControl  # takes as long to import as the rest of this package
+
+        if not isinstance(unique_id, bytes) or len(unique_id) != ID_BYTES:
+            raise TypeError(
+                f"nccl_id must be the {ID_BYTES} bytes that distopt.comm.nccl_unique_id() returned in the parent, got "
+                f"{type(unique_id).__name__}{f' of {len(unique_id)}' if isinstance(unique_id, bytes) else ''}"
+            )
+        control = SocketControl(unique_id, local_rank, world_size, *([] if patience is None else [patience]))
+        comm = cls(control, gpu, local_rank, "votes over local sockets, one host", unique_id)
+        Finalize(None, end_all, exitpriority=2)  # a child of multiprocessing has no atexit; before the farewell
+        return comm
+
     # ------------------------------------------------------------------------------------------- how ranks meet
 
     def _take_gpu(self, gpu: int | None) -> int:
@@ -244,8 +270,8 @@ class NcclCommunicator(Communicator):
         if thread.is_alive():
             late = time.monotonic() > deadline
             text = (
-                f"NCCL's ranks did not find each other within {self.PATIENCE:g} s: NCCL_DEBUG=INFO says where they look, "
-                "NCCL_SOCKET_IFNAME chooses the network"
+                f"NCCL's ranks did not find each other within {self.PATIENCE:g} s: NCCL_DEBUG=INFO says where they "
+                "look, NCCL_SOCKET_IFNAME chooses the network"
             )
             return RuntimeError(text) if late else None, "waits"
         return RuntimeError(f"NCCL cannot start: {failed[0]}") if failed else None, ""
@@ -500,4 +526,12 @@ def end_all() -> None:
 
 
 atexit.register(end_all)  # before MPI's hooks, and so called after them, when all ranks have said good-bye
-os.register_at_fork(after_in_child=lambda: (_left_alone.extend(_alive), _alive.clear()))  # a child owns no GPU
+
+
+def _forget_all() -> None:
+    """In a child, which owns no GPU."""
+    _left_alone.extend(_alive)
+    _alive.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -3,8 +3,8 @@
 Arrays are real cupy arrays, whose memory is the host's.  What is enqueued is done when the host waits, or looks at an
 event: of several streams that could go on, ``order`` chooses the next one, so that a test can let each of them lag as
 far behind as events allow.  Where an event is missing, some order gives other bits, or reads memory that is not
-written yet (fresh memory is poisoned).  As in cupy's pool, freed memory is others' to use as soon as the stream that was
-current when it was allocated comes to that point, whatever other streams still do with it: it is poisoned then.
+written yet (fresh memory is poisoned).  As in cupy's pool, freed memory is others' to use as soon as the stream that
+was current when it was allocated comes to that point, whatever other streams still do with it: it is poisoned then.
 
 Each thread has a GPU of its own, so that threads can be ranks.  ``log`` has what was enqueued, by stream.  Where one
 GPU waits for others, they go on although their hosts do something else.
@@ -335,7 +335,9 @@ def launch_kernel(function, *rest):
     shape, shared, stream, given = rest[:6], rest[6], rest[7], rest[8]
     kernel = Function.known[function]
     pointers = (ctypes.c_void_p * len(kernel.sizes)).from_address(given)
-    values = [ctypes.create_string_buffer(ctypes.string_at(p, n), n) for p, n in zip(pointers, kernel.sizes)]
+    values = [
+        ctypes.create_string_buffer(ctypes.string_at(p, n), n) for p, n in zip(pointers, kernel.sizes, strict=True)
+    ]
     addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     dims = (ctypes.c_uint * 6)(*shape)
 

@@ -211,7 +211,7 @@ class NcclCommunicator:
             return {keys[rank]: header + array(send, count, kind).tobytes()}
 
         def take(contents):
-            headers, parts = zip(*(c.split(b"\n", 1) for c in contents))
+            headers, parts = zip(*(c.split(b"\n", 1) for c in contents), strict=True)
             assert len(set(headers)) == 1, f"ranks differ: {headers}"
             if recv:
                 array(recv, received, kind)[:] = combine([np.frombuffer(p, kind) for p in parts])
