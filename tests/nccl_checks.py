@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import os
+import signal
 
 import ml_dtypes
 import numpy as np
@@ -224,3 +226,56 @@ def _enqueue(kernel, *arrays):
         gpu.machine().enqueue(kernel.name, lambda: kernel(*(nccl.array(*piece) for piece in pieces)))
     else:
         kernel(*arrays)
+
+
+# ------------------------------------------------------------------------------- processes of one machine, without MPI
+
+
+def process(main, unique_id, rank, size, folder):
+    """What a child does: ``main(comm)`` on the doubles; its result, or its error, goes into a file."""
+    install(processes=True)
+    try:
+        comm = NcclCommunicator.from_id(unique_id, rank, size, patience=20.0 if main is not never else 1.0)
+        found = str(main(comm))
+        comm.close()
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    (folder / str(rank)).write_text(found)
+
+
+def trained(comm):
+    """All verbs, and two streams."""
+    with standing_in():
+        streams(comm)
+        in_rank_order(comm)
+    comm.barrier()
+    return repr(comm)
+
+
+def killed(comm):
+    """The last rank is gone before its part of a sum; the others learn it while they wait for their GPU."""
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.all_reduce(up(np.ones(3)))
+    comm.wait()
+    device.finish(device.current_stream(), comm.check)
+
+
+def left(comm):
+    """The last rank's script ends; the others want one more vote."""
+    comm.barrier()
+    if comm.rank < comm.size - 1:
+        comm.control.vote("a step", 7, list)
+
+
+def never(comm):
+    """Not all ranks come."""
+
+
+def forgotten(comm):
+    """Nothing is closed, and nothing is waited for: the sum is still owed to the other rank."""
+    x = up(np.ones(3, np.float32))
+    comm.all_reduce(x)
+    comm.close = lambda: None
+    return "done"

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,9 +21,6 @@ from distopt import device
 from distopt.comm import mpi
 from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root, slices
 from distopt.guard import Control, agreed, fingerprint
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 MINIMUM = 21801  # the first that has all that cupy 14's binding looks for (ncclCommSplit)
 SHARES_A_GPU = 23000  # the first that knows NCCL_MULTI_RANK_GPU_ENABLE
@@ -48,6 +45,12 @@ def _nccl() -> ModuleType:
 def nccl_version() -> int:
     """NCCL's version, as 22809 for 2.28.9."""
     return int(_nccl().get_version())
+
+
+def library_path() -> str:
+    """The file of the NCCL that is loaded."""
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    return next((line.split()[-1] for line in maps.splitlines() if "libnccl" in line), "at an unknown place")
 
 
 def version_text(version: int) -> str:
@@ -181,8 +184,8 @@ class NcclCommunicator(Communicator):
         self.why = f"{name}; {why}" if why else name
 
     @classmethod
-    def from_mpi(cls, comm: "MPI.Comm | None" = None, gpu: int | None = None, why: str = "") -> "NcclCommunicator":
-        """The ranks of an MPI communicator (default COMM_WORLD), over which they vote; data goes over NCCL.
+    def from_mpi(cls, comm: Any = None, gpu: int | None = None, why: str = "") -> "NcclCommunicator":
+        """The ranks of one of mpi4py's communicators (default COMM_WORLD), over which they vote; data goes over NCCL.
 
         Raises ImportError without mpi4py, and what ``MpiCommunicator`` and the constructor raise.
         """

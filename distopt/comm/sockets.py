@@ -61,6 +61,8 @@ class SocketControl(Control):
                 if time.monotonic() > deadline:
                     raise self._absent(patience) from None
                 time.sleep(0.02)
+            except AuthenticationError as error:
+                raise RuntimeError(f"rank {self.rank}: who answers for rank 0 does not know the id") from error
         line.send_bytes(json.dumps([self.rank, self.size]).encode())
         answer = b""
         with contextlib.suppress(EOFError, ConnectionError):
@@ -93,6 +95,8 @@ class SocketControl(Control):
         """All ranks' messages go to rank 0, which combines them; every rank gets the result."""
         if self._gone:
             raise self._gone
+        if len(self._lines) < (1 if self.rank else self.size - 1):
+            raise RuntimeError(f"rank {self.rank} has closed its votes, and cannot come to {self.progress}")
         if self.rank:
             self._send(0, kind + mine)
             return self._receive(0, kind)
@@ -151,15 +155,15 @@ class SocketControl(Control):
         self._gone = agreed(PeerLeft(f"{self._farewell}, before {self.progress}"), speaks=self.rank == 0)
         return self._gone
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Tell the others, if they are still there, that this rank is gone, and how far it came."""
         for other in self._lines:
             if not self._gone:
                 self._send(other, LEFT + f"rank {self.rank} left after {self.progress}".encode())
-        self.close()
+        self.hang_up()
 
-    def close(self) -> None:
-        """Give the sockets back."""
+    def hang_up(self) -> None:
+        """Give the sockets back without a word."""
         if self in _controls:
             _controls.remove(self)
         for line in self._lines.values():
@@ -175,7 +179,10 @@ class Door:
         self._came: list[tuple[int, Connection]] = []
         self._wrong, self._closed = "", False
         self._changed = threading.Condition()
-        self._listener = Listener(name, family="AF_UNIX", backlog=size, authkey=key)
+        try:
+            self._listener = Listener(name, family="AF_UNIX", backlog=size, authkey=key)
+        except OSError as error:
+            raise RuntimeError(f"two processes were told local_rank=0, or the id is used again: {error}") from error
         threading.Thread(target=self._listen, name="votes' door", daemon=True).start()
 
     def guests(self, deadline: float) -> dict[int, Connection]:
@@ -191,7 +198,8 @@ class Door:
             names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             self._wrong = f"{names} of {self._size} did not come within {self._patience:g} s: see what they printed"
         for _, line in self._came:
-            line.send_bytes(REFUSED + self._wrong.encode() if self._wrong else WELCOME)
+            with contextlib.suppress(OSError):  # one that has ended meanwhile is missed at the first vote
+                line.send_bytes(REFUSED + self._wrong.encode() if self._wrong else WELCOME)
         if self._wrong:
             raise agreed(RuntimeError(self._wrong), speaks=True)
         return dict(sorted(self._came))
@@ -239,13 +247,13 @@ def _say_farewell() -> None:
 
 def _leave() -> None:
     for control in _controls[:]:
-        control.leave()
+        control.close()
 
 
 def _forget() -> None:
     """In a child: it is no rank, and must not keep a rank's lines open."""
     for control in _controls[:]:
-        control.close()
+        control.hang_up()
 
 
 os.register_at_fork(after_in_child=_forget)
