@@ -4,11 +4,14 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import comm_checks
+import distopt
 from distopt import device, kernels
 from distopt.comm import Metered, NcclCommunicator, Ordered
 from distopt.comm.communicator import NUMBERS, Wrapper, all_reduce_in_rank_order
@@ -279,3 +282,31 @@ def forgotten(comm):
     comm.all_reduce(x)
     comm.close = lambda: None
     return "done"
+
+
+def worlds_over_mpi(comm):
+    """What world() picks under a launcher; ranks that differ in what they have all take what all of them have."""
+    install(processes=True)
+    known = sys.modules["distopt.comm.world"]._worlds
+    assert "numpy: the script has not imported cupy; " in repr(comm)
+    for asked in ("cuda", "auto"):
+        known.clear()
+        found = distopt.world(asked)
+        assert isinstance(found, NcclCommunicator)
+        found.barrier()
+        found.close()
+    known.clear()
+    cupy = sys.modules["cupy"]
+    if comm.rank == 1:
+        del sys.modules["cupy"]
+    found = distopt.world("auto")
+    sys.modules["cupy"] = cupy
+    reason = "rank 1: the script has not imported cupy" if comm.rank == 0 else "the script has not imported cupy"
+    assert repr(found).startswith(f"<MpiCommunicator, rank {comm.rank} of 2, numpy: {reason}; ")
+    comm_checks.ragged(found)
+    known.clear()
+    nccl.faults.version = 21300 if comm.rank == 1 else 22809
+    with pytest.raises(RuntimeError, match=r"rank 1: no GPU for NCCL: NCCL 2\.13\.0 is too old"):
+        distopt.world("cuda")
+    assert "rank 1: NCCL 2.13.0 is too old" in repr(distopt.world("auto")) or comm.rank == 1
+    assert "device='cpu'; " in repr(distopt.world("cpu"))

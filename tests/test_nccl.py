@@ -545,6 +545,11 @@ def test_one_rank_carries_arrays_of_both_kinds():
     nccl_checks.in_rank_order(LocalCommunicator())
 
 
+@needs_mpi
+def test_worlds_under_a_launcher(tmp_path):
+    run_mpi(2, nccl_checks.worlds_over_mpi, tmp_path)
+
+
 @pytest.fixture
 def fresh_world(monkeypatch):
     monkeypatch.setattr(sys.modules["distopt.comm.world"], "_worlds", {})
