@@ -11,6 +11,12 @@ bench: .venv
 	$(PYTHON) -m pip install -q torch
 	for table in exchange "exchange --ranks 4" optimizers select overhead link; do $(PYTHON) -m benchmarks.$$table --save; done
 	.venv/bin/distopt run -n 2 -m benchmarks.vote
+test-gpu: distopt/libdistopt.so  # from a bare checkout: needs cupy, mpi4py, pytest, hypothesis and CMake
+	PYTHONPATH=. python3 -m pytest -q -m gpu tests/gpu
+bench-gpu: distopt/libdistopt.so
+	for table in gpu_kernels gpu_models; do PYTHONPATH=. python3 -m benchmarks.$$table --save; done
+distopt/libdistopt.so: $(wildcard native/*) CMakeLists.txt
+	cmake -S . -B build/here -DCMAKE_BUILD_TYPE=Release && cmake --build build/here && cp build/here/libdistopt.so $@
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
-.PHONY: run test test-mpi lint bench
+.PHONY: run test test-mpi lint bench test-gpu bench-gpu

@@ -30,4 +30,20 @@ def tiny():
     return [(f"t{k}", (int(n),)) for k, n in enumerate(sizes)]
 
 
-MODELS = {"resnet50": resnet50, "tiny": tiny}
+def bert_base():
+    """BERT-base (Devlin et al., 2019) with its pooler: 199 tensors, 109,482,240 elements."""
+    width = 768
+    found = [(f"embeddings.{k}", (n, width)) for k, n in (("word", 30522), ("position", 512), ("type", 2))]
+    found += _norm("embeddings.norm", width)
+    for layer in range(12):
+        name = f"layer{layer}"
+        for part in ("query", "key", "value", "attention.output"):
+            found += [(f"{name}.{part}.weight", (width, width)), (f"{name}.{part}.bias", (width,))]
+        found += _norm(f"{name}.attention.norm", width)
+        found += [(f"{name}.up.weight", (4 * width, width)), (f"{name}.up.bias", (4 * width,))]
+        found += [(f"{name}.down.weight", (width, 4 * width)), (f"{name}.down.bias", (width,))]
+        found += _norm(f"{name}.norm", width)
+    return [*found, ("pooler.weight", (width, width)), ("pooler.bias", (width,))]
+
+
+MODELS = {"resnet50": resnet50, "tiny": tiny, "bert_base": bert_base}

@@ -18,7 +18,7 @@ from benchmarks.models import MODELS
 from distopt import optim
 from distopt.buckets import plan
 from distopt.device import zeros
-from distopt.kernels import Members
+from distopt.tables import Members
 
 RULES = {
     "sgd": lambda: optim.SGD(1e-6, momentum=0.9, weight_decay=1e-4),
@@ -52,8 +52,9 @@ def ours(rule, shapes, flat):
         work.append((table, grad))
 
     def step():
+        opt.prepare(0.5)
         for table, grad in work:
-            opt.update_bucket(table, grad, 0.5)
+            opt.update_bucket(table, grad)
         opt.step()
 
     return step

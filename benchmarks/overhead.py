@@ -31,7 +31,7 @@ def cases_of(count):
 
     def update():
         for buffer in memory:
-            opt.opt.update_bucket(buffer.parameters, buffer.gradient, 1.0)
+            opt.opt.update_bucket(buffer.parameters, buffer.gradient)
 
     def point():
         memory.point_to_gradients(collector.grads.arrays, collector.grads.addresses, next(versions_seen))
@@ -57,13 +57,14 @@ def foreign_calls(opt):
     """The calls of a step into C, with their arguments made."""
     from distopt import kernels
 
-    pack, momentum = (k._function(np.dtype(np.float32)) for k in (kernels.pack, kernels.sgd_momentum))
+    pack, momentum = (k._function(np.dtype(np.float32), None) for k in (kernels.pack, kernels.sgd_momentum))
+    now = opt.opt._now.address(None)
     for buffer in opt._memory:
-        grad, table = buffer.gradient.ctypes.data, buffer.parameters.table
+        grad, table = buffer.gradient.ctypes.data, buffer.parameters.table(None)
         moments = opt.opt._flats[buffer.parameters.key][1]["moments"].ctypes.data
-        bad = buffer.bad.ctypes.data
-        yield lambda t=buffer.gradients.table, g=grad, b=bad: pack(t, g, 1.0, b)
-        yield lambda t=table, g=grad, m=moments: momentum(t, g, m, 1.0, float("inf"), 1e-3, 0.0, 0.9, 1.0)
+        bad, gradients = buffer.bad.ctypes.data, buffer.gradients.table(None)
+        yield lambda t=gradients, g=grad, b=bad: pack(t, g, 1.0, b)
+        yield lambda t=table, g=grad, m=moments: momentum(t, g, m, now, None)
 
 
 def main():

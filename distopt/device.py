@@ -12,7 +12,7 @@ import mmap
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -121,7 +121,7 @@ def clear(x: Any) -> None:
 def copy(to: Any, source: Any) -> None:
     """Copy between contiguous arrays of one dtype and size, wherever they live; waits only if ``to`` is on the host."""
     if not on_gpu(to):
-        to[...] = host_copy(source).reshape(to.shape) if on_gpu(source) else source
+        to[...] = (host_copy(source) if on_gpu(source) else source).reshape(to.shape)
     elif (to.dtype, to.size) != (source.dtype, source.size):
         raise TypeError(f"cannot copy {describe(source)} to {describe(to)}")
     elif not on_gpu(source):
@@ -129,6 +129,11 @@ def copy(to: Any, source: Any) -> None:
     elif to.nbytes:
         runtime = _cupy().cuda.runtime
         runtime.memcpyAsync(to.data.ptr, source.data.ptr, to.nbytes, DEVICE_TO_DEVICE, current_stream().ptr)
+
+
+def contiguous(x: Any) -> Any:
+    """x, or a copy of it in C order if it is not."""
+    return _cupy().ascontiguousarray(x) if on_gpu(x) else np.asarray(x, order="C")
 
 
 def host_copy(x: Any) -> np.ndarray:
@@ -170,6 +175,8 @@ class _Uploads(threading.local):
     def send(self, to: Any, source: np.ndarray) -> None:
         """Enqueue a copy; ``source`` may change as soon as this returns."""
         stream, raw = current_stream(), source.reshape(-1).view(np.uint8)
+        if stream.is_capturing():
+            raise RuntimeError(f"a captured step cannot upload {describe(source)}: its arrays must stay the same ones")
         runtime = _cupy().cuda.runtime
         if raw.size > PINNED:
             runtime.memcpyAsync(to.data.ptr, raw.ctypes.data, raw.size, HOST_TO_DEVICE, stream.ptr)
@@ -193,6 +200,32 @@ def _uploads() -> _Uploads:
     return _Uploads()
 
 
+class Mirror:
+    """A small host array, and its copy on a GPU, which follows when a kernel asks for it and the array has changed."""
+
+    def __init__(self, host: np.ndarray):
+        self.host = host
+        self._raw = host.reshape(-1).view(np.uint8)
+        self._sent = np.empty(0, np.uint8)
+        self._copy: Any = None
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.host.size
+
+    def address(self, gpu: int | None) -> int:
+        """Where the numbers are, on the host or on the current GPU."""
+        if gpu is None:
+            return int(self.host.ctypes.data)
+        if not np.array_equal(self._raw, self._sent):
+            if self._copy is None:
+                self._copy = gpu_zeros(self._raw.size, np.uint8)
+            copy(self._copy, self._raw)
+            self._sent = self._raw.copy()
+        return address(self._copy)
+
+
 class Readback:
     """A few int64 numbers on their way from a GPU to the host, which looks at them later."""
 
@@ -202,11 +235,14 @@ class Readback:
 
     def fetch(self, x: Any) -> None:
         """Enqueue a copy of x, which has ``n`` elements."""
-        stream = current_stream()
-        _cupy().cuda.runtime.memcpyAsync(
-            self._pinned.bytes.ctypes.data, x.data.ptr, x.nbytes, DEVICE_TO_HOST, stream.ptr
-        )
-        self._pinned.event.record(stream)
+        stream, to = current_stream(), self._pinned.bytes.ctypes.data
+        _cupy().cuda.runtime.memcpyAsync(to, x.data.ptr, x.nbytes, DEVICE_TO_HOST, stream.ptr)
+        if not stream.is_capturing():  # a captured copy is not on its way
+            self.expect()
+
+    def expect(self) -> None:
+        """A copy was enqueued."""
+        self._pinned.event.record(current_stream())
         self.pending = True
 
     def result(self, look: Callable[[], None] = lambda: None) -> np.ndarray:
@@ -294,16 +330,30 @@ def new_stream() -> Any:
 
 
 class Order:
-    """An event, to order two streams with; the host waits for neither."""
+    """An event, to order streams with; the host waits for none."""
 
     def __init__(self) -> None:
         self._event = _cupy().cuda.Event(disable_timing=True)
+        self._set = False
 
     def __call__(self, first: Any, then: Any) -> None:
         """What ``then`` is given from here on comes after what ``first`` has been given so far."""
         if first.ptr != then.ptr:
             self._event.record(first)
             then.wait_event(self._event)
+
+    def mark(self) -> None:
+        """Remember what the current stream has been given so far."""
+        stream = current_stream()
+        if not stream.is_capturing():  # a graph orders itself
+            self._event.record(stream)
+            self._set = True
+
+    def follow(self) -> None:
+        """What the current stream is given from here on comes after what was remembered."""
+        stream = current_stream()
+        if self._set and not stream.is_capturing():
+            stream.wait_event(self._event)
 
 
 def finish(stream: Any, look: Callable[[], None] = lambda: None) -> None:
@@ -322,23 +372,26 @@ def _wait(event: Any, look: Callable[[], None]) -> None:
 
 
 class Graph:
-    """What was enqueued in a context, to be enqueued again as a whole.  CUDA graphs; needs a stream of one's own.
+    """What was enqueued in a context, to be enqueued again as a whole (a CUDA graph).
 
-    In the context nothing may be allocated, and nothing waited for.
+    In the context nothing may be allocated, uploaded or waited for, and the current stream must not be the null one.
     """
 
     def __init__(self) -> None:
         self._graph: Any = None
 
     @contextlib.contextmanager
-    def capture(self) -> Any:
+    def capture(self) -> Iterator[None]:
         """Record instead of doing."""
         stream = current_stream()
         stream.begin_capture()
         try:
             yield
-        finally:  # ends the capture of a failed context too
-            self._graph = stream.end_capture()
+        except BaseException:
+            with contextlib.suppress(Exception):  # of a capture that is broken already
+                stream.end_capture()
+            raise
+        self._graph = stream.end_capture()
 
     def replay(self) -> None:
         """Enqueue it in the current stream."""

@@ -1,9 +1,12 @@
 """Average gradients over ranks, then let the wrapped optimizer use them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from distopt import device, kernels
+from distopt.capture import Captured
 from distopt.comm import Communicator, Ordered, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
 from distopt.gradients import checked_gradient
@@ -138,6 +141,24 @@ class DistOpt(Loop):
         self._finish()
         return True
 
+    def capture(
+        self, loss: Callable[[], Any], compressor: Compressor | None = None, break_even: bool = True
+    ) -> Captured:
+        """A step as a CUDA graph: calling what this returns is the next ``step(loss, compressor)``.
+
+        ``loss`` is a callable that enqueues forward and backward on the current stream and returns (param, grad) pairs,
+        always with the same arrays; it must not allocate anew, nor wait.  It is called twice here: for an ordinary
+        step, which counts, and for the capture.  Collective.  Dense, Half and TopK can be captured, with one of
+        distopt's own optimizers; a partial step cannot, since it averages another bucket each time.  A ``Metered``
+        communicator does not see what a replay sends.
+
+        Raises ValueError for a step that cannot be captured.
+        """
+        self._check_open()
+        chosen = Dense() if compressor is None else compressor
+        self._check_capture(chosen)
+        return Captured(self, loss, lambda: chosen, break_even)
+
     def update(self, param: Any, grad: np.ndarray) -> None:
         """Take the mean of a summed gradient, in place, and apply it to one parameter."""
         self._check_open()
@@ -145,5 +166,8 @@ class DistOpt(Loop):
             raise ValueError("update changes a parameter on every rank, but all ranks share it: use a step")
         name, value = self._collector.identify(param)
         checked_gradient(name, value, grad)
-        grad /= self.world_size
+        if device.on_gpu(grad):
+            kernels.scale(grad.reshape(-1), 1.0 / self.world_size)
+        else:
+            grad /= self.world_size
         self._optimizer.apply(name, param, value, grad)

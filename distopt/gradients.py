@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distopt.device import describe
-from distopt.kernels import Layout
+from distopt import device
+from distopt.device import describe, is_array
+from distopt.tables import Layout
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 LOSSES = (
@@ -66,7 +67,7 @@ class Arrays:
     def become(self, arrays: list[np.ndarray | None], addresses: np.ndarray | None = None) -> None:
         """Take a new list."""
         if addresses is None:
-            addresses = np.array([0 if a is None else a.ctypes.data for a in arrays], np.uintp)
+            addresses = np.array([0 if a is None else device.address(a) for a in arrays], np.uintp)
         self.arrays, self.addresses, self.version = arrays, addresses, self.version + 1
 
 
@@ -81,8 +82,8 @@ class Collector:
     other is looked at by name.  An array that was resized in place since, or got another dtype, is not noticed.
     """
 
-    def __init__(self, allow_missing: bool = False):
-        self.allow_missing = allow_missing
+    def __init__(self, allow_missing: bool = False, gpu: int | None = None):
+        self.allow_missing, self.gpu = allow_missing, gpu
         self.order: dict[str, Known] = {}
         self.values, self.grads = Arrays(), Arrays()
         self._bare: dict[int, tuple[str, np.ndarray]] = {}  # holds the arrays, so that an id is not used again
@@ -96,7 +97,7 @@ class Collector:
 
         Raises TypeError for what is no parameter, and ValueError for a bare array that comes after the first step.
         """
-        if isinstance(param, np.ndarray):
+        if is_array(param):
             if id(param) not in self._bare:
                 if self.order:
                     raise ValueError("a bare array that was not there on the first step: use distopt.Parameter")
@@ -214,7 +215,7 @@ class Collector:
         """The gradient of a parameter, whose array is looked at only if it is another object than last time."""
         last = self.order.get(name)
         if last is None or value is not last.value:
-            value = _checked_value(name, value)
+            value = _checked_value(name, value, self.gpu)
         if last is not None and (value.shape, value.dtype) != (last.value.shape, last.value.dtype):
             was, now = f"{last.value.shape} {last.value.dtype}", f"{value.shape} {value.dtype}"
             raise ValueError(f"{name}: the parameter was {was} on the first step, is {now}")
@@ -227,14 +228,26 @@ class Collector:
         self._last = [], []
 
 
-def _checked_value(name: str, value: Any) -> np.ndarray:
-    if not isinstance(value, np.ndarray) or value.dtype not in FLOATS or not value.dtype.isnative:
+def _checked_value(name: str, value: Any, gpu: int | None) -> np.ndarray:
+    if not is_array(value) or value.dtype not in FLOATS or not value.dtype.isnative:
         raise TypeError(
             f"{name}: a parameter must be a float32 or float64 array in native byte order, got {describe(value)}"
         )
-    if not value.flags.c_contiguous or not value.flags.writeable:
+    if not value.flags.c_contiguous or not device.writable(value):
         raise ValueError(f"{name}: a parameter must be C-contiguous and writable, got {describe(value)}")
-    return value
+    _check_place(name, "parameter", value, gpu)
+    found: np.ndarray = value
+    return found
+
+
+def _check_place(name: str, what: str, x: Any, gpu: int | None) -> None:
+    """TypeError unless an array is where the communicator carries arrays."""
+    here = device.place(x)
+    if here != gpu:
+        wanted = "on the host (numpy)" if gpu is None else f"on GPU {gpu} (cupy)"
+        found = "on the host (numpy)" if here is None else f"on GPU {here} (cupy)"
+        remedy = "move it, or choose the communicator by world('cpu') or world('cuda')"
+        raise TypeError(f"{name}: the {what} is {found}, but this communicator carries arrays {wanted}; {remedy}")
 
 
 def checked_gradient(name: str, value: np.ndarray, grad: Any) -> np.ndarray | None:
@@ -243,18 +256,20 @@ def checked_gradient(name: str, value: np.ndarray, grad: Any) -> np.ndarray | No
         return None
     if isinstance(grad, np.generic):
         grad = np.asarray(grad)  # a 0-d parameter's gradient is often a numpy scalar
-    if not isinstance(grad, np.ndarray):
+    if not is_array(grad):
         raise TypeError(f"{name}: a gradient must be an array, got {describe(grad)}")
     if grad.dtype != value.dtype or not grad.dtype.isnative:
         raise TypeError(f"{name}: the gradient must have the parameter's dtype {value.dtype}, got {describe(grad)}")
     if grad.shape != value.shape:
         raise ValueError(f"{name}: the gradient must have the parameter's shape {value.shape}, got {grad.shape}")
-    return np.asarray(grad, order="C")
+    _check_place(name, "gradient", grad, device.place(value))
+    found: np.ndarray = device.contiguous(grad)
+    return found
 
 
 def _refuse_overlap(values: dict[str, np.ndarray]) -> None:
     """Two parameters in one memory would be updated twice."""
-    spans = sorted((v.ctypes.data, v.nbytes, name) for name, v in values.items() if v.nbytes)
+    spans = sorted((device.address(v), v.nbytes, name) for name, v in values.items() if v.nbytes)
     for (start, nbytes, name), (other_start, _, other) in itertools.pairwise(spans):
         if other_start < start + nbytes:
             raise ValueError(f"{name} and {other} share memory; give tied parameters once, with the summed gradient")

@@ -23,6 +23,8 @@ import numpy as np
 FINGERPRINT, MINUS_FINGERPRINT, ERROR, REPORT, LEAVING, STAYING = range(6)
 LEAVE = (0, 0, False, False, True, False)  # what a rank whose script has ended votes
 
+RAISED = (ValueError, TypeError, FloatingPointError, MemoryError, RuntimeError)  # on every rank, if one has it
+
 Describe = Callable[[], list[str]]
 E = TypeVar("E", bound=Exception)
 
@@ -108,7 +110,7 @@ class Control(abc.ABC):
         rank, text = next((r, t) for r, t in enumerate(texts) if t)
         name, message = json.loads(text)
         kind = getattr(builtins, name, None)
-        if kind not in (ValueError, TypeError, FloatingPointError, RuntimeError, MemoryError):
+        if kind not in RAISED:
             kind, message = RuntimeError, f"{name}: {message}"
         raise agreed(kind(f"rank {rank}: {message}"), speaks=self.rank == rank) from own
 
@@ -116,10 +118,11 @@ class Control(abc.ABC):
 def _encode(error: Exception | None) -> str:
     if error is None:
         return ""
+    kind = next((k for k in type(error).__mro__ if k in RAISED and k is not RuntimeError), type(error))
     try:
-        return json.dumps([type(error).__name__, str(error)])
+        return json.dumps([kind.__name__, str(error)])
     except Exception:  # an error that cannot even be printed must not stop the vote
-        return json.dumps([type(error).__name__, "(its text could not be made)"])
+        return json.dumps([kind.__name__, "(its text could not be made)"])
 
 
 def _first_difference(plans: list[list[str]]) -> str:

@@ -1,247 +1,152 @@
 """Call the kernels of ``native/`` on arrays.
 
-The C text is the only signature.  It is read, not repeated: ``KERNEL(unpack)(Table table, const real *flat, double
-scale)`` becomes ``unpack(members, flat, scale)``, dispatched on the dtype of its arrays
-(``real`` is float or double).  Numpy arrays go to the shared library that the package's build made from these texts;
-ctypes releases the GIL during a call.
+The C text is the only signature: ``KERNEL(unpack)(Table table, const real *flat, double scale)`` becomes
+``unpack(members, flat, scale)``, dispatched on the dtype of its arrays (``real`` is float or double) and on where they
+live.  Numpy arrays go to the shared library that the package's build made from these texts, and ctypes releases the
+GIL during a call; cupy arrays go to the same text, compiled for their GPU when a kernel of it is first called, and the
+call is enqueued in the current stream.
 
 A ``long long`` in front of arrays is their length, and is not given.  A multi-tensor kernel starts with ``Table
-table``, which is a :class:`Members`: one call serves a whole bucket, or one rank's share of its chunks.
+table``, which is a :class:`Members`: one call serves a whole bucket, or one rank's share of its chunks.  A small array
+that both sides need may be given as a ``device.Mirror``.
 """
 
-import copy
 import ctypes
 import functools
-import hashlib
-import operator
-import pathlib
-import re
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-NATIVE = next(
-    p for p in (pathlib.Path(__file__).parent / "native", pathlib.Path(__file__).parent.parent / "native") if p.is_dir()
-)
-# NVRTC's options for these texts: with them, and g++'s -ffp-contract=off, host and device round alike.
-CUDA_FLAGS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+from distopt import device
+from distopt.device import Mirror
+from distopt.tables import CHUNK, Members, Table
+from distopt.texts import CUDA_FLAGS, NATIVE, Declared, Parameter, declared, library, struct
 
+THREADS = 256  # of a block
+BLOCKS = 8  # on a multiprocessor: as many as fit with 256 threads each
+LISTS = 256  # of arrays on a GPU, whose addresses a kernel keeps there
 
-class Table(ctypes.Structure):
-    """``struct Table`` of portable.h."""
-
-    _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("count", ctypes.c_longlong),
-        ("begin", ctypes.c_longlong),
-        ("end", ctypes.c_longlong),
-    )
-
-
-_KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)", re.M)
-_PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)((?:const\s*\*)?)\s*(\w+)\s*")
-_STRUCT = re.compile(r"^struct Member \{(.*?)\}", re.M | re.S)
-_SCALARS: dict[str, Any] = {
+SCALARS: dict[str, Any] = {
     "int": ctypes.c_int,
     "long long": ctypes.c_longlong,
     "double": ctypes.c_double,
     "Table": Table,
+    "Unless": ctypes.c_void_p,
 }
-_ARRAYS = {"long long": np.int64, "int": np.int32, "half_t": np.float16, "bfloat16_t": ml_dtypes.bfloat16}
+_ARRAYS = {
+    "double": np.float64,
+    "long long": np.int64,
+    "int": np.int32,
+    "half_t": np.float16,
+    "bfloat16_t": ml_dtypes.bfloat16,
+}
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
-_BYTES = {"real *": np.uintp, "long long": np.int64, "double": np.float64}
-
-
-def texts() -> list[pathlib.Path]:
-    """The files of native/, in the order in which the build hashes them."""
-    return sorted(p for p in NATIVE.iterdir() if p.is_file())
-
-
-def source_hash() -> str:
-    """The hash of native/ as it is now; ``library().source_hash()`` is that of the build."""
-    hashes = "".join(hashlib.sha256(text.read_bytes()).hexdigest() + "\n" for text in texts())
-    return hashlib.sha256(hashes.encode()).hexdigest()
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The host library, found beside this package.
-
-    Raises ImportError if the package was never built.
-    """
-    import distopt
-
-    for folder in distopt.__path__:
-        path = pathlib.Path(folder) / "libdistopt.so"
-        if path.exists():
-            host = ctypes.CDLL(str(path))
-            host.source_hash.restype = host.simd_level.restype = ctypes.c_char_p
-            number, pointer = ctypes.c_longlong, ctypes.c_void_p
-            host.locate.argtypes = [number, pointer, number, *[pointer] * 5]
-            host.locate.restype = number
-            return host
-    raise ImportError("libdistopt.so is not built: pip install -e . in the project's folder (needs a C++ compiler)")
-
-
-def _member_dtype() -> np.dtype:
-    """``struct Member`` of portable.h as a numpy dtype."""
-    match = _STRUCT.search((NATIVE / "portable.h").read_text())
-    assert match, "portable.h lost its struct Member"
-    fields: list[tuple[str, Any]] = []
-    for line in filter(None, map(str.strip, match[1].split(";"))):
-        kind = next(k for k in _BYTES if line.startswith(k))
-        fields += [(name.strip(), _BYTES[kind]) for name in line.removeprefix(kind).split(",")]
-    return np.dtype(fields)
-
-
-MEMBER = _member_dtype()
-CHUNK = int(re.findall(r"#define CHUNK (\d+)", (NATIVE / "portable.h").read_text())[0])
-
-
-class Members:
-    """The table that a multi-tensor kernel reads: one row per array, with its place in the bucket's flat arrays.
-
-    ``names``, ``shapes`` and ``offsets`` (in elements) are fixed; the arrays may change from step to step.
-    """
-
-    def __init__(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], offsets: Sequence[int], dtype: Any):
-        self.names, self.shapes, self.dtype = tuple(names), tuple(shapes), np.dtype(dtype)
-        self.rows = np.zeros(len(self.names), MEMBER)
-        self.rows["offset"], self.rows["size"] = offsets, [int(np.prod(s)) for s in shapes]
-        self.rows["lr"] = self.rows["decay"] = 1.0
-        chunks = -(-self.rows["size"] // CHUNK)
-        self.rows["first"] = np.cumsum(chunks) - chunks
-        self.extent = int((self.rows["offset"] + self.rows["size"]).max(initial=0))
-        self.span = 0, int(chunks.sum())  # the chunks that kernels see
-        self.key = object()  # the same for all shares
-        self._shares: dict[tuple[int, int], Members] = {}
-        self._arrays: Sequence[np.ndarray] = ()
-
-    def share(self, number: int, of: int) -> "Members":
-        """The same members, of whose chunks kernels see only one of ``of`` equal parts."""
-        if of == 1:
-            return self
-        if (number, of) not in self._shares:
-            chunks, part = self.span[1], copy.copy(self)
-            part._shares, part.span = {}, (chunks * number // of, chunks * (number + 1) // of)
-            self._shares[number, of] = part
-        return self._shares[number, of]
-
-    @property
-    def table(self) -> Table:
-        """What a kernel gets."""
-        return Table(self.rows.ctypes.data, len(self.names), *self.span)
-
-    def points_to(self, arrays: Sequence[np.ndarray]) -> bool:
-        """Are these the very objects of the last ``point_to``?  One that was resized in place since is not noticed."""
-        return len(arrays) == len(self._arrays) and all(map(operator.is_, arrays, self._arrays))
-
-    def point_to(self, arrays: Sequence[np.ndarray]) -> "Members":
-        """Let row i be ``arrays[i]``: C-contiguous, of the table's dtype, and of the row's shape."""
-        if self.points_to(arrays):
-            return self
-        for name, shape, a in zip(self.names, self.shapes, arrays, strict=True):
-            if a.dtype != self.dtype or a.shape != shape or not a.flags.c_contiguous:
-                raise TypeError(f"{name}: wants a contiguous array {shape} {self.dtype}, got {a.shape} {a.dtype}")
-        self.rows["data"] = [a.ctypes.data for a in arrays]
-        self._arrays = tuple(arrays)
-        return self
-
-    def view(self, flat: np.ndarray, row: int) -> np.ndarray:
-        """The part of ``flat`` that belongs to a row, in the row's shape."""
-        offset = int(self.rows["offset"][row])
-        return flat[offset : offset + int(self.rows["size"][row])].reshape(self.shapes[row])
-
-
-class Layout:
-    """What a list of arrays looks like, to find where they keep their elements: some nanoseconds for each.
-
-    An array is taken as it is if it is exactly a numpy array, contiguous, and of the dtype and shape given here.
-    """
-
-    def __init__(self, arrays: Sequence[np.ndarray]):
-        self._dtypes = [a.dtype for a in arrays]  # holds the objects whose ids are compared
-        self._ids = np.array([id(d) for d in self._dtypes], np.uintp)
-        self._dimensions = np.array([a.ndim for a in arrays], np.int64)
-        self._shapes = np.array([n for a in arrays for n in a.shape], np.int64)
-
-    def addresses(self, arrays: Sequence[Any]) -> np.ndarray | None:
-        """Where each array's elements are; None if one of them is not as expected."""
-        count = len(self._dtypes)
-        if len(arrays) != count or sys.implementation.name != "cpython":  # where an id is an address
-            return None
-        objects, found = np.fromiter(map(id, arrays), np.uintp, count), np.empty(count, np.uintp)
-        expected = (self._ids.ctypes.data, self._dimensions.ctypes.data, self._shapes.ctypes.data)
-        fitting = library().locate(
-            count, objects.ctypes.data, object.__basicsize__, id(np.ndarray), *expected, found.ctypes.data
-        )
-        return found if fitting == count else None
-
-
-class Parameter(NamedTuple):
-    """One parameter of a kernel, as the C text declares it."""
-
-    kind: str
-    is_array: bool
-    is_list: bool  # of arrays
-    name: str
 
 
 class Kernel:
-    """One kernel of native/: ``declared`` is what its C text declares, ``parameters`` what a caller gives."""
+    """One kernel of native/: its C text has the parameters ``declared``, of which a caller gives ``parameters``."""
 
-    def __init__(self, name: str, declared: Sequence[Parameter], parameters: Sequence[Parameter]):
-        self.name, self.declared, self.parameters = name, declared, parameters
-        self._functions: dict[np.dtype, Any] = {}
+    def __init__(self, name: str, text: Declared, parameters: Sequence[Parameter]):
+        self.name, self.text, self.declared, self.parameters = name, text, text.parameters, parameters
+        self._kinds = [ctypes.c_void_p if p.is_array else SCALARS[p.kind] for p in self.declared]
+        self._functions: dict[tuple[np.dtype, int | None], Any] = {}
+        self._lists: dict[tuple[int, ...], Mirror] = {}  # of arrays on a GPU
 
-    def _check_count(self, values: Sequence[Any]) -> None:
+    def _complete(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments; a refusal at their end may be left out."""
+        if len(values) == len(self.parameters) - 1 and self.parameters[-1].kind == "Unless":
+            return (*values, None)
         if len(values) != len(self.parameters):
             raise TypeError(f"{self.name} takes {[p.name for p in self.parameters]}, got {len(values)} arguments")
+        return values
 
-    def _address(self, p: Parameter, a: Any, real: np.dtype, fits: Callable[[int], bool]) -> int:
+    def _place(self, values: Sequence[Any]) -> int | None:
+        """The GPU on which the first array lives, None for the host."""
+        return next((device.place(v) for v in values if device.is_array(v)), None)
+
+    def _address(self, p: Parameter, a: Any, real: np.dtype, gpu: int | None, fits: Callable[[int], bool]) -> int:
         """The address of an array argument, checked against the text; ``fits`` says whether its size will do."""
-        dtype = real if p.kind == "real" else np.dtype(_ARRAYS[p.kind])
-        if not isinstance(a, np.ndarray):
-            raise TypeError(f"{self.name}: {p.name} must be a numpy array, got {type(a).__name__}")
-        if a.dtype != dtype or not a.flags.c_contiguous:
-            flaw = ", not contiguous" * (not a.flags.c_contiguous)
-            raise TypeError(f"{self.name}: {p.name} must be contiguous {dtype}, got {a.dtype}{flaw}")
-        if not fits(a.size):
-            raise ValueError(f"{self.name}: {p.name} has {a.size} elements, which is not the others' size")
-        return a.ctypes.data
+        x = a.host if isinstance(a, Mirror) else a
+        if not device.is_array(x):
+            raise TypeError(f"{self.name}: {p.name} must be an array, got {device.describe(x)}")
+        dtype = real if p.kind == "real" else np.dtype(_ARRAYS[p.kind]) if p.kind in _ARRAYS else struct(p.kind)
+        if x.dtype != dtype or not x.flags.c_contiguous:
+            flaw = ", not contiguous" * (not x.flags.c_contiguous)
+            raise TypeError(f"{self.name}: {p.name} must be contiguous {dtype}, got {x.dtype}{flaw}")
+        if p.kind not in _ARRAYS and p.kind != "real":
+            fits = (1).__eq__
+        if not fits(x.size):
+            raise ValueError(f"{self.name}: {p.name} has {x.size} elements, which is not the others' size")
+        if isinstance(a, Mirror):
+            return a.address(gpu)
+        if device.place(a) != gpu:
+            there = "the host" if gpu is None else f"GPU {gpu}"
+            raise TypeError(f"{self.name}: {p.name} must be on {there} as the others, got {device.describe(a)}")
+        return device.address(a)
 
-    def _function(self, real: np.dtype) -> Any:
-        """The host function for float32 or float64."""
+    def _list(self, addresses: Sequence[int], gpu: int | None) -> Any:
+        """The addresses of a list of arrays, where the kernel reads them."""
+        if gpu is None:
+            return (ctypes.c_void_p * len(addresses))(*addresses)
+        key = tuple(addresses)
+        if key not in self._lists:
+            if len(self._lists) >= LISTS:
+                self._lists.pop(next(iter(self._lists)))
+            self._lists[key] = Mirror(np.array(addresses, np.uintp))
+        return self._lists[key].address(gpu)
+
+    def _scalar(self, p: Parameter, value: Any) -> Any:
+        """A number as it is, and of a refusal the address."""
+        return device.address(value) if p.kind == "Unless" and value is not None else value
+
+    def _call(self, real: np.dtype, gpu: int | None, arguments: Sequence[Any], work: int) -> None:
+        """Do it on the host, or enqueue it with a block for each chunk of work, as long as there is room for them."""
+        if (real, gpu) not in self._functions:
+            self._functions[real, gpu] = self._function(real, gpu)
+        function = self._functions[real, gpu]
+        if gpu is None:
+            function(*arguments)
+            return
+        blocks = max(1, min(work, BLOCKS * device.multiprocessors(gpu)))
+        given = [a if isinstance(a, kind) else kind(a) for kind, a in zip(self._kinds, arguments, strict=True)]
+        device.launch(function, blocks, THREADS, given)
+
+    def _function(self, real: np.dtype, gpu: int | None) -> Any:
+        """The function for float32 or float64."""
         if real not in _REALS:
             raise TypeError(f"{self.name} works on float32 and float64, got {real}")
-        if real not in self._functions:
-            function = getattr(library(), f"{self.name}_{_REALS[real]}")
-            function.argtypes = [ctypes.c_void_p if p.is_array else _SCALARS[p.kind] for p in self.declared]
-            function.restype = None
-            self._functions[real] = function
-        return self._functions[real]
+        if gpu is not None:
+            return _module(self.text.text, _REALS[real], gpu).get_function(f"{self.name}_{_REALS[real]}")
+        function = getattr(library(), f"{self.name}_{_REALS[real]}")
+        function.argtypes, function.restype = self._kinds, None
+        return function
 
 
 class FlatKernel(Kernel):
-    """``KERNEL(name)(long long n, real *x, ...)``: a ``long long`` in front of arrays is their length."""
+    """``KERNEL(name)(long long n, real *x, ...)``: a ``long long`` in front of arrays is their length.
 
-    def __init__(self, name: str, declared: Sequence[Parameter]):
+    In front of a list of arrays, it is the list's; arrays in the list may have any.
+    """
+
+    def __init__(self, name: str, text: Declared):
+        declared = text.parameters
         follows = [*declared[1:], None]
         lengths = [
-            p.kind == "long long" and not p.is_array and f and f.is_array
+            p.kind == "long long" and not p.is_array and f is not None and f.is_array
             for p, f in zip(declared, follows, strict=True)
         ]
-        super().__init__(name, declared, [p for p, is_length in zip(declared, lengths, strict=True) if not is_length])
+        super().__init__(name, text, [p for p, is_length in zip(declared, lengths, strict=True) if not is_length])
         self._lengths = lengths
 
     def __call__(self, *values: Any) -> None:
         """Call it with all parameters but the lengths."""
-        self._check_count(values)
-        real = next(v.dtype for v, p in zip(values, self.parameters, strict=True) if p.is_array and p.kind == "real")
-        function, given, arguments, n = self._function(real), iter(values), [], -1
+        values = self._complete(values)
+        named = zip(values, self.parameters, strict=True)
+        real = next((v.dtype for v, p in named if p.kind == "real" and not p.is_list), np.dtype(np.float32))
+        given, gpu, n, work = iter(values), self._place(values), -1, 0
+        arguments: list[Any] = []
         for p, is_length in zip(self.declared, self._lengths, strict=True):
             if is_length:
                 n = -1
@@ -249,51 +154,56 @@ class FlatKernel(Kernel):
                 continue
             value = next(given)
             if p.is_array and n < 0:
-                n = arguments[-1] = int(getattr(value, "size", 0))
-            arguments.append(self._address(p, value, real, n.__eq__) if p.is_array else value)
-        function(*arguments)
+                n = arguments[-1] = len(value) if p.is_list else int(getattr(value, "size", 0))
+                work = max(work, -(-n // CHUNK))
+            if p.is_list:
+                arguments.append(self._list([self._address(p, a, real, gpu, (0).__le__) for a in value], gpu))
+            else:
+                arguments.append(self._address(p, value, real, gpu, n.__eq__) if p.is_array else self._scalar(p, value))
+            if p.name == self.text.blocks:
+                work = value
+        self._call(real, gpu, arguments, work)
 
 
 class TableKernel(Kernel):
     """``KERNEL(name)(Table table, ...)``: works on all tensors of a bucket in one call."""
 
-    def __init__(self, name: str, declared: Sequence[Parameter]):
+    def __init__(self, name: str, text: Declared):
+        declared = text.parameters
         follows = [*declared[1:], None]
         is_length = [f is not None and f.is_list for f in follows]
-        super().__init__(
-            name, declared, [p for p, skip in zip(declared, is_length, strict=True) if not skip and p.kind != "Table"]
-        )
+        given = [p for p, skip in zip(declared, is_length, strict=True) if not skip and p.kind != "Table"]
+        super().__init__(name, text, given)
 
     def __call__(self, members: Members, *values: Any) -> None:
         """Call it with a table and what follows it: ``real`` arrays hold the bucket, others a number or more per row.
 
         For a list of arrays give the list, whose length is passed in front of it.
         """
-        self._check_count(values)
-        rows, real = len(members.names), members.dtype
-        arguments: list[Any] = [members.table]
+        values = self._complete(values)
+        rows, real, gpu = len(members.names), members.dtype, self._place(values)
+        arguments: list[Any] = [members.table(gpu)]
         for v, p in zip(values, self.parameters, strict=True):
             fits = members.extent.__le__ if p.kind == "real" else rows.__le__
             if p.is_list:
-                addresses = [self._address(p, a, real, fits) for a in v]
-                arguments += [len(v), (ctypes.c_void_p * len(v))(*addresses)]
+                arguments += [len(v), self._list([self._address(p, a, real, gpu, fits) for a in v], gpu)]
             else:
-                arguments.append(self._address(p, v, real, fits) if p.is_array else v)
-        self._function(real)(*arguments)
+                arguments.append(self._address(p, v, real, gpu, fits) if p.is_array else self._scalar(p, v))
+        chunks = members.span[1] - members.span[0]
+        self._call(real, gpu, arguments, rows if self.text.blocks == "rows" else chunks)
 
 
-def _read() -> dict[str, FlatKernel | TableKernel]:
-    """All kernels of native/, by name."""
-    found: dict[str, FlatKernel | TableKernel] = {}
-    for text in texts():
-        for name, declared in _KERNEL.findall(text.read_text()) if text.suffix == ".cu" else ():
-            matches = [m for m in map(_PARAMETER.fullmatch, declared.split(",")) if m]
-            parameters = [Parameter(m[1], bool(m[2]), bool(m[3]), m[4]) for m in matches]
-            found[name] = (TableKernel if parameters[0].kind == "Table" else FlatKernel)(name, parameters)
-    return found
+@functools.cache
+def _module(text: str, real: str, gpu: int) -> Any:
+    """A text, compiled for a GPU."""
+    headers = {h.name: h.read_text() for h in sorted(NATIVE.glob("*.h"))}
+    return device.compile_text(text, (NATIVE / text).read_text(), headers, (*CUDA_FLAGS, f"-Dreal={real}"))
 
 
-KERNELS = _read()
+KERNELS: dict[str, FlatKernel | TableKernel] = {
+    name: (TableKernel if text.parameters[0].kind == "Table" else FlatKernel)(name, text)
+    for name, text in declared().items()
+}
 
 
 def __getattr__(name: str) -> Callable[..., None]:

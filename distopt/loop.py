@@ -1,25 +1,27 @@
 """Collect, check, vote, exchange, update: one step, whatever is sent in it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from distopt import kernels
+from distopt import device, kernels
 from distopt.buckets import Buffer, Sum, in_one_piece, own
 from distopt.compress import At, Compressor, Dense
-from distopt.exchange import Overlap, add_shares, choose
+from distopt.device import Graph
+from distopt.exchange import Overlap, Rooms, add_shares, choose
 from distopt.exchange.shares import describe, nonfinite
 from distopt.guard import by_rank, whole
 from distopt.memory import Memory
 
 Make = Callable[[], Compressor]
-Exchange = Callable[[Buffer, np.ndarray], Sum]
+One = Callable[[Buffer, np.ndarray], Sum]  # bucket's exchange
+Exchange = Callable[[list[np.ndarray]], Iterator[Sum]]  # that of all
 
 
-def _as_it_is(buffer: Buffer, x: np.ndarray) -> Sum:
+def _as_they_are(arrays: list[np.ndarray]) -> Iterator[Sum]:
     """What needs no exchange, or has had it."""
-    return in_one_piece(x)
+    return map(in_one_piece, arrays)
 
 
 class Loop(Memory):
@@ -32,11 +34,15 @@ class Loop(Memory):
         exchange = self._ready(loss, make, threshold, clip, break_even)
         if exchange is None:
             return False
+        applied = self._exchange_and_apply(exchange)
+        self._memory.end()
+        return applied
+
+    def _exchange_and_apply(self, exchange: Exchange) -> bool:
         compressor = self._compressor
-        exchanged = self._window.add(self._memory, exchange)
+        exchanged = self._window.add(self._memory, exchange, self._wire.wait, self._unless)
         if exchanged is None:
-            self._nonfinite.passed()
-            return False
+            return self._decided() and False
         if self._sharded and self._in_shares(compressor) and not self._nonfinite.looks:
             self._apply(exchanged, self._wire.size)  # bucket by bucket: each rank needs but its own share of the sum
             return True
@@ -45,7 +51,8 @@ class Loop(Memory):
         if not self._finite(sums, compressor):
             self._window.start(self._memory)
             return False
-        self._nonfinite.passed()
+        if not self._decided():
+            return False
         self._apply(sums, self._wire.size, others_read=self._in_shares(compressor))
         return True
 
@@ -54,16 +61,16 @@ class Loop(Memory):
         exchange = self._ready(loss, Dense, threshold, local=True)
         if exchange is None:
             return False
-        self._nonfinite.passed()
-        sums = self._window.add(self._memory, exchange)
-        if sums is None:
-            return False
-        self._apply(sums, 1)
-        buffers = list(self._memory)
-        if buffers:
-            self._average_parameters(buffers[self._partial % len(buffers)])
-        self._partial += 1
-        return True
+        sums = self._window.add(self._memory, exchange, self._wire.wait, self._unless)
+        decided = self._decided()
+        if sums is not None and decided:
+            self._apply(sums, 1)
+            buffers = list(self._memory)
+            if buffers:
+                self._average_parameters(buffers[self._partial % len(buffers)])
+            self._partial += 1
+        self._memory.end()
+        return sums is not None and decided
 
     def _ready(
         self,
@@ -79,9 +86,14 @@ class Loop(Memory):
         ``local`` gradients are applied by this rank alone.
         """
         self._check_open()
+        self._settle()
+        if self._buffers is not None:
+            self._buffers.follow()
+            device.clear(self._buffers.bad)
         error: Exception | None = None
         overlap: Overlap | None = None
-        exchange: Exchange = _as_it_is
+        exchange: One | None = None
+        compressor: Compressor = Dense()
         try:
             threshold = self._checked_threshold(threshold, clip, local)
             compressor = make()
@@ -111,11 +123,16 @@ class Loop(Memory):
             raise
         if overlap:
             self._complete(overlap, failed=error is not None)
-        bad = self._memory.nonfinite() if error is None and self._nonfinite.looks else ""
+        bad = self._memory.nonfinite() if error is None and self._nonfinite.looks and self._refusal is None else ""
         if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
             return None
         self._send_parameters()
-        return _as_it_is if overlap or local else exchange
+        self._before = self.step_counter, self._window.batches, self._partial
+        if self._refusal:
+            self._refusal.agree()
+        if overlap or local or exchange is None:
+            return _as_they_are
+        return self._all(compressor, exchange)
 
     def _checked_threshold(self, threshold: int | None, clip: float | None, local: bool) -> int:
         """The threshold of this step; raises what forbids a step with these arguments."""
@@ -148,9 +165,10 @@ class Loop(Memory):
     def _may_overlap(self, compressor: Compressor, threshold: int) -> bool:
         """May buckets be sent before the vote on this step?  Then they are the last step's, and nothing outlives it."""
         same_plan = self._number > 0 and threshold == self._threshold
-        return self._overlaps and same_plan and self._window.num_batches == 1 and not compressor.stateful
+        stays = compressor.stateful or self._rooms_for(compressor) is not None
+        return self._overlaps and same_plan and self._window.num_batches == 1 and not stays
 
-    def _overlap(self, pack: Callable[[Buffer], None], exchange: Exchange) -> Overlap:
+    def _overlap(self, pack: Callable[[Buffer], None], exchange: One) -> Overlap:
         """Begin to send buckets as their gradients come."""
         self._in_backward = True
         return Overlap(
@@ -167,23 +185,49 @@ class Loop(Memory):
         self._in_backward = False
         overlap.complete(failed)
 
-    @property
-    def _calls(self) -> int:
-        return self.step_counter * self._window.num_batches + self._window.batches
-
-    @property
-    def _name(self) -> str:
-        more = self._window.num_batches > 1
-        return f"step {self.step_counter + 1}" + f", batch {self._window.batches + 1}" * more
-
     # ------------------------------------------------------------------------------------------------- sums
+
+    @property
+    def _unless(self) -> np.ndarray | None:
+        """What kernels look at that change something that outlives the step."""
+        return self._refusal.number if self._refusal else None
+
+    def _decided(self) -> bool:
+        """Go on?  On a GPU the host learns later what is not finite, unless the optimizer cannot look for itself."""
+        if self._refusal is None:
+            self._nonfinite.passed()
+            return True
+        self._refusal.send()
+        if self._optimizer.looks:
+            return True
+        self._learn()
+        refused = self._refused > 0
+        self._settle()
+        return not refused
 
     def _in_shares(self, compressor: Compressor) -> bool:
         """Are gradients added up in shared memory?  Then what is not finite is found there, and nothing is lost."""
         dense = isinstance(compressor, Dense) and self._window.num_batches == 1
         return dense and not self._overlaps and self._memory.shared
 
-    def _exchanger(self, compressor: Compressor, break_even: bool, early: bool) -> Exchange:
+    def _all(self, compressor: Compressor, exchange: One) -> Exchange:
+        """How all buckets are exchanged."""
+
+        def exchange_all(arrays: list[np.ndarray]) -> Iterator[Sum]:
+            rooms = self._rooms_for(compressor)
+            if rooms and not compressor.stateful:
+                rooms.count(arrays, compressor.count)  # type: ignore[attr-defined]
+            yield from map(exchange, self._memory, arrays)
+            if rooms and compressor.stateful:
+                rooms.send()
+
+        return exchange_all
+
+    def _rooms_for(self, compressor: Compressor) -> Rooms | None:
+        """On a GPU, what a compressor has room for whose payloads depend on the data."""
+        return self._rooms if getattr(compressor, "capped", False) else None
+
+    def _exchanger(self, compressor: Compressor, break_even: bool, early: bool) -> One:
         """How a bucket's flat array becomes the sum over ranks of what the compressor takes from it.
 
         What goes ``early`` has a wire of its own: a backward pass may use this one, as batch normalization does.
@@ -193,7 +237,10 @@ class Loop(Memory):
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:
             if self._in_shares(compressor):
                 return add_shares(buffer, wire)
-            at = At(self.step_counter, wire.rank, wire.size, buffer.bucket, buffer.scratch)
+            rooms, number = self._rooms_for(compressor), buffer.number
+            room, found = (rooms[number], rooms.found(number)) if rooms else (None, None)
+            here = (buffer.bucket, buffer.scratch, buffer.constant)
+            at = At(self.step_counter, wire.rank, wire.size, *here, self._unless, room, found)
             algorithm(x, compressor, wire, buffer.state, at)
             return in_one_piece(x)
 
@@ -205,6 +252,10 @@ class Loop(Memory):
             found = nonfinite(self._memory) if self._nonfinite.looks else ""
             reports = self._vote(self._name, ~self._calls, report=found, part=", its sums")
             bad = describe(reports, self._collector.order)
+        elif compressor.may_overflow and self._refusal:
+            for total in sums:
+                self._refusal.look_at(total[0].flat)
+            return True
         elif compressor.may_overflow and self._nonfinite.looks:  # all ranks have the same bits, and decide alike
             count = np.zeros(1, np.int64)
             for total in sums:
@@ -220,7 +271,7 @@ class Loop(Memory):
             sums = (own(total, self._wire.rank, self._wire.size) for total in sums)
         try:
             mean = 1.0 / (ranks * self._window.num_batches)
-            self._optimizer.update(self._memory, self._collector.order, sums, mean)
+            self._optimizer.update(self._memory, self._collector.order, sums, mean, self._unless)
         except Exception as error:
             self._failure = (
                 f"the update of step {self.step_counter + 1} failed halfway with {type(error).__name__}: {error}"
@@ -229,7 +280,7 @@ class Loop(Memory):
         finally:
             if others_read or self._sharded:
                 self._wire.barrier()  # until here others may read this rank's sums, and write what all read
-        self._window.start(self._memory)
+        self._window.start(self._memory, self._unless)
         self._finish()
 
     def _average_parameters(self, buffer: Buffer) -> None:
@@ -244,9 +295,47 @@ class Loop(Memory):
             self._wire.barrier()
         for piece in total:
             members = buffer.parameters.share(piece.number, piece.of)
-            kernels.unpack(members, piece.flat, 1.0 / self._wire.size)
+            kernels.unpack(members, piece.flat, 1.0 / self._wire.size, self._unless)
         if buffer.peers is not None:
             self._wire.barrier()
+
+    def _check_capture(self, compressor: Compressor) -> None:
+        """ValueError for a step that cannot be captured."""
+        if self._wire.gpu is None:
+            raise ValueError(f"a step is captured on a GPU; {self._wire!r} carries arrays on the host")
+        if compressor.ragged:
+            raise ValueError(f"{compressor!r} sends as much as the data want: such a step cannot be captured")
+        if self._window.num_batches > 1:
+            raise ValueError(f"num_batches={self._window.num_batches}: calls of different kinds cannot be captured")
+        if not self._optimizer.looks:
+            raise ValueError(f"{self._optimizer!r} is called by the host at every step: it cannot be captured")
+
+    def _prepare_replay(self) -> None:
+        """The host's part of a captured step, before it: as of any other."""
+        self._check_open()
+        self._settle()
+        error: Exception | None = None
+        try:
+            self._checked_threshold(None, None, local=False)
+            self._numbers = self._optimizer.numbers()
+        except Exception as e:
+            error = e
+        self._vote(self._name, self._calls, error)
+        self._before = self.step_counter, self._window.batches, self._partial
+
+    def _write_numbers(self) -> None:
+        """Those of the next update, where a captured step finds them."""
+        self._optimizer.prepare(1.0 / self._wire.size, self._wire.gpu)
+
+    def _replay(self, graph: Graph) -> None:
+        """Enqueue a captured step, with the numbers of this one."""
+        self._memory.follow()
+        self._write_numbers()
+        graph.replay()
+        if self._refusal:
+            self._refusal.expect()
+        self._memory.end()
+        self._finish()
 
     def _finish(self) -> None:
         self.step_counter += 1

@@ -5,20 +5,20 @@ from typing import Any
 
 import numpy as np
 
-from distopt import kernels
+from distopt import device, kernels
 from distopt.adapters import adapt
 from distopt.buckets import Buffers, Plan, States, plan
 from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense
-from distopt.exchange import Background, Window
+from distopt.exchange import Background, Inline, Refusal, Rooms, Window
 from distopt.gradients import Collector
-from distopt.guard import NonfinitePolicy, fingerprint, whole
-from distopt.kernels import Members
+from distopt.guard import NonfinitePolicy, by_rank, fingerprint, whole
+from distopt.tables import Members
 from distopt.verbs import Verbs
 
 HASH = 2**62 - 1  # the bits of a hash that fit into a vote; Python's hash of numbers is the same in every process
 COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
-ENTRIES = (*COUNTS, "states", "optimizer")  # of a state_dict
+ENTRIES = (*COUNTS, "rooms", "states", "optimizer")  # of a state_dict
 
 
 class Memory(Verbs):
@@ -43,15 +43,20 @@ class Memory(Verbs):
         self.threshold = whole("threshold", threshold, least=0)
         self.step_counter = 0  # updates applied
         self._overlaps = wire.size > 1 and _overlaps(overlap, wire)
-        self._background = Background()
+        self._background = Background() if wire.gpu is None else Inline()
         options = f"{broadcast=}, {nonfinite=}, {num_batches=}, {sync_on_apply=}, {allow_missing=}"
         order = "sums in rank order" if wire.rank_ordered else "sums in any order"
         self._options = [options, order, f"overlap={self._overlaps}"]
         self._nonfinite = NonfinitePolicy(nonfinite, wire.rank)
         self._window = Window(whole("num_batches", num_batches, least=1), sync_on_apply)
-        self._collector = Collector(allow_missing)
+        self._collector = Collector(allow_missing, wire.gpu)
         self._buffers: Buffers | None = None
         self._agreed: Buffers | None = None  # the last ones that all ranks agreed on
+        self._refusal: Refusal | None = None  # on a GPU, unless nobody looks
+        self._rooms: Rooms | None = None  # on a GPU
+        self._restored_rooms: list[int] = []  # of a checkpoint
+        self._refused = 0  # entries of the last step that were not finite, as the GPU said
+        self._before: tuple[int, ...] = (0, 0, 0)  # what is counted, before the last step
         self._restored: States = {}  # of a checkpoint, until there are buffers
         self._lines: list[str] = []  # what a step is, for the vote
         self._mark = 0
@@ -94,6 +99,47 @@ class Memory(Verbs):
         self._optimizer.check(buffers)
         buffers.restore(states)
         self._buffers, self._lines = buffers, []
+        if self._wire.gpu is not None:
+            self._refusal = Refusal(buffers, self._wire) if self._nonfinite.looks else None
+            self._rooms = Rooms(buffers, self._wire)
+            self._rooms.restore(self._restored_rooms)
+
+    # ------------------------------------------------------------------------------------------------- refused steps
+
+    def _learn(self) -> None:
+        """On a GPU, look what became of the last step; one that was refused is not counted."""
+        if self._rooms:
+            self._rooms.learn()
+        if self._refusal is None or not self._refusal.pending:
+            return
+        self._refused = self._refusal.outcome()
+        if not self._refused:
+            self._nonfinite.passed()
+            return
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Count as if the last step had not been."""
+        if self._before[0] < self.step_counter:
+            self._optimizer.take_back()
+        self.step_counter, self._window.batches, self._partial = self._before
+
+    def _settle(self) -> None:
+        """The same, where all ranks are: raises what they all raise."""
+        self._learn()
+        count, self._refused = self._refused, 0
+        if count:
+            reports = self._vote(self._name, ~self._calls, report=self._memory.nonfinite(), part=", its outcome")
+            self._nonfinite.accepts(self._name, by_rank(reports) or f"the sum over ranks ({count} entries)")
+
+    @property
+    def _calls(self) -> int:
+        return self.step_counter * self._window.num_batches + self._window.batches
+
+    @property
+    def _name(self) -> str:
+        more = self._window.num_batches > 1
+        return f"step {self.step_counter + 1}" + f", batch {self._window.batches + 1}" * more
 
     # ------------------------------------------------------------------------------------------------- the vote
 
@@ -139,7 +185,17 @@ class Memory(Verbs):
             if self._overlaps:
                 _ = self._wire.beside  # made where all ranks are
             self._agreed, self._threshold = self._buffers, self._memory.plan.threshold
+            self._reserve()
         return reports
+
+    def _reserve(self) -> None:
+        """Make what an update needs, so that all ranks learn if there is no room on one of them."""
+        error: Exception | None = None
+        try:
+            self._optimizer.reserve(self._memory)
+        except MemoryError as e:
+            error = e
+        self._wire.control.vote("making the optimizer's state", 1, lambda: ["the optimizer's state"], error)
 
     def _forget_what_was_refused(self) -> None:
         """The plan is the last that all ranks agreed on; if there is none, the next step may bring other parameters."""
@@ -153,6 +209,7 @@ class Memory(Verbs):
         if self._broadcast_due:
             for known in self._collector.order.values():
                 self._wire.broadcast(known.value)
+            self._wire.wait()
         self._broadcast_due = False
 
     # ------------------------------------------------------------------------------------------------- views
@@ -227,11 +284,12 @@ class Memory(Verbs):
         return self._memory.states() if self._number else self._restored
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that changes between steps, as copies: plain numbers, and arrays by parameter name.
+        """Everything that changes between steps, as copies: plain numbers, and numpy arrays by parameter name.
 
         The wrapped optimizer's own ``state_dict()`` or ``get_states()`` is in it, parameters are not.  Collective if
         parameters are shared (``parameter_views``), since each rank has its share of the optimizer's state then.
         """
+        self._learn()
         states = self._states()
         if self._sharded:
             self._check_open()
@@ -243,7 +301,8 @@ class Memory(Verbs):
             "partial": self._partial,
             "skipped": self._nonfinite.skipped,
             "skips_in_a_row": self._nonfinite.in_a_row,
-            "states": {state: {n: a.copy() for n, a in arrays.items()} for state, arrays in states.items()},
+            "rooms": self._rooms.state() if self._rooms else [],
+            "states": {state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in states.items()},
             "optimizer": self._optimizer.state_dict(self._whole_state if self._sharded else None),
         }
 
@@ -263,14 +322,17 @@ class Memory(Verbs):
         Raises ValueError, before anything changes, for what is no such dict or belongs to other parameters, and for
         one that was saved in the middle of a window of another ``num_batches``.
         """
+        self._learn()
         states = self._checked_state(state)
         self._optimizer.load_state_dict(state["optimizer"])
         if self._number:
             self._memory.restore(states)
         self._restored, self._broadcast_due, self._failure = {} if self._number else states, False, ""
-        self.step_counter, self._window.batches = state["step_counter"], state["batches"]
+        self.step_counter, self._window.batches, self._refused = state["step_counter"], state["batches"], 0
         self._nonfinite.skipped, self._nonfinite.in_a_row = state["skipped"], state["skips_in_a_row"]
-        self._partial = state["partial"]
+        self._partial, self._restored_rooms = state["partial"], list(state["rooms"])
+        if self._rooms:
+            self._rooms.restore(self._restored_rooms)
 
     def _checked_state(self, state: dict[str, Any]) -> States:
         """What outlives a step, as copies; ValueError for a state that cannot be gone on from."""
@@ -284,6 +346,10 @@ class Memory(Verbs):
             raise ValueError(f"the state was saved after {batches}; num_batches is {num_batches} here")
         if state["optimizer"] is None and self._optimizer.has_state:
             raise ValueError("the state has nothing for the optimizer")
+        if not isinstance(state["rooms"], list):
+            raise ValueError(f"rooms must be a list, got {type(state['rooms']).__name__}")
+        for room in state["rooms"]:
+            whole("rooms", room, least=0)
         if not isinstance(state["states"], dict):
             raise ValueError(f"states must be a dict of dicts of arrays, got {type(state['states']).__name__}")
         states = {s: {n: np.array(a) for n, a in arrays.items()} for s, arrays in state["states"].items()}
@@ -293,9 +359,9 @@ class Memory(Verbs):
 
 
 def _overlaps(overlap: str | bool, wire: Communicator) -> bool:
-    """Are buckets exchanged while gradients arrive?  'auto': if ranks sit on several machines."""
+    """Are buckets exchanged while gradients arrive?  'auto': if ranks sit on several machines, or have GPUs."""
     if overlap not in ("auto", True, False):
         raise ValueError(f"overlap must be 'auto', True or False, got {overlap!r}")
     if overlap is True and not wire.may_overlap:
         raise ValueError("overlap=True needs an MPI with MPI_THREAD_MULTIPLE, which this one does not give")
-    return wire.may_overlap and (wire.spans_hosts if overlap == "auto" else bool(overlap))
+    return wire.may_overlap and (wire.spans_hosts or wire.gpu is not None if overlap == "auto" else bool(overlap))

@@ -19,7 +19,7 @@ NATIVE = next(
 # NVRTC's options for these texts: with them, and g++'s -ffp-contract=off, host and device round alike.
 CUDA_FLAGS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 
-KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)", re.M)
+KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)(?:\s*BLOCKS\((\w+)\))?", re.M)
 _PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)((?:const\s*\*)?)\s*(\w+)\s*")
 _STRUCT = r"^struct {}(?: : (\w+))? {{(.*?)}}"
 _BYTES = {"real *": np.uintp, "long long": np.int64, "double": np.float64}
@@ -45,13 +45,22 @@ def source_hash() -> str:
     return hashlib.sha256(hashes.encode()).hexdigest()
 
 
-def declared() -> dict[str, tuple[str, list[Parameter]]]:
-    """All kernels by name: the text that each stands in, and its parameters."""
+class Declared(NamedTuple):
+    """One kernel, as the C text declares it."""
+
+    text: str  # that it stands in
+    parameters: list[Parameter]
+    blocks: str  # which parameter says how many blocks of a GPU do the work, 'rows' of a table; '' for the usual grid
+
+
+def declared() -> dict[str, Declared]:
+    """All kernels by name."""
     found = {}
     for text in texts():
-        for name, parameters in KERNEL.findall(text.read_text()) if text.suffix == ".cu" else ():
-            matches = [m for m in map(_PARAMETER.fullmatch, parameters.split(",")) if m]
-            found[name] = text.name, [Parameter(m[1], bool(m[2]), bool(m[3]), m[4]) for m in matches]
+        for name, listed, blocks in KERNEL.findall(text.read_text()) if text.suffix == ".cu" else ():
+            matches = [m for m in map(_PARAMETER.fullmatch, listed.split(",")) if m]
+            parameters = [Parameter(m[1], bool(m[2]), bool(m[3]), m[4]) for m in matches]
+            found[name] = Declared(text.name, parameters, blocks)
     return found
 
 

@@ -1,5 +1,6 @@
 """The verbs that a step is made of, for those who write the loop themselves: SINGA's names, each with its vote."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class Verbs:
 
     def __init__(self, wire: Communicator, capacity: int):
         self._wire = wire
-        self._staging = Staging(capacity, device.zeros)
+        self._staging = Staging(capacity)
         self._closed = self._in_backward = False
 
     def all_reduce(self, x: np.ndarray) -> None:
@@ -69,16 +70,26 @@ class Verbs:
         )
         if not arrays:
             return
-        flat = np.concatenate([a.reshape(-1) for a in arrays])
+        sizes = [a.size for a in arrays]
+        flat = device.zeros(sum(sizes), arrays[0].dtype, arrays[0])
+        parts = [flat[end - n : end] for n, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        for a, part in zip(arrays, parts, strict=True):
+            device.copy(part, a)
         selector = TopK(spars) if topK else Threshold(spars)
         compressor = selector if accumulation is None else ErrorFeedback(selector)
         state = {} if accumulation is None else {"residual": accumulation}
-        gather(flat, compressor, self._wire, state, At(rank=self._wire.rank, size=self._wire.size))
-        for a, part in zip(arrays, np.split(flat, np.cumsum([a.size for a in arrays])[:-1]), strict=True):
-            a[...] = part.reshape(a.shape)
+        gather(flat, compressor, self._wire, state, self._at(flat))
+        self._wire.wait()
+        for a, part in zip(arrays, parts, strict=True):
+            device.copy(a, part)
 
     def _reduce_half(self, flat: np.ndarray) -> None:
-        reduce(flat, Half(), self._wire, {}, At(rank=self._wire.rank, size=self._wire.size))
+        reduce(flat, Half(), self._wire, {}, self._at(flat))
+
+    def _at(self, flat: np.ndarray) -> At:
+        """A call of its own, with memory that nobody keeps."""
+        wire = self._wire
+        return At(0, wire.rank, wire.size, scratch=lambda name, nbytes: device.zeros(nbytes, np.uint8, flat))
 
     def _fused(self, verb: str, xs: Iterable[np.ndarray], send: bool, collective: Callable[[np.ndarray], None]) -> None:
         if not send:
@@ -90,9 +101,14 @@ class Verbs:
             return
         try:
             arrays = self._agree_on_arrays(f"{verb} with buffSize={self._staging.capacity}", xs, self._fill_or_match)
-            self._staging.send(arrays, collective)
+            self._staging.send(arrays, lambda piece: self._waited(collective, piece))
         finally:
             self._staging.clear()
+
+    def _waited(self, collective: Callable[[np.ndarray], None], piece: np.ndarray) -> None:
+        """What is copied out of a piece, or into it, comes after the collective."""
+        collective(piece)
+        self._wire.wait()
 
     def _fill_or_match(self, xs: Sequence[np.ndarray]) -> None:
         if self._staging.empty:
@@ -106,7 +122,7 @@ class Verbs:
 
     def broadcast(self, params: Iterable[Any]) -> None:
         """Rank 0's parameters (or plain arrays) to all ranks, in place."""
-        values = (getattr(p, "data", p) if not isinstance(p, np.ndarray) else p for p in params)
+        values = (p if device.is_array(p) else getattr(p, "data", p) for p in params)
         for value in self._agree_on_arrays("broadcast", values):
             self._wire.broadcast(value)
 

@@ -1,19 +1,24 @@
 // AdaGrad (Duchi et al., 2011) as in SINGA: epsilon stands inside the root.
 #include "update.h"
 
+struct AdaGrad : Update {
+  double epsilon;
+};
+
 // h <- h + d^2;  w <- w - lr d / sqrt(h + epsilon)
-KERNEL(adagrad)(Table table, const real *grad, real *history, double scale, double limit, double lr, double decay,
-                double epsilon) {
+KERNEL(adagrad)(Table table, const real *grad, real *history, const AdaGrad *now, Unless refused) {
+  if (holds(refused)) return;
   FOR_EACH_CHUNK(c, table) {
-    const Member m = table.rows[c.row];
+    const Member m = member(table, c);
     const real *g = grad + m.offset;
     real *w = m.data, *h = history + m.offset;
-    const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
-    const real eps = (real)epsilon;
-    FOR_EACH_IN(i, c) {
+    const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
+    const real mean = (real)now->scale, most = (real)now->limit;
+    const real eps = (real)now->epsilon;
+    FOR_EACH_IN(i, c, g, w, h) {
       const real d = direction(g[i], w[i], mean, most, wd), next = h[i] + d * d;
       h[i] = next;
       w[i] -= step * d / root(next + eps);
-    }
+    };
   }
 }

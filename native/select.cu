@@ -1,8 +1,10 @@
 // Which entries are worth sending.  Entries are compared by `magnitude`, an integer that orders like |x|, NaN on top;
-// so selection is exact, and ties are taken from the lowest index on.  [On a device one thread does it: right, and not
-// yet fast]
+// so selection is exact, and ties are taken from the lowest index on.  This is the host's way; a device's is in sift.cu,
+// and comes to the same.
 #include "lanes.h"
 #include "portable.h"
+
+#ifndef __CUDACC__
 
 typedef decltype(magnitude((real)0)) Magnitude;
 
@@ -116,16 +118,23 @@ INLINE long long collect(long long k, real *x, const real *add, long long begin,
   return held;
 }
 
+// What a payload is in a step that is refused.
+INLINE void no_entries(long long k, int *index, real *entry) {
+  for (long long i = 0; i < k; ++i) index[i] = -1, entry[i] = 0;
+}
+
 // x <- x + add, and all entries above `bound` move out of x: their indices, ascending, and values.  place[0] is how far
 // in x, and place[1] how many entries, this call and earlier ones came: not to the end if there is no room for a chunk.
 KERNEL(take_above)(long long n, real *x, long long given, const real *add, long long room, int *index, real *entry,
-                   long long two, long long *place, long long bound) {
-  FOR_EACH(thread, 1) {
-    while (place[0] < n && place[1] + RUN <= room) {
-      const long long begin = place[0], end = begin + RUN < n ? begin + RUN : n, held = place[1];
-      place[1] += take_above(x, given ? add : 0, begin, end, (Magnitude)bound, index + held, entry + held);
-      place[0] = end;
-    }
+                   long long two, long long *place, long long bound, Unless refused) {
+  if (holds(refused)) {
+    place[0] = n;
+    no_entries(room, index, entry);
+  }
+  while (place[0] < n && place[1] + RUN <= room) {
+    const long long begin = place[0], end = begin + RUN < n ? begin + RUN : n, held = place[1];
+    place[1] += take_above(x, given ? add : 0, begin, end, (Magnitude)bound, index + held, entry + held);
+    place[0] = end;
   }
 }
 
@@ -134,19 +143,20 @@ KERNEL(take_above)(long long n, real *x, long long given, const real *add, long 
 // twice its count; the more room, the more seldom candidates move back.
 KERNEL(take_largest)(long long n, real *x, long long given, const real *add, long long parts, const long long *offset,
                      const long long *size, const long long *count, long long k, int *index, real *entry,
-                     long long room, int *candidate, real *large) {
-  FOR_EACH(thread, 1) {
-    for (long long p = 0; p < parts; ++p) {
-      const long long begin = offset[p], end = begin + size[p];
-      const real *const sum = given ? add : 0;
-      const Magnitude bound = guess(count[p], x, sum, begin, end, large);
-      long long held = collect(count[p], x, sum, begin, end, bound, room, candidate, large, index, entry);
-      if (held < count[p]) {  // guessed too high
-        for (long long i = 0; i < held; ++i) x[candidate[i]] = large[i];
-        held = collect(count[p], x, 0, begin, end, -1, room, candidate, large, index, entry);
-      }
-      keep_largest(count[p], x, held, candidate, large, index, entry);
-      index += count[p], entry += count[p];
+                     long long room, int *candidate, real *large, Unless refused) {
+  if (holds(refused)) return no_entries(k, index, entry);
+  for (long long p = 0; p < parts; ++p) {
+    const long long begin = offset[p], end = begin + size[p];
+    const real *const sum = given ? add : 0;
+    const Magnitude bound = guess(count[p], x, sum, begin, end, large);
+    long long held = collect(count[p], x, sum, begin, end, bound, room, candidate, large, index, entry);
+    if (held < count[p]) {  // guessed too high
+      for (long long i = 0; i < held; ++i) x[candidate[i]] = large[i];
+      held = collect(count[p], x, 0, begin, end, -1, room, candidate, large, index, entry);
     }
+    keep_largest(count[p], x, held, candidate, large, index, entry);
+    index += count[p], entry += count[p];
   }
 }
+
+#endif

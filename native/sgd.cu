@@ -2,46 +2,54 @@
 #include "update.h"
 
 // w <- w - lr d
-KERNEL(sgd)(Table table, const real *grad, double scale, double limit, double lr, double decay) {
+KERNEL(sgd)(Table table, const real *grad, const Update *now, Unless refused) {
+  if (holds(refused)) return;
   FOR_EACH_CHUNK(c, table) {
-    const Member m = table.rows[c.row];
+    const Member m = member(table, c);
     const real *g = grad + m.offset;
     real *w = m.data;
-    const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
-    FOR_EACH_IN(i, c) w[i] -= step * direction(g[i], w[i], mean, most, wd);
+    const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
+    const real mean = (real)now->scale, most = (real)now->limit;
+    FOR_EACH_IN(i, c, g, w) { w[i] -= step * direction(g[i], w[i], mean, most, wd); };
   }
 }
 
+struct Momentum : Update {
+  double momentum, gain;
+};
+
 // b <- momentum b + gain d;  w <- w - lr b          [gain = 1 - dampening, from the first step on]
-KERNEL(sgd_momentum)(Table table, const real *grad, real *buffer, double scale, double limit, double lr, double decay,
-                     double momentum, double gain) {
+KERNEL(sgd_momentum)(Table table, const real *grad, real *buffer, const Momentum *now, Unless refused) {
+  if (holds(refused)) return;
   FOR_EACH_CHUNK(c, table) {
-    const Member m = table.rows[c.row];
+    const Member m = member(table, c);
     const real *g = grad + m.offset;
     real *w = m.data, *b = buffer + m.offset;
-    const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
-    const real mu = (real)momentum, in = (real)gain;
-    FOR_EACH_IN(i, c) {
+    const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
+    const real mean = (real)now->scale, most = (real)now->limit;
+    const real mu = (real)now->momentum, in = (real)now->gain;
+    FOR_EACH_IN(i, c, g, w, b) {
       const real next = mu * b[i] + in * direction(g[i], w[i], mean, most, wd);
       b[i] = next;
       w[i] -= step * next;
-    }
+    };
   }
 }
 
 // b <- momentum b + d;  w <- w - lr (d + momentum b)          [Nesterov]
-KERNEL(sgd_nesterov)(Table table, const real *grad, real *buffer, double scale, double limit, double lr, double decay,
-                     double momentum) {
+KERNEL(sgd_nesterov)(Table table, const real *grad, real *buffer, const Momentum *now, Unless refused) {
+  if (holds(refused)) return;
   FOR_EACH_CHUNK(c, table) {
-    const Member m = table.rows[c.row];
+    const Member m = member(table, c);
     const real *g = grad + m.offset;
     real *w = m.data, *b = buffer + m.offset;
-    const real step = (real)(lr * m.lr), wd = (real)(decay * m.decay), mean = (real)scale, most = (real)limit;
-    const real mu = (real)momentum;
-    FOR_EACH_IN(i, c) {
+    const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
+    const real mean = (real)now->scale, most = (real)now->limit;
+    const real mu = (real)now->momentum;
+    FOR_EACH_IN(i, c, g, w, b) {
       const real d = direction(g[i], w[i], mean, most, wd), next = mu * b[i] + d;
       b[i] = next;
       w[i] -= step * (d + mu * next);
-    }
+    };
   }
 }

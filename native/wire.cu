@@ -6,29 +6,32 @@
 KERNEL(pack)(Table table, real *flat, double scale, long long *bad) {
   const real factor = (real)scale;
   FOR_EACH_CHUNK(c, table) {
-    const real *from = table.rows[c.row].data;
-    real *to = flat + table.rows[c.row].offset;
+    const Member m = member(table, c);
+    const real *from = m.data;
+    real *to = flat + m.offset;
     int found = 0;
     if (from == to && factor == 1) {
-      FOR_EACH_IN(i, c) found += !is_finite(to[i]);
+      FOR_EACH_IN(i, c, from) { found += !is_finite(from[i]); };
     } else {
-      FOR_EACH_IN(i, c) {
+      FOR_EACH_IN(i, c, from, to) {
         const real x = factor * from[i];
         to[i] = x;
         found += !is_finite(x);
-      }
+      };
     }
     add(&bad[c.row], found);
   }
 }
 
 // data[i] <- scale flat[offset + i]
-KERNEL(unpack)(Table table, const real *flat, double scale) {
+KERNEL(unpack)(Table table, const real *flat, double scale, Unless refused) {
+  if (holds(refused)) return;
   const real factor = (real)scale;
   FOR_EACH_CHUNK(c, table) {
-    const real *from = flat + table.rows[c.row].offset;
-    real *to = table.rows[c.row].data;
-    FOR_EACH_IN(i, c) to[i] = factor * from[i];
+    const Member m = member(table, c);
+    const real *from = flat + m.offset;
+    real *to = m.data;
+    FOR_EACH_IN(i, c, from, to) { to[i] = factor * from[i]; };
   }
 }
 
@@ -37,112 +40,184 @@ KERNEL(unpack)(Table table, const real *flat, double scale) {
 KERNEL(add_parts)(Table table, long long parts, const real *const *part, real *sum, long long *bad) {
   FOR_EACH_CHUNK(c, table) {
     SCRATCH real total[CHUNK];
+    real *const sums = total - c.begin;
     const long long at = table.rows[c.row].offset;
     int found = 0;
     for (long long k = 1; k < parts; ++k) {
-      const real *before = k == 1 ? part[0] + at : total - c.begin, *next = part[k] + at;
+      const real *before = k == 1 ? global(part[0]) + at : sums, *next = global(part[k]) + at;
       found = 0;
-      FOR_EACH_IN(i, c) {
+      FOR_EACH_IN(i, c, before, next, sums) {
         const real x = before[i] + next[i];
-        total[i - c.begin] = x;
+        sums[i] = x;
         found += !is_finite(x);
-      }
+      };
     }
-    for (long long k = 0; found && k < parts; ++k) {
+    for (long long k = anywhere(found) ? 0 : parts; k < parts; ++k) {
+      const real *term = global(part[k]) + at;
       int terms = 0;
-      FOR_EACH_IN(i, c) terms += !is_finite(part[k][at + i]);
+      FOR_EACH_IN(i, c, term) { terms += !is_finite(term[i]); };
       add(&bad[k * table.count + c.row], terms);
     }
     add(&bad[parts * table.count + c.row], found);
     real *to = sum + at;
-    FOR_EACH_IN(i, c) to[i] = total[i - c.begin];
+    FOR_EACH_IN(i, c, sums, to) { to[i] = sums[i]; };
   }
 }
 
 // sum <- sum + x
-KERNEL(accumulate)(long long n, const real *x, real *sum) {
-  FOR_EACH(i, n) sum[i] += x[i];
+KERNEL(accumulate)(long long n, const real *x, real *sum, Unless refused) {
+  const long long count = holds(refused) ? 0 : n;
+  FOR_EACH(i, count, x, sum) { sum[i] += x[i]; };
+}
+
+// x <- 0
+KERNEL(clear)(long long n, real *x, Unless refused) {
+  const long long count = holds(refused) ? 0 : n;
+  FOR_EACH(i, count, x) { x[i] = 0; };
 }
 
 // x <- factor x
 KERNEL(scale)(long long n, real *x, double factor) {
   const real f = (real)factor;
-  FOR_EACH(i, n) x[i] *= f;
+  FOR_EACH(i, n, x) { x[i] *= f; };
 }
 
 // x <- x held between -limit and limit; NaN stays NaN
 KERNEL(clip)(long long n, real *x, double limit) {
   const real most = (real)limit;
-  FOR_EACH(i, n) x[i] = clamp(x[i], most);
+  FOR_EACH(i, n, x) { x[i] = clamp(x[i], most); };
 }
 
 // What a half can hold moves to the wire, times scale, and x keeps the rest: the rounding error, and what lies beyond
 // +-most.  An x that is not finite moves as it is.  [scale is a power of two, so that both parts are exact]
-KERNEL(take_half)(long long n, real *x, half_t *wire, double scale, double most) {
+KERNEL(take_half)(long long n, real *x, half_t *wire, double scale, double most, Unless refused) {
   const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
-  FOR_EACH(i, n) {
+  if (holds(refused)) {
+    FOR_EACH(i, n, wire) { wire[i] = 0; };
+    return;
+  }
+  FOR_EACH(i, n, x, wire) {
     const real now = x[i], sent = is_finite(now) ? clamp(now, limit) : now;
     const half_t h = half_of(sent * factor);
     wire[i] = h;
     x[i] = is_finite(now) ? now - value_of_half(h) * back : 0;
-  }
+  };
 }
 
 // x <- wire / scale
 KERNEL(give_half)(long long n, const half_t *wire, real *x, double scale) {
   const real back = (real)(1 / scale);
-  FOR_EACH(i, n) x[i] = value_of_half(wire[i]) * back;
+  FOR_EACH(i, n, wire, x) { x[i] = value_of_half(wire[i]) * back; };
 }
 
 // The same for bfloat16, whose range is that of float.
-KERNEL(take_bfloat16)(long long n, real *x, bfloat16_t *wire, double scale, double most) {
+KERNEL(take_bfloat16)(long long n, real *x, bfloat16_t *wire, double scale, double most, Unless refused) {
   const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
-  FOR_EACH(i, n) {
+  if (holds(refused)) {
+    FOR_EACH(i, n, wire) { wire[i] = 0; };
+    return;
+  }
+  FOR_EACH(i, n, x, wire) {
     const real now = x[i], sent = is_finite(now) ? clamp(now, limit) : now;
     const bfloat16_t b = bfloat16_of(sent * factor);
     wire[i] = b;
     x[i] = is_finite(now) ? now - value_of_bfloat16(b) * back : 0;
-  }
+  };
 }
 
 KERNEL(give_bfloat16)(long long n, const bfloat16_t *wire, real *x, double scale) {
   const real back = (real)(1 / scale);
-  FOR_EACH(i, n) x[i] = value_of_bfloat16(wire[i]) * back;
+  FOR_EACH(i, n, wire, x) { x[i] = value_of_bfloat16(wire[i]) * back; };
 }
 
-// Add one rank's entries; indices are distinct within a rank.
+// Add one rank's entries; indices are distinct within a rank, and negative where there is no entry.
 KERNEL(give_sparse)(long long n, real *x, long long k, const int *index, const real *entry) {
-  FOR_EACH(i, k) x[index[i]] += entry[i];
+  FOR_EACH(i, k, index, entry) {
+    if (index[i] >= 0) x[index[i]] += entry[i];
+  };
+}
+
+// The first of n ascending indices that is not below `at`; negative ones, which are no entries, stand at the end.
+INLINE long long first_from(long long at, const int *index, long long n) {
+  long long low = 0;
+  for (long long high = n; low < high;) {
+    const long long middle = (low + high) / 2;
+    if ((unsigned)index[middle] < at) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+// x <- the sum of all ranks' entries, added in rank order: the bits of zeros and one give_sparse after the other.
+#define RANKS 64  // whose entries are looked for at once
+KERNEL(give_all)(long long n, real *x, long long ranks, const int *const *index, const real *const *entry,
+                 const long long *lengths) {
+  FOR_EACH_PIECE(c, n) {
+    SCRATCH real total[CHUNK];
+    SCRATCH long long edges[2 * RANKS];
+    FOR_EACH_HERE(i, 0, CHUNK) total[i] = 0;
+    together();
+    for (long long first = 0; first < ranks; first += RANKS) {
+      const long long some = ranks - first < RANKS ? ranks - first : RANKS;
+      FOR_EACH_HERE(e, 0, 2 * some) {
+        const long long r = first + e / 2;
+        edges[e] = first_from(e % 2 ? c.end : c.begin, global(index[r]), lengths[r]);
+      }
+      together();
+      for (long long r = 0; r < some; ++r) {
+        const int *place = global(index[first + r]);
+        const real *value = global(entry[first + r]);
+        FOR_EACH_HERE(j, edges[2 * r], edges[2 * r + 1]) total[place[j] - c.begin] += value[j];
+        together();
+      }
+    }
+    const real *sums = total - c.begin;
+    FOR_EACH_IN(i, c, sums, x) { x[i] = sums[i]; };
+    together();
+  }
 }
 
 // bad[0] grows by the number of entries that are not finite.
 KERNEL(count_nonfinite)(long long n, const real *x, long long one, long long *bad) {
   long long found = 0;
-  FOR_EACH(i, n) found += !is_finite(x[i]);
+  FOR_EACH(i, n, x) { found += !is_finite(x[i]); };
   add(bad, found);
 }
 
+// total[0] grows by the number of entries whose magnitude is above `bound`.
+KERNEL(count_above)(long long n, const real *x, long long one, long long *total, long long bound) {
+  long long found = 0;
+  FOR_EACH(i, n, x) { found += magnitude(x[i]) > bound; };
+  add(total, found);
+}
+
+// total[0] grows by the sum of n counts, most of which are 0.
+KERNEL(sum_counts)(long long n, const long long *count, long long one, long long *total) {
+  long long found = 0;
+  FOR_EACH_PIECE(c, n) FOR_EACH_HERE(i, c.begin, c.end) found += count[i];
+  add(total, found);
+}
+
 KERNEL(to_half)(long long n, const real *x, half_t *wire) {
-  FOR_EACH(i, n) wire[i] = half_of(x[i]);
+  FOR_EACH(i, n, x, wire) { wire[i] = half_of(x[i]); };
 }
 
 KERNEL(from_half)(long long n, const half_t *wire, real *x) {
-  FOR_EACH(i, n) x[i] = value_of_half(wire[i]);
+  FOR_EACH(i, n, wire, x) { x[i] = value_of_half(wire[i]); };
 }
 
 // x <- x + wire
 KERNEL(add_half)(long long n, const half_t *wire, real *x) {
-  FOR_EACH(i, n) x[i] += value_of_half(wire[i]);
+  FOR_EACH(i, n, wire, x) { x[i] += value_of_half(wire[i]); };
 }
 
 KERNEL(to_bfloat16)(long long n, const real *x, bfloat16_t *wire) {
-  FOR_EACH(i, n) wire[i] = bfloat16_of(x[i]);
+  FOR_EACH(i, n, x, wire) { wire[i] = bfloat16_of(x[i]); };
 }
 
 KERNEL(from_bfloat16)(long long n, const bfloat16_t *wire, real *x) {
-  FOR_EACH(i, n) x[i] = value_of_bfloat16(wire[i]);
+  FOR_EACH(i, n, wire, x) { x[i] = value_of_bfloat16(wire[i]); };
 }
 
 KERNEL(add_bfloat16)(long long n, const bfloat16_t *wire, real *x) {
-  FOR_EACH(i, n) x[i] += value_of_bfloat16(wire[i]);
+  FOR_EACH(i, n, wire, x) { x[i] += value_of_bfloat16(wire[i]); };
 }

@@ -10,7 +10,7 @@ from distopt import kernels
 from distopt.buckets import plan
 from distopt.comm import Metered, MpiCommunicator, Ordered
 from distopt.comm.communicator import BLOCK, NUMBERS, slices
-from distopt.kernels import CHUNK, Members
+from distopt.tables import CHUNK, Members
 
 SIZES = [0, 1, 7, 1000, 2503]
 

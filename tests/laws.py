@@ -9,8 +9,8 @@ import time
 import numpy as np
 
 import reference
-from distopt import DistOpt, Parameter
-from distopt.compress import At, ErrorFeedback, Half, TopK
+from distopt import DistOpt, Parameter, device
+from distopt.compress import At, Dense, ErrorFeedback, Half, TopK
 from distopt.optim import SGD, AdaGrad, Adam, ExponentialDecay, RMSProp
 
 SHAPES = [(3, 4), (50,), (7,), (), (0,), (200,), (2, 3, 5), (1,)]
@@ -27,6 +27,36 @@ def gradients(params, step, rank):
     """Gradients that differ per step and rank."""
     rng = np.random.default_rng([11, step, rank])
     return [np.asarray(rng.standard_normal(p.data.shape), p.data.dtype) for p in params]
+
+
+def put(comm, arrays):
+    """Arrays where the communicator carries them: themselves, or copies on its GPU."""
+    if comm.gpu is None:
+        return arrays
+    there = [device.gpu_zeros(x.size, x.dtype).reshape(x.shape) for x in arrays]
+    for to, x in zip(there, arrays, strict=True):
+        device.copy(to, x)
+    return there
+
+
+def there(comm, params):
+    """Parameters whose data is there."""
+    for p, data in zip(params, put(comm, [p.data for p in params]), strict=True):
+        p.data = data
+    return params
+
+
+def summed(comm, x):
+    """The sum of numpy arrays over ranks."""
+    [found] = put(comm, [x])
+    comm.all_reduce(found)
+    comm.wait()
+    return device.host_copy(found)
+
+
+def pairs(comm, params, step):
+    """What a loss yields."""
+    return zip(params, put(comm, gradients(params, step, comm.rank)), strict=True)
 
 
 def sgd():
@@ -55,8 +85,10 @@ MODES = {
     "threshold": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.7),
     "topk without memory": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.1, topK=True, corr=False),
     "topk per tensor": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.1, per_tensor=True))),
+    "threshold without memory": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.7, corr=False),
     "topk beyond break even": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.9))),
 }
+CAPTURED = (Dense(), Half(), Half("bfloat16"), ErrorFeedback(Half()), ErrorFeedback(TopK(0.1)), TopK(0.1))
 ELEMENTWISE = ("dense", "half", "bfloat16", "half with memory", "threshold", "topk per tensor")
 
 
@@ -64,16 +96,16 @@ def train(
     comm, steps=4, start=0, params=None, opt=None, shapes=SHAPES, dtype="float32", mode="dense", make=sgd, **options
 ):
     """Some steps of a run; returns (params, opt)."""
-    params = parameters(shapes, dtype, comm.rank) if params is None else params
+    params = there(comm, parameters(shapes, dtype, comm.rank)) if params is None else params
     opt = DistOpt(make(), comm, **{"threshold": 60} | options) if opt is None else opt
     for step in range(start, start + steps):
-        MODES[mode](opt, zip(params, gradients(params, step, comm.rank), strict=True))
+        MODES[mode](opt, pairs(comm, params, step))
     return params, opt
 
 
 def digest(params):
     """A hash of all values, to the bit."""
-    return hashlib.sha256(b"".join(p.data.tobytes() for p in params)).hexdigest()
+    return hashlib.sha256(b"".join(device.host_copy(p.data).tobytes() for p in params)).hexdigest()
 
 
 def same_on_all_ranks(comm, text):
@@ -99,20 +131,24 @@ def nothing_is_lost(comm, mode="dense", dtype="float32"):
     """Law 2: N times what was applied, and what all ranks still keep, are the sum of all gradients."""
     params = parameters(dtype=dtype)
     before = [p.data.astype(np.float64) for p in params]
+    params = there(comm, params)
     opt = DistOpt(SGD(1.0), comm, threshold=60)
     total = [np.zeros(p.data.shape) for p in params]
     for step in range(5):
         for rank in range(comm.size):
             for s, g in zip(total, gradients(params, step, rank), strict=True):
                 s += g
-        MODES[mode](opt, zip(params, gradients(params, step, comm.rank), strict=True))
+        MODES[mode](opt, pairs(comm, params, step))
     kept = opt.state_dict()["states"].get("residual", {})
     for p, b, s in zip(params, before, total, strict=True):
         residual = np.zeros(p.data.shape) if not kept else kept[p.name].astype(np.float64)
-        comm.all_reduce(residual)
+        residual = summed(comm, residual)
         wire = 2e-3 * comm.size if "half" in mode else 0  # the sum itself is rounded to 16 bits
         np.testing.assert_allclose(
-            comm.size * (b - p.data) + residual, s, rtol=0, atol=50 * comm.size * TOLERANCE[dtype] + 5 * wire
+            comm.size * (b - device.host_copy(p.data)) + residual,
+            s,
+            rtol=0,
+            atol=50 * comm.size * TOLERANCE[dtype] + 5 * wire,
         )
 
 
@@ -125,7 +161,7 @@ def ranks_agree_with_whole_batch(comm, dtype="float32"):
         for step in range(4):
             g = reference.mean([gradients(params, step, r)[k] for r in range(comm.size)])
             w, b = reference.sgd(w, b, g, lr=lr[step], momentum=0.9, weight_decay=1e-3)
-        np.testing.assert_allclose(params[k].data, w, rtol=0, atol=10 * TOLERANCE[dtype])
+        np.testing.assert_allclose(device.host_copy(params[k].data), w, rtol=0, atol=10 * TOLERANCE[dtype])
 
 
 def ranks_agree_with_one(comm, make):
@@ -140,7 +176,7 @@ def ranks_agree_with_one(comm, make):
         ]
         opt(zip(alone, (np.asarray(m) for m in means), strict=True))
     for p, a in zip(params, alone, strict=True):
-        np.testing.assert_allclose(p.data, a.data, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(device.host_copy(p.data), a.data, rtol=0, atol=1e-4)
 
 
 def modes_agree(comm):
@@ -158,12 +194,12 @@ def modes_agree(comm):
         "half": 2e-3,
         "bfloat16": 2e-2,
     }.items():
-        params, opt = parameters(rank=comm.rank), DistOpt(SGD(0.1), comm, threshold=60)
+        params, opt = there(comm, parameters(rank=comm.rank)), DistOpt(SGD(0.1), comm, threshold=60)
         for step in range(4):
-            steps[mode](opt, zip(params, gradients(params, step, comm.rank), strict=True))
+            steps[mode](opt, pairs(comm, params, step))
         for p, q in zip(params, dense, strict=True):
-            exactly = comm.size == 1 and tolerance == 1e-6
-            np.testing.assert_allclose(p.data, q.data, rtol=0, atol=0 if exactly else tolerance, err_msg=mode)
+            exactly, (one, other) = comm.size == 1 and tolerance == 1e-6, map(device.host_copy, (p.data, q.data))
+            np.testing.assert_allclose(one, other, rtol=0, atol=0 if exactly else tolerance, err_msg=mode)
 
 
 def same_bits(comm, mode="dense", make=sgd):
@@ -229,9 +265,42 @@ def overlap_changes_no_bit(comm, mode="dense"):
     expected, _ = train(comm, steps=4, mode=mode, **options)
     params, opt = train(comm, steps=0, overlap=True, **options)
     for step in range(4):
-        backward = zip(params, gradients(params, step, comm.rank), strict=True)
+        backward = pairs(comm, params, step)
         MODES[mode](opt, ((p, g) for p, g in backward if time.sleep(2e-4 * comm.rank) is None))
     assert digest(params) == digest(expected), mode
+
+
+def train_captured(comm, compressor=None, make=sgd, captured=True, nan_at=(), **options):
+    """Six steps whose gradients a "backward pass" writes to the same arrays each time; returns (params, opt)."""
+    params = there(comm, parameters(rank=comm.rank))
+    opt = DistOpt(make(), comm, **{"threshold": 60} | options)
+    views = opt.gradient_views(params)
+    given = put(comm, [np.zeros(p.data.shape, p.data.dtype) for p in params])  # what backward makes of its inputs
+
+    def loss():
+        for view, x in zip(views, given, strict=True):
+            device.copy(view, x)
+        return zip(params, views, strict=True)
+
+    def feed(step):
+        for x, g in zip(given, gradients(params, step, comm.rank), strict=True):
+            if step in nan_at and comm.rank == comm.size - 1:
+                g[...] = np.nan
+            device.copy(x, g)
+
+    feed(0)
+    step = opt.capture(loss, compressor) if captured else lambda: opt.step(loss, compressor)
+    for k in range(captured, 6):
+        feed(k)
+        step()
+    return params, opt
+
+
+def capture_changes_no_bit(comm, compressor=None, **options):
+    """Law 6 for a step as a CUDA graph: replay is the same as eager, steps that are refused included."""
+    eager, captured = (train_captured(comm, compressor, captured=c, **options) for c in (False, True))
+    assert digest(captured[0]) == digest(eager[0]), compressor
+    assert_equal_states(captured[1].state_dict(), eager[1].state_dict())
 
 
 def assert_equal_states(a, b):
@@ -255,13 +324,14 @@ def all_of_them(comm):
         ranks_agree_with_one(comm, make)
         same_bits(comm, make=make)
         resume(comm, make=make, stops=(3,))
-        sharding_changes_no_bit(comm, make=make)
+        if comm.gpu is None:
+            sharding_changes_no_bit(comm, make=make)
     modes_agree(comm)
     for mode in MODES:
         same_bits(comm, mode)
         resume(comm, mode)
         resume(comm, mode, stops=(1, 2), num_batches=2)
-        if mode != "partial":
+        if mode != "partial" and comm.gpu is None:
             sharding_changes_no_bit(comm, mode)
             sharding_changes_no_bit(comm, mode, nonfinite="propagate")
             sharding_changes_no_bit(comm, mode, overlap=True)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from distopt.kernels import Members
+from distopt.tables import Members
 
 
 def fused_equals_single(make):
@@ -15,7 +15,8 @@ def fused_equals_single(make):
     opts = make(), make()
     for _ in range(5):
         flat = rng.standard_normal(table.extent).astype(np.float32)
-        opts[0].update_bucket(table.point_to(fused), flat, 1.0)
+        opts[0].prepare(1.0)
+        opts[0].update_bucket(table.point_to(fused), flat)
         for row, (name, v) in enumerate(zip(names, one, strict=True)):
             opts[1].apply(name, v, table.view(flat, row))
         for opt in opts:

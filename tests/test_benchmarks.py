@@ -6,7 +6,7 @@ import pytest
 from benchmarks import floor, measure
 from benchmarks.optimizers import RULES
 from distopt.device import zeros
-from distopt.kernels import Members
+from distopt.tables import Members
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -18,7 +18,8 @@ def test_the_floor_of_an_update_is_that_update(rule):
     opt.lr = 0.1
     table = Members(["p"], [p.shape], [0], p.dtype).point_to([p])
     for _ in range(2):
-        opt.update_bucket(table, g, 0.5)
+        opt.prepare(0.5)
+        opt.update_bucket(table, g)
         floor.update(rule, mine, g, m, v, scale=0.5, lr=0.1, decay=1e-4)
         if rule == "adam":  # whose bias correction the floor leaves out
             p[:], opt.step_counter = mine, 10**6

@@ -160,7 +160,7 @@ def test_singas_own_counterexample():
 def test_how_many(n, density, k):
     assert TopK(density).count(n) == k
     assert TopK(density).payload_bytes(n) == 8 * k
-    assert TopK(density).payload_bytes(n, 8) == 12 * k
+    assert TopK(density).payload_bytes(n, 8) == 12 * k + 4 * (k % 2)  # whole values, so that parts stay aligned
 
 
 @given(x=hnp.arrays(np.float32, st.integers(0, 200), elements=VALUES), magnitude=st.floats(0, 3))

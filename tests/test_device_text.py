@@ -1,122 +1,432 @@
-"""Law 8 without a GPU: what the texts say for a device, run thread by thread on the CPU, gives the host's bits.
+"""Law 8 without a GPU: what the texts say for a device, run by the CPU thread for thread, gives the host's bits.
 
-The device's loops (chunks found by bisection, grid strides, atomics) are compiled by the host's compiler; blocks and
-threads run in shuffled order.  What this cannot show is the GPU's own arithmetic and timing.
+The device's loops (16-byte accesses, chunks found by bisection, grid strides, atomics, look-back) are compiled by the
+host's compiler; blocks, warps and lanes run in shuffled order.  What this cannot show is the GPU's own arithmetic, how
+it orders memory, and its timing.
 """
 
 import ctypes
-import random
+import functools
+import os
 import subprocess
-from pathlib import Path
+import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import laws
 from distopt import kernels, run_ranks
-from distopt.compress import ErrorFeedback, Threshold, TopK
-from distopt.kernels import KERNELS, NATIVE
-from test_kernels import SIZES, compiler, members
+from distopt.compress import select
+from distopt.tables import CHUNK, Numbers
+from simt.build import build, sanitized
+from simt.device import on
+from test_kernels import REALS, SIZES, members
 
-SIMT = Path(__file__).parent / "simt"
-HOST = kernels.library()
+SANITIZE = "DISTOPT_SANITIZED_KERNELS"  # in the environment of the run under the sanitizers
+GRIDS = [(3, 64, 1), (1, 256, 0), (7, 128, 2), (2, 256, 3)]  # blocks, threads, seed
+if SANITIZE in os.environ:
+    del GRIDS[1:]
+YES = np.ones(1, np.int64)
 
 
 @pytest.fixture(scope="session")
-def device_library(tmp_path_factory):
+def libraries(tmp_path_factory):
     """All texts, compiled as for a device."""
     folder = tmp_path_factory.mktemp("simt")
-    flags = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", f"-I{NATIVE}", f"-I{SIMT}"]
-    units = [folder / "who.o"]
-    subprocess.run([compiler(), *flags, "-c", SIMT / "who.cpp", "-o", units[0]], check=True)
-    for text in sorted(NATIVE.glob("*.cu")):
-        for real in ("float", "double"):
-            units.append(folder / f"{text.stem}-{real}.o")
-            here = ["-x", "c++", "-include", SIMT / "serial.h", f"-Dreal={real}", "-c", text, "-o", units[-1]]
-            subprocess.run([compiler(), *flags, *here], check=True)
-    subprocess.run([compiler(), "-shared", "-o", folder / "device.so", *units], check=True)
-    return ctypes.CDLL(str(folder / "device.so"))
+    return {
+        real: ctypes.CDLL(str(build(folder, real, sanitize=SANITIZE in os.environ))) for real in ("float", "double")
+    }
 
 
-class Device:
-    """A stand-in for the host library: a call runs a kernel once for every thread of a small grid."""
-
-    def __init__(self, library, blocks, threads, seed=0):
-        self.locate = HOST.locate  # no kernel
-        self.library, self.blocks, self.threads = library, blocks, threads
-        self.order = [(t, b) for b in range(blocks) for t in range(threads)]
-        random.Random(seed).shuffle(self.order)
-
-    def __getattr__(self, name):
-        return Launch(self, getattr(self.library, name))
+@pytest.fixture(params=GRIDS, ids=lambda g: "{} blocks of {}, order {}".format(*g))
+def device(request, libraries):
+    """A context in which all kernels are the device's texts."""
+    return functools.partial(on, libraries, *request.param)
 
 
-class Launch:
-    argtypes = restype = None
-
-    def __init__(self, device, function):
-        self.device, self.function = device, function
-
-    def __call__(self, *args):
-        given = [
-            a if isinstance(a, ctypes.Structure | ctypes.Array) else kind(a)
-            for kind, a in zip(self.argtypes, args, strict=True)
-        ]
-        for thread, block in self.device.order:
-            self.device.library.become(thread, block, self.device.threads, self.device.blocks)
-            self.function(*given)
+def same(host, there):
+    """Equal to the bit, NaN for NaN."""
+    for a, b in zip(host, there, strict=True):
+        np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
-@pytest.fixture(params=[(1, 1), (3, 4), (1, 7), (5, 2)], ids=lambda p: f"{p[0]} blocks of {p[1]}")
-def on_device(request, device_library, monkeypatch):
-    """A function that switches all kernels to the device's text."""
-
-    def switch():
-        monkeypatch.setattr(kernels, "library", lambda: Device(device_library, *request.param))
-        for kernel in KERNELS.values():
-            monkeypatch.setattr(kernel, "_functions", {})
-
-    return switch
+def shifted(x, by):
+    """A copy of x that starts ``by`` elements behind an aligned address."""
+    return np.concatenate([np.zeros(by, x.dtype), x])[by:]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_every_mode_and_optimizer_gives_the_same_bits(on_device, dtype):
+@pytest.mark.parametrize("dtype", REALS)
+def test_every_mode_and_optimizer_gives_the_same_bits(device, dtype):
     def main(comm):
         found = [laws.digest(laws.train(comm, mode=mode, dtype=dtype)[0]) for mode in laws.MODES]
         return found + [laws.digest(laws.train(comm, make=make, dtype=dtype)[0]) for make in laws.OPTIMIZERS.values()]
 
     host = run_ranks(2, main)
-    on_device()
-    assert run_ranks(2, main) == host
+    with device():
+        assert run_ranks(2, main) == host
 
 
-def test_chunks_of_tensors_of_every_size(on_device):
+def written(struct, **values):
+    """The numbers of an update."""
+    found = Numbers(struct)
+    found.write(**values)
+    return found
+
+
+def tables(dtype, by):
+    """What the kernels of a bucket make of tensors of every size, ``by`` elements beside where they are aligned."""
+    table, arrays = members([0, *SIZES, 0, 0, 3, 0], dtype, seed=4)
+    arrays = [shifted(a, by) for a in arrays]
+    table.point_to(arrays)
+    arrays[5][3] = np.nan
+    flat, bad = np.zeros(table.extent, dtype), np.zeros(len(arrays), np.int64)
+    kernels.pack(table, flat, 0.3, bad)
+    states = [np.abs(flat) for _ in range(4)]
+    common = {"scale": 1.0, "limit": 2.0, "lr": 0.1, "decay": 0.01}
+    moments = {"b1": 0.9, "fade1": 0.1, "bias1": 0.1, "b2": 0.99, "fade2": 0.01, "bias2": 0.01, "epsilon": 1e-8}
+    kernels.sgd(table, flat, written("Update", **common))
+    kernels.sgd_momentum(table, flat, states[0], written("Momentum", **common, momentum=0.9, gain=1.0))
+    kernels.adam(table, flat, *states[1:3], written("Adam", **common | moments))
+    kernels.unpack(table, flat, 2.0)
+    ranks = [np.ones_like(flat), flat, states[3]]
+    wrong = np.zeros(4 * len(arrays), np.int64)
+    for share in range(3):
+        kernels.add_parts(table.share(share, 3), ranks, ranks[0], wrong)
+    partial, sums = np.zeros(table.span[1] + len(arrays)), np.zeros(len(arrays))
+    for share in range(3):
+        kernels.partial_squares(table.share(share, 3), flat, partial)
+    kernels.fold_partials(table, partial, sums)
+    return flat, *ranks, bad, wrong, *states, partial, sums, *arrays
+
+
+@pytest.mark.parametrize("by", [0, 1, 3])
+@pytest.mark.parametrize("dtype", REALS)
+def test_tensors_of_every_size_and_alignment(device, dtype, by):
     """Empty tensors between others, exact multiples of a chunk, and one element more or less."""
-    results = []
-    for side in ("host", "device"):
-        if side == "device":
-            on_device()
-        table, arrays = members([0, *SIZES, 0, 0, 3, 0], seed=4)
-        arrays[5][3] = np.nan
-        flat, bad = np.zeros(table.extent, np.float32), np.zeros(len(arrays), np.int64)
-        kernels.pack(table, flat, 0.3, bad)
-        kernels.sgd(table, flat, 1.0, 2.0, 0.1, 0.01)
-        kernels.unpack(table, flat, 2.0)
-        other, wrong = np.ones_like(flat), np.zeros(3 * len(arrays), np.int64)
-        for share in range(3):
-            kernels.add_parts(table.share(share, 3), [flat, other], other, wrong)
-        results.append((flat.tobytes(), other.tobytes(), bad.tolist(), wrong.tolist(), [a.tobytes() for a in arrays]))
-    assert results[0] == results[1]
+    host = tables(dtype, by)
+    with device():
+        there = tables(dtype, by)
+    same(host, there)
 
 
-def test_selection(on_device):
-    x, residual = np.random.default_rng(0).standard_normal((2, 20_000)).astype(np.float32).round(1)  # many ties
-    results = []
-    for side in ("host", "device"):
-        if side == "device":
-            on_device()
-        for compressor in (TopK(0.01), Threshold(3.0), Threshold(0)):
-            kept = {"residual": residual.copy()}
-            sent = ErrorFeedback(compressor).compress(x, kept, laws.At())
-            results.append((sent.tobytes(), kept["residual"].tobytes()))
-    assert results[:3] == results[3:]
+def flats(n, dtype, by):
+    """What the kernels of flat arrays make of n numbers."""
+    x, y = (shifted(a.astype(dtype), by) for a in np.random.default_rng(n).standard_normal((2, n)))
+    x[: n // 7 : 3] = np.nan
+    y[: n // 9] = -np.inf
+    bad, found = np.zeros(1, np.int64), [x, y]
+    kernels.accumulate(x, y)
+    kernels.scale(x, 1 / 3)
+    kernels.clip(x, 0.2)
+    kernels.count_nonfinite(y, bad)
+    for wire, kind in ((np.float16, "half"), (ml_dtypes.bfloat16, "bfloat16")):
+        h, back = (np.zeros(n, t) for t in (wire, dtype))
+        getattr(kernels, f"to_{kind}")(y, h)
+        getattr(kernels, f"from_{kind}")(h, back)
+        getattr(kernels, f"add_{kind}")(h, x)
+        kept, sent = shifted(x, by), np.zeros(n, wire)
+        getattr(kernels, f"take_{kind}")(kept, sent, 0.25, 1e4)
+        given = back.copy()
+        getattr(kernels, f"give_{kind}")(sent, given, 0.25)
+        refused = x.copy(), np.ones(n, wire)
+        getattr(kernels, f"take_{kind}")(*refused, 0.25, 1e4, YES)
+        same([refused[0], refused[1]], [x, np.zeros(n, wire)])
+        found += [h, back, kept, sent, given]
+    before = y.copy()
+    kernels.accumulate(x, y, YES)
+    same([before], [y])
+    return *found, bad
+
+
+@pytest.mark.filterwarnings("ignore:invalid")
+@pytest.mark.parametrize("by", [0, 1])
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("n", SIZES)
+def test_flat_kernels(device, n, dtype, by):
+    host = flats(n, dtype, by)
+    with device():
+        there = flats(n, dtype, by)
+    same(host, there)
+
+
+def test_what_is_counted_is_counted_once(libraries):
+    """One addition a warp, and none where there is nothing to add."""
+    x, bad = np.zeros(3 * CHUNK, np.float32), np.zeros(1, np.int64)
+    x[::5] = np.nan
+    with on(libraries, 3, 128):
+        kernels.count_nonfinite(x, bad)
+    assert bad[0] == np.isnan(x).sum()
+
+
+# Selection.  Numbers of few digits, so that there are ties, and what is not finite.
+def numbers(n, dtype, seed, digits, odd=True):
+    rng = np.random.default_rng(seed)
+    x, add = rng.standard_normal((2, n)).round(digits).astype(dtype)
+    if odd and n > 20:
+        x[rng.integers(0, n, n // 20)] = np.nan
+        x[rng.integers(0, n, n // 20)] = np.inf
+        add[rng.integers(0, n, n // 20)] = -0.0
+    return x, add
+
+
+def bits_of(value, dtype):
+    return int(np.array(value, dtype).view(f"i{np.dtype(dtype).itemsize}"))
+
+
+def above(x, add, bound, capacity):
+    """What ``take_above`` of a device shall do, in numpy: index, entry, x, how many."""
+    total = x + add if add.size else x.copy()
+    kind = f"i{x.itemsize}"
+    found = np.flatnonzero((total.view(kind) & np.iinfo(kind).max) > bound)
+    index, entry = np.full(capacity, -1, np.int32), np.zeros(capacity, x.dtype)
+    taken = found[:capacity]
+    index[: taken.size], entry[: taken.size] = taken, total[taken]
+    total[taken] = 0
+    return index, entry, total, np.array([x.size, found.size])
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+SOME_GRID = st.sampled_from(GRIDS)
+LENGTHS = st.one_of(st.sampled_from([0, 1, CHUNK - 1, CHUNK, CHUNK + 1]), st.integers(0, 12 * CHUNK))
+
+
+@pytest.mark.filterwarnings("ignore:invalid")
+@given(
+    n=LENGTHS,
+    share=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    limit=st.sampled_from([0.0, 0.5, 2.5, 100.0]),
+    given_add=st.booleans(),
+    by=st.integers(0, 3),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    seed=SEEDS,
+)
+def test_what_lies_above_a_bound(libraries, n, share, limit, given_add, by, dtype, grid, seed):
+    """In the order of indices; what there is no room for stays."""
+    x, add = numbers(n, dtype, seed, 1)
+    x, add, bound, capacity = shifted(x, by), add if given_add else add[:0], bits_of(limit, dtype), int(share * n)
+    expected = above(x, add, bound, capacity)
+    index, entry = np.full(capacity, 7, np.int32), np.full(capacity, 7, dtype)
+    place, state = np.full(2, -5), np.full(select.above_words(n), -1)
+    kept = shifted(x, by)
+    with on(libraries, *grid), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "on_gpu", lambda x: True)
+        select.take_above(kept, add, index, entry, place, bound, state)
+        same(expected, (index, entry, kept, place))
+        select.take_above(kept, add, index, entry, place, bound, state, YES)
+    same((np.full(capacity, -1, np.int32), np.zeros(capacity, dtype)), (index, entry))
+    same([kept, place], [expected[2], np.array([n, 0])])
+
+
+def test_the_host_side_of_take_above():
+    x, add = numbers(3000, "float32", 0, 1)
+    planes = np.zeros(3000 + CHUNK, np.int32), np.zeros(3000 + CHUNK, np.float32)
+    place, bound = np.zeros(2, np.int64), bits_of(1.0, "float32")
+    expected = above(x, add, bound, 3000)
+    kept = x.copy()
+    select.take_above(kept, add, *planes, place, bound)
+    same(expected, (planes[0][:3000] - (np.arange(3000) >= place[1]), planes[1][:3000], kept, place))
+    place[:] = 0
+    select.take_above(kept, add, *planes, place, bound, None, YES)
+    assert place.tolist() == [3000, 0]
+    assert (planes[0] == -1).all()
+    assert not planes[1].any()
+    same([kept], [expected[2]])
+
+
+def largest_on_host(x, add, offsets, sizes, counts, refused=None):
+    room = 2 * int(sizes.max(initial=0)) + 2 * CHUNK
+    index, entry, *held = (np.full(k, 7, t) for k in (counts.sum(), room) for t in (np.int32, x.dtype))
+    kernels.take_largest(x, add, offsets, sizes, counts, index, entry, *held, refused)
+    return index, entry, x
+
+
+def largest_on_device(x, add, offsets, sizes, counts, refused=None):
+    table = select.parts_table(offsets, sizes, counts)
+    state = np.full(select.largest_words(table, x.dtype), -1)
+    index, entry, *held = (
+        np.full(k, 7, t) for k in (counts.sum(), select.candidates(table)) for t in (np.int32, x.dtype)
+    )
+    select.take_largest(x, add, table, index, entry, state, *held, refused)
+    return index, entry, x
+
+
+def the_largest(libraries, grid, x, add, parts, refused=None):
+    """Both sides on copies of x, equal to the bit; returns the launches of the device."""
+    host = largest_on_host(x.copy(), add, *parts, refused)
+    with on(libraries, *grid) as there:
+        same(host, largest_on_device(shifted(x, 1), add, *parts, refused))
+        assert not x.size or (refused is None) == (host[0].size == 0 or host[0][0] >= 0)
+    return there.launched
+
+
+def whole(n, density):
+    return np.zeros(1, np.int64), np.array([n]), np.array([int(np.ceil(density * n))])
+
+
+DENSITIES = st.sampled_from([1e-3, 0.01, 0.1, 0.3, 0.9, 1.0])
+
+
+@pytest.mark.filterwarnings("ignore:invalid")
+@given(
+    n=LENGTHS,
+    density=DENSITIES,
+    digits=st.integers(0, 3),
+    given_add=st.booleans(),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    seed=SEEDS,
+)
+def test_the_largest_of_a_bucket(libraries, n, density, digits, given_add, dtype, grid, seed):
+    x, add = numbers(n, dtype, seed, digits)
+    the_largest(libraries, grid, x, add if given_add else add[:0], whole(n, density))
+
+
+@pytest.mark.filterwarnings("ignore:invalid")
+@settings(max_examples=20)
+@given(
+    sizes=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 3 * CHUNK)), min_size=1, max_size=12),
+    density=DENSITIES,
+    digits=st.integers(0, 3),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    seed=SEEDS,
+)
+def test_the_largest_of_every_tensor(libraries, sizes, density, digits, dtype, grid, seed):
+    room = [-(-n // 16) * 16 for n in sizes]
+    x, add = numbers(sum(room), dtype, seed, digits)
+    counts = np.ceil(density * np.array(sizes)).astype(np.int64)
+    parts = np.cumsum(room) - room, np.array(sizes), counts
+    the_largest(libraries, grid, x, add, parts)
+
+
+def spikes(rng, n):
+    """Almost all zero: the guess is zero, and candidates do not fit."""
+    return np.where(rng.random(n) < 1e-4, rng.standard_normal(n), 0)
+
+
+def hidden(rng, n):
+    """All that is large lies where no sample looks, so the guess is too low; then where all samples look."""
+    x = rng.standard_normal(n) * 1e-3
+    x[: n // 100] = 1 + rng.random(n // 100)
+    return x
+
+
+def sampled(rng, n):
+    """A few lines are huge: more of them are sampled than there are."""
+    x = rng.standard_normal(n)
+    x[: 16 * (n // 16)].reshape(-1, 16)[::50] *= 1e6
+    return x
+
+
+HARD = {
+    "zeros": lambda rng, n: np.zeros(n),
+    "ties": lambda rng, n: np.full(n, -1.5),
+    "two values": lambda rng, n: rng.choice([1.0, -2.0], n),
+    "not finite": lambda rng, n: rng.choice([np.nan, np.inf, -np.inf], n),
+    "spikes": spikes,
+    "hidden": hidden,
+    "sampled": sampled,
+    "subnormal": lambda rng, n: rng.standard_normal(n) * 1e-40,
+}
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("density", [1e-4, 0.01, 0.1])
+@pytest.mark.parametrize("case", HARD)
+def test_the_largest_of_what_is_hard_to_guess(libraries, case, density, dtype):
+    """A wrong guess costs time, and nothing else."""
+    n = 70_001
+    x = HARD[case](np.random.default_rng(1), n).astype(dtype)
+    launched = the_largest(libraries, (3, 256, 1), x, x[:0], whole(n, density))
+    digits = 4 if dtype == "float32" else 8
+    assert len(launched) == 5 + digits
+
+
+@pytest.mark.parametrize("rank", [1, 3, 10**6])
+def test_a_guess_of_any_kind(libraries, monkeypatch, rank):
+    """Too high: fewer candidates than wanted.  Too low: more than there is room for."""
+    made = select.parts_table
+
+    def misled(*parts):
+        table = made(*parts)
+        table.reshape(-1, select.CELLS)[:, 7] = rank
+        return table
+
+    monkeypatch.setattr(select, "parts_table", misled)
+    x, add = numbers(50_000, "float32", 3, 3)
+    the_largest(libraries, (5, 128, 4), x, add, whole(x.size, 0.01))
+
+
+@pytest.mark.parametrize("dtype", REALS)
+def test_a_refused_selection_changes_nothing(device, dtype):
+    x, add = numbers(9000, dtype, 1, 1)
+    with device():
+        there = largest_on_device(x.copy(), add, *whole(x.size, 0.1), YES)
+    host = largest_on_host(x.copy(), add, *whole(x.size, 0.1), YES)
+    same(host, there)
+    same(host, (np.full(900, -1, np.int32), np.zeros(900, dtype), x))
+    no = np.zeros(1, np.int64)
+    with device():
+        there = largest_on_device(x.copy(), add, *whole(x.size, 0.1), no)
+    same(largest_on_host(x.copy(), add, *whole(x.size, 0.1)), there)
+
+
+def test_scratch_is_what_it_is_said_to_be():
+    """25.6 M elements at 0.1 %: candidates of some per mille, and no more words than a hundredth of x."""
+    table = select.parts_table(*whole(25_600_000, 0.001))
+    assert 2 * 25_600 < select.candidates(table) < 5 * 25_600
+    assert select.largest_words(table, np.float32) < 15_000
+    assert select.candidates(select.parts_table(*whole(10**6, 0.5))) == 0
+
+
+def payloads(n, ranks, dtype, seed):
+    """Of every rank: ascending indices, with -1 behind them, and entries."""
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(ranks):
+        k = int(rng.integers(0, n + 1)) // int(rng.integers(1, 20))
+        index = np.full(k + int(rng.integers(0, 5)), -1, np.int32)
+        index[:k] = np.sort(rng.permutation(n)[:k])
+        entry = np.where(index < 0, 0, rng.standard_normal(index.size)).astype(dtype)
+        found.append((index, entry))
+    return found
+
+
+@settings(max_examples=20)
+@given(
+    n=st.sampled_from([0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7]),
+    ranks=st.sampled_from([0, 1, 2, 5, 70]),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    seed=SEEDS,
+)
+def test_the_sum_of_all_ranks_entries(libraries, n, ranks, dtype, grid, seed):
+    sent = payloads(n, ranks, dtype, seed)
+    one_by_one = np.zeros(n, dtype)
+    for index, entry in sent:
+        kernels.give_sparse(one_by_one, index, entry)
+    lists = [i for i, _ in sent], [e for _, e in sent], np.array([i.size for i, _ in sent], np.int64)
+    host, there = np.full((2, n + 1), 7, dtype)[:, 1:]
+    kernels.give_all(host, *lists)
+    same([one_by_one], [host])
+    with on(libraries, *grid):
+        kernels.give_all(there, *lists)
+        again = np.zeros(n, dtype)
+        for index, entry in sent:
+            kernels.give_sparse(again, index, entry)
+    same([one_by_one, one_by_one], [there, again])
+
+
+@pytest.mark.skipif(SANITIZE in os.environ, reason="this is that run")
+def test_no_thread_reads_or_writes_outside_of_its_arrays():
+    """The same under the address and undefined-behaviour sanitizers."""
+    if not sanitized():
+        pytest.skip("the compiler has no libasan")
+    env = sanitized() | {SANITIZE: "1"}
+    some = "count or flat_kernels or tensors_of_every or above_a_bound or largest_of_every or all_ranks or refused"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", some]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import reference
 from distopt import kernels
 from distopt.device import zeros
-from distopt.kernels import CHUNK, MEMBER, NATIVE, Members
+from distopt.tables import CHUNK, MEMBER, Members, Numbers
+from distopt.texts import NATIVE, source_hash
 
 SIZES = [0, 1, 15, 16, 17, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5]
 REALS = ["float32", "float64"]
@@ -31,13 +32,11 @@ def members(sizes, dtype="float32", seed=0):
 
 
 def test_the_library_was_built_from_these_texts():
-    assert kernels.library().source_hash().decode() == kernels.source_hash()
+    assert kernels.library().source_hash().decode() == source_hash()
 
 
 def test_the_text_is_the_signature():
-    assert [p.name for p in kernels.sgd_momentum.parameters] == [
-        *("grad", "buffer", "scale", "limit", "lr", "decay", "momentum", "gain")
-    ]
+    assert [p.name for p in kernels.sgd_momentum.parameters] == [*("grad", "buffer", "now", "refused")]
     assert MEMBER.itemsize == 48
     with pytest.raises(AttributeError, match=r"no kernel 'sgd_magic'.*sgd_momentum"):
         _ = kernels.sgd_magic
@@ -248,15 +247,16 @@ def _some_steps(function):
     """Bytes of what momentum SGD and a cast make of the same numbers."""
     table, arrays = members(SIZES, seed=5)
     grad, buffer = np.random.default_rng(1).standard_normal((2, table.extent)).astype(np.float32)
-    d = ctypes.c_double
-    rule = [d(v) for v in (1 / 3, 0.7, 0.1, 1e-3, 0.9, 0.8)]
+    now = Numbers("Momentum")
+    now.write(scale=1 / 3, limit=0.7, lr=0.1, decay=1e-3, momentum=0.9, gain=0.8)
     pointer = ctypes.c_void_p
     for _ in range(5):
         function("sgd_momentum")(
-            table.table,
+            table.table(None),
             pointer(grad.ctypes.data),
             pointer(buffer.ctypes.data),
-            *rule,
+            pointer(now.address(None)),
+            None,
         )
     wire = np.empty(grad.size, np.uint16)
     function("to_half")(ctypes.c_longlong(grad.size), pointer(grad.ctypes.data), pointer(wire.ctypes.data))
@@ -271,9 +271,10 @@ def _selected(function, x, add):
     planes = [[ctypes.c_void_p(plane.ctypes.data) for plane in pair] for pair in found]
     size, pointer = ctypes.c_longlong, lambda a: ctypes.c_void_p(a.ctypes.data)
     both = (size(x.size), pointer(x), size(x.size), pointer(add))
-    function("take_above")(*both, size(room), *planes[0], size(2), pointer(place), size(int(np.float32(2).view("i4"))))
+    bound = size(int(np.float32(2).view("i4")))
+    function("take_above")(*both, size(room), *planes[0], size(2), pointer(place), bound, None)
     whole = [np.array([n]) for n in (0, x.size, k)]
-    function("take_largest")(*both, size(1), *map(pointer, whole), size(k), *planes[1], size(room), *planes[2])
+    function("take_largest")(*both, size(1), *map(pointer, whole), size(k), *planes[1], size(room), *planes[2], None)
     return x, place, found[0][0][: place[1]], found[0][1][: place[1]], *found[1]
 
 

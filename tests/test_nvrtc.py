@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,18 @@ def nvrtc():
 pytestmark = pytest.mark.skipif(nvrtc() is None, reason="NVRTC is missing: pip install 'distopt[nvrtc]'")
 
 
-def cubin(text, real, architecture):
-    """(machine code, the compiler's log) of a text; the log is the failure's text if it does not compile."""
+# What loads and stores 16 bytes a thread.
+WIDE = ("ld", "st")
+ACCESSES = {
+    **dict.fromkeys("pack unpack accumulate scale clip take_half take_bfloat16 add_half add_bfloat16".split(), WIDE),
+    **dict.fromkeys("sgd sgd_momentum sgd_nesterov rmsprop adagrad adam sift_above sift_parts add_parts".split(), WIDE),
+    **dict.fromkeys("count_nonfinite to_half count_digits deliver".split(), ("ld",)),
+    **dict.fromkeys("give_half from_half from_bfloat16 give_all blank".split(), ("st",)),
+}
+
+
+def compiled(text, real, architecture):
+    """(machine code, PTX, the compiler's log) of a text; the log is the failure's text if it does not compile."""
     lib, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     source = (NATIVE / text).read_bytes()
     headers = sorted(NATIVE.glob("*.h"))
@@ -44,16 +55,31 @@ def cubin(text, real, architecture):
     lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
     binary = ctypes.create_string_buffer(size.value)
     lib.nvrtcGetCUBIN(program, binary)
+    lib.nvrtcGetPTXSize(program, ctypes.byref(size))
+    ptx = ctypes.create_string_buffer(size.value)
+    lib.nvrtcGetPTX(program, ptx)
     lib.nvrtcDestroyProgram(ctypes.byref(program))
-    return binary.raw, log.value.decode()
+    return binary.raw, ptx.value.decode(), log.value.decode()
+
+
+def kernels_of(text):
+    """The names of a text's kernels; those of select.cu are the host's alone."""
+    source = (NATIVE / text).read_text()
+    return [] if "#ifndef __CUDACC__" in source else [name for name in KERNELS if f"KERNEL({name})" in source]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("real", ["float", "double"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_compiles_without_spilling(text, real, architecture):
-    binary, log = cubin(text, real, architecture)
+def test_compiles_without_spilling_and_with_wide_accesses(text, real, architecture):
+    binary, ptx, log = compiled(text, real, architecture)
     assert binary.startswith(b"\x7fELF")
-    names = [name for name in KERNELS if f"KERNEL({name})" in (NATIVE / text).read_text()]
+    names = kernels_of(text)
     assert all(f"{name}_{real}".encode() in binary for name in names)
-    assert log.count("0 bytes spill stores, 0 bytes spill loads") == len(names), log
+    assert log.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == len(names), log
+    bodies = {body.split("(")[0].strip(): body for body in ptx.split(".visible .entry ")[1:]}
+    assert bodies.keys() == {f"{name}_{real}" for name in names}
+    for name in names:
+        for access in ACCESSES.get(name, ()):
+            wide = rf"\b{access}\.global\.(wb\.)?(v4\.[bfu]32|v2\.[bfu]64)"
+            assert re.search(wide, bodies[f"{name}_{real}"]), f"{name}: no {access} of 16 bytes"

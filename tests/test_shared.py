@@ -25,9 +25,9 @@ class Late(SGD):
         super().__init__(0.1, momentum=0.9, **options)
         self.late = rank
 
-    def update_bucket(self, members, grad, scale):
+    def update_bucket(self, members, grad, refused=None):
         time.sleep(0.03 * self.late)
-        super().update_bucket(members, grad, scale)
+        super().update_bucket(members, grad, refused)
 
 
 def fast_and_slow(comm):

@@ -8,7 +8,7 @@ import numpy as np
 
 from distopt.buckets import Buffers, Sum
 from distopt.gradients import Known
-from distopt.kernels import Members
+from distopt.tables import Members
 
 Whole = Callable[[Members, np.ndarray], np.ndarray]
 
@@ -17,6 +17,7 @@ class Adapter(abc.ABC):
     """One way to hand gradients to an optimizer object; the default is one parameter after the other."""
 
     updates_shares = False  # can it update a part of the parameters, whatever their names?
+    looks = False  # do its kernels look whether the step is refused?
 
     def __init__(self, opt: Any):
         self.opt = opt
@@ -33,12 +34,25 @@ class Adapter(abc.ABC):
     def check(self, buffers: Buffers) -> None:  # noqa: B027  strangers are not asked
         """Raise now what would fail in the middle of an update with these buffers."""
 
+    def reserve(self, buffers: Buffers) -> None:  # noqa: B027  strangers make theirs themselves
+        """Make the memory that updates with these buffers need; MemoryError if there is none."""
+
     def numbers(self) -> tuple[float, ...]:
         """The hyper-parameters of the next update, on which all ranks must agree."""
         return ()
 
-    def update(self, buffers: Buffers, order: Mapping[str, Known], sums: Iterable[Sum], scale: float) -> None:
-        """Update all parameters by ``scale`` times the sums of their buckets, in backward order."""
+    def update(
+        self,
+        buffers: Buffers,
+        order: Mapping[str, Known],
+        sums: Iterable[Sum],
+        scale: float,
+        refused: np.ndarray | None = None,
+    ) -> None:
+        """Update all parameters by ``scale`` times the sums of their buckets, in backward order.
+
+        ``refused`` (compress.At) is only given to optimizers that look at it.
+        """
         means: dict[str, np.ndarray] = {}
         for buffer, total in zip(buffers, sums, strict=True):
             means |= buffer.mean(total, scale)
@@ -49,6 +63,12 @@ class Adapter(abc.ABC):
         """All parameters have been updated."""
         if hasattr(self.opt, "step"):
             self.opt.step()
+
+    def prepare(self, scale: float, gpu: int | None) -> None:  # noqa: B027  for those that look
+        """Put the numbers of the next update where kernels find them."""
+
+    def take_back(self) -> None:  # noqa: B027  strangers are not stepped before it is known
+        """The last step was refused on the GPU after all."""
 
     def state_dict(self, whole: Whole | None = None) -> Any:
         """The optimizer's own states, None if it has no ``state_dict`` or ``get_states``.

@@ -11,9 +11,9 @@ from distopt.gradients import Known
 
 
 class ByBucket(Adapter):
-    """``update_bucket(members, grad, scale)``."""
+    """``prepare(scale)``, then ``update_bucket(members, grad, refused)`` for each."""
 
-    updates_shares = True
+    updates_shares = looks = True
 
     @staticmethod
     def fits(opt: Any) -> bool:
@@ -29,15 +29,36 @@ class ByBucket(Adapter):
         for buffer in buffers:
             self.opt.check(buffer.parameters)
 
+    def reserve(self, buffers: Buffers) -> None:
+        """A flat state for each bucket."""
+        for buffer in buffers:
+            self.opt.reserve(buffer.parameters, buffer.gradient)
+
     def numbers(self) -> tuple[float, ...]:
         """As the optimizer."""
         return tuple(self.opt.numbers())
 
-    def update(self, buffers: Buffers, order: Mapping[str, Known], sums: Iterable[Sum], scale: float) -> None:
+    def update(
+        self,
+        buffers: Buffers,
+        order: Mapping[str, Known],
+        sums: Iterable[Sum],
+        scale: float,
+        refused: np.ndarray | None = None,
+    ) -> None:
         """One call per bucket, or per piece of its sum."""
+        self.opt.prepare(scale)
         for buffer, total in zip(buffers, sums, strict=True):
             for piece in total:
-                self.opt.update_bucket(buffer.parameters.share(piece.number, piece.of), piece.flat, scale)
+                self.opt.update_bucket(buffer.parameters.share(piece.number, piece.of), piece.flat, refused)
+
+    def prepare(self, scale: float, gpu: int | None) -> None:
+        """As the optimizer; on a GPU the numbers are enqueued."""
+        self.opt.prepare(scale, gpu)
+
+    def take_back(self) -> None:
+        """Count one update less."""
+        self.opt.step_counter -= 1
 
     def state_dict(self, whole: Whole | None = None) -> Any:
         """As the optimizer."""

@@ -9,7 +9,7 @@ from distopt import device, kernels
 from distopt.buckets.piece import Sum
 from distopt.buckets.plan import Bucket, Plan
 from distopt.device import HUGE_PAGE
-from distopt.kernels import Layout, Members
+from distopt.tables import Layout, Members
 
 Alloc = Callable[[int, Any], np.ndarray]
 States = dict[str, dict[str, np.ndarray]]  # state name -> parameter name -> array
@@ -30,18 +30,20 @@ class Wire(Protocol):
 class Buffer:
     """One bucket's flat arrays, and the tables by which kernels reach its members."""
 
-    def __init__(self, bucket: Bucket, shapes: Sequence[tuple[int, ...]], gradient: np.ndarray):
-        self.bucket, self.gradient = bucket, gradient
+    def __init__(
+        self, number: int, bucket: Bucket, shapes: Sequence[tuple[int, ...]], gradient: np.ndarray, bad: np.ndarray
+    ):
+        self.number, self.bucket, self.gradient, self.bad = number, bucket, gradient, bad
         self.peers: list[np.ndarray] | None = None  # every rank's gradient, if they are shared
         self.state: dict[str, np.ndarray] = {}
         tables = (Members(bucket.names, shapes, bucket.offsets, bucket.dtype) for _ in range(3))
         self.gradients, self.parameters, self.means = tables
         self.layout = Layout(list(self.views(gradient).values()))
-        self.home = (gradient.ctypes.data + self.gradients.rows["offset"] * bucket.dtype.itemsize).astype(np.uintp)
+        self.home = (device.address(gradient) + self.gradients.rows["offset"] * bucket.dtype.itemsize).astype(np.uintp)
         self.at_home = False  # do all gradients live here?
-        self.bad = np.zeros(len(bucket.names), np.int64)
         self.bad_parts = np.zeros((1, len(bucket.names)), np.int64)  # per rank, and in the last row of the sum
         self._scratch: dict[str, np.ndarray] = {}
+        self._constants: dict[str, device.Mirror] = {}
 
     def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         """The members' parts of a flat array of this bucket, by name, in their shapes."""
@@ -50,26 +52,31 @@ class Buffer:
     def kept(self, state: str) -> np.ndarray:
         """The flat array that outlives a step, zeros at first."""
         if state not in self.state:
-            self.state[state] = device.zeros(self.bucket.size, self.bucket.dtype)
+            self.state[state] = device.zeros(self.bucket.size, self.bucket.dtype, self.gradient)
         return self.state[state]
 
     def scratch(self, name: str, nbytes: int) -> np.ndarray:
         """Memory of so many bytes, the same at every step."""
         if name not in self._scratch or self._scratch[name].size < nbytes:
-            self._scratch[name] = device.zeros(nbytes, np.uint8)
+            self._scratch[name] = device.zeros(nbytes, np.uint8, self.gradient)
         return self._scratch[name][:nbytes]
+
+    def constant(self, name: str, make: Callable[[], np.ndarray]) -> device.Mirror:
+        """A few numbers that are made once, for kernels on either side."""
+        if name not in self._constants:
+            self._constants[name] = device.Mirror(make())
+        return self._constants[name]
 
     def take(self, addresses: np.ndarray) -> None:
         """Gradients are at these addresses from now on; a missing one, at 0, is zeros."""
         missing = addresses == 0
         self.gradients.rows["data"] = np.where(missing, self.home, addresses)
         for row in np.flatnonzero(missing).tolist():
-            self.gradients.view(self.gradient, row)[...] = 0
+            device.clear(self.gradients.view(self.gradient, row))
         self.at_home = bool(((addresses == self.home) | (self.gradients.rows["size"] == 0)).all())
 
     def pack(self, look_at_home: bool) -> None:
-        """Copy the gradients to their places, unless they live there; count in ``bad`` what is not finite."""
-        self.bad[:] = 0
+        """Copy the gradients to their places, unless they live there; ``bad`` grows by what is not finite."""
         if look_at_home or not self.at_home:
             kernels.pack(self.gradients, self.gradient, 1.0, self.bad)
 
@@ -93,9 +100,12 @@ class Buffers:
         self.plan = plan
         self._starts = _starts(plan.buckets)
         self._memory = alloc(max(1, self._starts[-1]), np.uint8)
+        members = np.cumsum([0, *(len(b.names) for b in plan.buckets)]).tolist()
+        self.bad = device.zeros(members[-1] + 1, np.int64, self._memory)  # per member; the last number is of all ranks
+        self._turn = device.Order() if device.on_gpu(self._memory) else None
         self._buffers = [
-            Buffer(b, [values[n].shape for n in b.names], flat)
-            for b, flat in zip(plan.buckets, self._flats(self._memory), strict=True)
+            Buffer(k, b, [values[n].shape for n in b.names], flat, self.bad[members[k] : members[k + 1]])
+            for k, (b, flat) in enumerate(zip(plan.buckets, self._flats(self._memory), strict=True))
         ]
         self._views = {name: v for b in self for name, v in b.views(b.gradient).items()}
         self._order = tuple(values)
@@ -104,6 +114,16 @@ class Buffers:
         self._gradients_version = self._parameters_version = -1  # of the arrays that the tables point to
         self._copies: dict[int, np.ndarray] = {}  # of gradients that lie in the memory of others
         self.parameters: dict[str, np.ndarray] = {}  # that all ranks share, if they do
+
+    def follow(self) -> None:
+        """What follows comes behind the last step, whatever stream of a GPU that was in."""
+        if self._turn:
+            self._turn.follow()
+
+    def end(self) -> None:
+        """All of a step has been enqueued."""
+        if self._turn:
+            self._turn.mark()
 
     def _flats(self, memory: np.ndarray) -> list[np.ndarray]:
         """The buckets' flat arrays in such a piece of memory."""
@@ -155,7 +175,7 @@ class Buffers:
 
     def _strange(self, addresses: np.ndarray, home: np.ndarray) -> np.ndarray:
         """Which of these lie in the memory of another gradient."""
-        start = self._memory.ctypes.data
+        start = device.address(self._memory)
         inside = (addresses >= start) & (addresses < start + self._memory.nbytes)
         found: np.ndarray = inside & (addresses != home)
         return found
@@ -179,7 +199,7 @@ class Buffers:
         if version != self._parameters_version:
             for name, address in zip(self._order, addresses, strict=True) if self.parameters else ():
                 shared = self.parameters[name]
-                if shared.size and shared.ctypes.data != address:
+                if shared.size and device.address(shared) != address:
                     raise ValueError(f"{name}: its data must be the array that parameter_views returned for it")
             for buffer, places in zip(self, self.places, strict=True):
                 buffer.parameters.rows["data"] = addresses[places]
@@ -191,25 +211,24 @@ class Buffers:
         for buffer, places in zip(self, self.places, strict=True):
             home[places] = buffer.home
         strange = np.flatnonzero(self._strange(addresses, home)).tolist()
-        gone = self._memory.ctypes.data + self._starts[sent]
+        gone = device.address(self._memory) + self._starts[sent]
         for k in strange:
             if addresses[k] < gone:
                 raise ValueError(f"{self._order[k]}: its gradient lies in the view of another, which was sent already")
-        self._copies = {k: np.array(grads[k]) for k in strange}
+        self._copies = {k: device.copied(grads[k]) for k in strange}
         if self._copies:
             addresses = addresses.copy()
-            addresses[list(self._copies)] = [c.ctypes.data for c in self._copies.values()]
+            addresses[list(self._copies)] = [device.address(c) for c in self._copies.values()]
         return addresses
 
     def nonfinite(self) -> str:
         """Which of the packed gradients are not finite, '' if all are."""
-        return ", ".join(
-            f"{name} ({int(count)} of {size} entries)"
-            for buffer in self
-            if buffer.bad.any()
-            for name, size, count in zip(buffer.bucket.names, buffer.bucket.sizes, buffer.bad, strict=True)
-            if count
-        )
+        bad = device.host_copy(self.bad) if device.on_gpu(self.bad) else self.bad
+        if not bad.any():
+            return ""
+        members = ((name, size) for b in self.plan.buckets for name, size in zip(b.names, b.sizes, strict=True))
+        found = zip(members, bad.tolist(), strict=False)
+        return ", ".join(f"{name} ({count} of {size} entries)" for (name, size), count in found if count)
 
     def states(self) -> States:
         """What outlives a step, as views, cut by parameter."""
@@ -233,7 +252,8 @@ class Buffers:
             buffer.state.clear()
             for state, arrays in states.items():
                 for name, view in buffer.views(buffer.kept(state)).items():
-                    view[...] = arrays.get(name, 0)
+                    if name in arrays:
+                        device.copy(view, arrays[name])
 
 
 def _starts(buckets: Sequence[Bucket]) -> list[int]:

@@ -1,16 +1,17 @@
 """Flat memory for SINGA's fused verbs: fill it with arrays, send it, copy the sums back."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
+
+from distopt import device
 
 
 class Staging:
     """``fill`` copies arrays in, in order; ``send`` hands pieces of at most ``capacity`` elements to a collective."""
 
-    def __init__(self, capacity: int, alloc: Callable[[int, Any], np.ndarray]):
-        self.capacity, self._alloc = capacity, alloc
+    def __init__(self, capacity: int):
+        self.capacity = capacity
         self._pieces: dict[np.dtype, list[np.ndarray]] = {}
         self._filled: list[tuple[int, np.dtype]] = []
 
@@ -28,7 +29,7 @@ class Staging:
         start = sum(n for n, _ in self._filled)
         for x in arrays:
             for piece, part in self._runs(x, start):
-                piece[...] = part
+                device.copy(piece, part)
             start += x.size
             self._filled.append((x.size, x.dtype))
 
@@ -50,7 +51,7 @@ class Staging:
         start = 0
         for x in arrays:
             for piece, part in self._runs(x, start):
-                part[...] = piece
+                device.copy(part, piece)
             start += x.size
 
     def clear(self) -> None:
@@ -63,7 +64,7 @@ class Staging:
         while done < flat.size:
             k, at = divmod(start + done, self.capacity)
             if k == len(pieces):
-                pieces.append(self._alloc(self.capacity, x.dtype))
+                pieces.append(device.zeros(self.capacity, x.dtype, x))
             n = min(self.capacity - at, flat.size - done)
             yield pieces[k][at : at + n], flat[done : done + n]
             done += n

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import distopt
-from distopt import device, kernels
+from distopt import device, texts
 from distopt.cli.launcher import INSTALL, OPEN_MPI_TCP, check_brands, find_launcher
 from distopt.comm import nccl
 
@@ -57,11 +57,11 @@ def host_library() -> Iterator[Finding]:
     """Is it built, and from the texts that are here?"""
     rebuild = "pip install -e . in the project's folder"
     try:
-        library = kernels.library()
+        library = texts.library()
     except (ImportError, OSError) as error:
         yield Finding("fail", f"host library: {error}", rebuild)
         return
-    if library.source_hash().decode() != kernels.source_hash():
+    if library.source_hash().decode() != texts.source_hash():
         yield Finding("fail", f"{library._name} was built from other texts than native/ holds now", rebuild)
     else:
         yield Finding("ok", f"host library {library._name}, runs at {library.simd_level().decode()}")

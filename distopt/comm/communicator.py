@@ -15,7 +15,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.device import describe
 from distopt.guard import Control
-from distopt.kernels import Members
+from distopt.tables import Members
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
@@ -38,6 +38,7 @@ class Communicator(abc.ABC):
     local_rank: int
     control: Control
     xp: ModuleType = np
+    gpu: int | None = None  # where the arrays are that it carries; None: on the host
     rank_ordered = False  # does all_reduce add in rank order: ((x0 + x1) + x2) + ...?
     why = ""
     spans_hosts = False  # do ranks sit on several machines?
@@ -49,8 +50,11 @@ class Communicator(abc.ABC):
         """Replace x, in place, by its sum over ranks; the same bits on every rank."""
 
     @abc.abstractmethod
-    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:
-        """Every rank's x, flat, in rank order; with ``ragged`` the lengths may differ."""
+    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+        """Every rank's x, flat, in rank order; with ``ragged`` the lengths may differ.
+
+        ``into``: memory for all of them together, of x's dtype, where they are not ragged; else it is made.
+        """
 
     @abc.abstractmethod
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
@@ -71,6 +75,10 @@ class Communicator(abc.ABC):
         """This rank's slice (see ``slices``) of the sum over ranks of x, added in rank order."""
         flat = checked(x, writable=False, gpu=device.place(x))
         return sum_in_rank_order(self.all_to_all([flat[s] for s in slices(x.size, self.size)]))
+
+    def lengths(self, n: int) -> list[int]:
+        """Every rank's n, in rank order."""
+        return [int(x[0]) for x in self.all_gather(np.array([n]))]
 
     def wait(self) -> None:  # noqa: B027  host collectives have nothing to wait for
         """Results are visible to the caller's current stream from here on; does not block the host on a GPU."""
@@ -133,15 +141,17 @@ class Wrapper(Communicator):
 
     def __init__(self, comm: Communicator):
         self.comm, self.rank, self.size, self.local_rank = comm, comm.rank, comm.size, comm.local_rank
-        self.control, self.xp, self.rank_ordered = comm.control, comm.xp, comm.rank_ordered
+        self.control, self.xp, self.gpu, self.rank_ordered = comm.control, comm.xp, comm.gpu, comm.rank_ordered
         self.spans_hosts, self.may_overlap = comm.spans_hosts, comm.may_overlap
 
     def all_reduce(self, x: np.ndarray) -> None:
         """As the inner communicator, like all verbs below."""
         self.comm.all_reduce(x)
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:  # noqa: D102
-        return self.comm.all_gather(x, ragged)
+    def all_gather(  # noqa: D102
+        self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None
+    ) -> list[np.ndarray]:
+        return self.comm.all_gather(x, ragged, into)
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:  # noqa: D102
         return self.comm.all_to_all(parts, ragged)
@@ -163,6 +173,9 @@ class Wrapper(Communicator):
 
     def check(self) -> None:  # noqa: D102
         self.comm.check()
+
+    def lengths(self, n: int) -> list[int]:  # noqa: D102
+        return self.comm.lengths(n)
 
     def be_patient(self, seconds: float) -> None:  # noqa: D102
         self.comm.be_patient(seconds)
@@ -275,6 +288,14 @@ def checked_parts(parts: Sequence[np.ndarray], size: int, gpu: int | None = None
     if len(parts) != size:
         raise ValueError(f"parts must be {size} arrays, one per rank, got {len(parts)}")
     return [checked(x, writable=False, gpu=gpu) for x in parts]
+
+
+def cut(room: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Memory in consecutive parts of these sizes; ValueError if it has not as many elements."""
+    if room.size != sum(sizes):
+        raise ValueError(f"into must have room for {sum(sizes)} elements, the parts of all ranks, got {room.size}")
+    ends = itertools.accumulate(sizes)
+    return [room[end - n : end] for n, end in zip(sizes, ends, strict=True)]
 
 
 def checked_root(root: int, size: int) -> int:

@@ -38,9 +38,13 @@ class LocalCommunicator(Communicator):
         """The sum over one rank."""
         checked(x, gpu=device.place(x))
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:
+    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """A copy of x."""
-        return [device.copied(checked(x, writable=False, gpu=device.place(x)))]
+        flat = checked(x, writable=False, gpu=device.place(x))
+        if into is None:
+            return [device.copied(flat)]
+        device.copy(into, flat)
+        return [into]
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
         """A copy of the one part."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from distopt import cost
 from distopt.comm.communicator import Communicator, Wrapper
-from distopt.kernels import Members
+from distopt.tables import Members
 
 
 class Metered(Wrapper):
@@ -28,9 +28,9 @@ class Metered(Wrapper):
         self.comm.all_reduce(x)
         self._count("all_reduce", x.nbytes, cost.all_reduce(x.nbytes, self.size))
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:
+    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Counted: the array, and a ring's (P - 1) / P of all parts together."""
-        parts = self.comm.all_gather(x, ragged)
+        parts = self.comm.all_gather(x, ragged, into)
         self._count("all_gather", x.nbytes, cost.all_gather(sum(p.nbytes for p in parts), self.size))
         return parts
 

@@ -18,6 +18,7 @@ from distopt.comm.communicator import (
     checked,
     checked_parts,
     checked_root,
+    cut,
 )
 from distopt.comm.shared import SharedMemory, open_handle
 from distopt.guard import LEAVE, Control, abort_on_exception
@@ -216,11 +217,11 @@ class MpiCommunicator(Communicator):
         else:
             self._comm.Allreduce(_mpi().IN_PLACE, x)
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:
+    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Every rank's x, flat, in rank order."""
         flat = checked(x, writable=False)
         sizes = self._sizes(flat.size) if ragged else [flat.size] * self.size
-        return self._swap([flat] * self.size, sizes)
+        return self._swap([flat] * self.size, sizes, None if into is None or ragged else cut(into, sizes))
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r; return the parts for this rank, in rank order."""
@@ -282,9 +283,11 @@ class MpiCommunicator(Communicator):
         self._comm.Allgather(np.array([n], np.int64), sizes)
         return [int(s) for s in sizes]
 
-    def _swap(self, parts: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
+    def _swap(
+        self, parts: Sequence[np.ndarray], sizes: Sequence[int], got: list[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r and receive ``sizes[r]`` elements from it, as bytes in chunks."""
-        got = [np.empty(n, parts[0].dtype) for n in sizes]
+        got = [np.empty(n, parts[0].dtype) for n in sizes] if got is None else got
         requests = []
         for rank in range(self.size):
             if rank == self.rank:

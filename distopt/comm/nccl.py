@@ -19,7 +19,7 @@ import numpy as np
 
 from distopt import device
 from distopt.comm import mpi
-from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root, slices
+from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root, cut, slices
 from distopt.guard import Control, agreed, fingerprint
 
 MINIMUM = 21801  # the first that has all that cupy 14's binding looks for (ncclCommSplit)
@@ -173,7 +173,7 @@ class NcclCommunicator(Communicator):
         self.local_rank = self.rank if local_rank is None else local_rank
         self.rank_ordered = self.size == 1
         self._verb, self._failure = "its start", ""
-        self.gpu = self._take_gpu(gpu)
+        self.gpu: int = self._take_gpu(gpu)
         self.xp = device.array_module()
         self._kinds, self._sum = _kinds(), _nccl().NCCL_SUM
         self._comm: Any = self._meet(self._agree_on_id(unique_id))
@@ -289,13 +289,17 @@ class NcclCommunicator(Communicator):
                 at, kind = device.address(piece), self._kinds[piece.dtype]
                 self._comm.allReduce(at, at, piece.size, kind, self._sum, stream)
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:
+    def lengths(self, n: int) -> list[int]:
+        """Every rank's n, from host to host."""
+        return [int(text) for text in self.control.gather(str(n))]
+
+    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Every rank's x, flat, in rank order; they are parts of one piece of memory."""
         flat = checked(x, writable=False, gpu=self.gpu)
         if not ragged and flat.size <= self.CHUNK:
-            return self._all_gather(flat)
-        sizes = [int(n) for n in self.control.gather(str(flat.size))] if ragged else [flat.size] * self.size
-        got = self._room(sizes, flat)
+            return self._all_gather(flat, into)
+        sizes = self.lengths(flat.size) if ragged else [flat.size] * self.size
+        got = self._room(sizes, flat) if into is None or ragged else cut(into, sizes)
         with self._enqueued("all_gather", flat, *got) as stream:
             for root, part in enumerate(got):
                 mine = self._pieces(flat if root == self.rank else part)
@@ -304,14 +308,17 @@ class NcclCommunicator(Communicator):
                     self._comm.broadcast(*addresses, to.size, kind, root, stream)
         return got
 
-    def _all_gather(self, flat: np.ndarray) -> list[np.ndarray]:
+    def _all_gather(self, flat: np.ndarray, into: np.ndarray | None) -> list[np.ndarray]:
         n = flat.size
-        room = device.empty(n * self.size, flat.dtype, like=flat)
+        room = device.empty(n * self.size, flat.dtype, like=flat) if into is None else checked(into, gpu=self.gpu)
+        if room.dtype != flat.dtype:
+            raise TypeError(f"into must be of x's dtype {flat.dtype}, got {device.describe(room)}")
+        parts = cut(room, [n] * self.size)
         with self._enqueued("all_gather", flat, room) as stream:
             if n:
                 kind = self._kinds[flat.dtype]
                 self._comm.allGather(device.address(flat), device.address(room), n, kind, stream)
-        return [room[r * n : (r + 1) * n] for r in range(self.size)]
+        return parts
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r; return the parts for this rank, in rank order."""
@@ -342,8 +349,8 @@ class NcclCommunicator(Communicator):
         mine = cuts[self.rank].stop - cuts[self.rank].start
         total = device.empty(mine, flat.dtype, like=flat)
         with self._enqueued("reduce_scatter", flat, total) as stream:
-            for root, cut in enumerate(cuts):  # slices differ in length by one, which ncclReduceScatter cannot do
-                for number, piece in enumerate(self._pieces(flat[cut])):
+            for root, cut_out in enumerate(cuts):  # slices differ in length by one, which ncclReduceScatter cannot do
+                for number, piece in enumerate(self._pieces(flat[cut_out])):
                     to = device.address(total[number * self.CHUNK :]) if root == self.rank else 0
                     kind = self._kinds[piece.dtype]
                     self._comm.reduce(device.address(piece), to, piece.size, kind, self._sum, root, stream)

@@ -95,8 +95,8 @@ class ThreadCommunicator(Communicator):
         """Replace x, in place, by its sum over ranks, added in rank order."""
         self._meet("all_reduce", checked(x), _all_reduce, x)
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False) -> list[np.ndarray]:
-        """Every rank's x; the ranks share these read-only copies."""
+    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+        """Every rank's x; the ranks share these read-only copies, and nothing is written to ``into``."""
         flat = checked(x, writable=False)
         return list(self._meet("all_gather", flat, _all_gather, None if ragged else x))
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from distopt import device
+from distopt.device import Mirror
 
 
 class Parts(Protocol):
@@ -23,16 +24,29 @@ class Parts(Protocol):
         """Where members start; between them are gaps that align them, always zero."""
 
 
+Make = Callable[[], np.ndarray]
+
+
 def fresh(name: str, nbytes: int) -> np.ndarray:
-    """Memory that nobody keeps."""
+    """Memory of the host that nobody keeps."""
     return np.empty(nbytes, np.uint8)
+
+
+def made(name: str, make: Make) -> Mirror:
+    """Numbers that nobody keeps."""
+    return Mirror(make())
 
 
 class At(NamedTuple):
     """Where a call stands: updates applied so far, this rank among how many, and the bucket.
 
     ``scratch(name, nbytes)`` is memory of so many bytes for this call and its payload, the same at every step:
-    fresh memory costs a page fault for every 4 KiB, which is more than it takes to fill them.
+    fresh memory costs a page fault for every 4 KiB, which is more than it takes to fill them.  ``constant(name, make)``
+    are a few numbers that are made once, for kernels on either side.
+
+    On a GPU, where the host does not see what kernels find: ``refused`` is None, or a number: if it is not 0 when a
+    kernel runs, that leaves everything that outlives the step as it is.  A payload whose length depends on the data
+    has ``room`` entries on every rank, and the kernel tells in ``found[0]`` how many it would have liked to send.
     """
 
     step: int = 0
@@ -40,6 +54,10 @@ class At(NamedTuple):
     size: int = 1
     bucket: "Parts | None" = None
     scratch: Callable[[str, int], np.ndarray] = fresh
+    constant: Callable[[str, Make], Mirror] = made
+    refused: np.ndarray | None = None
+    room: int | None = None
+    found: np.ndarray | None = None
 
 
 class Compressor(Protocol):
@@ -48,6 +66,10 @@ class Compressor(Protocol):
     @property
     def summable(self) -> bool:
         """May payloads of different ranks be added on the wire?"""
+
+    @property
+    def ragged(self) -> bool:
+        """Do the lengths of payloads depend on the data, so that they may differ from rank to rank?"""
 
     @property
     def lossless(self) -> bool:
@@ -90,5 +112,5 @@ class Lossy(Compressor, Protocol):
 def memory(state: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
     """The array ``name`` of ``state``, of x's size, zeros at first."""
     if name not in state:
-        state[name] = device.zeros(x.size, x.dtype)
+        state[name] = device.zeros(x.size, x.dtype, x)
     return state[name]

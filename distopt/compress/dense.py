@@ -9,7 +9,7 @@ class Dense:
     """Send every element as it is: the payload is the array."""
 
     summable = lossless = True
-    may_overflow = stateful = False
+    ragged = may_overflow = stateful = False
 
     def payload_bytes(self, n: int, itemsize: int = 4) -> int:
         """The array."""

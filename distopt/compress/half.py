@@ -23,7 +23,7 @@ class Half:
     Raises ValueError for another dtype.
     """
 
-    summable, lossless, stateful = True, False, False
+    summable, ragged, lossless, stateful = True, False, False, False
 
     def __init__(self, dtype: str = "float16", predivide: bool = True):
         if dtype not in FORMATS:
@@ -44,9 +44,9 @@ class Half:
     ) -> np.ndarray:
         """x as 16-bit numbers; x keeps the rounding errors."""
         if add is not None:
-            kernels.accumulate(add, x)
+            kernels.accumulate(add, x, at.refused)
         wire: np.ndarray = at.scratch("payload", 2 * x.size).view(FORMATS[self.dtype])
-        self._take(x, wire, self._scale(at.size), self._most)
+        self._take(x, wire, self._scale(at.size), self._most, at.refused)
         return wire
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:

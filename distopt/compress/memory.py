@@ -26,7 +26,8 @@ class ErrorFeedback:
             raise ValueError(f"{compressor!r} feeds its error back already")
         if compressor.may_overflow:
             raise ValueError(f"the sum of {compressor!r} may overflow, and what was sent would be lost")
-        self.compressor, self.summable = compressor, compressor.summable
+        self.compressor, self.summable, self.ragged = compressor, compressor.summable, compressor.ragged
+        self.capped = getattr(compressor, "capped", False)  # does it send what there is room for?
 
     def payload_bytes(self, n: int, itemsize: int = 4) -> int | None:
         """That of the compressor."""

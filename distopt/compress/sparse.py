@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from distopt import kernels
+from distopt import device, kernels
+from distopt.compress import select
 from distopt.compress.compressor import At
+from distopt.tables import CHUNK
 
 INDEX = 4  # bytes of an index
 SPARE = 64  # at least one of so many entries has room
@@ -22,6 +24,7 @@ class Sparse(abc.ABC):
     """
 
     summable = lossless = may_overflow = stateful = False
+    ragged, capped = True, False
 
     def compress(
         self, x: np.ndarray, state: dict[str, np.ndarray], at: At, add: np.ndarray | None = None
@@ -43,23 +46,24 @@ class Sparse(abc.ABC):
         kernels.give_sparse(out, index, entry)
 
 
-def payload_size(k: int, dtype: Any) -> int:
-    """Bytes of k entries."""
-    return int(k) * (int(np.dtype(dtype).itemsize) + INDEX)
+def payload_size(k: int, itemsize: int) -> int:
+    """Bytes of k entries; a multiple of the value's, so that payloads one behind the other are all aligned."""
+    return -(-int(k) * (itemsize + INDEX) // itemsize) * itemsize
 
 
 def unpack_entries(payload: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     """Indices and values of a payload; values come first, so that both planes are aligned."""
-    split = payload.size // (np.dtype(dtype).itemsize + INDEX) * np.dtype(dtype).itemsize
-    return payload[split:].view(np.int32), payload[:split].view(dtype)
+    itemsize = np.dtype(dtype).itemsize
+    k = payload.size // (itemsize + INDEX)
+    return payload[k * itemsize : k * (itemsize + INDEX)].view(np.int32), payload[: k * itemsize].view(dtype)
 
 
 def shorten(payload: np.ndarray, k: int, dtype: Any) -> np.ndarray:
     """The payload of the first k entries, in the same memory: the indices move down to the values."""
     index, entry = unpack_entries(payload, dtype)
-    split, end = k * entry.itemsize, payload_size(k, dtype)
-    payload[split:end] = index[:k].view(np.uint8)
-    return payload[:end]
+    split = k * entry.itemsize
+    payload[split : split + k * INDEX] = index[:k].view(np.uint8)
+    return payload[: payload_size(k, entry.itemsize)]
 
 
 class TopK(Sparse):
@@ -68,6 +72,8 @@ class TopK(Sparse):
     k = ceil(density n), at least 1, of the whole bucket, or with ``per_tensor`` of each tensor of it.  NaN counts as
     infinite.  Raises ValueError for a density outside (0, 1].
     """
+
+    ragged = False
 
     def __init__(self, density: float, per_tensor: bool = False):
         if isinstance(density, bool) or not isinstance(density, Real):
@@ -88,23 +94,32 @@ class TopK(Sparse):
 
     def payload_bytes(self, n: int, itemsize: int = 4) -> int | None:
         """A value and an index for each of k entries; per tensor it depends on their sizes."""
-        return None if self.per_tensor else self.count(n) * (itemsize + INDEX)
+        return None if self.per_tensor else payload_size(self.count(n), itemsize)
 
     def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
-        """The largest entries, from a first guess of how large those are (select.cu)."""
+        """The largest entries, from a first guess of how large those are (select.cu, sift.cu)."""
+        offsets, sizes, counts = self._parts(x, at)
+        payload = at.scratch("payload", payload_size(counts.sum(), x.itemsize))
+        planes = unpack_entries(payload, x.dtype)
+        if device.on_gpu(x):
+            parts = at.constant(f"parts of {self!r}", lambda: select.parts_table(offsets, sizes, counts))
+            held = at.scratch("candidates", payload_size(select.candidates(parts.host), x.itemsize))
+            state = at.scratch("state", 8 * select.largest_words(parts.host, x.dtype)).view(np.int64)
+            select.take_largest(x, add, parts, *planes, state, *unpack_entries(held, x.dtype), at.refused)
+        else:
+            candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
+            held = at.scratch("candidates", payload_size(candidates.max(initial=0) + CHUNK, x.itemsize))
+            kernels.take_largest(x, add, offsets, sizes, counts, *planes, *unpack_entries(held, x.dtype))
+        return payload
+
+    def _parts(self, x: np.ndarray, at: At) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where the parts of x start that entries are chosen from, their sizes, and how many of each."""
         bucket = at.bucket
         sizes = np.array(bucket.sizes if bucket else [x.size], np.int64)
         if self.per_tensor and bucket:
-            offsets, counts = np.array(bucket.offsets, np.int64), self._counts(sizes)
-        else:  # one part, in which the gaps lie, but do not count
-            counts = self._counts(sizes.sum(keepdims=True))
-            offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
-        payload = at.scratch("payload", payload_size(counts.sum(), x.dtype))
-        candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
-        held = at.scratch("candidates", payload_size(candidates.max(initial=0) + kernels.CHUNK, x.dtype))
-        planes = (*unpack_entries(payload, x.dtype), *unpack_entries(held, x.dtype))
-        kernels.take_largest(x, add, offsets, sizes, counts, *planes)
-        return payload
+            return np.array(bucket.offsets, np.int64), sizes, self._counts(sizes)
+        # one part, in which the gaps lie, but do not count
+        return np.zeros(1, np.int64), np.array([x.size], np.int64), self._counts(sizes.sum(keepdims=True))
 
     def __repr__(self) -> str:
         return f"TopK({self.density}, per_tensor={self.per_tensor})"
@@ -113,8 +128,12 @@ class TopK(Sparse):
 class Threshold(Sparse):
     """The entries whose magnitude is at least ``magnitude``, in units of the local, un-averaged gradient.
 
-    0 sends everything that is not zero.  NaN counts as infinite.  Raises ValueError for a negative magnitude.
+    0 sends everything that is not zero.  NaN counts as infinite.  On a GPU, with error feedback, at most twice as many
+    entries are sent as the rank with most of them had in the step before; the others stay behind.  Raises ValueError
+    for a negative magnitude.
     """
+
+    capped = True
 
     def __init__(self, magnitude: float):
         if isinstance(magnitude, bool) or not isinstance(magnitude, Real):
@@ -127,17 +146,47 @@ class Threshold(Sparse):
         """It depends on the data."""
 
     def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
-        """What is large enough; there is room for few entries first, and for all if they turn out to be many."""
-        bound, place = max(_magnitude(self.magnitude, x.dtype), 1) - 1, np.zeros(2, np.int64)
-        payload = at.scratch("payload", payload_size(x.size // SPARE + kernels.CHUNK, x.dtype))
+        """What is large enough; on a GPU as much of it as there is room for."""
+        return self._take_there(x, add, at) if device.on_gpu(x) else self._take_here(x, add, at)
+
+    def count(self, x: np.ndarray, found: np.ndarray) -> None:
+        """Add to ``found[0]`` how many entries of x are large enough."""
+        kernels.count_above(x, found, self._bound(x))
+
+    def _bound(self, x: np.ndarray) -> int:
+        """The magnitude above which entries are sent."""
+        return max(_magnitude(self.magnitude, x.dtype), 1) - 1
+
+    def _take_here(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
+        """There is room for few entries first, and for all if they turn out to be many."""
+        place, bound = np.zeros(2, np.int64), self._bound(x)
+        payload = at.scratch("payload", payload_size(x.size // SPARE + CHUNK, x.itemsize))
         kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
         if place[0] < x.size:
             first = shorten(payload, int(place[1]), x.dtype)
-            payload = at.scratch("payload", payload_size(x.size + kernels.CHUNK, x.dtype))
+            payload = at.scratch("payload", payload_size(x.size + CHUNK, x.itemsize))
             for plane, part in zip(*(unpack_entries(p, x.dtype) for p in (payload, first)), strict=True):
                 plane[: part.size] = part
             kernels.take_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
         return shorten(payload, int(place[1]), x.dtype)
+
+    def _take_there(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
+        """A payload of ``at.room`` entries, padded; without, of all there are, which the host waits for to be counted."""
+        room = at.room
+        if room is None:
+            if add.size:
+                kernels.accumulate(add, x, at.refused)
+                add = x[:0]
+            count = device.zeros(1, np.int64, x)
+            self.count(x, count)
+            room = int(device.host_copy(count)[0])
+        payload = at.scratch("payload", payload_size(room, x.itemsize))
+        state = at.scratch("state", 8 * select.above_words(x.size)).view(np.int64)
+        place = at.scratch("place", 16).view(np.int64)
+        select.take_above(x, add, *unpack_entries(payload, x.dtype), place, self._bound(x), state, at.refused)
+        if at.found is not None:
+            device.copy(at.found, place[1:])
+        return payload
 
     def __repr__(self) -> str:
         return f"Threshold({self.magnitude})"

@@ -6,17 +6,19 @@ import numpy as np
 
 from distopt.comm import Communicator
 from distopt.compress import At, Compressor
-from distopt.exchange.background import Background
+from distopt.exchange.background import Background, Inline
 from distopt.exchange.gather import gather, gather_or_reduce
 from distopt.exchange.overlap import Overlap
 from distopt.exchange.reduce import reduce
+from distopt.exchange.refusal import Refusal
+from distopt.exchange.room import Rooms
 from distopt.exchange.shares import add_shares
 from distopt.exchange.window import Window
 
 Algorithm = Callable[[np.ndarray, Compressor, Communicator, dict[str, np.ndarray], At], None]
 
 
-PROTOCOL = ("compress", "decompress", "payload_bytes", "summable", "lossless", "may_overflow", "stateful")
+PROTOCOL = ("compress", "decompress", "payload_bytes", "summable", "ragged", "lossless", "may_overflow", "stateful")
 
 
 def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
@@ -33,4 +35,16 @@ def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
     return gather_or_reduce if break_even else gather
 
 
-__all__ = ["Algorithm", "Background", "Overlap", "Window", "add_shares", "choose", "gather", "reduce"]
+__all__ = [
+    "Algorithm",
+    "Background",
+    "Inline",
+    "Overlap",
+    "Refusal",
+    "Rooms",
+    "Window",
+    "add_shares",
+    "choose",
+    "gather",
+    "reduce",
+]

@@ -42,6 +42,27 @@ class Background:
             raise error
 
 
+class Inline:
+    """The same without a thread, for jobs that only enqueue: each is done when it is started."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def start(self, job: Job) -> None:
+        """Do a job, unless one has failed."""
+        if self._error is None:
+            try:
+                job()
+            except BaseException as error:
+                self._error = error
+
+    def finish(self) -> None:
+        """Raise what a job raised."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
 def _forgive() -> None:
     """The end of a sequence of jobs: the next one may begin."""
 

@@ -2,17 +2,16 @@
 
 import numpy as np
 
-from distopt import cost
+from distopt import cost, device
 from distopt.comm import Communicator
 from distopt.compress import At, Compressor
 
 
 def gather(x: np.ndarray, compressor: Compressor, comm: Communicator, state: dict[str, np.ndarray], at: At) -> None:
     """Replace x by the sum over ranks of what each rank's compressor took from it."""
-    payload = compressor.compress(x, state, at)
-    x.fill(0)
-    for one in comm.all_gather(payload, ragged=True):
-        compressor.decompress(one, x, at)
+    with comm.aside():
+        payload = compressor.compress(x, state, at)
+        _give(_all(payload, compressor, comm, at), x, compressor, at)
 
 
 def gather_or_reduce(
@@ -20,14 +19,29 @@ def gather_or_reduce(
 ) -> None:
     """The same, but all-reduced as a dense array of the entries that were taken, where that is fewer bytes.
 
-    All ranks learn all lengths first (8 bytes a rank), so that they decide alike; what is sent does not depend on it.
+    Where lengths differ, all ranks learn all of them first (8 bytes a rank), so that they decide alike; what is sent
+    does not depend on it.
     """
-    payload = compressor.compress(x, state, at)
-    lengths = comm.all_gather(np.array([payload.nbytes]))
-    x.fill(0)
-    if cost.all_gather(int(sum(n[0] for n in lengths)), comm.size) > cost.all_reduce(x.nbytes, comm.size):
+    with comm.aside():
+        payload = compressor.compress(x, state, at)
+        ragged = compressor.ragged and at.room is None
+        total = sum(comm.lengths(payload.nbytes)) if ragged else payload.nbytes * comm.size
+        if cost.all_gather(total, comm.size) > cost.all_reduce(x.nbytes, comm.size):
+            _give([payload], x, compressor, at)
+            comm.all_reduce(x)
+        else:
+            _give(_all(payload, compressor, comm, at), x, compressor, at)
+
+
+def _all(payload: np.ndarray, compressor: Compressor, comm: Communicator, at: At) -> list[np.ndarray]:
+    """Every rank's payload."""
+    if compressor.ragged and at.room is None:
+        return comm.all_gather(payload, ragged=True)
+    return comm.all_gather(payload, into=at.scratch("payloads", payload.nbytes * comm.size))
+
+
+def _give(payloads: list[np.ndarray], x: np.ndarray, compressor: Compressor, at: At) -> None:
+    """Let x be the sum of payloads."""
+    device.clear(x)
+    for payload in payloads:
         compressor.decompress(payload, x, at)
-        comm.all_reduce(x)
-        return
-    for one in comm.all_gather(payload, ragged=True):
-        compressor.decompress(one, x, at)

@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from distopt import device
 from distopt.buckets import Buffer, Buffers
 from distopt.comm import Communicator
-from distopt.exchange.background import Background
+from distopt.exchange.background import Background, Inline
 from distopt.gradients import Collector, iterable
 
 # Seconds between two looks at an exchange, while gradients are being computed: fewer take a core away from them, more
@@ -23,7 +24,7 @@ class Overlap:
 
     def __init__(
         self,
-        background: Background,
+        background: Background | Inline,
         wire: Communicator,
         buffers: Buffers,
         collector: Collector,
@@ -60,7 +61,7 @@ class Overlap:
         """
         for buffer in self._buffers[self.sent :]:
             if failed:
-                buffer.gradient.fill(0)
+                device.clear(buffer.gradient)
             self._send()
         self._wire.be_patient(0)
         self._background.finish()

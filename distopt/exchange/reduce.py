@@ -8,6 +8,7 @@ from distopt.compress import At, Compressor
 
 def reduce(x: np.ndarray, compressor: Compressor, comm: Communicator, state: dict[str, np.ndarray], at: At) -> None:
     """Replace x by the sum over ranks of what each rank's compressor took from it."""
-    payload = compressor.compress(x, state, at)
-    comm.all_reduce(payload)
-    compressor.decompress(payload, x, at)
+    with comm.aside():
+        payload = compressor.compress(x, state, at)
+        comm.all_reduce(payload)
+        compressor.decompress(payload, x, at)

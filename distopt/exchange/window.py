@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from distopt import kernels
-from distopt.buckets import Buffer, Buffers, Sum, in_one_piece
+from distopt.buckets import Buffers, Sum, in_one_piece
 
-Exchange = Callable[[Buffer, np.ndarray], Sum]
+Exchange = Callable[[list[np.ndarray]], Iterator[Sum]]  # of an array per bucket
 
 
 class Window:
@@ -20,28 +20,31 @@ class Window:
         self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
         self.batches = 0  # calls since the last step
 
-    def add(self, buffers: Buffers, exchange: Exchange) -> Iterator[Sum] | None:
-        """Take in this call's gradients.
+    def add(
+        self, buffers: Buffers, exchange: Exchange, wait: Callable[[], None], refused: np.ndarray | None = None
+    ) -> Iterator[Sum] | None:
+        """Take in this call's gradients, unless ``refused`` (compress.At); ``wait`` is the communicator's.
 
         Returns per bucket the sum over ranks and over the window, each exchanged when it is asked for, or None as long
         as the window is open.
         """
         gradients = [b.gradient for b in buffers]
         if self.num_batches == 1:
-            return map(exchange, buffers, gradients)
+            return exchange(gradients)
         if not self.sync_on_apply:
-            list(map(exchange, buffers, gradients))
+            list(exchange(gradients))
+            wait()
         sums = [b.kept("window") for b in buffers]
         for gradient, total in zip(gradients, sums, strict=True):
-            kernels.accumulate(gradient, total)
+            kernels.accumulate(gradient, total, refused)
         self.batches += 1
         if self.batches < self.num_batches:
             return None
-        return map(exchange, buffers, sums) if self.sync_on_apply else map(in_one_piece, sums)
+        return exchange(sums) if self.sync_on_apply else map(in_one_piece, sums)
 
-    def start(self, buffers: Buffers) -> None:
+    def start(self, buffers: Buffers, refused: np.ndarray | None = None) -> None:
         """The step has been applied: begin the next window."""
         if self.num_batches > 1:
             self.batches = 0
             for buffer in buffers:
-                buffer.kept("window").fill(0)
+                kernels.clear(buffer.kept("window"), refused)

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.kernels import Members
 from distopt.optim.optimizer import Optimizer
 from distopt.optim.schedules import Number
+from distopt.tables import Members
 
 
 class AdaGrad(Optimizer):
@@ -18,12 +18,15 @@ class AdaGrad(Optimizer):
     Raises ValueError for a negative or infinite value.
     """
 
-    slots = ("history",)
+    slots, struct = ("history",), "AdaGrad"
     hypers = Optimizer.hypers | {"epsilon": (0.0, math.inf)}
 
     def __init__(self, lr: Number = 0.1, epsilon: Number = 1e-8, weight_decay: Number = 0.0, **options: Any):
         super().__init__(lr, weight_decay, **options)
         self.epsilon = epsilon
 
-    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
-        kernels.adagrad(members, grad, state["history"], *common, self.at("epsilon"))
+    def _own(self) -> dict[str, float]:
+        return {"epsilon": self.at("epsilon")}
+
+    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *rest: Any) -> None:
+        kernels.adagrad(members, grad, state["history"], *rest)

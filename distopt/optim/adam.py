@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.kernels import Members
 from distopt.optim.optimizer import Optimizer
 from distopt.optim.schedules import Number
+from distopt.tables import Members
 
 BELOW_1 = float(np.nextafter(1.0, 0.0))
 
@@ -24,7 +24,7 @@ class Adam(Optimizer):
     outside [0, 1).
     """
 
-    slots = ("m", "v")
+    slots, struct = ("m", "v"), "Adam"
     hypers = Optimizer.hypers | {"beta_1": (0.0, BELOW_1), "beta_2": (0.0, BELOW_1), "epsilon": (0.0, math.inf)}
 
     def __init__(
@@ -39,7 +39,10 @@ class Adam(Optimizer):
         super().__init__(lr, weight_decay, **options)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
-    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
-        t = self.step_counter + 1
-        moments = [n for b in (self.at("beta_1"), self.at("beta_2")) for n in (b, 1.0 - b, 1.0 - b**t)]
-        kernels.adam(members, grad, state["m"], state["v"], *common, *moments, self.at("epsilon"))
+    def _own(self) -> dict[str, float]:
+        b1, b2, t = self.at("beta_1"), self.at("beta_2"), self.step_counter + 1
+        first, second = {"b1": b1, "fade1": 1.0 - b1, "bias1": 1.0 - b1**t}, {"b2": b2, "fade2": 1.0 - b2}
+        return first | second | {"bias2": 1.0 - b2**t, "epsilon": self.at("epsilon")}
+
+    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *rest: Any) -> None:
+        kernels.adam(members, grad, state["m"], state["v"], *rest)

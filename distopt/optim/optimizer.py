@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from distopt import device
-from distopt.kernels import Members
 from distopt.optim.schedules import Number, hyper
+from distopt.tables import Members, Numbers
 
 State = dict[str, Any]
 
@@ -22,12 +22,13 @@ class Optimizer(abc.ABC):
     parameter name, multiply the learning rate and the weight decay of single parameters.  ``clip_gradient`` None or
     <= 0 clips nothing.
 
-    A subclass names its state arrays in ``slots``, each of the parameter's size and zero at first, and calls its kernel
-    in ``_update``; ``hypers`` are its hyper-parameters
-    and their ranges; each may be assigned a number or a schedule at any time.
+    A subclass names its state arrays in ``slots``, each of the parameter's size and zero at first, gives the numbers of
+    its kernel's ``struct`` in ``_own``, and calls the kernel in ``_update``; ``hypers`` are its hyper-parameters and
+    their ranges; each may be assigned a number or a schedule at any time.
     """
 
     slots: tuple[str, ...] = ()
+    struct = "Update"  # of the kernel's text
     hypers: ClassVar[dict[str, tuple[float, float]]] = {"lr": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
 
     def __init__(
@@ -50,6 +51,7 @@ class Optimizer(abc.ABC):
         self._state: dict[str, dict[str, np.ndarray]] = {slot: {} for slot in self.slots}
         self._flats: dict[object, tuple[Members, dict[str, np.ndarray]]] = {}  # for each table a flat array per slot
         self._tables: dict[str, Members] = {}
+        self._now = Numbers(self.struct)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A hyper-parameter becomes a schedule whose values are checked."""
@@ -69,26 +71,39 @@ class Optimizer(abc.ABC):
 
         Raises ValueError for a gradient of another shape or dtype, or a parameter that cannot be written.
         """
-        if (grad.shape, grad.dtype) != (value.shape, value.dtype) or not value.flags.writeable:
+        if (grad.shape, grad.dtype) != (value.shape, value.dtype) or not device.writable(value):
             wanted = f"a gradient like the parameter, {value.shape} {value.dtype}"
-            flaw = "" if value.flags.writeable else "; the parameter is read-only"
+            flaw = "" if device.writable(value) else "; the parameter is read-only"
             raise ValueError(f"{name}: wants {wanted}, got {grad.shape} {grad.dtype}{flaw}")
         if name not in self._tables or self._tables[name].shapes != (value.shape,):
             self._tables[name] = Members([name], [value.shape], [0], value.dtype)
         flat = grad.reshape(-1)
-        self.update_bucket(self._tables[name].point_to([value]), flat, 1.0)
+        self.prepare(1.0)
+        self.update_bucket(self._tables[name].point_to([value]), flat)
 
-    def update_bucket(self, members: Members, grad: np.ndarray, scale: float) -> None:
-        """Update the parameters that ``members`` points to by ``scale * grad``, flat, in one kernel call."""
-        state = self._flat_state(members)
+    def prepare(self, scale: float, gpu: int | None = None) -> None:
+        """Write down the numbers of the next update, of ``scale`` times the gradients, for the host or a GPU."""
+        lr, decay = self.at("lr"), self.at("weight_decay")
+        self._now.write(scale=scale * self.rescale_grad, limit=self.clip_gradient, lr=lr, decay=decay, **self._own())
+        self._now.address(gpu)
+
+    def update_bucket(self, members: Members, grad: np.ndarray, refused: np.ndarray | None = None) -> None:
+        """Update the parameters that ``members`` points to by the flat ``grad``, in one kernel call, after ``prepare``.
+
+        Nothing happens if the number ``refused`` is not 0 when the kernel runs.
+        """
+        state = self._flat_state(members, grad)
         members.rows["lr"] = [self.lr_mult.get(n, 1.0) for n in members.names] if self.lr_mult else 1.0
         members.rows["decay"] = [self.wd_mult.get(n, 1.0) for n in members.names] if self.wd_mult else 1.0
-        common = (scale * self.rescale_grad, self.clip_gradient, self.at("lr"), self.at("weight_decay"))
-        self._update(members, grad, state, *common)
+        self._update(members, grad, state, self._now, refused)
 
     @abc.abstractmethod
-    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
-        """Call the kernel; ``state`` has a flat array per slot, ``common`` is scale, limit, lr and decay."""
+    def _own(self) -> dict[str, float]:
+        """The numbers that this rule has beside scale, limit, lr and decay, as its ``struct`` names them."""
+
+    @abc.abstractmethod
+    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *rest: Any) -> None:
+        """Call the kernel; ``state`` has a flat array per slot, ``rest`` is what every such kernel takes last."""
 
     def step(self) -> None:
         """Every parameter has been updated: the next update is number ``step_counter + 1``."""
@@ -111,7 +126,9 @@ class Optimizer(abc.ABC):
 
         Where ranks update a share each, ``whole`` makes of a table's flat array one that has all of them.
         """
-        found: State = {slot: {name: a.copy() for name, a in arrays.items()} for slot, arrays in self._state.items()}
+        found: State = {
+            slot: {name: device.host_copy(a) for name, a in arrays.items()} for slot, arrays in self._state.items()
+        }
         for members, flats in self._flats.values():
             for slot, flat in flats.items():
                 complete = whole(members, flat)
@@ -136,6 +153,10 @@ class Optimizer(abc.ABC):
         """All hyper-parameters for the next update: what ranks must agree on.  ValueError for one out of range."""
         return (*map(self.at, self.hypers), self.rescale_grad, self.clip_gradient, float(self.step_counter))
 
+    def reserve(self, members: Members, like: np.ndarray) -> None:
+        """Make the state of a bucket's parameters, where ``like`` is; MemoryError if there is no room."""
+        self._flat_state(members, like)
+
     def check(self, members: Members) -> None:
         """ValueError if a state that this optimizer has is not of its parameter's shape."""
         for slot, arrays in self._state.items():
@@ -143,17 +164,17 @@ class Optimizer(abc.ABC):
                 if name in arrays and arrays[name].shape != shape:
                     raise ValueError(f"state {slot} of {name} has shape {arrays[name].shape}, the parameter {shape}")
 
-    def _flat_state(self, members: Members) -> dict[str, np.ndarray]:
+    def _flat_state(self, members: Members, like: np.ndarray) -> dict[str, np.ndarray]:
         """The flat state of a bucket, one array per slot; what its parameters had elsewhere moves in by name."""
         if members.key not in self._flats:
             self.check(members)
             self._flats = {k: f for k, f in self._flats.items() if set(f[0].names).isdisjoint(members.names)}
-            flats = {slot: device.zeros(members.extent, members.dtype) for slot in self.slots}
+            flats = {slot: device.zeros(members.extent, members.dtype, like) for slot in self.slots}
             for slot, flat in flats.items():
                 for row, name in enumerate(members.names):
                     view = members.view(flat, row)
                     if name in self._state[slot]:
-                        view[...] = self._state[slot][name]
+                        device.copy(view, self._state[slot][name])
                     self._state[slot][name] = view
             self._flats[members.key] = members, flats
         return self._flats[members.key][1]

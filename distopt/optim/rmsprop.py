@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.kernels import Members
 from distopt.optim.optimizer import Optimizer
 from distopt.optim.schedules import Number
+from distopt.tables import Members
 
 
 class RMSProp(Optimizer):
@@ -18,7 +18,7 @@ class RMSProp(Optimizer):
     Raises ValueError for a negative or infinite value, or a ``rho`` above 1.
     """
 
-    slots = ("running_average",)
+    slots, struct = ("running_average",), "RmsProp"
     hypers = Optimizer.hypers | {"rho": (0.0, 1.0), "epsilon": (0.0, math.inf)}
 
     def __init__(
@@ -27,6 +27,9 @@ class RMSProp(Optimizer):
         super().__init__(lr, weight_decay, **options)
         self.rho, self.epsilon = rho, epsilon
 
-    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
+    def _own(self) -> dict[str, float]:
         rho = self.at("rho")
-        kernels.rmsprop(members, grad, state["running_average"], *common, rho, 1.0 - rho, self.at("epsilon"))
+        return {"rho": rho, "fade": 1.0 - rho, "epsilon": self.at("epsilon")}
+
+    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *rest: Any) -> None:
+        kernels.rmsprop(members, grad, state["running_average"], *rest)

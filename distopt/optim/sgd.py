@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.kernels import Members
 from distopt.optim.optimizer import Optimizer
 from distopt.optim.schedules import Number
+from distopt.tables import Members
 
 
 class SGD(Optimizer):
@@ -33,18 +33,20 @@ class SGD(Optimizer):
         **options: Any,
     ):
         has_momentum = callable(momentum) or momentum != 0
-        self.slots = ("moments",) if has_momentum else ()
+        self.slots, self.struct = (("moments",), "Momentum") if has_momentum else ((), "Update")
         super().__init__(lr, weight_decay, **options)
         self.momentum, self.dampening = momentum, dampening
         if nesterov and (not has_momentum or callable(dampening) or dampening != 0):
             raise ValueError("nesterov needs momentum above 0 and no dampening")
         self.nesterov = nesterov
 
-    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *common: float) -> None:
+    def _own(self) -> dict[str, float]:
+        return {"momentum": self.at("momentum"), "gain": 1.0 - self.at("dampening")} if self.slots else {}
+
+    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *rest: Any) -> None:
         if self.nesterov:
-            kernels.sgd_nesterov(members, grad, state["moments"], *common, self.at("momentum"))
+            kernels.sgd_nesterov(members, grad, state["moments"], *rest)
         elif self.slots:
-            gain = 1.0 - self.at("dampening")
-            kernels.sgd_momentum(members, grad, state["moments"], *common, self.at("momentum"), gain)
+            kernels.sgd_momentum(members, grad, state["moments"], *rest)
         else:
-            kernels.sgd(members, grad, *common)
+            kernels.sgd(members, grad, *rest)

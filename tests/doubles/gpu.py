@@ -45,8 +45,9 @@ class Machine:
         self.queues: dict[int, deque[Op]] = {}
         self.log: list[Op] = []
         self.host: list[str] = []  # allocations and waits
-        self.capturing: dict[int, list[Op]] = {}
+        self.capture: dict[int, list[Op]] = {}  # by stream: the ops of the capture that it has joined
         self.order = None  # a function of the numbers of streams that could go on; None does everything at once
+        self.behind: dict[int, bool] = {}  # streams whose captured work nobody has waited for
         self.current: list[Stream] = [Stream.null]
         self.memory = 1 << 40  # bytes beyond which one allocation fails
         self.patience = 4.0  # seconds to wait for other GPUs
@@ -57,10 +58,11 @@ class Machine:
     def enqueue(self, name, action, stream=None, details=(), ready=lambda: True, outside=False):
         stream = self.current[-1].ptr if stream is None else stream
         op = Op(name, stream, details, action, ready, outside)
-        if stream in self.capturing:
-            self.capturing[stream].append(op)
-            return
-        self.push(op)
+        if stream in self.capture:
+            self.capture[stream].append(op)
+            self.behind[stream] = True
+        else:
+            self.push(op)
 
     def push(self, op):
         with self.lock:
@@ -72,7 +74,7 @@ class Machine:
 
     def forbid(self, what):
         """The host allocates or waits, which a capture forbids."""
-        if self.capturing:
+        if self.capture:
             raise RuntimeError(f"{what} while a stream is being captured")
         self.host.append(what)
 
@@ -178,8 +180,13 @@ class Stream:
         return self
 
     def wait_event(self, event):
-        version = event.recorded
-        machine().enqueue("wait", lambda: None, self.ptr, (id(event),), lambda: event.reached >= version)
+        version, m = event.recorded, machine()
+        if event.captured is not None and event.captured in m.capture.values():
+            m.capture.setdefault(self.ptr, event.captured)  # joins the capture
+            m.behind.pop(event.stream if event.stream != self.ptr else None, None)
+            return
+        assert self.ptr not in m.capture, "a captured stream waits for an event from outside"
+        m.enqueue("wait", lambda: None, self.ptr, (id(event),), lambda: event.reached >= version)
 
     def record(self, event=None):
         event = event or Event()
@@ -196,13 +203,19 @@ class Stream:
 
     def begin_capture(self, mode=None):
         assert self.ptr, "the null stream cannot be captured"
-        machine().capturing[self.ptr] = []
+        machine().capture[self.ptr] = []
 
     def end_capture(self):
-        return Graph(machine().capturing.pop(self.ptr))
+        m = machine()
+        ops = m.capture[self.ptr]
+        unjoined = [s for s, joined in m.capture.items() if joined is ops and s in m.behind and s != self.ptr]
+        m.behind.clear()
+        m.capture = {s: o for s, o in m.capture.items() if o is not ops}
+        assert not unjoined, f"streams {unjoined} did not come back to the captured one"
+        return Graph(ops)
 
     def is_capturing(self):
-        return self.ptr in machine().capturing
+        return self.ptr in machine().capture
 
 
 Stream.null = Stream(null=True)
@@ -214,18 +227,25 @@ class Event:
 
     def __init__(self, block=False, disable_timing=False, interprocess=False):
         self.recorded = self.reached = 0
+        self.captured = None  # the capture in which it was recorded
+        self.stream = 0
 
     def record(self, stream=None):
+        stream, m = stream or machine().current[-1], machine()
+        self.captured, self.stream = m.capture.get(stream.ptr), stream.ptr
+        if self.captured is not None:
+            return
         self.recorded += 1
         version = self.recorded
 
         def reach():
             self.reached = max(self.reached, version)
 
-        machine().enqueue("record", reach, stream.ptr if stream else None, (id(self),))
+        m.enqueue("record", reach, stream.ptr, (id(self),))
 
     @property
     def done(self):
+        assert self.captured is None, "a captured event cannot be looked at"
         return machine().look(lambda: self.reached >= self.recorded)
 
     def synchronize(self):
@@ -321,7 +341,7 @@ class Function:
 
     def __init__(self, name):
         self.name, self.ptr = name, id(self)
-        self.launch = getattr(shim.library(), f"launch_{name}")
+        self.launch = getattr(shim.library(name.rsplit("_", 1)[1]), f"launch_{name}")
         self.sizes = [argument_size(p) for p in kernels.KERNELS[name.rsplit("_", 1)[0]].declared]
         self.known[self.ptr] = self
 

@@ -26,21 +26,27 @@ int main() {
   std::vector<real> flat(offset), state(offset), peer(offset);
   std::vector<long long> bad(count), wrong(3 * count);
   pack_float(table, flat.data(), 0.5, bad.data());
-  sgd_float(table, flat.data(), 1, INFINITY, 0.1, 0.01);
-  sgd_momentum_float(table, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9, 1);
-  sgd_nesterov_float(table, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9);
+  const Update plain = {1, INFINITY, 0.1, 0.01};
+  const Momentum momentum = {plain, 0.9, 1};
+  const AdaGrad adagrad = {plain, 1e-8};
+  const RmsProp rmsprop = {plain, 0.9, 0.1, 1e-8};
+  const Adam adam = {plain, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1};
+  sgd_float(table, flat.data(), &plain, nullptr);
+  sgd_momentum_float(table, flat.data(), state.data(), &momentum, nullptr);
+  sgd_nesterov_float(table, flat.data(), state.data(), &momentum, nullptr);
   std::vector<real> second(offset);
-  rmsprop_float(table, flat.data(), state.data(), 1, 1, 0.1, 0.01, 0.9, 0.1, 1e-8);
-  adagrad_float(table, flat.data(), state.data(), 1, 1, 0.1, 0.01, 1e-8);
-  adam_float(table, flat.data(), state.data(), second.data(), 1, 1, 0.1, 0.01, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1);
-  unpack_float(table, flat.data(), 2);
+  rmsprop_float(table, flat.data(), state.data(), &rmsprop, nullptr);
+  adagrad_float(table, flat.data(), state.data(), &adagrad, nullptr);
+  adam_float(table, flat.data(), state.data(), second.data(), &adam, nullptr);
+  unpack_float(table, flat.data(), 2, nullptr);
   const real *const parts[] = {flat.data(), peer.data()};
   for (long long share = 0; share < 3; ++share)
     add_parts_float({rows.data(), count, first * share / 3, first * (share + 1) / 3}, 2, parts, peer.data(), wrong.data());
   for (long long n : sizes) {
     std::vector<real> x(n, (real)1e30), y(n);
     std::vector<half_t> half(n);
-    accumulate_float(n, x.data(), y.data());
+    accumulate_float(n, x.data(), y.data(), nullptr);
+    clear_float(n, y.data(), nullptr);
     scale_float(n, x.data(), 3);
     clip_float(n, x.data(), 2);
     to_half_float(n, x.data(), half.data());
@@ -49,12 +55,14 @@ int main() {
     from_bfloat16_float(n, half.data(), y.data());
     add_half_float(n, half.data(), y.data());
     add_bfloat16_float(n, half.data(), y.data());
-    take_half_float(n, x.data(), half.data(), 0.5, 65504);
+    take_half_float(n, x.data(), half.data(), 0.5, 65504, nullptr);
     give_half_float(n, half.data(), y.data(), 0.5);
-    take_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30);
+    take_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30, nullptr);
     give_bfloat16_float(n, half.data(), y.data(), 0.5);
     long long found = 0;
     count_nonfinite_float(n, x.data(), 1, &found);
+    count_above_float(n, x.data(), 1, &found, 5);
+    sum_counts_float(1, bad.data(), 1, &found);
 
 
     const long long k = (n + 1) / 2, room = n + CHUNK, whole[] = {0}, size[] = {n}, count[] = {k};
@@ -62,11 +70,12 @@ int main() {
     std::vector<real> entry(k), large(room), add(n, (real)0.5);
     long long place[2] = {0, 0};
     std::fill(x.begin(), x.end(), (real)0.5);
-    take_above_float(n, x.data(), n, add.data(), room, candidate.data(), large.data(), 2, place, magnitude((real)1) - 1);
+    take_above_float(n, x.data(), n, add.data(), room, candidate.data(), large.data(), 2, place, magnitude((real)1) - 1,
+                     nullptr);
     bad[0] += place[0] != n || place[1] != n;
     give_sparse_float(n, x.data(), n, candidate.data(), large.data());
     take_largest_float(n, x.data(), 0, nullptr, 1, whole, size, count, k, index.data(), entry.data(), room,
-                       candidate.data(), large.data());
+                       candidate.data(), large.data(), nullptr);
     give_sparse_float(n, x.data(), k, index.data(), entry.data());
     for (real one : x) bad[0] += one != 1;
   }

@@ -1,0 +1,93 @@
+"""Every kernel on a GPU, as a fraction of the speed of a copy: python -m benchmarks.gpu_kernels [--save]
+
+Arrays of 2^28 float32, far larger than any cache; bytes are those that the equations must move.
+"""
+
+import argparse
+
+import numpy as np
+
+from benchmarks import gpu
+from benchmarks.measure import report
+from distopt import device, kernels, optim
+from distopt.compress import At, ErrorFeedback, Half, Threshold, TopK
+from distopt.tables import Members
+
+ELEMENTWISE, SELECT = 0.9, 0.8  # budgets, of the copy
+RULES = {  # optimizer, arrays read or written of float32
+    "sgd": (lambda: optim.SGD(1e-6), 3),
+    "momentum sgd": (lambda: optim.SGD(1e-6, momentum=0.9, weight_decay=1e-4), 5),
+    "nesterov": (lambda: optim.SGD(1e-6, momentum=0.9, nesterov=True), 5),
+    "rmsprop": (lambda: optim.RMSProp(1e-6), 5),
+    "adagrad": (lambda: optim.AdaGrad(1e-6), 5),
+    "adam": (lambda: optim.Adam(1e-6), 7),
+}
+
+
+def elementwise(n):
+    """(bytes, case) by name."""
+    x, y = gpu.filled(n), gpu.filled(n, seed=1)
+    half, bad = device.gpu_zeros(n, np.float16), device.gpu_zeros(1, np.int64)
+    table = Members(["x"], [(n,)], [0], "float32").point_to([x])
+    home = Members(["y"], [(n,)], [0], "float32").point_to([y])
+    cases = {
+        "pack": (8 * n, lambda: kernels.pack(table, y, 1.0, bad)),
+        "pack, a view: look only": (4 * n, lambda: kernels.pack(home, y, 1.0, bad)),
+        "unpack": (8 * n, lambda: kernels.unpack(table, y, 0.5)),
+        "accumulate": (12 * n, lambda: kernels.accumulate(x, y)),
+        "clip": (8 * n, lambda: kernels.clip(x, 3.0)),
+        "take_half": (10 * n, lambda: kernels.take_half(x, half, 0.5, 65504.0)),
+        "give_half": (6 * n, lambda: kernels.give_half(half, y, 0.5)),
+        "from_half": (6 * n, lambda: kernels.from_half(half, y)),
+    }
+    for name, (make, arrays) in RULES.items():
+        opt = make()
+        opt.prepare(0.5)
+        cases[name] = (4 * arrays * n, lambda opt=opt: opt.update_bucket(table, y))
+    return cases
+
+
+def selection(n):
+    """(bytes, case) by name: the gradient and the residual are read, the residual is written."""
+    grad, kept = gpu.filled(n), {}
+
+    def scratch(name, nbytes):
+        if name not in kept or kept[name].size < nbytes:
+            kept[name] = device.gpu_zeros(nbytes, np.uint8)
+        return kept[name][:nbytes]
+
+    state = {}
+    cases = {}
+    for name, compressor in {
+        "threshold 0.1 %": ErrorFeedback(Threshold(3.29)),
+        "threshold 1 %": ErrorFeedback(Threshold(2.576)),
+        "top-K 0.1 %": ErrorFeedback(TopK(0.001)),
+        "top-K 1 %": ErrorFeedback(TopK(0.01)),
+        "half with memory": ErrorFeedback(Half()),
+    }.items():
+        cases[name] = (12 * n, lambda c=compressor: c.compress(grad, state, At(scratch=scratch)))
+    return cases
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--elements", type=int, default=1 << 28)
+    parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
+    given = parser.parse_args()
+    gpu.need()
+    tables = [gpu.versions()]
+    ceiling = gpu.copy_case(given.elements)
+    for kind, cases, n, budget in (
+        ("elementwise", elementwise, given.elements, ELEMENTWISE),
+        ("selection", selection, given.elements, SELECT),
+        ("selection", selection, 25_600_000, SELECT),
+    ):
+        found = {"copy": ceiling if n == given.elements else gpu.copy_case(n), **cases(n)}
+        times = gpu.interleaved({name: case for name, (_, case) in found.items()})
+        nbytes = {name: b for name, (b, _) in found.items()}
+        tables.append(gpu.fractions(f"{kind}, {n:,} float32", times, nbytes, "copy", dict.fromkeys(cases(1), budget)))
+    report("gpu_kernels", "\n\n".join(tables), given.save)
+
+
+if __name__ == "__main__":
+    main()

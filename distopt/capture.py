@@ -1,0 +1,40 @@
+"""A step as a CUDA graph: recorded once, then done again with one call."""
+
+from collections.abc import Callable
+from typing import Any
+
+from distopt import device
+from distopt.compress import Compressor
+from distopt.loop import Loop
+
+
+class Captured:
+    """A step of which the GPU has all commands already: a call is the next step, for some microseconds of the host.
+
+    Everything that changes from step to step is read from memory: the numbers of the update, which are written there
+    before each replay, and what is refused.  The ranks vote before each replay as before any step.
+    """
+
+    def __init__(self, opt: Loop, loss: Callable[[], Any], make: Callable[[], Compressor], break_even: bool):
+        self._opt, self._graph, self._order = opt, device.Graph(), device.Order()
+        self._stream = device.new_stream()  # the null stream cannot be captured
+        caller = device.current_stream()
+        self._order(caller, self._stream)
+        with self._stream:
+            opt._step(loss, make, None, break_even)  # makes and compiles all that it needs
+            opt._settle()
+            opt._write_numbers()
+            with self._graph.capture():
+                opt._step(loss, make, None, break_even)
+            opt._take_back()
+        self._order(self._stream, caller)
+
+    def __call__(self) -> bool:
+        """The next step; True, which the next call takes back if a gradient was not finite."""
+        opt, caller = self._opt, device.current_stream()
+        opt._prepare_replay()
+        self._order(caller, self._stream)
+        with self._stream:
+            opt._replay(self._graph)
+        self._order(self._stream, caller)
+        return True

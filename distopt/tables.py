@@ -1,0 +1,137 @@
+"""Where the arrays of a bucket are: the tables that multi-tensor kernels read."""
+
+import copy
+import ctypes
+import operator
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distopt import device
+from distopt.texts import NATIVE, library, struct
+
+MEMBER = struct("Member")
+CHUNK = int(re.findall(r"#define CHUNK (\d+)", (NATIVE / "portable.h").read_text())[0])
+
+
+class Table(ctypes.Structure):
+    """``struct Table`` of portable.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("count", ctypes.c_longlong),
+        ("begin", ctypes.c_longlong),
+        ("end", ctypes.c_longlong),
+    )
+
+
+class Numbers(device.Mirror):
+    """A struct of a text, for a kernel that takes a pointer to it."""
+
+    def __init__(self, name: str):
+        super().__init__(np.zeros(1, struct(name)))
+
+    def write(self, **values: float) -> None:
+        """Set all fields, by name."""
+        names = self.host.dtype.names or ()
+        if set(values) != set(names):
+            raise TypeError(f"wants {', '.join(names)}, got {', '.join(values)}")
+        self.host[0] = tuple(values[name] for name in names)
+
+
+class Members:
+    """The table that a multi-tensor kernel reads: one row per array, with its place in the bucket's flat arrays.
+
+    ``names``, ``shapes`` and ``offsets`` (in elements) are fixed; the arrays may change from step to step.
+    """
+
+    def __init__(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], offsets: Sequence[int], dtype: Any):
+        self.names, self.shapes, self.dtype = tuple(names), tuple(shapes), np.dtype(dtype)
+        self.rows = np.zeros(len(self.names), MEMBER)
+        self.rows["offset"], self.rows["size"] = offsets, [int(np.prod(s)) for s in shapes]
+        self.rows["lr"] = self.rows["decay"] = 1.0
+        chunks = -(-self.rows["size"] // CHUNK)
+        self.rows["first"] = np.cumsum(chunks) - chunks
+        self.extent = int((self.rows["offset"] + self.rows["size"]).max(initial=0))
+        self.span = 0, int(chunks.sum())  # the chunks that kernels see
+        self.key = object()  # the same for all shares
+        self._mirror = device.Mirror(self.rows)  # likewise
+        self._shares: dict[tuple[int, int], Members] = {}
+        self._arrays: Sequence[np.ndarray] = ()
+
+    def share(self, number: int, of: int) -> "Members":
+        """The same members, of whose chunks kernels see only one of ``of`` equal parts."""
+        if of == 1:
+            return self
+        if (number, of) not in self._shares:
+            chunks, part = self.span[1], copy.copy(self)
+            part._shares, part.span = {}, (chunks * number // of, chunks * (number + 1) // of)
+            self._shares[number, of] = part
+        return self._shares[number, of]
+
+    def table(self, gpu: int | None) -> Table:
+        """What a kernel gets, on the host or on a GPU."""
+        return Table(self._mirror.address(gpu), len(self.names), *self.span)
+
+    def points_to(self, arrays: Sequence[np.ndarray]) -> bool:
+        """Are these the very objects of the last ``point_to``?  One that was resized in place since is not noticed."""
+        return len(arrays) == len(self._arrays) and all(map(operator.is_, arrays, self._arrays))
+
+    def point_to(self, arrays: Sequence[np.ndarray]) -> "Members":
+        """Let row i be ``arrays[i]``: C-contiguous, of the table's dtype, and of the row's shape."""
+        if self.points_to(arrays):
+            return self
+        for name, shape, a in zip(self.names, self.shapes, arrays, strict=True):
+            if a.dtype != self.dtype or a.shape != shape or not a.flags.c_contiguous:
+                raise TypeError(f"{name}: wants a contiguous array {shape} {self.dtype}, got {a.shape} {a.dtype}")
+        self.rows["data"] = [device.address(a) for a in arrays]
+        self._arrays = tuple(arrays)
+        return self
+
+    def view(self, flat: np.ndarray, row: int) -> np.ndarray:
+        """The part of ``flat`` that belongs to a row, in the row's shape."""
+        offset = int(self.rows["offset"][row])
+        return flat[offset : offset + int(self.rows["size"][row])].reshape(self.shapes[row])
+
+
+class Layout:
+    """What a list of arrays looks like, to find where they keep their elements: some nanoseconds for each.
+
+    An array is taken as it is if it is exactly a numpy array, contiguous, and of the dtype and shape given here; or
+    such an array of cupy, where all of these are.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        self._gpus = {device.place(a) for a in arrays}
+        self._shapes_there = [a.shape for a in arrays]
+        self._dtypes = [a.dtype for a in arrays]  # holds the objects whose ids are compared
+        self._ids = np.array([id(d) for d in self._dtypes], np.uintp)
+        self._dimensions = np.array([a.ndim for a in arrays], np.int64)
+        self._shapes = np.array([n for a in arrays for n in a.shape], np.int64)
+
+    def addresses(self, arrays: Sequence[Any]) -> np.ndarray | None:
+        """Where each array's elements are; None if one of them is not as expected."""
+        count = len(self._dtypes)
+        if len(arrays) != count or sys.implementation.name != "cpython":  # where an id is an address
+            return None
+        if self._gpus and self._gpus != {None}:
+            return self._addresses_there(arrays)
+        objects, found = np.fromiter(map(id, arrays), np.uintp, count), np.empty(count, np.uintp)
+        expected = (self._ids.ctypes.data, self._dimensions.ctypes.data, self._shapes.ctypes.data)
+        fitting = library().locate(
+            count, objects.ctypes.data, object.__basicsize__, id(np.ndarray), *expected, found.ctypes.data
+        )
+        return found if fitting == count else None
+
+    def _addresses_there(self, arrays: Sequence[Any]) -> np.ndarray | None:
+        """The same for arrays on a GPU."""
+        fitting = all(
+            device.on_gpu(a) and a.dtype == dtype and a.shape == shape and a.flags.c_contiguous
+            for a, dtype, shape in zip(arrays, self._dtypes, self._shapes_there, strict=True)
+        )
+        if not fitting or {device.place(a) for a in arrays} != self._gpus:
+            return None
+        return np.array([device.address(a) for a in arrays], np.uintp)

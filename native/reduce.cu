@@ -1,0 +1,37 @@
+// Sums in a fixed order, so that they are the same for every split of the work: blocks of CHUNK consecutive elements of
+// one tensor, LANES interleaved accumulators each, folded pairwise; then the blocks one after the other.
+#include "portable.h"
+
+// partial[c] <- the sum of squares of chunk c, for all chunks that this call is given
+KERNEL(partial_squares)(Table table, const real *flat, double *partial) {
+  FOR_EACH_CHUNK_BY_LANES(c, table) {
+    const real *x = flat + table.rows[c.row].offset;
+    Sums sums = {};
+    long long i = c.begin;
+    for (; i + LANES <= c.end; i += LANES)
+      EACH_LANE(j) sums[j] += (double)x[i + j] * (double)x[i + j];
+    EACH_LANE(j)
+      if (i + j < c.end) sums[j] += (double)x[i + j] * (double)x[i + j];
+    const double sum = folded(sums);
+    if (leads_lanes()) partial[c.index] = sum;
+  }
+}
+
+// sum[row] <- the sum of that member's chunks
+#define STAGE 256  // chunks that are read at once
+KERNEL(fold_partials)(Table table, const double *partial, double *sum) BLOCKS(rows) {
+  FOR_EACH_ROW(row, table) {
+    SCRATCH double some[STAGE];
+    const long long begin = table.rows[row].first, end = begin + (table.rows[row].size + CHUNK - 1) / CHUNK;
+    double total = 0;
+    for (long long first = begin; first < end; first += STAGE) {
+      const long long count = end - first < STAGE ? end - first : STAGE;
+      FOR_EACH_HERE(j, 0, count) some[j] = partial[first + j];
+      together();
+      if (leads_block())
+        for (long long j = 0; j < count; ++j) total += some[j];
+      together();
+    }
+    if (leads_block()) sum[row] = total;
+  }
+}

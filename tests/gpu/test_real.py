@@ -1,0 +1,68 @@
+"""On a real GPU: make test-gpu.  The same laws run in CI on doubles (tests/test_gpu.py)."""
+
+import numpy as np
+import pytest
+
+import laws
+from distopt import device, run_ranks
+from distopt.comm import LocalCommunicator
+from distopt.compress import At, ErrorFeedback, Threshold, TopK
+from launch import needs_mpi, run_mpi
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    return LocalCommunicator(gpu=0)
+
+
+@pytest.mark.parametrize("dtype", laws.TOLERANCE)
+@pytest.mark.parametrize("mode", laws.MODES)
+def test_host_and_device_agree_in_every_mode(gpu, mode, dtype):
+    host = laws.digest(laws.train(LocalCommunicator(), mode=mode, dtype=dtype)[0])
+    assert laws.digest(laws.train(gpu, mode=mode, dtype=dtype)[0]) == host
+
+
+@pytest.mark.parametrize("make", laws.OPTIMIZERS.values(), ids=laws.OPTIMIZERS)
+def test_host_and_device_agree_with_every_optimizer(gpu, make):
+    host = laws.digest(laws.train(LocalCommunicator(), make=make, shapes=[(100_003,), (7, 3)])[0])
+    assert laws.digest(laws.train(gpu, make=make, shapes=[(100_003,), (7, 3)])[0]) == host
+
+
+@pytest.mark.parametrize("n", [1, 4095, 4096, 4097, 1_000_003, 25_000_000])
+@pytest.mark.parametrize("compressor", [TopK(0.001), TopK(0.5), Threshold(3.0), Threshold(0.0)], ids=repr)
+def test_selection_of_every_size(gpu, compressor, n):
+    x, residual = np.random.default_rng(n).standard_normal((2, n), np.float32)
+    found = []
+    for comm in (LocalCommunicator(), gpu):
+        add, kept = laws.put(comm, [x.copy(), residual.copy()])
+        total = laws.put(comm, [np.zeros(n, np.float32)])[0]
+        chosen, state = ErrorFeedback(compressor), {"residual": kept}
+        at = At(scratch=lambda name, nbytes, like=add: device.zeros(nbytes, np.uint8, like))
+        payload = chosen.compress(add, state, at)
+        chosen.decompress(payload, total, at)
+        found.append([device.host_copy(a).tobytes() for a in (total, state["residual"])])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("compressor", laws.CAPTURED, ids=repr)
+def test_a_replay_is_the_step(gpu, compressor):
+    laws.capture_changes_no_bit(gpu, compressor)
+    laws.capture_changes_no_bit(gpu, compressor, make=laws.OPTIMIZERS["adam"], nonfinite="skip", nan_at=(2, 4))
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_all_laws_over_nccl(size, tmp_path):
+    import workers
+
+    found = run_mpi(size, workers.every_law, tmp_path, timeout=560)
+    expected = run_ranks(size, laws.independence)
+    assert [r["digests"].tolist() for r in found] == expected
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [1, 2])
+def test_captured_steps_over_nccl(size, tmp_path):
+    import workers
+
+    run_mpi(size, workers.captured, tmp_path, timeout=300)

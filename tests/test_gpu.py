@@ -1,0 +1,390 @@
+"""The GPU path without a GPU: real cupy arrays over host memory, the kernels' device text, a double of NCCL."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
+
+import laws
+from distopt import DistOpt, Parameter, device, run_ranks
+from distopt.comm import LocalCommunicator, Metered, NcclCommunicator
+from distopt.compress import Half, Threshold
+from distopt.optim import SGD
+from doubles import gpu, nccl
+
+
+@pytest.fixture(autouse=True)
+def doubles(monkeypatch):
+    gpu.install(monkeypatch.setattr)
+    nccl.install(monkeypatch.setattr)
+    yield
+    cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
+
+
+def on_gpus(size, main):
+    """Call main(comm) on this many ranks, each with a GPU of its own."""
+
+    def rank(comm):
+        there = NcclCommunicator(comm.control, gpu=comm.rank)
+        result = main(there)
+        there.close()
+        return result
+
+    return run_ranks(size, rank)
+
+
+@pytest.mark.parametrize("dtype", laws.TOLERANCE)
+@pytest.mark.parametrize("mode", laws.MODES)
+def test_host_and_device_agree_in_every_mode(mode, dtype):
+    host = laws.digest(laws.train(LocalCommunicator(), mode=mode, dtype=dtype)[0])
+    assert laws.digest(laws.train(LocalCommunicator(gpu=0), mode=mode, dtype=dtype)[0]) == host
+
+
+@pytest.mark.parametrize("make", laws.OPTIMIZERS.values(), ids=laws.OPTIMIZERS)
+def test_host_and_device_agree_with_every_optimizer(make):
+    host = laws.digest(laws.train(LocalCommunicator(), make=make, shapes=[(10_003,), (7, 3)])[0])
+    assert laws.digest(laws.train(LocalCommunicator(gpu=0), make=make, shapes=[(10_003,), (7, 3)])[0]) == host
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_laws(size):
+    found = on_gpus(size, laws.all_of_them)
+    expected = run_ranks(size, laws.independence)
+    assert [r["digests"].tolist() for r in found] == [list(e) for e in expected]
+
+
+# ----------------------------------------------------------------------------------------------- the host never waits
+
+
+def steady(mode, **options):
+    """What the host did, and what was enqueued, in the third step on one of two ranks."""
+
+    def main(comm):
+        params, opt = laws.train(comm, steps=2, mode=mode, **options)
+        grads = list(laws.pairs(comm, params, 2))
+        machine = gpu.machine()
+        machine.host.clear()
+        machine.log.clear()
+        laws.MODES[mode](opt, grads)
+        return list(machine.host), [op.name for op in machine.log], len(opt.plan.buckets)
+
+    return on_gpus(2, main)[0]
+
+
+@pytest.mark.parametrize(
+    "mode", ["dense", "half", "bfloat16", "half with memory", "partial", "topk", "topk per tensor"]
+)
+def test_a_step_neither_waits_nor_allocates(mode):
+    host, _, _ = steady(mode)
+    assert host == []
+
+
+def test_a_threshold_without_memory_waits_once():
+    host, _, buckets = steady("threshold without memory")
+    assert host.count("synchronize") == buckets
+
+
+@pytest.mark.parametrize(("mode", "kernels"), [("dense", 2), ("half", 4), ("partial", 2)])
+def test_launches(mode, kernels):
+    _, log, buckets = steady(mode)
+    launches = [name for name in log if name.endswith("_float")]
+    extra = {"partial": 2}.get(mode, 0)  # the parameters of one bucket, there and back
+    assert len(launches) == kernels * buckets + 1 + extra, launches  # and one that sums up what is not finite
+
+
+# ----------------------------------------------------------------------------------------------- not finite
+
+
+def poisoned(comm, params, step, bad_step):
+    for param, grad in laws.pairs(comm, params, step):
+        if step == bad_step and param.name == "p1" and comm.rank == comm.size - 1:
+            device.copy(grad, np.full(grad.shape, np.inf, grad.dtype))
+        yield param, grad
+
+
+@pytest.mark.parametrize("mode", laws.MODES)
+def test_a_step_that_is_not_finite_changes_nothing_and_is_raised_one_step_late(mode):
+    def main(comm):
+        params, opt = laws.train(comm, steps=2, mode=mode)
+        before = laws.digest(params), opt.state_dict()
+        laws.MODES[mode](opt, poisoned(comm, params, 2, 2))
+        assert laws.digest(params) == before[0]
+        laws.assert_equal_states(opt.state_dict(), before[1])
+        with pytest.raises(FloatingPointError, match=r"step 3 are not finite: rank 1: p1 \(50 of 50 entries\)"):
+            laws.MODES[mode](opt, laws.pairs(comm, params, 2))
+        assert laws.digest(params) == before[0]
+        for step in (2, 3):
+            laws.MODES[mode](opt, laws.pairs(comm, params, step))
+        return laws.digest(params) == laws.digest(laws.train(comm, mode=mode)[0])
+
+    assert on_gpus(2, main) == [True, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_batches": 2}], ids=str)
+@pytest.mark.parametrize("mode", ["dense", "topk", "partial", "half with memory"])
+def test_skipped_steps_count_as_on_the_host(mode, options):
+    def main(comm):
+        params, opt = laws.train(comm, steps=0, mode=mode, nonfinite="skip", **options)
+        for step in range(7):
+            laws.MODES[mode](opt, poisoned(comm, params, step, 2))
+        return laws.digest(params), opt.state_dict()
+
+    for size in (1, 2):
+        host = run_ranks(size, lambda comm: main(Metered(comm)) if size == 1 else main(comm))
+        for (digest, state), (expected, other) in zip(on_gpus(size, main), host, strict=True):
+            assert state["step_counter"] == other["step_counter"]
+            assert state["batches"] == other["batches"]
+            if size == 1 or mode == "partial":
+                assert digest == expected
+                laws.assert_equal_states(state["optimizer"], other["optimizer"])
+
+
+class Stranger:
+    """Knows nothing of refusals."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def apply(self, name, value, grad):
+        assert np.isfinite(device.host_copy(grad)).all()
+        self.seen += 1
+
+
+def test_a_wrapped_stranger_never_sees_what_is_not_finite():
+    def main(comm):
+        params = laws.there(comm, laws.parameters())
+        opt = DistOpt(Stranger(), comm, threshold=60)
+        opt(laws.pairs(comm, params, 0))
+        with pytest.raises(FloatingPointError, match="rank 1: p1"):
+            opt(poisoned(comm, params, 1, 1))
+        return opt.opt.seen
+
+    assert on_gpus(2, main) == [len(laws.SHAPES)] * 2
+
+
+def test_a_sum_that_overflows_is_refused():
+    def main(comm):
+        w = Parameter("w", laws.put(comm, [np.zeros(4, np.float32)])[0])
+        opt = DistOpt(SGD(1.0), comm)
+        opt.step([(w, laws.put(comm, [np.full(4, 60000, np.float32)])[0])], Half(predivide=False))
+        with pytest.raises(FloatingPointError, match=r"the sum over ranks \(4 entries\)"):
+            opt([(w, laws.put(comm, [np.ones(4, np.float32)])[0])])
+        return device.host_copy(w.data).tolist(), opt.step_counter
+
+    assert on_gpus(2, main) == [([0.0] * 4, 0)] * 2
+
+
+# ----------------------------------------------------------------------------------------------- streams
+
+
+def orders(comm):
+    """Ways in which a GPU may go on: the communicator's stream behind, the caller's behind, and any."""
+    own = getattr(comm, "_stream", device.new_stream()).ptr
+    yield from (gpu.lagging(own), gpu.lagging(0), gpu.shuffled(1), gpu.shuffled(2))
+
+
+def lazily_trained(comm, mode, order, **options):
+    """A digest of a run in which nothing is done before somebody waits for it; the caller changes streams on the way."""
+    streams = itertools.cycle([device.current_stream(), device.new_stream()])
+    with gpu.lazily(order):
+        params, opt = laws.train(comm, steps=0, mode=mode, **options)
+        previous = device.current_stream()
+        for step in range(4):
+            grads = list(laws.pairs(comm, params, step))  # enqueued in the last step's stream
+            stream = next(streams)
+            device.Order()(previous, stream)
+            previous = stream
+            with stream:
+                laws.MODES[mode](opt, grads)
+        opt._learn()
+        with previous:
+            return laws.digest(params)
+
+
+@pytest.mark.parametrize("mode", laws.MODES)
+def test_streams_may_lag_as_far_as_events_allow(mode):
+    def main(comm):
+        expected = laws.digest(laws.train(comm, mode=mode)[0])
+        return [lazily_trained(comm, mode, order) == expected for order in orders(comm)]
+
+    assert on_gpus(2, main) == [[True] * 4] * 2
+
+
+WAITS = {
+    "kernels beside, before the caller's": (NcclCommunicator, "aside", lambda self: self._stream),
+    "the caller, before the sums are there": (NcclCommunicator, "wait", lambda self: None),
+    "a collective, before its array is filled": (device.Order, "__call__", lambda self, first, then: None),
+    "a step, before the last one in another stream": (device.Order, "follow", lambda self: None),
+}
+
+
+@pytest.mark.parametrize("missing", WAITS)
+def test_a_missing_wait_would_be_seen(missing, monkeypatch):
+    """Half and top-K in many small buckets: SINGA overwrote what its other streams still read."""
+
+    def main(comm):
+        return all(lazily_trained(comm, mode, order) == expected[mode] for mode in expected for order in orders(comm))
+
+    expected = {
+        mode: on_gpus(2, lambda comm, mode=mode: laws.digest(laws.train(comm, mode=mode)[0]))[0]
+        for mode in ("half", "topk")
+    }
+    monkeypatch.setattr(*WAITS[missing])
+    try:
+        right = all(on_gpus(2, main))
+    except Exception:
+        right = False
+    assert not right
+
+
+# ----------------------------------------------------------------------------------------------- graphs
+
+
+@pytest.mark.parametrize("compressor", laws.CAPTURED, ids=repr)
+def test_a_replay_is_the_step(compressor):
+    def main(comm):
+        laws.capture_changes_no_bit(comm, compressor)
+        laws.capture_changes_no_bit(comm, compressor, make=laws.OPTIMIZERS["adam"], nonfinite="skip", nan_at=(2, 4))
+
+    on_gpus(2, main)
+
+
+def test_a_replay_has_the_same_commands_every_time():
+    """No allocation, no wait, no other argument: everything that changes is read from memory."""
+
+    def main(comm):
+        params = laws.there(comm, laws.parameters())
+        opt = DistOpt(laws.OPTIMIZERS["adam"](), comm, threshold=60)
+        pairs = list(zip(params, opt.gradient_views(params), strict=True))
+        step = opt.capture(lambda: pairs)
+        machine, seen = gpu.machine(), []
+        for _ in range(3):
+            machine.host.clear()
+            machine.log.clear()
+            step()
+            seen.append([(op.name, op.details) for op in machine.log if op.name not in ("record", "wait")])
+            assert machine.host == []
+        uploads = [[d for name, d in ops if name == "memcpy" and d[3] == device.HOST_TO_DEVICE] for ops in seen]
+        assert [len(u) for u in uploads] == [1, 1, 1]  # Adam's numbers
+        rest = [[op for op in ops if op[0] != "memcpy" or op[1][3] != device.HOST_TO_DEVICE] for ops in seen]
+        assert rest[0] == rest[1] == rest[2]
+
+    on_gpus(2, main)
+
+
+def test_what_cannot_be_captured():
+    def main(comm):
+        params = laws.there(comm, laws.parameters())
+        pairs = list(laws.pairs(comm, params, 0))
+        for opt, compressor, text in (
+            (DistOpt(SGD(0.1), comm), Threshold(0.1), "as much as the data want"),
+            (DistOpt(SGD(0.1), comm, num_batches=2), None, "num_batches=2"),
+            (DistOpt(Stranger(), comm), None, "called by the host"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                opt.capture(lambda: pairs, compressor)
+        fresh = iter([laws.pairs(comm, params, step) for step in range(2)])
+        with pytest.raises(RuntimeError, match="its arrays must stay the same ones"):
+            DistOpt(SGD(0.1), comm).capture(lambda: next(fresh))
+
+    on_gpus(2, main)
+    with pytest.raises(ValueError, match="on the host"):
+        DistOpt(SGD(0.1), LocalCommunicator()).capture(list)
+
+
+# ----------------------------------------------------------------------------------------------- bad input
+
+
+def test_arrays_that_are_not_there():
+    def main(comm):
+        there = Parameter("w", laws.put(comm, [np.zeros(4, np.float32)])[0])
+        here = Parameter("w", np.zeros(4, np.float32))
+        with pytest.raises(TypeError, match=r"w: the parameter is on the host \(numpy\), but .* on GPU 1 \(cupy\)"):
+            DistOpt(SGD(), comm)([(here if comm.rank else there, there.data if not comm.rank else here.data)])
+        with pytest.raises(TypeError, match=r"w: the gradient is on the host"):
+            DistOpt(SGD(), comm)([(there, here.data)])
+
+    on_gpus(2, main)
+    w = gpu.array(np.zeros(4, np.float32))
+    with pytest.raises(TypeError, match=r"w: the parameter is on GPU 0 \(cupy\), but .* on the host"):
+        DistOpt(SGD(), LocalCommunicator())([(Parameter("w", w), w)])
+
+
+def test_a_gpu_without_room_on_one_rank_is_an_error_on_all():
+    def main(comm):
+        params = laws.there(comm, laws.parameters(shapes=[(3000,), (3000,)]))
+        opt = DistOpt(SGD(0.1, momentum=0.9), comm, threshold=100)
+        pairs = list(laws.pairs(comm, params, 0))
+        gpu.machine().memory = 11_000 if comm.rank else 1 << 40
+        with pytest.raises(MemoryError, match=r"rank 1: Out of memory"):
+            opt(pairs)
+        gpu.machine().memory = 1 << 40
+
+    on_gpus(2, main)
+
+
+def test_an_error_of_nccl_in_the_middle_of_a_run_ends_it_on_all_ranks():
+    def main(comm):
+        params, opt = laws.train(comm, steps=2)
+        nccl.faults.asynchronous[1] = (0, nccl.REMOTE_ERROR)
+        with pytest.raises(RuntimeError, match=r"rank 1: NCCL failed on GPU 1"):
+            for step in range(2, 5):
+                laws.train(comm, 1, step, params, opt)
+        comm.abort()
+
+    on_gpus(2, main)
+
+
+def test_states_go_between_host_and_device():
+    host, gpu0 = LocalCommunicator(), LocalCommunicator(gpu=0)
+    expected, _ = laws.train(host, steps=6, mode="topk")
+    for first, second in ((host, gpu0), (gpu0, host)):
+        params, opt = laws.train(first, steps=3, mode="topk")
+        saved = opt.state_dict()
+        moved = laws.there(second, [Parameter(p.name, device.host_copy(p.data)) for p in params])
+        _, again = laws.train(second, steps=0, mode="topk")
+        again.load_state_dict(saved)
+        laws.train(second, 3, 3, moved, again, mode="topk")
+        assert laws.digest(moved) == laws.digest(expected)
+
+
+def test_the_verbs():
+    def main(comm):
+        opt = DistOpt(SGD(), comm, buffSize=5)
+        mine = [np.arange(n, dtype=np.float32) + comm.rank for n in (3, 9)]
+        a, b = laws.put(comm, mine)
+        opt.fused_all_reduce([a, b])
+        c, d = laws.put(comm, mine)
+        opt.all_reduce_half(c)
+        opt.wait()
+        residual = device.gpu_zeros(9, np.float32)
+        opt.sparsification(d, residual, spars=0.3, topK=True)
+        return [device.host_copy(x).tolist() for x in (a, b, c, d, residual)]
+
+    def on_host(comm):
+        opt = DistOpt(SGD(), comm, buffSize=5)
+        a, b, c, d = (np.arange(n, dtype=np.float32) + comm.rank for n in (3, 9, 3, 9))
+        opt.fused_all_reduce([a, b])
+        opt.all_reduce_half(c)
+        residual = np.zeros(9, np.float32)
+        opt.sparsification(d, residual, spars=0.3, topK=True)
+        return [x.tolist() for x in (a, b, c, d, residual)]
+
+    assert on_gpus(2, main) == run_ranks(2, on_host)
+
+
+def test_a_mean_by_hand():
+    def main(comm):
+        opt = DistOpt(SGD(1.0), comm)
+        w = Parameter("w", laws.put(comm, [np.zeros(4, np.float32)])[0])
+        g = laws.put(comm, [np.full(4, 1.0 + comm.rank, np.float32)])[0]
+        opt.broadcast([w])
+        opt.all_reduce(g)
+        opt.wait()
+        opt.update(w, g)
+        opt.step()
+        return device.host_copy(w.data).tolist()
+
+    assert on_gpus(2, main) == [[-1.5] * 4] * 2
