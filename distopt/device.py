@@ -12,6 +12,7 @@ import mmap
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -125,7 +126,7 @@ def copy(to: Any, source: Any) -> None:
     elif (to.dtype, to.size) != (source.dtype, source.size):
         raise TypeError(f"cannot copy {describe(source)} to {describe(to)}")
     elif not on_gpu(source):
-        _uploads().send(to, np.ascontiguousarray(source))
+        _upload(to, np.ascontiguousarray(source))
     elif to.nbytes:
         runtime = _cupy().cuda.runtime
         runtime.memcpyAsync(to.data.ptr, source.data.ptr, to.nbytes, DEVICE_TO_DEVICE, current_stream().ptr)
@@ -166,38 +167,49 @@ class _Pinned:
         self.event = _cupy().cuda.Event(disable_timing=True)
 
 
-class _Uploads(threading.local):
-    """Small host arrays on their way to a thread's GPU; pinned memory is used again when it has been read."""
+class _Pool:
+    """Pinned memory that nobody uses; a piece is taken again when the GPU is done with it, and never freed.
+
+    cupy's own pool would hand a piece out again while a copy to it is still on its way.
+    """
 
     def __init__(self) -> None:
-        self._pieces: list[_Pinned] = []
+        self._idle: dict[int, list[_Pinned]] = {}  # by GPU, whose events they have
+        self._lock = threading.Lock()
 
-    def send(self, to: Any, source: np.ndarray) -> None:
-        """Enqueue a copy; ``source`` may change as soon as this returns."""
-        stream, raw = current_stream(), source.reshape(-1).view(np.uint8)
-        if stream.is_capturing():
-            raise RuntimeError(f"a captured step cannot upload {describe(source)}: its arrays must stay the same ones")
-        runtime = _cupy().cuda.runtime
-        if raw.size > PINNED:
-            runtime.memcpyAsync(to.data.ptr, raw.ctypes.data, raw.size, HOST_TO_DEVICE, stream.ptr)
-            stream.synchronize()
-        elif raw.size:
-            piece = self._free(raw.size)
-            piece.bytes[: raw.size] = raw
-            runtime.memcpyAsync(to.data.ptr, piece.bytes.ctypes.data, raw.size, HOST_TO_DEVICE, stream.ptr)
-            piece.event.record(stream)
+    def take(self, nbytes: int) -> _Pinned:
+        """A piece of at least so many bytes."""
+        with self._lock:
+            idle = self._idle.setdefault(current_gpu(), [])
+            found = next((p for p in idle if p.bytes.size >= nbytes and p.event.done), None)
+            if found:
+                idle.remove(found)
+        return found or _Pinned(1 << max(0, nbytes - 1).bit_length())
 
-    def _free(self, nbytes: int) -> _Pinned:
-        for piece in self._pieces:
-            if piece.bytes.size >= nbytes and piece.event.done:
-                return piece
-        self._pieces.append(_Pinned(1 << (nbytes - 1).bit_length()))
-        return self._pieces[-1]
+    def give(self, piece: _Pinned, gpu: int) -> None:
+        """Others may have it when what was enqueued is done."""
+        with self._lock:
+            self._idle[gpu].append(piece)
 
 
-@functools.cache
-def _uploads() -> _Uploads:
-    return _Uploads()
+_pool = _Pool()
+
+
+def _upload(to: Any, source: np.ndarray) -> None:
+    """Enqueue a copy from the host; ``source`` may change as soon as this returns."""
+    stream, raw = current_stream(), source.reshape(-1).view(np.uint8)
+    if stream.is_capturing():
+        raise RuntimeError(f"a captured step cannot upload {describe(source)}: its arrays must stay the same ones")
+    runtime = _cupy().cuda.runtime
+    if raw.size > PINNED:
+        runtime.memcpyAsync(to.data.ptr, raw.ctypes.data, raw.size, HOST_TO_DEVICE, stream.ptr)
+        stream.synchronize()
+    elif raw.size:
+        piece = _pool.take(raw.size)
+        piece.bytes[: raw.size] = raw
+        runtime.memcpyAsync(to.data.ptr, piece.bytes.ctypes.data, raw.size, HOST_TO_DEVICE, stream.ptr)
+        piece.event.record(stream)
+        _pool.give(piece, current_gpu())
 
 
 class Mirror:
@@ -230,7 +242,8 @@ class Readback:
     """A few int64 numbers on their way from a GPU to the host, which looks at them later."""
 
     def __init__(self, n: int):
-        self._pinned = _Pinned(8 * n)
+        self._pinned, self._n = _pool.take(8 * n), n
+        weakref.finalize(self, _pool.give, self._pinned, current_gpu()).atexit = False
         self.pending = False
 
     def fetch(self, x: Any) -> None:
@@ -249,7 +262,7 @@ class Readback:
         """What was fetched, when it is there; ``look`` is called meanwhile, and may raise."""
         _wait(self._pinned.event, look)
         self.pending = False
-        return self._pinned.bytes.view(np.int64).copy()
+        return self._pinned.bytes[: 8 * self._n].view(np.int64).copy()
 
 
 # ----------------------------------------------------------------------------------------------------- GPUs

@@ -16,8 +16,12 @@ import numpy as np
 NATIVE = next(
     p for p in (pathlib.Path(__file__).parent / "native", pathlib.Path(__file__).parent.parent / "native") if p.is_dir()
 )
-# NVRTC's options for these texts: with them, and g++'s -ffp-contract=off, host and device round alike.
-CUDA_FLAGS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+# NVRTC's options for these texts: with them, and g++'s -ffp-contract=off, host and device round alike.  The last one
+# says what a lambda is, which NVRTC 12 asks for.
+CUDA_FLAGS = (
+    *("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"),
+    "--device-as-default-execution-space",
+)
 
 KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)(?:\s*BLOCKS\((\w+)\))?", re.M)
 _PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)((?:const\s*\*)?)\s*(\w+)\s*")

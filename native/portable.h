@@ -39,13 +39,17 @@ typedef const long long *Unless;
 #define PASTE_(name, type) name##_##type
 #define PASTE(name, type) PASTE_(name, type)
 
-// What follows the head of a kernel that wants another grid than the usual one (kernels.py reads it).  Every grid is
-// right, of blocks of 32, 64, ... 256 threads: this is about speed alone.
+// What follows the head of a kernel that wants another grid than the usual one, which is a thread for every 16 bytes of
+// its first array, or a block for every chunk of its table, as far as the device has room: one block for each of a
+// parameter, or of the table's `rows`.  Every grid of blocks of 32, 64, ... 256 threads is right: this is about speed.
 #define BLOCKS(count)
 
 // A loop names the arrays that its body meets at i, and nowhere else; a body ends with `};`.
 #ifdef __CUDACC__
 
+#define HOST 0  // for the few texts that only one side has
+
+// At most 256 threads; that there is room for two blocks keeps the compiler from spilling to make room for more.
 #define KERNEL(name) extern "C" __global__ void __launch_bounds__(256, 2) PASTE(name, real)
 #define INLINE static __device__ __forceinline__
 #define SCRATCH __shared__ __align__(16)  // a block's memory: in loops over one chunk a thread meets what it wrote itself
@@ -70,6 +74,7 @@ typedef const long long *Unless;
 #define NAMES_2(a, b) auto *a, auto *b
 #define NAMES_3(a, b, c) auto *a, auto *b, auto *c
 #define NAMES_4(a, b, c, d) auto *a, auto *b, auto *c, auto *d
+#define NAMES_5(a, b, c, d, e) auto *a, auto *b, auto *c, auto *d, auto *e
 
 #define WIDTH (16 / (int)sizeof(real))  // elements that a thread reads and writes at once
 
@@ -185,6 +190,7 @@ INLINE void add(long long *total, long long n) {
 
 #else
 
+#define HOST 1
 #include <cstring>
 
 #ifdef EVERY_SIMD_LEVEL  // given on the command line, to compile for one level only
@@ -204,8 +210,10 @@ INLINE void add(long long *total, long long n) {
 // Iterations are independent: an array may be read and written at the same index, never at another.
 #ifdef __clang__
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#define WHOLE
 #else
 #define INDEPENDENT _Pragma("GCC ivdep")
+#define WHOLE _Pragma("GCC unroll 1")  // a short loop that is taken apart does not become vectors
 #endif
 #define FOR_EACH(i, n, ...) INDEPENDENT for (long long i = 0; i < (n); ++i)
 #define FOR_EACH_IN(i, c, ...) INDEPENDENT for (long long i = c.begin; i < c.end; ++i)
@@ -214,7 +222,7 @@ INLINE void add(long long *total, long long n) {
 #define FOR_EACH_ROW(row, table) for (long long row = 0; row < table.count; ++row)
 #define FOR_EACH_HERE(i, begin, end) INDEPENDENT for (long long i = (begin); i < (end); ++i)
 #define FOR_EACH_CHUNK_BY_LANES(c, table) FOR_EACH_CHUNK(c, table)
-#define EACH_LANE(j) for (int j = 0; j < LANES; ++j)
+#define EACH_LANE(j) WHOLE INDEPENDENT for (int j = 0; j < LANES; ++j)
 #define SCRATCH
 
 INLINE unsigned bits(float x) { unsigned u; memcpy(&u, &x, sizeof u); return u; }

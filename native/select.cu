@@ -4,7 +4,7 @@
 #include "lanes.h"
 #include "portable.h"
 
-#ifndef __CUDACC__
+#if HOST
 
 typedef decltype(magnitude((real)0)) Magnitude;
 

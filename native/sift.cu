@@ -12,7 +12,7 @@
 // The guess costs time if it is bad, and changes no bit.
 #include "tile.h"
 
-#ifdef __CUDACC__
+#if !HOST
 
 typedef decltype(magnitude((real)0)) Magnitude;
 

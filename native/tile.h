@@ -2,7 +2,7 @@
 #pragma once
 #include "portable.h"
 
-#ifdef __CUDACC__
+#if !HOST
 
 typedef unsigned long long Word64;
 

@@ -221,6 +221,20 @@ def test_what_lies_above_a_bound(libraries, n, share, limit, given_add, by, dtyp
     same([kept, place], [expected[2], np.array([n, 0])])
 
 
+@pytest.mark.parametrize("seed", [9, 19, 29])
+def test_many_blocks_wait_for_each_other(libraries, seed):
+    """A block may have to look further back than its warp sees at once."""
+    x, add = numbers(150 * CHUNK, "float32", seed, 1)
+    with np.errstate(invalid="ignore"):
+        expected = above(x, add, bits_of(2.0, "float32"), x.size // 30)
+    index, entry = np.zeros(x.size // 30, np.int32), np.zeros(x.size // 30, np.float32)
+    place, state = np.zeros(2, np.int64), np.zeros(select.above_words(x.size), np.int64)
+    with on(libraries, 60, 32, seed):
+        kernels.blank(index, entry, state)
+        kernels.sift_above(x, add, index, entry, place, state, bits_of(2.0, "float32"))
+    same(expected, (index, entry, x, place))
+
+
 def test_the_host_side_of_take_above():
     x, add = numbers(3000, "float32", 0, 1)
     planes = np.zeros(3000 + CHUNK, np.int32), np.zeros(3000 + CHUNK, np.float32)

@@ -8,7 +8,7 @@ import pytest
 cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
 
 import laws
-from distopt import DistOpt, Parameter, device, run_ranks
+from distopt import DistOpt, Parameter, device, kernels, run_ranks
 from distopt.comm import LocalCommunicator, Metered, NcclCommunicator
 from distopt.compress import Half, Threshold
 from distopt.optim import SGD
@@ -19,6 +19,7 @@ from doubles import gpu, nccl
 def doubles(monkeypatch):
     gpu.install(monkeypatch.setattr)
     nccl.install(monkeypatch.setattr)
+    monkeypatch.setattr(kernels, "THREADS", 32)  # a fiber each
     yield
     cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
 

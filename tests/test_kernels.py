@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import os
+import re
 import shutil
 import subprocess
 
@@ -115,6 +116,66 @@ def test_add_parts_counts_what_is_not_finite_by_part():
     bad = np.zeros((4, 2), np.int64)
     kernels.add_parts(table, parts, np.zeros(table.extent, np.float32), bad.reshape(-1))
     assert bad.tolist() == [[0, 0], [0, 1], [2, 0], [3, 1]]
+
+
+def test_a_kernel_may_say_how_many_blocks_it_wants():
+    """After its head: the name of a parameter, or the rows of its table."""
+    texts = "".join(p.read_text() for p in NATIVE.glob("*.cu"))
+    marked = dict(re.findall(r"^KERNEL\((\w+)\)\s*\([^)]*\)\s*BLOCKS\((\w+)\)", texts, re.M))
+    assert marked == {"guess_bounds": "parts", "fold_partials": "rows"}
+    for name, count in marked.items():
+        assert count == "rows" or count in [p.name for p in kernels.KERNELS[name].parameters]
+
+
+def squares_in_order(x):
+    """The sum of squares as DESIGN says it: chunks, 16 accumulators each, folded pairwise."""
+    total = 0.0
+    for begin in range(0, x.size, CHUNK):
+        lanes = np.zeros(16)
+        for row in range(begin, min(begin + CHUNK, x.size), 16):
+            part = x[row : min(row + 16, begin + CHUNK, x.size)].astype(np.float64)
+            lanes[: part.size] += part * part
+        while lanes.size > 1:
+            lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
+        total += lanes[0]
+    return total
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("shares", [1, 3])
+def test_sums_of_squares_have_one_order(dtype, shares):
+    table, arrays = members(SIZES, dtype, seed=2)
+    flat, bad = zeros(table.extent, dtype), np.zeros(len(arrays), np.int64)
+    kernels.pack(table, flat, 1.0, bad)
+    partial, sums = np.zeros(table.span[1] + len(arrays)), np.zeros(len(arrays))
+    for share in range(shares):
+        kernels.partial_squares(table.share(share, shares), flat, partial)
+    kernels.fold_partials(table, partial, sums)
+    assert sums.tolist() == [squares_in_order(a) for a in arrays]
+    np.testing.assert_allclose(sums, [np.sum(a.astype(np.float64) ** 2) for a in arrays], rtol=1e-13)
+
+
+def test_entries_of_all_ranks_are_added_in_rank_order():
+    """Negative indices are no entries; what was in x is gone."""
+    index = [np.array([1, 3, CHUNK, -1], np.int32), np.array([3, 4], np.int32), np.array([-1], np.int32)]
+    entry = [np.array([1, 1e8, 2, 0], np.float32), np.array([-1e8, 5], np.float32), np.zeros(1, np.float32)]
+    x = np.full(CHUNK + 3, 9, np.float32)
+    kernels.give_all(x, index, entry, np.array([4, 2, 1]))
+    assert np.flatnonzero(x).tolist() == [1, 4, CHUNK]
+    assert x[[1, 4, CHUNK]].tolist() == [1, 5, 2]
+    kernels.give_sparse(x, index[0], entry[0])
+    assert x[[0, 1, 3, CHUNK + 2]].tolist() == [0, 2, 1e8, 0]
+
+
+def test_a_refused_step_changes_nothing():
+    x, y, yes = np.ones(5, np.float32), np.ones(5, np.float32), np.ones(1, np.int64)
+    kernels.accumulate(x, y, yes)
+    assert y.tolist() == [1] * 5
+    for answer in (np.zeros(1, np.int64), None):
+        kernels.accumulate(x, y, answer)
+    assert y.tolist() == [3] * 5
+    with pytest.raises(TypeError, match=r"accumulate takes \['x', 'sum', 'refused'\], got 4 arguments"):
+        kernels.accumulate(x, y, yes, yes)
 
 
 @pytest.mark.parametrize("dtype", REALS)

@@ -32,11 +32,10 @@ def parts_table(offsets: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> n
     expected = counts * sample / np.maximum(sizes, 1)
     rank = np.where(counts > 0, expected + 3 * (np.sqrt(expected) + 1), 0).astype(np.int64)
     rank[4 * rank > sample] = 0
-    share = (rank + 4 * np.sqrt(rank) + 4) / np.maximum(sample, 1)
+    share = (rank + 6 * np.sqrt(rank) + 4) / np.maximum(sample, 1)
     room = np.where(rank > 0, np.minimum(np.ceil(share * sizes), sizes), 0).astype(np.int64)
     tiles = -(-sizes // CHUNK)
-    before = [np.cumsum(a) - a for a in (tiles, counts, room)]
-    first, place, held = before
+    first, place, held = (np.cumsum(a) - a for a in (tiles, counts, room))
     return np.stack([np.asarray(offsets, np.int64), sizes, counts, first, place, held, room, rank], 1).reshape(-1)
 
 

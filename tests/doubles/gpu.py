@@ -350,6 +350,9 @@ def argument_size(parameter):
     return 8 if parameter.is_array else ctypes.sizeof(kernels.SCALARS[parameter.kind])
 
 
+_shim = threading.Lock()  # which runs one kernel at a time
+
+
 def launch_kernel(function, *rest):
     """cupy.cuda.driver.launchKernel; arguments are copied now, as the driver does."""
     shape, shared, stream, given = rest[:6], rest[6], rest[7], rest[8]
@@ -362,7 +365,8 @@ def launch_kernel(function, *rest):
     dims = (ctypes.c_uint * 6)(*shape)
 
     def run(keep=values):
-        kernel.launch(dims, ctypes.c_size_t(shared), addresses)
+        with _shim:
+            kernel.launch(dims, ctypes.c_size_t(shared), addresses)
 
     machine().enqueue(kernel.name, run, stream, (shape, *(v.raw for v in values)))
 
@@ -413,7 +417,7 @@ def install(patch=setattr):
     ):
         for name, double in doubles.items():
             patch(owner, name, double)
-    device._uploads.cache_clear()
+    device._pool = device._Pool()
 
 
 def numpy_view(x):

@@ -1,6 +1,7 @@
 // Every kernel at edge sizes on exactly sized heap memory, for the sanitizers.
 #include "adagrad.cu"
 #include "adam.cu"
+#include "reduce.cu"
 #include "rmsprop.cu"
 #include "select.cu"
 #include "sgd.cu"
@@ -42,6 +43,9 @@ int main() {
   const real *const parts[] = {flat.data(), peer.data()};
   for (long long share = 0; share < 3; ++share)
     add_parts_float({rows.data(), count, first * share / 3, first * (share + 1) / 3}, 2, parts, peer.data(), wrong.data());
+  std::vector<double> partial(first), squares(count);
+  partial_squares_float(table, flat.data(), partial.data());
+  fold_partials_float(table, partial.data(), squares.data());
   for (long long n : sizes) {
     std::vector<real> x(n, (real)1e30), y(n);
     std::vector<half_t> half(n);
@@ -78,6 +82,10 @@ int main() {
                        candidate.data(), large.data(), nullptr);
     give_sparse_float(n, x.data(), k, index.data(), entry.data());
     for (real one : x) bad[0] += one != 1;
+    const int *const places[] = {index.data(), candidate.data()};
+    const real *const values[] = {entry.data(), large.data()};
+    const long long lengths[] = {k, 0};
+    give_all_float(n, y.data(), 2, places, values, lengths);
   }
   puts(bad[0] ? "take and give lost something" : "done");
 }
