@@ -16,6 +16,7 @@ pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13
 
 import cupy
 
+import laws
 import nccl_checks
 from distopt import device, run_ranks, world
 from distopt.cli import doctor
@@ -150,7 +151,8 @@ def run_processes(main, size, folder, ranks=None):
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_that_vote_over_sockets(size, tmp_path):
     found = run_processes(nccl_checks.trained, size, tmp_path)
-    for rank in range(size):
+    for rank, digest in enumerate(run_ranks(size, lambda comm: laws.digest(laws.train(comm, deterministic=True)[0]))):
+        assert found[str(rank)].endswith(digest), "the bits of ranks on the host"
         assert f"<NcclCommunicator, rank {rank} of {size}, cupy: NCCL 2.28.9 on GPU {rank}" in found[str(rank)]
         assert "votes over local sockets" in found[str(rank)]
 
