@@ -282,7 +282,8 @@ def gpu_state() -> str:
     except ImportError as error:
         return f"cupy is broken: {error}"
     except Exception as error:  # cupy's own CUDARuntimeError; its class lives in the module that may have failed
-        return f"no CUDA driver: {error}"
+        name = str(error).partition(":")[0]
+        return f"no CUDA driver ({name}): it takes a machine with an NVIDIA GPU and its driver"
     return "ok" if count else "the CUDA driver sees no device: check CUDA_VISIBLE_DEVICES"
 
 

@@ -120,7 +120,7 @@ def loss_and_slope(scores, labels):
     scores = scores - scores.max(1, keepdims=True)
     exponentials = np.exp(scores)
     p = exponentials / exponentials.sum(1, keepdims=True)
-    rows = np.arange(len(labels))
+    rows = np.arange(len(labels), like=labels)
     loss = -np.log(p[rows, labels]).mean()
     p[rows, labels] -= 1
     return float(loss), p / np.float32(len(labels))

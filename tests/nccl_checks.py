@@ -1,12 +1,16 @@
 """What the NCCL communicator must do on the doubles, as functions of it; all ranks call them."""
 
-import contextlib
-import functools
+import os
+import signal
+import sys
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import comm_checks
+import distopt
+import laws
 from distopt import device, kernels
 from distopt.comm import Metered, NcclCommunicator, Ordered
 from distopt.comm.communicator import NUMBERS, Wrapper, all_reduce_in_rank_order
@@ -17,6 +21,7 @@ def install(patch=setattr, processes=False):
     """GPUs and NCCL for this process."""
     gpu.install(patch)
     nccl.install(patch, processes)
+    patch(kernels, "THREADS", 32)  # each is a fiber
 
 
 class Host(Wrapper):
@@ -125,6 +130,15 @@ def streams(comm):
     comm.wait()
     np.testing.assert_array_equal(device.host_copy(z), np.full(n, size * total * 1e3, np.float32))
 
+    x = up(mine(3))  # which the own stream still uses when nobody else does
+    with comm.aside():
+        comm.all_reduce(x)
+        comm.wait()
+    del x
+    other = up(mine(2))
+    comm.wait()
+    np.testing.assert_array_equal(device.host_copy(other), mine(2))
+
     views = up(mine(2))  # what is prepared on the caller's stream, and used aside
     with comm.aside():
         comm.all_reduce(views)
@@ -147,6 +161,20 @@ def streams(comm):
     comm.wait()
     assert [device.host_copy(p).tolist() for p in got] == [[10 * r + rank] * 5 for r in range(size)]
 
+    for unwanted in (lambda: comm.all_to_all([up(mine(1))] * size), lambda: comm.reduce_scatter(up(np.arange(99)))):
+        unwanted()
+        other = up(mine(2))
+        comm.wait()
+        np.testing.assert_array_equal(device.host_copy(other), mine(2))
+
+    third = device.new_stream()  # who waits need not be who called, if memory is kept that long
+    with third:
+        sent = [up(np.full(5, 10 * rank + to, np.int64)) for to in range(size)]
+        taken = comm.all_to_all(sent)
+    comm.wait()
+    assert [device.host_copy(p).tolist() for p in taken] == [[10 * r + rank] * 5 for r in range(size)]
+    device.finish(third)
+
     x = up(mine(0))
     all_reduce_in_rank_order(comm, x)
     del got
@@ -166,38 +194,89 @@ def over_mpi(comm):
     assert nccl_comm.rank == comm.rank
     assert nccl_comm.local_rank == comm.local_rank
     assert "votes over MPI" in repr(nccl_comm) or "votes over Open MPI" in repr(nccl_comm) or "MPICH" in repr(nccl_comm)
-    with standing_in():
-        everything(nccl_comm, pieces=False)
-        streams(nccl_comm)
+    everything(nccl_comm, pieces=False)
+    streams(nccl_comm)
     nccl_comm.barrier()
     nccl_comm.close()
     left_open = NcclCommunicator.from_mpi()  # ends with the process
     left_open.barrier()
 
 
-@contextlib.contextmanager
-def standing_in():
-    """Until kernels can be launched on cupy's arrays: the sums in rank order by numpy, enqueued."""
-    x = up(np.ones(2, np.float32))
-    try:
-        kernels.accumulate(x, device.copied(x))
-    except TypeError:
-        pass
-    else:
-        yield
-        return
-    names = ["accumulate"] + [f"{verb}_{kind}" for verb in ("from", "add", "to") for kind in ("half", "bfloat16")]
-    real = {name: kernels.KERNELS[name] for name in names}
-    kernels.KERNELS.update({name: functools.partial(_enqueue, kernel) for name, kernel in real.items()})
-    try:
-        yield
-    finally:
-        kernels.KERNELS.update(real)
+# ------------------------------------------------------------------------------- processes of one machine, without MPI
 
 
-def _enqueue(kernel, *arrays):
-    if device.on_gpu(arrays[0]):
-        pieces = [(x.data.ptr, x.size, x.dtype) for x in arrays]
-        gpu.machine().enqueue(kernel.name, lambda: kernel(*(nccl.array(*piece) for piece in pieces)))
-    else:
-        kernel(*arrays)
+def process(main, unique_id, rank, size, folder):
+    """What a child does: ``main(comm)`` on the doubles; its result, or its error, goes into a file."""
+    install(processes=True)
+    try:
+        comm = NcclCommunicator.from_id(unique_id, rank, size, patience=20.0 if main is not never else 1.0)
+        found = str(main(comm))
+        comm.close()
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    (folder / str(rank)).write_text(found)
+
+
+def trained(comm):
+    """Two streams, and a run of DistOpt."""
+    streams(comm)
+    digest = laws.digest(laws.train(comm, deterministic=True)[0])
+    comm.barrier()
+    return f"{comm!r} {digest}"
+
+
+def killed(comm):
+    """The last rank is gone before its part of a sum; the others learn it while they wait for their GPU."""
+    comm.barrier()
+    if comm.rank == comm.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.all_reduce(up(np.ones(3)))
+    comm.wait()
+    device.finish(device.current_stream(), comm.check)
+
+
+def left(comm):
+    """The last rank's script ends; the others want one more vote."""
+    comm.barrier()
+    if comm.rank < comm.size - 1:
+        comm.control.vote("a step", 7, list)
+
+
+def never(comm):
+    """Not all ranks come."""
+
+
+def forgotten(comm):
+    """Nothing is closed, and nothing is waited for: the sum is still owed to the other rank."""
+    x = up(np.ones(3, np.float32))
+    comm.all_reduce(x)
+    comm.close = lambda: None
+    return "done"
+
+
+def worlds_over_mpi(comm):
+    """What world() picks under a launcher; ranks that differ in what they have all take what all of them have."""
+    install(processes=True)
+    known = sys.modules["distopt.comm.world"]._worlds
+    assert "numpy: the script has not imported cupy; " in repr(comm)
+    for asked in ("cuda", "auto"):
+        known.clear()
+        found = distopt.world(asked)
+        assert isinstance(found, NcclCommunicator)
+        found.barrier()
+        found.close()
+    known.clear()
+    cupy = sys.modules["cupy"]
+    if comm.rank == 1:
+        del sys.modules["cupy"]
+    found = distopt.world("auto")
+    sys.modules["cupy"] = cupy
+    reason = "rank 1: the script has not imported cupy" if comm.rank == 0 else "the script has not imported cupy"
+    assert repr(found).startswith(f"<MpiCommunicator, rank {comm.rank} of 2, numpy: {reason}; ")
+    comm_checks.ragged(found)
+    known.clear()
+    nccl.faults.version = 21300 if comm.rank == 1 else 22809
+    with pytest.raises(RuntimeError, match=r"rank 1: no GPU for NCCL: NCCL 2\.13\.0 is too old"):
+        distopt.world("cuda")
+    assert "rank 1: NCCL 2.13.0 is too old" in repr(distopt.world("auto")) or comm.rank == 1
+    assert "device='cpu'; " in repr(distopt.world("cpu"))

@@ -1,5 +1,14 @@
 """The NCCL communicator on doubles of GPUs and of NCCL: every verb, every order of streams, and what goes wrong."""
 
+import contextlib
+import multiprocessing
+import os
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -7,11 +16,17 @@ pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13
 
 import cupy
 
+import laws
 import nccl_checks
-from distopt import device, run_ranks
-from distopt.comm import Metered, NcclCommunicator, Ordered
-from doubles import gpu, nccl
-from launch import needs_mpi, run_mpi
+from distopt import device, run_ranks, world
+from distopt.cli import doctor
+from distopt.comm import LocalCommunicator, Metered, NcclCommunicator, Ordered, mpi, nccl_unique_id, sockets
+from distopt.comm.sockets import SocketControl
+from distopt.guard import PeerLeft
+from doubles import gpu, nccl, shim
+from launch import finish, needs_mpi, run_mpi
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +35,8 @@ def gpus(monkeypatch):
     for variable in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
         monkeypatch.delenv(variable, raising=False)
     nccl_checks.install(monkeypatch.setattr)
-    with nccl_checks.standing_in():
-        yield
+    shim.library("float")  # for the processes that a test starts too
+    yield
     cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
     nccl.faults.__init__()
 
@@ -67,6 +82,7 @@ ORDERS = {
     "the own stream last": lambda comm: gpu.lagging(comm._stream.ptr),
     "the caller's stream last": lambda comm: gpu.lagging(0),
     **{f"any order, {seed}": lambda comm, seed=seed: gpu.shuffled(f"{seed} {comm.rank}") for seed in range(4)},
+    "the newest stream last": lambda comm: min,
     "ranks of both kinds": lambda comm: gpu.lagging(0 if comm.rank else comm._stream.ptr),
 }
 
@@ -111,3 +127,465 @@ def test_wrappers_pass_on_what_streams_need():
         assert "Metered(Ordered(<NcclCommunicator, rank" in repr(wrapped)
 
     with_nccl(2, main)
+
+
+# ----------------------------------------------------------------------------------------------------- processes
+
+
+def run_processes(main, size, folder, ranks=None):
+    """What ``main(comm)`` returned or raised in each process that ended by itself."""
+    spawn, unique_id = multiprocessing.get_context("spawn"), nccl_unique_id()
+    ranks = range(size) if ranks is None else ranks
+    children = [
+        spawn.Process(target=nccl_checks.process, args=(main, unique_id, rank, size, folder), daemon=True)
+        for rank in ranks
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(30)
+        assert child.exitcode is not None, "a process does not end"
+    return {f.name: f.read_text() for f in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_that_vote_over_sockets(size, tmp_path):
+    found = run_processes(nccl_checks.trained, size, tmp_path)
+    for rank, digest in enumerate(run_ranks(size, lambda comm: laws.digest(laws.train(comm, deterministic=True)[0]))):
+        assert found[str(rank)].endswith(digest), "the bits of ranks on the host"
+        assert f"<NcclCommunicator, rank {rank} of {size}, cupy: NCCL 2.28.9 on GPU {rank}" in found[str(rank)]
+        assert "votes over local sockets" in found[str(rank)]
+
+
+def test_a_process_that_dies(tmp_path):
+    found = run_processes(nccl_checks.killed, 3, tmp_path)
+    assert found == dict.fromkeys("01", "PeerLeft: rank 2 ended without a word, before a barrier")
+
+
+def test_a_process_that_leaves_early(tmp_path):
+    found = run_processes(nccl_checks.left, 3, tmp_path)
+    assert found.pop("2") == "None"
+    assert found == dict.fromkeys("01", "PeerLeft: rank 2 left after a barrier, before a step")
+
+
+def test_a_process_that_never_comes(tmp_path):
+    found = run_processes(nccl_checks.never, 3, tmp_path, ranks=(0, 1))
+    text = "RuntimeError: rank 2 of 3 did not come within 1 s: see what they printed"
+    assert found == {"0": text, "1": text}
+
+
+def test_the_first_process_never_comes(tmp_path):
+    found = run_processes(nccl_checks.never, 2, tmp_path, ranks=(1,))
+    assert found["1"].startswith("RuntimeError: rank 1 of 2: rank 0 did not come within 1 s; were all ranks started")
+
+
+def test_a_process_that_closes_nothing_ends(tmp_path):
+    assert run_processes(nccl_checks.forgotten, 2, tmp_path) == {"0": "done", "1": "done"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ((b"short", 0, 2), TypeError, "nccl_id must be the 128 bytes .* got bytes of 5"),
+        (("0" * 128, 0, 2), TypeError, "got str"),
+        ((bytes(128), 2, 2), ValueError, "local_rank must be below world_size=2, got 2"),
+        ((bytes(128), -1, 2), ValueError, "local_rank must be at least 0, got -1"),
+        ((bytes(128), 0, 0), ValueError, "world_size must be at least 1, got 0"),
+        ((bytes(128), "0", 2), TypeError, "local_rank must be an integer, got '0'"),
+    ],
+)
+def test_arguments_of_a_process(arguments, kind, text):
+    with pytest.raises(kind, match=text):
+        NcclCommunicator.from_id(*arguments)
+
+
+def controls(size, secrets, sizes=None, ranks=None):
+    """What comes of SocketControls that threads make: a control, or an error."""
+    found = [None] * len(secrets)
+
+    def make(k):
+        try:
+            found[k] = SocketControl(secrets[k], ranks[k] if ranks else k, sizes[k] if sizes else size, patience=1.0)
+        except Exception as error:
+            found[k] = error
+
+    threads = [threading.Thread(target=make, args=(k,)) for k in range(len(secrets))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(20)
+        assert not t.is_alive()
+    return found
+
+
+def test_sockets_of_those_who_do_not_belong_together():
+    ones, twos = b"1" * 128, b"2" * 128
+    for error in controls(2, [ones] * 2, sizes=[2, 3]):
+        assert str(error) == "rank 1 was told world_size=3, rank 0 2"
+    for error in controls(3, [ones] * 3, ranks=[0, 1, 1]):
+        assert str(error) == "two processes were told local_rank=1"
+    strangers = controls(2, [ones, twos])
+    assert "rank 1 of 2 did not come within 1 s" in str(strangers[0])
+    assert "rank 0 did not come within 1 s" in str(strangers[1])
+
+
+def test_a_stranger_at_the_door():
+    """Somebody knocks who knows the sockets' name but not the secret: the ranks meet all the same."""
+    secret, names = b"3" * 128, []
+    listener = sockets.Listener
+
+    def note(name, **options):
+        names.append(name)
+        opened = listener(name, **options)
+        for key in (b"guess", None):
+            threading.Thread(target=knock, args=(name, key), daemon=True).start()
+        return opened
+
+    def knock(name, key):
+        with contextlib.suppress(Exception):
+            sockets.Client(name, family="AF_UNIX", authkey=key).close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sockets, "Listener", note)
+        found = controls(3, [secret] * 3)
+    assert names[0].startswith("\0distopt-")
+    assert [c.rank for c in found] == [0, 1, 2]
+    for c in found:
+        c.close()
+
+
+def test_the_example_without_a_gpu():
+    code, output = finish([sys.executable, EXAMPLES / "multiprocess.py"], 60)
+    assert (code, len(output.splitlines())) == (0, 1), output
+    assert output.startswith("nothing to do: no CUDA driver")
+
+
+# ----------------------------------------------------------------------------------------------------- what is missing
+
+
+def alike(errors, text):
+    """The same text on every rank."""
+    assert len(set(errors)) == 1, errors
+    assert re.search(text, errors[0]), errors[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_no_driver_on_one_rank(rank, monkeypatch):
+    def count():
+        if gpu._local.number == 7:
+            raise cupy.cuda.runtime.CUDARuntimeError(35)
+        return gpu.GPUS
+
+    def main(threads):
+        gpu._local.number = 7 if threads.rank == rank else 0
+        NcclCommunicator(threads.control)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", count)
+    text = rf"rank {rank}: no GPU for NCCL: no CUDA driver \(cudaErrorInsufficientDriver\): .*; or use device='cpu'"
+    alike(raised(3, main, RuntimeError), text)
+
+
+def test_no_nccl(monkeypatch):
+    monkeypatch.setattr(cupy.cuda.nccl, "available", False)
+    text = r"rank 0: no GPU for NCCL: NCCL is not installed, or .*: pip install 'distopt\[cuda13\]'"
+    alike(raised(2, lambda threads: NcclCommunicator(threads.control), RuntimeError), text)
+    with pytest.raises(RuntimeError, match="NCCL is not installed"):
+        nccl_unique_id()
+
+
+def test_an_nccl_that_is_too_old_or_another_one(monkeypatch):
+    def versions(*numbers):
+        monkeypatch.setattr(cupy.cuda.nccl, "get_version", lambda: numbers[gpu._local.number])
+
+    def main(threads):
+        gpu._local.number = threads.rank
+        NcclCommunicator(threads.control)
+
+    versions(22809, 21702)
+    alike(raised(2, main, RuntimeError), r"rank 1: no GPU for NCCL: NCCL 2.17.2 is too old, 2.18.1 is wanted: pip inst")
+    versions(22809, 22809, 22707)
+    alike(raised(3, main, ValueError), "^ranks differ: rank 0 has NCCL 2.28.9, rank 2 has NCCL 2.27.7$")
+
+
+def test_a_gpu_that_is_not_there():
+    def main(threads):
+        NcclCommunicator(threads.control, gpu=4 if threads.rank else 0)
+
+    alike(raised(2, main, ValueError), "rank 1: gpu must be a number from 0 to 3, .* got 4")
+
+
+def test_two_ranks_on_one_gpu(monkeypatch):
+    def main(threads):
+        NcclCommunicator(threads.control, gpu=[0, 1, 1][threads.rank]).close()
+
+    errors = raised(3, main, ValueError)
+    alike(errors, r"^ranks 1 and 2 are both on GPU 1 \(0000:01:00.0\) of host .*, but NCCL wants a GPU for each rank")
+    for way in ("fewer ranks per host", "CUDA_VISIBLE_DEVICES", "device='cpu'", "NCCL_HOSTID", "NCCL_MULTI_RANK"):
+        assert way in errors[0]
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    alike(raised(3, main, ValueError), "are both on")  # this NCCL does not know it
+    nccl.faults.version = 23004
+    run_ranks(3, main)
+
+
+def test_more_ranks_than_gpus():
+    alike(raised(5, lambda threads: NcclCommunicator(threads.control), ValueError), "^ranks 0 and 4 are both on GPU 0")
+
+
+def test_ranks_that_claim_other_hosts_may_share_a_gpu(monkeypatch):
+    class Environment(dict):  # each thread a process of its own
+        def get(self, name, default=None):
+            return f"host {gpu._local.rank}" if name == "NCCL_HOSTID" else default
+
+    def main(threads):
+        gpu._local.rank = threads.rank
+        NcclCommunicator(threads.control, gpu=0).close()
+
+    monkeypatch.setattr(os, "environ", Environment())
+    run_ranks(2, main)
+
+
+def test_an_id_that_cannot_be_made():
+    nccl.faults.id = True
+    alike(
+        raised(3, lambda threads: NcclCommunicator(threads.control), RuntimeError),
+        "rank 0: NCCL cannot make an id: NCCL_ERROR_SYSTEM_ERROR: .*; NCCL_DEBUG=INFO says more",
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_start_that_fails_on_one_rank(rank):
+    nccl.faults.start, nccl.faults.patience = rank, 3.0
+    started = time.monotonic()
+    alike(
+        raised(3, lambda threads: NcclCommunicator(threads.control), RuntimeError),
+        rf"^rank {rank}: NCCL cannot start: NCCL_ERROR_SYSTEM_ERROR",
+    )
+    assert time.monotonic() - started < 2, "nobody waits for a time limit"
+
+
+def test_ranks_that_do_not_find_each_other(monkeypatch):
+    monkeypatch.setattr(NcclCommunicator, "PATIENCE", 0.3)
+    nccl.faults.never, nccl.faults.patience = 1, 3.0
+    text = "rank 0: NCCL's ranks did not find each other within 0.3 s: .* NCCL_SOCKET_IFNAME"
+    alike(raised(2, lambda threads: NcclCommunicator(threads.control), RuntimeError), text)
+
+
+# ----------------------------------------------------------------------------------------------------- what goes wrong
+
+
+def test_an_asynchronous_error():
+    """A collective that never ends is found by whoever looks while it waits, and nothing is enqueued afterwards."""
+    nccl.faults.asynchronous = {1: (2, nccl.REMOTE_ERROR)}
+
+    def main(threads):
+        comm = NcclCommunicator(threads.control)
+        x = gpu.array(np.ones(9, np.float32))
+        comm.all_reduce(x)
+        comm.all_reduce(x)
+        comm.check()
+        comm.broadcast(x, 0)
+        comm.wait()
+        if comm.rank == 0:
+            return
+        with pytest.raises(RuntimeError) as caught:
+            device.finish(device.current_stream(), comm.check)
+        assert re.match(
+            "rank 1: NCCL failed on GPU 1 in broadcast from rank 0 of 9 float32, or before: NCCL_ERROR_REMOTE_ERROR: .*"
+            "; NCCL_DEBUG=WARN says more",
+            str(caught.value),
+        )
+        for verb in (lambda: comm.all_reduce(x), comm.check):
+            with pytest.raises(RuntimeError, match="rank 1: NCCL failed on GPU 1 in broadcast"):
+                verb()
+        assert comm.abort()
+        comm.close()  # twice is once
+        with pytest.raises(RuntimeError, match="NCCL failed on GPU 1"):
+            comm.all_reduce(x)
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize(("status", "fails"), [(nccl.IN_PROGRESS, False), (8, True)])
+def test_states_that_cupy_has_no_name_for(status, fails):
+    def main(comm):
+        nccl.faults.asynchronous = {0: (0, status)}
+        comm._comm.calls = 1
+        if fails:
+            with pytest.raises(RuntimeError, match="rank 0: NCCL failed on GPU 0 in its start, or before: status 8, a"):
+                comm.check()
+        else:
+            comm.check()
+        nccl.faults.asynchronous = {}
+
+    with_nccl(1, main)
+
+
+def test_a_call_that_nccl_refuses():
+    def main(comm):
+        nccl.faults.refuses = 0
+        with pytest.raises(
+            RuntimeError, match="rank 0: NCCL failed on GPU 0 in all_reduce of 2 float32: NCCL_ERROR_INVALID"
+        ):
+            comm.all_reduce(gpu.array(np.ones(2, np.float32)))
+        assert not nccl.in_a_group()
+
+    with_nccl(1, main)
+
+
+def test_an_abort_that_hangs():
+    nccl.faults.abort = 2.0
+
+    def main(threads):
+        comm = NcclCommunicator(threads.control)
+        started = time.monotonic()
+        assert not comm.abort(0.1)
+        assert time.monotonic() - started < 1
+        with pytest.raises(RuntimeError, match="rank 0: the communicator was aborted"):
+            comm.all_reduce(gpu.array(np.ones(2, np.float32)))
+
+    run_ranks(1, main)
+
+
+def test_a_closed_communicator():
+    def main(threads):
+        comm = NcclCommunicator(threads.control)
+        comm.close()
+        comm.close()
+        with pytest.raises(RuntimeError, match="the communicator is closed"):
+            comm.all_reduce(gpu.array(np.ones(2, np.float32)))
+        with pytest.raises(RuntimeError, match="the communicator is closed"):
+            comm.check()
+
+    run_ranks(2, main)
+
+
+def test_a_peer_that_has_left():
+    def main(comm):
+        if comm.rank == 0:
+            with pytest.raises(PeerLeft, match=r"rank 1 left (while|before) rank 0"):
+                comm.barrier()
+
+    def run(threads):
+        main(NcclCommunicator(threads.control))
+
+    run_ranks(2, run)
+
+
+def test_arrays_that_are_elsewhere():
+    def main(comm):
+        here, there = gpu.array(np.ones(3, np.float32)), None
+        gpu._local.number = 3
+        there = gpu.array(np.ones(3, np.float32))
+        with pytest.raises(
+            ValueError, match=r"works on GPU 0, but this thread on GPU 3: call cupy.cuda.Device\(0\).use"
+        ):
+            comm.all_reduce(here)
+        with pytest.raises(ValueError, match="but this thread on GPU 3"):
+            comm.alloc(3, np.float32)
+        gpu._local.number = 0
+        verbs = [
+            comm.all_reduce,
+            comm.all_gather,
+            lambda x: comm.all_to_all([x]),
+            comm.reduce_scatter,
+            comm.broadcast,
+            Ordered(comm).all_reduce,
+        ]
+        for verb in verbs:
+            with pytest.raises(
+                TypeError, match=r"carries cupy arrays on GPU 0, got an array \(3,\) float32 in host mem"
+            ):
+                verb(np.ones(3, np.float32))
+            with pytest.raises(
+                ValueError, match=r"works on GPU 0, got an array \(3,\) float32 on GPU 3: allocate after"
+            ):
+                verb(there)
+            with pytest.raises(TypeError, match="got list"):
+                verb([1.0])
+        with pytest.raises(TypeError, match="not contiguous"):
+            comm.all_reduce(gpu.array(np.ones(6))[::2])
+        with pytest.raises(TypeError, match="complex64 on GPU 0"):
+            comm.all_reduce(gpu.array(np.ones(6, np.complex64)))
+        with pytest.raises(ValueError, match="root must be a rank from 0 to 0, got 1"):
+            comm.broadcast(here, 1)
+        with pytest.raises(ValueError, match="parts must be 1 arrays"):
+            comm.all_to_all([here, here])
+
+    with_nccl(1, main)
+
+
+def test_communicators_of_the_host_refuse_arrays_of_a_gpu():
+    x = gpu.array(np.ones(3, np.float32))
+
+    def main(comm):
+        for verb in (comm.all_reduce, comm.all_gather, comm.broadcast):
+            with pytest.raises(
+                TypeError, match=r"carries numpy arrays, got an array \(3,\) float32 on GPU 0: cupy.asn"
+            ):
+                verb(x)
+
+    run_ranks(2, main)
+
+
+# ----------------------------------------------------------------------------------------------------- world, doctor
+
+
+def test_one_rank_carries_arrays_of_both_kinds():
+    comm = LocalCommunicator("alone", gpu=0)
+    assert repr(comm) == "<LocalCommunicator, rank 0 of 1, cupy: alone>"
+    assert device.place(comm.alloc(3, np.float32)) == 0
+    for make in (gpu.array, np.array):
+        x = make([1.0, 2.0, 3.0])
+        comm.all_reduce(x)
+        comm.broadcast(x)
+        (whole,), (part,), mine = comm.all_gather(x), comm.all_to_all([x]), comm.reduce_scatter(x)
+        for found in (whole, part, mine):
+            assert found is not x
+            assert type(found) is type(x)
+            assert device.host_copy(found).tolist() == [1, 2, 3]
+    nccl_checks.in_rank_order(LocalCommunicator())
+
+
+@needs_mpi
+def test_worlds_under_a_launcher(tmp_path):
+    run_mpi(2, nccl_checks.worlds_over_mpi, tmp_path)
+
+
+@pytest.fixture
+def fresh_world(monkeypatch):
+    monkeypatch.setattr(sys.modules["distopt.comm.world"], "_worlds", {})
+    monkeypatch.setattr(mpi, "launched", lambda: None)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    return monkeypatch
+
+
+def test_a_world_of_one_gpu(fresh_world):
+    for asked in ("cuda", "auto"):
+        comm = world(asked)
+        assert repr(comm) == "<LocalCommunicator, rank 0 of 1, cupy: no MPI launcher; GPU 0>"
+        assert world(asked) is comm
+    assert repr(world("cpu")) == "<LocalCommunicator, rank 0 of 1, numpy: no MPI launcher; device='cpu'>"
+
+
+def test_auto_takes_a_gpu_only_for_a_script_that_uses_cupy(fresh_world):
+    fresh_world.delitem(sys.modules, "cupy")
+    assert repr(world("auto")) == (
+        "<LocalCommunicator, rank 0 of 1, numpy: no MPI launcher; the script has not imported cupy>"
+    )
+
+
+def test_a_world_without_a_gpu(fresh_world):
+    fresh_world.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 0)
+    with pytest.raises(RuntimeError, match="device='cuda': the CUDA driver sees no device: check CUDA_VISIBLE_DEVICES"):
+        world("cuda")
+    assert "numpy: no MPI launcher; the CUDA driver sees no device" in repr(world("auto"))
+
+
+def test_doctor_on_gpus():
+    found = [(f.status, f.text) for f in doctor.gpu()]
+    for text in ("CUDA driver for CUDA 13.0", "GPU 3 is a double at 0000:03:00.0", "NVRTC 13.0"):
+        assert ("ok", text) in found
+    assert found[-1][1].startswith("NCCL 2.28.9, ")
+    nccl.faults.version = 20304
+    assert list(doctor.gpu())[-1].text == "no NCCL: NCCL 2.3.4 is too old, 2.18.1 is wanted"

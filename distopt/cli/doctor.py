@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import distopt
-from distopt import texts
+from distopt import device, texts
 from distopt.cli.launcher import INSTALL, OPEN_MPI_TCP, check_brands, find_launcher
-from distopt.device import gpu_state
+from distopt.comm import nccl
 
 SELF_TEST = "import numpy, distopt; x = numpy.ones(9); w = distopt.world(); w.all_reduce(x); assert x[0] == w.size == 2"
 SHARED_MEMORY = 64 << 20  # bytes; MPICH crashes with much less
@@ -101,13 +101,34 @@ def mpi() -> Iterator[Finding]:
 
 
 def gpu() -> Iterator[Finding]:
-    """Is there a GPU, and if not, why?"""
-    state = gpu_state()
+    """GPUs, driver, compiler and NCCL; none of them is a must."""
+    state = device.gpu_state()
+    if not device.has_cupy() or state.startswith("cupy is broken"):
+        yield _missing("no GPU", state)
+        return
+    yield Finding("ok", f"cupy {device.array_module().__version__}")
     if state == "ok":
-        yield Finding("warn", "a GPU is there, but this version does not use it", "arrays stay in numpy; nothing to do")
+        numbers, version = range(device.gpu_count()), device.driver_version()
+        yield Finding("ok", f"CUDA driver for CUDA {version // 1000}.{version % 1000 // 10}")
+        for number in numbers:
+            yield Finding("ok", f"GPU {number} is {device.gpu_name(number)} at {device.bus_id(number)}")
     else:
-        what, _, fix = state.partition(": ")
-        yield Finding("warn", f"no GPU: {what}", fix)
+        yield _missing("no GPU", state)
+    try:
+        yield Finding("ok", "NVRTC {}.{}".format(*device.nvrtc_version()))
+    except Exception as error:  # cupy's own, of whichever library is missing
+        yield Finding("warn", f"no NVRTC: {error}".splitlines()[0], "pip install 'distopt[cuda13]' (or [cuda12])")
+    state = nccl.nccl_state()
+    if state == "ok":
+        yield Finding("ok", f"NCCL {nccl.version_text(nccl.nccl_version())}, {nccl.library_path()}")
+    else:
+        yield _missing("no NCCL", state)
+
+
+def _missing(what: str, state: str) -> Finding:
+    """What stands before the colon is missing, and what follows it would help."""
+    cause, _, fix = state.partition(": ")
+    return Finding("warn", f"{what}: {cause}", fix)
 
 
 def machine() -> Iterator[Finding]:

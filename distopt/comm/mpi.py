@@ -266,7 +266,7 @@ class MpiCommunicator(Communicator):
 
     def explain(self, reason: str) -> None:
         """Let ``repr`` say one thing more."""
-        self._place = self.why = f"{self._place}; {reason}"
+        self._place = self.why = f"{reason}; {self._place}"
 
     def _duplicate(self) -> Communicator:
         return MpiCommunicator(self._comm, why=f"beside rank {self.rank}'s other one")

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,9 +21,6 @@ from distopt import device
 from distopt.comm import mpi
 from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root, cut, slices
 from distopt.guard import Control, agreed, fingerprint
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 MINIMUM = 21801  # the first that has all that cupy 14's binding looks for (ncclCommSplit)
 SHARES_A_GPU = 23000  # the first that knows NCCL_MULTI_RANK_GPU_ENABLE
@@ -48,6 +45,12 @@ def _nccl() -> ModuleType:
 def nccl_version() -> int:
     """NCCL's version, as 22809 for 2.28.9."""
     return int(_nccl().get_version())
+
+
+def library_path() -> str:
+    """The file of the NCCL that is loaded."""
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    return next((line.split()[-1] for line in maps.splitlines() if "libnccl" in line), "at an unknown place")
 
 
 def version_text(version: int) -> str:
@@ -170,7 +173,7 @@ class NcclCommunicator(Communicator):
         self.local_rank = self.rank if local_rank is None else local_rank
         self.rank_ordered = self.size == 1
         self._verb, self._failure = "its start", ""
-        self.gpu = self._take_gpu(gpu)
+        self.gpu: int = self._take_gpu(gpu)
         self.xp = device.array_module()
         self._kinds, self._sum = _kinds(), _nccl().NCCL_SUM
         self._comm: Any = self._meet(self._agree_on_id(unique_id))
@@ -181,14 +184,38 @@ class NcclCommunicator(Communicator):
         self.why = f"{name}; {why}" if why else name
 
     @classmethod
-    def from_mpi(cls, comm: "MPI.Comm | None" = None, gpu: int | None = None, why: str = "") -> "NcclCommunicator":
-        """The ranks of an MPI communicator (default COMM_WORLD), over which they vote; data goes over NCCL.
+    def from_mpi(cls, comm: Any = None, gpu: int | None = None, why: str = "") -> "NcclCommunicator":
+        """The ranks of one of mpi4py's communicators (default COMM_WORLD), over which they vote; data goes over NCCL.
 
         Raises ImportError without mpi4py, and what ``MpiCommunicator`` and the constructor raise.
         """
         control, local_rank, spans_hosts = mpi.join(mpi.world_comm() if comm is None else comm)
         votes = f"votes over {mpi.brand()}, {'several hosts' if spans_hosts else 'one host'}"
         return cls(control, gpu, local_rank, f"{votes}{'; ' + why if why else ''}", spans_hosts=spans_hosts)
+
+    @classmethod
+    def from_id(
+        cls, unique_id: bytes, local_rank: int, world_size: int, gpu: int | None = None, patience: float | None = None
+    ) -> "NcclCommunicator":
+        """One of ``world_size`` processes of this machine that a parent gave an id of ``nccl_unique_id()``.
+
+        They vote over local sockets, without MPI, and have ``patience`` seconds (60) to come.  Raises TypeError or
+        ValueError for arguments that cannot be, RuntimeError on all ranks that came if one did not, and what the
+        constructor raises.
+        """
+        from multiprocessing.util import Finalize
+
+        from distopt.comm.sockets import SocketControl  # takes as long to import as the rest of this package
+
+        if not isinstance(unique_id, bytes) or len(unique_id) != ID_BYTES:
+            raise TypeError(
+                f"nccl_id must be the {ID_BYTES} bytes that distopt.comm.nccl_unique_id() returned in the parent, got "
+                f"{type(unique_id).__name__}{f' of {len(unique_id)}' if isinstance(unique_id, bytes) else ''}"
+            )
+        control = SocketControl(unique_id, local_rank, world_size, *([] if patience is None else [patience]))
+        comm = cls(control, gpu, local_rank, "votes over local sockets, one host", unique_id)
+        Finalize(None, end_all, exitpriority=2)  # a child of multiprocessing has no atexit; before the farewell
+        return comm
 
     # ------------------------------------------------------------------------------------------- how ranks meet
 
@@ -246,8 +273,8 @@ class NcclCommunicator(Communicator):
         if thread.is_alive():
             late = time.monotonic() > deadline
             text = (
-                f"NCCL's ranks did not find each other within {self.PATIENCE:g} s: NCCL_DEBUG=INFO says where they look, "
-                "NCCL_SOCKET_IFNAME chooses the network"
+                f"NCCL's ranks did not find each other within {self.PATIENCE:g} s: NCCL_DEBUG=INFO says where they "
+                "look, NCCL_SOCKET_IFNAME chooses the network"
             )
             return RuntimeError(text) if late else None, "waits"
         return RuntimeError(f"NCCL cannot start: {failed[0]}") if failed else None, ""
@@ -283,7 +310,9 @@ class NcclCommunicator(Communicator):
 
     def _all_gather(self, flat: np.ndarray, into: np.ndarray | None) -> list[np.ndarray]:
         n = flat.size
-        room = device.empty(n * self.size, flat.dtype, like=flat) if into is None else into
+        room = device.empty(n * self.size, flat.dtype, like=flat) if into is None else checked(into, gpu=self.gpu)
+        if room.dtype != flat.dtype:
+            raise TypeError(f"into must be of x's dtype {flat.dtype}, got {device.describe(room)}")
         parts = cut(room, [n] * self.size)
         with self._enqueued("all_gather", flat, room) as stream:
             if n:
@@ -507,4 +536,12 @@ def end_all() -> None:
 
 
 atexit.register(end_all)  # before MPI's hooks, and so called after them, when all ranks have said good-bye
-os.register_at_fork(after_in_child=lambda: (_left_alone.extend(_alive), _alive.clear()))  # a child owns no GPU
+
+
+def _forget_all() -> None:
+    """In a child, which owns no GPU."""
+    _left_alone.extend(_alive)
+    _alive.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -3,8 +3,8 @@
 Arrays are real cupy arrays, whose memory is the host's.  What is enqueued is done when the host waits, or looks at an
 event: of several streams that could go on, ``order`` chooses the next one, so that a test can let each of them lag as
 far behind as events allow.  Where an event is missing, some order gives other bits, or reads memory that is not
-written yet (fresh memory is poisoned).  As in cupy's pool, freed memory is others' to use as soon as the stream that was
-current when it was allocated comes to that point, whatever other streams still do with it: it is poisoned then.
+written yet (fresh memory is poisoned).  As in cupy's pool, freed memory is others' to use as soon as the stream that
+was current when it was allocated comes to that point, whatever other streams still do with it: it is poisoned then.
 
 Each thread has a GPU of its own, so that threads can be ranks.  ``log`` has what was enqueued, by stream.  Where one
 GPU waits for others, they go on although their hosts do something else.
@@ -50,7 +50,7 @@ class Machine:
         self.behind: dict[int, bool] = {}  # streams whose captured work nobody has waited for
         self.current: list[Stream] = [Stream.null]
         self.memory = 1 << 40  # bytes beyond which one allocation fails
-        self.patience = 10.0  # seconds to wait for other GPUs
+        self.patience = 4.0  # seconds to wait for other GPUs
         self.lock = threading.RLock()  # other threads let this GPU go on
         self.broken = None  # what went wrong meanwhile
         machines.add(self)

@@ -1,15 +1,29 @@
-"""The kernels' device text as libraries of this machine."""
+"""The kernels' device text as libraries of this machine, built once for this process and those that it starts."""
 
 import ctypes
 import functools
+import os
 import tempfile
 from pathlib import Path
 
 from simt.build import build
 
+FOLDER = "DISTOPT_SHIM"
+
 
 @functools.cache
 def library(real):
     """``launch_<kernel>_<real>`` for every kernel."""
-    with tempfile.TemporaryDirectory() as folder:
-        return ctypes.CDLL(str(build(Path(folder), real)))
+    kept = Path(os.environ.get(FOLDER) or folder().name) / f"device-{real}.so"
+    if not kept.exists():
+        with tempfile.TemporaryDirectory(dir=kept.parent) as draft:
+            os.replace(build(Path(draft), real), kept)
+    return ctypes.CDLL(str(kept))
+
+
+@functools.cache
+def folder():
+    """Where the libraries are until this process ends."""
+    made = tempfile.TemporaryDirectory()
+    os.environ[FOLDER] = made.name
+    return made

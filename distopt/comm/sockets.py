@@ -1,0 +1,259 @@
+"""Votes between the processes of one machine without MPI: a star of local sockets, whose centre is rank 0.
+
+Sockets have names that only who knows the job's secret can guess, and both ends prove that they know it.  There is no
+port and no file, and what is sent are plain bytes: nothing that is received is ever executed.
+"""
+
+import contextlib
+import hashlib
+import json
+import multiprocessing.util
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, wait
+
+import numpy as np
+
+from distopt.guard import Control, PeerLeft, agreed, whole
+
+MAXIMUM, GATHER, LEFT, CRASHED, WELCOME, REFUSED = b"M", b"G", b"L", b"C", b"W", b"R"  # what a message is
+
+
+class SocketControl(Control):
+    """One of ``size`` processes of this machine that know the same ``secret``, which only they should know.
+
+    Waits until all have come.  Raises TypeError or ValueError for a rank or size that is none, and RuntimeError, on all
+    ranks that are there, if one has not come within ``patience`` seconds or if they differ in what they were told.
+    """
+
+    PATIENCE = 60.0
+
+    def __init__(self, secret: bytes, rank: int, size: int, patience: float = PATIENCE):
+        self.size = whole("world_size", size, 1)
+        self.rank = whole("local_rank", rank, 0)
+        if self.rank >= self.size:
+            raise ValueError(f"local_rank must be below world_size={size}, got {rank}")
+        self._lines: dict[int, Connection] = {}
+        self._ended: set[int] = set()  # whose line has nothing more to say
+        self._farewell, self._crashed = "", False  # of the first that ended
+        key = hashlib.blake2b(secret, digest_size=32, person=b"distopt votes").digest()
+        name = "\0distopt-" + hashlib.blake2b(secret, digest_size=16, person=b"distopt name").hexdigest()
+        deadline = time.monotonic() + patience
+        if rank == 0:
+            self._lines = Door(name, key, size, patience).guests(deadline)
+        else:
+            self._lines[0] = self._call(name, key, patience, deadline)
+        self._came: dict[int, deque[bytes]] = {other: deque() for other in self._lines}  # and was not asked for yet
+        _controls.append(self)
+        _say_farewell()
+
+    def _call(self, name: str, key: bytes, patience: float, deadline: float) -> Connection:
+        """Connect to rank 0, when it is there, and hear that all others are."""
+        while True:
+            try:
+                line = Client(name, family="AF_UNIX", authkey=key)
+                break
+            except (ConnectionError, FileNotFoundError, EOFError):
+                if time.monotonic() > deadline:
+                    raise self._absent(patience) from None
+                time.sleep(0.02)
+            except AuthenticationError as error:
+                raise RuntimeError(f"rank {self.rank}: who answers for rank 0 does not know the id") from error
+        line.send_bytes(json.dumps([self.rank, self.size]).encode())
+        answer = b""
+        with contextlib.suppress(EOFError, ConnectionError):
+            if line.poll(max(0.0, deadline - time.monotonic()) + 1.0):  # rank 0 knows who is missing
+                answer = line.recv_bytes()
+        if answer[:1] == REFUSED:
+            raise agreed(RuntimeError(answer[1:].decode()), speaks=False)
+        if answer[:1] != WELCOME:
+            raise self._absent(patience)
+        return line
+
+    def _absent(self, patience: float) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.rank} of {self.size}: rank 0 did not come within {patience:g} s; were all ranks started, on "
+            "this machine and with the same id?"
+        )
+
+    # ------------------------------------------------------------------------------------------- the two verbs
+
+    def maximum(self, votes: np.ndarray) -> None:
+        """Replace an int64 vector by its elementwise maximum over ranks."""
+        votes[:] = np.frombuffer(self._meet(MAXIMUM, votes.tobytes(), _maximum), np.int64)
+
+    def gather(self, text: str) -> list[str]:
+        """One text per rank, in rank order."""
+        mine = json.dumps(text.encode(errors="backslashreplace").decode()).encode()
+        return list(json.loads(self._meet(GATHER, mine, _gather)))
+
+    def _meet(self, kind: bytes, mine: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
+        """All ranks' messages go to rank 0, which combines them; every rank gets the result."""
+        if self._gone:
+            raise self._gone
+        if len(self._lines) < (1 if self.rank else self.size - 1):
+            raise RuntimeError(f"rank {self.rank} has closed its votes, and cannot come to {self.progress}")
+        if self.rank:
+            self._send(0, kind + mine)
+            return self._receive(0, kind)
+        result = combine([mine, *(self._receive(other, kind) for other in self._lines)])
+        for other in self._lines:
+            self._send(other, kind + result)
+        return result
+
+    def _send(self, other: int, message: bytes) -> None:
+        """Who has ended is found when something is wanted of it, after all that it sent before."""
+        with contextlib.suppress(OSError):
+            self._lines[other].send_bytes(message)
+
+    def _receive(self, other: int, kind: bytes) -> bytes:
+        while not self._came[other]:
+            if self._farewell:
+                raise self._lost()
+            wait([line for rank, line in self._lines.items() if rank not in self._ended])
+            self._look()
+        message = self._came[other].popleft()
+        if message[:1] != kind:
+            raise RuntimeError(f"rank {self.rank} expects {kind!r} of rank {other}, and got {message!r:.9}")
+        return message[1:]
+
+    # ------------------------------------------------------------------------------------------- who has left
+
+    def check(self) -> None:
+        """Raise PeerLeft if another rank is known to have ended without a word; who says it has done its part."""
+        self._look()
+        if self._crashed:
+            raise self._gone or self._lost()
+
+    def _look(self) -> None:
+        """Take what has come, from any rank."""
+        for other, line in self._lines.items():
+            try:
+                while other not in self._ended and line.poll():
+                    message = line.recv_bytes()
+                    if message[:1] in (LEFT, CRASHED):
+                        self._note(other, message[1:].decode(), message[:1] == CRASHED)
+                    else:
+                        self._came[other].append(message)
+            except (EOFError, OSError):
+                self._note(other, f"rank {other} ended without a word", True)
+
+    def _note(self, other: int, text: str, crashed: bool) -> None:
+        self._ended.add(other)
+        self._farewell = self._farewell or text
+        self._crashed = self._crashed or crashed
+
+    def _lost(self) -> PeerLeft:
+        """The error for this vote and all later ones; rank 0 passes it on, since it is what the others wait for."""
+        if self.rank == 0:
+            for other in self._lines:
+                self._send(other, (CRASHED if self._crashed else LEFT) + self._farewell.encode())
+        self._gone = agreed(PeerLeft(f"{self._farewell}, before {self.progress}"), speaks=self.rank == 0)
+        return self._gone
+
+    def close(self) -> None:
+        """Tell the others, if they are still there, that this rank is gone, and how far it came."""
+        for other in self._lines:
+            if not self._gone:
+                self._send(other, LEFT + f"rank {self.rank} left after {self.progress}".encode())
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Give the sockets back without a word."""
+        if self in _controls:
+            _controls.remove(self)
+        for line in self._lines.values():
+            line.close()
+        self._lines = {}
+
+
+class Door:
+    """Where rank 0 waits for the others.  Listens in a thread, since a listener has no time limit."""
+
+    def __init__(self, name: str, key: bytes, size: int, patience: float):
+        self._name, self._size, self._patience = name, size, patience
+        self._came: list[tuple[int, Connection]] = []
+        self._wrong, self._closed = "", False
+        self._changed = threading.Condition()
+        try:
+            self._listener = Listener(name, family="AF_UNIX", backlog=size, authkey=key)
+        except OSError as error:
+            raise RuntimeError(f"two processes were told local_rank=0, or the id is used again: {error}") from error
+        threading.Thread(target=self._listen, name="votes' door", daemon=True).start()
+
+    def guests(self, deadline: float) -> dict[int, Connection]:
+        """The lines to all other ranks, when they have come; RuntimeError here and there if they have not in time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._wrong or len(self._came) == self._size - 1, deadline - time.monotonic()
+            )
+            missing = sorted(set(range(1, self._size)) - {rank for rank, _ in self._came})
+            self._closed = True
+        self._stop_listening()
+        if missing and not self._wrong:
+            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            self._wrong = f"{names} of {self._size} did not come within {self._patience:g} s: see what they printed"
+        for _, line in self._came:
+            with contextlib.suppress(OSError):  # one that has ended meanwhile is missed at the first vote
+                line.send_bytes(REFUSED + self._wrong.encode() if self._wrong else WELCOME)
+        if self._wrong:
+            raise agreed(RuntimeError(self._wrong), speaks=True)
+        return dict(sorted(self._came))
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                line = self._listener.accept()
+                rank, size = json.loads(line.recv_bytes())
+            except (AuthenticationError, EOFError, OSError):  # a stranger, or the door's own end
+                continue
+            with self._changed:
+                if size != self._size:
+                    self._wrong = f"rank {rank} was told world_size={size}, rank 0 {self._size}"
+                elif rank in [0, *(other for other, _ in self._came)]:
+                    self._wrong = f"two processes were told local_rank={rank}"
+                self._came.append((rank, line))
+                self._changed.notify()
+
+    def _stop_listening(self) -> None:
+        with contextlib.suppress(OSError):
+            Client(self._name, family="AF_UNIX").close()  # wakes the thread
+        self._listener.close()
+
+
+def _maximum(messages: list[bytes]) -> bytes:
+    result: bytes = np.maximum.reduce([np.frombuffer(m, np.int64) for m in messages]).tobytes()
+    return result
+
+
+def _gather(messages: list[bytes]) -> bytes:
+    return json.dumps([json.loads(m) for m in messages]).encode()
+
+
+_controls: list[SocketControl] = []
+_registered: list[int] = []  # the process that has
+
+
+def _say_farewell() -> None:
+    """At the end of this process, a child's too, which has no atexit."""
+    if _registered != [os.getpid()]:
+        _registered[:] = [os.getpid()]
+        multiprocessing.util.Finalize(None, _leave, exitpriority=1)
+
+
+def _leave() -> None:
+    for control in _controls[:]:
+        control.close()
+
+
+def _forget() -> None:
+    """In a child: it is no rank, and must not keep a rank's lines open."""
+    for control in _controls[:]:
+        control.hang_up()
+
+
+os.register_at_fork(after_in_child=_forget)
