@@ -7,11 +7,25 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.capture import Captured
-from distopt.comm import Communicator, Ordered, world
+from distopt.comm import Communicator, NcclCommunicator, Ordered, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
 from distopt.gradients import checked_gradient
 from distopt.loop import Loop
 from distopt.optim import SGD
+
+
+def _from_id(
+    communicator: Communicator | None, nccl_id: bytes | None, local_rank: int | None, world_size: int | None
+) -> Communicator | None:
+    """A communicator for SINGA's three arguments, None without them; ValueError if they are not all that is given."""
+    three = {"nccl_id": nccl_id, "local_rank": local_rank, "world_size": world_size}
+    missing = [name for name, value in three.items() if value is None]
+    if len(missing) == len(three):
+        return None
+    if communicator is not None or nccl_id is None or local_rank is None or world_size is None:
+        flaw = f"{', '.join(missing)} missing" if missing else "and a communicator"
+        raise ValueError(f"nccl_id, local_rank and world_size belong together, and exclude a communicator: got {flaw}")
+    return NcclCommunicator.from_id(nccl_id, local_rank, world_size)
 
 
 class DistOpt(Loop):
@@ -34,6 +48,8 @@ class DistOpt(Loop):
     * ``num_batches``: this many calls are one step: their gradients are averaged, and exchanged once at the last call
       (``sync_on_apply=False``: exchanged at every call, before they are added).
     * ``buffSize``: elements of the staging memory of the fused verbs.
+    * ``nccl_id``, ``local_rank``, ``world_size``, in the place of ``communicator``: SINGA's form for processes of one
+      machine without MPI, each with a GPU of its own (``NcclCommunicator.from_id``); ``close()`` closes what it made.
 
     The order of the first step is the plan; ranks that differ in it, or in these options, all raise a ValueError that
     names the first difference.  Later gradients may arrive in any order.  After a step the contents of the gradients
@@ -54,8 +70,12 @@ class DistOpt(Loop):
         num_batches: int = 1,
         sync_on_apply: bool = True,
         buffSize: int = 4194304,
+        nccl_id: bytes | None = None,
+        local_rank: int | None = None,
+        world_size: int | None = None,
     ):
-        self.communicator = world() if communicator is None else communicator
+        made = _from_id(communicator, nccl_id, local_rank, world_size)
+        self.communicator, self._made = made or communicator or world(), made
         rank_ordered = not deterministic or self.communicator.rank_ordered
         super().__init__(
             SGD() if opt is None else opt,
@@ -69,6 +89,12 @@ class DistOpt(Loop):
             sync_on_apply=sync_on_apply,
             buffSize=buffSize,
         )
+
+    def close(self) -> None:
+        """Refuse everything from now on; a communicator stays open, unless it was made from ``nccl_id``: collective."""
+        super().close()
+        if self._made:
+            self._made.close()
 
     @property
     def world_size(self) -> int:

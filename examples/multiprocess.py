@@ -13,21 +13,21 @@ import numpy as np
 from digits import MODELS, accuracy, backward, digits, forward, loss_and_slope
 
 import distopt
-from distopt.comm import NcclCommunicator, nccl_unique_id
+from distopt.comm import nccl_unique_id
 from distopt.device import gpu_count, gpu_state
 
 
 def train(nccl_id, rank, ranks, given):
-    """One rank: the same script as under a launcher, but for the communicator."""
-    comm = NcclCommunicator.from_id(nccl_id, rank, ranks)
-    xp = comm.xp
+    """One rank: the same script as under a launcher, but for how the ranks find each other."""
+    sgd = distopt.optim.SGD(given.lr, momentum=0.9)
+    opt = distopt.DistOpt(sgd, nccl_id=nccl_id, local_rank=rank, world_size=ranks)
+    xp = opt.communicator.xp
     (images, labels), (test_images, test_labels) = digits(xp)
     rng = np.random.default_rng(given.seed)
     layers = MODELS["mlp"](rng)
     for layer in layers:
         for p in layer.params:
             p.data = xp.asarray(p.data)
-    opt = distopt.DistOpt(distopt.optim.SGD(given.lr, momentum=0.9), comm)
 
     share = max(1, given.batch // ranks)
     steps = len(labels) // (share * ranks)
@@ -40,7 +40,7 @@ def train(nccl_id, rank, ranks, given):
             print(f"epoch {epoch + 1}/{given.epochs}  loss {loss:.4f}", flush=True)
     if rank == 0:
         print(f"test accuracy {accuracy(layers, test_images, test_labels):.4f}")
-    comm.close()
+    opt.close()
 
 
 def main():

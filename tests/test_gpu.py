@@ -5,16 +5,16 @@ import itertools
 import numpy as np
 import pytest
 
-cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
-
 import laws
 from distopt import DistOpt, Parameter, device, kernels, run_ranks
-from distopt.comm import LocalCommunicator, Metered, NcclCommunicator
+from distopt.comm import LocalCommunicator, NcclCommunicator
 from distopt.compress import ErrorFeedback, Half, Threshold, TopK
 from distopt.optim import SGD
 from distopt.texts import CUDA_FLAGS, NATIVE
-from doubles import gpu, nccl
 from launch import needs_mpi, run_mpi
+
+cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
+gpu, nccl = (pytest.importorskip(f"doubles.{name}") for name in ("gpu", "nccl"))
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_ranks_that_are_processes(size, tmp_path):
 
 
 def steady(mode, monkeypatch):
-    """What the host did in the seventh step on one of two ranks, and which kernels it launched, for how many buckets."""
+    """What the host did in the seventh step on one of two ranks, the kernels that it launched, and how many buckets."""
     wait = device._wait
 
     def noted(event, look):
@@ -169,7 +169,7 @@ def test_skipped_steps_count_as_on_the_host(mode, options):
         return laws.digest(params), opt.state_dict()
 
     for size in (1, 2):
-        host = run_ranks(size, lambda comm: main(Metered(comm)) if size == 1 else main(comm))
+        host = run_ranks(size, main)
         for (digest, state), (expected, other) in zip(on_gpus(size, main), host, strict=True):
             assert state["step_counter"] == other["step_counter"]
             assert state["batches"] == other["batches"]

@@ -18,7 +18,7 @@ import cupy
 
 import laws
 import nccl_checks
-from distopt import device, run_ranks, world
+from distopt import DistOpt, device, run_ranks, world
 from distopt.cli import doctor
 from distopt.comm import LocalCommunicator, Metered, NcclCommunicator, Ordered, mpi, nccl_unique_id, sockets
 from distopt.comm.sockets import SocketControl
@@ -589,3 +589,28 @@ def test_doctor_on_gpus():
     assert found[-1][1].startswith("NCCL 2.28.9, ")
     nccl.faults.version = 20304
     assert list(doctor.gpu())[-1].text == "no NCCL: NCCL 2.3.4 is too old, 2.18.1 is wanted"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"nccl_id": bytes(128), "local_rank": 0}, "world_size missing"),
+        ({"local_rank": 0, "world_size": 2}, "nccl_id missing"),
+        ({"nccl_id": bytes(128), "local_rank": 0, "world_size": 1, "communicator": LocalCommunicator()}, "and a comm"),
+    ],
+)
+def test_what_belongs_together(given, text):
+    with pytest.raises(ValueError, match=f"nccl_id, local_rank and world_size belong together.*{text}"):
+        DistOpt(**given)
+
+
+def test_a_world_of_one_from_an_id():
+    """SINGA's form; what DistOpt made it closes."""
+    opt = DistOpt(nccl_id=nccl_unique_id(), local_rank=0, world_size=1)
+    x = nccl_checks.up(np.ones(3, np.float32))
+    opt.all_reduce(x)
+    opt.wait()
+    assert device.host_copy(x).tolist() == [1, 1, 1]
+    opt.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        opt.communicator.check()
