@@ -175,7 +175,7 @@ class _Pool:
 
     def __init__(self) -> None:
         self._idle: dict[int, list[_Pinned]] = {}  # by GPU, whose events they have
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection may give a piece back in the middle of taking one
 
     def take(self, nbytes: int) -> _Pinned:
         """A piece of at least so many bytes."""

@@ -705,7 +705,7 @@ def test_state_dict_is_plain_and_a_copy():
             opt(pairs(params))
         state = opt.state_dict()
         assert set(state) == set(
-            "step_counter num_batches batches partial skipped skips_in_a_row states optimizer".split()
+            "step_counter num_batches batches partial skipped skips_in_a_row rooms states optimizer".split()
         )
         assert (state["step_counter"], state["batches"]) == (1, 1)
         window = state["states"]["window"]
