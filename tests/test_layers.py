@@ -21,7 +21,7 @@ ROWS = [  # from the ground up
     "cli",
 ]
 LEVEL = {name: row for row, names in enumerate(ROWS) for name in names.split()}
-HEAVY = {"cupy": {"device.py", "comm/nccl.py"}, "mpi4py": {"comm/mpi.py", "cli/launcher.py"}, "torch": set()}
+HEAVY = {"cupy": {"device.py", "comm/nccl_library.py"}, "mpi4py": {"comm/mpi.py", "cli/launcher.py"}, "torch": set()}
 PACKAGE = Path(distopt.__file__).parent
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import distopt
 from distopt import device, texts
 from distopt.cli.launcher import INSTALL, OPEN_MPI_TCP, check_brands, find_launcher
-from distopt.comm import nccl
+from distopt.comm import nccl_library as nccl
 
 SELF_TEST = "import numpy, distopt; x = numpy.ones(9); w = distopt.world(); w.all_reduce(x); assert x[0] == w.size == 2"
 SHARED_MEMORY = 64 << 20  # bytes; MPICH crashes with much less

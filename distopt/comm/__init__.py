@@ -4,7 +4,8 @@ from distopt.comm.communicator import Communicator
 from distopt.comm.local import LocalCommunicator
 from distopt.comm.metered import Metered
 from distopt.comm.mpi import MpiCommunicator
-from distopt.comm.nccl import NcclCommunicator, nccl_unique_id
+from distopt.comm.nccl import NcclCommunicator
+from distopt.comm.nccl_library import nccl_unique_id
 from distopt.comm.ordered import Ordered
 from distopt.comm.threads import ThreadCommunicator, run_ranks
 from distopt.comm.world import world

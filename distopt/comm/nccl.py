@@ -3,15 +3,10 @@
 import atexit
 import contextlib
 import functools
-import json
 import os
-import pathlib
-import platform
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -20,121 +15,12 @@ import numpy as np
 from distopt import device
 from distopt.comm import mpi
 from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root, cut, slices
-from distopt.guard import Control, agreed, fingerprint
+from distopt.comm.nccl_library import binding, nccl_unique_id, nccl_version, one_gpu_each, take_gpu, version_text
+from distopt.guard import Control, fingerprint
 
-MINIMUM = 21801  # the first that has all that cupy 14's binding looks for (ncclCommSplit)
-SHARES_A_GPU = 23000  # the first that knows NCCL_MULTI_RANK_GPU_ENABLE
 ID_BYTES = 128
 IN_PROGRESS = 7  # a status that cupy has no name for, and which is no failure
 ALIGNED = 64  # bytes; NCCL copies faster between aligned addresses
-BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
-
-
-# ----------------------------------------------------------------------------------------------------- the library
-
-
-@functools.cache
-def _nccl() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that NCCL is missing is said by nccl_state, in more words
-        from cupy.cuda import nccl
-    module: ModuleType = nccl
-    return module
-
-
-def nccl_version() -> int:
-    """NCCL's version, as 22809 for 2.28.9."""
-    return int(_nccl().get_version())
-
-
-def library_path() -> str:
-    """The file of the NCCL that is loaded."""
-    maps = pathlib.Path("/proc/self/maps").read_text()
-    return next((line.split()[-1] for line in maps.splitlines() if "libnccl" in line), "at an unknown place")
-
-
-def version_text(version: int) -> str:
-    """22809 as '2.28.9'."""
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
-def nccl_state() -> str:
-    """'ok', or in one line why this process, which has cupy, cannot use NCCL and what would help."""
-    install = "pip install 'distopt[cuda13]' (or [cuda12])"
-    if not getattr(_nccl(), "available", False):
-        return f"NCCL is not installed, or cannot be loaded: {install} brings it"
-    try:
-        version = nccl_version()
-    except Exception as error:  # NcclError, whose class may be missing with the library
-        return f"NCCL does not say its version: {error}"
-    if version < MINIMUM:
-        return (
-            f"NCCL {version_text(version)} is too old, {version_text(MINIMUM)} is wanted: {install} brings a newer one"
-        )
-    return "ok"
-
-
-def nccl_unique_id() -> bytes:
-    """What the ranks of one new communicator must share: 128 bytes, to be handed to processes and to nobody else.
-
-    NCCL's ranks find each other through the process that calls this, which must live until they have.
-
-    Raises RuntimeError without cupy or NCCL.
-    """
-    state = "ok" if device.has_cupy() else device.NO_CUPY
-    state = nccl_state() if state == "ok" else state
-    if state != "ok":
-        raise RuntimeError(state)
-    try:
-        return bytes(_nccl().get_unique_id())
-    except Exception as error:
-        raise RuntimeError(f"NCCL cannot make an id: {error}; NCCL_DEBUG=INFO says more") from error
-
-
-# ----------------------------------------------------------------------------------------------------- one GPU each
-
-
-def _ready(gpu: int | None, local_rank: int) -> int:
-    """The number of the GPU to work on, which is this thread's from here on; RuntimeError if there is none."""
-    state = device.gpu_state()
-    state = nccl_state() if state == "ok" else state
-    if state != "ok":
-        raise RuntimeError(f"no GPU for NCCL: {state}; or use device='cpu'")
-    count = device.gpu_count()
-    number = local_rank % count if gpu is None else gpu
-    if not 0 <= number < count:
-        raise ValueError(f"gpu must be a number from 0 to {count - 1}, the GPUs that this process sees, got {number}")
-    device.use_gpu(number)
-    return number
-
-
-def _seat(gpu: int, rank: int) -> str:
-    """What NCCL tells GPUs apart by, the host's id and the bus's, and how to name it."""
-    host = platform.node()
-    known_as = os.environ.get("NCCL_HOSTID") or host + (BOOT_ID.read_text().strip() if BOOT_ID.exists() else "")
-    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_version() >= SHARES_A_GPU:
-        known_as += f" rank {rank}"
-    bus = device.bus_id(gpu)
-    return json.dumps([[known_as, bus], f"GPU {gpu} ({bus}) of host {host}"])
-
-
-def _one_gpu_each(seats: Sequence[str], rank: int) -> None:
-    """ValueError, on every rank, if two ranks share a GPU: NCCL would refuse it later, or hang."""
-    first: dict[tuple[str, ...], int] = {}
-    for other, (key, name) in enumerate(map(json.loads, seats)):
-        if (one := first.setdefault(tuple(key), other)) != other:
-            raise agreed(
-                ValueError(
-                    f"ranks {one} and {other} are both on {name}, but NCCL wants a GPU for each rank: start fewer "
-                    "ranks per host, show each rank another GPU (CUDA_VISIBLE_DEVICES), or use device='cpu'. For "
-                    "tests, ranks can share a GPU if each has an NCCL_HOSTID of its own, or with "
-                    "NCCL_MULTI_RANK_GPU_ENABLE=1 from NCCL 2.30 on"
-                ),
-                speaks=rank == 0,
-            )
-
-
-# ----------------------------------------------------------------------------------------------------- communicator
 
 
 class NcclCommunicator(Communicator):
@@ -175,7 +61,7 @@ class NcclCommunicator(Communicator):
         self._verb, self._failure = "its start", ""
         self.gpu: int = self._take_gpu(gpu)
         self.xp = device.array_module()
-        self._kinds, self._sum = _kinds(), _nccl().NCCL_SUM
+        self._kinds, self._sum = _kinds(), binding().NCCL_SUM
         self._comm: Any = self._meet(self._agree_on_id(unique_id))
         self._stream, self._order = device.new_stream(), device.Order()
         self._kept: list[np.ndarray] = []  # what the own stream may still use
@@ -221,15 +107,15 @@ class NcclCommunicator(Communicator):
 
     def _take_gpu(self, gpu: int | None) -> int:
         """Vote on everything that can be known before NCCL is called."""
-        error, version, number, seat = None, 0, 0, ""
+        error, version, number, where = None, 0, 0, ""
         try:
-            number = _ready(gpu, self.local_rank)
-            version, seat = nccl_version(), _seat(number, self.rank)
+            number = take_gpu(gpu, self.local_rank)
+            version, where = nccl_version(), seat(number, self.rank)
         except Exception as problem:
             error = problem
         lines = [f"NCCL {version_text(version)}"]
-        seats = self.control.vote("NCCL's start", fingerprint(lines), lambda: lines, error, seat)
-        _one_gpu_each(seats, self.rank)
+        seats = self.control.vote("NCCL's start", fingerprint(lines), lambda: lines, error, where)
+        one_gpu_each(seats, self.rank)
         return number
 
     def _agree_on_id(self, given: bytes | None) -> bytes:
@@ -250,7 +136,7 @@ class NcclCommunicator(Communicator):
         def make() -> None:
             try:
                 device.use_gpu(self.gpu)
-                made.append(_nccl().NcclCommunicator(self.size, unique_id, self.rank))
+                made.append(binding().NcclCommunicator(self.size, unique_id, self.rank))
             except Exception as problem:
                 failed.append(problem)
 
@@ -384,7 +270,7 @@ class NcclCommunicator(Communicator):
         self._order(device.current_stream(), self._stream)
         self._verb = f"{verb} of {arrays[0].size} {arrays[0].dtype}"
         self._kept += arrays
-        nccl = _nccl()
+        nccl = binding()
         try:
             nccl.groupStart()
             try:
@@ -444,7 +330,7 @@ class NcclCommunicator(Communicator):
         except KeyError as status:  # cupy's own table ends before NCCL's
             if status.args != (IN_PROGRESS,):
                 raise self._failed(f"{self._verb}, or before: status {status}, a time limit") from status
-        except _nccl().NcclError as error:
+        except binding().NcclError as error:
             raise self._failed(f"{self._verb}, or before: {error}") from error
 
     def _failed(self, text: str) -> RuntimeError:
@@ -495,7 +381,7 @@ class NcclCommunicator(Communicator):
 @functools.cache
 def _kinds() -> dict[Any, int]:
     """NCCL's numbers for dtypes."""
-    nccl = _nccl()
+    nccl = binding()
     names = {
         np.float16: nccl.NCCL_FLOAT16,
         ml_dtypes.bfloat16: nccl.NCCL_BFLOAT16,

@@ -3,11 +3,12 @@
 import sys
 
 from distopt import device as gpus
-from distopt.comm import mpi, nccl
+from distopt.comm import mpi
 from distopt.comm.communicator import Communicator
 from distopt.comm.local import LocalCommunicator
 from distopt.comm.mpi import MpiCommunicator
 from distopt.comm.nccl import NcclCommunicator
+from distopt.comm.nccl_library import nccl_state
 
 _worlds: dict[str, Communicator] = {}
 
@@ -67,5 +68,5 @@ def _lacks_gpu(device: str, alone: bool) -> str:
         return "the script has not imported cupy"
     state = gpus.gpu_state()
     if state == "ok" and not alone:
-        state = nccl.nccl_state()
+        state = nccl_state()
     return "" if state == "ok" else state
