@@ -15,7 +15,7 @@ import numpy as np
 from distopt import device
 from distopt.comm import mpi
 from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root, cut, slices
-from distopt.comm.nccl_library import binding, nccl_unique_id, nccl_version, one_gpu_each, take_gpu, version_text
+from distopt.comm.nccl_library import binding, nccl_unique_id, nccl_version, one_gpu_each, seat, take_gpu, version_text
 from distopt.guard import Control, fingerprint
 
 ID_BYTES = 128
