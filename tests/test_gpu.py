@@ -7,7 +7,7 @@ import pytest
 
 import laws
 from distopt import DistOpt, Parameter, device, kernels, run_ranks
-from distopt.comm import LocalCommunicator, NcclCommunicator
+from distopt.comm import LocalCommunicator, Metered, NcclCommunicator
 from distopt.compress import ErrorFeedback, Half, Threshold, TopK
 from distopt.optim import SGD
 from distopt.texts import CUDA_FLAGS, NATIVE
@@ -211,6 +211,41 @@ def test_a_sum_that_overflows_is_refused():
         return device.host_copy(w.data).tolist(), opt.step_counter
 
     assert on_gpus(2, main) == [([0.0] * 4, 0)] * 2
+
+
+# ----------------------------------------------------------------------------------------------- rooms
+
+
+def bursts(comm, stop=None):
+    """Threshold steps of which some want to send far more entries than the step before; returns what was sent too."""
+    n, wire = 20_000, Metered(comm)
+    w = Parameter("w", laws.put(comm, [np.zeros(n, np.float32)])[0])
+    opt, total, sent = DistOpt(SGD(1.0), wire, broadcast=False), np.zeros(n), []
+    for step, share in enumerate([0.001, 0.4, 0.4, 0.001, 0.001, 0.2]):
+        draws = [np.random.default_rng([step, rank]).random(n, np.float32) for rank in range(comm.size)]
+        grads = [np.where(d < share / (1 + r), 1, 1e-3).astype(np.float32) for r, d in enumerate(draws)]
+        total += np.sum(grads, axis=0)  # ranks differ in how many are large
+        wire.reset()
+        opt.backward_and_sparse_update([(w, laws.put(comm, [grads[comm.rank]])[0])], spars=0.5)
+        sent.append(wire.report()["all_gather"]["payload"] // 8)
+        if step == stop:
+            saved, opt = opt.state_dict(), DistOpt(SGD(1.0), wire, broadcast=False)
+            opt.load_state_dict(saved)
+    kept = laws.summed(comm, opt.state_dict()["states"]["residual"]["w"].astype(np.float64))
+    np.testing.assert_allclose(kept - comm.size * device.host_copy(w.data).astype(np.float64), total, atol=1e-2)
+    return laws.digest([w]), sent
+
+
+def test_a_threshold_sends_what_there_is_room_for_and_loses_nothing():
+    """Room is twice what the rank with most wanted in the step before, and the same on all ranks."""
+    (digest, sent), (other, also_sent) = on_gpus(2, bursts)
+    assert (digest, sent) == (other, also_sent)
+    first, least = 20_000 // 64 + 256, 256
+    assert sent[:2] == [first + 1, least + 1], sent  # and one number that says how many were wanted
+    assert 2 * 7_500 < sent[2] <= 20_000 + 1
+    assert sent[4] < sent[3]
+    for stop in range(5):
+        assert on_gpus(2, lambda comm, stop=stop: bursts(comm, stop))[0][0] == digest
 
 
 # ----------------------------------------------------------------------------------------------- streams
