@@ -4,17 +4,24 @@ import ctypes
 import functools
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 from simt.build import build
 
 FOLDER = "DISTOPT_SHIM"
+_one_builds = threading.Lock()
+
+
+def library(real):
+    """``launch_<kernel>_<real>`` for every kernel."""
+    with _one_builds:
+        return _library(real)
 
 
 @functools.cache
-def library(real):
-    """``launch_<kernel>_<real>`` for every kernel."""
-    kept = Path(os.environ.get(FOLDER) or folder().name) / f"device-{real}.so"
+def _library(real):
+    kept = Path(os.environ.get(FOLDER) or _folder().name) / f"device-{real}.so"
     if not kept.exists():
         with tempfile.TemporaryDirectory(dir=kept.parent) as draft:
             os.replace(build(Path(draft), real), kept)
@@ -22,7 +29,7 @@ def library(real):
 
 
 @functools.cache
-def folder():
+def _folder():
     """Where the libraries are until this process ends."""
     made = tempfile.TemporaryDirectory()
     os.environ[FOLDER] = made.name
