@@ -91,10 +91,16 @@ class DistOpt(Loop):
         )
 
     def close(self) -> None:
-        """Refuse everything from now on; a communicator stays open, unless it was made from ``nccl_id``: collective."""
-        super().close()
-        if self._made:
-            self._made.close()
+        """Refuse everything from now on; a communicator stays open, unless it was made from ``nccl_id``: collective.
+
+        Raises FloatingPointError, on every rank alike, if the last step on a GPU was not finite, which no later step
+        told.
+        """
+        try:
+            super().close()
+        finally:
+            if self._made:
+                self._made.close()
 
     @property
     def world_size(self) -> int:

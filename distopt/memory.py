@@ -132,6 +132,15 @@ class Memory(Verbs):
             reports = self._vote(self._name, ~self._calls, report=self._memory.nonfinite(), part=", its outcome")
             self._nonfinite.accepts(self._name, by_rank(reports) or f"the sum over ranks ({count} entries)")
 
+    def close(self) -> None:
+        """Refuse everything from now on; the communicator stays open.
+
+        Raises FloatingPointError, on every rank alike, if the last step on a GPU was refused, which no later step told.
+        """
+        super().close()
+        self._learn()
+        self._nonfinite.accepts(self._name, f"{self._refused} entries, of all ranks" if self._refused else "")
+
     @property
     def _calls(self) -> int:
         return self.step_counter * self._window.num_batches + self._window.batches

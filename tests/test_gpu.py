@@ -159,6 +159,18 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_raised_one_step_late(m
     assert on_gpus(2, main) == [True, True]
 
 
+def test_closing_tells_of_the_last_step():
+    def main(comm):
+        params, opt = laws.train(comm, steps=1)
+        opt(poisoned(comm, params, 1, 1))
+        with pytest.raises(FloatingPointError, match="step 2 are not finite: 50 entries, of all ranks"):
+            opt.close()
+        again, opt = laws.train(comm, steps=1)
+        opt.close()
+
+    on_gpus(2, main)
+
+
 @pytest.mark.parametrize("options", [{}, {"num_batches": 2}], ids=str)
 @pytest.mark.parametrize("mode", ["dense", "topk", "partial", "half with memory"])
 def test_skipped_steps_count_as_on_the_host(mode, options):
