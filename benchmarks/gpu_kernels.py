@@ -49,15 +49,19 @@ def elementwise(n):
 
 def selection(n):
     """(bytes, case) by name: the gradient and the residual are read, the residual is written."""
-    grad, kept = gpu.filled(n), {}
+    grad, kept, constants, state, cases = gpu.filled(n), {}, {}, {}, {}
 
     def scratch(name, nbytes):
         if name not in kept or kept[name].size < nbytes:
             kept[name] = device.gpu_zeros(nbytes, np.uint8)
         return kept[name][:nbytes]
 
-    state = {}
-    cases = {}
+    def constant(name, make):
+        if name not in constants:
+            constants[name] = device.Mirror(make())
+        return constants[name]
+
+    at = At(scratch=scratch, constant=constant, room=n // 32)
     for name, compressor in {
         "threshold 0.1 %": ErrorFeedback(Threshold(3.29)),
         "threshold 1 %": ErrorFeedback(Threshold(2.576)),
@@ -65,7 +69,7 @@ def selection(n):
         "top-K 1 %": ErrorFeedback(TopK(0.01)),
         "half with memory": ErrorFeedback(Half()),
     }.items():
-        cases[name] = (12 * n, lambda c=compressor: c.compress(grad, state, At(scratch=scratch)))
+        cases[name] = (12 * n, lambda c=compressor: c.compress(grad, state, at))
     return cases
 
 

@@ -139,7 +139,8 @@ class Memory(Verbs):
         """
         super().close()
         self._learn()
-        self._nonfinite.accepts(self._name, f"{self._refused} entries, of all ranks" if self._refused else "")
+        count, self._refused = self._refused, 0
+        self._nonfinite.accepts(self._name, f"{count} entries, of all ranks" if count else "")
 
     @property
     def _calls(self) -> int:

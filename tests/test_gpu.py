@@ -165,7 +165,7 @@ def test_closing_tells_of_the_last_step():
         opt(poisoned(comm, params, 1, 1))
         with pytest.raises(FloatingPointError, match="step 2 are not finite: 50 entries, of all ranks"):
             opt.close()
-        again, opt = laws.train(comm, steps=1)
+        _, opt = laws.train(comm, steps=1)
         opt.close()
 
     on_gpus(2, main)

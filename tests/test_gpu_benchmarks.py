@@ -1,0 +1,51 @@
+"""The benchmarks for a GPU do what they say, on the double: every case runs, and not without its kernel."""
+
+import pytest
+
+cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
+gpu = pytest.importorskip("doubles.gpu")
+
+from benchmarks import gpu_kernels, gpu_models  # noqa: E402
+from distopt import kernels  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def double(monkeypatch):
+    gpu.install(monkeypatch.setattr)
+    monkeypatch.setattr(kernels, "THREADS", 32)
+    yield
+    cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
+
+
+@pytest.mark.parametrize("cases", [gpu_kernels.elementwise, gpu_kernels.selection])
+def test_kernels(cases):
+    found = cases(5000)
+    for name, (nbytes, case) in found.items():
+        case()
+        gpu.machine().log.clear()
+        gpu.machine().host.clear()
+        case()
+        assert any("_float" in op.name for op in gpu.machine().log), name
+        assert gpu.machine().host == [], name
+        assert 4 * 5000 <= nbytes <= 28 * 5000
+
+
+@pytest.mark.parametrize("rule", gpu_models.RULES)
+def test_models(rule):
+    for name, case in gpu_models.ours(rule, [(300,), (7, 3)]).items():
+        case()
+        gpu.machine().log.clear()
+        case()
+        launches = [op.name for op in gpu.machine().log if "_float" in op.name]
+        assert any("pack" in n for n in launches), name
+        assert any("sgd" in n or "adam" in n for n in launches), name
+
+
+@pytest.mark.parametrize("table", [gpu_kernels, gpu_models])
+def test_without_a_gpu_they_say_so(table, capsys, monkeypatch):
+    monkeypatch.setattr("distopt.device.gpu_state", lambda: "there is none")
+    monkeypatch.setattr("sys.argv", ["a benchmark"])
+    with pytest.raises(SystemExit) as end:
+        table.main()
+    assert end.value.code == 0
+    assert capsys.readouterr().out == "no GPU, so nothing to measure: there is none\n"
