@@ -225,6 +225,55 @@ def test_a_sum_that_overflows_is_refused():
     assert on_gpus(2, main) == [([0.0] * 4, 0)] * 2
 
 
+# ----------------------------------------------------------------------------------------------- overlap
+
+
+def test_buckets_travel_while_gradients_come():
+    """The first bucket is on the communicator's stream before the backward pass has given the last gradient."""
+
+    def main(comm):
+        params, opt = laws.train(comm, steps=1)
+        seen = []
+
+        def backward():
+            for param, grad in laws.pairs(comm, params, 1):
+                reduced = [op for op in gpu.machine().log if op.name == "allReduce"]
+                assert all(op.stream == comm._stream.ptr for op in reduced)
+                seen.append(len(reduced))
+                yield param, grad
+
+        gpu.machine().log.clear()
+        opt(backward())
+        return seen, len(opt.plan.buckets)
+
+    for seen, buckets in on_gpus(2, main):
+        assert seen[0] == 0
+        assert seen == sorted(seen)
+        assert seen[-1] == buckets - 1 > 0  # all but the last
+
+
+@pytest.mark.parametrize("stage", [0, 3, 7])
+def test_a_backward_pass_that_fails_halfway_fails_on_all_ranks(stage):
+    def main(comm):
+        params, opt = laws.train(comm, steps=2)
+        before = laws.digest(params)
+
+        def backward():
+            for k, pair in enumerate(laws.pairs(comm, params, 2)):
+                if comm.rank and k == stage:
+                    raise KeyError("lost")
+                yield pair
+
+        with pytest.raises(RuntimeError, match=r"rank 1: KeyError: 'lost'"):
+            opt(backward())
+        assert laws.digest(params) == before
+        for step in (2, 3):
+            opt(laws.pairs(comm, params, step))
+        return laws.digest(params) == laws.digest(laws.train(comm)[0])
+
+    assert on_gpus(2, main) == [True, True]
+
+
 # ----------------------------------------------------------------------------------------------- rooms
 
 
