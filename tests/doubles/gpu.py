@@ -52,6 +52,7 @@ class Machine:
         self.memory = 1 << 40  # bytes beyond which one allocation fails
         self.patience = 4.0  # seconds to wait for other GPUs
         self.lock = threading.RLock()  # other threads let this GPU go on
+        self.busy = False
         self.broken = None  # what went wrong meanwhile
         machines.add(self)
 
@@ -81,18 +82,27 @@ class Machine:
     def advance(self):
         """Do one thing; False if there is nothing to do, or other GPUs must do something first."""
         with self.lock:
-            heads = [queue[0] for queue in self.queues.values() if queue]
-            able = [op.stream for op in heads if op.ready()]
-            if not able:
-                assert not heads or any(op.outside for op in heads), "every stream waits for another one"
+            if self.busy:  # a collection in the middle of an operation frees memory, which is enqueued like all else
                 return False
-            chosen = able[0] if self.order is None else self.order(able)
+            self.busy = True
             try:
-                self.queues[chosen].popleft().action()
-            except BaseException as error:
-                self.broken = error
-                raise
-            return True
+                return self.do_one()
+            finally:
+                self.busy = False
+
+    def do_one(self):
+        heads = [queue[0] for queue in self.queues.values() if queue]
+        able = [op.stream for op in heads if op.ready()]
+        if not able:
+            assert not heads or any(op.outside for op in heads), "every stream waits for another one"
+            return False
+        chosen = able[0] if self.order is None else self.order(able)
+        try:
+            self.queues[chosen].popleft().action()
+        except BaseException as error:
+            self.broken = error
+            raise
+        return True
 
     def look(self, until):
         """What a host does that wants something to be done: True at once, or after one step more."""
