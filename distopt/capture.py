@@ -12,7 +12,8 @@ class Captured:
     """A step of which the GPU has all commands already: a call is the next step, for some microseconds of the host.
 
     Everything that changes from step to step is read from memory: the numbers of the update, which are written there
-    before each replay, and what is refused.  The ranks vote before each replay as before any step.
+    before each replay, and what is refused.  The ranks vote before each replay as before any step.  Any other step, a
+    checkpoint that is loaded, or another captured step ends its life: it raises RuntimeError from then on.
     """
 
     def __init__(self, opt: Loop, loss: Callable[[], Any], make: Callable[[], Compressor], break_even: bool):
@@ -27,12 +28,15 @@ class Captured:
             with self._graph.capture():
                 opt._step(loss, make, None, break_even)
             opt._take_back()
+            self._changes, self._lines = opt._all_changes, ["a captured step", *opt._lines]
         self._order(self._stream, caller)
 
     def __call__(self) -> bool:
         """The next step; True, which the next call takes back if a gradient was not finite."""
         opt, caller = self._opt, device.current_stream()
-        opt._prepare_replay()
+        if self._graph.dropped:
+            raise RuntimeError("the communicator of this captured step was closed")
+        opt._prepare_replay(self._changes, self._lines)
         self._order(caller, self._stream)
         with self._stream:
             opt._replay(self._graph)

@@ -22,8 +22,12 @@ import numpy as np
 HUGE_PAGE = 2 << 20
 PINNED = 1 << 20  # bytes up to which an upload goes through pinned memory, and does not wait
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
+NOT_READY = 600  # cudaErrorNotReady
 MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
 NO_CUPY = "cupy is not installed: pip install 'distopt[cuda13]' (or [cuda12])"
+
+
+_thread = threading.local()
 
 
 @functools.cache
@@ -101,6 +105,34 @@ def copied(x: Any) -> np.ndarray:
     """A copy of a contiguous array, where x is."""
     found = empty(x.size, x.dtype, like=x).reshape(x.shape)
     copy(found, x)
+    return found
+
+
+@contextlib.contextmanager
+def owned_by(stream: Any) -> Iterator[None]:
+    """What ``lasting_zeros`` makes in this context is given back to a stream: the pool hands it out again in its order.
+
+    So it has to be the stream that waits for all others that use the memory, whatever the current one is.
+    """
+    before, _thread.owner = getattr(_thread, "owner", None), stream
+    try:
+        yield
+    finally:
+        _thread.owner = before
+
+
+def lasting_zeros(n: int, dtype: Any, like: Any) -> np.ndarray:
+    """As ``zeros``, for memory that outlives the context in which it is made."""
+    if not on_gpu(like):
+        return zeros(n, dtype)
+    found = _lasting(n, dtype)
+    clear(found)
+    return found
+
+
+def _lasting(n: int, dtype: Any) -> np.ndarray:
+    with getattr(_thread, "owner", None) or contextlib.nullcontext():
+        found: np.ndarray = _cupy().empty(n, dtype)
     return found
 
 
@@ -232,7 +264,7 @@ class Mirror:
             return int(self.host.ctypes.data)
         if not np.array_equal(self._raw, self._sent):
             if self._copy is None:
-                self._copy = gpu_zeros(self._raw.size, np.uint8)
+                self._copy = _lasting(self._raw.size, np.uint8)
             copy(self._copy, self._raw)
             self._sent = self._raw.copy()
         return address(self._copy)
@@ -377,8 +409,11 @@ def finish(stream: Any, look: Callable[[], None] = lambda: None) -> None:
 
 
 def _wait(event: Any, look: Callable[[], None]) -> None:
-    started = time.monotonic()
-    while not event.done:
+    """Raises cupy's CUDARuntimeError if the GPU has failed: ``event.done`` would just never be true."""
+    started, runtime = time.monotonic(), _cupy().cuda.runtime
+    while status := runtime.eventQuery(event.ptr):
+        if status != NOT_READY:
+            raise runtime.CUDARuntimeError(status)
         look()
         if time.monotonic() - started > 1e-3:
             time.sleep(1e-4)
@@ -392,6 +427,16 @@ class Graph:
 
     def __init__(self) -> None:
         self._graph: Any = None
+        _graphs.add(self)
+
+    @property
+    def dropped(self) -> bool:
+        """Is there nothing to replay?"""
+        return self._graph is None
+
+    def drop(self) -> None:
+        """Give the graph back."""
+        self._graph = None
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
@@ -409,6 +454,15 @@ class Graph:
     def replay(self) -> None:
         """Enqueue it in the current stream."""
         self._graph.launch(current_stream())
+
+
+_graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+
+
+def drop_graphs() -> None:
+    """Give all graphs of this process back: NCCL waits for those that use a communicator before it destroys that."""
+    for graph in list(_graphs):
+        graph.drop()
 
 
 # ----------------------------------------------------------------------------------------------------- kernels
@@ -442,6 +496,9 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequ
 
 def launch(function: Any, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
     """Enqueue a kernel of a module; the arguments are ctypes objects, structures by value among them."""
+    if not hasattr(_thread, "has_context"):
+        _cupy().cuda.Device().use()  # the driver, unlike the runtime, does not make one current by itself
+        _thread.has_context = True
     values = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     stream, shape = current_stream().ptr, (blocks, 1, 1, threads, 1, 1)
     _cupy().cuda.driver.launchKernel(function.ptr, *shape, 0, stream, ctypes.addressof(values), 0)

@@ -170,6 +170,7 @@ class DistOpt(Loop):
         if loss is not None:
             return self._step(loss, lambda: Dense() if compressor is None else compressor, None, break_even)
         self._check_open()
+        self._settle()
         self._finish()
         return True
 
@@ -194,10 +195,14 @@ class DistOpt(Loop):
     def update(self, param: Any, grad: np.ndarray) -> None:
         """Take the mean of a summed gradient, in place, and apply it to one parameter."""
         self._check_open()
+        self._settle()
         if self._sharded:
             raise ValueError("update changes a parameter on every rank, but all ranks share it: use a step")
         name, value = self._collector.identify(param)
-        checked_gradient(name, value, grad)
+        checked = checked_gradient(name, value, grad)
+        if checked is None:
+            raise TypeError(f"{name}: update needs a gradient")
+        grad = checked
         if device.on_gpu(grad):
             kernels.scale(grad.reshape(-1), 1.0 / self.world_size)
         else:

@@ -11,7 +11,7 @@ from distopt.compress import At, Compressor, Dense
 from distopt.device import Graph
 from distopt.exchange import Overlap, Rooms, add_shares, choose
 from distopt.exchange.shares import describe, nonfinite
-from distopt.guard import by_rank, whole
+from distopt.guard import by_rank, fingerprint, whole
 from distopt.memory import Memory
 
 Make = Callable[[], Compressor]
@@ -31,7 +31,7 @@ class Loop(Memory):
         self, loss: Any, make: Make, threshold: int | None, break_even: bool = False, clip: float | None = None
     ) -> bool:
         """One step with the mean over ranks of what a compressor sends; True if an update was applied."""
-        exchange = self._ready(loss, make, threshold, clip, break_even)
+        exchange = self._begun(lambda: self._ready(loss, make, threshold, clip, break_even))
         if exchange is None:
             return False
         applied = self._exchange_and_apply(exchange)
@@ -58,7 +58,7 @@ class Loop(Memory):
 
     def _partial_step(self, loss: Any, threshold: int | None) -> bool:
         """One step with this rank's own gradients, after which the parameters of one bucket are averaged."""
-        exchange = self._ready(loss, Dense, threshold, local=True)
+        exchange = self._begun(lambda: self._ready(loss, Dense, threshold, local=True))
         if exchange is None:
             return False
         sums = self._window.add(self._memory, exchange, self._wire.wait, self._unless)
@@ -71,6 +71,16 @@ class Loop(Memory):
             self._partial += 1
         self._memory.end()
         return sums is not None and decided
+
+    def _begun(self, ready: Callable[[], Exchange | None]) -> Exchange | None:
+        """What is enqueued after a step that fails comes behind what that has enqueued."""
+        try:
+            return ready()
+        except BaseException:
+            self._wire.wait()
+            if self._buffers is not None:
+                self._buffers.end()
+            raise
 
     def _ready(
         self,
@@ -87,6 +97,7 @@ class Loop(Memory):
         """
         self._check_open()
         self._settle()
+        self._changes += 1
         if self._buffers is not None:
             self._buffers.follow()
             device.clear(self._buffers.bad)
@@ -99,7 +110,8 @@ class Loop(Memory):
             compressor = make()
             early = not local and self._may_overlap(compressor, threshold)
             exchange = self._exchanger(compressor, break_even, early)
-            self._numbers = self._optimizer.numbers()
+            rooms = self._rooms_for(compressor)
+            self._numbers = (*self._optimizer.numbers(), *(rooms.state() if rooms else ()))
             what = "a partial step" if local else "a step"
             what += f" with {compressor!r}" + f", clipped at {clip}" * (clip is not None)
             pack = self._packer(compressor, clip, local)
@@ -303,6 +315,10 @@ class Loop(Memory):
         """ValueError for a step that cannot be captured."""
         if self._wire.gpu is None:
             raise ValueError(f"a step is captured on a GPU; {self._wire!r} carries arrays on the host")
+        if self._wire.rank_ordered and self._wire.size > 1:
+            raise ValueError(
+                "deterministic=True: sums in rank order need memory anew, which a captured step cannot have"
+            )
         if compressor.ragged:
             raise ValueError(f"{compressor!r} sends as much as the data want: such a step cannot be captured")
         if self._window.num_batches > 1:
@@ -310,16 +326,25 @@ class Loop(Memory):
         if not self._optimizer.looks:
             raise ValueError(f"{self._optimizer!r} is called by the host at every step: it cannot be captured")
 
-    def _prepare_replay(self) -> None:
-        """The host's part of a captured step, before it: as of any other."""
+    def _prepare_replay(self, changes: object, lines: list[str]) -> None:
+        """The host's part of a captured step, before it: as of any other; ``lines`` say what it is.
+
+        A graph has the addresses of what was there when it was captured, so nothing else may have changed since.
+        """
         self._check_open()
         self._settle()
         error: Exception | None = None
         try:
             self._checked_threshold(None, None, local=False)
+            if changes != self._all_changes:
+                raise RuntimeError("this DistOpt did something else since the step was captured: capture it again")
+            for name, known in self._collector.order.items():
+                if known.param is not known.value and known.param.data is not known.value:
+                    raise RuntimeError(f"{name}: its data is another array than when the step was captured")
             self._numbers = self._optimizer.numbers()
         except Exception as e:
             error = e
+        self._lines, self._mark = lines, fingerprint(lines)
         self._vote(self._name, self._calls, error)
         self._before = self.step_counter, self._window.batches, self._partial
 

@@ -57,6 +57,7 @@ class Memory(Verbs):
         self._restored_rooms: list[int] = []  # of a checkpoint
         self._refused = 0  # entries of the last step that were not finite, as the GPU said
         self._before: tuple[int, ...] = (0, 0, 0)  # what is counted, before the last step
+        self._changes = 0  # that a captured step would not know of
         self._restored: States = {}  # of a checkpoint, until there are buffers
         self._lines: list[str] = []  # what a step is, for the vote
         self._mark = 0
@@ -103,20 +104,20 @@ class Memory(Verbs):
             self._refusal = Refusal(buffers, self._wire) if self._nonfinite.looks else None
             self._rooms = Rooms(buffers, self._wire)
             self._rooms.restore(self._restored_rooms)
+            self._restored_rooms = []
 
     # ------------------------------------------------------------------------------------------------- refused steps
 
     def _learn(self) -> None:
         """On a GPU, look what became of the last step; one that was refused is not counted."""
+        if self._refusal is not None and self._refusal.pending:
+            self._refused = self._refusal.outcome()
+            if self._refused:
+                self._take_back()
+            else:
+                self._nonfinite.passed()
         if self._rooms:
-            self._rooms.learn()
-        if self._refusal is None or not self._refusal.pending:
-            return
-        self._refused = self._refusal.outcome()
-        if not self._refused:
-            self._nonfinite.passed()
-            return
-        self._take_back()
+            self._rooms.learn(count=not self._refused)
 
     def _take_back(self) -> None:
         """Count as if the last step had not been."""
@@ -130,7 +131,15 @@ class Memory(Verbs):
         count, self._refused = self._refused, 0
         if count:
             reports = self._vote(self._name, ~self._calls, report=self._memory.nonfinite(), part=", its outcome")
-            self._nonfinite.accepts(self._name, by_rank(reports) or f"the sum over ranks ({count} entries)")
+            found = by_rank(reports)
+            if not found:  # the gradients were finite, and are in the window
+                self._window.start(self._memory)
+            self._nonfinite.accepts(self._name, found or f"the sum over ranks ({count} entries)")
+
+    @property
+    def _all_changes(self) -> object:
+        """What must be as it was for a captured step to be what it was."""
+        return self._changes, id(self._buffers), self._optimizer.version
 
     def close(self) -> None:
         """Refuse everything from now on; the communicator stays open.
@@ -277,6 +286,8 @@ class Memory(Verbs):
         self._check_open()
         names: list[str] = []
         error = None
+        if self._buffers is not None:
+            self._buffers.follow()
         try:
             names = self._collector.enroll(params)
             check(names)
@@ -285,6 +296,7 @@ class Memory(Verbs):
         except Exception as e:
             error = e
         self._vote(verb, 0, error)
+        self._memory.end()
         return names
 
     # ------------------------------------------------------------------------------------------------- state
@@ -300,7 +312,10 @@ class Memory(Verbs):
         parameters are shared (``parameter_views``), since each rank has its share of the optimizer's state then.
         """
         self._learn()
+        if self._buffers is not None:
+            self._buffers.follow()
         states = self._states()
+        skips = int(self._refused > 0 and self._nonfinite.policy == "skip")  # that the next step will count
         if self._sharded:
             self._check_open()
             self._vote("state_dict", ~self.step_counter)
@@ -309,8 +324,8 @@ class Memory(Verbs):
             "num_batches": self._window.num_batches,
             "batches": self._window.batches,
             "partial": self._partial,
-            "skipped": self._nonfinite.skipped,
-            "skips_in_a_row": self._nonfinite.in_a_row,
+            "skipped": self._nonfinite.skipped + skips,
+            "skips_in_a_row": self._nonfinite.in_a_row + skips,
             "rooms": self._rooms.state() if self._rooms else [],
             "states": {state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in states.items()},
             "optimizer": self._optimizer.state_dict(self._whole_state if self._sharded else None),
@@ -333,7 +348,10 @@ class Memory(Verbs):
         one that was saved in the middle of a window of another ``num_batches``.
         """
         self._learn()
+        if self._buffers is not None:
+            self._buffers.follow()
         states = self._checked_state(state)
+        self._changes += 1
         self._optimizer.load_state_dict(state["optimizer"])
         if self._number:
             self._memory.restore(states)
@@ -343,6 +361,9 @@ class Memory(Verbs):
         self._partial, self._restored_rooms = state["partial"], list(state["rooms"])
         if self._rooms:
             self._rooms.restore(self._restored_rooms)
+            self._restored_rooms = []
+        if self._buffers is not None:
+            self._buffers.end()
 
     def _checked_state(self, state: dict[str, Any]) -> States:
         """What outlives a step, as copies; ValueError for a state that cannot be gone on from."""

@@ -14,6 +14,7 @@ import laws
 from distopt import device, kernels
 from distopt.comm import Metered, NcclCommunicator, Ordered
 from distopt.comm.communicator import NUMBERS, Wrapper, all_reduce_in_rank_order
+from distopt.compress import ErrorFeedback, TopK
 from doubles import gpu, nccl
 
 
@@ -240,6 +241,21 @@ def left(comm):
     comm.barrier()
     if comm.rank < comm.size - 1:
         comm.control.vote("a step", 7, list)
+
+
+class Fails(TopK):
+    """Between the vote and the exchange, where nobody waits for a word."""
+
+    def take(self, x, add, at):
+        raise KeyboardInterrupt
+
+
+def fails(comm):
+    """The last rank ends with an exception when the others have enqueued a step, whose outcome they wait for."""
+    params, opt = laws.train(comm, steps=1)
+    for step in (1, 2):
+        compressor = Fails(0.5) if comm.rank == comm.size - 1 else TopK(0.5)
+        opt.step(laws.pairs(comm, params, step), ErrorFeedback(compressor))
 
 
 def never(comm):

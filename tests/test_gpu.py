@@ -1,5 +1,6 @@
 """The GPU path without a GPU: real cupy arrays over host memory, the kernels' device text, a double of NCCL."""
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -171,6 +172,52 @@ def test_closing_tells_of_the_last_step():
     on_gpus(2, main)
 
 
+@pytest.mark.parametrize("sync_on_apply", [True, False])
+def test_a_sum_that_overflows_does_not_stay_in_the_window(sync_on_apply):
+    def main(comm):
+        w = Parameter("w", laws.put(comm, [np.zeros(4, np.float32)])[0])
+        opt = DistOpt(SGD(1.0), comm, num_batches=2, nonfinite="skip", sync_on_apply=sync_on_apply)
+        for size in (1, 60000, 1, 1, 1, 1, 1, 1):
+            opt.step([(w, laws.put(comm, [np.full(4, size, np.float32)])[0])], Half(predivide=False))
+        state = opt.state_dict()
+        return device.host_copy(w.data).tolist(), state["step_counter"], state["skipped"], state["batches"]
+
+    assert on_gpus(2, main) == run_ranks(2, main)
+
+
+def test_rooms_do_not_see_a_refused_step():
+    def main(comm, bad):
+        rng = np.random.default_rng(comm.rank)
+        w = Parameter("w", laws.put(comm, [np.zeros(40_000, np.float32)])[0])
+        opt = DistOpt(SGD(1.0), comm, nonfinite="skip")
+        for step in range(4):
+            g = rng.standard_normal(40_000).astype(np.float32)
+            if step == 2 and bad:
+                spoilt = np.full_like(g, np.nan)
+                opt.backward_and_sparse_update([(w, laws.put(comm, [spoilt])[0])], spars=0.5)
+            opt.backward_and_sparse_update([(w, laws.put(comm, [g])[0])], spars=0.5)
+        return laws.digest([w]), opt.state_dict()["rooms"], opt.skipped
+
+    for rank, (digest, rooms, skipped) in enumerate(on_gpus(2, lambda comm: main(comm, True))):
+        assert skipped == 1
+        assert (digest, rooms) == on_gpus(2, lambda comm: main(comm, False))[rank][:2]
+
+
+def test_a_skip_that_nobody_told_of_is_in_the_state():
+    def main(comm):
+        params, opt = laws.train(comm, steps=1, nonfinite="skip")
+        opt(poisoned(comm, params, 1, 1))
+        saved = opt.state_dict()
+        assert (saved["step_counter"], saved["skipped"], saved["skips_in_a_row"]) == (1, 1, 1)
+        opt(laws.pairs(comm, params, 1))
+        assert opt.skipped == 1
+        opt(poisoned(comm, params, 2, 2))
+        opt.step()  # by hand; the one before was not applied
+        return opt.step_counter, opt.opt.step_counter
+
+    assert on_gpus(2, main) == [(3, 3)] * 2
+
+
 @pytest.mark.parametrize("options", [{}, {"num_batches": 2}], ids=str)
 @pytest.mark.parametrize("mode", ["dense", "topk", "partial", "half with memory"])
 def test_skipped_steps_count_as_on_the_host(mode, options):
@@ -238,7 +285,7 @@ def test_buckets_travel_while_gradients_come():
         def backward():
             for param, grad in laws.pairs(comm, params, 1):
                 reduced = [op for op in gpu.machine().log if op.name == "allReduce"]
-                assert all(op.stream == comm._stream.ptr for op in reduced)
+                assert all(op.stream == comm.beside._stream.ptr for op in reduced)
                 seen.append(len(reduced))
                 yield param, grad
 
@@ -250,6 +297,30 @@ def test_buckets_travel_while_gradients_come():
         assert seen[0] == 0
         assert seen == sorted(seen)
         assert seen[-1] == buckets - 1 > 0  # all but the last
+
+
+def test_a_loss_may_use_the_communicator_in_any_order():
+    """As batch normalization does; buckets have a wire of their own."""
+
+    def main(comm):
+        params = laws.there(comm, [Parameter(f"p{k}", np.zeros(8, np.float32)) for k in range(4)])
+        opt = DistOpt(SGD(1.0), comm, threshold=0, broadcast=False)
+        [stat] = laws.put(comm, [np.full(8, 100, np.float32)])
+
+        def loss(step):
+            order = [1, 0, 2, 3] if step and comm.rank else range(4)
+            first, *rest = [(params[k], laws.put(comm, [np.full(8, k + 1, np.float32)])[0]) for k in order]
+            yield first
+            if step:
+                comm.all_reduce(stat)
+                comm.wait()
+            yield from rest
+
+        for step in range(2):
+            opt(loss(step))
+        return [device.host_copy(x)[0] for x in (*(p.data for p in params), stat)]
+
+    assert on_gpus(2, main) == run_ranks(2, main) == [[-2, -4, -6, -8, 200]] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 3, 7])
@@ -302,8 +373,8 @@ def test_a_threshold_sends_what_there_is_room_for_and_loses_nothing():
     (digest, sent), (other, also_sent) = on_gpus(2, bursts)
     assert (digest, sent) == (other, also_sent)
     first, least = 20_000 // 64 + 256, 256
-    assert sent[:2] == [first + 1, least + 1], sent  # and one number that says how many were wanted
-    assert 2 * 7_500 < sent[2] <= 20_000 + 1
+    assert sent[:2] == [first, least], sent
+    assert 2 * 7_500 < sent[2] <= 20_000
     assert sent[4] < sent[3]
     for stop in range(5):
         assert on_gpus(2, lambda comm, stop=stop: bursts(comm, stop))[0][0] == digest
@@ -368,6 +439,63 @@ def test_a_missing_wait_would_be_seen(missing, monkeypatch):
     assert not right
 
 
+def test_a_step_after_one_that_failed_comes_behind_it():
+    """What was sent before one rank's backward pass failed is still on its way when the step is tried again."""
+
+    def main(comm):
+        def run(order):
+            params, opt = laws.train(comm, steps=0)
+            views = opt.gradient_views(params)
+            with gpu.lazily(order) if order else contextlib.nullcontext():
+                for step in range(3):
+                    given = laws.put(comm, laws.gradients(params, step, comm.rank))
+                    for attempt in range(2):
+
+                        def backward(given=given, attempt=attempt):
+                            for k, (p, view, g) in enumerate(zip(params, views, given, strict=True)):
+                                if comm.rank and k == 5 and not attempt:
+                                    raise KeyError("lost")
+                                device.copy(view, g)
+                                yield p, view
+
+                        if attempt:
+                            opt(backward())
+                        else:
+                            with pytest.raises(RuntimeError, match="lost"):
+                                opt(backward())
+                opt._learn()
+            return laws.digest(params)
+
+        expected = laws.digest(laws.train(comm, steps=3)[0])
+        return [run(order) == expected for order in (None, *orders(comm.beside), *orders(comm))]
+
+    assert on_gpus(2, main) == [[True] * 9] * 2
+
+
+def test_states_are_taken_behind_steps_in_other_streams():
+    def main(comm):
+        expected = laws.train(comm, steps=3, mode="topk")
+        found = []
+        for order in orders(comm):
+            stream = device.new_stream()
+            with gpu.lazily(order) as machine:
+                params, opt = laws.train(comm, steps=0, mode="topk")
+                machine.finish()
+                with stream:
+                    for step in range(2):
+                        laws.MODES["topk"](opt, laws.pairs(comm, params, step))
+                opt.load_state_dict(opt.state_dict())  # in the null stream
+                with stream:
+                    laws.MODES["topk"](opt, laws.pairs(comm, params, 2))
+                saved = opt.state_dict()
+                machine.finish()
+            laws.assert_equal_states(saved, expected[1].state_dict())
+            found.append(laws.digest(params) == laws.digest(expected[0]))
+        return found
+
+    assert on_gpus(2, main) == [[True] * 4] * 2
+
+
 # ----------------------------------------------------------------------------------------------- graphs
 
 
@@ -399,6 +527,37 @@ def test_a_replay_has_the_same_commands_every_time():
         assert [len(u) for u in uploads] == [0, 1, 1]  # Adam's numbers; the first were there for the capture
         rest = [[op for op in ops if op[0] != "memcpy" or op[1][3] != device.HOST_TO_DEVICE] for ops in seen]
         assert rest[0] == rest[1] == rest[2]
+
+    on_gpus(2, main)
+
+
+def test_a_captured_step_ends_with_the_next_change():
+    """A graph has addresses: of tables, scratch memory and states that others would change under it."""
+
+    def changes(opt, params, pairs, comm):
+        yield lambda: opt(pairs)
+        yield lambda: opt.load_state_dict(opt.state_dict())
+        yield lambda: opt.opt.set_states(opt.opt.get_states())
+        yield lambda: opt.capture(lambda: pairs, Half())
+        yield lambda: setattr(params[0], "data", device.copied(params[0].data))
+
+    def main(comm):
+        for number in range(5):
+            params = laws.there(comm, laws.parameters())
+            opt = DistOpt(SGD(0.1, momentum=0.9), comm, threshold=60)
+            pairs = list(zip(params, opt.gradient_views(params), strict=True))
+            step = opt.capture(lambda pairs=pairs: pairs)
+            step()
+            list(changes(opt, params, pairs, comm))[number]()
+            with pytest.raises(RuntimeError, match=r"capture it again|another array than when"):
+                step()
+        with pytest.raises(ValueError, match="deterministic=True"):
+            DistOpt(SGD(0.1), comm, deterministic=True).capture(lambda: pairs)
+        pairs = list(laws.pairs(comm, params, 0))
+        step = DistOpt(SGD(0.1), comm).capture(lambda: pairs)
+        comm.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            step()
 
     on_gpus(2, main)
 

@@ -121,7 +121,7 @@ def test_wrappers_pass_on_what_streams_need():
         with wrapped.aside():
             assert device.current_stream() is comm._stream
         wrapped.check()
-        assert wrapped.beside.comm.comm is comm
+        assert wrapped.beside.comm.comm is comm.beside is not comm
         assert wrapped.xp is cupy
         assert wrapped.peers(comm.alloc(3, np.float32)) is None
         assert "Metered(Ordered(<NcclCommunicator, rank" in repr(wrapped)
@@ -166,6 +166,13 @@ def test_a_process_that_leaves_early(tmp_path):
     found = run_processes(nccl_checks.left, 3, tmp_path)
     assert found.pop("2") == "None"
     assert found == dict.fromkeys("01", "PeerLeft: rank 2 left after a barrier, before a step")
+
+
+def test_a_process_that_fails_after_a_vote(tmp_path):
+    found = run_processes(nccl_checks.fails, 3, tmp_path)
+    assert set(found) == {"0", "1"}
+    for text in found.values():
+        assert text.startswith("PeerLeft: rank 2 failed with KeyboardInterrupt: , after step 2, before "), text
 
 
 def test_a_process_that_never_comes(tmp_path):

@@ -18,6 +18,7 @@ class Adapter(abc.ABC):
 
     updates_shares = False  # can it update a part of the parameters, whatever their names?
     looks = False  # do its kernels look whether the step is refused?
+    version = 0  # of its states' memory
 
     def __init__(self, opt: Any):
         self.opt = opt

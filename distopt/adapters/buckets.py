@@ -56,6 +56,11 @@ class ByBucket(Adapter):
         """As the optimizer; on a GPU the numbers are enqueued."""
         self.opt.prepare(scale, gpu)
 
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """As the optimizer."""
+        return int(self.opt.version)
+
     def take_back(self) -> None:
         """Count one update less."""
         self.opt.step_counter -= 1

@@ -52,13 +52,13 @@ class Buffer:
     def kept(self, state: str) -> np.ndarray:
         """The flat array that outlives a step, zeros at first."""
         if state not in self.state:
-            self.state[state] = device.zeros(self.bucket.size, self.bucket.dtype, self.gradient)
+            self.state[state] = device.lasting_zeros(self.bucket.size, self.bucket.dtype, self.gradient)
         return self.state[state]
 
     def scratch(self, name: str, nbytes: int) -> np.ndarray:
         """Memory of so many bytes, the same at every step."""
         if name not in self._scratch or self._scratch[name].size < nbytes:
-            self._scratch[name] = device.zeros(nbytes, np.uint8, self.gradient)
+            self._scratch[name] = device.lasting_zeros(nbytes, np.uint8, self.gradient)
         return self._scratch[name][:nbytes]
 
     def constant(self, name: str, make: Callable[[], np.ndarray]) -> device.Mirror:

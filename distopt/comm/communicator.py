@@ -116,6 +116,11 @@ class Communicator(abc.ABC):
         kernels.add_parts(members.share(self.rank, self.size), parts, parts[self.rank], bad)
 
     @property
+    def bare(self) -> "Communicator":
+        """What does the work, for messages that are no part of what is exchanged."""
+        return self
+
+    @property
     def beside(self) -> "Communicator":
         """The same ranks on a wire of its own, for a thread that exchanges while this one is in use.
 
@@ -188,6 +193,11 @@ class Wrapper(Communicator):
 
     def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:  # noqa: D102
         self.comm.add_parts(members, parts, bad)
+
+    @property
+    def bare(self) -> Communicator:
+        """That of the inner communicator."""
+        return self.comm.bare
 
     def _duplicate(self) -> Communicator:
         twin = copy.copy(self)

@@ -59,6 +59,10 @@ class LocalCommunicator(Communicator):
         """Zeroed flat memory, on the GPU if there is one."""
         if self.gpu is None:
             return super().alloc(n, dtype)
+        if device.current_gpu() != self.gpu:
+            raise ValueError(
+                f"this communicator works on GPU {self.gpu}, but this thread on GPU {device.current_gpu()}"
+            )
         found: np.ndarray = device.gpu_zeros(n, dtype)
         return found
 

@@ -4,10 +4,11 @@ import atexit
 import contextlib
 import functools
 import os
+import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -66,6 +67,7 @@ class NcclCommunicator(Communicator):
         self._stream, self._order = device.new_stream(), device.Order()
         self._kept: list[np.ndarray] = []  # what the own stream may still use
         _alive.append(self)
+        _helper()
         name = f"NCCL {version_text(nccl_version())} on GPU {self.gpu} ({device.bus_id(self.gpu)})"
         self.why = f"{name}; {why}" if why else name
 
@@ -283,15 +285,23 @@ class NcclCommunicator(Communicator):
     def wait(self) -> None:
         """The caller's current stream waits for all collectives so far; the host does not."""
         stream = device.current_stream()
-        if stream.ptr != self._stream.ptr:  # inside of aside() everything is in order, but not yet for the caller
+        if self._beside not in (None, self):
+            cast(NcclCommunicator, self._beside).wait()
+        unused = stream.is_capturing() and not self._stream.is_capturing()  # by what is being captured
+        if stream.ptr != self._stream.ptr and not unused:
+            # inside of aside() everything is in order, but not yet for the caller
             self._order(self._stream, stream)
             self._kept.clear()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """The own stream becomes the current one, after all that the caller's has been given so far."""
-        self._order(device.current_stream(), self._stream)
-        with self._stream:
+        """The own stream becomes the current one, after all that the caller's has been given so far.
+
+        Memory that lasts still belongs to the caller's, which waits in the end.
+        """
+        caller = device.current_stream()
+        self._order(caller, self._stream)
+        with device.owned_by(caller), self._stream:
             yield
 
     def _check_thread(self) -> None:
@@ -316,7 +326,9 @@ class NcclCommunicator(Communicator):
         return [x[start : start + self.CHUNK] for start in range(0, x.size, self.CHUNK)]
 
     def _duplicate(self) -> Communicator:
-        return self  # what goes on beside is a matter of streams, not of threads
+        if self.size == 1:
+            return self
+        return NcclCommunicator(self.control, self.gpu, self.local_rank, "beside another", spans_hosts=self.spans_hosts)
 
     # ------------------------------------------------------------------------------------------- ends
 
@@ -340,26 +352,39 @@ class NcclCommunicator(Communicator):
 
     def abort(self, deadline: float = 5.0) -> bool:
         """Stop what is under way on this rank, not collective; did NCCL come back within ``deadline`` seconds?"""
+        device.drop_graphs()
         comm, self._comm = self._comm, None
         self._failure = self._failure or "the communicator was aborted"
         self._forget()
+        if self._beside not in (None, self):
+            cast(NcclCommunicator, self._beside).abort(deadline)
         return comm is None or _within(deadline, comm.abort, comm)
 
     def close(self) -> None:
-        """Wait for what is under way, and give back what NCCL and ``control`` hold; collective."""
+        """Wait for what is under way, and give back what NCCL and ``control`` hold; collective.
+
+        Ends all captured steps of this process: NCCL waits for graphs that use a communicator.
+        """
         if self._comm is None:
             return
+        device.drop_graphs()
+        if self._beside not in (None, self):
+            cast(NcclCommunicator, self._beside)._close_wire()
+        self._close_wire()
+        self.control.close()
+
+    def _close_wire(self) -> None:
         if self._failure:
             self.abort()
-        else:
+        elif self._comm is not None:
             device.finish(self._stream, self.check)
             comm, self._comm = self._comm, None
             self._forget()
             comm.destroy()
-        self.control.close()
 
     def end(self, deadline: float = 10.0) -> None:
         """At exit: let the other ranks have what they still wait for from this one, but not at any price."""
+        device.drop_graphs()
         comm, failed = self._comm, bool(self._failure)
 
         def settle() -> None:
@@ -400,19 +425,34 @@ _alive: list[NcclCommunicator] = []  # a communicator that is collected would be
 _left_alone: list[Any] = []
 
 
-def _within(seconds: float, end: Any, owner: Any = None) -> bool:
-    """Call ``end`` in a thread; has it come back in time?  If not, its owner must never be collected."""
-    thread = threading.Thread(target=_quietly, args=(end,), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+@functools.cache
+def _helper() -> "queue.SimpleQueue[Callable[[], object]]":
+    """Jobs for a thread that was there before the interpreter's end: then, Python 3.12 starts none."""
+    jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            jobs.get()()
+
+    threading.Thread(target=work, name="NCCL's end", daemon=True).start()
+    return jobs
+
+
+def _within(seconds: float, end: Callable[[], object], owner: Any = None) -> bool:
+    """Call ``end`` in the helper's thread; has it come back in time?  If not, its owner must never be collected."""
+    done = threading.Event()
+
+    def job() -> None:
+        with contextlib.suppress(Exception):
+            end()
+        done.set()
+
+    with contextlib.suppress(RuntimeError):  # a thread that cannot be started any more
+        _helper().put(job)
+    if not done.wait(seconds):
         _left_alone.append(owner)
-    return not thread.is_alive()
-
-
-def _quietly(end: Any) -> None:
-    with contextlib.suppress(Exception):
-        end()
+        _helper.cache_clear()  # that one is stuck
+    return done.is_set()
 
 
 def end_all() -> None:
@@ -425,7 +465,8 @@ atexit.register(end_all)  # before MPI's hooks, and so called after them, when a
 
 
 def _forget_all() -> None:
-    """In a child, which owns no GPU."""
+    """In a child, which owns no GPU, and has no threads."""
+    _helper.cache_clear()
     _left_alone.extend(_alive)
     _alive.clear()
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import multiprocessing.util
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -157,9 +158,13 @@ class SocketControl(Control):
 
     def close(self) -> None:
         """Tell the others, if they are still there, that this rank is gone, and how far it came."""
+        error = _failing()
+        word = f"failed with {type(error).__name__}: {error}," if error else "left"
         for other in self._lines:
             if not self._gone:
-                self._send(other, LEFT + f"rank {self.rank} left after {self.progress}".encode())
+                self._send(
+                    other, (CRASHED if error else LEFT) + f"rank {self.rank} {word} after {self.progress}".encode()
+                )
         self.hang_up()
 
     def hang_up(self) -> None:
@@ -243,6 +248,12 @@ def _say_farewell() -> None:
     if _registered != [os.getpid()]:
         _registered[:] = [os.getpid()]
         multiprocessing.util.Finalize(None, _leave, exitpriority=1)
+
+
+def _failing() -> BaseException | None:
+    """The exception that ends this process, if one does."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return None if isinstance(error, SystemExit) and not error.code else error
 
 
 def _leave() -> None:

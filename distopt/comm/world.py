@@ -43,7 +43,7 @@ def _pick(device: str) -> Communicator:
         raise RuntimeError(f"device='cuda': {place}")
     if place:
         return LocalCommunicator(why=f"no MPI launcher; {place}")
-    return LocalCommunicator(why="no MPI launcher; GPU 0", gpu=0)
+    return LocalCommunicator(why="no MPI launcher; GPU 0", gpu=gpus.current_gpu())
 
 
 def _pick_wire(device: str, started: str) -> Communicator:

@@ -126,5 +126,5 @@ def decompress_all(compressor: Compressor, payloads: list[np.ndarray], out: np.n
 def memory(state: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
     """The array ``name`` of ``state``, of x's size, zeros at first."""
     if name not in state:
-        state[name] = device.zeros(x.size, x.dtype, x)
+        state[name] = device.lasting_zeros(x.size, x.dtype, x)
     return state[name]

@@ -17,7 +17,7 @@ class Refusal:
     """
 
     def __init__(self, buffers: Buffers, wire: Communicator):
-        self._wire, self._counts = wire, buffers.bad
+        self._wire, self._counts = wire.bare, buffers.bad
         self.number = buffers.bad[-1:]
         self._readback = Readback(1)
 

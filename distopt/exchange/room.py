@@ -23,7 +23,7 @@ class Rooms:
     """
 
     def __init__(self, buffers: Buffers, wire: Communicator):
-        self._wire, self._sizes = wire, [b.bucket.size for b in buffers]
+        self._wire, self._sizes = wire.bare, [b.bucket.size for b in buffers]
         count = len(self._sizes)
         self._found = device.gpu_zeros(count, np.int64)
         self._everyone = device.gpu_zeros(count * wire.size, np.int64)
@@ -45,11 +45,12 @@ class Rooms:
             self._wire.all_gather(self._found, into=self._everyone)
             self._readback.fetch(self._everyone)
 
-    def learn(self, spare: int = 2) -> None:
-        """Make room for ``spare`` times the counts that were sent last, if any were."""
+    def learn(self, spare: int = 2, count: bool = True) -> None:
+        """Make room for ``spare`` times the counts that were sent last, if any were, and if they ``count``."""
         if self._readback.pending:
             most = self._readback.result(self._wire.check).reshape(self._wire.size, -1).max(axis=0).tolist()
-            self._rooms = [min(n, max(LEAST, spare * m)) for n, m in zip(self._sizes, most, strict=True)]
+            if count:
+                self._rooms = [min(n, max(LEAST, spare * m)) for n, m in zip(self._sizes, most, strict=True)]
 
     def count(self, arrays: Sequence[np.ndarray], count: Count) -> None:
         """Make room for exactly what is wanted of these arrays, one per bucket."""
@@ -68,4 +69,4 @@ class Rooms:
     def restore(self, rooms: Sequence[int]) -> None:
         """Go on from there, if the plan is the same."""
         if len(rooms) == len(self._rooms):
-            self._rooms = list(rooms)
+            self._rooms = [min(n, max(LEAST, room)) for n, room in zip(self._sizes, rooms, strict=True)]

@@ -52,6 +52,7 @@ class Optimizer(abc.ABC):
         self._flats: dict[object, tuple[Members, dict[str, np.ndarray]]] = {}  # for each table a flat array per slot
         self._tables: dict[str, Members] = {}
         self._now = Numbers(self.struct)
+        self.version = 0  # grows when states move to other memory
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A hyper-parameter becomes a schedule whose values are checked."""
@@ -146,6 +147,7 @@ class Optimizer(abc.ABC):
         self.step_counter = int(states["step_counter"])
         self._state = {slot: {n: np.array(a) for n, a in states[slot].items()} for slot in self.slots}
         self._flats.clear()
+        self.version += 1
 
     state_dict, load_state_dict = get_states, set_states
 
@@ -177,4 +179,5 @@ class Optimizer(abc.ABC):
                         device.copy(view, self._state[slot][name])
                     self._state[slot][name] = view
             self._flats[members.key] = members, flats
+            self.version += 1
         return self._flats[members.key][1]

@@ -235,7 +235,11 @@ _local = Local()
 class Event:
     """cupy.cuda.Event; each look at it lets the GPU do one thing."""
 
+    known: ClassVar = weakref.WeakValueDictionary()
+
     def __init__(self, block=False, disable_timing=False, interprocess=False):
+        self.ptr = id(self)
+        self.known[self.ptr] = self
         self.recorded = self.reached = 0
         self.captured = None  # the capture in which it was recorded
         self.stream = 0
@@ -324,6 +328,10 @@ allocations: dict[int, int] = {}  # bytes by address, of all GPUs of this proces
 def allocated(pointer, nbytes):
     """Does a piece of memory lie in something that was allocated and is still in use?"""
     return any(start <= pointer and pointer + nbytes <= start + n for start, n in list(allocations.items()))
+
+
+def event_query(pointer):
+    return 0 if Event.known[pointer].done else 600
 
 
 def memset(pointer, value, nbytes, stream):
@@ -419,7 +427,7 @@ def install(patch=setattr):
         (cuda, {"get_current_stream": lambda: machine().current[-1]}),
         (cuda.function, {"Module": Module}),
         (cuda.driver, {"launchKernel": launch_kernel}),
-        (runtime, {"memsetAsync": memset, "memcpyAsync": memcpy}),
+        (runtime, {"memsetAsync": memset, "memcpyAsync": memcpy, "eventQuery": event_query}),
         (runtime, {"getDeviceCount": lambda: GPUS, "getDevice": lambda: _local.number}),
         (runtime, {"deviceGetPCIBusId": lambda number: f"0000:0{number}:00.0"}),
         (runtime, {"deviceGetAttribute": lambda attribute, number: 2}),  # multiprocessors
