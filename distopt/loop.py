@@ -354,7 +354,6 @@ class Loop(Memory):
 
     def _replay(self, graph: Graph) -> None:
         """Enqueue a captured step, with the numbers of this one."""
-        self._memory.follow()
         self._write_numbers()
         graph.replay()
         if self._refusal:

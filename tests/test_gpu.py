@@ -508,6 +508,28 @@ def test_a_replay_is_the_step(compressor):
     on_gpus(2, main)
 
 
+def test_replays_keep_their_place_among_streams():
+    """Between a caller that feeds them in one stream, and one that goes on without them in another."""
+
+    def main(comm):
+        def run(order, captured):
+            with gpu.lazily(order) if order else contextlib.nullcontext():
+                params, opt = laws.train_captured(comm, captured=captured, nonfinite="propagate")  # nobody waits
+                with device.new_stream():
+                    opt(laws.pairs(comm, params, 6))
+                opt._learn()
+                state = opt.state_dict()
+            return laws.digest(params), state
+
+        expected = run(None, captured=False)
+        for order in (*orders(comm), min, max):  # the oldest stream first, or the newest
+            digest, state = run(order, captured=True)
+            assert digest == expected[0]
+            laws.assert_equal_states(state, expected[1])
+
+    on_gpus(2, main)
+
+
 def test_a_replay_has_the_same_commands_every_time():
     """No allocation, no wait, no other argument: everything that changes is read from memory."""
 
