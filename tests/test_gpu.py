@@ -218,13 +218,14 @@ def test_a_skip_that_nobody_told_of_is_in_the_state():
     assert on_gpus(2, main) == [(3, 3)] * 2
 
 
+@pytest.mark.parametrize("bad", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"num_batches": 2}], ids=str)
 @pytest.mark.parametrize("mode", ["dense", "topk", "partial", "half with memory"])
-def test_skipped_steps_count_as_on_the_host(mode, options):
+def test_skipped_steps_count_as_on_the_host(mode, options, bad):
     def main(comm):
         params, opt = laws.train(comm, steps=0, mode=mode, nonfinite="skip", **options)
         for step in range(7):
-            laws.MODES[mode](opt, poisoned(comm, params, step, 2))
+            laws.MODES[mode](opt, poisoned(comm, params, step, bad))
         return laws.digest(params), opt.state_dict()
 
     for size in (1, 2):
