@@ -34,13 +34,17 @@ class Window:
         if not self.sync_on_apply:
             list(exchange(gradients))
             wait()
-        sums = [b.kept("window") for b in buffers]
-        for gradient, total in zip(gradients, sums, strict=True):
-            kernels.accumulate(gradient, total, refused)
         self.batches += 1
-        if self.batches < self.num_batches:
+        closes = self.batches == self.num_batches
+        for buffer in buffers:
+            window = buffer.kept("window")
+            if closes:  # the window itself stays as it is until the step has been applied
+                kernels.accumulate(window, buffer.gradient)
+            else:
+                kernels.accumulate(buffer.gradient, window, refused)
+        if not closes:
             return None
-        return exchange(sums) if self.sync_on_apply else map(in_one_piece, sums)
+        return exchange(gradients) if self.sync_on_apply else map(in_one_piece, gradients)
 
     def start(self, buffers: Buffers, refused: np.ndarray | None = None) -> None:
         """The step has been applied: begin the next window."""
