@@ -245,10 +245,13 @@ def _upload(to: Any, source: np.ndarray) -> None:
 
 
 class Mirror:
-    """A small host array, and its copy on a GPU, which follows when a kernel asks for it and the array has changed."""
+    """A small host array, and its copy on a GPU, which follows when a kernel asks for it and the array has changed.
 
-    def __init__(self, host: np.ndarray):
-        self.host = host
+    ``lasting``: it outlives the context in which it is asked for first (``owned_by``).
+    """
+
+    def __init__(self, host: np.ndarray, lasting: bool = False):
+        self.host, self._lasting = host, lasting
         self._raw = host.reshape(-1).view(np.uint8)
         self._sent = np.empty(0, np.uint8)
         self._copy: Any = None
@@ -264,7 +267,7 @@ class Mirror:
             return int(self.host.ctypes.data)
         if not np.array_equal(self._raw, self._sent):
             if self._copy is None:
-                self._copy = _lasting(self._raw.size, np.uint8)
+                self._copy = (_lasting if self._lasting else _cupy().empty)(self._raw.size, np.uint8)
             copy(self._copy, self._raw)
             self._sent = self._raw.copy()
         return address(self._copy)

@@ -368,15 +368,16 @@ class NcclCommunicator(Communicator):
         if self._comm is None:
             return
         device.drop_graphs()
-        if self._beside not in (None, self):
-            cast(NcclCommunicator, self._beside)._close_wire()
-        self._close_wire()
+        beside = None if self._beside is self else cast("NcclCommunicator | None", self._beside)
+        if self._failure or (beside and beside._failure):
+            self.abort()
+        else:
+            for wire in filter(None, (beside, self)):
+                wire._close_wire()
         self.control.close()
 
     def _close_wire(self) -> None:
-        if self._failure:
-            self.abort()
-        elif self._comm is not None:
+        if self._comm is not None:
             device.finish(self._stream, self.check)
             comm, self._comm = self._comm, None
             self._forget()

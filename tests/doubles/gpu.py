@@ -91,7 +91,7 @@ class Machine:
                 self.busy = False
 
     def do_one(self):
-        heads = [queue[0] for queue in self.queues.values() if queue]
+        heads = [queue[0] for queue in self.queues.copy().values() if queue]
         able = [op.stream for op in heads if op.ready()]
         if not able:
             assert not heads or any(op.outside for op in heads), "every stream waits for another one"
@@ -133,7 +133,7 @@ class Machine:
 
     def finish(self, stream=None):
         """Go on until a stream, or all of them, have nothing left to do."""
-        self.wait(lambda: not (any(list(self.queues.values())) if stream is None else self.queues.get(stream)))
+        self.wait(lambda: not (any(self.queues.copy().values()) if stream is None else self.queues.get(stream)))
 
 
 machines: weakref.WeakSet[Machine] = weakref.WeakSet()  # of this process
@@ -327,7 +327,7 @@ allocations: dict[int, int] = {}  # bytes by address, of all GPUs of this proces
 
 def allocated(pointer, nbytes):
     """Does a piece of memory lie in something that was allocated and is still in use?"""
-    return any(start <= pointer and pointer + nbytes <= start + n for start, n in list(allocations.items()))
+    return any(start <= pointer and pointer + nbytes <= start + n for start, n in allocations.copy().items())
 
 
 def event_query(pointer):
