@@ -5,6 +5,7 @@ from typing import Any
 
 from distopt import device
 from distopt.compress import Compressor
+from distopt.guard import fingerprint
 from distopt.loop import Loop
 
 
@@ -29,6 +30,7 @@ class Captured:
                 opt._step(loss, make, None, break_even)
             opt._take_back()
             self._changes, self._lines = opt._all_changes, ["a captured step", *opt._lines]
+            self._mark = fingerprint(self._lines)
         self._order(self._stream, caller)
 
     def __call__(self) -> bool:
@@ -36,7 +38,7 @@ class Captured:
         opt, caller = self._opt, device.current_stream()
         if self._graph.dropped:
             raise RuntimeError("the communicator of this captured step was closed")
-        opt._prepare_replay(self._changes, self._lines)
+        opt._prepare_replay(self._changes, self._lines, self._mark)
         self._order(caller, self._stream)
         with self._stream:
             opt._replay(self._graph)

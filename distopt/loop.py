@@ -11,7 +11,7 @@ from distopt.compress import At, Compressor, Dense
 from distopt.device import Graph
 from distopt.exchange import Overlap, Rooms, add_shares, choose
 from distopt.exchange.shares import describe, nonfinite
-from distopt.guard import by_rank, fingerprint, whole
+from distopt.guard import by_rank, whole
 from distopt.memory import Memory
 
 Make = Callable[[], Compressor]
@@ -42,7 +42,8 @@ class Loop(Memory):
         compressor = self._compressor
         exchanged = self._window.add(self._memory, exchange, self._wire.wait, self._unless)
         if exchanged is None:
-            return self._decided() and False
+            self._decided()
+            return False
         if self._sharded and self._in_shares(compressor) and not self._nonfinite.looks:
             self._apply(exchanged, self._wire.size)  # bucket by bucket: each rank needs but its own share of the sum
             return True
@@ -326,8 +327,8 @@ class Loop(Memory):
         if not self._optimizer.looks:
             raise ValueError(f"{self._optimizer!r} is called by the host at every step: it cannot be captured")
 
-    def _prepare_replay(self, changes: object, lines: list[str]) -> None:
-        """The host's part of a captured step, before it: as of any other; ``lines`` say what it is.
+    def _prepare_replay(self, changes: object, lines: list[str], mark: int) -> None:
+        """The host's part of a captured step, before it: as of any other; ``lines`` say what it is, ``mark`` is theirs.
 
         A graph has the addresses of what was there when it was captured, so nothing else may have changed since.
         """
@@ -344,7 +345,7 @@ class Loop(Memory):
             self._numbers = self._optimizer.numbers()
         except Exception as e:
             error = e
-        self._lines, self._mark = lines, fingerprint(lines)
+        self._lines, self._mark = lines, mark
         self._vote(self._name, self._calls, error)
         self._before = self.step_counter, self._window.batches, self._partial
 
