@@ -181,6 +181,15 @@ def host_copy(x: Any) -> np.ndarray:
     return found
 
 
+def last_read(x: Any, look: Callable[[], None] = lambda: None) -> None:
+    """Return when the current stream is done with x, which may be freed then, in the order of any other stream.
+
+    ``look`` is called meanwhile, and may raise.
+    """
+    if on_gpu(x):
+        finish(current_stream(), look)
+
+
 def describe(x: Any) -> str:
     """What an argument is, for the text of an error."""
     if not is_array(x):

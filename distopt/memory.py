@@ -200,20 +200,22 @@ class Memory(Verbs):
             control.optimizers += 1
             self._number, self._restored = control.optimizers, {}
         if self._agreed is not self._buffers:
-            self._memory.connect(self._wire)
-            if self._overlaps:
-                _ = self._wire.beside  # made where all ranks are
-            self._agreed, self._threshold = self._buffers, self._memory.plan.threshold
-            self._reserve()
+            self._change_plan()
         return reports
 
-    def _reserve(self) -> None:
-        """Make what an update needs, so that all ranks learn if there is no room on one of them."""
-        error: Exception | None = None
+    def _change_plan(self) -> None:
+        """All ranks have agreed on new buffers: make what a step with them needs, and let the old ones go."""
+        memory, error = self._memory, None
+        memory.connect(self._wire)
+        if self._overlaps:
+            _ = self._wire.beside  # made where all ranks are
+        if self._agreed is not None:
+            self._agreed.last_read(self._wire.check)
         try:
-            self._optimizer.reserve(self._memory)
+            self._optimizer.reserve(memory)
         except MemoryError as e:
             error = e
+        self._agreed, self._threshold = memory, memory.plan.threshold
         self._wire.control.vote("making the optimizer's state", 1, lambda: ["the optimizer's state"], error)
 
     def _forget_what_was_refused(self) -> None:

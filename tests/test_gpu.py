@@ -497,6 +497,45 @@ def test_states_are_taken_behind_steps_in_other_streams():
     assert on_gpus(2, main) == [[True] * 4] * 2
 
 
+@pytest.mark.parametrize("mode", ["dense", "topk"])
+def test_what_another_plan_leaves_is_kept_until_it_has_been_read(mode):
+    """States move to their new places in another stream than that to which the old memory goes back."""
+
+    def main(comm):
+        def run(order):
+            streams = itertools.cycle([device.current_stream(), device.new_stream()])
+            with gpu.lazily(order) if order else contextlib.nullcontext():
+                params, opt = laws.train(comm, steps=0, nonfinite="propagate")  # nobody waits
+                for step, threshold in enumerate([60, 500, 20, 0]):
+                    opt.threshold = threshold
+                    with next(streams):
+                        laws.MODES[mode](opt, laws.pairs(comm, params, step))
+                state = opt.state_dict()
+            return laws.digest(params), state
+
+        digest, state = run(None)
+        for order in orders(comm):
+            found = run(order)
+            assert found[0] == digest
+            laws.assert_equal_states(found[1], state)
+
+    on_gpus(2, main)
+
+
+def test_views_have_what_rank_0_sent():
+    """A caller's stream that reads a parameter after ``gradient_views`` comes behind the broadcast."""
+
+    def main(comm):
+        for order in orders(comm):
+            with gpu.lazily(order) as machine:
+                params, opt = laws.train(comm, steps=0)
+                machine.finish()
+                opt.gradient_views(params)
+                laws.same_on_all_ranks(comm, laws.digest(params))
+
+    on_gpus(2, main)
+
+
 # ----------------------------------------------------------------------------------------------- graphs
 
 

@@ -432,10 +432,32 @@ def test_a_call_that_nccl_refuses():
     def main(comm):
         nccl.faults.refuses = 0
         with pytest.raises(
-            RuntimeError, match="rank 0: NCCL failed on GPU 0 in all_reduce of 2 float32: NCCL_ERROR_INVALID"
+            RuntimeError, match="rank 0: NCCL failed on GPU 0 in all_reduce of 2 float32: NcclError: NCCL_ERROR_INVALID"
         ):
             comm.all_reduce(gpu.array(np.ones(2, np.float32)))
         assert not nccl.in_a_group()
+
+    with_nccl(1, main)
+
+
+def test_a_group_of_calls_that_was_interrupted(monkeypatch):
+    """The first of two pieces went, so that no other rank can be told what the second is: nothing goes any more."""
+
+    def main(comm):
+        calls = []
+
+        def all_reduce(*arguments):
+            if calls:
+                raise KeyboardInterrupt
+            calls.append(arguments)
+
+        comm.CHUNK, x = 4, gpu.array(np.ones(8, np.float32))
+        comm._comm.allReduce = all_reduce
+        with pytest.raises(KeyboardInterrupt):
+            comm.all_reduce(x)
+        assert not nccl.in_a_group()
+        with pytest.raises(RuntimeError, match="failed on GPU 0 in all_reduce of 8 float32, which was interrupted"):
+            comm.all_reduce(x)
 
     with_nccl(1, main)
 

@@ -42,7 +42,7 @@ class Buffer:
         self.home = (device.address(gradient) + self.gradients.rows["offset"] * bucket.dtype.itemsize).astype(np.uintp)
         self.at_home = False  # do all gradients live here?
         self.bad_parts = np.zeros((1, len(bucket.names)), np.int64)  # per rank, and in the last row of the sum
-        self._scratch: dict[str, np.ndarray] = {}
+        self._scratch: dict[str, list[np.ndarray]] = {}
         self._constants: dict[str, device.Mirror] = {}
 
     def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
@@ -56,10 +56,15 @@ class Buffer:
         return self.state[state]
 
     def scratch(self, name: str, nbytes: int) -> np.ndarray:
-        """Memory of so many bytes, the same at every step."""
-        if name not in self._scratch or self._scratch[name].size < nbytes:
-            self._scratch[name] = device.lasting_zeros(nbytes, np.uint8, self.gradient)
-        return self._scratch[name][:nbytes]
+        """Memory of so many bytes, the same at every step until more are wanted.
+
+        What has become too small stays: a stream of a GPU other than the one it would go back to may still use it.
+        """
+        pieces = self._scratch.setdefault(name, [])
+        if not pieces or pieces[-1].size < nbytes:
+            room = max(nbytes, 2 * pieces[-1].size if pieces else 0)
+            pieces.append(device.lasting_zeros(room, np.uint8, self.gradient))
+        return pieces[-1][:nbytes]
 
     def constant(self, name: str, make: Callable[[], np.ndarray]) -> device.Mirror:
         """A few numbers that are made once, for kernels on either side."""
@@ -124,6 +129,10 @@ class Buffers:
         """All of a step has been enqueued."""
         if self._turn:
             self._turn.mark()
+
+    def last_read(self, look: Callable[[], None]) -> None:
+        """As ``device.last_read``, of all memory of these buffers."""
+        device.last_read(self._memory, look)
 
     def _flats(self, memory: np.ndarray) -> list[np.ndarray]:
         """The buckets' flat arrays in such a piece of memory."""

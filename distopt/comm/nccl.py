@@ -279,8 +279,11 @@ class NcclCommunicator(Communicator):
                 yield self._stream.ptr
             finally:  # an open group would swallow all later calls of this thread
                 nccl.groupEnd()
-        except nccl.NcclError as error:
-            raise self._failed(f"{self._verb}: {error}") from error
+        except Exception as error:
+            raise self._failed(f"{self._verb}: {type(error).__name__}: {error}") from error
+        except BaseException:  # a part was enqueued, and others may wait for the rest
+            self._failed(f"{self._verb}, which was interrupted")
+            raise
 
     def wait(self) -> None:
         """The caller's current stream waits for all collectives so far; the host does not."""

@@ -172,12 +172,16 @@ class Optimizer(abc.ABC):
             self.check(members)
             self._flats = {k: f for k, f in self._flats.items() if set(f[0].names).isdisjoint(members.names)}
             flats = {slot: device.zeros(members.extent, members.dtype, like) for slot in self.slots}
+            moved = []
             for slot, flat in flats.items():
                 for row, name in enumerate(members.names):
                     view = members.view(flat, row)
                     if name in self._state[slot]:
-                        device.copy(view, self._state[slot][name])
+                        moved.append(self._state[slot][name])
+                        device.copy(view, moved[-1])
                     self._state[slot][name] = view
+            if moved:
+                device.last_read(moved[-1])
             self._flats[members.key] = members, flats
             self.version += 1
         return self._flats[members.key][1]
