@@ -439,6 +439,7 @@ class Graph:
 
     def __init__(self) -> None:
         self._graph: Any = None
+        self.gpu = current_gpu()
         _graphs.add(self)
 
     @property
@@ -471,10 +472,11 @@ class Graph:
 _graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
 
 
-def drop_graphs() -> None:
-    """Give all graphs of this process back: NCCL waits for those that use a communicator before it destroys that."""
+def drop_graphs(gpu: int) -> None:
+    """Give the graphs of a GPU back: NCCL waits for those that use a communicator before it destroys that."""
     for graph in list(_graphs):
-        graph.drop()
+        if graph.gpu == gpu:
+            graph.drop()
 
 
 # ----------------------------------------------------------------------------------------------------- kernels

@@ -40,7 +40,7 @@ class Loop(Memory):
 
     def _exchange_and_apply(self, exchange: Exchange) -> bool:
         compressor = self._compressor
-        exchanged = self._window.add(self._memory, exchange, self._wire.wait, self._unless)
+        exchanged = self._window.add(self._memory, exchange, self._wire.wait, self._refusal.number)
         if exchanged is None:
             self._decided()
             return False
@@ -62,7 +62,7 @@ class Loop(Memory):
         exchange = self._begun(lambda: self._ready(loss, Dense, threshold, local=True))
         if exchange is None:
             return False
-        sums = self._window.add(self._memory, exchange, self._wire.wait, self._unless)
+        sums = self._window.add(self._memory, exchange, self._wire.wait, self._refusal.number)
         decided = self._decided()
         if sums is not None and decided:
             self._apply(sums, 1)
@@ -100,17 +100,34 @@ class Loop(Memory):
         self._settle()
         self._changes += 1
         if self._buffers is not None:
-            self._buffers.follow()
             device.clear(self._buffers.bad)
+        error, exchange = self._packed(loss, make, threshold, clip, break_even, local)
+        bad = "" if error else self._refusal.in_gradients()
+        if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
+            return None
+        self._send_parameters()
+        self._before = self.step_counter, self._window.batches, self._partial
+        self._refusal.agree()
+        return exchange
+
+    def _packed(
+        self,
+        loss: Any,
+        make: Make,
+        threshold: int | None,
+        clip: float | None,
+        break_even: bool,
+        local: bool,
+    ) -> tuple[Exception | None, Exchange]:
+        """Collect and check gradients and bring them to their places, or what went wrong; how they are exchanged."""
         error: Exception | None = None
         overlap: Overlap | None = None
-        exchange: One | None = None
-        compressor: Compressor = Dense()
+        exchange: Exchange = _as_they_are
         try:
             threshold = self._checked_threshold(threshold, clip, local)
             compressor = make()
             early = not local and self._may_overlap(compressor, threshold)
-            exchange = self._exchanger(compressor, break_even, early)
+            one = self._exchanger(compressor, break_even, early)
             rooms = self._rooms_for(compressor)
             self._numbers = (*self._optimizer.numbers(), *(rooms.state() if rooms else ()))
             what = "a partial step" if local else "a step"
@@ -118,8 +135,10 @@ class Loop(Memory):
             pack = self._packer(compressor, clip, local)
             if early:
                 self._describe(what)
-                overlap = self._overlap(pack, exchange)
+                overlap = self._overlap(pack, one)
                 loss = overlap.watch(loss)
+            elif not local:
+                exchange = self._all(compressor, one)
             self._collector.collect(loss)
             self._follow_plan(threshold)
             self._describe(what)
@@ -136,16 +155,7 @@ class Loop(Memory):
             raise
         if overlap:
             self._complete(overlap, failed=error is not None)
-        bad = self._memory.nonfinite() if error is None and self._nonfinite.looks and self._refusal is None else ""
-        if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
-            return None
-        self._send_parameters()
-        self._before = self.step_counter, self._window.batches, self._partial
-        if self._refusal:
-            self._refusal.agree()
-        if overlap or local or exchange is None:
-            return _as_they_are
-        return self._all(compressor, exchange)
+        return error, exchange
 
     def _checked_threshold(self, threshold: int | None, clip: float | None, local: bool) -> int:
         """The threshold of this step; raises what forbids a step with these arguments."""
@@ -200,14 +210,9 @@ class Loop(Memory):
 
     # ------------------------------------------------------------------------------------------------- sums
 
-    @property
-    def _unless(self) -> np.ndarray | None:
-        """What kernels look at that change something that outlives the step."""
-        return self._refusal.number if self._refusal else None
-
     def _decided(self) -> bool:
         """Go on?  On a GPU the host learns later what is not finite, unless the optimizer cannot look for itself."""
-        if self._refusal is None:
+        if not self._refusal.later:
             self._nonfinite.passed()
             return True
         self._refusal.send()
@@ -253,7 +258,7 @@ class Loop(Memory):
             rooms, number = self._rooms_for(compressor), buffer.number
             room, found = (rooms[number], rooms.found(number)) if rooms else (None, None)
             here = (buffer.bucket, buffer.scratch, buffer.constant)
-            at = At(self.step_counter, wire.rank, wire.size, *here, self._unless, room, found)
+            at = At(self.step_counter, wire.rank, wire.size, *here, self._refusal.number, room, found)
             algorithm(x, compressor, wire, buffer.state, at)
             return in_one_piece(x)
 
@@ -265,17 +270,8 @@ class Loop(Memory):
             found = nonfinite(self._memory) if self._nonfinite.looks else ""
             reports = self._vote(self._name, ~self._calls, report=found, part=", its sums")
             bad = describe(reports, self._collector.order)
-        elif compressor.may_overflow and self._refusal:
-            for total in sums:
-                self._refusal.look_at(total[0].flat)
-            return True
-        elif compressor.may_overflow and self._nonfinite.looks:  # all ranks have the same bits, and decide alike
-            count = np.zeros(1, np.int64)
-            for total in sums:
-                kernels.count_nonfinite(total[0].flat, count)
-            bad = f"the sum over ranks ({int(count[0])} entries)" if count[0] else ""
         else:
-            return True
+            bad = self._refusal.in_sums(sums) if compressor.may_overflow else ""
         return self._nonfinite.accepts(self._name, bad)
 
     def _apply(self, sums: Iterable[Sum], ranks: int, others_read: bool = False) -> None:
@@ -284,7 +280,7 @@ class Loop(Memory):
             sums = (own(total, self._wire.rank, self._wire.size) for total in sums)
         try:
             mean = 1.0 / (ranks * self._window.num_batches)
-            self._optimizer.update(self._memory, self._collector.order, sums, mean, self._unless)
+            self._optimizer.update(self._memory, self._collector.order, sums, mean, self._refusal.number)
         except Exception as error:
             self._failure = (
                 f"the update of step {self.step_counter + 1} failed halfway with {type(error).__name__}: {error}"
@@ -293,7 +289,7 @@ class Loop(Memory):
         finally:
             if others_read or self._sharded:
                 self._wire.barrier()  # until here others may read this rank's sums, and write what all read
-        self._window.start(self._memory, self._unless)
+        self._window.start(self._memory, self._refusal.number)
         self._finish()
 
     def _average_parameters(self, buffer: Buffer) -> None:
@@ -308,7 +304,7 @@ class Loop(Memory):
             self._wire.barrier()
         for piece in total:
             members = buffer.parameters.share(piece.number, piece.of)
-            kernels.unpack(members, piece.flat, 1.0 / self._wire.size, self._unless)
+            kernels.unpack(members, piece.flat, 1.0 / self._wire.size, self._refusal.number)
         if buffer.peers is not None:
             self._wire.barrier()
 
@@ -357,8 +353,7 @@ class Loop(Memory):
         """Enqueue a captured step, with the numbers of this one."""
         self._write_numbers()
         graph.replay()
-        if self._refusal:
-            self._refusal.expect()
+        self._refusal.expect()
         self._memory.end()
         self._finish()
 

@@ -10,7 +10,7 @@ from distopt.adapters import adapt
 from distopt.buckets import Buffers, Plan, States, plan
 from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense
-from distopt.exchange import Background, Inline, Refusal, Rooms, Window
+from distopt.exchange import Background, Blind, Inline, Refusal, Rooms, Seen, Window
 from distopt.gradients import Collector
 from distopt.guard import NonfinitePolicy, by_rank, fingerprint, whole
 from distopt.tables import Members
@@ -19,6 +19,9 @@ from distopt.verbs import Verbs
 HASH = 2**62 - 1  # the bits of a hash that fit into a vote; Python's hash of numbers is the same in every process
 COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
 ENTRIES = (*COUNTS, "rooms", "states", "optimizer")  # of a state_dict
+
+
+Agreed = tuple[Buffers | None, Blind, Rooms | None]
 
 
 class Memory(Verbs):
@@ -51,9 +54,9 @@ class Memory(Verbs):
         self._window = Window(whole("num_batches", num_batches, least=1), sync_on_apply)
         self._collector = Collector(allow_missing, wire.gpu)
         self._buffers: Buffers | None = None
-        self._agreed: Buffers | None = None  # the last ones that all ranks agreed on
-        self._refusal: Refusal | None = None  # on a GPU, unless nobody looks
-        self._rooms: Rooms | None = None  # on a GPU
+        self._refusal = Blind()  # who looks for what is not finite in them
+        self._rooms: Rooms | None = None  # on a GPU, in what is sent of them
+        self._agreed: Agreed = (None, self._refusal, None)  # the last of these three that all ranks agreed on
         self._restored_rooms: list[int] = []  # of a checkpoint
         self._refused = 0  # entries of the last step that were not finite, as the GPU said
         self._before: tuple[int, ...] = (0, 0, 0)  # what is counted, before the last step
@@ -100,17 +103,24 @@ class Memory(Verbs):
         self._optimizer.check(buffers)
         buffers.restore(states)
         self._buffers, self._lines = buffers, []
+        if self._nonfinite.looks:
+            self._refusal = Seen(buffers) if self._wire.gpu is None else Refusal(buffers, self._wire)
         if self._wire.gpu is not None:
-            self._refusal = Refusal(buffers, self._wire) if self._nonfinite.looks else None
             self._rooms = Rooms(buffers, self._wire)
             self._rooms.restore(self._restored_rooms)
             self._restored_rooms = []
 
     # ------------------------------------------------------------------------------------------------- refused steps
 
+    def _catch_up(self) -> None:
+        """On a GPU, come behind the last step, in whatever stream it was, and learn what became of it."""
+        if self._buffers is not None:
+            self._buffers.follow()
+        self._learn()
+
     def _learn(self) -> None:
-        """On a GPU, look what became of the last step; one that was refused is not counted."""
-        if self._refusal is not None and self._refusal.pending:
+        """What became of the last step; one that was refused on a GPU is not counted."""
+        if self._refusal.pending:
             self._refused = self._refusal.outcome()
             if self._refused:
                 self._take_back()
@@ -127,7 +137,7 @@ class Memory(Verbs):
 
     def _settle(self) -> None:
         """The same, where all ranks are: raises what they all raise."""
-        self._learn()
+        self._catch_up()
         count, self._refused = self._refused, 0
         if count:
             reports = self._vote(self._name, ~self._calls, report=self._memory.nonfinite(), part=", its outcome")
@@ -199,7 +209,7 @@ class Memory(Verbs):
         if not self._number:
             control.optimizers += 1
             self._number, self._restored = control.optimizers, {}
-        if self._agreed is not self._buffers:
+        if self._agreed[0] is not self._buffers:
             self._change_plan()
         return reports
 
@@ -209,21 +219,21 @@ class Memory(Verbs):
         memory.connect(self._wire)
         if self._overlaps:
             _ = self._wire.beside  # made where all ranks are
-        if self._agreed is not None:
-            self._agreed.last_read(self._wire.check)
+        if self._agreed[0] is not None:
+            self._agreed[0].last_read(self._wire.check)
         try:
             self._optimizer.reserve(memory)
         except MemoryError as e:
             error = e
-        self._agreed, self._threshold = memory, memory.plan.threshold
+        self._agreed, self._threshold = (memory, self._refusal, self._rooms), memory.plan.threshold
         self._wire.control.vote("making the optimizer's state", 1, lambda: ["the optimizer's state"], error)
 
     def _forget_what_was_refused(self) -> None:
         """The plan is the last that all ranks agreed on; if there is none, the next step may bring other parameters."""
         if not self._number:
             self._collector.forget()
-        if self._agreed is not self._buffers:
-            self._buffers, self._lines = self._agreed, []
+        if self._agreed[0] is not self._buffers:
+            (self._buffers, self._refusal, self._rooms), self._lines = self._agreed, []
 
     def _send_parameters(self) -> None:
         """Rank 0's parameters to all, once."""
@@ -288,8 +298,7 @@ class Memory(Verbs):
         self._check_open()
         names: list[str] = []
         error = None
-        if self._buffers is not None:
-            self._buffers.follow()
+        self._catch_up()
         try:
             names = self._collector.enroll(params)
             check(names)
@@ -313,9 +322,7 @@ class Memory(Verbs):
         The wrapped optimizer's own ``state_dict()`` or ``get_states()`` is in it, parameters are not.  Collective if
         parameters are shared (``parameter_views``), since each rank has its share of the optimizer's state then.
         """
-        self._learn()
-        if self._buffers is not None:
-            self._buffers.follow()
+        self._catch_up()
         states = self._states()
         skips = int(self._refused > 0 and self._nonfinite.policy == "skip")  # that the next step will count
         if self._sharded:
@@ -349,9 +356,7 @@ class Memory(Verbs):
         Raises ValueError, before anything changes, for what is no such dict or belongs to other parameters, and for
         one that was saved in the middle of a window of another ``num_batches``.
         """
-        self._learn()
-        if self._buffers is not None:
-            self._buffers.follow()
+        self._catch_up()
         states = self._checked_state(state)
         self._changes += 1
         self._optimizer.load_state_dict(state["optimizer"])

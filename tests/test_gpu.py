@@ -238,6 +238,37 @@ def test_skipped_steps_count_as_on_the_host(mode, options, bad):
                 laws.assert_equal_states(state["optimizer"], other["optimizer"])
 
 
+def test_who_looks_after_a_plan_that_was_refused():
+    """The last agreed plan goes on with its own counts, and its own rooms."""
+
+    def main(comm):
+        params, opt = laws.train(comm, steps=1, mode="threshold")
+        rooms = opt.state_dict()["rooms"]
+        opt.threshold = 500 if comm.rank else 60
+        with pytest.raises(ValueError, match="threshold=60, rank 1 has threshold=500"):
+            opt(laws.pairs(comm, params, 1))
+        opt.threshold, before = 60, laws.digest(params)
+        assert opt.state_dict()["rooms"] == rooms
+        opt(poisoned(comm, params, 1, bad_step=1))
+        assert laws.digest(params) == before
+        with pytest.raises(FloatingPointError, match="step 2 are not finite"):
+            opt.close()
+
+    on_gpus(2, main)
+    run_ranks(2, refused_plan_on_the_host)
+
+
+def refused_plan_on_the_host(comm):
+    """The same where the host looks."""
+    params, opt = laws.train(comm, steps=1)
+    opt.threshold = 500 if comm.rank else 60
+    with pytest.raises(ValueError, match="threshold=60, rank 1 has threshold=500"):
+        opt(laws.pairs(comm, params, 1))
+    opt.threshold = 60
+    with pytest.raises(FloatingPointError, match="p1"):
+        opt(poisoned(comm, params, 1, bad_step=1))
+
+
 class Stranger:
     """Knows nothing of refusals."""
 

@@ -355,7 +355,7 @@ class NcclCommunicator(Communicator):
 
     def abort(self, deadline: float = 5.0) -> bool:
         """Stop what is under way on this rank, not collective; did NCCL come back within ``deadline`` seconds?"""
-        device.drop_graphs()
+        device.drop_graphs(self.gpu)
         comm, self._comm = self._comm, None
         self._failure = self._failure or "the communicator was aborted"
         self._forget()
@@ -366,11 +366,11 @@ class NcclCommunicator(Communicator):
     def close(self) -> None:
         """Wait for what is under way, and give back what NCCL and ``control`` hold; collective.
 
-        Ends all captured steps of this process: NCCL waits for graphs that use a communicator.
+        Ends all captured steps on this GPU: NCCL waits for graphs that use a communicator.
         """
         if self._comm is None:
             return
-        device.drop_graphs()
+        device.drop_graphs(self.gpu)
         beside = None if self._beside is self else cast("NcclCommunicator | None", self._beside)
         if self._failure or (beside and beside._failure):
             self.abort()
@@ -388,7 +388,7 @@ class NcclCommunicator(Communicator):
 
     def end(self, deadline: float = 10.0) -> None:
         """At exit: let the other ranks have what they still wait for from this one, but not at any price."""
-        device.drop_graphs()
+        device.drop_graphs(self.gpu)
         comm, failed = self._comm, bool(self._failure)
 
         def settle() -> None:

@@ -10,7 +10,7 @@ from distopt.exchange.background import Background, Inline
 from distopt.exchange.gather import gather, gather_or_reduce
 from distopt.exchange.overlap import Overlap
 from distopt.exchange.reduce import reduce
-from distopt.exchange.refusal import Refusal
+from distopt.exchange.refusal import Blind, Refusal, Seen
 from distopt.exchange.room import Rooms
 from distopt.exchange.shares import add_shares
 from distopt.exchange.window import Window
@@ -38,10 +38,12 @@ def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
 __all__ = [
     "Algorithm",
     "Background",
+    "Blind",
     "Inline",
     "Overlap",
     "Refusal",
     "Rooms",
+    "Seen",
     "Window",
     "add_shares",
     "choose",
