@@ -1,8 +1,11 @@
 """What the NCCL communicator must do on the doubles, as functions of it; all ranks call them."""
 
+import contextlib
+import importlib
 import os
 import signal
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -11,11 +14,14 @@ import pytest
 import comm_checks
 import distopt
 import laws
-from distopt import device, kernels
+from distopt import device, dist_opt, kernels
 from distopt.comm import Metered, NcclCommunicator, Ordered
 from distopt.comm.communicator import NUMBERS, Wrapper, all_reduce_in_rank_order
 from distopt.compress import ErrorFeedback, TopK
 from doubles import gpu, nccl
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def install(patch=setattr, processes=False):
@@ -268,6 +274,30 @@ def forgotten(comm):
     comm.all_reduce(x)
     comm.close = lambda: None
     return "done"
+
+
+class AsIfOnHost(Host):
+    """For a script whose own arithmetic takes a GPU, which the doubles have not."""
+
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.xp, self.gpu = np, None
+
+    def aside(self):
+        return contextlib.nullcontext()
+
+    def peers(self, x):
+        return None
+
+
+def example(unique_id, rank, size, given, folder):
+    """A child of examples/multiprocess.py: its training loop, DistOpt's three arguments, sockets, and NCCL."""
+    install(processes=True)
+    sys.path.insert(0, str(EXAMPLES))
+    multiprocess, from_id = importlib.import_module("multiprocess"), dist_opt._from_id
+    dist_opt._from_id = lambda *given: AsIfOnHost(from_id(*given))
+    with (folder / str(rank)).open("w") as out, contextlib.redirect_stdout(out):
+        multiprocess.train(unique_id, rank, size, given)
 
 
 def worlds_over_mpi(comm):

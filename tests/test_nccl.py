@@ -1,5 +1,6 @@
 """The NCCL communicator on doubles of GPUs and of NCCL: every verb, every order of streams, and what goes wrong."""
 
+import argparse
 import contextlib
 import multiprocessing
 import os
@@ -7,7 +8,6 @@ import re
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,8 +25,6 @@ from distopt.comm.sockets import SocketControl
 from distopt.guard import PeerLeft
 from doubles import gpu, nccl, shim
 from launch import finish, needs_mpi, run_mpi
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture(autouse=True)
@@ -262,9 +260,26 @@ def test_a_stranger_at_the_door():
 
 
 def test_the_example_without_a_gpu():
-    code, output = finish([sys.executable, EXAMPLES / "multiprocess.py"], 60)
+    code, output = finish([sys.executable, nccl_checks.EXAMPLES / "multiprocess.py"], 60)
     assert (code, len(output.splitlines())) == (0, 1), output
     assert output.startswith("nothing to do: no CUDA driver")
+
+
+def test_the_example_trains(tmp_path):
+    """The parent's part is the children's start."""
+    given = argparse.Namespace(lr=0.1, seed=1, batch=64, epochs=4)
+    spawn, unique_id = multiprocessing.get_context("spawn"), nccl_unique_id()
+    arguments = [(unique_id, rank, 2, given, tmp_path) for rank in range(2)]
+    children = [spawn.Process(target=nccl_checks.example, args=a, daemon=True) for a in arguments]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0, 0]
+    said = (tmp_path / "0").read_text().splitlines()
+    assert [line.split("  ")[0] for line in said[:-1]] == [f"epoch {k}/4" for k in range(1, 5)]
+    assert float(said[-1].removeprefix("test accuracy ")) > 0.93
+    assert (tmp_path / "1").read_text() == ""
 
 
 # ----------------------------------------------------------------------------------------------------- what is missing
