@@ -183,7 +183,8 @@ class DistOpt(Loop):
         always with the same arrays; it must not allocate anew, nor wait.  It is called twice here: for an ordinary
         step, which counts, and for the capture.  Collective.  Dense, Half and TopK can be captured, with one of
         distopt's own optimizers; a partial step cannot, since it averages another bucket each time.  A ``Metered``
-        communicator does not see what a replay sends.
+        communicator does not see what a replay sends.  Each rank needs a process of its own: NCCL may deadlock when one
+        process launches the graphs of several.
 
         Raises ValueError for a step that cannot be captured.
         """

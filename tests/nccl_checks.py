@@ -20,7 +20,6 @@ from distopt.comm.communicator import NUMBERS, Wrapper, all_reduce_in_rank_order
 from distopt.compress import ErrorFeedback, TopK
 from doubles import gpu, nccl
 
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
