@@ -10,6 +10,7 @@ import laws
 from distopt import DistOpt, Parameter, device, kernels, run_ranks
 from distopt.comm import LocalCommunicator, Metered, NcclCommunicator
 from distopt.compress import ErrorFeedback, Half, Threshold, TopK
+from distopt.device import streams
 from distopt.optim import SGD
 from distopt.texts import CUDA_FLAGS, NATIVE
 from launch import needs_mpi, run_mpi
@@ -91,7 +92,7 @@ def test_ranks_that_are_processes(size, tmp_path):
 
 def steady(mode, monkeypatch):
     """What the host did in the seventh step on one of two ranks, the kernels that it launched, and how many buckets."""
-    wait = device._wait
+    wait = streams.wait
 
     def noted(event, look):
         if event.reached < event.recorded:
@@ -109,7 +110,7 @@ def steady(mode, monkeypatch):
                 laws.MODES[mode](opt, pairs)
             return list(machine.host), [o.name for o in machine.log if "_float" in o.name], len(opt.plan.buckets)
 
-    monkeypatch.setattr(device, "_wait", noted)
+    monkeypatch.setattr(streams, "wait", noted)
     return on_gpus(2, main)[0]
 
 
