@@ -39,3 +39,23 @@ def describe(x: Any) -> str:
     flaws = ", not contiguous" * (not x.flags.c_contiguous) + ", read-only" * (not writable(x))
     gpu = f" on GPU {place(x)}" if on_gpu(x) else ""
     return f"an array {x.shape} {x.dtype if x.dtype.isnative else x.dtype.str}{gpu}{flaws}"
+
+
+def check_place(what: str, x: Any, gpu: int | None) -> None:
+    """TypeError unless an array is where it must be, on a GPU or on the host (None); ValueError if on another GPU."""
+    if place(x) == gpu:
+        return
+    if gpu is None:
+        raise TypeError(
+            f"{what} must be on the host, got {describe(x)}: cupy.asnumpy(x) copies it, and distopt.world('cuda') "
+            "gives a communicator for GPUs"
+        )
+    if not on_gpu(x):
+        raise TypeError(
+            f"{what} must be on GPU {gpu}, got {describe(x)}, on the host: cupy.asarray(x) copies it, and "
+            "distopt.world('cpu') gives a communicator for numpy"
+        )
+    raise ValueError(
+        f"{what} must be on GPU {gpu}, got {describe(x)}: allocate after cupy.cuda.Device({gpu}).use(), or copy it "
+        "there"
+    )
