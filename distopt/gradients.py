@@ -235,19 +235,9 @@ def _checked_value(name: str, value: Any, gpu: int | None) -> np.ndarray:
         )
     if not value.flags.c_contiguous or not device.writable(value):
         raise ValueError(f"{name}: a parameter must be C-contiguous and writable, got {describe(value)}")
-    _check_place(name, "parameter", value, gpu)
+    device.check_place(f"{name}: the parameter", value, gpu)
     found: np.ndarray = value
     return found
-
-
-def _check_place(name: str, what: str, x: Any, gpu: int | None) -> None:
-    """TypeError unless an array is where the communicator carries arrays."""
-    here = device.place(x)
-    if here != gpu:
-        wanted = "on the host (numpy)" if gpu is None else f"on GPU {gpu} (cupy)"
-        found = "on the host (numpy)" if here is None else f"on GPU {here} (cupy)"
-        remedy = "move it, or choose the communicator by world('cpu') or world('cuda')"
-        raise TypeError(f"{name}: the {what} is {found}, but this communicator carries arrays {wanted}; {remedy}")
 
 
 def checked_gradient(name: str, value: np.ndarray, grad: Any) -> np.ndarray | None:
@@ -262,7 +252,7 @@ def checked_gradient(name: str, value: np.ndarray, grad: Any) -> np.ndarray | No
         raise TypeError(f"{name}: the gradient must have the parameter's dtype {value.dtype}, got {describe(grad)}")
     if grad.shape != value.shape:
         raise ValueError(f"{name}: the gradient must have the parameter's shape {value.shape}, got {grad.shape}")
-    _check_place(name, "gradient", grad, device.place(value))
+    device.check_place(f"{name}: the gradient", grad, device.place(value))
     found: np.ndarray = device.contiguous(grad)
     return found
 

@@ -10,6 +10,7 @@ import laws
 from distopt import DistOpt, Parameter, device, kernels, run_ranks
 from distopt.comm import LocalCommunicator, Metered, NcclCommunicator
 from distopt.compress import ErrorFeedback, Half, Threshold, TopK
+from distopt.device import streams
 from distopt.optim import SGD
 from distopt.texts import CUDA_FLAGS, NATIVE
 from launch import needs_mpi, run_mpi
@@ -91,7 +92,7 @@ def test_ranks_that_are_processes(size, tmp_path):
 
 def steady(mode, monkeypatch):
     """What the host did in the seventh step on one of two ranks, the kernels that it launched, and how many buckets."""
-    wait = device._wait
+    wait = streams.wait
 
     def noted(event, look):
         if event.reached < event.recorded:
@@ -109,7 +110,7 @@ def steady(mode, monkeypatch):
                 laws.MODES[mode](opt, pairs)
             return list(machine.host), [o.name for o in machine.log if "_float" in o.name], len(opt.plan.buckets)
 
-    monkeypatch.setattr(device, "_wait", noted)
+    monkeypatch.setattr(streams, "wait", noted)
     return on_gpus(2, main)[0]
 
 
@@ -682,15 +683,21 @@ def test_arrays_that_are_not_there():
     def main(comm):
         there = Parameter("w", laws.put(comm, [np.zeros(4, np.float32)])[0])
         here = Parameter("w", np.zeros(4, np.float32))
-        with pytest.raises(TypeError, match=r"w: the parameter is on the host \(numpy\), but .* on GPU 1 \(cupy\)"):
+        with pytest.raises(TypeError, match=r"w: the parameter must be on GPU 1, got .*, on the host: cupy.asarray"):
             DistOpt(SGD(), comm)([(here if comm.rank else there, there.data if not comm.rank else here.data)])
-        with pytest.raises(TypeError, match=r"w: the gradient is on the host"):
+        with pytest.raises(TypeError, match=r"w: the gradient must be on GPU 0, got .*, on the host: cupy.asarray"):
             DistOpt(SGD(), comm)([(there, here.data)])
 
     on_gpus(2, main)
     w = gpu.array(np.zeros(4, np.float32))
-    with pytest.raises(TypeError, match=r"w: the parameter is on GPU 0 \(cupy\), but .* on the host"):
+    with pytest.raises(TypeError, match=r"w: the parameter must be on the host, got .* on GPU 0: cupy.asnumpy"):
         DistOpt(SGD(), LocalCommunicator())([(Parameter("w", w), w)])
+    comm = LocalCommunicator(gpu=3)
+    with pytest.raises(ValueError, match=r"w: the parameter must be on GPU 3, got .* on GPU 0: .*Device\(3\)\.use"):
+        DistOpt(SGD(), comm)([(Parameter("w", w), w)])
+    with pytest.raises(ValueError, match=r"w: the gradient must be on GPU 3, got .* on GPU 0: .*Device\(3\)\.use"):
+        DistOpt(SGD(), comm)([(Parameter("w", gpu.array(np.zeros(4, np.float32))), w)])
+    device.use_gpu(0)
 
 
 def test_a_gpu_without_room_on_one_rank_is_an_error_on_all():

@@ -1,6 +1,7 @@
 """Imports only go down, and siblings do not know each other."""
 
 import ast
+import graphlib
 from pathlib import Path
 
 import distopt
@@ -21,7 +22,11 @@ ROWS = [  # from the ground up
     "cli",
 ]
 LEVEL = {name: row for row, names in enumerate(ROWS) for name in names.split()}
-HEAVY = {"cupy": {"device.py", "comm/nccl_library.py"}, "mpi4py": {"comm/mpi.py", "cli/launcher.py"}, "torch": set()}
+HEAVY = {
+    "cupy": {"device/gpus.py", "comm/nccl_library.py"},
+    "mpi4py": {"comm/mpi.py", "cli/launcher.py"},
+    "torch": set(),
+}
 PACKAGE = Path(distopt.__file__).parent
 
 
@@ -56,12 +61,36 @@ def test_imports_only_go_down():
             assert other is None or other == own or LEVEL[other] < LEVEL[own], f"{path} imports {module}.{name}"
 
 
+def module_name(file):
+    """A package's ``__init__`` has the package's."""
+    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_file_imports_itself_in_the_end():
+    """Within a room too; and what a package is made of does not ask the package."""
+    files = {module_name(file): file for file in PACKAGE.rglob("*.py")}
+    graph = {
+        name: {f"{m}.{n}" if f"{m}.{n}" in files else m for m, n in imports(ast.parse(file.read_text()))}
+        for name, file in files.items()
+        if name != "distopt.texts"  # as above
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
 def test_heavy_packages_stay_in_the_one_file_that_needs_them():
     for file in PACKAGE.rglob("*.py"):
         path = str(file.relative_to(PACKAGE))
         for module, _ in imports(ast.parse(file.read_text())):
             for heavy, homes in HEAVY.items():
                 assert (module or "").split(".")[0] != heavy or path in homes, f"{path} imports {module}"
+
+
+def test_cupys_runtime_has_one_owner():
+    """What is enqueued, and in which stream, is for device/ alone to say."""
+    for file in PACKAGE.rglob("*.py"):
+        if PACKAGE / "device" not in file.parents:
+            calls = {n.attr for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)}
+            assert not {"cuda", "runtime"} & calls, file
 
 
 def test_collectives_have_one_owner():

@@ -538,11 +538,11 @@ def test_arrays_that_are_elsewhere():
         ]
         for verb in verbs:
             with pytest.raises(
-                TypeError, match=r"carries cupy arrays on GPU 0, got an array \(3,\) float32 in host mem"
+                TypeError, match=r"carries must be on GPU 0, got an array \(3,\) float32, on the host: cupy.asarray"
             ):
                 verb(np.ones(3, np.float32))
             with pytest.raises(
-                ValueError, match=r"works on GPU 0, got an array \(3,\) float32 on GPU 3: allocate after"
+                ValueError, match=r"carries must be on GPU 0, got an array \(3,\) float32 on GPU 3: allocate after"
             ):
                 verb(there)
             with pytest.raises(TypeError, match="got list"):
@@ -565,7 +565,7 @@ def test_communicators_of_the_host_refuse_arrays_of_a_gpu():
     def main(comm):
         for verb in (comm.all_reduce, comm.all_gather, comm.broadcast):
             with pytest.raises(
-                TypeError, match=r"carries numpy arrays, got an array \(3,\) float32 on GPU 0: cupy.asn"
+                TypeError, match=r"carries must be on the host, got an array \(3,\) float32 on GPU 0: cupy.asn"
             ):
                 verb(x)
 

@@ -271,26 +271,8 @@ def checked(x: np.ndarray, writable: bool = True, gpu: int | None = None) -> np.
         raise TypeError(f"a communicator carries arrays of {', '.join(map(str, NUMBERS))}, got {describe(x)}")
     if not x.flags.c_contiguous or (writable and not device.writable(x)):
         raise TypeError(f"a communicator wants C-contiguous{' writable' * writable} arrays, got {describe(x)}")
-    if device.place(x) != gpu:
-        raise _misplaced(x, gpu)
+    device.check_place("what this communicator carries", x, gpu)
     return x.reshape(-1)
-
-
-def _misplaced(x: np.ndarray, gpu: int | None) -> Exception:
-    if gpu is None:
-        return TypeError(
-            f"this communicator carries numpy arrays, got {describe(x)}: cupy.asnumpy(x) copies it, and "
-            "distopt.world('cuda') gives a communicator for GPUs"
-        )
-    if not device.on_gpu(x):
-        return TypeError(
-            f"this communicator carries cupy arrays on GPU {gpu}, got {describe(x)} in host memory: "
-            "cupy.asarray(x) copies it, and distopt.world('cpu') gives a communicator for numpy"
-        )
-    return ValueError(
-        f"this rank's communicator works on GPU {gpu}, got {describe(x)}: allocate after "
-        f"cupy.cuda.Device({gpu}).use(), or copy it there"
-    )
 
 
 def checked_parts(parts: Sequence[np.ndarray], size: int, gpu: int | None = None) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""A GPU in host memory: what distopt/device.py uses of cupy's runtime, without a driver.
+"""A GPU in host memory: what distopt/device uses of cupy's runtime, without a driver.
 
 Arrays are real cupy arrays, whose memory is the host's.  What is enqueued is done when the host waits, or looks at an
 event: of several streams that could go on, ``order`` chooses the next one, so that a test can let each of them lag as
@@ -23,7 +23,8 @@ from typing import ClassVar, NamedTuple
 import cupy
 import numpy as np
 
-from distopt import device, kernels
+from distopt import kernels
+from distopt.device import pinned
 from doubles import shim
 
 POISON = 0xC3
@@ -435,7 +436,7 @@ def install(patch=setattr):
     ):
         for name, double in doubles.items():
             patch(owner, name, double)
-    device._pool = device._Pool()
+    pinned.pool = pinned.Pool()
 
 
 def numpy_view(x):
