@@ -95,7 +95,7 @@ def steady(mode, monkeypatch):
     wait = streams.wait
 
     def noted(event, look):
-        if event.reached < event.recorded:
+        if not event.last.reached:
             gpu.machine().host.append("wait")
         wait(event, look)
 
@@ -550,6 +550,32 @@ def test_what_another_plan_leaves_is_kept_until_it_has_been_read(mode):
             found = run(order)
             assert found[0] == digest
             laws.assert_equal_states(found[1], state)
+
+    on_gpus(2, main)
+
+
+def test_one_optimizer_for_two_models_in_two_streams():
+    """Its numbers change for the one while the other has not read them yet."""
+
+    def main(comm):
+        def run(order):
+            adam, streams = laws.OPTIMIZERS["adam"](), (device.current_stream(), device.new_stream())
+            with gpu.lazily(order) if order else contextlib.nullcontext():
+                models = [laws.there(comm, laws.parameters(rank=comm.rank)) for _ in streams]
+                for k, p in enumerate(models[1]):
+                    p.name = f"other {k}"
+                gpu.machine().finish()
+                opts = [DistOpt(adam, comm, threshold=60, nonfinite="propagate") for _ in models]
+                for step in range(3):
+                    for opt, params, stream in zip(opts, models, streams, strict=True):
+                        with stream:
+                            opt(laws.pairs(comm, params, step))
+                gpu.machine().finish()
+            return [laws.digest(params) for params in models]
+
+        expected = run(None)
+        for order in (min, max, *orders(comm)):
+            assert run(order) == expected
 
     on_gpus(2, main)
 

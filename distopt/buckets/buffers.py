@@ -69,7 +69,7 @@ class Buffer:
     def constant(self, name: str, make: Callable[[], np.ndarray]) -> device.Mirror:
         """A few numbers that are made once, for kernels on either side."""
         if name not in self._constants:
-            self._constants[name] = device.Mirror(make(), lasting=True)
+            self._constants[name] = device.Mirror(make())
         return self._constants[name]
 
     def take(self, addresses: np.ndarray) -> None:

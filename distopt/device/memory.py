@@ -78,15 +78,9 @@ def lasting_zeros(n: int, dtype: Any, like: Any) -> np.ndarray:
     """As ``zeros``, for memory that outlives the context in which it is made."""
     if not on_gpu(like):
         return zeros(n, dtype)
-    found = lasting_empty(n, dtype)
-    clear(found)
-    return found
-
-
-def lasting_empty(n: int, dtype: Any) -> np.ndarray:
-    """Memory on the current GPU that outlives the context in which it is made, with anything in it."""
     with getattr(_thread, "owner", None) or contextlib.nullcontext():
         found: np.ndarray = cupy().empty(n, dtype)
+    clear(found)
     return found
 
 

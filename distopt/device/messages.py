@@ -10,21 +10,19 @@ from distopt.device import pinned, streams
 from distopt.device.arrays import address
 from distopt.device.copies import DEVICE_TO_HOST, copy
 from distopt.device.gpus import cupy, current_gpu
-from distopt.device.memory import lasting_empty
 from distopt.device.streams import current_stream
 
 
 class Mirror:
-    """A small host array, and its copy on a GPU, which follows when a kernel asks for it and the array has changed.
+    """A small host array, and its copies on a GPU, which follow when a kernel asks for one and the array has changed.
 
-    ``lasting``: it outlives the context in which it is asked for first (``owned_by``).
+    Each stream has a copy of its own: what one writes to it, no other one may still want to read.
     """
 
-    def __init__(self, host: np.ndarray, lasting: bool = False):
-        self.host, self._lasting = host, lasting
+    def __init__(self, host: np.ndarray):
+        self.host = host
         self._raw = host.reshape(-1).view(np.uint8)
-        self._sent = np.empty(0, np.uint8)
-        self._copy: Any = None
+        self._copies: dict[tuple[int, int], tuple[Any, np.ndarray]] = {}  # by stream, and what is in them
 
     @property
     def size(self) -> int:
@@ -35,12 +33,13 @@ class Mirror:
         """Where the numbers are, on the host or on the current GPU."""
         if gpu is None:
             return int(self.host.ctypes.data)
-        if not np.array_equal(self._raw, self._sent):
-            if self._copy is None:
-                self._copy = (lasting_empty if self._lasting else cupy().empty)(self._raw.size, np.uint8)
-            copy(self._copy, self._raw)
-            self._sent = self._raw.copy()
-        return address(self._copy)
+        stream = gpu, current_stream().ptr
+        there, sent = self._copies.get(stream, (None, None))
+        if sent is None or not np.array_equal(self._raw, sent):
+            there = cupy().empty(self._raw.size, np.uint8) if there is None else there
+            copy(there, self._raw)
+            self._copies[stream] = there, self._raw.copy()
+        return address(there)
 
 
 class Readback:

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import cupy
@@ -191,13 +192,13 @@ class Stream:
         return self
 
     def wait_event(self, event):
-        version, m = event.recorded, machine()
+        record, m = event.last, machine()
         if event.captured is not None and event.captured in m.capture.values():
             m.capture.setdefault(self.ptr, event.captured)  # joins the capture
             m.behind.pop(event.stream if event.stream != self.ptr else None, None)
             return
         assert self.ptr not in m.capture, "a captured stream waits for an event from outside"
-        m.enqueue("wait", lambda: None, self.ptr, (id(event),), lambda: event.reached >= version)
+        m.enqueue("wait", lambda: None, self.ptr, (id(event),), lambda: record.reached)
 
     def record(self, event=None):
         event = event or Event()
@@ -233,6 +234,13 @@ Stream.null = Stream(null=True)
 _local = Local()
 
 
+@dataclass
+class Record:
+    """One of an event: whoever waits waits for the last one before, whichever stream it and later ones are in."""
+
+    reached: bool
+
+
 class Event:
     """cupy.cuda.Event; each look at it lets the GPU do one thing."""
 
@@ -241,7 +249,7 @@ class Event:
     def __init__(self, block=False, disable_timing=False, interprocess=False):
         self.ptr = id(self)
         self.known[self.ptr] = self
-        self.recorded = self.reached = 0
+        self.last = Record(reached=True)
         self.captured = None  # the capture in which it was recorded
         self.stream = 0
 
@@ -250,22 +258,21 @@ class Event:
         self.captured, self.stream = m.capture.get(stream.ptr), stream.ptr
         if self.captured is not None:
             return
-        self.recorded += 1
-        version = self.recorded
+        self.last = record = Record(reached=False)
 
         def reach():
-            self.reached = max(self.reached, version)
+            record.reached = True
 
         m.enqueue("record", reach, stream.ptr, (id(self),))
 
     @property
     def done(self):
         assert self.captured is None, "a captured event cannot be looked at"
-        return machine().look(lambda: self.reached >= self.recorded)
+        return machine().look(lambda: self.last.reached)
 
     def synchronize(self):
         machine().forbid("wait for an event")
-        machine().wait(lambda: self.reached >= self.recorded)
+        machine().wait(lambda: self.last.reached)
 
 
 class Graph:
