@@ -1,4 +1,5 @@
 PYTHON = .venv/bin/python
+GPU_PYTHON = python3
 run: .venv
 	.venv/bin/distopt run -n 2 examples/digits.py
 test: .venv
@@ -11,10 +12,10 @@ bench: .venv
 	$(PYTHON) -m pip install -q torch
 	for table in exchange "exchange --ranks 4" optimizers select overhead link; do $(PYTHON) -m benchmarks.$$table --save; done
 	.venv/bin/distopt run -n 2 -m benchmarks.vote
-test-gpu: distopt/libdistopt.so  # from a bare checkout: needs cupy, mpi4py, pytest, hypothesis and CMake
-	PYTHONPATH=. python3 -m pytest -q -m gpu tests/gpu
+test-gpu: distopt/libdistopt.so  # from a bare checkout: $(GPU_PYTHON) needs numpy, ml_dtypes, cupy, mpi4py, pytest, hypothesis and CMake
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
 bench-gpu: distopt/libdistopt.so
-	for table in gpu_kernels gpu_models; do PYTHONPATH=. python3 -m benchmarks.$$table --save; done
+	for table in gpu_kernels gpu_models; do PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.$$table --save; done
 distopt/libdistopt.so: $(wildcard native/*) CMakeLists.txt
 	cmake -S . -B build/here -DCMAKE_BUILD_TYPE=Release && cmake --build build/here && cp build/here/libdistopt.so $@
 .venv:
