@@ -19,9 +19,11 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from distopt import job, signals
+
 # The entries of a vote, an int64 vector of which each rank gets the maximum over ranks.
-FINGERPRINT, MINUS_FINGERPRINT, ERROR, REPORT, LEAVING, STAYING = range(6)
-LEAVE = (0, 0, False, False, True, False)  # what a rank whose script has ended votes
+FINGERPRINT, MINUS_FINGERPRINT, ERROR, REPORT, LEAVING, STAYING, STOP, JOINED = range(8)
+LEAVE = (0, 0, False, False, True, False, 0, False)  # what a rank whose script has ended votes
 
 RAISED = (ValueError, TypeError, FloatingPointError, MemoryError, RuntimeError)  # on every rank, if one has it
 
@@ -49,6 +51,8 @@ class Control(abc.ABC):
     size: int
     progress = "the start"  # what this rank voted for last
     optimizers = 0  # DistOpts that have voted here
+    stop = 0  # the signal by which a rank was asked to end, as of the last vote
+    live = 0  # ranks that had not joined, as of the last vote
     _gone: PeerLeft | None = None
 
     @abc.abstractmethod
@@ -66,12 +70,19 @@ class Control(abc.ABC):
         """Give back what it holds."""
 
     def vote(
-        self, name: str, mark: int, describe: Describe, error: Exception | None = None, report: str = ""
+        self,
+        name: str,
+        mark: int,
+        describe: Describe,
+        error: Exception | None = None,
+        report: str = "",
+        joined: bool = False,
     ) -> list[str]:
         """Agree that every rank is about to do the same thing, and that no rank has an error.
 
         ``mark`` is the fingerprint of what this rank is about to do, and ``describe`` lists it in lines when ranks
-        differ; ``name`` says it in a word.  Returns the ranks' reports, one text per rank, or [] if none has any.
+        differ; ``name`` says it in a word.  ``joined``: this rank only keeps the others company.  Returns the ranks'
+        reports, one text per rank, or [] if none has any.
 
         Raises on every rank alike: the error of the lowest rank that has one; ValueError naming the first line that
         differs; PeerLeft if a rank has ended.
@@ -79,7 +90,8 @@ class Control(abc.ABC):
         if self._gone:
             raise self._gone
         self.progress, encoded = name, _encode(error)
-        votes = np.array([mark, -mark, error is not None, bool(report), False, True], np.int64)
+        job.note(name)
+        votes = np.array([mark, -mark, error is not None, bool(report), False, True, signals.asked, joined], np.int64)
         self.maximum(votes)
         if votes[LEAVING]:
             self._gone = self._peer_left(self.gather(""))
@@ -89,6 +101,8 @@ class Control(abc.ABC):
         if votes[FINGERPRINT] != -votes[MINUS_FINGERPRINT]:
             plans = [json.loads(t) for t in self.gather(json.dumps(describe()))]
             raise agreed(ValueError(_first_difference(plans)), speaks=self.rank == 0)
+        self.stop = int(votes[STOP])
+        self.live = self.gather("joined" * joined).count("") if votes[JOINED] else self.size
         return self.gather(report) if votes[REPORT] else []
 
     @property
@@ -188,6 +202,7 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
     """From now on an exception that nobody catches, in any thread, ends the whole job: peers must not wait for ever."""
 
     def end(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        job.mark(rank, job.SPOKEN)
         speaks, patience = getattr(error, "agreed", (True, 0.0))
         if speaks:
             _say(f"rank {rank}: " + "".join(traceback.format_exception(kind, error, _without_runner(trace))))

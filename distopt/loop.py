@@ -45,7 +45,9 @@ class Loop(Memory):
             self._decided()
             return False
         if self._sharded and self._in_shares(compressor) and not self._nonfinite.looks:
-            self._apply(exchanged, self._wire.size)  # bucket by bucket: each rank needs but its own share of the sum
+            self._apply(
+                exchanged, self._window.contributions
+            )  # bucket by bucket: each rank needs but its own share of the sum
             return True
         sums = list(exchanged)
         self._wire.wait()
@@ -54,7 +56,7 @@ class Loop(Memory):
             return False
         if not self._decided():
             return False
-        self._apply(sums, self._wire.size, others_read=self._in_shares(compressor))
+        self._apply(sums, self._window.contributions, others_read=self._in_shares(compressor))
         return True
 
     def _partial_step(self, loss: Any, threshold: int | None) -> bool:
@@ -65,7 +67,11 @@ class Loop(Memory):
         sums = self._window.add(self._memory, exchange, self._wire.wait, self._refusal.number)
         decided = self._decided()
         if sums is not None and decided:
-            self._apply(sums, 1)
+            if self._joined:  # its own parameters stay, but for what others average
+                self._window.start(self._memory, self._refusal.number)
+                self._finish()
+            else:
+                self._apply(sums, self._window.num_batches)
             buffers = list(self._memory)
             if buffers:
                 self._average_parameters(buffers[self._partial % len(buffers)])
@@ -106,7 +112,8 @@ class Loop(Memory):
         if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
             return None
         self._send_parameters()
-        self._before = self.step_counter, self._window.batches, self._partial
+        self._before = self._counts
+        self._window.contributions += self._live
         self._refusal.agree()
         return exchange
 
@@ -274,12 +281,12 @@ class Loop(Memory):
             bad = self._refusal.in_sums(sums) if compressor.may_overflow else ""
         return self._nonfinite.accepts(self._name, bad)
 
-    def _apply(self, sums: Iterable[Sum], ranks: int, others_read: bool = False) -> None:
-        """Take the mean and hand it to the optimizer; ``others_read`` these sums."""
+    def _apply(self, sums: Iterable[Sum], contributions: float, others_read: bool = False) -> None:
+        """Take the mean of so many gradients and hand it to the optimizer; ``others_read`` these sums."""
         if self._sharded:
             sums = (own(total, self._wire.rank, self._wire.size) for total in sums)
         try:
-            mean = 1.0 / (ranks * self._window.num_batches)
+            mean = 1.0 / contributions
             self._optimizer.update(self._memory, self._collector.order, sums, mean, self._refusal.number)
         except Exception as error:
             self._failure = (
@@ -294,6 +301,8 @@ class Loop(Memory):
 
     def _average_parameters(self, buffer: Buffer) -> None:
         kernels.pack(buffer.parameters, buffer.gradient, 1.0, buffer.bad)
+        if self._joined:
+            device.clear(buffer.gradient)
         if buffer.peers is None:
             self._wire.all_reduce(buffer.gradient)
             self._wire.wait()
@@ -304,7 +313,7 @@ class Loop(Memory):
             self._wire.barrier()
         for piece in total:
             members = buffer.parameters.share(piece.number, piece.of)
-            kernels.unpack(members, piece.flat, 1.0 / self._wire.size, self._refusal.number)
+            kernels.unpack(members, piece.flat, 1.0 / self._live, self._refusal.number)
         if buffer.peers is not None:
             self._wire.barrier()
 
@@ -343,7 +352,7 @@ class Loop(Memory):
             error = e
         self._lines, self._mark = lines, mark
         self._vote(self._name, self._calls, error)
-        self._before = self.step_counter, self._window.batches, self._partial
+        self._before = self._counts
 
     def _write_numbers(self) -> None:
         """Those of the next update, where a captured step finds them."""

@@ -1,5 +1,6 @@
 """What a model is to all ranks: its parameters, their plan, the memory of both, and the vote that keeps them equal."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,11 @@ from distopt.verbs import Verbs
 
 HASH = 2**62 - 1  # the bits of a hash that fit into a vote; Python's hash of numbers is the same in every process
 COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
-ENTRIES = (*COUNTS, "rooms", "states", "optimizer")  # of a state_dict
+ENTRIES = (*COUNTS, "contributions", "rooms", "states", "optimizer")  # of a state_dict
+
+
+class AllJoinedError(Exception):
+    """No rank has batches left."""
 
 
 Agreed = tuple[Buffers | None, Blind, Rooms | None]
@@ -59,13 +64,15 @@ class Memory(Verbs):
         self._agreed: Agreed = (None, self._refusal, None)  # the last of these three that all ranks agreed on
         self._restored_rooms: list[int] = []  # of a checkpoint
         self._refused = 0  # entries of the last step that were not finite, as the GPU said
-        self._before: tuple[int, ...] = (0, 0, 0)  # what is counted, before the last step
+        self._before = 0, 0, 0, 0.0  # what is counted, before the last step
         self._changes = 0  # that a captured step would not know of
         self._restored: States = {}  # of a checkpoint, until there are buffers
         self._lines: list[str] = []  # what a step is, for the vote
         self._mark = 0
         self._number = 0  # among those that have made a step on this communicator, from 1; 0 before the first
         self._broadcast_due = broadcast
+        self._joined = False  # does this rank only keep the others company?
+        self._live = wire.size  # ranks that do not
         self._failure = ""  # of an update, which may have been applied in part
         self._numbers: tuple[float, ...] = ()  # the optimizer's, for the next update
         self._partial = 0  # partial steps so far
@@ -133,7 +140,11 @@ class Memory(Verbs):
         """Count as if the last step had not been."""
         if self._before[0] < self.step_counter:
             self._optimizer.take_back()
-        self.step_counter, self._window.batches, self._partial = self._before
+        self.step_counter, self._window.batches, self._partial, self._window.contributions = self._before
+
+    @property
+    def _counts(self) -> tuple[int, int, int, float]:
+        return self.step_counter, self._window.batches, self._partial, self._window.contributions
 
     def _settle(self) -> None:
         """The same, where all ranks are: raises what they all raise."""
@@ -202,10 +213,14 @@ class Memory(Verbs):
                 lambda: [*self._lines, name + part, f"DistOpt {self._number}", repr(self._optimizer)],
                 error,
                 report,
+                self._joined,
             )
         except Exception:
             self._forget_what_was_refused()
             raise
+        self._live = control.live
+        if not self._live:
+            raise AllJoinedError
         if not self._number:
             control.optimizers += 1
             self._number, self._restored = control.optimizers, {}
@@ -332,6 +347,7 @@ class Memory(Verbs):
             "step_counter": self.step_counter,
             "num_batches": self._window.num_batches,
             "batches": self._window.batches,
+            "contributions": self._window.contributions / self._wire.size,
             "partial": self._partial,
             "skipped": self._nonfinite.skipped + skips,
             "skips_in_a_row": self._nonfinite.in_a_row + skips,
@@ -363,7 +379,10 @@ class Memory(Verbs):
         if self._number:
             self._memory.restore(states)
         self._restored, self._broadcast_due, self._failure = {} if self._number else states, False, ""
-        self.step_counter, self._window.batches, self._refused = state["step_counter"], state["batches"], 0
+        self.step_counter, self._refused = state["step_counter"], 0
+        self._window.batches, contributions = state["batches"], state["contributions"] * self._wire.size
+        counted = float(round(contributions))  # a number of gradients, unless other ranks saved it
+        self._window.contributions = counted if math.isclose(counted, contributions) else contributions
         self._nonfinite.skipped, self._nonfinite.in_a_row = state["skipped"], state["skips_in_a_row"]
         self._partial, self._restored_rooms = state["partial"], list(state["rooms"])
         if self._rooms:
@@ -378,6 +397,8 @@ class Memory(Verbs):
             raise ValueError(f"a state has the entries {sorted(ENTRIES)}, got {sorted(state)}")
         for name in COUNTS:
             whole(name, state[name], least=0)
+        if not 0 <= state["contributions"] < math.inf:
+            raise ValueError(f"contributions must be at least 0 and finite, got {state['contributions']!r}")
         num_batches = self._window.num_batches
         if state["batches"] and (state["num_batches"] != num_batches or state["batches"] >= num_batches):
             batches = f"{state['batches']} of {state['num_batches']} batches"

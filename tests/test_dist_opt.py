@@ -705,9 +705,10 @@ def test_state_dict_is_plain_and_a_copy():
             opt(pairs(params))
         state = opt.state_dict()
         assert set(state) == set(
-            "step_counter num_batches batches partial skipped skips_in_a_row rooms states optimizer".split()
+            "step_counter num_batches batches contributions partial skipped skips_in_a_row rooms states "
+            "optimizer".split()
         )
-        assert (state["step_counter"], state["batches"]) == (1, 1)
+        assert (state["step_counter"], state["batches"], state["contributions"]) == (1, 1, 1.0)
         window = state["states"]["window"]
         assert {n: a.shape for n, a in window.items()} == {"a": (3, 2), "b": (4,), "c": ()}
         window["a"][:] = 99
@@ -832,6 +833,8 @@ def test_states_that_make_no_sense():
     for change, error, text in (
         ({"batches": 7}, ValueError, "saved after 7 of 2 batches"),
         ({"batches": -5}, ValueError, "batches must be at least 0, got -5"),
+        ({"contributions": -0.5}, ValueError, "contributions must be at least 0 and finite, got -0.5"),
+        ({"contributions": float("nan")}, ValueError, "contributions must be at least 0 and finite, got nan"),
         ({"step_counter": None}, TypeError, "step_counter must be an integer, got None"),
         ({"optimizer": None}, ValueError, "the state has nothing for the optimizer"),
         ({"optimizer": {"m": 1}}, ValueError, "SGD has the states"),

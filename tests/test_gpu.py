@@ -270,6 +270,19 @@ def refused_plan_on_the_host(comm):
         opt(poisoned(comm, params, 1, bad_step=1))
 
 
+@pytest.mark.parametrize("mode", laws.MODES)
+def test_a_rank_without_batches_keeps_the_others_company(mode):
+    def main(comm):
+        params, opt = laws.train(comm, steps=2, mode=mode)
+        for step in range(2, 4 - comm.rank):
+            laws.MODES[mode](opt, laws.pairs(comm, params, step))
+        opt.join()
+        opt.close()
+        return laws.digest(params)
+
+    assert on_gpus(2, main) == run_ranks(2, main)
+
+
 class Stranger:
     """Knows nothing of refusals."""
 

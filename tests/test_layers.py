@@ -8,7 +8,7 @@ import distopt
 from distopt.texts import NATIVE
 
 ROWS = [  # from the ground up
-    "texts device",
+    "texts device job signals",
     "tables",
     "kernels cost guard",
     "buckets compress optim comm gradients",
@@ -16,7 +16,7 @@ ROWS = [  # from the ground up
     "verbs",
     "memory",
     "loop",
-    "capture",
+    "uneven capture",
     "dist_opt",
     "__init__",
     "cli",

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distopt import job
 from distopt.cli.launcher import check_brands, find_launcher
 
 TIMED_OUT = 124  # the exit code of timeout(1)
@@ -21,55 +23,106 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("run", help="start a script on N ranks of this machine", description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
     parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124")
+    parser.add_argument(
+        "--restarts", type=int, default=0, metavar="K", help="start a job that failed again, K times at most"
+    )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="a module instead")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a Python script, its arguments")
     parser.set_defaults(main=main)
 
 
 def main(given: argparse.Namespace) -> int:
-    """Start the job; the exit code is the script's."""
+    """Start the job, again if it fails and may be restarted; the exit code is the script's."""
     script = ["-m", *given.module] if given.module else given.script
     if given.ranks < 1 or not script:
-        print("distopt run: wants -n with at least 1 rank, and a script", file=sys.stderr)
+        _say("wants -n with at least 1 rank, and a script")
+        return 2
+    if given.restarts < 0:
+        _say(f"--restarts must be at least 0, got {given.restarts}")
         return 2
     try:
         launcher = find_launcher()
         check_brands(launcher)
     except RuntimeError as error:
-        print(f"distopt run: {error}", file=sys.stderr)
+        _say(str(error))
         return 2
     # -m mpi4py makes a non-zero exit of one rank the end of all
     command = [*launcher.command(given.ranks), sys.executable, "-m", "mpi4py", *script]
-    return supervise(command, launcher.environment(given.ranks), given.timeout)
+    for attempt in range(given.restarts + 1):
+        with tempfile.TemporaryDirectory(prefix="distopt-") as folder:
+            env = launcher.environment(given.ranks) | {job.FOLDER: folder, "DISTOPT_RESTART": str(attempt)}
+            code, final = Job(command, env, Path(folder)).supervise(given.timeout)
+        if final or attempt == given.restarts:
+            break
+        _say(f"exit code {code}; restart {attempt + 1} of {given.restarts}")
+    return code
 
 
-def supervise(command: Sequence[str], env: dict[str, str], timeout: float | None) -> int:
-    """Run a launcher in a session of its own, pass SIGINT and SIGTERM on to it, and end it at the time limit."""
-    job = subprocess.Popen(command, env=env, start_new_session=True)
-    before = {s: signal.signal(s, lambda number, _: job.send_signal(number)) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        code = job.wait(timeout)
-    except subprocess.TimeoutExpired:
-        print(f"distopt run: not done after {timeout:g} s; ending the job", file=sys.stderr, flush=True)
-        end(job)
-        return TIMED_OUT
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+class Job:
+    """A launcher in a session of its own, and the ranks that it has started."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], folder: Path):
+        self._folder, self._asked = folder, 0
+        self._process = subprocess.Popen(command, env=env, start_new_session=True)
+
+    def supervise(self, timeout: float | None) -> tuple[int, bool]:
+        """Wait for the end; the exit code, and is it the last word, as after a success, a signal or a time limit?"""
+        before = {s: signal.signal(s, lambda number, _: self._ask(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = self._judge(self._process.wait(timeout))
+        except subprocess.TimeoutExpired:
+            _say(f"not done after {timeout:g} s; ending the job")
+            end(self._process)
+            return TIMED_OUT, True
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return code, code == 0 or self._asked > 0
+
+    def _judge(self, code: int) -> int:
+        """The exit code; a rank that was gone without a word is named, and is no success."""
+        code = code if code >= 0 else 128 - code
+        ranks = job.entered(self._folder)
+        lost = [rank for rank in ranks if not rank.marks & {job.DONE, job.SPOKEN}]
+        said = {mark for rank in ranks for mark in rank.marks}
+        explained = job.SPOKEN in said or (job.DONE in said and 0 < code < 128)
+        if not lost or explained or self._asked:
+            return code
+        first = min(rank.votes for rank in lost)  # the others, which waited for it, were ended by the launcher
+        names = " or ".join(f"rank {rank.rank}" for rank in lost if rank.votes == first)
+        last = next(rank.last for rank in lost if rank.votes == first)
+        _say(f"{names} ended without a word after {last or 'its start'}: killed, or left by os._exit")
+        return code or 1
+
+    def _ask(self, number: int) -> None:
+        """Pass a signal on: to the ranks if all of them wait for one, else to the launcher, which ends them soon."""
+        self._asked += 1
+        ranks = job.entered(self._folder)
+        if self._asked > 1:
+            end(self._process)
+        elif ranks and all(job.STOPS in rank.marks for rank in ranks):
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
+        else:
+            self._process.send_signal(number)
 
 
-def end(job: "subprocess.Popen[Any]") -> None:
+def _say(text: str) -> None:
+    print(f"distopt run: {text}", file=sys.stderr, flush=True)
+
+
+def end(process: "subprocess.Popen[Any]") -> None:
     """Ask a job to end; whatever of it is left after ``GRACE`` seconds is killed, ranks that ignore signals too."""
-    family = descendants(job.pid)  # launchers start ranks in sessions of their own
-    job.terminate()
+    family = descendants(process.pid)  # launchers start ranks in sessions of their own
+    process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        job.wait(GRACE)
-    for pid in [*family, *descendants(job.pid)]:
+        process.wait(GRACE)
+    for pid in [*family, *descendants(process.pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    job.kill()
-    job.wait()
+    process.kill()
+    process.wait()
 
 
 def descendants(pid: int) -> list[int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from distopt import job
 from distopt.comm.communicator import (
     HALVES,
     Communicator,
@@ -137,6 +138,7 @@ def _leave() -> None:
 @functools.cache
 def _join(abort: Any, rank: int) -> None:
     """Once per process: an exception ends the job, an exit is announced, and output leaves line by line."""
+    job.enter(rank)
     if os.environ.get("DISTOPT_RUN") and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     abort_on_exception(rank, abort)

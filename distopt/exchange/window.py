@@ -19,6 +19,7 @@ class Window:
     def __init__(self, num_batches: int, sync_on_apply: bool):
         self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
         self.batches = 0  # calls since the last step
+        self.contributions = 0.0  # of ranks, in these and the present call
 
     def add(
         self, buffers: Buffers, exchange: Exchange, wait: Callable[[], None], refused: np.ndarray | None = None
@@ -48,6 +49,7 @@ class Window:
 
     def start(self, buffers: Buffers, refused: np.ndarray | None = None) -> None:
         """The step has been applied: begin the next window."""
+        self.contributions = 0.0
         if self.num_batches > 1:
             self.batches = 0
             for buffer in buffers:

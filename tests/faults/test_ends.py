@@ -1,0 +1,115 @@
+"""What one rank's end does to the others, and what ``distopt run`` makes of it: real processes, either MPI brand."""
+
+import time
+
+import pytest
+
+from launch import distopt_run, needs_mpi
+
+pytestmark = needs_mpi
+
+SCRIPT = """
+import os, signal, sys, threading
+import numpy as np, distopt
+
+what, world = sys.argv[1], distopt.world()
+w = distopt.Parameter("w", np.zeros(1000, "f4"))
+opt = distopt.DistOpt(distopt.optim.SGD(0.1), world)
+started = int(os.environ["DISTOPT_RESTART"])
+
+
+def end():
+    match what:
+        case "leave": os._exit(0)
+        case "leave 5": os._exit(5)
+        case "kill": os.kill(os.getpid(), signal.SIGKILL)
+        case "crash": os.kill(os.getpid(), signal.SIGSEGV)
+        case "raise": raise KeyError("lost")
+        case "thread": threading.Thread(target=lambda: {}["lost"]).start()
+        case "exit 3": sys.exit(3)
+        case "exit 0": sys.exit(0)
+        case "exit text": sys.exit("enough")
+        case "once" if started == 0: os._exit(1)
+        case "always": raise KeyError("lost")
+
+
+def grads(step):
+    yield w, np.ones(1000, "f4")
+    if what == "in backward" and step == 8 and world.rank == 1:
+        raise KeyError("lost")
+
+
+for step in range(1, 1000 if what == "thread" else 21):
+    opt(grads(step))
+    if step == 8 and world.rank == 1:
+        end()
+print(f"done, started {started} times before")
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run(what, *options, ranks=3):
+        started = time.monotonic()
+        code, output = distopt_run(ranks, *options, script, what, timeout=30)
+        assert time.monotonic() - started < 10, output
+        return code, output
+
+    return run
+
+
+WITHOUT_A_WORD = "distopt run: rank 1 ended without a word after step 8: killed, or left by os._exit"
+
+
+@pytest.mark.parametrize("what", ["leave", "leave 5", "kill", "crash"])
+def test_a_rank_that_is_gone_without_a_word_is_named(run, what):
+    code, output = run(what)
+    assert code != 0, output
+    assert WITHOUT_A_WORD in output
+    assert "done" not in output
+
+
+@pytest.mark.parametrize("what", ["raise", "thread", "in backward", "always"])
+def test_an_exception_ends_all_with_one_cause(run, what):
+    code, output = run(what)
+    assert code == 1, output
+    assert "KeyError: 'lost'" in output
+    assert len({line.partition("]")[0] for line in output.splitlines() if "Traceback (most" in line}) == 1, output
+    assert "without a word" not in output
+
+
+@pytest.mark.parametrize(("what", "expected"), [("exit 3", 3), ("exit text", 1), ("exit 0", 1)])
+def test_a_rank_that_leaves_early_is_named(run, what, expected):
+    code, output = run(what)
+    assert code == expected, output
+    assert "rank 1 left after step 8, before step 9" in output or code == 3
+    assert "without a word" not in output
+    assert "done" not in output
+
+
+def test_a_job_that_failed_is_started_again(run):
+    code, output = run("once", "--restarts", 2)
+    assert code == 0, output
+    assert "restart 1 of 2" in output
+    assert "restart 2" not in output
+    assert output.count("done, started 1 times before") == 3
+
+
+def test_restarts_come_to_an_end(run):
+    code, output = run("always", "--restarts", 2, ranks=2)
+    assert code == 1, output
+    assert output.count("KeyError: 'lost'") == 3
+    assert "exit code 1; restart 2 of 2" in output
+
+
+def test_a_success_and_a_time_limit_are_the_last_word(run, tmp_path):
+    code, output = run("nothing", "--restarts", 2)
+    assert (code, output.count("done, started 0")) == (0, 3), output
+    sleeper = tmp_path / "sleeper.py"
+    sleeper.write_text("import time, distopt; distopt.world(); time.sleep(60)")
+    code, output = distopt_run(2, "--timeout", 2, "--restarts", 2, sleeper, timeout=30)
+    assert code == 124, output
+    assert "restart" not in output
