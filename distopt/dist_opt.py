@@ -45,6 +45,8 @@ class DistOpt(Uneven):
     * ``nonfinite``: what to do when a gradient of any rank has an infinity or NaN: 'raise' FloatingPointError on every
       rank, 'skip' the step on every rank (10 in a row raise), or 'propagate'.
     * ``allow_missing``: a parameter without a gradient counts as zeros on that rank instead of an error.
+    * ``check_every``: after every so many steps the ranks compare the checksums of their parameters, and raise
+      RuntimeError if they have diverged; 0: never.  Partial steps, which let them differ, end the comparing.
     * ``num_batches``: this many calls are one step: their gradients are averaged, and exchanged once at the last call
       (``sync_on_apply=False``: exchanged at every call, before they are added).
     * ``buffSize``: elements of the staging memory of the fused verbs.
@@ -67,6 +69,7 @@ class DistOpt(Uneven):
         broadcast: bool = True,
         nonfinite: str = "raise",
         allow_missing: bool = False,
+        check_every: int = 0,
         num_batches: int = 1,
         sync_on_apply: bool = True,
         buffSize: int = 4194304,
@@ -85,6 +88,7 @@ class DistOpt(Uneven):
             broadcast=broadcast,
             nonfinite=nonfinite,
             allow_missing=allow_missing,
+            check_every=check_every,
             num_batches=num_batches,
             sync_on_apply=sync_on_apply,
             buffSize=buffSize,

@@ -9,7 +9,7 @@ from distopt import device, kernels
 from distopt.buckets import Buffer, Sum, in_one_piece, own
 from distopt.compress import At, Compressor, Dense
 from distopt.device import Graph
-from distopt.exchange import Overlap, Rooms, add_shares, choose
+from distopt.exchange import Overlap, Rooms, add_shares, choose, refuse_divergence
 from distopt.exchange.shares import describe, nonfinite
 from distopt.guard import by_rank, whole
 from distopt.memory import Memory
@@ -35,7 +35,7 @@ class Loop(Memory):
         if exchange is None:
             return False
         applied = self._exchange_and_apply(exchange)
-        self._memory.end()
+        self._ended(applied)
         return applied
 
     def _exchange_and_apply(self, exchange: Exchange) -> bool:
@@ -76,8 +76,15 @@ class Loop(Memory):
             if buffers:
                 self._average_parameters(buffers[self._partial % len(buffers)])
             self._partial += 1
-        self._memory.end()
+        self._ended(sums is not None and decided)
         return sums is not None and decided
+
+    def _ended(self, applied: bool) -> None:
+        """All of a step has been enqueued."""
+        if applied and self._check_every and self.step_counter % self._check_every == 0 and not self._partial:
+            values = {name: known.value for name, known in self._collector.order.items()}
+            refuse_divergence(self._wire.control, values, f"after step {self.step_counter}")
+        self._memory.end()
 
     def _begun(self, ready: Callable[[], Exchange | None]) -> Exchange | None:
         """What is enqueued after a step that fails comes behind what that has enqueued."""
@@ -363,8 +370,8 @@ class Loop(Memory):
         self._write_numbers()
         graph.replay()
         self._refusal.expect()
-        self._memory.end()
         self._finish()
+        self._ended(applied=True)
 
     def _finish(self) -> None:
         self.step_counter += 1

@@ -42,6 +42,7 @@ class Memory(Verbs):
         broadcast: bool,
         nonfinite: str,
         allow_missing: bool,
+        check_every: int,
         num_batches: int,
         sync_on_apply: bool,
         buffSize: int,
@@ -50,9 +51,10 @@ class Memory(Verbs):
         self.opt, self._optimizer = opt, adapt(opt)
         self.threshold = whole("threshold", threshold, least=0)
         self.step_counter = 0  # updates applied
+        self._check_every = whole("check_every", check_every, least=0)
         self._overlaps = wire.size > 1 and _overlaps(overlap, wire)
         self._background = Background() if wire.gpu is None else Inline()
-        options = f"{broadcast=}, {nonfinite=}, {num_batches=}, {sync_on_apply=}, {allow_missing=}"
+        options = f"{broadcast=}, {nonfinite=}, {num_batches=}, {sync_on_apply=}, {allow_missing=}, {check_every=}"
         order = "sums in rank order" if wire.rank_ordered else "sums in any order"
         self._options = [options, order, f"overlap={self._overlaps}"]
         self._nonfinite = NonfinitePolicy(nonfinite, wire.rank)

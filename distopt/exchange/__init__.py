@@ -7,6 +7,7 @@ import numpy as np
 from distopt.comm import Communicator
 from distopt.compress import At, Compressor
 from distopt.exchange.background import Background, Inline
+from distopt.exchange.divergence import refuse_divergence
 from distopt.exchange.gather import gather, gather_or_reduce
 from distopt.exchange.overlap import Overlap
 from distopt.exchange.reduce import reduce
@@ -49,4 +50,5 @@ __all__ = [
     "choose",
     "gather",
     "reduce",
+    "refuse_divergence",
 ]
