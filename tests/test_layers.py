@@ -10,7 +10,7 @@ from distopt.texts import NATIVE
 ROWS = [  # from the ground up
     "texts device version",
     "tables",
-    "kernels cost guard",
+    "kernels cost guard checkpoint",
     "buckets compress optim comm gradients",
     "exchange adapters",
     "verbs",
