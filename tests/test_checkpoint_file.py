@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from distopt import checkpoint
 from distopt.checkpoint import CheckpointError, Tensor, head
+from distopt.cli import main
 from launch import finish
 
 DTYPES = [np.dtype(c) for c in "? i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()] + [np.dtype(ml_dtypes.bfloat16)]
@@ -643,3 +644,53 @@ def test_a_killed_writer(tmp_path):
     written, swept = (int(word) for word in output.split() if word.isdigit())
     assert written > 0
     assert swept > 0, "none was killed while it wrote"
+
+
+# ------------------------------------------------------------------------------------------------- distopt inspect
+
+
+def test_inspect(small, capsys):
+    assert main(["inspect", str(small)]) == 0
+    output = capsys.readouterr().out
+    assert f"{small}: world 2, rank 0, step 7; " in output
+    for line in ("/k/2   -0.0", "/w      float32  (2, 3)  24     ok", "/k/4    float64  (0, 2)  0      ok"):
+        assert line in output
+
+
+def test_inspect_finds_what_is_damaged(small, capsys):
+    data = bytearray(small.read_bytes())
+    data[-1] ^= 1
+    small.write_bytes(data)
+    assert main(["inspect", str(small)]) == 1
+    output, error = capsys.readouterr()
+    assert "/h      float16  ()      2      DIFFERS" in output
+    assert error == f"distopt inspect: {small}: /h: is damaged: its checksum differs (1 of 3)\n"
+    small.write_bytes(data[:100])
+    assert main(["inspect", str(small)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["inspect", str(small) + "0"]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_inspect_shows_nothing_to_the_terminal_but_text(tmp_path, capsys):
+    checkpoint.write(tmp_path / "x", {"\x1b[31m": np.ones(1), "k": "\x07", "n": 10**5000}, {"\n": "\r"})
+    assert main(["inspect", str(tmp_path / "x")]) == 0
+    output = capsys.readouterr().out
+    assert all(line.isprintable() for line in output.splitlines())
+    assert "more digits than can be printed" in output
+
+
+def test_inspect_a_folder(small, capsys):
+    for number, name in enumerate(("old", "new"), start=1):
+        path = small.parent / "step" / name
+        path.parent.mkdir(exist_ok=True)
+        checkpoint.write(path, {}, {"step": number})
+        os.utime(path, (number, number))
+    (small.parent / "manifest.json").write_text("{}")
+    (small.parent / "x.tmp.1").write_text("half")
+    assert main(["inspect", str(small.parent)]) == 0
+    names = [line.split(":")[0].rpartition("/")[2] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["x", "new", "old"]
+    path.write_text("no")
+    assert main(["inspect", str(small.parent)]) == 1
+    assert f"{path}: header: ends at byte 2" in capsys.readouterr().out
