@@ -7,6 +7,6 @@ from distopt import comm, compress, optim
 from distopt.comm import run_ranks, world
 from distopt.dist_opt import DistOpt
 from distopt.gradients import Parameter
+from distopt.version import __version__
 
-__version__ = "0.1.0"
 __all__ = ["DistOpt", "Parameter", "__version__", "comm", "compress", "optim", "run_ranks", "world"]

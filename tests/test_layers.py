@@ -8,9 +8,9 @@ import distopt
 from distopt.texts import NATIVE
 
 ROWS = [  # from the ground up
-    "texts device job signals",
+    "texts device version job signals",
     "tables",
-    "kernels cost guard",
+    "kernels cost guard checkpoint",
     "buckets compress optim comm gradients",
     "exchange adapters",
     "verbs",

@@ -1,0 +1,87 @@
+"""A file that is not there before it is whole.
+
+It is written under a name of its own, ``<name>.tmp.<pid>``, and locked.  The kernel unlocks it when the process has
+ended, however that ended and whatever other process has its number by then.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+from pathlib import Path
+
+TEMPORARY = re.compile(r".*\.tmp\.\d+", re.DOTALL)
+
+
+class Pending:
+    """A file beside its final name: ``write``, ``finish``, then ``commit`` gives it the name; or ``discard``.
+
+    Raises OSError, FileExistsError if something that no ended process left has the temporary name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self.nbytes, self.digest = 0, ""  # when it is finished
+        self._temporary = self.path.with_name(f"{self.path.name}.tmp.{os.getpid()}")
+        _remove_if_abandoned(self._temporary)  # by a process that had our number, as they have in containers
+        self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody sweeps there
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def write(self, data: bytes | memoryview, at: int) -> None:
+        """Put bytes at a place."""
+        rest = memoryview(data)
+        while rest:
+            count = os.pwrite(self._file, rest, at)
+            rest, at = rest[count:], at + count
+
+    def finish(self, digest: str = "") -> None:
+        """Wait until all of it is on the disk; ``digest`` stands for what is in it."""
+        os.fsync(self._file)
+        self.nbytes, self.digest = os.fstat(self._file).st_size, digest
+
+    def commit(self) -> None:
+        """Give it its name, at once and for good, whatever had that before; if that cannot be, it is discarded."""
+        try:
+            os.replace(self._temporary, self.path)
+        except OSError:
+            self.discard()
+            raise
+        self._close()
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def discard(self) -> None:
+        """Leave no trace of it, unless it was committed."""
+        if self._file >= 0:
+            self._temporary.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, -1
+        os.close(file)
+
+
+def sweep(folder: str | os.PathLike[str]) -> list[Path]:
+    """Remove what processes that have ended left behind half-written; returns what it was."""
+    found = [path for path in sorted(Path(folder).iterdir()) if TEMPORARY.fullmatch(path.name)]
+    return [path for path in found if _remove_if_abandoned(path)]
+
+
+def _remove_if_abandoned(path: Path) -> bool:
+    """Is it a file, locked by nobody?  Then it is removed."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True

@@ -1,0 +1,114 @@
+"""What a checkpoint may hold, as JSON and arrays; every value comes back with its type and its bits.
+
+What JSON has is written as it is, and an object is a dict.  The rest is a JSON array that begins with a word:
+``["list", 1, 2]``, ``["int", "0x1f"]``, ``["array"]``.  An array's name is its place in the tree as a JSON pointer
+(RFC 6901), ``/params/w``, so that no two places have the same name.
+"""
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from distopt.checkpoint.error import Misfit
+
+DEPTH = 64  # levels of dicts, lists and tuples
+LONGEST = 2000  # characters of a name
+EXACT = 2**53  # JSON's integers end here in most languages
+
+READ: dict[str, Callable[[str], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    "bytes": bytes.fromhex,
+}
+
+
+def take_apart(tree: Any, arrays: dict[str, np.ndarray], at: str = "") -> Any:
+    """The tree as JSON knows it; its arrays and numpy scalars are added to ``arrays``, by name.
+
+    Raises TypeError for anything but dict (with str as keys), list, tuple, str, bytes, int, float, bool, None and
+    numpy's arrays and scalars, and for subclasses of these, which would come back as something else; Misfit for a text
+    that is not Unicode, and for what is nested too deep, as what contains itself is.
+    """
+    kind = type(tree)
+    if kind is dict:
+        return {_key(key, at): take_apart(value, arrays, below(at, key)) for key, value in tree.items()}
+    if kind is list or kind is tuple:
+        return [kind.__name__, *(take_apart(value, arrays, below(at, str(k))) for k, value in enumerate(tree))]
+    if kind is np.ndarray or isinstance(tree, np.generic):
+        arrays[at] = np.asarray(tree)
+        return ["array" if kind is np.ndarray else "scalar"]
+    return _plain(tree, at)
+
+
+def put_together(plain: Any, leaf: Callable[[str, str], Any], at: str = "") -> Any:
+    """The tree again; ``leaf("array" or "scalar", name)`` says what is there.
+
+    Raises Misfit for what ``take_apart`` does not write.
+    """
+    if type(plain) is dict:
+        return {key: put_together(value, leaf, below(at, key)) for key, value in plain.items()}
+    if type(plain) is not list:
+        return plain
+    match plain:
+        case ["list", *values]:
+            return [put_together(value, leaf, below(at, str(k))) for k, value in enumerate(values)]
+        case ["tuple", *values]:
+            return tuple(put_together(value, leaf, below(at, str(k))) for k, value in enumerate(values))
+        case ["array" | "scalar" as word]:
+            return leaf(word, at)
+        case ["int" | "float" | "bytes" as word, str(text)]:
+            try:
+                return READ[word](text)
+            except (ValueError, struct.error):
+                raise Misfit(place(at), f"is no {word}") from None
+    raise Misfit(place(at), "is none of list, tuple, array, scalar, int, float, bytes")
+
+
+def place(at: str) -> str:
+    """A name for people."""
+    return at or "the tree"
+
+
+def below(at: str, key: str) -> str:
+    """The name of what is under a key."""
+    if len(at) + len(key) > LONGEST:
+        raise Misfit(place(at), f"has a key that makes its name longer than {LONGEST} characters")
+    if at.count("/") >= DEPTH:
+        raise Misfit(place(at), f"is nested deeper than {DEPTH}")
+    return f"{at}/{key.replace('~', '~0').replace('/', '~1')}"
+
+
+def _key(key: Any, at: str) -> str:
+    if type(key) is not str:
+        raise TypeError(f"{place(at)}: a key must be str, got {_name(type(key))}")
+    return _unicode(key, at)
+
+
+def _plain(value: Any, at: str) -> Any:
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is str:
+        return _unicode(value, at)
+    if kind is int:
+        return value if abs(value) < EXACT else ["int", hex(value)]
+    if kind is float:
+        return value if math.isfinite(value) else ["float", struct.pack(">d", value).hex()]
+    if kind is bytes:
+        return ["bytes", value.hex()]
+    raise TypeError(f"{place(at)}: a checkpoint cannot hold {_name(kind)}")
+
+
+def _unicode(text: str, at: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Misfit(place(at), f"is not Unicode: {text!a:.40}") from None
+    return text
+
+
+def _name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
