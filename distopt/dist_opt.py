@@ -11,7 +11,7 @@ from distopt.comm import Communicator, NcclCommunicator, Ordered, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
 from distopt.gradients import checked_gradient
 from distopt.optim import SGD
-from distopt.uneven import Uneven
+from distopt.saving import Saving
 
 
 def _from_id(
@@ -28,7 +28,7 @@ def _from_id(
     return NcclCommunicator.from_id(nccl_id, local_rank, world_size)
 
 
-class DistOpt(Uneven):
+class DistOpt(Saving):
     """Wrap any optimizer so that all ranks of a communicator train one model.
 
     A step collects the gradients, checks them, votes, exchanges them bucket by bucket, and updates; what goes wrong on

@@ -17,6 +17,7 @@ ROWS = [  # from the ground up
     "memory",
     "loop",
     "uneven capture",
+    "saving",
     "dist_opt",
     "__init__",
     "cli",

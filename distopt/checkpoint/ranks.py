@@ -1,0 +1,45 @@
+"""What each of M ranks goes on with when N have saved."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Tree = Any
+States = dict[str, dict[str, np.ndarray]]  # state name -> parameter name -> array
+
+
+def heirs(rank: int, size: int, saved: int) -> list[int]:
+    """The saved ranks whose states a rank takes over: every ``size``-th, so that each has one heir."""
+    return list(range(rank, saved, size))
+
+
+def inherited(states: Sequence[States], factor: float) -> States:
+    """``factor`` times the sum of the states of several ranks.
+
+    With size / saved for a factor, what is pending stays as it is: the mean over ranks of what waits.
+    """
+    found: States = {}
+    for state, arrays in (item for mine in states for item in mine.items()):
+        for name, a in arrays.items():
+            into = found.setdefault(state, {})
+            into[name] = into[name] + a if name in into else a
+    scaled = {state: {name: (a * factor).astype(a.dtype) for name, a in into.items()} for state, into in found.items()}
+    return scaled if factor != 1 else found
+
+
+def mean(count: int, read: Callable[[int], Tree]) -> Tree:
+    """The mean of what ranks have that were not kept equal, leaf by leaf; what is no float array is the first's."""
+    total = read(0)
+    for rank in range(1, count):
+        total = _zipped(total, read(rank), lambda a, b: np.asarray(a + b.astype(np.float64)))
+    first = read(0)
+    return _zipped(first, total, lambda a, b: (b / count).astype(a.dtype).reshape(a.shape))
+
+
+def _zipped(a: Tree, b: Tree, combine: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Tree:
+    """Combine the float arrays that stand at the same place in two trees; for all else, a."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return {key: _zipped(value, b[key], combine) if key in b else value for key, value in a.items()}
+    floats = all(isinstance(x, np.ndarray) and x.dtype.kind in "fV" for x in (a, b))
+    return combine(a, b) if floats and a.shape == b.shape else a

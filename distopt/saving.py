@@ -1,0 +1,305 @@
+"""Checkpoints: a run that is killed at any instant goes on from the last one, to the same bits."""
+
+import contextlib
+import json
+import signal
+import sys
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distopt import device, job, signals
+from distopt.checkpoint import CheckpointError, Pending, file, folder, ranks
+from distopt.device import is_array
+from distopt.guard import agreed, fingerprint, whole
+from distopt.uneven import Uneven
+
+WINDOW = "window"  # of gradients, which are sums over ranks if each batch was exchanged
+
+
+class Saving(Uneven):
+    """What outlives the process."""
+
+    _last_wish: tuple[str | Path, list[Any] | None, Any, int] | None = None  # what to save when a signal comes
+
+    def save(self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2) -> Path:
+        """Save everything that changes between steps in a new checkpoint in the folder ``path``; collective.
+
+        The optimizer's state, counters and schedules by parameter name, each rank's residuals and accumulation window,
+        and the parameters if they are given (once; per rank if partial steps let them differ).  ``extra`` is this
+        rank's own: dicts, lists, numbers, texts and arrays, or a callable that returns them; a random generator's
+        state, an epoch.
+
+        A checkpoint is a folder of files in safetensors' layout, each with checksums, of which one is written per rank
+        and one for all.  It is one when its manifest appears, after all files have reached the disk; until then the
+        older ones are what ``load`` finds, of which the newest ``keep`` - 1 stay.  Hosts must share the folder.
+        Returns the checkpoint's folder.
+
+        Raises, on every rank alike, and leaves no new checkpoint: TypeError for what cannot be saved, ValueError for a
+        bare array as a parameter before the first step, RuntimeError with the OSError of a rank that cannot write.
+        """
+        self._check_open()
+        self._settle()
+        self._together("saving", self._prepared_folder, Path(path), keep)
+        names = self._together("saving", self._next_checkpoint, Path(path))
+        name, save = json.loads(names[0])
+        place: Path = Path(path) / name
+        about = self._about(save)
+        state = self.state_dict()
+        pending: list[Pending] = []
+        try:
+            self._together("writing", self._write, place, state, params, extra, about, pending)
+            self._together("renaming", _commit, pending)
+            self._together("completing", self._conclude, place, about, keep)
+        except BaseException:
+            for p in pending:
+                with contextlib.suppress(OSError):
+                    p.discard()
+            if self._wire.rank == 0:
+                folder.discard(place)
+            raise
+        return place
+
+    def _prepared_folder(self, path: Path, keep: int) -> str:
+        whole("keep", keep, least=1)
+        path.mkdir(parents=True, exist_ok=True)
+        return ""
+
+    def _next_checkpoint(self, path: Path) -> str:
+        """Rank 0 says what the checkpoint is called, and what only its files have in common."""
+        if self._wire.rank:
+            return ""
+        name = folder.next_name(path, self.step_counter)
+        (path / name).mkdir(mode=0o700)
+        return json.dumps([name, uuid.uuid4().hex])
+
+    def _about(self, save: str) -> dict[str, Any]:
+        """What tells this checkpoint from others, and what a reader wants to know first."""
+        return {
+            "save": save,
+            "world_size": self._wire.size,
+            "step": self.step_counter,
+            "options": [*self._options, f"threshold={self.threshold}"],
+            "optimizer": repr(self._optimizer.opt),
+            "ranks_differ": self._partial > 0,
+            "window_of_sums": not self._window.sync_on_apply,
+        }
+
+    def _write(
+        self,
+        place: Path,
+        state: dict[str, Any],
+        params: Iterable[Any] | None,
+        extra: Any,
+        about: dict[str, Any],
+        pending: list[Pending],
+    ) -> None:
+        """This rank's files, not yet under their names."""
+        mine = {"states": state.pop("states"), "extra": extra() if callable(extra) else extra}
+        values = None if params is None else self._named(params)
+        model = {
+            "optimizer": state.pop("optimizer"),
+            "parameters": values and {n: device.host_copy(v) for n, v in values.items()},
+        }
+        ours = dict(state)
+        if about["ranks_differ"]:
+            mine |= model
+        else:
+            ours |= model
+        rank = self._wire.rank
+        pending.append(file.prepare(folder.file_of(place, rank), mine, about | {"rank": rank}))
+        if rank == 0:
+            pending.append(file.prepare(folder.file_of(place, None), ours, about))
+
+    def _conclude(self, place: Path, about: dict[str, Any], keep: int) -> None:
+        if self._wire.rank == 0:
+            folder.complete(place, about)
+            folder.keep(place.parent, keep)
+
+    # ------------------------------------------------------------------------------------------------- stop
+
+    def save_when_stopped(
+        self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2
+    ) -> None:
+        """From now on SIGTERM or Ctrl-C on any rank ends all, after the same step, with a checkpoint; collective.
+
+        The arguments are those of ``save``; ``extra`` is best a callable, which is called then.  The ranks' next vote
+        makes the signal known, the step is finished, and SystemExit with 128 + the signal's number is raised behind it.
+        A second signal does at once what the first one would have done.
+
+        ``distopt run`` passes signals on to the ranks, and so does MPICH's mpiexec.  Open MPI's mpirun kills its ranks
+        half a second later, and only what was saved before is left.
+
+        Raises ValueError, on every rank alike, where one is not the main thread of its process.
+        """
+        self._check_open()
+        self._together("listening for signals, to save", signals.listen)
+        job.mark(self._wire.rank, job.STOPS)
+        self._last_wish = path, None if params is None else list(params), extra, keep
+
+    def _ended(self, applied: bool) -> None:
+        super()._ended(applied)
+        number, wish = self._wire.control.stop, self._last_wish
+        if number and wish is not None:
+            self._last_wish = None
+            place = self.save(*wish)
+            self._note(f"ended by {signal.Signals(number).name} after step {self.step_counter}; saved {place}")
+            raise SystemExit(128 + number)
+
+    # ------------------------------------------------------------------------------------------------- load
+
+    def load(self, path: str | Path, params: Iterable[Any] | None = None) -> Any:
+        """Go on from the newest good checkpoint in the folder ``path``; collective.
+
+        Writes the saved parameters, by name, into ``params`` (those that this DistOpt knows already, if there are any,
+        need not be given), and returns this rank's ``extra``, {} if there was none; None, and nothing is changed, if
+        there is no checkpoint.  A checkpoint that a rank cannot read is passed over, on all ranks, with a warning.
+
+        Other ranks than N may go on, with M of them: the pending mean over ranks stays, each rank's residual and window
+        being the sum of those of every M-th saved rank, times M / N; what partial steps let differ is averaged; extra
+        is that of a rank modulo N.
+
+        Raises, on every rank alike, CheckpointError if there are checkpoints and none is good, and ValueError, before
+        anything changes, for one of other parameters, or of parameters that were not given.
+        """
+        self._check_open()
+        self._learn()
+        given = Path(path)
+        found = json.loads(self._together("loading", self._checkpoints, given)[0])
+        for name in found:
+            shards: list[Any] = []
+            bad = self._together(f"loading {name}", self._read, given / name, shards)
+            if not any(map(json.loads, bad)):
+                return self._go_on(params, *shards[0])
+            self._warn(f"passed over the checkpoint {given / name}: {_first(bad)}")
+        if found:
+            raise agreed(CheckpointError(given, "checkpoints", "none is good"), self._wire.rank == 0)
+        return None
+
+    def _checkpoints(self, path: Path) -> str:
+        return json.dumps(folder.names(path) if self._wire.rank == 0 else [])
+
+    def _read(self, place: Path, into: list[Any]) -> str:
+        """All that this rank needs of a checkpoint; what is wrong with it, in JSON."""
+        try:
+            into.append(self._assembled(place))
+        except (CheckpointError, OSError) as error:
+            return json.dumps(str(error))
+        except (KeyError, TypeError, AttributeError) as error:
+            return json.dumps(f"{place}: has another structure: {type(error).__name__}: {error}")
+        return json.dumps("")
+
+    def _assembled(self, place: Path) -> tuple[dict[str, Any], dict[str, Any], Any]:
+        """A state for ``load_state_dict``, parameters by name, and extra."""
+        about = folder.manifest(place)
+        saved, rank, size = about["world_size"], self._wire.rank, self._wire.size
+
+        def read(number: int | None) -> Any:
+            tree, said = file.read(folder.file_of(place, number))
+            if said.get("save") != about["save"]:
+                raise CheckpointError(folder.file_of(place, number), "save", "belongs to another checkpoint")
+            return tree
+
+        ours, mine = read(None), read(rank % saved)
+        if about["ranks_differ"]:
+            ours |= (
+                {k: mine[k] for k in ("optimizer", "parameters")}
+                if saved == size
+                else ranks.mean(saved, lambda r: {k: v for k, v in read(r).items() if k in ("optimizer", "parameters")})
+            )
+        parameters = ours.pop("parameters")
+        if saved == size:
+            states = mine["states"]
+        else:
+            states = ranks.inherited([read(r)["states"] for r in ranks.heirs(rank, size, saved)], size / saved)
+            if about["window_of_sums"] and WINDOW in mine["states"]:
+                states[WINDOW] = ranks.inherited([{WINDOW: mine["states"][WINDOW]}], size / saved)[WINDOW]
+            self._note(f"{place}: {saved} ranks saved it, {size} go on; the pending mean stays as it was")
+        return ours | {"states": states}, parameters, mine["extra"]
+
+    def _go_on(self, params: Iterable[Any] | None, state: dict[str, Any], parameters: Any, extra: Any) -> Any:
+        """Apply what was read, once all ranks find that they can."""
+        values: dict[str, np.ndarray] = {}
+
+        def check() -> str:
+            values.update(self._matching(params, parameters))
+            self._checked_state(state)
+            return ""
+
+        def apply() -> str:
+            for name, value in values.items():
+                device.copy(value, parameters[name])
+            self.load_state_dict(state)
+            return ""
+
+        self._together("loading", check)
+        self._together("going on", apply)
+        return {} if extra is None else extra
+
+    def _matching(self, params: Iterable[Any] | None, saved: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+        """The arrays that saved parameters go to; ValueError if they are others."""
+        if saved is None:
+            if params is not None:
+                raise ValueError("params are given, but the checkpoint was saved without parameters")
+            return {}
+        if params is None:
+            values = {name: known.value for name, known in self._collector.order.items()}
+            if not values:
+                raise ValueError("the checkpoint has parameters: load(path, params) needs the model's")
+        else:
+            values = self._named(params)
+        for name in saved.keys() | values.keys():
+            a, b = (f"{x[name].shape} {x[name].dtype}" if name in x else "nothing" for x in (saved, values))
+            if a != b:
+                raise ValueError(f"{name}: the checkpoint has {a}, the model has {b}")
+        return values
+
+    def _named(self, params: Iterable[Any]) -> dict[str, np.ndarray]:
+        """Arrays by parameter name; ValueError for two of one name, or a bare array that has none yet."""
+        values: dict[str, np.ndarray] = {}
+        for param in params:
+            if is_array(param) and not self._collector.order:
+                raise ValueError("a bare array has no name before the first step: use distopt.Parameter")
+            name, value = self._collector.identify(param)
+            if name in values:
+                raise ValueError(f"{name}: given twice")
+            values[name] = value
+        return values
+
+    # ------------------------------------------------------------------------------------------------- together
+
+    def _together(self, what: str, do: Callable[..., Any], *arguments: Any) -> list[str]:
+        """Call ``do`` on every rank: what it returned on each, if that is a text, if none has an error.
+
+        An error on one of them is raised by all.
+        """
+        report, error = "", None
+        try:
+            found = do(*arguments)
+            report = found if isinstance(found, str) else ""
+        except Exception as e:
+            error = e
+        line = f"{what} a checkpoint, DistOpt {self._number}, step {self.step_counter}"
+        control = self._wire.control
+        return control.vote(line, fingerprint([line]), lambda: [line], error, report) or [""] * self._wire.size
+
+    def _warn(self, text: str) -> None:
+        if self._wire.rank == 0:
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _note(self, text: str) -> None:
+        if self._wire.rank == 0:
+            print(f"distopt: {text}", file=sys.stderr, flush=True)
+
+
+def _first(reports: Sequence[str]) -> str:
+    return next(f"rank {r}: {text}" for r, text in enumerate(map(json.loads, reports)) if text)
+
+
+def _commit(pending: Sequence[Pending]) -> None:
+    for file_ in pending:
+        file_.commit()
