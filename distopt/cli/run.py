@@ -2,11 +2,13 @@
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,16 +70,25 @@ class Job:
     def supervise(self, timeout: float | None) -> tuple[int, bool]:
         """Wait for the end; the exit code, and is it the last word, as after a success, a signal or a time limit?"""
         before = {s: signal.signal(s, lambda number, _: self._ask(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            code = self._judge(self._process.wait(timeout))
-        except subprocess.TimeoutExpired:
-            _say(f"not done after {timeout:g} s; ending the job")
-            end(self._process)
-            return TIMED_OUT, True
+            while not self._ended(0.2):
+                if time.monotonic() > deadline:
+                    _say(f"not done after {timeout:g} s; ending the job")
+                    end(self._process)
+                    return TIMED_OUT, True
+                if self._asked > 1:  # in a signal's handler nobody must wait for a process
+                    end(self._process)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+        code = self._judge(self._process.returncode)
         return code, code == 0 or self._asked > 0
+
+    def _ended(self, patience: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        return self._process.returncode is not None
 
     def _judge(self, code: int) -> int:
         """The exit code; a rank that was gone without a word is named, and is no success."""
@@ -99,8 +110,8 @@ class Job:
         self._asked += 1
         ranks = job.entered(self._folder)
         if self._asked > 1:
-            end(self._process)
-        elif ranks and all(job.STOPS in rank.marks for rank in ranks):
+            return
+        if ranks and all(job.STOPS in rank.marks for rank in ranks):
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.pid, number)
