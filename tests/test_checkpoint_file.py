@@ -686,7 +686,7 @@ def test_inspect_a_folder(small, capsys):
         path.parent.mkdir(exist_ok=True)
         checkpoint.write(path, {}, {"step": number})
         os.utime(path, (number, number))
-    (small.parent / "manifest.json").write_text("{}")
+    (small.parent / "notes.json").write_text("{}")
     (small.parent / "x.tmp.1").write_text("half")
     assert main(["inspect", str(small.parent)]) == 0
     names = [line.split(":")[0].rpartition("/")[2] for line in capsys.readouterr().out.splitlines()]

@@ -784,6 +784,23 @@ def test_states_go_between_host_and_device():
         assert laws.digest(moved) == laws.digest(expected)
 
 
+@pytest.mark.parametrize("mode", ["dense", "topk", "threshold", "partial"])
+def test_a_checkpoint_goes_between_host_and_device(mode, tmp_path):
+    def run(comm, path, start, steps):
+        params = laws.there(comm, laws.parameters(rank=comm.rank))
+        opt = DistOpt(laws.OPTIMIZERS["adam"](), comm, threshold=60, deterministic=True)
+        opt.load(path, params)
+        assert opt.step_counter == start
+        laws.train(comm, steps=steps, start=start, params=params, opt=opt, mode=mode)
+        opt.save(path, params)
+        return laws.digest(params)
+
+    whole = run_ranks(2, lambda comm: run(comm, tmp_path / "whole", 0, 6))
+    on_gpus(2, lambda comm: run(comm, tmp_path / "parts", 0, 2))
+    run_ranks(2, lambda comm: run(comm, tmp_path / "parts", 2, 2))
+    assert on_gpus(2, lambda comm: run(comm, tmp_path / "parts", 4, 2)) == whole
+
+
 def test_the_verbs():
     def main(comm):
         opt = DistOpt(SGD(), comm, buffSize=5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import laws
-from distopt import DistOpt, Parameter, run_ranks
+from distopt import DistOpt, Parameter, cli, run_ranks
 from distopt.checkpoint import CheckpointError, file
 from distopt.comm import LocalCommunicator
 from distopt.optim import SGD
@@ -333,6 +333,19 @@ def test_the_newest_stay(tmp_path):
     manifest = json.loads((tmp_path / "000006-step-1" / "manifest.json").read_text())
     assert (manifest["world_size"], manifest["step"]) == (2, 1)
     assert {p.name for p in (tmp_path / "000006-step-1").iterdir()} == {"all", "rank-0", "rank-1", "manifest.json"}
+
+
+def test_inspect_shows_the_checkpoints_of_a_folder(tmp_path, capsys):
+    run_ranks(2, lambda comm: saved(comm, tmp_path, steps=1))
+    run_ranks(3, lambda comm: saved(comm, tmp_path, steps=2))
+    assert cli.main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{tmp_path}/000002-step-2: complete, of 3 ranks after step 2"
+    assert lines[5] == f"{tmp_path}/000001-step-1: complete, of 2 ranks after step 1"
+    assert len(lines) == 9
+    (tmp_path / "000001-step-1" / "manifest.json").write_text("{")
+    assert cli.main(["inspect", str(tmp_path)]) == 1
+    assert "manifest: cannot be read" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------- bad input

@@ -3,12 +3,12 @@
 import argparse
 import reprlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from distopt import checkpoint
-from distopt.checkpoint import CheckpointError, Header, Tensor
+from distopt.checkpoint import CheckpointError, Header, Tensor, folder
 from distopt.checkpoint.error import printable
 from distopt.checkpoint.pending import TEMPORARY
 from distopt.checkpoint.tree import below
@@ -32,17 +32,37 @@ def main(given: argparse.Namespace) -> int:
         return 1
 
 
-def show_folder(folder: Path) -> int:
-    """One line per file, the newest first, by what their headers say."""
-    files = [f for f in folder.rglob("*") if f.is_file() and f.suffix != ".json" and not TEMPORARY.fullmatch(f.name)]
+def show_folder(given: Path) -> int:
+    """Its checkpoints, the newest first, or the one that it is; and a line per file, by what their headers say."""
+    places = [given / name for name in folder.names(given)] or [given]
+    return max(map(show_checkpoint, places))
+
+
+def show_checkpoint(place: Path) -> int:
+    """Is it complete, and what do its files say?"""
+    files = [f for f in place.rglob("*") if f.is_file() and f.suffix != ".json" and not TEMPORARY.fullmatch(f.name)]
     wrong = 0
+    if (place / folder.MANIFEST).exists():
+        wrong = attempt(lambda: complete(place))
     for file in sorted(files, key=lambda f: f.stat().st_mtime_ns, reverse=True):
-        try:
-            print(summary(file, checkpoint.header(file)))
-        except (CheckpointError, OSError) as error:
-            print(error)
-            wrong = 1
+        wrong |= attempt(lambda file=file: summary(file, checkpoint.header(file)))  # type: ignore[misc]
     return wrong
+
+
+def complete(place: Path) -> str:
+    """A checkpoint in one line; CheckpointError if its manifest is damaged."""
+    said = folder.manifest(place)
+    return f"{printable(str(place))}: complete, of {said['world_size']} ranks after step {said['step']}"
+
+
+def attempt(describe: Callable[[], str]) -> int:
+    """Print a description, or why there is none; 1 then."""
+    try:
+        print(describe())
+    except (CheckpointError, OSError) as error:
+        print(error)
+        return 1
+    return 0
 
 
 def show_file(path: Path) -> int:
