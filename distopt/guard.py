@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from distopt import job, signals
+from distopt.version import __version__
 
 # The entries of a vote, an int64 vector of which each rank gets the maximum over ranks.
 FINGERPRINT, MINUS_FINGERPRINT, ERROR, REPORT, LEAVING, STAYING, STOP, JOINED = range(8)
@@ -54,6 +55,7 @@ class Control(abc.ABC):
     stop = 0  # the signal by which a rank was asked to end, as of the last vote
     live = 0  # ranks that had not joined, as of the last vote
     _gone: PeerLeft | None = None
+    _process = 0  # that votes
 
     @abc.abstractmethod
     def maximum(self, votes: np.ndarray) -> None:
@@ -89,6 +91,10 @@ class Control(abc.ABC):
         """
         if self._gone:
             raise self._gone
+        if self._process != os.getpid():
+            if self._process:
+                raise RuntimeError(f"this process is a child of rank {self.rank}, which alone can come to {name}")
+            self._process = os.getpid()
         self.progress, encoded = name, _encode(error)
         job.note(name)
         votes = np.array([mark, -mark, error is not None, bool(report), False, True, signals.asked, joined], np.int64)
@@ -104,6 +110,11 @@ class Control(abc.ABC):
         self.stop = int(votes[STOP])
         self.live = self.gather("joined" * joined).count("") if votes[JOINED] else self.size
         return self.gather(report) if votes[REPORT] else []
+
+    def meet(self) -> None:
+        """The first vote: ValueError on every rank if they differ in what must be the same for all."""
+        lines = [f"distopt {__version__}", f"{sys.byteorder}-endian numbers"]
+        self.vote("the start", fingerprint(lines), lambda: lines)
 
     @property
     def broken(self) -> bool:

@@ -89,5 +89,5 @@ def main():
 
 if __name__ == "__main__":
     sys.path.insert(0, str(TESTS))
-    sys.path += [str(TESTS / "gpu"), str(TESTS.parent)]  # benchmarks/
+    sys.path += [str(TESTS / "gpu"), str(TESTS / "faults"), str(TESTS.parent)]  # benchmarks/
     main()

@@ -170,6 +170,7 @@ def join(comm: "MPI.Comm") -> Membership:
     if comm.size > 1:
         _controls.append(control)
         _join(MPI.COMM_WORLD.Abort, MPI.COMM_WORLD.rank)
+    control.meet()
     return Membership(control, local_rank, spans_hosts)
 
 

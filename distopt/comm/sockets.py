@@ -51,6 +51,7 @@ class SocketControl(Control):
         self._came: dict[int, deque[bytes]] = {other: deque() for other in self._lines}  # and was not asked for yet
         _controls.append(self)
         _say_farewell()
+        self.meet()
 
     def _call(self, name: str, key: bytes, patience: float, deadline: float) -> Connection:
         """Connect to rank 0, when it is there, and hear that all others are."""
