@@ -14,10 +14,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
+
+from distopt.watch import flight, recorder, silent
 
 # The entries of a vote, an int64 vector of which each rank gets the maximum over ranks.
 FINGERPRINT, MINUS_FINGERPRINT, ERROR, REPORT, LEAVING, STAYING = range(6)
@@ -26,6 +29,7 @@ LEAVE = (0, 0, False, False, True, False)  # what a rank whose script has ended 
 RAISED = (ValueError, TypeError, FloatingPointError, MemoryError, RuntimeError)  # on every rank, if one has it
 
 Describe = Callable[[], list[str]]
+Waits = Callable[..., AbstractContextManager[None]]  # distopt.watch.Log
 E = TypeVar("E", bound=Exception)
 
 
@@ -48,7 +52,9 @@ class Control(abc.ABC):
     rank: int
     size: int
     progress = "the start"  # what this rank voted for last
+    part = ""  # of it
     optimizers = 0  # DistOpts that have voted here
+    waits: Waits = staticmethod(silent)  # records what this rank alone waits for
     _gone: PeerLeft | None = None
 
     @abc.abstractmethod
@@ -59,6 +65,10 @@ class Control(abc.ABC):
     def gather(self, text: str) -> list[str]:
         """One text per rank, in rank order."""
 
+    def log(self, name: str) -> Waits:
+        """What records operations that all ranks have alike.  Called where all of them are; by default nobody looks."""
+        return silent
+
     def check(self) -> None:  # noqa: B027  most learn it from the next vote, or are ended
         """Raise PeerLeft if another rank is known to have ended."""
 
@@ -66,19 +76,26 @@ class Control(abc.ABC):
         """Give back what it holds."""
 
     def vote(
-        self, name: str, mark: int, describe: Describe, error: Exception | None = None, report: str = ""
+        self,
+        name: str,
+        mark: int,
+        describe: Describe,
+        error: Exception | None = None,
+        report: str = "",
+        part: str = "",
     ) -> list[str]:
         """Agree that every rank is about to do the same thing, and that no rank has an error.
 
         ``mark`` is the fingerprint of what this rank is about to do, and ``describe`` lists it in lines when ranks
-        differ; ``name`` says it in a word.  Returns the ranks' reports, one text per rank, or [] if none has any.
+        differ; ``name`` says it in a word, and ``part`` what of it, if it has several votes.  Returns the ranks'
+        reports, one text per rank, or [] if none has any.
 
         Raises on every rank alike: the error of the lowest rank that has one; ValueError naming the first line that
         differs; PeerLeft if a rank has ended.
         """
         if self._gone:
             raise self._gone
-        self.progress, encoded = name, _encode(error)
+        self.progress, self.part, encoded = name, part, _encode(error)
         votes = np.array([mark, -mark, error is not None, bool(report), False, True], np.int64)
         self.maximum(votes)
         if votes[LEAVING]:
@@ -188,6 +205,7 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
     """From now on an exception that nobody catches, in any thread, ends the whole job: peers must not wait for ever."""
 
     def end(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        flight.write_if_wanted(recorder, rank, f"{kind.__name__}: {error}")
         speaks, patience = getattr(error, "agreed", (True, 0.0))
         if speaks:
             _say(f"rank {rank}: " + "".join(traceback.format_exception(kind, error, _without_runner(trace))))

@@ -202,6 +202,7 @@ class Memory(Verbs):
                 lambda: [*self._lines, name + part, f"DistOpt {self._number}", repr(self._optimizer)],
                 error,
                 report,
+                part,
             )
         except Exception:
             self._forget_what_was_refused()

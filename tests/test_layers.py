@@ -8,7 +8,7 @@ import distopt
 from distopt.texts import NATIVE
 
 ROWS = [  # from the ground up
-    "texts device",
+    "texts device watch",
     "tables",
     "kernels cost guard",
     "buckets compress optim comm gradients",

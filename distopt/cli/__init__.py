@@ -1,16 +1,16 @@
-"""The command line: ``distopt run`` and ``distopt doctor``; one file per command."""
+"""The command line: ``distopt run``, ``distopt doctor`` and ``distopt trace``; one file per command."""
 
 import argparse
 from collections.abc import Sequence
 
-from distopt.cli import doctor, run
+from distopt.cli import doctor, run, trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = argparse.ArgumentParser(prog="distopt", description="N processes train one model.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (run, doctor):
+    for command in (run, doctor, trace):
         command.add_to(commands)
     given = parser.parse_args(argv)
     return int(given.main(given))
