@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from distopt import job, signals
 from distopt.version import __version__
+from distopt.watch import flight, recorder, silent
 
 # The entries of a vote, an int64 vector of which each rank gets the maximum over ranks.
 FINGERPRINT, MINUS_FINGERPRINT, ERROR, REPORT, LEAVING, STAYING, STOP, JOINED = range(8)
@@ -29,6 +31,7 @@ LEAVE = (0, 0, False, False, True, False, 0, False)  # what a rank whose script 
 RAISED = (ValueError, TypeError, FloatingPointError, MemoryError, RuntimeError)  # on every rank, if one has it
 
 Describe = Callable[[], list[str]]
+Waits = Callable[..., AbstractContextManager[None]]  # distopt.watch.Log
 E = TypeVar("E", bound=Exception)
 
 
@@ -51,9 +54,11 @@ class Control(abc.ABC):
     rank: int
     size: int
     progress = "the start"  # what this rank voted for last
+    part = ""  # of it
     optimizers = 0  # DistOpts that have voted here
     stop = 0  # the signal by which a rank was asked to end, as of the last vote
     live = 0  # ranks that had not joined, as of the last vote
+    waits: Waits = staticmethod(silent)  # records what this rank alone waits for
     _gone: PeerLeft | None = None
     _process = 0  # that votes
 
@@ -64,6 +69,10 @@ class Control(abc.ABC):
     @abc.abstractmethod
     def gather(self, text: str) -> list[str]:
         """One text per rank, in rank order."""
+
+    def log(self, name: str) -> Waits:
+        """What records operations that all ranks have alike.  Called where all of them are; by default nobody looks."""
+        return silent
 
     def check(self) -> None:  # noqa: B027  most learn it from the next vote, or are ended
         """Raise PeerLeft if another rank is known to have ended."""
@@ -78,13 +87,14 @@ class Control(abc.ABC):
         describe: Describe,
         error: Exception | None = None,
         report: str = "",
+        part: str = "",
         joined: bool = False,
     ) -> list[str]:
         """Agree that every rank is about to do the same thing, and that no rank has an error.
 
         ``mark`` is the fingerprint of what this rank is about to do, and ``describe`` lists it in lines when ranks
-        differ; ``name`` says it in a word.  ``joined``: this rank only keeps the others company.  Returns the ranks'
-        reports, one text per rank, or [] if none has any.
+        differ; ``name`` says it in a word, and ``part`` what of it, if it has several votes.  ``joined``: this rank
+        only keeps the others company.  Returns the ranks' reports, one text per rank, or [] if none has any.
 
         Raises on every rank alike: the error of the lowest rank that has one; ValueError naming the first line that
         differs; PeerLeft if a rank has ended.
@@ -95,7 +105,7 @@ class Control(abc.ABC):
             if self._process:
                 raise RuntimeError(f"this process is a child of rank {self.rank}, which alone can come to {name}")
             self._process = os.getpid()
-        self.progress, encoded = name, _encode(error)
+        self.progress, self.part, encoded = name, part, _encode(error)
         job.note(name)
         votes = np.array([mark, -mark, error is not None, bool(report), False, True, signals.asked, joined], np.int64)
         self.maximum(votes)
@@ -214,6 +224,7 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
 
     def end(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         job.mark(rank, job.SPOKEN)
+        flight.write_if_wanted(recorder, rank, f"{kind.__name__}: {error}")
         speaks, patience = getattr(error, "agreed", (True, 0.0))
         if speaks:
             _say(f"rank {rank}: " + "".join(traceback.format_exception(kind, error, _without_runner(trace))))

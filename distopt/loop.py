@@ -13,6 +13,7 @@ from distopt.exchange import Overlap, Rooms, add_shares, choose, refuse_divergen
 from distopt.exchange.shares import describe, nonfinite
 from distopt.guard import by_rank, whole
 from distopt.memory import Memory
+from distopt.watch import recorder
 
 Make = Callable[[], Compressor]
 One = Callable[[Buffer, np.ndarray], Sum]  # bucket's exchange
@@ -273,7 +274,8 @@ class Loop(Memory):
             room, found = (rooms[number], rooms.found(number)) if rooms else (None, None)
             here = (buffer.bucket, buffer.scratch, buffer.constant)
             at = At(self.step_counter, wire.rank, wire.size, *here, self._refusal.number, room, found)
-            algorithm(x, compressor, wire, buffer.state, at)
+            with wire.on_behalf_of(f"bucket {number}"):
+                algorithm(x, compressor, wire, buffer.state, at)
             return in_one_piece(x)
 
         return exchange
@@ -375,4 +377,5 @@ class Loop(Memory):
 
     def _finish(self) -> None:
         self.step_counter += 1
+        recorder.first = False
         self._optimizer.step()

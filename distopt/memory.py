@@ -215,6 +215,7 @@ class Memory(Verbs):
                 lambda: [*self._lines, name + part, f"DistOpt {self._number}", repr(self._optimizer)],
                 error,
                 report,
+                part,
                 self._joined,
             )
         except Exception:

@@ -8,7 +8,7 @@ import distopt
 from distopt.texts import NATIVE
 
 ROWS = [  # from the ground up
-    "texts device version job signals",
+    "texts device version job signals watch",
     "tables",
     "kernels cost guard checkpoint",
     "buckets compress optim comm gradients",

@@ -4,7 +4,7 @@ import abc
 import contextlib
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -44,6 +44,17 @@ class Communicator(abc.ABC):
     spans_hosts = False  # do ranks sit on several machines?
     may_overlap = True  # may a thread exchange while another one computes?
     _beside: "Communicator | None" = None
+    _purpose = ""  # of what goes over the wire, for those who ask why it takes so long
+
+    @contextlib.contextmanager
+    def on_behalf_of(self, purpose: str) -> Iterator[None]:
+        """What is exchanged in this context is part of something; the report of a time limit names it."""
+        bare = self.bare
+        bare._purpose = purpose
+        try:
+            yield
+        finally:
+            bare._purpose = ""
 
     @abc.abstractmethod
     def all_reduce(self, x: np.ndarray) -> None:

@@ -3,10 +3,13 @@
 import atexit
 import functools
 import io
+import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +26,7 @@ from distopt.comm.communicator import (
 )
 from distopt.comm.shared import SharedMemory, open_handle
 from distopt.guard import LEAVE, Control, abort_on_exception
+from distopt.watch import Log, Watchman, limits, recorder
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -87,16 +91,64 @@ def finish(requests: Sequence["MPI.Request"], waiter: Waiter) -> None:
     MPI.Request.Waitall(requests)
 
 
-class MpiControl(Control):
-    """Votes over an MPI communicator of their own."""
+class MpiMail:
+    """Texts between the watchmen of the ranks of a communicator, from point to point, which its collectives never see.
 
-    def __init__(self, comm: "MPI.Comm"):
-        self.rank, self.size, self._comm = comm.rank, comm.size, comm
+    Without MPI_THREAD_MULTIPLE there must be none.
+    """
+
+    def __init__(self, comm: "MPI.Comm", ranks: Sequence[int]):
+        self.rank, self.ranks = comm.rank, ranks
+        self._comm: MPI.Comm | None = comm
+        self._sent: list[MPI.Request] = []  # which hold what they send
+        self._lock = threading.Lock()
+
+    def send(self, to: int, text: str) -> None:
+        """To one of the ranks; waits for nothing."""
+        with self._lock:
+            if self._comm:
+                self._sent = [request for request in self._sent if not request.Test()]
+                self._sent.append(self._comm.Isend(np.frombuffer(text.encode(), np.uint8), to))
+
+    def receive(self) -> tuple[int, str] | None:
+        """A sender and what it sent, if something has come."""
+        status = _mpi().Status()
+        with self._lock:
+            if not self._comm or not self._comm.Iprobe(status=status):
+                return None
+            room = np.empty(status.count, np.uint8)
+            self._comm.Recv(room, status.source)
+        return status.source, room.tobytes().decode()
+
+    def close(self) -> None:
+        """The communicator is going to be freed."""
+        with self._lock:
+            self._comm = None
+
+
+class MpiControl(Control):
+    """Votes over an MPI communicator of their own, of which all ranks know that it is ``name``."""
+
+    def __init__(self, comm: "MPI.Comm", name: str):
+        self.rank, self.size, self._comm, self._name = comm.rank, comm.size, comm, name
         self.patience = 0.0
+        self.ranks = world_ranks(comm)
+        self.mail = MpiMail(comm, self.ranks) if _any_thread() else None
+        self._logs = 0
+        self._votes = self.log("votes")
+        own = self.ranks[self.rank]
+        self.waits = Log(recorder, f"waits of rank {own} ({name})", [own], self.mail)
+
+    def log(self, name: str) -> Log:
+        """What records operations that all ranks have alike."""
+        self._logs += 1
+        return Log(recorder, f"{name} ({self._name}, {self._logs})", self.ranks, self.mail)
 
     def maximum(self, votes: np.ndarray) -> None:
         """Replace an int64 vector by its elementwise maximum over ranks."""
-        finish([self.start(votes)], self)
+        recorder.step = self.progress
+        with self._votes("vote", 0, self.progress + self.part):
+            finish([self.start(votes)], self)
 
     def start(self, votes: np.ndarray) -> "MPI.Request":
         """A vote is non-blocking, so that a rank that leaves can take part in it without waiting for one in order."""
@@ -107,11 +159,20 @@ class MpiControl(Control):
         """Give the MPI communicator back; collective."""
         if self in _controls:
             _controls.remove(self)
-        self._comm.Free()
+        if self.mail:
+            self.mail.close()
+            if self.mail in _mails:
+                _mails.remove(self.mail)
+        with self._votes("closing"):
+            self._comm.Free()
 
     def gather(self, text: str) -> list[str]:
         """One text per rank, in rank order."""
         mine = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
+        with self._votes("gather"):
+            return self._gather(mine)
+
+    def _gather(self, mine: np.ndarray) -> list[str]:
         sizes = np.empty(self.size, np.int64)
         self._comm.Allgather(np.array([mine.size]), sizes)
         everyone = np.empty(int(sizes.sum()), np.uint8)
@@ -120,6 +181,29 @@ class MpiControl(Control):
 
 
 _controls: list[MpiControl] = []
+_mails: list[MpiMail] = []  # that the watchman reads
+_names = itertools.count()
+
+
+def _any_thread() -> bool:
+    """May any thread call MPI at any time?"""
+    return bool(_mpi().Query_thread() == _mpi().THREAD_MULTIPLE)
+
+
+def world_ranks(comm: "MPI.Comm") -> list[int]:
+    """The numbers of a communicator's ranks among all of the job."""
+    group, world = comm.Get_group(), _mpi().COMM_WORLD.Get_group()
+    found = [int(r) for r in group.Translate_ranks(group=world)]
+    group.Free()
+    world.Free()
+    return found
+
+
+def _agree_on_name(comm: "MPI.Comm") -> str:
+    """What all ranks of a communicator, and no others, call it."""
+    found = np.array([_mpi().COMM_WORLD.rank, next(_names)], np.int64)
+    comm.Bcast(found)
+    return f"rank {found[0]}'s {found[1]}"
 
 
 def _leave() -> None:
@@ -128,20 +212,31 @@ def _leave() -> None:
         return
     votes = {control: np.array(LEAVE, np.int64) for control in _controls if not control.broken}
     waiting = {control: control.start(vote) for control, vote in votes.items()}
-    while waiting:
-        for control in [c for c, request in waiting.items() if request.Test()]:
-            del waiting[control]
-            control.finish_leaving(votes[control])
-        time.sleep(0.001)
+    with _farewell():
+        while waiting:
+            for control in [c for c, request in waiting.items() if request.Test()]:
+                del waiting[control]
+                control.finish_leaving(votes[control])
+            time.sleep(0.001)
+
+
+def _farewell() -> AbstractContextManager[None]:
+    """Who has ended waits for the others as long as they need: they may train on, or evaluate."""
+    rank = _mpi().COMM_WORLD.rank
+    return Log(recorder, f"the end of rank {rank}", [rank], limited=False)("the end of the others")
 
 
 @functools.cache
 def _join(abort: Any, rank: int) -> None:
-    """Once per process: an exception ends the job, an exit is announced, and output leaves line by line."""
+    """Once per process: an exception ends the job, an exit is announced, time limits begin, output leaves by lines."""
     job.enter(rank)
     if os.environ.get("DISTOPT_RUN") and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     abort_on_exception(rank, abort)
+    allowed = limits()
+    if allowed:
+        watchman = Watchman(rank, recorder, allowed, abort if _any_thread() else None, _mails)
+        atexit.register(watchman.stop)  # after the farewell, before MPI's own end
     atexit.register(_leave)
     os.register_at_fork(after_in_child=_controls.clear)  # a child is no rank, and must not vote as one
 
@@ -163,12 +258,14 @@ def join(comm: "MPI.Comm") -> Membership:
     check_launcher(MPI.COMM_WORLD.size)
     if comm == MPI.COMM_NULL:
         raise ValueError("comm is MPI.COMM_NULL: this rank is in no group of the split")
-    control = MpiControl(comm.Dup())
+    control = MpiControl(comm.Dup(), _agree_on_name(comm))
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     local_rank, spans_hosts = node.rank, node.size < comm.size
     node.Free()
     if comm.size > 1:
         _controls.append(control)
+        if control.mail:
+            _mails.append(control.mail)
         _join(MPI.COMM_WORLD.Abort, MPI.COMM_WORLD.rank)
     control.meet()
     return Membership(control, local_rank, spans_hosts)
@@ -197,7 +294,8 @@ class MpiCommunicator(Communicator):
         self.local_rank, self.spans_hosts = membership.local_rank, membership.spans_hosts
         self._comm = comm.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
-        self.may_overlap = _mpi().Query_thread() == _mpi().THREAD_MULTIPLE
+        self.may_overlap = _any_thread()
+        self._log = self.control.log("data")
         self.patience = 0.0
         self.rank_ordered = self.size <= 2
         self._place = f"{brand()}{', ' + why if why else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
@@ -210,8 +308,9 @@ class MpiCommunicator(Communicator):
         if flat.dtype in HALVES:
             all_reduce_in_rank_order(self, flat)
             return
-        for start in range(0, flat.size, self.CHUNK):
-            self._all_reduce(flat[start : start + self.CHUNK])
+        with self._log("all_reduce", flat.nbytes, self._purpose):
+            for start in range(0, flat.size, self.CHUNK):
+                self._all_reduce(flat[start : start + self.CHUNK])
 
     def _all_reduce(self, x: np.ndarray) -> None:
         """Between hosts the non-blocking call, overlapped or not: in the other, some MPI adds in another order."""
@@ -223,27 +322,27 @@ class MpiCommunicator(Communicator):
     def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Every rank's x, flat, in rank order."""
         flat = checked(x, writable=False)
-        sizes = self._sizes(flat.size) if ragged else [flat.size] * self.size
-        return self._swap([flat] * self.size, sizes, None if into is None or ragged else cut(into, sizes))
+        with self._log("ragged all_gather" if ragged else "all_gather", flat.nbytes, self._purpose):
+            sizes = self._sizes(flat.size) if ragged else [flat.size] * self.size
+            return self._swap([flat] * self.size, sizes, None if into is None or ragged else cut(into, sizes))
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r; return the parts for this rank, in rank order."""
         flats = checked_parts(parts, self.size)
-        if not ragged:
-            return self._swap(flats, [flats[self.rank].size] * self.size)
-        sizes = np.empty(self.size, np.int64)
-        self._comm.Alltoall(np.array([x.size for x in flats], np.int64), sizes)
-        return self._swap(flats, sizes.tolist())
+        with self._log("ragged all_to_all" if ragged else "all_to_all", 0, self._purpose):
+            return self._swap(flats, self._lengths(flats) if ragged else [flats[self.rank].size] * self.size)
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         """Replace x, in place, by rank ``root``'s."""
         raw, root = checked(x).view(np.uint8), checked_root(root, self.size)
-        for start in range(0, raw.size, self.CHUNK):
-            self._comm.Bcast(raw[start : start + self.CHUNK], root)
+        with self._log("broadcast", raw.size, self._purpose):
+            for start in range(0, raw.size, self.CHUNK):
+                self._comm.Bcast(raw[start : start + self.CHUNK], root)
 
     def barrier(self) -> None:
         """Return when every rank has come."""
-        self._comm.Barrier()
+        with self._log("barrier"):
+            self._comm.Barrier()
 
     def be_patient(self, seconds: float) -> None:
         """Sleep so long between two looks at an exchange in progress."""
@@ -279,7 +378,14 @@ class MpiCommunicator(Communicator):
         if self._beside is not None:
             self._beside.close()
         self.control.close()
-        self._comm.Free()
+        with self._log("closing"):
+            self._comm.Free()
+
+    def _lengths(self, parts: Sequence[np.ndarray]) -> list[int]:
+        """Of the parts for this rank."""
+        sizes = np.empty(self.size, np.int64)
+        self._comm.Alltoall(np.array([x.size for x in parts], np.int64), sizes)
+        return [int(s) for s in sizes]
 
     def _sizes(self, n: int) -> list[int]:
         sizes = np.empty(self.size, np.int64)

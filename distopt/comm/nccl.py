@@ -65,6 +65,7 @@ class NcclCommunicator(Communicator):
         self._kinds, self._sum = _kinds(), binding().NCCL_SUM
         self._comm: Any = self._meet(self._agree_on_id(unique_id))
         self._stream, self._order = device.new_stream(), device.Order()
+        self._log = control.log("NCCL")
         self._kept: list[np.ndarray] = []  # what the own stream may still use
         _alive.append(self)
         _helper()
@@ -274,11 +275,12 @@ class NcclCommunicator(Communicator):
         self._kept += arrays
         nccl = binding()
         try:
-            nccl.groupStart()
-            try:
-                yield self._stream.ptr
-            finally:  # an open group would swallow all later calls of this thread
-                nccl.groupEnd()
+            with self._log(verb, arrays[0].nbytes, self._purpose):  # NCCL may wait for others before it enqueues
+                nccl.groupStart()
+                try:
+                    yield self._stream.ptr
+                finally:  # an open group would swallow all later calls of this thread
+                    nccl.groupEnd()
         except Exception as error:
             raise self._failed(f"{self._verb}: {type(error).__name__}: {error}") from error
         except BaseException:  # a part was enqueued, and others may wait for the rest
@@ -381,10 +383,11 @@ class NcclCommunicator(Communicator):
 
     def _close_wire(self) -> None:
         if self._comm is not None:
-            device.finish(self._stream, self.check)
-            comm, self._comm = self._comm, None
-            self._forget()
-            comm.destroy()
+            with self._log("closing"):
+                device.finish(self._stream, self.check)
+                comm, self._comm = self._comm, None
+                self._forget()
+                comm.destroy()
 
     def end(self, deadline: float = 10.0) -> None:
         """At exit: let the other ranks have what they still wait for from this one, but not at any price."""

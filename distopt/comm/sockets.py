@@ -5,7 +5,9 @@ port and no file, and what is sent are plain bytes: nothing that is received is 
 """
 
 import contextlib
+import functools
 import hashlib
+import itertools
 import json
 import multiprocessing.util
 import os
@@ -20,12 +22,16 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 import numpy as np
 
 from distopt.guard import Control, PeerLeft, agreed, whole
+from distopt.watch import Log, Watchman, limits, recorder
 
 MAXIMUM, GATHER, LEFT, CRASHED, WELCOME, REFUSED = b"M", b"G", b"L", b"C", b"W", b"R"  # what a message is
 
 
 class SocketControl(Control):
     """One of ``size`` processes of this machine that know the same ``secret``, which only they should know.
+
+    A rank that waits for longer than the time limit says where it is itself and ends with exit code 75; it cannot ask
+    the others.
 
     Waits until all have come.  Raises TypeError or ValueError for a rank or size that is none, and RuntimeError, on all
     ranks that are there, if one has not come within ``patience`` seconds or if they differ in what they were told.
@@ -49,8 +55,12 @@ class SocketControl(Control):
         else:
             self._lines[0] = self._call(name, key, patience, deadline)
         self._came: dict[int, deque[bytes]] = {other: deque() for other in self._lines}  # and was not asked for yet
+        self._votes = self.log("votes")
+        self.waits = Log(recorder, "this rank's waits", [self.rank])
         _controls.append(self)
         _say_farewell()
+        if self.size > 1:
+            _watch(self.rank)
         self.meet()
 
     def _call(self, name: str, key: bytes, patience: float, deadline: float) -> Connection:
@@ -82,6 +92,10 @@ class SocketControl(Control):
             "this machine and with the same id?"
         )
 
+    def log(self, name: str) -> Log:
+        """What records operations that all ranks have alike."""
+        return Log(recorder, f"{name} over sockets {next(_numbers)}", range(self.size))
+
     # ------------------------------------------------------------------------------------------- the two verbs
 
     def maximum(self, votes: np.ndarray) -> None:
@@ -97,6 +111,11 @@ class SocketControl(Control):
         """All ranks' messages go to rank 0, which combines them; every rank gets the result."""
         if self._gone:
             raise self._gone
+        recorder.step = self.progress
+        with self._votes("vote" if kind == MAXIMUM else "gather", 0, self.progress + self.part):
+            return self._exchange(kind, mine, combine)
+
+    def _exchange(self, kind: bytes, mine: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
         if len(self._lines) < (1 if self.rank else self.size - 1):
             raise RuntimeError(f"rank {self.rank} has closed its votes, and cannot come to {self.progress}")
         if self.rank:
@@ -241,6 +260,7 @@ def _gather(messages: list[bytes]) -> bytes:
 
 
 _controls: list[SocketControl] = []
+_numbers = itertools.count()
 _registered: list[int] = []  # the process that has
 
 
@@ -249,6 +269,14 @@ def _say_farewell() -> None:
     if _registered != [os.getpid()]:
         _registered[:] = [os.getpid()]
         multiprocessing.util.Finalize(None, _leave, exitpriority=1)
+
+
+@functools.cache
+def _watch(rank: int) -> None:
+    """From now on this process watches over its own waits; the others learn from its end."""
+    allowed = limits()
+    if allowed:
+        Watchman(rank, recorder, allowed, None)
 
 
 def _failing() -> BaseException | None:

@@ -100,4 +100,5 @@ class Refusal(Blind):
 
     def outcome(self) -> int:
         """The number, when it is there.  Raises RuntimeError if the communicator fails meanwhile."""
-        return int(self._readback.result(self._wire.check)[0])
+        with self._wire.control.waits("the GPU's outcome"):
+            return int(self._readback.result(self._wire.check)[0])

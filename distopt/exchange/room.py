@@ -48,7 +48,9 @@ class Rooms:
     def learn(self, spare: int = 2, count: bool = True) -> None:
         """Make room for ``spare`` times the counts that were sent last, if any were, and if they ``count``."""
         if self._readback.pending:
-            most = self._readback.result(self._wire.check).reshape(self._wire.size, -1).max(axis=0).tolist()
+            with self._wire.control.waits("the GPU's counts"):
+                counts = self._readback.result(self._wire.check)
+            most = counts.reshape(self._wire.size, -1).max(axis=0).tolist()
             if count:
                 self._rooms = [min(n, max(LEAST, spare * m)) for n, m in zip(self._sizes, most, strict=True)]
 

@@ -1,0 +1,39 @@
+"""``distopt trace``: the ranks' flight records, merged: the first operation at which they part."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from distopt.watch import flight
+from distopt.watch.merge import tell
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("trace", help="say where ranks parted, from flight records", description=__doc__)
+    parser.add_argument("paths", nargs="*", type=Path, metavar="FOLDER or FILE", help="default: where they are written")
+    parser.set_defaults(main=main)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Print the story; 1 if there are no records, or files that are none."""
+    try:
+        records = [flight.read(file) for path in given.paths or [flight.folder()] for file in _files(path)]
+        if len({r["rank"] for r in records}) < len(records):
+            raise ValueError("several records of one rank: give those of one job")
+    except (OSError, ValueError) as error:
+        print(f"distopt trace: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(tell(records)))
+    return 0
+
+
+def _files(path: Path) -> list[Path]:
+    """A file, or the records in a folder; ValueError if there are none."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("distopt-flight.*.json"))
+    if not found:
+        raise ValueError(f"there are no flight records in {path}")
+    return found
