@@ -223,7 +223,6 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
     """From now on an exception that nobody catches, in any thread, ends the whole job: peers must not wait for ever."""
 
     def end(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        job.mark(rank, job.SPOKEN)
         flight.write_if_wanted(recorder, rank, f"{kind.__name__}: {error}")
         speaks, patience = getattr(error, "agreed", (True, 0.0))
         if speaks:

@@ -151,7 +151,7 @@ def test_ranks_that_differ_on_the_first_step(other, text):
     ("options", "text"),
     [
         ({"threshold": 5}, "rank 0 has threshold=2097152, rank 1 has threshold=5"),
-        ({"num_batches": 2}, "num_batches=1, sync_on_apply=True, allow_missing=False, rank 1 has broadcast=True"),
+        ({"num_batches": 2}, "num_batches=1, sync_on_apply=True, allow_missing=False, check_every=0, rank 1 has"),
         ({"broadcast": False}, "broadcast=True, nonfinite='raise'"),
         ({"nonfinite": "skip"}, "nonfinite='raise'"),
         ({"allow_missing": True}, "allow_missing=False"),

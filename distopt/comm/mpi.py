@@ -232,10 +232,15 @@ def _join(abort: Any, rank: int) -> None:
     job.enter(rank)
     if os.environ.get("DISTOPT_RUN") and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    abort_on_exception(rank, abort)
+
+    def end(code: int) -> None:
+        job.mark(rank, job.SPOKEN)
+        abort(code)
+
+    abort_on_exception(rank, end)
     allowed = limits()
     if allowed:
-        watchman = Watchman(rank, recorder, allowed, abort if _any_thread() else None, _mails)
+        watchman = Watchman(rank, recorder, allowed, end if _any_thread() else None, _mails)
         atexit.register(watchman.stop)  # after the farewell, before MPI's own end
     atexit.register(_leave)
     os.register_at_fork(after_in_child=_controls.clear)  # a child is no rank, and must not vote as one
