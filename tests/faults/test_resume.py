@@ -20,6 +20,7 @@ from launch import distopt_run, finish, needs_mpi
 pytestmark = needs_mpi
 TRAINING = Path(__file__).parent / "training.py"
 KILLS = int(os.environ.get("DISTOPT_KILLS", 3))
+STEPS = 100 * KILLS  # more than there can be between two of them
 
 
 def digests(output):
@@ -27,7 +28,7 @@ def digests(output):
 
 
 def unbroken(tmp_path, *arguments):
-    code, output = distopt_run(2, TRAINING, tmp_path / "unbroken", *arguments)
+    code, output = distopt_run(2, TRAINING, tmp_path / "unbroken", *arguments, timeout=20 * KILLS)
     assert code == 0, output
     return sorted(digests(output))
 
@@ -159,15 +160,15 @@ def ranks_of(job):
 @pytest.mark.parametrize("mode", ["topk", "partial"])
 def test_ranks_that_are_killed_at_any_instant(mode, tmp_path):
     """The job is started again each time, from its last good checkpoint, and ends with the bits of an unbroken run."""
-    expected = unbroken(tmp_path, 300, 0, mode)
+    expected = unbroken(tmp_path, STEPS, 0, mode)
     log, rng = tmp_path / "log", random.Random(mode)
-    command = [*launched(), "--restarts", str(KILLS), TRAINING, tmp_path / "saved", "300", "1", mode]
+    command = [*launched(), "--restarts", str(KILLS), TRAINING, tmp_path / "saved", str(STEPS), "1", mode]
     job = logged(command, log)
     for kill in range(KILLS):
         wait_for(lambda kill=kill: log.read_text(errors="replace").count("from step") >= 2 * (kill + 1), log)
         time.sleep(rng.uniform(0.05, 0.4))
         os.kill(rng.choice(ranks_of(job)), signal.SIGKILL)
-    code, output = ended(job, log, 60)
+    code, output = ended(job, log, 20 * KILLS)
     assert code == 0, output
     assert output.count("ended without a word") == KILLS
     assert sorted(digests(output)) == expected
