@@ -53,7 +53,6 @@ class Loop(Memory):
         sums = list(exchanged)
         self._wire.wait()
         if not self._finite(sums, compressor):
-            self._window.start(self._memory)
             return False
         if not self._decided():
             return False
@@ -288,6 +287,8 @@ class Loop(Memory):
             bad = describe(reports, self._collector.order)
         else:
             bad = self._refusal.in_sums(sums) if compressor.may_overflow else ""
+        if bad:
+            self._window.start(self._memory)
         return self._nonfinite.accepts(self._name, bad)
 
     def _apply(self, sums: Iterable[Sum], contributions: float, others_read: bool = False) -> None:
