@@ -345,6 +345,7 @@ class Memory(Verbs):
         skips = int(self._refused > 0 and self._nonfinite.policy == "skip")  # that the next step will count
         if self._sharded:
             self._check_open()
+            self._describe("state_dict")
             self._vote("state_dict", ~self.step_counter)
         return {
             "step_counter": self.step_counter,

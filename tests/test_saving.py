@@ -95,6 +95,24 @@ def test_shared_parameters(tmp_path):
     run_ranks(2, main)
 
 
+def test_shared_parameters_after_a_step_that_was_refused(tmp_path):
+    """The vote on the checkpoint is not one on that step."""
+
+    def main(comm):
+        params, opt = laws.share(*laws.train(comm, steps=0))
+        laws.train(comm, steps=1, params=params, opt=opt)
+        with pytest.raises(ValueError, match="ranks differ: rank 0 has a step with Dense"):
+            laws.train(comm, steps=1, start=1, params=params, opt=opt, mode="half" if comm.rank else "dense")
+        opt.save(tmp_path, params)
+        laws.train(comm, steps=2, start=1, params=params, opt=opt)
+        found = laws.digest(params)
+        comm.barrier()
+        return found
+
+    assert run_ranks(2, main) == run_ranks(2, lambda comm: laws.digest(laws.train(comm, steps=3)[0]))
+    assert [p.name for p in tmp_path.iterdir()] == ["000001-step-1"]
+
+
 def test_an_optimizer_of_ones_own(tmp_path):
     class Own:
         def __init__(self):
