@@ -9,8 +9,9 @@ import pytest
 
 import laws
 from distopt import DistOpt, Parameter, cli, run_ranks
-from distopt.checkpoint import CheckpointError, file
+from distopt.checkpoint import CheckpointError, file, folder
 from distopt.comm import LocalCommunicator
+from distopt.guard import PeerLeft
 from distopt.optim import SGD
 
 
@@ -322,8 +323,6 @@ def test_a_disk_that_is_full_on_one_rank(stage, rank, tmp_path, monkeypatch):
         return laws.digest(params)
 
     if stage == "manifest":
-        from distopt.checkpoint import folder
-
         complete = folder.complete
         monkeypatch.setattr(
             folder, "complete", lambda place, about: (complete if about["step"] < 2 else full)(place, about)
@@ -335,6 +334,64 @@ def test_a_disk_that_is_full_on_one_rank(stage, rank, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["000001-step-1"]
     assert not list(tmp_path.glob("**/*.tmp.*"))
     run_ranks(2, lambda comm: resumed(comm, tmp_path))
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "left"])
+def test_the_last_checkpoint_stays_until_the_next_is_agreed_on(end, tmp_path, monkeypatch):
+    """Also if only one is kept."""
+    complete = folder.complete
+
+    def interrupted(place, about):
+        complete(place, about)
+        if about["step"] > 1 and end == "Ctrl-C":
+            raise KeyboardInterrupt
+
+    def leave(*arguments):
+        raise SystemExit
+
+    def main(comm):
+        params, opt = saved(comm, tmp_path, steps=1)
+        laws.train(comm, steps=1, start=1, params=params, opt=opt)
+        if comm.rank and end == "left":
+            opt._complete_checkpoint = leave
+        opt.save(tmp_path, params, keep=1)
+
+    monkeypatch.setattr(folder, "complete", interrupted)
+    with pytest.raises(KeyboardInterrupt if end == "Ctrl-C" else PeerLeft):
+        run_ranks(2, main)
+    assert [p.name for p in tmp_path.iterdir()] == ["000001-step-1"]
+
+
+@pytest.mark.parametrize("what", ["state_dict", "__repr__"])
+def test_an_optimizer_that_cannot_tell_its_state_on_one_rank(what, tmp_path):
+    def main(comm):
+        class Own:
+            def update(self, param, grad):
+                param.data -= grad
+
+        def fails(self):
+            raise KeyError("mine")
+
+        params, opt = laws.train(comm, steps=1, make=Own)
+        if comm.rank:
+            setattr(Own, what, fails)
+        with pytest.raises(RuntimeError, match="rank 1: KeyError: 'mine'"):
+            opt.save(tmp_path, params)
+        laws.train(comm, steps=1, start=1, params=params, opt=opt)
+
+    run_ranks(2, main)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_optimizer_with_a_long_text(tmp_path):
+    def make():
+        return SGD(0.1, lr_mult={f"p{k}" + 40 * "_": 2.0 for k in range(25_000)})
+
+    def main(comm):
+        params, _ = saved(comm, tmp_path, make=make)
+        assert laws.digest(resumed(comm, tmp_path, make=make)[0]) == laws.digest(params)
+
+    run_ranks(1, main)
 
 
 def test_the_newest_stay(tmp_path):
