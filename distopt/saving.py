@@ -170,7 +170,8 @@ class Saving(Uneven):
         is that of a rank modulo N.
 
         Raises, on every rank alike, CheckpointError if there are checkpoints and none is good, and ValueError, before
-        anything changes, for one of other parameters, or of parameters that were not given.
+        anything changes, for one of other parameters, of parameters that were not given, of another kind of optimizer,
+        or of a window that is open with another ``num_batches`` or ``sync_on_apply``.
         """
         self._check_open()
         self._learn()
@@ -217,6 +218,9 @@ class Saving(Uneven):
                 if saved == size
                 else ranks.mean(saved, lambda r: {k: v for k, v in read(r).items() if k in ("optimizer", "parameters")})
             )
+        if ours["batches"] and about["window_of_sums"] == self._window.sync_on_apply:
+            kind = f"sync_on_apply={not about['window_of_sums']}"
+            raise ValueError(f"{place} was saved in the middle of a window with {kind}")
         parameters = ours.pop("parameters")
         if saved == size:
             states = mine["states"]
@@ -237,9 +241,11 @@ class Saving(Uneven):
             return ""
 
         def apply() -> str:
+            self.load_state_dict(state)  # first, since an optimizer may refuse it
             for name, value in values.items():
                 device.copy(value, parameters[name])
-            self.load_state_dict(state)
+            if self._buffers is not None:
+                self._buffers.end()
             return ""
 
         self._together("loading", check)
@@ -262,6 +268,8 @@ class Saving(Uneven):
             a, b = (f"{x[name].shape} {x[name].dtype}" if name in x else "nothing" for x in (saved, values))
             if a != b:
                 raise ValueError(f"{name}: the checkpoint has {a}, the model has {b}")
+            if not device.writable(values[name]):
+                raise ValueError(f"{name}: its array is read-only")
         return values
 
     def _named(self, params: Iterable[Any]) -> dict[str, np.ndarray]:

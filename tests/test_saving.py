@@ -12,7 +12,7 @@ from distopt import DistOpt, Parameter, cli, run_ranks
 from distopt.checkpoint import CheckpointError, file, folder
 from distopt.comm import LocalCommunicator
 from distopt.guard import PeerLeft
-from distopt.optim import SGD
+from distopt.optim import SGD, Adam
 
 
 def saved(comm, path, steps=2, mode="dense", extra=None, **options):
@@ -224,6 +224,19 @@ def test_a_window_of_sums_is_taken_once(size, tmp_path):
 
     run_ranks(4, save)  # the mean of this half is 2.5
     assert run_ranks(size, load) == [[-3.25, -3.25]] * size
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_window_of_the_other_kind(summed, tmp_path):
+    """Sums over ranks are no gradients to be summed; where no window is open, either may go on."""
+
+    def main(comm, steps):
+        saved(comm, tmp_path, steps=steps, num_batches=2, sync_on_apply=not summed)
+        return resumed(comm, tmp_path, num_batches=2, sync_on_apply=summed)[1].step_counter
+
+    assert run_ranks(2, lambda comm: main(comm, 2)) == [1, 1]
+    with pytest.raises(ValueError, match=f"was saved in the middle of a window with sync_on_apply={not summed}"):
+        run_ranks(2, lambda comm: main(comm, 3))
 
 
 def test_what_partial_steps_let_differ_is_averaged(tmp_path):
@@ -486,9 +499,25 @@ def test_other_parameters_are_refused_before_anything_changes(tmp_path):
     def drop(params, rank):
         del params[1]
 
+    def freeze(params, rank):
+        params[5].data.flags.writeable = False
+
     run_ranks(2, lambda comm: refused(comm, reshape, r"rank 1: p1: the checkpoint has .*, the model has \(3, 99\)"))
     run_ranks(2, lambda comm: refused(comm, rename, "(p1: the checkpoint has .*nothing|q: the checkpoint has nothing)"))
     run_ranks(2, lambda comm: refused(comm, drop, "p1: the checkpoint has .*, the model has nothing"))
+    run_ranks(2, lambda comm: refused(comm, freeze, "rank 0: p5: its array is read-only"))
+
+
+def test_another_optimizer_is_refused_before_anything_changes(tmp_path):
+    def main(comm):
+        saved(comm, tmp_path)
+        params = laws.parameters(rank=0)
+        before, opt = laws.digest(params), DistOpt(Adam(0.1), comm)
+        with pytest.raises(ValueError, match="Adam has the states"):
+            opt.load(tmp_path, params)
+        assert (laws.digest(params), opt.step_counter) == (before, 0)
+
+    run_ranks(2, main)
 
 
 def test_parameters_that_are_not_given(tmp_path):
