@@ -84,7 +84,8 @@ class Loop(Memory):
         if applied and self._check_every and self.step_counter % self._check_every == 0 and not self._partial:
             values = {name: known.value for name, known in self._collector.order.items()}
             refuse_divergence(self._wire.control, values, f"after step {self.step_counter}")
-        self._memory.end()
+        if self._buffers is not None:
+            self._buffers.end()
 
     def _begun(self, ready: Callable[[], Exchange | None]) -> Exchange | None:
         """What is enqueued after a step that fails comes behind what that has enqueued."""

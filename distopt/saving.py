@@ -144,7 +144,7 @@ class Saving(Uneven):
         """
         self._check_open()
         self._together("listening for signals, to save", signals.listen)
-        job.mark(self._wire.rank, job.STOPS)
+        job.take_signals()
         self._last_wish = path, None if params is None else list(params), extra, keep
 
     def _ended(self, applied: bool) -> None:

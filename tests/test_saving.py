@@ -2,6 +2,7 @@
 
 import errno
 import json
+import sys
 import warnings
 
 import numpy as np
@@ -13,6 +14,7 @@ from distopt.checkpoint import CheckpointError, file, folder
 from distopt.comm import LocalCommunicator
 from distopt.guard import PeerLeft
 from distopt.optim import SGD, Adam
+from launch import finish
 
 
 def saved(comm, path, steps=2, mode="dense", extra=None, **options):
@@ -532,6 +534,33 @@ def test_parameters_that_are_not_given(tmp_path):
         assert opt.load(tmp_path / "without") == {}
 
     run_ranks(2, main)
+
+
+STOPPED = """
+import os, signal, sys
+import numpy as np, distopt
+opt = distopt.DistOpt(distopt.optim.SGD(1.0), distopt.comm.LocalCommunicator())
+w = distopt.Parameter("w", np.zeros(3))
+for _ in range(2):
+    opt.save_when_stopped(sys.argv[1], [w])
+for step in range(10):
+    if step == 5:
+        os.kill(os.getpid(), signal.SIGTERM)
+        if sys.argv[2] == "second":
+            os.kill(os.getpid(), signal.SIGTERM)
+    grad = np.ones(3)
+    opt.all_reduce(grad)
+    opt.update(w, grad)
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(("which", "code", "found"), [("first", 143, ["000001-step-6"]), ("second", -15, [])])
+def test_a_signal_in_a_loop_by_hand(which, code, found, tmp_path):
+    """And one that was asked for twice."""
+    ended = finish([sys.executable, "-c", STOPPED, tmp_path, which], 20)
+    assert ended[0] == code, ended[1]
+    assert [p.name for p in tmp_path.iterdir()] == found
 
 
 def test_signals_are_for_the_main_thread(tmp_path):
