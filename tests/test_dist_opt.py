@@ -463,6 +463,27 @@ def test_nonfinite_raise(value):
     assert text == "gradients of step 2 are not finite: rank 1: b (1 of 4 entries)"
 
 
+def test_optimizers_that_have_made_different_numbers_of_updates():
+    def main(comm):
+        params, opt = laws.train(comm, steps=1, make=lambda: SGD(0.1))
+        opt.opt.step_counter += comm.rank
+        laws.train(comm, steps=1, params=params, opt=opt)
+
+    text = texts_of(2, main, ValueError)
+    assert text.startswith("ranks differ: rank 0 has an update with the numbers (0.1,"), text
+
+
+def test_a_rank_that_refused_a_step_early_has_the_views_of_the_others():
+    def main(comm):
+        params, opt = laws.train(comm, steps=1)
+        with pytest.raises(ValueError, match="clip_Value must be at least 0"):
+            opt.backward_and_update_half(laws.pairs(comm, params, 1), clipping=True, clip_Value=-comm.rank)
+        laws.share(params, opt)
+        opt.state_dict()
+
+    run_ranks(2, main)
+
+
 @pytest.mark.parametrize(("num_batches", "updates"), [(1, 7), (2, 3)])
 def test_gradients_whose_sum_is_refused_are_not_counted(num_batches, updates):
     def main(comm):
