@@ -176,6 +176,7 @@ class DistOpt(Saving):
         self._check_open()
         self._settle()
         self._finish()
+        self._ended(applied=True)
         return True
 
     def capture(

@@ -17,14 +17,15 @@ PID, VOTES, DONE, SPOKEN, STOPS = "pid", "votes", "done", "spoken", "stops"
 
 HEAD, PAGE = struct.Struct("<qq"), 256  # a page: votes, the length of the last one's name, the name
 
+_rank: int | None = None  # among all of the job
 _page: mmap.mmap | None = None
 _votes = 0
 
 
 def enter(rank: int) -> None:
     """This process is a rank from here on."""
-    global _page
-    folder = _folder()
+    global _rank, _page
+    _rank, folder = rank, _folder()
     if folder is not None:
         handle = os.open(folder / f"{rank}.{VOTES}", os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(handle, PAGE)
@@ -48,6 +49,12 @@ def mark(rank: int, what: str) -> None:
     folder = _folder()
     if folder is not None and os.getpid() == _process:
         (folder / f"{rank}.{what}").touch(mode=0o600)
+
+
+def take_signals() -> None:
+    """This rank, whatever its number in a group of ranks, waits for signals."""
+    if _rank is not None:
+        mark(_rank, STOPS)
 
 
 class Rank(NamedTuple):

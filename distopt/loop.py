@@ -53,7 +53,6 @@ class Loop(Memory):
         sums = list(exchanged)
         self._wire.wait()
         if not self._finite(sums, compressor):
-            self._window.start(self._memory)
             return False
         if not self._decided():
             return False
@@ -85,7 +84,8 @@ class Loop(Memory):
         if applied and self._check_every and self.step_counter % self._check_every == 0 and not self._partial:
             values = {name: known.value for name, known in self._collector.order.items()}
             refuse_divergence(self._wire.control, values, f"after step {self.step_counter}")
-        self._memory.end()
+        if self._buffers is not None:
+            self._buffers.end()
 
     def _begun(self, ready: Callable[[], Exchange | None]) -> Exchange | None:
         """What is enqueued after a step that fails comes behind what that has enqueued."""
@@ -288,6 +288,8 @@ class Loop(Memory):
             bad = describe(reports, self._collector.order)
         else:
             bad = self._refusal.in_sums(sums) if compressor.may_overflow else ""
+        if bad:
+            self._window.start(self._memory)
         return self._nonfinite.accepts(self._name, bad)
 
     def _apply(self, sums: Iterable[Sum], contributions: float, others_read: bool = False) -> None:

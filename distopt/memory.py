@@ -206,13 +206,13 @@ class Memory(Verbs):
 
         ``part`` is what of the call the vote is about, if it has several.
         """
-        control = self._wire.control
+        control, lines = self._wire.control, [*self._lines, name + part, f"DistOpt {self._number}"]
         mark = self._mark ^ number ^ self._number << 40 ^ hash(self._numbers) & HASH
         try:
             reports = control.vote(
                 name,
                 mark,
-                lambda: [*self._lines, name + part, f"DistOpt {self._number}", repr(self._optimizer)],
+                lambda: [*lines, repr(self._optimizer), f"an update with the numbers {self._numbers}"],
                 error,
                 report,
                 part,
@@ -322,6 +322,7 @@ class Memory(Verbs):
             check(names)
             self._follow_plan(self._threshold)
             self._describe(verb)
+            self._numbers = ()  # of a step
         except Exception as e:
             error = e
         self._vote(verb, 0, error)
@@ -345,6 +346,8 @@ class Memory(Verbs):
         skips = int(self._refused > 0 and self._nonfinite.policy == "skip")  # that the next step will count
         if self._sharded:
             self._check_open()
+            self._describe("state_dict")
+            self._numbers = ()  # of a step
             self._vote("state_dict", ~self.step_counter)
         return {
             "step_counter": self.step_counter,

@@ -18,6 +18,7 @@ from distopt.device import is_array
 from distopt.guard import agreed, fingerprint, whole
 from distopt.uneven import Uneven
 
+LONGEST = 2000  # characters of an optimizer's text
 WINDOW = "window"  # of gradients, which are sums over ranks if each batch was exchanged
 
 
@@ -44,17 +45,17 @@ class Saving(Uneven):
         """
         self._check_open()
         self._settle()
-        self._together("saving", self._prepared_folder, Path(path), keep)
+        self._together("saving", self._prepared_folder, path, keep)
         names = self._together("saving", self._next_checkpoint, Path(path))
         name, save = json.loads(names[0])
         place: Path = Path(path) / name
-        about = self._about(save)
-        state = self.state_dict()
+        about: dict[str, Any] = {"save": save}
         pending: list[Pending] = []
         try:
-            self._together("writing", self._write, place, state, params, extra, about, pending)
+            shared = self.state_dict() if self._sharded else None  # which is collective
+            self._together("writing", self._write, place, shared, params, extra, about, pending)
             self._together("renaming", _commit, pending)
-            self._together("completing", self._conclude, place, about, keep)
+            self._together("completing", self._complete_checkpoint, place, about)
         except BaseException:
             for p in pending:
                 with contextlib.suppress(OSError):
@@ -62,11 +63,12 @@ class Saving(Uneven):
             if self._wire.rank == 0:
                 folder.discard(place)
             raise
+        self._together("keeping", self._keep, place, keep)  # only now: until all have agreed, it may be taken back
         return place
 
-    def _prepared_folder(self, path: Path, keep: int) -> str:
+    def _prepared_folder(self, path: str | Path, keep: int) -> str:
         whole("keep", keep, least=1)
-        path.mkdir(parents=True, exist_ok=True)
+        Path(path).mkdir(parents=True, exist_ok=True)
         return ""
 
     def _next_checkpoint(self, path: Path) -> str:
@@ -77,14 +79,13 @@ class Saving(Uneven):
         (path / name).mkdir(mode=0o700)
         return json.dumps([name, uuid.uuid4().hex])
 
-    def _about(self, save: str) -> dict[str, Any]:
-        """What tells this checkpoint from others, and what a reader wants to know first."""
+    def _about(self) -> dict[str, Any]:
+        """What a reader of a checkpoint wants to know first."""
         return {
-            "save": save,
             "world_size": self._wire.size,
             "step": self.step_counter,
             "options": [*self._options, f"threshold={self.threshold}"],
-            "optimizer": repr(self._optimizer.opt),
+            "optimizer": repr(self._optimizer.opt)[:LONGEST],
             "ranks_differ": self._partial > 0,
             "window_of_sums": not self._window.sync_on_apply,
         }
@@ -92,13 +93,15 @@ class Saving(Uneven):
     def _write(
         self,
         place: Path,
-        state: dict[str, Any],
+        shared: dict[str, Any] | None,
         params: Iterable[Any] | None,
         extra: Any,
         about: dict[str, Any],
         pending: list[Pending],
     ) -> None:
-        """This rank's files, not yet under their names."""
+        """This rank's files, not yet under their names; ``about`` is completed."""
+        about.update(self._about())
+        state = self.state_dict() if shared is None else shared
         mine = {"states": state.pop("states"), "extra": extra() if callable(extra) else extra}
         values = None if params is None else self._named(params)
         model = {
@@ -115,9 +118,12 @@ class Saving(Uneven):
         if rank == 0:
             pending.append(file.prepare(folder.file_of(place, None), ours, about))
 
-    def _conclude(self, place: Path, about: dict[str, Any], keep: int) -> None:
+    def _complete_checkpoint(self, place: Path, about: dict[str, Any]) -> None:
         if self._wire.rank == 0:
             folder.complete(place, about)
+
+    def _keep(self, place: Path, keep: int) -> None:
+        if self._wire.rank == 0:
             folder.keep(place.parent, keep)
 
     # ------------------------------------------------------------------------------------------------- stop
@@ -138,7 +144,7 @@ class Saving(Uneven):
         """
         self._check_open()
         self._together("listening for signals, to save", signals.listen)
-        job.mark(self._wire.rank, job.STOPS)
+        job.take_signals()
         self._last_wish = path, None if params is None else list(params), extra, keep
 
     def _ended(self, applied: bool) -> None:
@@ -164,7 +170,8 @@ class Saving(Uneven):
         is that of a rank modulo N.
 
         Raises, on every rank alike, CheckpointError if there are checkpoints and none is good, and ValueError, before
-        anything changes, for one of other parameters, or of parameters that were not given.
+        anything changes, for one of other parameters, of parameters that were not given, of another kind of optimizer,
+        or of a window that is open with another ``num_batches`` or ``sync_on_apply``.
         """
         self._check_open()
         self._learn()
@@ -211,6 +218,9 @@ class Saving(Uneven):
                 if saved == size
                 else ranks.mean(saved, lambda r: {k: v for k, v in read(r).items() if k in ("optimizer", "parameters")})
             )
+        if ours["batches"] and about["window_of_sums"] == self._window.sync_on_apply:
+            kind = f"sync_on_apply={not about['window_of_sums']}"
+            raise ValueError(f"{place} was saved in the middle of a window with {kind}")
         parameters = ours.pop("parameters")
         if saved == size:
             states = mine["states"]
@@ -231,9 +241,11 @@ class Saving(Uneven):
             return ""
 
         def apply() -> str:
+            self.load_state_dict(state)  # first, since an optimizer may refuse it
             for name, value in values.items():
                 device.copy(value, parameters[name])
-            self.load_state_dict(state)
+            if self._buffers is not None:
+                self._buffers.end()
             return ""
 
         self._together("loading", check)
@@ -256,6 +268,8 @@ class Saving(Uneven):
             a, b = (f"{x[name].shape} {x[name].dtype}" if name in x else "nothing" for x in (saved, values))
             if a != b:
                 raise ValueError(f"{name}: the checkpoint has {a}, the model has {b}")
+            if not device.writable(values[name]):
+                raise ValueError(f"{name}: its array is read-only")
         return values
 
     def _named(self, params: Iterable[Any]) -> dict[str, np.ndarray]:

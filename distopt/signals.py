@@ -2,10 +2,14 @@
 
 import signal
 from types import FrameType
+from typing import Any
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 asked = 0  # the number of the signal that came, 0 for none
+
+
+_before: dict[int, Any] = {}  # what else the signals would do
 
 
 def listen() -> None:
@@ -13,13 +17,14 @@ def listen() -> None:
 
     Raises ValueError in a thread other than the main one, as ``signal.signal``.
     """
-    before = {number: signal.getsignal(number) for number in NUMBERS}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        global asked
-        asked = number
-        for other, handler in before.items():
-            signal.signal(other, handler)
-
     for number in NUMBERS:
-        signal.signal(number, note)
+        before = signal.signal(number, _note)
+        if before is not _note:
+            _before[number] = signal.SIG_DFL if before is None else before  # None: a library's, which nobody can name
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global asked
+    asked = number
+    for other, handler in _before.items():
+        signal.signal(other, handler)

@@ -1,5 +1,6 @@
 """DistOpt: what it accepts, what it refuses on every rank alike, and its verbs."""
 
+import contextlib
 import copy
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import laws
 from distopt import DistOpt, Parameter, run_ranks
 from distopt.comm import LocalCommunicator, Metered
+from distopt.compress import Half
 from distopt.guard import PeerLeft
 from distopt.optim import SGD
 
@@ -459,6 +461,54 @@ def test_nonfinite_raise(value):
 
     text = texts_of(3, main, FloatingPointError)
     assert text == "gradients of step 2 are not finite: rank 1: b (1 of 4 entries)"
+
+
+def test_optimizers_that_have_made_different_numbers_of_updates():
+    def main(comm):
+        params, opt = laws.train(comm, steps=1, make=lambda: SGD(0.1))
+        opt.opt.step_counter += comm.rank
+        laws.train(comm, steps=1, params=params, opt=opt)
+
+    text = texts_of(2, main, ValueError)
+    assert text.startswith("ranks differ: rank 0 has an update with the numbers (0.1,"), text
+
+
+def test_a_rank_that_refused_a_step_early_has_the_views_of_the_others():
+    def main(comm):
+        params, opt = laws.train(comm, steps=1)
+        with pytest.raises(ValueError, match="clip_Value must be at least 0"):
+            opt.backward_and_update_half(laws.pairs(comm, params, 1), clipping=True, clip_Value=-comm.rank)
+        laws.share(params, opt)
+        opt.state_dict()
+
+    run_ranks(2, main)
+
+
+@pytest.mark.parametrize(("num_batches", "updates"), [(1, 7), (2, 3)])
+def test_gradients_whose_sum_is_refused_are_not_counted(num_batches, updates):
+    def main(comm):
+        w, half = Parameter("w", np.zeros(4, np.float32)), Half(predivide=False)
+        opt = DistOpt(SGD(1.0), comm, num_batches=num_batches)
+        for k in range(8):
+            refused = k == 3
+            with pytest.raises(FloatingPointError) if refused else contextlib.nullcontext():
+                opt.step([(w, np.full(4, 4e4 if refused else 1, np.float32))], half)
+        return w.data.tolist()
+
+    assert run_ranks(2, main) == [[-updates] * 4] * 2
+
+
+def test_gradients_that_are_refused_in_their_views_are_not_counted():
+    def main(comm):
+        w, opt = Parameter("w", np.zeros(4, np.float32)), DistOpt(SGD(1.0), comm)
+        [view] = opt.gradient_views([w])
+        for value in (1, np.nan, 1):
+            view[...] = value
+            with pytest.raises(FloatingPointError) if np.isnan(value) else contextlib.nullcontext():
+                opt([(w, view)])
+        return w.data.tolist()
+
+    assert run_ranks(2, main) == [[-2] * 4] * 2
 
 
 def test_nonfinite_skip_and_its_limit():

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import sys
 import warnings
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 
 import laws
 from distopt import DistOpt, Parameter, cli, run_ranks
-from distopt.checkpoint import CheckpointError, file
+from distopt.checkpoint import CheckpointError, file, folder
 from distopt.comm import LocalCommunicator
-from distopt.optim import SGD
+from distopt.guard import PeerLeft
+from distopt.optim import SGD, Adam
+from launch import finish
 
 
 def saved(comm, path, steps=2, mode="dense", extra=None, **options):
@@ -93,6 +96,24 @@ def test_shared_parameters(tmp_path):
         assert laws.digest(params) == laws.digest(expected[0])
 
     run_ranks(2, main)
+
+
+def test_shared_parameters_after_a_step_that_was_refused(tmp_path):
+    """The vote on the checkpoint is not one on that step."""
+
+    def main(comm):
+        params, opt = laws.share(*laws.train(comm, steps=0))
+        laws.train(comm, steps=1, params=params, opt=opt)
+        with pytest.raises(ValueError, match="ranks differ: rank 0 has a step with Dense"):
+            laws.train(comm, steps=1, start=1, params=params, opt=opt, mode="half" if comm.rank else "dense")
+        opt.save(tmp_path, params)
+        laws.train(comm, steps=2, start=1, params=params, opt=opt)
+        found = laws.digest(params)
+        comm.barrier()
+        return found
+
+    assert run_ranks(2, main) == run_ranks(2, lambda comm: laws.digest(laws.train(comm, steps=3)[0]))
+    assert [p.name for p in tmp_path.iterdir()] == ["000001-step-1"]
 
 
 def test_an_optimizer_of_ones_own(tmp_path):
@@ -207,6 +228,19 @@ def test_a_window_of_sums_is_taken_once(size, tmp_path):
     assert run_ranks(size, load) == [[-3.25, -3.25]] * size
 
 
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_window_of_the_other_kind(summed, tmp_path):
+    """Sums over ranks are no gradients to be summed; where no window is open, either may go on."""
+
+    def main(comm, steps):
+        saved(comm, tmp_path, steps=steps, num_batches=2, sync_on_apply=not summed)
+        return resumed(comm, tmp_path, num_batches=2, sync_on_apply=summed)[1].step_counter
+
+    assert run_ranks(2, lambda comm: main(comm, 2)) == [1, 1]
+    with pytest.raises(ValueError, match=f"was saved in the middle of a window with sync_on_apply={not summed}"):
+        run_ranks(2, lambda comm: main(comm, 3))
+
+
 def test_what_partial_steps_let_differ_is_averaged(tmp_path):
     def save(comm):
         params, opt = saved(comm, tmp_path, steps=3, mode="partial", extra={"rank": comm.rank})
@@ -304,8 +338,6 @@ def test_a_disk_that_is_full_on_one_rank(stage, rank, tmp_path, monkeypatch):
         return laws.digest(params)
 
     if stage == "manifest":
-        from distopt.checkpoint import folder
-
         complete = folder.complete
         monkeypatch.setattr(
             folder, "complete", lambda place, about: (complete if about["step"] < 2 else full)(place, about)
@@ -317,6 +349,64 @@ def test_a_disk_that_is_full_on_one_rank(stage, rank, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["000001-step-1"]
     assert not list(tmp_path.glob("**/*.tmp.*"))
     run_ranks(2, lambda comm: resumed(comm, tmp_path))
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "left"])
+def test_the_last_checkpoint_stays_until_the_next_is_agreed_on(end, tmp_path, monkeypatch):
+    """Also if only one is kept."""
+    complete = folder.complete
+
+    def interrupted(place, about):
+        complete(place, about)
+        if about["step"] > 1 and end == "Ctrl-C":
+            raise KeyboardInterrupt
+
+    def leave(*arguments):
+        raise SystemExit
+
+    def main(comm):
+        params, opt = saved(comm, tmp_path, steps=1)
+        laws.train(comm, steps=1, start=1, params=params, opt=opt)
+        if comm.rank and end == "left":
+            opt._complete_checkpoint = leave
+        opt.save(tmp_path, params, keep=1)
+
+    monkeypatch.setattr(folder, "complete", interrupted)
+    with pytest.raises(KeyboardInterrupt if end == "Ctrl-C" else PeerLeft):
+        run_ranks(2, main)
+    assert [p.name for p in tmp_path.iterdir()] == ["000001-step-1"]
+
+
+@pytest.mark.parametrize("what", ["state_dict", "__repr__"])
+def test_an_optimizer_that_cannot_tell_its_state_on_one_rank(what, tmp_path):
+    def main(comm):
+        class Own:
+            def update(self, param, grad):
+                param.data -= grad
+
+        def fails(self):
+            raise KeyError("mine")
+
+        params, opt = laws.train(comm, steps=1, make=Own)
+        if comm.rank:
+            setattr(Own, what, fails)
+        with pytest.raises(RuntimeError, match="rank 1: KeyError: 'mine'"):
+            opt.save(tmp_path, params)
+        laws.train(comm, steps=1, start=1, params=params, opt=opt)
+
+    run_ranks(2, main)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_optimizer_with_a_long_text(tmp_path):
+    def make():
+        return SGD(0.1, lr_mult={f"p{k}" + 40 * "_": 2.0 for k in range(25_000)})
+
+    def main(comm):
+        params, _ = saved(comm, tmp_path, make=make)
+        assert laws.digest(resumed(comm, tmp_path, make=make)[0]) == laws.digest(params)
+
+    run_ranks(1, main)
 
 
 def test_the_newest_stay(tmp_path):
@@ -411,9 +501,25 @@ def test_other_parameters_are_refused_before_anything_changes(tmp_path):
     def drop(params, rank):
         del params[1]
 
+    def freeze(params, rank):
+        params[5].data.flags.writeable = False
+
     run_ranks(2, lambda comm: refused(comm, reshape, r"rank 1: p1: the checkpoint has .*, the model has \(3, 99\)"))
     run_ranks(2, lambda comm: refused(comm, rename, "(p1: the checkpoint has .*nothing|q: the checkpoint has nothing)"))
     run_ranks(2, lambda comm: refused(comm, drop, "p1: the checkpoint has .*, the model has nothing"))
+    run_ranks(2, lambda comm: refused(comm, freeze, "rank 0: p5: its array is read-only"))
+
+
+def test_another_optimizer_is_refused_before_anything_changes(tmp_path):
+    def main(comm):
+        saved(comm, tmp_path)
+        params = laws.parameters(rank=0)
+        before, opt = laws.digest(params), DistOpt(Adam(0.1), comm)
+        with pytest.raises(ValueError, match="Adam has the states"):
+            opt.load(tmp_path, params)
+        assert (laws.digest(params), opt.step_counter) == (before, 0)
+
+    run_ranks(2, main)
 
 
 def test_parameters_that_are_not_given(tmp_path):
@@ -428,6 +534,33 @@ def test_parameters_that_are_not_given(tmp_path):
         assert opt.load(tmp_path / "without") == {}
 
     run_ranks(2, main)
+
+
+STOPPED = """
+import os, signal, sys
+import numpy as np, distopt
+opt = distopt.DistOpt(distopt.optim.SGD(1.0), distopt.comm.LocalCommunicator())
+w = distopt.Parameter("w", np.zeros(3))
+for _ in range(2):
+    opt.save_when_stopped(sys.argv[1], [w])
+for step in range(10):
+    if step == 5:
+        os.kill(os.getpid(), signal.SIGTERM)
+        if sys.argv[2] == "second":
+            os.kill(os.getpid(), signal.SIGTERM)
+    grad = np.ones(3)
+    opt.all_reduce(grad)
+    opt.update(w, grad)
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(("which", "code", "found"), [("first", 143, ["000001-step-6"]), ("second", -15, [])])
+def test_a_signal_in_a_loop_by_hand(which, code, found, tmp_path):
+    """And one that was asked for twice."""
+    ended = finish([sys.executable, "-c", STOPPED, tmp_path, which], 20)
+    assert ended[0] == code, ended[1]
+    assert [p.name for p in tmp_path.iterdir()] == found
 
 
 def test_signals_are_for_the_main_thread(tmp_path):
