@@ -23,8 +23,10 @@ _votes = 0
 
 
 def enter(rank: int) -> None:
-    """This process is a rank from here on."""
+    """This process is a rank from here on; once is enough."""
     global _rank, _page
+    if _rank is not None:
+        return
     _rank, folder = rank, _folder()
     if folder is not None:
         handle = os.open(folder / f"{rank}.{VOTES}", os.O_RDWR | os.O_CREAT, 0o600)

@@ -87,7 +87,7 @@ class Saving(Uneven):
             "options": [*self._options, f"threshold={self.threshold}"],
             "optimizer": repr(self._optimizer.opt)[:LONGEST],
             "ranks_differ": self._partial > 0,
-            "window_of_sums": not self._window.sync_on_apply,
+            "window_of_sums": not self._window.sync_on_apply and not self._partial,  # a partial step's are its own
         }
 
     def _write(
@@ -135,7 +135,8 @@ class Saving(Uneven):
 
         The arguments are those of ``save``; ``extra`` is best a callable, which is called then.  The ranks' next vote
         makes the signal known, the step is finished, and SystemExit with 128 + the signal's number is raised behind it.
-        A second signal does at once what the first one would have done.
+        A second signal does at once what the first one would have done.  Of several DistOpts in a process that which
+        makes the next step saves, and none after it.
 
         ``distopt run`` passes signals on to the ranks, and so does MPICH's mpiexec.  Open MPI's mpirun kills its ranks
         half a second later, and only what was saved before is left.
@@ -218,7 +219,8 @@ class Saving(Uneven):
                 if saved == size
                 else ranks.mean(saved, lambda r: {k: v for k, v in read(r).items() if k in ("optimizer", "parameters")})
             )
-        if ours["batches"] and about["window_of_sums"] == self._window.sync_on_apply:
+        other = about["window_of_sums"] == self._window.sync_on_apply and not about["ranks_differ"]
+        if ours["batches"] and other:
             kind = f"sync_on_apply={not about['window_of_sums']}"
             raise ValueError(f"{place} was saved in the middle of a window with {kind}")
         parameters = ours.pop("parameters")

@@ -241,6 +241,28 @@ def test_a_window_of_the_other_kind(summed, tmp_path):
         run_ranks(2, lambda comm: main(comm, 3))
 
 
+def test_a_window_of_partial_steps_is_each_ranks_own(tmp_path):
+    options = {"num_batches": 2, "sync_on_apply": False}
+
+    def save(comm):
+        w = Parameter("w", np.zeros(2))
+        opt = DistOpt(SGD(1.0), comm, **options)
+        for _ in range(3):
+            opt.backward_and_partial_update([(w, np.full(2, 1.0 + comm.rank))])
+        opt.save(tmp_path, [w])
+
+    def load(comm):
+        w = Parameter("w", np.ones(2))
+        opt = DistOpt(SGD(1.0), comm, **options)
+        opt.load(tmp_path, [w])
+        opt.backward_and_partial_update([(w, np.full(2, 4.0))])
+        return w.data.tolist()
+
+    run_ranks(2, save)  # all have -1.5, and wait with 1 and with 2
+    assert run_ranks(2, load) == [[-4.25, -4.25]] * 2  # (-1.5 - 2.5 - 1.5 - 3) / 2
+    assert run_ranks(1, load) == [[-4.25, -4.25]]  # the pending mean stays: -1.5 - (1.5 + 4) / 2
+
+
 def test_what_partial_steps_let_differ_is_averaged(tmp_path):
     def save(comm):
         params, opt = saved(comm, tmp_path, steps=3, mode="partial", extra={"rank": comm.rank})

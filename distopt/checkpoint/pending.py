@@ -48,11 +48,7 @@ class Pending:
             self.discard()
             raise
         self._close()
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(self.path.parent)
 
     def discard(self) -> None:
         """Leave no trace of it, unless it was committed."""
@@ -63,6 +59,15 @@ class Pending:
     def _close(self) -> None:
         file, self._file = self._file, -1
         os.close(file)
+
+
+def sync(folder: Path) -> None:
+    """Let what was made in a folder outlive a crash of the machine."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def sweep(folder: str | os.PathLike[str]) -> list[Path]:

@@ -229,7 +229,6 @@ def _farewell() -> AbstractContextManager[None]:
 @functools.cache
 def _join(abort: Any, rank: int) -> None:
     """Once per process: an exception ends the job, an exit is announced, time limits begin, output leaves by lines."""
-    job.enter(rank)
     if os.environ.get("DISTOPT_RUN") and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
 
@@ -272,6 +271,7 @@ def join(comm: "MPI.Comm") -> Membership:
         if control.mail:
             _mails.append(control.mail)
         _join(MPI.COMM_WORLD.Abort, MPI.COMM_WORLD.rank)
+    job.enter(MPI.COMM_WORLD.rank)
     control.meet()
     return Membership(control, local_rank, spans_hosts)
 

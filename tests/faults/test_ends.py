@@ -72,6 +72,19 @@ def test_a_rank_that_is_gone_without_a_word_is_named(run, what):
     assert "done" not in output
 
 
+def test_a_rank_alone(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import os, sys, distopt; distopt.world(); os._exit(0) if sys.argv[1] == 'leave' else sys.exit(3)"
+    )
+    code, output = distopt_run(1, script, "leave", timeout=30)
+    assert code == 1, output
+    assert "rank 0 ended without a word after the start" in output
+    code, output = distopt_run(1, script, "exit", timeout=30)
+    assert code == 3, output
+    assert "without a word" not in output
+
+
 @pytest.mark.parametrize("what", ["raise", "thread", "in backward", "always"])
 def test_an_exception_ends_all_with_one_cause(run, what):
     code, output = run(what)
