@@ -20,7 +20,8 @@ class Uneven(Loop):
         afterwards, and may go on together.
 
         The others' steps must be of the kind of this rank's last one, in mode, compressor and threshold, and they must
-        do nothing else together, as ``save``, before all have joined; else all ranks raise ValueError.  RuntimeError, on every rank, if this rank has made no step yet.
+        do nothing else together, as ``save``, before all have joined; else all ranks raise ValueError.  RuntimeError,
+        on every rank, if this rank has made no step yet.
         """
         self._joined, missing = True, self._collector.allow_missing
         self._collector.allow_missing = True

@@ -58,7 +58,7 @@ def distopt_run(ranks, *script, timeout=30, **options):
     return finish([sys.executable, "-m", "distopt.cli", "run", "-n", str(ranks), *map(str, script)], timeout, **options)
 
 
-def run_mpi(size, function, folder, *args, timeout=60, hosts=None):
+def run_mpi(size, function, folder, *args, timeout=120, hosts=None):
     """Call ``function(comm, *args)`` on ``size`` MPI ranks; returns the ranks' dicts of arrays, in rank order.
 
     ``function`` is a module-level function of a module in this folder, ``args`` go through JSON.  ``hosts``: two of
