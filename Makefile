@@ -11,7 +11,7 @@ lint: .venv
 bench: .venv
 	$(PYTHON) -m pip install -q torch
 	for table in exchange "exchange --ranks 4" optimizers select overhead link; do $(PYTHON) -m benchmarks.$$table --save; done
-	.venv/bin/distopt run -n 2 -m benchmarks.vote
+	.venv/bin/distopt run -n 2 -m benchmarks.guard --save
 test-gpu: distopt/libdistopt.so  # from a bare checkout: $(GPU_PYTHON) needs numpy, ml_dtypes, cupy, mpi4py, pytest, hypothesis and CMake
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
 bench-gpu: distopt/libdistopt.so
