@@ -19,7 +19,7 @@ from launch import distopt_run, finish, needs_mpi
 
 pytestmark = needs_mpi
 TRAINING = Path(__file__).parent / "training.py"
-KILLS = int(os.environ.get("DISTOPT_KILLS", 3))
+KILLS = int(os.environ.get("DISTOPT_KILLS", 2))
 STEPS = 100 * KILLS  # more than there can be between two of them
 
 

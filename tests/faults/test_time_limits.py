@@ -74,8 +74,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("fault", PLACES)
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(("fault", "culprit"), [("sleep", 1), ("loop", 0), ("verb", 0), ("verb", 1)])
 def test_a_rank_that_is_elsewhere(job, fault, culprit, tmp_path):
     code, output = job(fault, culprit)
     mark, doing = PLACES[fault]
@@ -169,7 +168,7 @@ def test_a_limit_that_is_none(job, given):
 
 @pytest.mark.parametrize("given", ["0", "never"])
 def test_no_limit(given, tmp_path):
-    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", "--timeout", "5", str(SCRIPT), "sleep", "1"]
+    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", "--timeout", "2.5", str(SCRIPT), "sleep", "1"]
     code, output = finish(command, 30, env={"DISTOPT_TIMEOUT": given, "DISTOPT_FLIGHT": str(tmp_path)})
     assert code == 124, output
     assert "distopt: rank" not in output
