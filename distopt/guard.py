@@ -245,6 +245,18 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
     threading.excepthook = end_thread
 
 
+def announce_exit(rank: int) -> None:
+    """From now on ``os._exit`` says who leaves: it ends the whole job, which MPICH's launcher may call a success."""
+    leave, process = os._exit, os.getpid()
+
+    def announced(status: int) -> NoReturn:
+        if os.getpid() == process:  # children end so
+            _say(f"rank {rank}: left by os._exit({status}) after {recorder.step or 'the start'}\n")
+        leave(status)
+
+    os._exit = announced
+
+
 def _without_runner(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the script on, without the frames of ``python -m mpi4py``."""
     while trace and trace.tb_next:

@@ -25,7 +25,7 @@ from distopt.comm.communicator import (
     cut,
 )
 from distopt.comm.shared import SharedMemory, open_handle
-from distopt.guard import LEAVE, Control, abort_on_exception
+from distopt.guard import LEAVE, Control, abort_on_exception, announce_exit
 from distopt.watch import Log, Watchman, limits, recorder
 
 if TYPE_CHECKING:
@@ -237,6 +237,7 @@ def _join(abort: Any, rank: int) -> None:
         abort(code)
 
     abort_on_exception(rank, end)
+    announce_exit(rank)
     allowed = limits()
     if allowed:
         watchman = Watchman(rank, recorder, allowed, end if _any_thread() else None, _mails)

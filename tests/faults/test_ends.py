@@ -1,10 +1,11 @@
 """What one rank's end does to the others, and what ``distopt run`` makes of it: real processes, either MPI brand."""
 
+import sys
 import time
 
 import pytest
 
-from launch import distopt_run, needs_mpi
+from launch import distopt_run, find_launcher, finish, needs_mpi
 
 pytestmark = needs_mpi
 
@@ -69,6 +70,16 @@ def test_a_rank_that_is_gone_without_a_word_is_named(run, what):
     code, output = run(what)
     assert code != 0, output
     assert WITHOUT_A_WORD in output
+    assert "done" not in output
+
+
+def test_a_bare_launcher_is_not_silent_either(tmp_path):
+    """Both end the others; MPICH's would say nothing."""
+    launcher, script = find_launcher(), tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [*launcher.command(3), sys.executable, str(script), "leave"]
+    _, output = finish(command, 30, env=launcher.environment(3) | {"DISTOPT_RESTART": "0"})
+    assert "rank 1: left by os._exit(0) after step 8" in output
     assert "done" not in output
 
 
