@@ -14,7 +14,6 @@ from typing import NamedTuple
 FOLDER = "DISTOPT_JOB"  # the environment variable that names it
 PID, VOTES, DONE, SPOKEN, STOPS = "pid", "votes", "done", "spoken", "stops"
 
-
 HEAD, PAGE = struct.Struct("<qq"), 256  # a page: votes, the length of the last one's name, the name
 
 _rank: int | None = None  # among all of the job
@@ -33,8 +32,8 @@ def enter(rank: int) -> None:
         os.ftruncate(handle, PAGE)
         _page = mmap.mmap(handle, PAGE)
         os.close(handle)
-        mark(rank, f"{PID}.{os.getpid()}")
-        atexit.register(mark, rank, DONE)
+        mark(f"{PID}.{os.getpid()}")
+        atexit.register(mark, DONE)
 
 
 def note(vote: str) -> None:
@@ -46,17 +45,11 @@ def note(vote: str) -> None:
         _page[: HEAD.size + len(text)] = HEAD.pack(_votes, len(text)) + text
 
 
-def mark(rank: int, what: str) -> None:
+def mark(what: str) -> None:
     """``DONE``: its interpreter came to its end; ``SPOKEN``: it has said why it fails; ``STOPS``: it takes signals."""
     folder = _folder()
-    if folder is not None and os.getpid() == _process:
-        (folder / f"{rank}.{what}").touch(mode=0o600)
-
-
-def take_signals() -> None:
-    """This rank, whatever its number in a group of ranks, waits for signals."""
-    if _rank is not None:
-        mark(_rank, STOPS)
+    if folder is not None and _rank is not None and os.getpid() == _process:
+        (folder / f"{_rank}.{what}").touch(mode=0o600)
 
 
 class Rank(NamedTuple):

@@ -46,9 +46,7 @@ class Loop(Memory):
             self._decided()
             return False
         if self._sharded and self._in_shares(compressor) and not self._nonfinite.looks:
-            self._apply(
-                exchanged, self._window.contributions
-            )  # bucket by bucket: each rank needs but its own share of the sum
+            self._apply(exchanged, self._window.contributions)  # bucket by bucket: each rank needs but its own share
             return True
         sums = list(exchanged)
         self._wire.wait()

@@ -206,13 +206,19 @@ class Memory(Verbs):
 
         ``part`` is what of the call the vote is about, if it has several.
         """
-        control, lines = self._wire.control, [*self._lines, name + part, f"DistOpt {self._number}"]
+        control, lines, own = self._wire.control, self._lines, f"DistOpt {self._number}"
         mark = self._mark ^ number ^ self._number << 40 ^ hash(self._numbers) & HASH
         try:
             reports = control.vote(
                 name,
                 mark,
-                lambda: [*lines, repr(self._optimizer), f"an update with the numbers {self._numbers}"],
+                lambda: [
+                    *lines,
+                    name + part,
+                    own,
+                    repr(self._optimizer),
+                    f"an update with the numbers {self._numbers}",
+                ],
                 error,
                 report,
                 part,

@@ -145,7 +145,7 @@ class Saving(Uneven):
         """
         self._check_open()
         self._together("listening for signals, to save", signals.listen)
-        job.take_signals()
+        job.mark(job.STOPS)
         self._last_wish = path, None if params is None else list(params), extra, keep
 
     def _ended(self, applied: bool) -> None:

@@ -233,7 +233,7 @@ def _join(abort: Any, rank: int) -> None:
         sys.stdout.reconfigure(line_buffering=True)
 
     def end(code: int) -> None:
-        job.mark(rank, job.SPOKEN)
+        job.mark(job.SPOKEN)
         abort(code)
 
     abort_on_exception(rank, end)
