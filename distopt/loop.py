@@ -82,8 +82,7 @@ class Loop(Memory):
         if applied and self._check_every and self.step_counter % self._check_every == 0 and not self._partial:
             values = {name: known.value for name, known in self._collector.order.items()}
             refuse_divergence(self._wire.control, values, f"after step {self.step_counter}")
-        if self._buffers is not None:
-            self._buffers.end()
+        self._hand_over()
 
     def _begun(self, ready: Callable[[], Exchange | None]) -> Exchange | None:
         """What is enqueued after a step that fails comes behind what that has enqueued."""
@@ -91,8 +90,7 @@ class Loop(Memory):
             return ready()
         except BaseException:
             self._wire.wait()
-            if self._buffers is not None:
-                self._buffers.end()
+            self._hand_over()
             raise
 
     def _ready(

@@ -127,6 +127,11 @@ class Memory(Verbs):
             self._buffers.follow()
         self._learn()
 
+    def _hand_over(self) -> None:
+        """What comes next, in whatever stream, comes behind what was enqueued so far."""
+        if self._buffers is not None:
+            self._buffers.end()
+
     def _learn(self) -> None:
         """What became of the last step; one that was refused on a GPU is not counted."""
         if self._refusal.pending:
@@ -149,7 +154,7 @@ class Memory(Verbs):
         return self.step_counter, self._window.batches, self._partial, self._window.contributions
 
     def _settle(self) -> None:
-        """The same, where all ranks are: raises what they all raise."""
+        """Catch up where all ranks are: raises what they all raise."""
         self._catch_up()
         count, self._refused = self._refused, 0
         if count:
@@ -332,7 +337,7 @@ class Memory(Verbs):
         except Exception as e:
             error = e
         self._vote(verb, 0, error)
-        self._memory.end()
+        self._hand_over()
         return names
 
     # ------------------------------------------------------------------------------------------------- state
@@ -400,8 +405,7 @@ class Memory(Verbs):
         if self._rooms:
             self._rooms.restore(self._restored_rooms)
             self._restored_rooms = []
-        if self._buffers is not None:
-            self._buffers.end()
+        self._hand_over()
 
     def _checked_state(self, state: dict[str, Any]) -> States:
         """What outlives a step, as copies; ValueError for a state that cannot be gone on from."""

@@ -55,7 +55,7 @@ class Saving(Uneven):
             shared = self.state_dict() if self._sharded else None  # which is collective
             self._together("writing", self._write, place, shared, params, extra, about, pending)
             self._together("renaming", _commit, pending)
-            self._together("completing", self._complete_checkpoint, place, about)
+            self._together("completing", self._alone, folder.complete, place, about)
         except BaseException:
             for p in pending:
                 with contextlib.suppress(OSError):
@@ -63,13 +63,13 @@ class Saving(Uneven):
             if self._wire.rank == 0:
                 folder.discard(place)
             raise
-        self._together("keeping", self._keep, place, keep)  # only now: until all have agreed, it may be taken back
+        # only now: until all have agreed, the new one may be taken back
+        self._together("keeping", self._alone, folder.keep, place.parent, keep)
         return place
 
-    def _prepared_folder(self, path: str | Path, keep: int) -> str:
+    def _prepared_folder(self, path: str | Path, keep: int) -> None:
         whole("keep", keep, least=1)
         Path(path).mkdir(parents=True, exist_ok=True)
-        return ""
 
     def _next_checkpoint(self, path: Path) -> str:
         """Rank 0 says what the checkpoint is called, and what only its files have in common."""
@@ -118,13 +118,10 @@ class Saving(Uneven):
         if rank == 0:
             pending.append(file.prepare(folder.file_of(place, None), ours, about))
 
-    def _complete_checkpoint(self, place: Path, about: dict[str, Any]) -> None:
+    def _alone(self, do: Callable[..., None], *arguments: Any) -> None:
+        """What one rank does for all."""
         if self._wire.rank == 0:
-            folder.complete(place, about)
-
-    def _keep(self, place: Path, keep: int) -> None:
-        if self._wire.rank == 0:
-            folder.keep(place.parent, keep)
+            do(*arguments)
 
     # ------------------------------------------------------------------------------------------------- stop
 
@@ -237,18 +234,15 @@ class Saving(Uneven):
         """Apply what was read, once all ranks find that they can."""
         values: dict[str, np.ndarray] = {}
 
-        def check() -> str:
+        def check() -> None:
             values.update(self._matching(params, parameters))
             self._checked_state(state)
-            return ""
 
-        def apply() -> str:
+        def apply() -> None:
             self.load_state_dict(state)  # first, since an optimizer may refuse it
             for name, value in values.items():
                 device.copy(value, parameters[name])
-            if self._buffers is not None:
-                self._buffers.end()
-            return ""
+            self._hand_over()
 
         self._together("loading", check)
         self._together("going on", apply)

@@ -390,7 +390,7 @@ def test_the_last_checkpoint_stays_until_the_next_is_agreed_on(end, tmp_path, mo
         params, opt = saved(comm, tmp_path, steps=1)
         laws.train(comm, steps=1, start=1, params=params, opt=opt)
         if comm.rank and end == "left":
-            opt._complete_checkpoint = leave
+            opt._alone = leave  # first asked when the checkpoint is completed
         opt.save(tmp_path, params, keep=1)
 
     monkeypatch.setattr(folder, "complete", interrupted)
