@@ -45,7 +45,7 @@ def elementwise(n):
     for name, (make, arrays) in RULES.items():
         opt = make()
         opt.prepare(0.5)
-        cases[name] = (4 * arrays * n, lambda opt=opt: opt.update_bucket(table, y))
+        cases[name] = (4 * arrays * n, lambda opt=opt: opt.update_bucket(table, [(0, 1, y)]))
     return cases
 
 

@@ -54,7 +54,7 @@ def ours(rule, shapes, flat):
     def step():
         opt.prepare(0.5)
         for table, grad in work:
-            opt.update_bucket(table, grad)
+            opt.update_bucket(table, [(0, 1, grad)])
         opt.step()
 
     return step

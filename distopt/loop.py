@@ -294,7 +294,8 @@ class Loop(Memory):
             sums = (own(total, self._wire.rank, self._wire.size) for total in sums)
         try:
             mean = 1.0 / contributions
-            self._optimizer.update(self._memory, self._collector.order, sums, mean, self._refusal.number)
+            together = self._wire.all_reduce if self._sharded else None
+            self._optimizer.update(self._memory, self._collector.order, sums, mean, self._refusal.number, together)
         except Exception as error:
             self._failure = (
                 f"the update of step {self.step_counter + 1} failed halfway with {type(error).__name__}: {error}"
@@ -336,6 +337,8 @@ class Loop(Memory):
             raise ValueError(f"{compressor!r} sends as much as the data want: such a step cannot be captured")
         if self._window.num_batches > 1:
             raise ValueError(f"num_batches={self._window.num_batches}: calls of different kinds cannot be captured")
+        if not self._optimizer.same_each_step:
+            raise ValueError(f"{self._optimizer!r} does not do the same at every call: it cannot be captured")
         if not self._optimizer.looks:
             raise ValueError(f"{self._optimizer!r} is called by the host at every step: it cannot be captured")
 

@@ -14,7 +14,7 @@ from distopt.compress import Compressor, Dense
 from distopt.exchange import Background, Blind, Inline, Refusal, Rooms, Seen, Window
 from distopt.gradients import Collector
 from distopt.guard import NonfinitePolicy, by_rank, fingerprint, whole
-from distopt.tables import Members
+from distopt.tables import FORMATS, Members
 from distopt.verbs import Verbs
 
 HASH = 2**62 - 1  # the bits of a hash that fit into a vote; Python's hash of numbers is the same in every process
@@ -279,8 +279,10 @@ class Memory(Verbs):
 
         Makes the plan, in the order given, if there is none; collective, like the first step.  A later step with
         another ``threshold`` turns the views into ordinary arrays.
+
+        Raises TypeError, on every rank alike, for parameters of 16 bits, whose gradients are added up in float32.
         """
-        names = self._enroll(params, "gradient_views")
+        names = self._enroll(params, "gradient_views", self._check_wide)
         self._send_parameters()
         return [self._memory.view(name) for name in names]
 
@@ -294,8 +296,8 @@ class Memory(Verbs):
         threshold is fixed, there are no partial steps and no ``update`` by hand, and what a script does to a parameter
         itself, one rank has to do for all.
 
-        Raises, on every rank alike, TypeError for an optimizer that is not distopt's own, ValueError if parameters are
-        missing, and RuntimeError where the ranks share no memory.
+        Raises, on every rank alike, TypeError for an optimizer that is not distopt's own or a parameter of 16 bits,
+        ValueError if parameters are missing, and RuntimeError where the ranks share no memory.
         """
         names = self._enroll(params, "parameter_views", self._check_sharding)
         memory = self._memory
@@ -308,7 +310,13 @@ class Memory(Verbs):
         self._broadcast_due = False
         return [memory.parameters[name] for name in names]
 
+    def _check_wide(self, names: list[str]) -> None:
+        narrow = [n for n in names if self._collector.order[n].value.dtype in FORMATS]
+        if narrow:
+            raise TypeError(f"{narrow[0]}: no view for a parameter of 16 bits, whose gradients are added up in float32")
+
     def _check_sharding(self, names: list[str]) -> None:
+        self._check_wide(names)
         if not self._optimizer.updates_shares:
             raise TypeError(f"parameter_views needs one of distopt's own optimizers, got {self._optimizer!r}")
         missing = [n for n in self._collector.order if n not in names]

@@ -11,7 +11,7 @@ import numpy as np
 import reference
 from distopt import DistOpt, Parameter, device
 from distopt.compress import At, Dense, ErrorFeedback, Half, TopK
-from distopt.optim import SGD, AdaGrad, Adam, ExponentialDecay, RMSProp
+from distopt.optim import LAMB, LANS, LARS, LBSGD, SGD, AdaGrad, Adam, AdamW, ExponentialDecay, RMSProp
 
 SHAPES = [(3, 4), (50,), (7,), (), (0,), (200,), (2, 3, 5), (1,)]
 TOLERANCE = {"float32": 2e-6, "float64": 1e-14}  # relative, for sums of up to 8 ranks over a few steps
@@ -71,6 +71,12 @@ OPTIMIZERS = {
     "rmsprop": lambda: RMSProp(0.01, epsilon=1e-3),
     "adagrad": lambda: AdaGrad(0.1, epsilon=1e-3),
     "adam": lambda: Adam(0.01, epsilon=1e-3, weight_decay=1e-3),
+    "adamw": lambda: AdamW(0.01, epsilon=1e-3, weight_decay=1e-3),
+    "lars": lambda: LARS(1.0, momentum=0.9, eta=0.01, weight_decay=1e-3, exclude=["3", "6"]),
+    "lamb": lambda: LAMB(0.01, epsilon=1e-3, weight_decay=1e-3, upper_bound=10.0, exclude=["3", "6"]),
+    "lans": lambda: LANS(0.01, epsilon=1e-3, weight_decay=1e-3, exclude=["3", "6"]),
+    "lbsgd": lambda: LBSGD(0.1, momentum=0.9, batch_scale=2, warmup_strategy="sqrt"),
+    "lbsgd lars": lambda: LBSGD(0.01, momentum=0.9, weight_decay=1e-3, warmup_strategy="lars"),
 }
 
 # One step of every kind, as a user would write it.

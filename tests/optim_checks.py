@@ -16,7 +16,7 @@ def fused_equals_single(make):
     for _ in range(5):
         flat = rng.standard_normal(table.extent).astype(np.float32)
         opts[0].prepare(1.0)
-        opts[0].update_bucket(table.point_to(fused), flat)
+        opts[0].update_bucket(table.point_to(fused), [(0, 1, flat)])
         for row, (name, v) in enumerate(zip(names, one, strict=True)):
             opts[1].apply(name, v, table.view(flat, row))
         for opt in opts:

@@ -98,7 +98,7 @@ def tables(dtype, by):
     partial, sums = np.zeros(table.span[1] + len(arrays)), np.zeros(len(arrays))
     for share in range(3):
         kernels.partial_squares(table.share(share, 3), flat, partial)
-    kernels.fold_partials(table, partial, sums)
+    kernels.fold_partials(table, partial, sums, 1)
     return flat, *ranks, bad, wrong, *states, partial, sums, *arrays
 
 

@@ -38,7 +38,7 @@ def test_the_library_was_built_from_these_texts():
 
 def test_the_text_is_the_signature():
     assert [p.name for p in kernels.sgd_momentum.parameters] == [*("grad", "buffer", "now", "refused")]
-    assert MEMBER.itemsize == 48
+    assert MEMBER.itemsize == 80
     with pytest.raises(AttributeError, match=r"no kernel 'sgd_magic'.*sgd_momentum"):
         _ = kernels.sgd_magic
 
@@ -150,7 +150,7 @@ def test_sums_of_squares_have_one_order(dtype, shares):
     partial, sums = np.zeros(table.span[1] + len(arrays)), np.zeros(len(arrays))
     for share in range(shares):
         kernels.partial_squares(table.share(share, shares), flat, partial)
-    kernels.fold_partials(table, partial, sums)
+    kernels.fold_partials(table, partial, sums, 1)
     assert sums.tolist() == [squares_in_order(a) for a in arrays]
     np.testing.assert_allclose(sums, [np.sum(a.astype(np.float64) ** 2) for a in arrays], rtol=1e-13)
 
