@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import laws
 from distopt import kernels, run_ranks
 from distopt.compress import select
-from distopt.tables import CHUNK, Numbers
+from distopt.tables import CHUNK, Members, Numbers
 from simt.build import build, sanitized
 from simt.device import on
 from test_kernels import REALS, SIZES, members
@@ -110,6 +110,64 @@ def test_tensors_of_every_size_and_alignment(device, dtype, by):
     with device():
         there = tables(dtype, by)
     same(host, there)
+
+
+def narrow_tables(dtype, stored, by):
+    """What kernels make of a bucket of 16-bit parameters, worked on in ``dtype``, whose masters know more bits."""
+    table, arrays = members([0, *SIZES, 0, 0, 3, 0], dtype, seed=6)
+    arrays = [shifted(a.astype(stored), by) for a in arrays]
+    narrow = Members(table.names, table.shapes, table.rows["offset"], stored)
+    narrow.dtype = np.dtype(dtype)  # any of the two
+    narrow.point_to(arrays)
+    flat, bad = np.zeros(table.extent, dtype), np.zeros(len(arrays), np.int64)
+    kernels.pack(narrow, flat, 0.3, bad)
+    wide, states = flat / dtype(0.3), [np.abs(flat) for _ in range(6)]
+    wide[::3] *= dtype(1 + 1e-6)  # the same bits when rounded, mostly
+    common = {"scale": 1.0, "limit": 2.0, "lr": 0.1, "decay": 0.01}
+    moments = {"b1": 0.9, "fade1": 0.1, "bias1": 0.1, "b2": 0.99, "fade2": 0.01, "bias2": 0.01, "epsilon": 1e-8}
+    bounds = {"lower": 0.5, "upper": 30.0}
+    adamw = {"b1": 0.9, "fade1": 0.1, "b2": 0.99, "fade2": 0.01, "gain": 0.7, "epsilon": 1e-6}
+    lars = written("Lars", **common, momentum=0.9, eta=0.02, epsilon=1e-8)
+    lamb, lans = (written(name, **common | moments | bounds) for name in ("Lamb", "Lans"))
+    lbsgd = written("Lbsgd", **common, rescale=0.5, momentum=0.9, batches=2)
+    rows, chunks = len(arrays), max(table.chunks, len(arrays))
+    partial, sums, squares = np.zeros(3 * chunks), np.zeros(3 * rows), np.zeros(rows)
+    for master in (True, False):
+        narrow.work_in(wide, master)
+        kernels.sgd_momentum(narrow, flat, states[0], written("Momentum", **common, momentum=0.9, gain=1.0))
+        kernels.adamw(narrow, flat, *states[1:3], written("AdamW", **common | adamw))
+        kernels.widen(narrow, wide)
+        kernels.lars_squares(narrow, flat, partial)
+        kernels.fold_partials(narrow, partial, sums, 2)
+        kernels.lars(narrow, flat, states[0], sums, lars)
+        kernels.lamb_moments(narrow, flat, *states[1:3], partial, lamb)
+        kernels.fold_partials(narrow, partial, sums, 2)
+        kernels.lamb(narrow, *states[1:3], sums, lamb)
+        kernels.partial_squares(narrow, flat, partial)
+        kernels.fold_partials(narrow, partial, squares, 1)
+        kernels.lans_moments(narrow, flat, *states[3:5], squares, partial, lans)
+        kernels.fold_partials(narrow, partial, sums, 3)
+        kernels.lans(narrow, flat, *states[3:5], squares, sums, lans)
+        kernels.lbsgd_gather(narrow, flat, states[5], lbsgd)
+        kernels.lbsgd_squares(narrow, flat, states[5], partial, lbsgd)
+        kernels.fold_partials(narrow, partial, sums, 2)
+        kernels.lbsgd_lars(narrow, flat, states[5], states[0], sums, lbsgd)
+        kernels.lbsgd(narrow, flat, states[5], states[0], lbsgd)
+    packed = np.zeros_like(flat)
+    kernels.pack(narrow, packed, 0.3, bad)
+    kernels.unpack(narrow, packed, 2.0)
+    return flat, wide, bad, *states, partial, sums, squares, packed, *arrays
+
+
+@pytest.mark.parametrize("by", [0, 1])
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", REALS)
+def test_parameters_of_16_bits(device, dtype, stored, by):
+    host = narrow_tables(np.dtype(dtype).type, stored, by)
+    with device():
+        there = narrow_tables(np.dtype(dtype).type, stored, by)
+    same(host, there)
+    assert all(np.isfinite(a.astype(np.float64)).all() for a in host)
 
 
 def flats(n, dtype, by):

@@ -14,6 +14,8 @@ from distopt.device import streams
 from distopt.optim import SGD
 from distopt.texts import CUDA_FLAGS, NATIVE
 from launch import needs_mpi, run_mpi
+from test_mixed_precision import MODES
+from test_mixed_precision import train as train_narrow
 
 cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
 gpu, nccl = (pytest.importorskip(f"doubles.{name}") for name in ("gpu", "nccl"))
@@ -51,6 +53,15 @@ def test_host_and_device_agree_in_every_mode(mode, dtype):
 def test_host_and_device_agree_with_every_optimizer(make):
     host = laws.digest(laws.train(LocalCommunicator(), make=make, shapes=[(10_003,), (7, 3)])[0])
     assert laws.digest(laws.train(LocalCommunicator(gpu=0), make=make, shapes=[(10_003,), (7, 3)])[0]) == host
+
+
+@pytest.mark.parametrize("multi_precision", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_host_and_device_agree_on_parameters_of_16_bits(mode, multi_precision):
+    def main(comm):
+        return laws.digest(train_narrow(comm, np.float16, multi_precision, mode=mode, deterministic=True)[0])
+
+    assert on_gpus(2, main) == run_ranks(2, main)
 
 
 @pytest.mark.parametrize("size", [1, 2])
