@@ -1,7 +1,12 @@
-"""Optimizers and schedules.  Adding one is a kernel text, one file here, one test file, and one line below."""
+"""Optimizers, what wraps them, and schedules.
+
+Adding an optimizer is a kernel text, one file here, one test file, and one line below.
+"""
 
 from distopt.optim.adagrad import AdaGrad
 from distopt.optim.adam import Adam
+from distopt.optim.batch_gradients import BatchGradients
+from distopt.optim.lars_wrapper import LarsWrapper
 from distopt.optim.optimizer import Optimizer
 from distopt.optim.rmsprop import RMSProp
 from distopt.optim.schedules import (
@@ -15,19 +20,23 @@ from distopt.optim.schedules import (
     from_strategy,
 )
 from distopt.optim.sgd import SGD
+from distopt.optim.wrapper import Wrapper
 
 __all__ = [
     "SGD",
     "AdaGrad",
     "Adam",
+    "BatchGradients",
     "Constant",
     "Cosine",
     "DecayScheduler",
     "ExponentialDecay",
     "Factor",
+    "LarsWrapper",
     "MultiFactor",
     "Optimizer",
     "Poly",
     "RMSProp",
+    "Wrapper",
     "from_strategy",
 ]
