@@ -11,7 +11,20 @@ import numpy as np
 import reference
 from distopt import DistOpt, Parameter, device
 from distopt.compress import At, Dense, ErrorFeedback, Half, TopK
-from distopt.optim import LAMB, LANS, LARS, LBSGD, SGD, AdaGrad, Adam, AdamW, ExponentialDecay, RMSProp
+from distopt.optim import (
+    LAMB,
+    LANS,
+    LARS,
+    LBSGD,
+    SGD,
+    AdaGrad,
+    Adam,
+    AdamW,
+    BatchGradients,
+    ExponentialDecay,
+    LarsWrapper,
+    RMSProp,
+)
 
 SHAPES = [(3, 4), (50,), (7,), (), (0,), (200,), (2, 3, 5), (1,)]
 TOLERANCE = {"float32": 2e-6, "float64": 1e-14}  # relative, for sums of up to 8 ranks over a few steps
@@ -77,6 +90,21 @@ OPTIMIZERS = {
     "lans": lambda: LANS(0.01, epsilon=1e-3, weight_decay=1e-3, exclude=["3", "6"]),
     "lbsgd": lambda: LBSGD(0.1, momentum=0.9, batch_scale=2, warmup_strategy="sqrt"),
     "lbsgd lars": lambda: LBSGD(0.01, momentum=0.9, weight_decay=1e-3, warmup_strategy="lars"),
+}
+
+
+def layer_wise(opt=None):
+    """LARS around an optimizer, with numbers that show."""
+    return LarsWrapper(SGD(ExponentialDecay(0.1, 2, 0.5, staircase=True), 0.9) if opt is None else opt, 0.02, 0.1)
+
+
+WRAPPERS = {
+    "lars": layer_wise,
+    "lars with epsilon": lambda: LarsWrapper(Adam(0.01, epsilon=1e-3), epsilon=0.1, exclude=["1", "3"]),
+    "batch gradients": lambda: BatchGradients(sgd(), 2),
+    "three batches": lambda: BatchGradients(Adam(0.01, epsilon=1e-3), 3),
+    "lars of two batches": lambda: BatchGradients(layer_wise(), 2),
+    "batches of lars": lambda: layer_wise(BatchGradients(SGD(0.1, 0.9), 2)),
 }
 
 # One step of every kind, as a user would write it.

@@ -152,3 +152,22 @@ def lbsgd(w, b, grads, *, lr, strategy, scale, calls, warmup, momentum=0.0, weig
         multiplier = 1 + (scale - 1) * part[strategy](calls / warmup)
     b = momentum * b - lr * multiplier * (clipped(rescale * g, clip) + weight_decay * w)
     return w + b, b
+
+
+def trust_ratio(w, g, *, ratio, weight_decay, epsilon=0.0):
+    """LARS's q of a tensor, 1 where a norm is 0."""
+    w_norm, g_norm = np.sqrt((w**2).sum()), np.sqrt((g**2).sum())
+    return ratio * w_norm / (g_norm + weight_decay * w_norm + epsilon) if w_norm and g_norm else 1.0
+
+
+def lars_of_the_paper(w, v, g, *, lr, momentum, ratio, weight_decay):
+    """One update of You et al.'s LARS, the learning rate inside the buffer; returns the new (w, v)."""
+    q = trust_ratio(w, g, ratio=ratio, weight_decay=weight_decay)
+    v = momentum * v + lr * q * (g + weight_decay * w)
+    return w - v, v
+
+
+def lars_around_sgd(w, b, g, *, lr, momentum, ratio, weight_decay, epsilon=0.0, excluded=False):
+    """One update of MoXing's wrapper around momentum SGD, the learning rate outside; returns the new (w, b)."""
+    q = 1.0 if excluded else trust_ratio(w, g, ratio=ratio, weight_decay=weight_decay, epsilon=epsilon)
+    return sgd(w, b, q * (g + weight_decay * w), lr=lr, momentum=momentum)

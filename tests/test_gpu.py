@@ -49,8 +49,9 @@ def test_host_and_device_agree_in_every_mode(mode, dtype):
     assert laws.digest(laws.train(LocalCommunicator(gpu=0), mode=mode, dtype=dtype)[0]) == host
 
 
-@pytest.mark.parametrize("make", laws.OPTIMIZERS.values(), ids=laws.OPTIMIZERS)
-def test_host_and_device_agree_with_every_optimizer(make):
+@pytest.mark.parametrize("name", [*laws.OPTIMIZERS, *laws.WRAPPERS])
+def test_host_and_device_agree_with_every_optimizer(name):
+    make = (laws.OPTIMIZERS | laws.WRAPPERS)[name]
     host = laws.digest(laws.train(LocalCommunicator(), make=make, shapes=[(10_003,), (7, 3)])[0])
     assert laws.digest(laws.train(LocalCommunicator(gpu=0), make=make, shapes=[(10_003,), (7, 3)])[0]) == host
 
@@ -315,6 +316,33 @@ def test_a_wrapped_stranger_never_sees_what_is_not_finite():
         return opt.opt.seen
 
     assert on_gpus(2, main) == [len(laws.SHAPES)] * 2
+
+
+def test_layer_wise_rates_take_one_look_at_each_parameter_that_has_one():
+    there = LocalCommunicator(gpu=0)
+    params = laws.there(there, laws.parameters([(10_003,), (7, 3), (4,), (4,)]))
+    params[3].name = "fc.bias"
+    pairs, opt = list(laws.pairs(there, params, 0)), laws.layer_wise()
+    for _ in range(2):
+        gpu.machine().host.clear()
+        opt(pairs)
+    assert gpu.machine().host.count("synchronize") == 3
+    assert set(gpu.machine().host) == {"allocate", "synchronize"}
+
+
+def test_a_window_goes_between_host_and_device():
+    def main(comm, there):
+        params, opt = laws.train(comm, steps=3, make=laws.WRAPPERS["lars of two batches"])
+        state, values = opt.state_dict(), [device.host_copy(p.data) for p in params]
+        assert state["optimizer"]["batches"] == 1
+        params, opt = laws.train(there, steps=0, make=laws.WRAPPERS["lars of two batches"])
+        for p, value in zip(params, values, strict=True):
+            device.copy(p.data, value)
+        opt.load_state_dict(state)
+        return laws.digest(laws.train(there, 3, 3, params, opt)[0])
+
+    host, gpu0 = LocalCommunicator(), LocalCommunicator(gpu=0)
+    assert len({main(a, b) for a in (host, gpu0) for b in (host, gpu0)}) == 1
 
 
 def test_a_sum_that_overflows_is_refused():
