@@ -61,6 +61,8 @@ class Wrapper(abc.ABC):
 
     @lr.setter
     def lr(self, value: Any) -> None:
+        if not hasattr(self.opt, "lr"):
+            raise AttributeError(f"{type(self.opt).__name__} has no lr that could be assigned")
         self.opt.lr = value
 
     @property
@@ -81,7 +83,8 @@ class Wrapper(abc.ABC):
     def set_states(self, states: State) -> None:
         """Go on from what ``get_states`` returned.
 
-        Raises ValueError if these are not the states of such a wrapper, or of such an optimizer in it.
+        Raises ValueError, before anything changes, if these are not the states of such a wrapper, or of such an
+        optimizer in it.
         """
         names = ("opt", *self.own)
         if not isinstance(states, dict) or set(states) != set(names):
@@ -95,7 +98,7 @@ class Wrapper(abc.ABC):
             load(states["opt"])
 
     def _check_own(self, states: State) -> None:  # noqa: B027  most have none
-        """ValueError for states beside the inner one's that are not as they must be; nothing has changed yet."""
+        """ValueError or TypeError for states beside the inner one's that are not what they must be."""
 
     def state_dict(self) -> State:
         """As ``get_states``."""
