@@ -23,10 +23,8 @@ class Named:
 class Wrapper(abc.ABC):
     """An optimizer that changes what another one, ``opt``, is given.
 
-    The inner one is distopt's, or any with ``apply(name, value, grad)``, or with ``update(param, grad)``; and with
-    ``step()`` if it wants to be told.
-
-    Wrappers nest.  ``lr`` is the inner one's, and may be assigned.
+    The inner one is distopt's, another wrapper, or any object with ``apply(name, value, grad)`` or ``update(param,
+    grad)``, and with ``step()`` if it wants to be told.  ``lr`` is the inner one's, and may be assigned.
 
     Raises TypeError for an ``opt`` that has neither.
     """
