@@ -389,6 +389,11 @@ def test_the_rate_is_the_inner_ones():
     assert (opt.lr_value, opt.opt.opt.lr_value, opt.lr(3)) == (0.5, 0.5, 0.5)
 
 
+def test_an_inner_optimizer_without_a_rate_is_given_none():
+    with pytest.raises(AttributeError, match="Recorder has no lr that could be assigned"):
+        LarsWrapper(Recorder()).lr = 0.1
+
+
 def test_wrappers_show_their_numbers():
     inner = SGD(0.1, 0.9)
     assert repr(BatchGradients(LarsWrapper(inner), 8)) == (
@@ -450,10 +455,14 @@ def test_states_of_something_else():
         (None, "BatchGradients has the states .*, got NoneType"),
         (good | {"batches": 2}, "batches must be below num_batches=2, got 2"),
         (good | {"batches": -1}, "batches must be at least 0, got -1"),
+        (good | {"sums": None}, "sums must be float32 or float64 arrays by parameter name, got None"),
+        (good | {"sums": {"w": np.zeros(3, int)}}, "sums must be float32 or float64 arrays .* array"),
         (good | {"opt": SGD().get_states()}, "SGD has the states"),
     ):
         with pytest.raises(ValueError, match=text):
             opt.set_states(states)
+    with pytest.raises(TypeError, match=r"batches must be an integer, got 0\.0"):
+        opt.set_states(good | {"batches": 0.0})
     laws.assert_equal_states(opt.get_states(), good)
     with pytest.raises(ValueError, match=r"LarsWrapper has the states \('opt',\), got \['batches', 'opt', 'sums'\]"):
         lars().set_states(good)

@@ -7,7 +7,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.guard import whole
 from distopt.optim.optimizer import State
-from distopt.optim.precision import narrow, wide, wide_dtype
+from distopt.optim.precision import WIDE, narrow, wide, wide_dtype
 from distopt.optim.wrapper import Wrapper, check
 
 
@@ -80,8 +80,8 @@ class BatchGradients(Wrapper):
     def set_states(self, states: State) -> None:
         """Go on from what ``get_states`` returned.
 
-        Raises ValueError if these are not the states of such a wrapper, of a window of this ``num_batches``, or of such
-        an optimizer in it.
+        Raises ValueError or TypeError, before anything changes, if these are not the states of such a wrapper, of a
+        window of this ``num_batches``, or of such an optimizer in it.
         """
         super().set_states(states)
         self.batches = int(states["batches"])
@@ -91,6 +91,9 @@ class BatchGradients(Wrapper):
     def _check_own(self, states: State) -> None:
         if whole("batches", states["batches"], least=0) >= self.num_batches:
             raise ValueError(f"batches must be below num_batches={self.num_batches}, got {states['batches']}")
+        sums = states["sums"]
+        if not isinstance(sums, dict) or not all(getattr(s, "dtype", None) in WIDE for s in sums.values()):
+            raise ValueError(f"sums must be float32 or float64 arrays by parameter name, got {sums!r:.200}")
 
     def _sum(self, name: str, value: np.ndarray) -> np.ndarray:
         """Where a parameter's gradients are added up: on its GPU, if it is on one."""

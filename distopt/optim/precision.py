@@ -8,7 +8,8 @@ import numpy as np
 from distopt import device, kernels
 
 HALF, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
-FLOATS = (np.dtype(np.float32), np.dtype(np.float64), HALF, BFLOAT16)
+WIDE = np.dtype(np.float32), np.dtype(np.float64)
+FLOATS = (*WIDE, HALF, BFLOAT16)
 
 
 def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -23,10 +23,8 @@ class Named:
 class Wrapper(abc.ABC):
     """An optimizer that changes what another one, ``opt``, is given.
 
-    The inner one is distopt's, or any with ``apply(name, value, grad)``, or with ``update(param, grad)``; and with
-    ``step()`` if it wants to be told.
-
-    Wrappers nest.  ``lr`` is the inner one's, and may be assigned.
+    The inner one is distopt's, another wrapper, or any object with ``apply(name, value, grad)`` or ``update(param,
+    grad)``, and with ``step()`` if it wants to be told.  ``lr`` is the inner one's, and may be assigned.
 
     Raises TypeError for an ``opt`` that has neither.
     """
@@ -61,6 +59,8 @@ class Wrapper(abc.ABC):
 
     @lr.setter
     def lr(self, value: Any) -> None:
+        if not hasattr(self.opt, "lr"):
+            raise AttributeError(f"{type(self.opt).__name__} has no lr that could be assigned")
         self.opt.lr = value
 
     @property
@@ -81,7 +81,8 @@ class Wrapper(abc.ABC):
     def set_states(self, states: State) -> None:
         """Go on from what ``get_states`` returned.
 
-        Raises ValueError if these are not the states of such a wrapper, or of such an optimizer in it.
+        Raises ValueError, before anything changes, if these are not the states of such a wrapper, or of such an
+        optimizer in it.
         """
         names = ("opt", *self.own)
         if not isinstance(states, dict) or set(states) != set(names):
@@ -95,7 +96,7 @@ class Wrapper(abc.ABC):
             load(states["opt"])
 
     def _check_own(self, states: State) -> None:  # noqa: B027  most have none
-        """ValueError for states beside the inner one's that are not as they must be; nothing has changed yet."""
+        """ValueError or TypeError for states beside the inner one's that are not what they must be."""
 
     def state_dict(self) -> State:
         """As ``get_states``."""
