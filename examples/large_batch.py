@@ -1,9 +1,9 @@
 """Train scikit-learn's digits with a batch so large that plain SGD loses accuracy, and with what keeps it.
 
-    distopt run -n 2 examples/large_batch.py [--macrobatch-size 1024] [--warmup-strategy sqrt] [--plot large_batch.png]
+    distopt run -n 2 examples/large_batch.py [--macrobatch-size 512] [--warmup-strategy sqrt] [--plot large_batch.png]
 
-Each rank takes batches of --batch-size; as many calls as it takes make the macrobatch, and one update: LBSGD adds up
-in the optimizer, as in MXNet, the others in DistOpt, which exchanges once per update.  --lr-step-epochs is 'pow2', for a
+Each rank takes batches of --batch-size; as many calls as the macrobatch takes make one update: LBSGD adds up in the
+optimizer, as in MXNet, the others in DistOpt, which exchanges once per update.  --lr-step-epochs is 'pow2', for a
 polynomial of that power, or the epochs at which the rate falls, as '20,25'.
 """
 
@@ -50,7 +50,7 @@ def lbsgd(given, updates_per_epoch, scale):
 
 def lars(given, updates_per_epoch, scale):
     rate = schedule(given, given.lars_lr, updates_per_epoch, given.warmup_epochs)
-    return LARS(rate, momentum=given.mom, eta=0.01, weight_decay=given.wd, exclude=[".b"])
+    return LARS(rate, momentum=given.mom, eta=given.lars_eta, weight_decay=given.wd, exclude=[".b"])
 
 
 def lans(given, updates_per_epoch, scale):
@@ -108,10 +108,11 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--network", choices=MODELS, default="mlp")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank and call")
-    parser.add_argument("--macrobatch-size", type=int, default=1024, help="samples per update, of all ranks")
+    parser.add_argument("--macrobatch-size", type=int, default=512, help="samples per update, of all ranks")
     parser.add_argument("--num-epochs", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=0.1, help="of SGD with the small batch")
-    parser.add_argument("--lars-lr", type=float, default=8.0)
+    parser.add_argument("--lr", type=float, default=0.05, help="of SGD with the small batch")
+    parser.add_argument("--lars-lr", type=float, default=0.5)
+    parser.add_argument("--lars-eta", type=float, default=0.2)
     parser.add_argument("--lans-lr", type=float, default=0.1)
     parser.add_argument("--mom", type=float, default=0.9)
     parser.add_argument("--wd", type=float, default=1e-4)

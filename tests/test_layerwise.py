@@ -137,7 +137,7 @@ def test_lars_spares_what_normalizes_or_shifts():
     assert params[0].data[0] > 1.999
     opt = LAMB(0.1, exclude=["bias"])
     opt([(p, np.ones(3)) for p in params])
-    with pytest.raises(TypeError, match="exclude must be a predicate on the name or a list of suffixes, got 'bias'"):
+    with pytest.raises(TypeError, match="exclude must be a predicate on the name, or a list of suffixes, got 'bias'"):
         LARS(exclude="bias")
 
 

@@ -6,9 +6,10 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.guard import whole
+from distopt.optim.arrays import WIDE, check, widened
 from distopt.optim.optimizer import State
-from distopt.optim.precision import WIDE, narrow, wide, wide_dtype
-from distopt.optim.wrapper import Wrapper, check
+from distopt.optim.wrapper import Wrapper
+from distopt.tables import wide
 
 
 class BatchGradients(Wrapper):
@@ -42,7 +43,7 @@ class BatchGradients(Wrapper):
         """
         check(name, value, grad)
         total = self._sum(name, value)
-        kernels.accumulate(wide(grad), total)
+        kernels.accumulate(widened(grad), total)
         self._sums[name], self._values[name], self._in_batch = total, value, True
 
     def step(self) -> bool:
@@ -66,7 +67,7 @@ class BatchGradients(Wrapper):
         for name, value in self._values.items():
             total = self._sums[name]
             kernels.scale(total, 1.0 / self.batches)
-            self._hand_over(name, value, narrow(total, value))
+            self._hand_over(name, value, total)
             device.last_read(total)
         self._sums, self._values, self.batches = {}, {}, 0  # not cleared: the inner one may keep what it was given
         super().step()
@@ -97,7 +98,7 @@ class BatchGradients(Wrapper):
 
     def _sum(self, name: str, value: np.ndarray) -> np.ndarray:
         """Where a parameter's gradients are added up: on its GPU, if it is on one."""
-        kept, dtype = self._sums.get(name), wide_dtype(value.dtype)
+        kept, dtype = self._sums.get(name), wide(value.dtype)
         if kept is not None and (kept.shape, kept.dtype) != (value.shape, dtype):
             began = f"{kept.shape} {kept.dtype}"
             raise ValueError(f"{name}: the window began with {began}, the parameter is {value.shape} {value.dtype}")

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from distopt import device, kernels
+from distopt.optim.arrays import check, widened
 from distopt.optim.exclude import SUFFIXES, Exclude, described, predicate
 from distopt.optim.norms import Norms
 from distopt.optim.numbers import number, positive
-from distopt.optim.precision import narrow, wide
-from distopt.optim.wrapper import Wrapper, check
+from distopt.optim.wrapper import Wrapper
 
 
 class LarsWrapper(Wrapper):
@@ -22,8 +22,8 @@ class LarsWrapper(Wrapper):
     You's rule both are of that day.
 
     Weight decay belongs to this wrapper: the inner optimizer's must be 0.  Norms are those of the gradients that
-    arrive; so ``BatchGradients`` goes around this wrapper, and what compresses gradients acts before it.  16-bit
-    arrays are computed with in float32, and the inner one gets 16 bits again.  On a GPU the host waits once for each
+    arrive; so ``BatchGradients`` goes around this wrapper, and what compresses gradients acts before it.  The
+    gradients of 16-bit parameters are float32 for the inner one.  On a GPU the host waits once for each
     parameter that is not left out, for its two norms.
 
     Raises TypeError or ValueError for a ``ratio`` that is not above 0, a ``weight_decay`` or ``epsilon`` that is
@@ -52,12 +52,12 @@ class LarsWrapper(Wrapper):
         """
         check(name, value, grad)
         self._refuse_decay_inside()
-        w, g = wide(value), wide(grad)
+        w, g = widened(value), widened(grad)
         d = device.copied(w)
         kernels.scale(d, self.weight_decay)
         kernels.accumulate(g, d)
         kernels.scale(d, self.trust(name, w, g))
-        self._hand_over(name, value, narrow(d, value))
+        self._hand_over(name, value, d.reshape(value.shape))
 
     def trust(self, name: str, w: np.ndarray, g: np.ndarray) -> float:
         """The trust ratio q of a parameter and its gradient, both flat, float32 or float64."""

@@ -7,9 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from distopt import device, kernels
+from distopt import device
+from distopt.optim.arrays import check, widened
 from distopt.optim.schedules import Number, hyper
-from distopt.tables import FORMATS, Members, Numbers
+from distopt.tables import Members, Numbers
 
 State = dict[str, Any]
 Pieces = Sequence[tuple[int, int, np.ndarray]]  # of a sum: share ``number`` of ``of``, in a flat array
@@ -95,18 +96,15 @@ class Optimizer(abc.ABC):
     def apply(self, name: str, value: np.ndarray, grad: np.ndarray, refused: np.ndarray | None = None) -> None:
         """Update one parameter in place; ``grad`` has its shape and dtype, or is float32 for one of 16 bits.
 
-        Raises ValueError for a gradient of another shape or dtype, or a parameter that cannot be written.
+        Raises TypeError for what is no array of floats, and ValueError for a gradient of another shape or dtype, or a
+        parameter that cannot be written.
         """
+        check(name, value, grad)
         table = self._tables.get(name)
         if table is None or table.shapes != (value.shape,) or table.stored != value.dtype:
             table = self._tables[name] = Members([name], [value.shape], [0], value.dtype)
-        fits = grad.shape == value.shape and grad.dtype in (table.stored, table.dtype)
-        if not fits or not device.writable(value):
-            wanted = f"a gradient like the parameter, {value.shape} {value.dtype}"
-            flaw = "" if device.writable(value) else "; the parameter is read-only"
-            raise ValueError(f"{name}: wants {wanted}, got {grad.shape} {grad.dtype}{flaw}")
         self.prepare(1.0)
-        self.update_bucket(table.point_to([value]), [(0, 1, _widened(grad).reshape(-1))], refused)
+        self.update_bucket(table.point_to([value]), [(0, 1, widened(grad))], refused)
 
     def prepare(self, scale: float, gpu: int | None = None) -> None:
         """Write down the numbers of the next update, of ``scale`` times the gradients, for the host or a GPU."""
@@ -259,12 +257,3 @@ class Optimizer(abc.ABC):
         if members.narrow and not self.multi_precision and (self._wide is None or self._wide.size < members.extent):
             self._wide = device.lasting_zeros(members.extent, members.dtype, like)
         return {}
-
-
-def _widened(grad: np.ndarray) -> np.ndarray:
-    """A gradient as it is, or of 16 bits in float32."""
-    if grad.dtype not in FORMATS:
-        return grad
-    table, wide = Members(["grad"], [grad.shape], [0], grad.dtype), device.zeros(grad.size, np.float32, grad)
-    kernels.pack(table.point_to([device.contiguous(grad)]), wide, 1.0, device.zeros(1, np.int64, grad))
-    return wide.reshape(grad.shape)

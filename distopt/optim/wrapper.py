@@ -9,7 +9,6 @@ import numpy as np
 
 from distopt import device
 from distopt.optim.optimizer import Optimizer, State
-from distopt.optim.precision import FLOATS
 
 
 @dataclass(eq=False)
@@ -133,19 +132,3 @@ class Wrapper(abc.ABC):
         self.opt.update(param, grad)
         if param.data is not value:  # it has made a new array instead of changing this one
             device.copy(value, param.data)
-
-
-def check(name: str, value: Any, grad: Any) -> None:
-    """Is this a parameter that can be updated, and a gradient of it?
-
-    Raises TypeError for what is no array of float16, bfloat16, float32 or float64, or not on the host or GPU of the
-    other; ValueError for a gradient of another shape or dtype, or a parameter that cannot be written.
-    """
-    for what, x in (("parameter", value), ("gradient", grad)):
-        if not device.is_array(x) or x.dtype not in FLOATS:
-            raise TypeError(f"{name}: a {what} must be an array of floats, got {device.describe(x)}")
-    device.check_place(f"{name}: the gradient", grad, device.place(value))
-    if (grad.shape, grad.dtype) != (value.shape, value.dtype) or not device.writable(value):
-        wanted = f"a gradient like the parameter, {value.shape} {value.dtype}"
-        flaw = "" if device.writable(value) else "; the parameter is read-only"
-        raise ValueError(f"{name}: wants {wanted}, got {grad.shape} {grad.dtype}{flaw}")
