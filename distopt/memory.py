@@ -196,7 +196,8 @@ class Memory(Verbs):
             return
         order = self._collector.order.items()
         parameters = [f"parameter {k} = {n} {p.value.shape} {p.value.dtype}" for k, (n, p) in enumerate(order)]
-        self._lines = [what, *parameters, f"threshold={self._memory.plan.threshold}", *self._options]
+        options = [f"threshold={self._memory.plan.threshold}", *self._options, repr(self._optimizer)]
+        self._lines = [what, *parameters, *options]
         self._mark = fingerprint(self._lines)
 
     def _vote(

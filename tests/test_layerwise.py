@@ -5,7 +5,7 @@ import pytest
 
 import optim_checks
 import reference
-from distopt import Parameter, kernels
+from distopt import DistOpt, Parameter, kernels, run_ranks
 from distopt.optim import LAMB, LANS, LARS
 from distopt.tables import Members
 
@@ -210,3 +210,22 @@ def test_bounds_that_are_none():
         LAMB(0.1, lower_bound=none, upper_bound=none).apply("w", value, np.ones(3))
         expected, _, _ = reference.lamb(np.full(3, 2.0), 0.0, 0.0, np.ones(3), t=1, lr=0.1)
         np.testing.assert_allclose(value, expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("makes", "text"),
+    [
+        ((lambda: LAMB(upper_bound=1.0), lambda: LAMB(upper_bound=2.0)), "'upper': 2.0"),
+        ((lambda: LARS(exclude=["a"]), lambda: LARS()), r"exclude=\('gamma', 'beta', 'bias'\)"),
+        ((lambda: LANS(wd_mult={"a": 0.0}), lambda: LANS()), r"wd_mult=\{\}"),
+        ((lambda: LANS(multi_precision=True), lambda: LANS()), "multi_precision=False"),
+    ],
+)
+def test_ranks_that_differ_in_an_option_learn_it_before_anything_moves(makes, text):
+    def main(comm):
+        w = Parameter("w", np.ones(3))
+        with pytest.raises(ValueError, match=rf"ranks differ: rank 0 has optimizer .*, rank 1 has .*{text}"):
+            DistOpt(makes[comm.rank](), comm)([(w, np.ones(3))])
+        return w.data.tolist()
+
+    assert run_ranks(2, main) == [[1.0] * 3] * 2

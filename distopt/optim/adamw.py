@@ -25,6 +25,7 @@ class AdamW(Optimizer):
     """
 
     slots, struct = ("m", "v"), "AdamW"
+    options = (*Optimizer.options, "correct_bias")
     hypers = Optimizer.hypers | {"beta_1": (0.0, BELOW_1), "beta_2": (0.0, BELOW_1), "epsilon": (0.0, math.inf)}
 
     def __init__(

@@ -30,6 +30,7 @@ class LAMB(Layerwise):
     """
 
     slots, struct, kinds = ("m", "v"), "Lamb", 2
+    options = (*Layerwise.options, "bounds", "bias_correction")
     hypers = Optimizer.hypers | {"beta_1": (0.0, BELOW_1), "beta_2": (0.0, BELOW_1), "epsilon": (0.0, math.inf)}
 
     def __init__(
@@ -47,10 +48,10 @@ class LAMB(Layerwise):
     ):
         super().__init__(lr, weight_decay, exclude, **options)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
-        self._bounds, self.bias_correction = bounds(lower_bound, upper_bound), bool(bias_correction)
+        self.bounds, self.bias_correction = bounds(lower_bound, upper_bound), bool(bias_correction)
 
     def _own(self) -> dict[str, float]:
-        return moments(self.at, self.step_counter + 1, self.bias_correction) | self._bounds
+        return moments(self.at, self.step_counter + 1, self.bias_correction) | self.bounds
 
     def _update_all(
         self, kept: Kept, parts: Sequence[Part], refused: np.ndarray | None, together: Together | None

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from distopt import device, kernels
-from distopt.optim.exclude import Exclude, predicate
+from distopt.optim.exclude import Exclude, described, predicate
 from distopt.optim.optimizer import Kept, Optimizer, Part, Together
 from distopt.optim.schedules import Number
 from distopt.tables import Members
@@ -26,10 +26,11 @@ class Layerwise(Optimizer):
     """
 
     kinds: int
+    options = (*Optimizer.options, "exclude")
 
     def __init__(self, lr: Number, weight_decay: Number, exclude: Exclude, **options: Any):
         self._excluded = predicate(exclude)
-        self.exclude = exclude
+        self.exclude = described(self._excluded)
         super().__init__(lr, weight_decay, **options)
 
     def _scratch(self, members: Members, like: np.ndarray) -> dict[str, np.ndarray]:

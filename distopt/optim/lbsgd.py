@@ -41,6 +41,7 @@ class LBSGD(Layerwise):
 
     slots, struct, kinds = ("moments", "window"), "Lbsgd", 2
     counters = ("step_counter", "batches")
+    options = (*Optimizer.options, "warmup_strategy", "batch_scale", "warmup_calls", "calls_before")
     hypers = Optimizer.hypers | {"momentum": (0.0, 1.0)}
 
     def __init__(
@@ -71,18 +72,18 @@ class LBSGD(Layerwise):
                 ("warmup_epochs", warmup_epochs),
             )
         )
-        self._before, self._warmup = begin * per_epoch, warmup * per_epoch
+        self.calls_before, self.warmup_calls = begin * per_epoch, warmup * per_epoch
         self.same_each_step = self.batch_scale == 1
 
     @property
     def multiplier(self) -> float:
         """Of the learning rate at the next update."""
-        calls = self._before + (self.step_counter + 1) * self.batch_scale
+        calls = self.calls_before + (self.step_counter + 1) * self.batch_scale
         if self.warmup_strategy == "lars":
             return 1.0
-        if calls >= self._warmup:
+        if calls >= self.warmup_calls:
             return float(self.batch_scale)
-        part = WARMUPS[self.warmup_strategy](calls / self._warmup) if self._warmup > 1 else 0.0
+        part = WARMUPS[self.warmup_strategy](calls / self.warmup_calls) if self.warmup_calls > 1 else 0.0
         return 1.0 + (self.batch_scale - 1) * part
 
     def _own(self) -> dict[str, float]:

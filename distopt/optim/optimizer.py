@@ -42,13 +42,14 @@ class Optimizer(abc.ABC):
 
     A subclass names its state arrays in ``slots``, each of the parameter's size and zero at first, gives the numbers of
     its kernel's ``struct`` in ``_own``, and calls the kernel in ``_update``; ``hypers`` are its hyper-parameters and
-    their ranges; each may be assigned a number or a schedule at any time.
+    their ranges; each may be assigned a number or a schedule at any time.  ``options`` are what else was chosen.
     """
 
     slots: tuple[str, ...] = ()
     counters: tuple[str, ...] = ("step_counter",)
     struct = "Update"  # of the kernel's text
     same_each_step = True  # are the same kernels called at every update?
+    options: tuple[str, ...] = ("rescale_grad", "clip_gradient", "multi_precision", "lr_mult", "wd_mult")
     hypers: ClassVar[dict[str, tuple[float, float]]] = {"lr": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
 
     def __init__(
@@ -168,10 +169,9 @@ class Optimizer(abc.ABC):
         self.step()
 
     def __repr__(self) -> str:
-        """The rule and its hyper-parameters as they are now: ranks compare it."""
-        now = [f"{name}={self.at(name)}" for name in self.hypers]
-        fixed = [f"{name}={getattr(self, name)}" for name in ("rescale_grad", "clip_gradient", "lr_mult", "wd_mult")]
-        return f"{type(self).__name__}({', '.join(now + fixed)})"
+        """The rule, its hyper-parameters as they are now, and its options: ranks compare it."""
+        all_of_them = {name: self.at(name) for name in self.hypers} | {n: getattr(self, n) for n in self.options}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in all_of_them.items())})"
 
     def get_states(self, whole: Callable[[Members, np.ndarray], np.ndarray] = lambda members, flat: flat) -> State:
         """Everything that changes between steps: the ``counters``, and per slot a dict of arrays by parameter name.

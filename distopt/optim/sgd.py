@@ -21,6 +21,7 @@ class SGD(Optimizer):
     negative or infinite value, and for nesterov without momentum or with dampening.
     """
 
+    options = (*Optimizer.options, "nesterov")
     hypers = Optimizer.hypers | {"momentum": (0.0, 1.0), "dampening": (0.0, 1.0)}
 
     def __init__(
