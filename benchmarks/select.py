@@ -19,6 +19,7 @@ from distopt import kernels
 from distopt.buckets import plan
 from distopt.compress import At, ErrorFeedback, Threshold, TopK
 from distopt.device import zeros
+from distopt.tables import Members
 
 DENSITIES = (0.001, 0.01)
 BUDGETS = {f"threshold {100 * d:g} %": 2.2 + 0.2 * (d > 0.001) for d in DENSITIES} | {
@@ -102,7 +103,8 @@ def per_tensor():
         bucket = plan([n for n, _ in model()], sizes, ["float32"] * len(sizes), 10**9).buckets[0]
         steps = Steps(bucket.size)
         cases = {"read pass": lambda s=steps: read_pass(s.drift)}
-        cases |= {f"top-K {100 * d:g} %": steps.compression(TopK(d, per_tensor=True), d, bucket) for d in DENSITIES}
+        table = Members(bucket.names, [(size,) for size in bucket.sizes], bucket.offsets, bucket.dtype)
+        cases |= {f"top-K {100 * d:g} %": steps.compression(TopK(d, per_tensor=True), d, table) for d in DENSITIES}
         tables.append(measure.table(f"per tensor, {name}: {len(sizes)}", measure.interleaved(cases), "read pass"))
     return tables
 
