@@ -1,6 +1,6 @@
-// Elements as one bit or two.  Codes stand in the order of the elements, the first one in the highest bits of its byte; an
-// element's place is its index in the flat array, and members start on whole bytes.  The gradient `add` meets the memory x
-// in the pass that codes it; where nothing is `given` to add, add is x.
+// Elements as one bit or two.  Codes stand in the order of the elements, the first one in the highest bits of its byte;
+// an element's place is its index in the flat array, and members start on whole bytes.  The gradient `add` meets the
+// memory x in the pass that codes it; where nothing is `given` to add, add is x.
 #include "portable.h"
 
 // The codes of a chunk, a byte each.  [both sides store the lowest byte of a word first]

@@ -17,8 +17,8 @@ KERNEL(partial_squares)(Table table, const real *flat, double *partial) {
   }
 }
 
-// x <- x + add, where anything is `given` to add; else add is x.  partial[c] <- the sum of magnitudes of chunk c, in which
-// what is finite counts as no more than a single can hold.
+// x <- x + add, where anything is `given` to add; else add is x.  partial[c] <- the sum of magnitudes of chunk c, in
+// which what is finite counts as no more than a single can hold.
 INLINE double meet(real &x, real add, bool given) {
   if (given) x += add;
   const double most = 0x1.fffffep127, size = x < 0 ? -x : x;
@@ -66,7 +66,8 @@ KERNEL(fold_partials)(Table table, const double *partial, double *sum) BLOCKS(ro
 }
 
 // mean[0] <- the sum of all n chunks, which have `count` elements, over their count; 0 if there are none
-KERNEL(mean_of_partials)(long long n, const double *partial, long long one, single_t *mean, double count, Unless refused) {
+KERNEL(mean_of_partials)(long long n, const double *partial, long long one, single_t *mean, double count,
+                         Unless refused) {
   if (holds(refused)) return;
   FOR_EACH_PIECE(alone, 1) {  // one block
     const double total = in_order(partial, 0, n);

@@ -29,8 +29,7 @@ def made(name: str, make: Make) -> Mirror:
 class At(NamedTuple):
     """Where a call stands: updates applied so far, this rank among how many, and the bucket.
 
-    ``bucket`` says where the members of its flat arrays lie: at multiples of 64 bytes, and the gaps between them are
-    always zero.
+    ``bucket`` says where the members of a flat array lie: at multiples of 64 bytes; gaps between them are always zero.
     ``scratch(name, nbytes)`` is memory of so many bytes for this call and its payload, the same at every step:
     fresh memory costs a page fault for every 4 KiB, which is more than it takes to fill them.  ``constant(name, make)``
     are a few numbers that are made once, for kernels on either side.
