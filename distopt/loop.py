@@ -268,7 +268,7 @@ class Loop(Memory):
                 return add_shares(buffer, wire)
             rooms, number = self._rooms_for(compressor), buffer.number
             room, found = (rooms[number], rooms.found(number)) if rooms else (None, None)
-            here = (buffer.bucket, buffer.scratch, buffer.constant)
+            here = (buffer.gradients, buffer.scratch, buffer.constant)
             at = At(self.step_counter, wire.rank, wire.size, *here, self._refusal.number, room, found)
             with wire.on_behalf_of(f"bucket {number}"):
                 algorithm(x, compressor, wire, buffer.state, at)

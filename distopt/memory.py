@@ -89,7 +89,7 @@ class Memory(Verbs):
     @property
     def plan(self) -> Plan:
         """Which parameters share a bucket; printable.  RuntimeError before the first step or ``gradient_views``."""
-        return self._memory.plan.sending(self._compressor.payload_bytes, self._compressor.summable)
+        return self._memory.plan.sending(self._compressor.payload_bytes, self._compressor.positional)
 
     @property
     def _memory(self) -> Buffers:

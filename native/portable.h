@@ -12,6 +12,8 @@
 
 typedef unsigned short half_t;      // the bits of an IEEE binary16
 typedef unsigned short bfloat16_t;  // the upper half of an IEEE binary32
+typedef float single_t;             // a number that is one for every real
+typedef unsigned char byte_t;
 
 // One tensor of a bucket: where it lives, and its place in the bucket's flat arrays.  `first` counts the chunks of all
 // members before it; `lr` and `decay` are this tensor's multipliers, and `adapts` is 1, or 0 for a tensor that takes no
@@ -92,6 +94,7 @@ template <int bytes> struct Word;
 template <> struct Word<16> { typedef uint4 Type; };
 template <> struct Word<8> { typedef uint2 Type; };
 template <> struct Word<4> { typedef unsigned Type; };
+template <> struct Word<2> { typedef unsigned short Type; };
 
 // WIDTH elements of an array in registers; those of an array that may change go back.
 template <class T>

@@ -10,7 +10,7 @@ import numpy as np
 
 import reference
 from distopt import DistOpt, Parameter, device
-from distopt.compress import At, Dense, ErrorFeedback, Half, TopK
+from distopt.compress import At, Dense, ErrorFeedback, Half, OneBit, TopK, TwoBit
 from distopt.optim import (
     LAMB,
     LANS,
@@ -121,9 +121,13 @@ MODES = {
     "topk per tensor": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.1, per_tensor=True))),
     "threshold without memory": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.7, corr=False),
     "topk beyond break even": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.9))),
+    "2bit": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.5))),
+    "1bit": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit())),
 }
-CAPTURED = (Dense(), Half(), Half("bfloat16"), ErrorFeedback(Half()), ErrorFeedback(TopK(0.1)), TopK(0.1))
-ELEMENTWISE = ("dense", "half", "bfloat16", "half with memory", "threshold", "topk per tensor")
+WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit())))
+CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY)
+LOSE_NOTHING = "dense,threshold,topk,topk per tensor,topk beyond break even,half with memory,2bit,1bit".split(",")
+ELEMENTWISE = ("dense", "half", "bfloat16", "half with memory", "threshold", "topk per tensor", "2bit")
 
 
 def train(
@@ -148,8 +152,8 @@ def same_on_all_ranks(comm, text):
     assert texts == [texts[0]] * comm.size, texts
 
 
-def conservation(compressor, x, size=1):
-    """Law 1: before == after + decompress(compress(before)), to the bit."""
+def conservation(compressor, x, size=1, ulps=0):
+    """Law 1: before == after + decompress(compress(before)), to the bit, or within ``ulps`` of the largest of them."""
     at = At(size=size)
     before, out = x.copy(), np.full_like(x, np.nan if compressor.summable else 0)
     payload = compressor.compress(x, {}, at)
@@ -158,7 +162,11 @@ def conservation(compressor, x, size=1):
     if payload is x:  # the payload is x itself, x is spent, and the sum stands in x
         out, x = x, np.zeros_like(x)
     compressor.decompress(payload, out, at)
-    np.testing.assert_array_equal(x + out, before)
+    if ulps:
+        largest = np.maximum(np.maximum(abs(x), abs(out)), abs(before))
+        assert (abs(x + out - before) <= ulps * np.spacing(largest)).all()
+    else:
+        np.testing.assert_array_equal(x + out, before)
 
 
 def nothing_is_lost(comm, mode="dense", dtype="float32"):
@@ -352,7 +360,7 @@ def all_of_them(comm):
     """Every law that needs a communicator; returns what other transports must reproduce."""
     for dtype in TOLERANCE:
         ranks_agree_with_whole_batch(comm, dtype)
-        for mode in ("dense", "topk", "threshold", "topk per tensor", "topk beyond break even", "half with memory"):
+        for mode in LOSE_NOTHING:
             nothing_is_lost(comm, mode, dtype)
     for make in OPTIMIZERS.values():
         ranks_agree_with_one(comm, make)

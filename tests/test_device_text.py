@@ -492,6 +492,55 @@ def test_the_sum_of_all_ranks_entries(libraries, n, ranks, dtype, grid, seed):
     same([one_by_one, one_by_one], [there, again])
 
 
+def codes(sizes, dtype, by, seed, refused=None):
+    """What the kernels of codec.cu make of a bucket: payloads of two ranks, what is kept, and the sum."""
+    table, _ = members(sizes, dtype)
+    rng, found = np.random.default_rng(seed), []
+    x, add, y = (shifted(a, by) for a in rng.standard_normal((3, table.extent)).astype(dtype))
+    if seed % 2:
+        x[: x.size // 9 : 5] = np.nan
+        add[: x.size // 5 : 7] = -np.inf
+    words = [-(-table.extent // 16), -(-table.extent // 32) + 1, -(-table.extent // 32)]
+    two, one, ones = ([shifted(np.zeros(4 * n, np.uint8), 4 * by) for _ in "12"] for n in words)
+    for k, start in enumerate((x, y)):  # the second rank has nothing to add
+        kept = [shifted(start, by) for _ in range(3)]
+        more = [kept[j] if k else add for j in range(3)]
+        partial = np.zeros(table.span[1] + len(sizes))
+        kernels.take_two_bits(kept[0], more[0], not k, two[k], 0.5, refused)
+        kernels.partial_magnitudes(table, kept[1], more[1], not k, partial, refused)
+        mean = one[k][:4].view(np.float32)
+        kernels.mean_of_partials(partial[: table.span[1]], mean, int(sum(sizes)), refused)
+        kernels.take_one_bit(table, kept[1], kept[1], False, one[k], 4, 0.0, refused)
+        kernels.take_one_bit(table, kept[2], more[2], not k, ones[k], 0, -0.5, refused)
+        found += [*kept, partial]
+    sums = [shifted(np.full(table.extent, 3, dtype), by) for _ in range(3)]
+    kernels.give_two_bits(sums[0], two, 0.5)
+    kernels.give_one_bit(table, sums[1], one, 4)
+    kernels.give_one_bit(table, sums[2], ones, 0)
+    for a in (*found, *sums):
+        a[np.isnan(a)] = np.nan  # of either sign
+    return *found, *two, *one, *ones, *sums
+
+
+@pytest.mark.filterwarnings("ignore:invalid")
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.one_of(st.sampled_from(SIZES), st.integers(0, 3 * CHUNK)), min_size=1, max_size=6),
+    by=st.integers(0, 3),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    refused=st.sampled_from([None, np.zeros(1, np.int64), YES]),
+    seed=SEEDS,
+)
+def test_codes_of_one_bit_and_two(libraries, sizes, by, dtype, grid, refused, seed):
+    host = codes(sizes, dtype, by, seed, refused)
+    with on(libraries, *grid):
+        there = codes(sizes, dtype, by, seed, refused)
+    same(host, there)
+    if refused is YES:
+        assert not any(payload.any() for payload in host[8:14])
+
+
 @pytest.mark.skipif(SANITIZE in os.environ, reason="this is that run")
 def test_no_thread_reads_or_writes_outside_of_its_arrays():
     """The same under the address and undefined-behaviour sanitizers."""
@@ -499,6 +548,17 @@ def test_no_thread_reads_or_writes_outside_of_its_arrays():
         pytest.skip("the compiler has no libasan")
     env = sanitized() | {SANITIZE: "1"}
     some = "count or flat_kernels or tensors_of_every or above_a_bound or largest_of_every or all_ranks or refused"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", some]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        f"{some} or codes_of",
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

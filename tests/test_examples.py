@@ -36,14 +36,18 @@ def test_digits_with_a_cnn_and_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("mode", ["half", "partial", "topk", "threshold"])
+SHARES = {"half": 0.51, "partial": 0.3, "topk": 0.05, "threshold": 0.5, "2bit": 1 / 15, "1bit": 1 / 30}
+
+
+@pytest.mark.parametrize("mode", SHARES)
 def test_digits_in_every_mode(mode):
-    code, output = distopt_run(2, EXAMPLES / "digits.py", "--mode", mode, timeout=60)
+    lr = 0.03 if mode == "1bit" else 0.1
+    code, output = distopt_run(2, EXAMPLES / "digits.py", "--mode", mode, "--lr", lr, timeout=60)
     assert code == 0, output
     assert accuracy(output) >= 0.96
     payload = int(re.search(r"payload per rank and step: ([\d,]+) bytes", output)[1].replace(",", ""))
     dense = 4 * (64 * 128 + 128 + 128 * 10 + 10)
-    assert payload < dense * {"half": 0.51, "partial": 0.3, "topk": 0.05, "threshold": 0.5}[mode]
+    assert payload < dense * SHARES[mode]
 
 
 def test_every_number_of_ranks_trains_alike():

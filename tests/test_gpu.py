@@ -127,7 +127,7 @@ def steady(mode, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mode", ["dense", "half", "half with memory", "partial", "topk", "topk per tensor", "threshold"]
+    "mode", ["dense", "half", "half with memory", "partial", "topk", "topk per tensor", "threshold", "2bit", "1bit"]
 )
 def test_a_step_neither_waits_nor_allocates(mode, monkeypatch):
     assert steady(mode, monkeypatch)[0] == []
@@ -138,7 +138,7 @@ def test_a_threshold_without_memory_waits_once(monkeypatch):
     assert (host, buckets) == (["wait"], 3)
 
 
-@pytest.mark.parametrize(("mode", "kernels"), [("dense", 2), ("half", 4), ("partial", 2)])
+@pytest.mark.parametrize(("mode", "kernels"), [("dense", 2), ("half", 4), ("partial", 2), ("2bit", 4), ("1bit", 6)])
 def test_launches(mode, kernels, monkeypatch):
     _, launches, buckets = steady(mode, monkeypatch)
     extra = {"partial": 2}.get(mode, 0)  # the parameters of one bucket, there and back

@@ -44,9 +44,9 @@ class Plan:
     threshold: int
     payload: tuple[int | None, ...] = ()  # bytes per bucket with the compressor in use; () when dense
 
-    def sending(self, payload_bytes: Callable[[int, int], int | None], summable: bool) -> "Plan":
+    def sending(self, payload_bytes: Callable[[int, int], int | None], positional: bool) -> "Plan":
         """The same plan, with the payloads of a compressor."""
-        elements = [b.size if summable else sum(b.sizes) for b in self.buckets]
+        elements = [b.size if positional else sum(b.sizes) for b in self.buckets]
         payload = (payload_bytes(n, b.dtype.itemsize) for n, b in zip(elements, self.buckets, strict=True))
         return replace(self, payload=tuple(payload))
 

@@ -2,6 +2,7 @@
 #include "adagrad.cu"
 #include "adam.cu"
 #include "adamw.cu"
+#include "codec.cu"
 #include "lamb.cu"
 #include "lans.cu"
 #include "lars.cu"
@@ -123,6 +124,21 @@ int main() {
     const real *const values[] = {entry.data(), large.data()};
     const long long lengths[] = {k, 0};
     give_all_float(n, y.data(), 2, places, values, lengths);
+
+    std::vector<byte_t> two((n + 3) / 4), one(4 + (n + 7) / 8);
+    const byte_t *const twice[] = {two.data(), two.data()}, *const once[] = {one.data()};
+    take_two_bits_float(n, x.data(), add.data(), 1, two.size(), two.data(), 0.5, nullptr);
+    give_two_bits_float(n, y.data(), 2, twice, 0.5);
+    for (long long i = 0; i < n; ++i) bad[0] += x[i] != 1 || y[i] != 1;
+    const long long chunks = (n + CHUNK - 1) / CHUNK;
+    const Member row = {x.data(), nullptr, 0, n, 0, WIDE, 0, 1.0, 1.0, 1.0};
+    const Table alone = {&row, 1, 0, chunks};
+    std::vector<double> sums(chunks);
+    partial_magnitudes_float(alone, x.data(), add.data(), 1, sums.data(), nullptr);
+    mean_of_partials_float(chunks, sums.data(), 1, (single_t *)one.data(), n, nullptr);
+    take_one_bit_float(alone, x.data(), x.data(), 0, one.data(), 4, 0, nullptr);
+    give_one_bit_float(alone, y.data(), 1, once, 4);
+    for (long long i = 0; i < n; ++i) bad[0] += x[i] != 0 || y[i] != (real)1.5;
   }
   puts(bad[0] ? "take and give lost something" : "done");
 }
