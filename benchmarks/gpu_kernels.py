@@ -23,6 +23,11 @@ RULES = {  # optimizer, arrays read or written of float32
     "rmsprop": (lambda: optim.RMSProp(1e-6), 5),
     "adagrad": (lambda: optim.AdaGrad(1e-6), 5),
     "adam": (lambda: optim.Adam(1e-6), 7),
+    "adamw": (lambda: optim.AdamW(1e-6), 7),
+    "lbsgd": (lambda: optim.LBSGD(1e-6, momentum=0.9), 7),
+    "lars": (lambda: optim.LARS(1e-6, momentum=0.9), 7),  # of which 2 for norms
+    "lamb": (lambda: optim.LAMB(1e-6), 10),
+    "lans": (lambda: optim.LANS(1e-6), 12),
 }
 
 
@@ -46,6 +51,10 @@ def elementwise(n):
         opt = make()
         opt.prepare(0.5)
         cases[name] = (4 * arrays * n, lambda opt=opt: opt.update_bucket(table, [(0, 1, y)]))
+    narrow = Members(["h"], [(n,)], [0], "float16").point_to([half])
+    mixed = optim.SGD(1e-6, momentum=0.9, multi_precision=True)
+    mixed.prepare(0.5)
+    cases["momentum sgd, float16 and master"] = (24 * n, lambda: mixed.update_bucket(narrow, [(0, 1, y)]))
     return cases
 
 

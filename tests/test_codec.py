@@ -363,5 +363,7 @@ def test_what_does_not_fit(compressor):
     payload = compressor.compress(x, {}, At())
     with pytest.raises(ValueError, match=rf"a payload of 400 elements has \d+ bytes, got {payload.nbytes}"):
         compressor.decompress(payload, np.zeros(400, np.float32), At())
-    with pytest.raises((TypeError, ValueError), match=r"has 40 elements|must be contiguous float32|works on float32 and float64"):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"has 40 elements|must be contiguous float32|works on float32 and float64"
+    ):
         compressor.compress(x.astype(np.float16), {}, At())
