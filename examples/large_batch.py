@@ -2,8 +2,8 @@
 
     distopt run -n 2 examples/large_batch.py [--macrobatch-size 512] [--warmup-strategy sqrt] [--plot large_batch.png]
 
-Each rank takes batches of --batch-size; as many calls as the macrobatch takes make one update: LBSGD adds up in the
-optimizer, as in MXNet, the others in DistOpt, which exchanges once per update.  --lr-step-epochs is 'pow2', for a
+Each rank takes batches of --batch-size; as many calls as the macrobatch takes make one update: LBSGD and MoXing's
+BatchGradients add up in the optimizer, the others in DistOpt, which exchanges once per update.  --lr-step-epochs is 'pow2', for a
 polynomial of that power, or the epochs at which the rate falls, as '20,25'.
 """
 
@@ -14,7 +14,8 @@ import numpy as np
 from digits import MODELS, accuracy, backward, digits, forward, loss_and_slope
 
 import distopt
-from distopt.optim import LANS, LARS, LBSGD, SGD, MultiFactor, Poly
+from distopt.optim import LANS, LARS, LBSGD, SGD, BatchGradients, LarsWrapper, MultiFactor, Poly
+from distopt.optim.schedules import resnet50_32k
 
 
 def schedule(given, base_lr, updates_per_epoch, warmup_epochs):
@@ -58,6 +59,18 @@ def lans(given, updates_per_epoch, scale):
     return LANS(rate, weight_decay=given.wd, exclude=[".b"])
 
 
+def recipe(given, updates_per_epoch, scale):
+    """MoXing's for ResNet-50 at 32k samples: several batches in front of LARS in front of SGD, its curve to our scale."""
+    curve = 3600 / (given.num_epochs * updates_per_epoch)
+
+    def rate(k):
+        return given.lars_lr * resnet50_32k(int(k * curve)) / 29
+
+    names = ("hidden.b", "out.b")
+    lars = LarsWrapper(SGD(rate, momentum=given.mom), given.lars_eta, given.wd, exclude=names)
+    return BatchGradients(lars, scale)
+
+
 RUNS = {  # what is shown: the optimizer, and whether its batch is the macrobatch
     "SGD, small batch": (small, False),
     "SGD": (small, True),
@@ -65,6 +78,7 @@ RUNS = {  # what is shown: the optimizer, and whether its batch is the macrobatc
     "LBSGD, warm-up": (lbsgd, True),
     "LARS, warm-up": (lars, True),
     "LANS, warm-up": (lans, True),
+    "MoXing's recipe": (recipe, True),
 }
 
 
@@ -78,7 +92,7 @@ def train(given, world, make, large, seed):
     scale = min(calls, math.ceil(given.macrobatch_size / (share * world.size))) if large else 1
     updates = calls // scale
     opt = make(given, updates, scale)
-    window = 1 if isinstance(opt, LBSGD) else scale
+    window = 1 if isinstance(opt, LBSGD | BatchGradients) else scale
     dist = distopt.DistOpt(opt, world, num_batches=window)
     curve = []
     for _ in range(given.num_epochs):

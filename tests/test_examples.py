@@ -69,7 +69,7 @@ def test_a_large_batch_costs_plain_sgd_accuracy_and_others_less(tmp_path):
         for name, last in re.findall(r"(?:^|\] )(\w.{17}) +\d+ +\d+ +(\d\.\d+)$", output, re.M)
     }
     assert found.pop("SGD") < 0.94
-    assert len(found) == 5
+    assert len(found) == 6
     assert min(found.values()) > 0.96, found
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -78,4 +78,4 @@ def test_a_large_batch_with_other_schedules():
     options = ["--lr-step-epochs", "2,3", "--warmup-strategy", "lars", "--num-epochs", 4, "--seeds", 1]
     code, output = distopt_run(2, EXAMPLES / "large_batch.py", *options, timeout=120)
     assert code == 0, output
-    assert len(re.findall(r" \d\.\d+$", output, re.M)) == 6
+    assert len(re.findall(r" \d\.\d+$", output, re.M)) == 7

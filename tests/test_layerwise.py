@@ -105,6 +105,41 @@ def test_zeros_stay_finite(rule):
         assert all(np.isfinite(a).all() for slot in opt.slots for a in opt.get_states()[slot].values())
 
 
+def test_both_halves_of_lans_decay_the_old_parameter():
+    """M2: MXNet's step() applies the first half before it forms the second."""
+    start, grads = np.array([1.0, 2.0, -1.0]), np.random.default_rng(6).standard_normal((3, 3))
+    mine, ours, theirs = start.copy(), (start, 0.0, 0.0), start
+    opt, m, v = LANS(0.5, weight_decay=0.5), 0.0, 0.0
+    for t, g in enumerate(grads, 1):
+        ours = reference.lans(*ours, g, t=t, lr=0.5, weight_decay=0.5)
+        h = g / np.linalg.norm(g)
+        m, v = 0.9 * m + 0.1 * h, 0.999 * v + 0.001 * h**2
+        den, length = np.sqrt(v / (1 - 0.999**t)) + 1e-6, np.linalg.norm(theirs)
+        for share, x in ((0.9, m / (1 - 0.9**t)), (0.1, h)):
+            u = x / den + 0.5 * theirs
+            theirs = theirs - 0.5 * share * length / np.linalg.norm(u) * u
+        opt.apply("w", mine, g)
+        opt.step()
+    np.testing.assert_allclose(mine, ours[0], rtol=1e-13)
+    assert abs(mine - theirs).max() > 1e-2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_update_counts_once_however_many_tensors(rule):
+    """M4: MXNet's LAMB counts twice for one tensor at a time: t = 2, 4, ..., and its schedule runs at twice the pace."""
+    seen, params = set(), [Parameter(f"p{k}", np.ones(3)) for k in range(5)]
+
+    def rate(k):
+        seen.add(k)
+        return 0.1
+
+    opt = make(rule, {}, rate)
+    for _ in range(3):
+        opt([(p, np.ones(3)) for p in params])
+    assert seen == {0, 1, 2}
+    assert opt.step_counter == 3
+
+
 def test_rescaling_cancels_in_lans():
     """The gradient is brought to length 1, with its sign."""
     rng = np.random.default_rng(4)
