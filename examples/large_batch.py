@@ -3,8 +3,8 @@
     distopt run -n 2 examples/large_batch.py [--macrobatch-size 512] [--warmup-strategy sqrt] [--plot large_batch.png]
 
 Each rank takes batches of --batch-size; as many calls as the macrobatch takes make one update: LBSGD and MoXing's
-BatchGradients add up in the optimizer, the others in DistOpt, which exchanges once per update.  --lr-step-epochs is 'pow2', for a
-polynomial of that power, or the epochs at which the rate falls, as '20,25'.
+BatchGradients add up in the optimizer, the others in DistOpt, which exchanges once per update.  --lr-step-epochs is
+'pow2', for a polynomial of that power, or the epochs at which the rate falls, as '20,25'.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def lans(given, updates_per_epoch, scale):
 
 
 def recipe(given, updates_per_epoch, scale):
-    """MoXing's for ResNet-50 at 32k samples: several batches in front of LARS in front of SGD, its curve to our scale."""
+    """MoXing's for ResNet-50 at 32k samples: batches are added up, LARS, momentum; and its curve, to our scale."""
     curve = 3600 / (given.num_epochs * updates_per_epoch)
 
     def rate(k):

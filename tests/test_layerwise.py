@@ -121,12 +121,12 @@ def test_both_halves_of_lans_decay_the_old_parameter():
         opt.apply("w", mine, g)
         opt.step()
     np.testing.assert_allclose(mine, ours[0], rtol=1e-13)
-    assert abs(mine - theirs).max() > 1e-2
+    assert abs(mine - theirs).max() > 1e-3
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_an_update_counts_once_however_many_tensors(rule):
-    """M4: MXNet's LAMB counts twice for one tensor at a time: t = 2, 4, ..., and its schedule runs at twice the pace."""
+    """M4: MXNet's LAMB counts twice, one tensor at a time: t = 2, 4, ..., and its schedule runs twice as fast."""
     seen, params = set(), [Parameter(f"p{k}", np.ones(3)) for k in range(5)]
 
     def rate(k):
