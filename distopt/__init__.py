@@ -7,6 +7,7 @@ from distopt import comm, compress, optim
 from distopt.comm import run_ranks, world
 from distopt.dist_opt import DistOpt
 from distopt.gradients import Parameter
+from distopt.nonfinite import LossScaler
 from distopt.version import __version__
 
-__all__ = ["DistOpt", "Parameter", "__version__", "comm", "compress", "optim", "run_ranks", "world"]
+__all__ = ["DistOpt", "LossScaler", "Parameter", "__version__", "comm", "compress", "optim", "run_ranks", "world"]

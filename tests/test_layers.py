@@ -11,7 +11,7 @@ ROWS = [  # from the ground up
     "texts device version job signals watch",
     "tables",
     "kernels cost guard checkpoint",
-    "buckets compress optim comm gradients",
+    "buckets compress optim comm gradients nonfinite",
     "exchange adapters",
     "verbs",
     "memory",

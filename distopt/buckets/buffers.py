@@ -80,10 +80,13 @@ class Buffer:
             device.clear(self.gradients.view(self.gradient, row))
         self.at_home = bool(((addresses == self.home) | (self.gradients.rows["size"] == 0)).all())
 
-    def pack(self, look_at_home: bool) -> None:
-        """Copy the gradients to their places, unless they live there; ``bad`` grows by what is not finite."""
-        if look_at_home or not self.at_home:
-            kernels.pack(self.gradients, self.gradient, 1.0, self.bad)
+    def pack(self, look_at_home: bool, scale: float = 1.0) -> None:
+        """Bring ``scale`` times the gradients to their places, unless they live there as they are.
+
+        ``bad`` grows by what is not finite.
+        """
+        if look_at_home or not self.at_home or scale != 1.0:
+            kernels.pack(self.gradients, self.gradient, scale, self.bad)
 
     def mean(self, total: Sum, scale: float) -> dict[str, np.ndarray]:
         """``scale`` times a sum, by name; in place, unless other ranks may still read it."""
