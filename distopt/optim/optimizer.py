@@ -29,6 +29,7 @@ class Optimizer(abc.ABC):
 
     slots: tuple[str, ...] = ()
     struct = "Update"  # of the kernel's text
+    _scheduled: frozenset[str] = frozenset()  # hyper-parameters that are schedules
     hypers: ClassVar[dict[str, tuple[float, float]]] = {"lr": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
 
     def __init__(
@@ -57,10 +58,16 @@ class Optimizer(abc.ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         """A hyper-parameter becomes a schedule whose values are checked."""
         super().__setattr__(name, hyper(name, value, *self.hypers[name]) if name in self.hypers else value)
+        if name in self.hypers:
+            self._scheduled = self._scheduled - {name} | ({name} if callable(value) else set())
 
     def at(self, name: str) -> float:
         """A hyper-parameter's value for the next update."""
         return float(getattr(self, name)(self.step_counter))
+
+    def is_scheduled(self, name: str) -> bool:
+        """Is a hyper-parameter a schedule, not a number?"""
+        return name in self._scheduled
 
     @property
     def lr_value(self) -> float:
@@ -125,6 +132,8 @@ class Optimizer(abc.ABC):
     def get_states(self, whole: Callable[[Members, np.ndarray], np.ndarray] = lambda members, flat: flat) -> State:
         """Everything that changes between steps: ``step_counter``, and per slot a dict of arrays by parameter name.
 
+        ``rule`` says whose states these are.
+
         Where ranks update a share each, ``whole`` makes of a table's flat array one that has all of them.
         """
         found: State = {
@@ -135,15 +144,18 @@ class Optimizer(abc.ABC):
                 complete = whole(members, flat)
                 if complete is not flat:
                     found[slot].update({n: members.view(complete, row) for row, n in enumerate(members.names)})
-        return {"step_counter": self.step_counter} | found
+        return {"rule": type(self).__name__, "step_counter": self.step_counter} | found
 
     def set_states(self, states: State) -> None:
         """Go on from what ``get_states`` returned.
 
         Raises ValueError if these are not the states of this kind of optimizer.
         """
-        if set(states) != {"step_counter", *self.slots}:
-            raise ValueError(f"{type(self).__name__} has the states step_counter {self.slots}, got {sorted(states)}")
+        rule = type(self).__name__
+        if states.get("rule", rule) != rule:
+            raise ValueError(f"these are the states of {states['rule']}, and the optimizer is {rule}")
+        if set(states) != {"rule", "step_counter", *self.slots}:
+            raise ValueError(f"{rule} has the states rule, step_counter {self.slots}, got {sorted(states)}")
         self.step_counter = int(states["step_counter"])
         self._state = {slot: {n: np.array(a) for n, a in states[slot].items()} for slot in self.slots}
         self._flats.clear()
