@@ -8,6 +8,18 @@ from distopt.comm import run_ranks, world
 from distopt.dist_opt import DistOpt
 from distopt.gradients import Parameter
 from distopt.nonfinite import LossScaler
+from distopt.trainer import Trainer
 from distopt.version import __version__
 
-__all__ = ["DistOpt", "LossScaler", "Parameter", "__version__", "comm", "compress", "optim", "run_ranks", "world"]
+__all__ = [
+    "DistOpt",
+    "LossScaler",
+    "Parameter",
+    "Trainer",
+    "__version__",
+    "comm",
+    "compress",
+    "optim",
+    "run_ranks",
+    "world",
+]

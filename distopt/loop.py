@@ -240,12 +240,17 @@ class Loop(Memory):
             self._nonfinite.passed()
             return True
         self._refusal.send()
-        if self._optimizer.looks:
+        if self._update_looks:
             return True
         self._learn()
         refused = self._refused > 0
         self._settle()
         return not refused
+
+    @property
+    def _update_looks(self) -> bool:
+        """Does the update look for itself whether the step is refused?"""
+        return self._optimizer.looks
 
     def _in_shares(self, compressor: Compressor) -> bool:
         """Are gradients added up in shared memory?  Then what is not finite is found there, and nothing is lost."""

@@ -152,6 +152,11 @@ class Buffers:
         """Where a parameter's gradient lives."""
         return self._views[name]
 
+    def hold(self, x: np.ndarray) -> bool:
+        """Does an array lie in this memory?"""
+        start = device.address(self._memory)
+        return start <= device.address(x) < start + self._memory.nbytes
+
     @property
     def shared(self) -> bool:
         """Can every rank read the gradients of all?"""
