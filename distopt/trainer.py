@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,8 @@ class Trainer(Saving):
         if not isinstance(loss_scaler, LossScaler | None):
             raise TypeError(f"loss_scaler must be a LossScaler or None, got {type(loss_scaler).__name__}")
         self._params = gluon.parameters(params)
+        rule = gluon.optimizer(optimizer, optimizer_params)
+        _check_multipliers(rule, self._params)
         self.compression_params = compression_params
         self.communicator = gluon.communicator(kvstore, communicator) or world()
         self._active = self._params  # those that are trained now
@@ -75,7 +78,7 @@ class Trainer(Saving):
         self._sums: bool | None = None  # are there sums that wait for ``update``?  False: they were refused
         self._last_step: tuple[float, bool] | None = None  # the arguments of the last call, if that was ``step``
         super().__init__(
-            gluon.optimizer(optimizer, optimizer_params),
+            rule,
             self.communicator,
             threshold=threshold,
             overlap=False,
@@ -87,14 +90,6 @@ class Trainer(Saving):
             sync_on_apply=True,
             buffSize=4194304,
         )
-        self._check_multipliers()
-
-    def _check_multipliers(self) -> None:
-        """ValueError for those of parameters that there are not."""
-        for field in ("lr_mult", "wd_mult"):
-            for name in getattr(self.opt, field, {}):
-                if name not in {p.name for p in self._params}:
-                    raise ValueError(f"{field} has {name!r}, which is no parameter's name")
 
     # ------------------------------------------------------------------------------------------------- what it has
 
@@ -343,11 +338,14 @@ class Trainer(Saving):
 
     # ------------------------------------------------------------------------------------------------- states
 
-    def save_states(self, path: Any) -> Any:
-        """Save all but the parameters in a new checkpoint in the folder ``path``, as ``save``; collective."""
+    def save_states(self, path: str | Path) -> Path:
+        """Save all but the parameters in a new checkpoint in the folder ``path``, as ``save``; collective.
+
+        Returns the checkpoint's folder.
+        """
         return self.save(path)
 
-    def load_states(self, path: Any) -> None:
+    def load_states(self, path: str | Path) -> None:
         """Go on from the newest good checkpoint in the folder ``path``, as ``load``; collective.
 
         Batch size, ``rescale_grad`` and all hyper-parameters stay this Trainer's.  Raises, on every rank alike,
@@ -355,6 +353,14 @@ class Trainer(Saving):
         """
         if self.load(path) is None:
             raise agreed(FileNotFoundError(f"{path}: there is no checkpoint"), self._wire.rank == 0)
+
+
+def _check_multipliers(rule: Any, params: Iterable[Parameter]) -> None:
+    """ValueError for multipliers of parameters that there are not."""
+    names = {p.name for p in params}
+    for field in ("lr_mult", "wd_mult") if isinstance(rule, Optimizer) else ():
+        for name in set(getattr(rule, field)) - names:
+            raise ValueError(f"{field} has {name!r}, which is no parameter's name")
 
 
 def _flag(ignore: Any) -> bool:

@@ -248,6 +248,38 @@ def test_gradients_that_cannot_hold_a_sum():
     run_ranks(2, main)
 
 
+@pytest.mark.parametrize("flaw", ["none", "read-only", "one for two", "in another's view", "missing here"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_gradient_among_others_that_cannot_hold_its_sum(size, flaw):
+    def main(comm):
+        params = [Parameter(n, np.zeros(5)) for n in "abc"]
+        trainer = make(comm, params, SGD(1.0))
+        views = trainer.gradient_views(params)
+        for k, p in enumerate(params):
+            p.grad = np.full(5, 10.0**k)
+        kept = [p.grad for p in params]
+        expected = [comm.size * 10.0**k for k in range(3)]
+        if flaw == "read-only":
+            kept[0].flags.writeable = False
+        if flaw == "one for two":
+            params[1].grad, expected[1] = params[0].grad, expected[0]
+        if flaw == "in another's view":
+            views[1][...] = 1.0
+            params[0].grad = views[1]
+        if flaw == "missing here":
+            params[0].grad, expected[0] = None if comm.rank else kept[0], 1.0
+        trainer.allreduce_grads(ignore_stale_grad=True)
+        assert [p.grad.tolist() for p in params] == [[e] * 5 for e in expected]
+        assert params[2].grad is kept[2]
+        stays = flaw in ("none", "one for two") or (flaw == "missing here" and comm.rank == 0)
+        assert (params[0].grad is kept[0]) == stays
+        params[0].grad[...] = 7
+        trainer.update(1, ignore_stale_grad=True)
+        assert [p.data.tolist() for p in params] == [[-e] * 5 for e in (7, *expected[1:])]
+
+    run_ranks(size, main)
+
+
 @pytest.mark.parametrize("step", [in_one, in_two])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_views_and_shared_parameters_change_no_bit(step, scaled):
@@ -780,6 +812,9 @@ def test_kvstores():
     with pytest.raises(TypeError, match="loss_scaler must be a LossScaler or None, got str"):
         Trainer([p], "sgd", loss_scaler="dynamic")
     scaler = LossScaler()
+    for wrong in ({"threshold": -1}, {"optimizer_params": {"lr_mult": {"q": 0.5}}}):
+        with pytest.raises(ValueError, match=r"threshold|lr_mult has 'q'"):
+            Trainer([p], "sgd", loss_scaler=scaler, **wrong)  # which does not take it
     Trainer([p], "sgd", loss_scaler=scaler)
     with pytest.raises(ValueError, match="belongs to another DistOpt or Trainer"):
         Trainer([p], "sgd", loss_scaler=scaler)

@@ -36,8 +36,8 @@ class Buffer:
         self.number, self.bucket, self.gradient, self.bad = number, bucket, gradient, bad
         self.peers: list[np.ndarray] | None = None  # every rank's gradient, if they are shared
         self.state: dict[str, np.ndarray] = {}
-        tables = (Members(bucket.names, shapes, bucket.offsets, bucket.dtype) for _ in range(3))
-        self.gradients, self.parameters, self.means = tables
+        tables = (Members(bucket.names, shapes, bucket.offsets, bucket.dtype) for _ in range(4))
+        self.gradients, self.parameters, self.means, self.sums = tables
         self.layout = Layout(list(self.views(gradient).values()))
         self.home = (device.address(gradient) + self.gradients.rows["offset"] * bucket.dtype.itemsize).astype(np.uintp)
         self.at_home = False  # do all gradients live here?
@@ -152,11 +152,6 @@ class Buffers:
         """Where a parameter's gradient lives."""
         return self._views[name]
 
-    def hold(self, x: np.ndarray) -> bool:
-        """Does an array lie in this memory?"""
-        start = device.address(self._memory)
-        return start <= device.address(x) < start + self._memory.nbytes
-
     @property
     def shared(self) -> bool:
         """Can every rank read the gradients of all?"""
@@ -184,13 +179,13 @@ class Buffers:
         """Gradients of one bucket are these from now on; False if they cannot be packed as they are."""
         buffer = self._buffers[number]
         addresses = buffer.layout.addresses(grads)
-        if addresses is None or self._strange(addresses, buffer.home).any():
+        if addresses is None or self.strange(addresses, buffer.home).any():
             return False
         buffer.take(addresses)
         self._gradients_version = -1
         return True
 
-    def _strange(self, addresses: np.ndarray, home: np.ndarray) -> np.ndarray:
+    def strange(self, addresses: np.ndarray, home: Any) -> np.ndarray:
         """Which of these lie in the memory of another gradient."""
         start = device.address(self._memory)
         inside = (addresses >= start) & (addresses < start + self._memory.nbytes)
@@ -227,7 +222,7 @@ class Buffers:
         home = np.empty_like(addresses)
         for buffer, places in zip(self, self.places, strict=True):
             home[places] = buffer.home
-        strange = np.flatnonzero(self._strange(addresses, home)).tolist()
+        strange = np.flatnonzero(self.strange(addresses, home)).tolist()
         gone = device.address(self._memory) + self._starts[sent]
         for k in strange:
             if addresses[k] < gone:

@@ -8,7 +8,6 @@ import numpy as np
 from distopt import device, kernels
 from distopt.buckets.buffers import Buffers
 from distopt.buckets.piece import Sum
-from distopt.device import is_array
 
 
 def leave(
@@ -19,33 +18,58 @@ def leave(
     A gradient that cannot hold its own sum, since it is None, read-only, not contiguous or another one's too, gets a
     new array.
     """
-    left: dict[str, np.ndarray] = {}
-    taken: set[int] = set()
-    for buffer, total in zip(buffers, sums, strict=True):
-        homes = [buffers.view(name) for name in buffer.bucket.names]
-        for name, home in zip(buffer.bucket.names, homes, strict=True):
-            if name in grads:
-                grad = grads[name]
-                mine = _fits(grad, home) and device.address(grad) not in taken and _apart(buffers, grad, home)
-                left[name] = grad if mine else device.zeros(home.size, home.dtype, home).reshape(home.shape)
-                if home.size:
-                    taken.add(device.address(left[name]))
-        buffer.means.point_to([left.get(n, home) for n, home in zip(buffer.bucket.names, homes, strict=True)])
+    left = dict(grads)
+    addresses = _as_they_are(buffers, grads) or _with_new_arrays(buffers, left)
+    for buffer, total, found in zip(buffers, sums, addresses, strict=True):
+        buffer.sums.rows["data"] = found
         for piece in total:
-            kernels.unpack(buffer.means.share(piece.number, piece.of), piece.flat, 1.0, refused)
+            kernels.unpack(buffer.sums.share(piece.number, piece.of), piece.flat, 1.0, refused)
     return left
+
+
+def _as_they_are(buffers: Buffers, grads: Mapping[str, Any]) -> list[np.ndarray] | None:
+    """Where each bucket's gradients are; None unless all can be written to, each apart from all others."""
+    addresses: list[np.ndarray] = []
+    sizes: list[np.ndarray] = []
+    for buffer in buffers:
+        given = [grads.get(name) for name in buffer.bucket.names]
+        found = buffer.layout.addresses(given)
+        if found is None or not all(map(device.writable, given)) or buffers.strange(found, buffer.home).any():
+            return None
+        addresses.append(found)
+        sizes.append(buffer.sums.rows["size"])
+    taken = np.concatenate(addresses)[np.concatenate(sizes) > 0] if addresses else np.empty(0)
+    return addresses if np.unique(taken).size == taken.size else None
+
+
+def _with_new_arrays(buffers: Buffers, left: dict[str, Any]) -> list[np.ndarray]:
+    """Addresses for sums, one by one; those that nobody asked for go where the gradient lives, and change nothing."""
+    taken: set[int] = set()
+    found = [buffer.home.copy() for buffer in buffers]
+    for buffer, addresses in zip(buffers, found, strict=True):
+        for row, name in enumerate(buffer.bucket.names):
+            if name not in left:
+                continue
+            home = buffers.view(name)
+            grad = left[name]
+            if not _fits(grad, home) or device.address(grad) in taken or _elsewhere(buffers, grad, home):
+                left[name] = device.zeros(home.size, home.dtype, home).reshape(home.shape)
+            addresses[row] = device.address(left[name])
+            if home.size:
+                taken.add(int(addresses[row]))
+    return found
 
 
 def _fits(grad: Any, home: np.ndarray) -> bool:
     """Can it hold a sum?"""
     return (
-        is_array(grad)
+        device.is_array(grad)
         and (grad.shape, grad.dtype, device.place(grad)) == (home.shape, home.dtype, device.place(home))
         and bool(grad.flags.c_contiguous)
         and device.writable(grad)
     )
 
 
-def _apart(buffers: Buffers, grad: np.ndarray, home: np.ndarray) -> bool:
-    """Is it where no other gradient lives?"""
-    return device.address(grad) == device.address(home) or not buffers.hold(grad)
+def _elsewhere(buffers: Buffers, grad: np.ndarray, home: np.ndarray) -> bool:
+    """Does it lie where another gradient lives?"""
+    return bool(buffers.strange(np.array([device.address(grad)], np.uintp), np.uintp(device.address(home))).any())
