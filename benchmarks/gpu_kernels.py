@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks import gpu
 from benchmarks.measure import report
 from distopt import device, kernels, optim
-from distopt.compress import At, ErrorFeedback, Half, Threshold, TopK
+from distopt.compress import At, ErrorFeedback, Half, OneBit, Threshold, TopK, TwoBit
 from distopt.tables import Members
 
 ELEMENTWISE, SELECT = 0.9, 0.8  # budgets, of the copy
@@ -45,12 +45,12 @@ def elementwise(n):
     for name, (make, arrays) in RULES.items():
         opt = make()
         opt.prepare(0.5)
-        cases[name] = (4 * arrays * n, lambda opt=opt: opt.update_bucket(table, y))
+        cases[name] = (4 * arrays * n, lambda opt=opt: opt.update_bucket(table, [(0, 1, y)]))
     return cases
 
 
 def selection(n):
-    """(bytes, case) by name: the gradient and the residual are read, the residual is written.
+    """(bytes, case) by name: the gradient and the residual are read, the residual is written; by one bit twice.
 
     For a threshold gradients take turns with their opposites, so that after two calls the residual is what it was,
     zero, and the same entries are found every time.
@@ -69,16 +69,19 @@ def selection(n):
             constants[name] = device.Mirror(make())
         return constants[name]
 
-    at = At(scratch=scratch, constant=constant, room=n // 32)
+    bucket = Members(["x"], [(n,)], [0], "float32")
+    at = At(bucket=bucket, scratch=scratch, constant=constant, room=n // 32)
     for name, compressor in {
         "threshold 0.1 %": ErrorFeedback(Threshold(3.29)),
         "threshold 1 %": ErrorFeedback(Threshold(2.576)),
         "top-K 0.1 %": ErrorFeedback(TopK(0.001)),
         "top-K 1 %": ErrorFeedback(TopK(0.01)),
         "half with memory": ErrorFeedback(Half()),
+        "two bits": ErrorFeedback(TwoBit()),
+        "one bit": ErrorFeedback(OneBit()),
     }.items():
         turns = itertools.cycle([grad, opposite] if "threshold" in name else [grad])
-        cases[name] = (12 * n, functools.partial(compress, compressor, turns, {}, at))
+        cases[name] = ((20 if name == "one bit" else 12) * n, functools.partial(compress, compressor, turns, {}, at))
     return cases
 
 

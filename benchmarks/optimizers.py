@@ -1,9 +1,9 @@
-"""The fused update alone, one thread: python -m benchmarks.optimizers [--save]
+"""The fused update alone, one thread: python -m benchmarks.optimizers [--rules lamb lans] [--save]
 
-Momentum SGD, Adam, RMSProp and AdaGrad on ResNet-50's and on 2000 tiny tensors.  The anchor is one pass of C over flat
-arrays (``floor.cpp``).  distopt's own update is called as DistOpt calls it, bucket by bucket, for parameters that lie
-in one flat array and for parameters that numpy allocated one by one; torch's is its fastest: fused, or foreach for
-RMSprop, which has no fused form.
+Every optimizer on ResNet-50's and on 2000 tiny tensors.  The anchor is C over flat arrays (``floor.cpp``) that moves
+the same bytes: one pass, or for rules that need norms as many passes as they need, with one norm for all tensors.
+distopt's own update is called as DistOpt calls it, bucket by bucket, for parameters that lie in one flat array and for
+parameters that numpy allocated one by one; torch's are its fused and its foreach form, where it has the rule.
 """
 
 import argparse
@@ -25,7 +25,13 @@ RULES = {
     "adam": lambda: optim.Adam(1e-6, weight_decay=1e-4),
     "rmsprop": lambda: optim.RMSProp(1e-6, rho=0.9, weight_decay=1e-4),
     "adagrad": lambda: optim.AdaGrad(1e-6, weight_decay=1e-4),
+    "adamw": lambda: optim.AdamW(1e-6, weight_decay=1e-4),
+    "lbsgd": lambda: optim.LBSGD(1e-6, momentum=0.9, weight_decay=1e-4),
+    "lars": lambda: optim.LARS(1e-6, momentum=0.9, weight_decay=1e-4),
+    "lamb": lambda: optim.LAMB(1e-6, weight_decay=1e-4),
+    "lans": lambda: optim.LANS(1e-6, weight_decay=1e-4),
 }
+ANCHOR = "C over flat arrays"
 BUDGETS = {
     "resnet50": {"distopt, flat parameters": 1.05, "distopt, separate parameters": 1.1},
     "tiny": {"distopt, flat parameters": 1.15},
@@ -54,7 +60,7 @@ def ours(rule, shapes, flat):
     def step():
         opt.prepare(0.5)
         for table, grad in work:
-            opt.update_bucket(table, grad)
+            opt.update_bucket(table, [(0, 1, grad)])
         opt.step()
 
     return step
@@ -68,41 +74,52 @@ def by_hand(rule, shapes):
     return lambda: floor.update(rule, p, g, m, v, scale=0.5, lr=1e-6)
 
 
-def torch_fused(rule, shapes):
+def torchs(rule, shapes):
+    """A step of torch's optimizers of this rule, by the name of their form."""
     import torch
 
     torch.set_num_threads(1)
-    params = [torch.zeros(s, requires_grad=True) for s in shapes]
-    for p in params:
-        p.grad = torch.randn(p.shape)
-    make = {
-        "sgd": lambda: torch.optim.SGD(params, 1e-6, momentum=0.9, weight_decay=1e-4, fused=True),
-        "adam": lambda: torch.optim.Adam(params, 1e-6, weight_decay=1e-4, fused=True),
-        "rmsprop": lambda: torch.optim.RMSprop(params, 1e-6, alpha=0.9, weight_decay=1e-4, foreach=True),
-        "adagrad": lambda: torch.optim.Adagrad(params, 1e-6, weight_decay=1e-4, fused=True),
+    kinds = {
+        "sgd": (torch.optim.SGD, {"momentum": 0.9}, ("fused", "foreach")),
+        "adam": (torch.optim.Adam, {}, ("fused", "foreach")),
+        "adamw": (torch.optim.AdamW, {}, ("fused", "foreach")),
+        "rmsprop": (torch.optim.RMSprop, {"alpha": 0.9}, ("foreach",)),
+        "adagrad": (torch.optim.Adagrad, {}, ("fused", "foreach")),
     }
-    return make[rule]().step
+    if rule not in kinds:
+        return {}
+    kind, options, forms = kinds[rule]
+    found = {}
+    for form in forms:
+        params = [torch.zeros(s, requires_grad=True) for s in shapes]
+        for p in params:
+            p.grad = torch.randn(p.shape)
+        found[f"torch, {form}"] = kind(params, 1e-6, weight_decay=1e-4, **options, **{form: True}).step
+    return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--models", nargs="+", choices=BUDGETS, default=list(BUDGETS))
     parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
     given = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     tables = []
-    for model, budgets in BUDGETS.items():
+    for model in given.models:
+        budgets = BUDGETS[model]
         shapes = [shape for _, shape in reversed(MODELS[model]())]
-        for rule in RULES:
+        for rule in given.rules:
             cases = {
-                "one pass of C over flat arrays": by_hand(rule, shapes),
+                ANCHOR: by_hand(rule, shapes),
                 "distopt, flat parameters": ours(rule, shapes, flat=True),
                 "distopt, separate parameters": ours(rule, shapes, flat=False),
             }
             if importlib.util.find_spec("torch"):
-                cases["torch, fused (RMSprop: foreach)"] = torch_fused(rule, shapes)
+                cases |= torchs(rule, shapes)
             times = interleaved(cases, given.rounds, 3 if model == "resnet50" else 10)
-            tables.append(table(f"{rule}, {model}", times, "one pass of C over flat arrays", budgets))
+            tables.append(table(f"{rule}, {model}", times, ANCHOR, budgets))
     report("optimizers", "\n\n".join([versions("numpy", "torch"), *tables]), given.save)
 
 

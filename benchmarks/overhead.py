@@ -31,7 +31,7 @@ def cases_of(count):
 
     def update():
         for buffer in memory:
-            opt.opt.update_bucket(buffer.parameters, buffer.gradient)
+            opt.opt.update_bucket(buffer.parameters, [(0, 1, buffer.gradient)])
 
     def point():
         memory.point_to_gradients(collector.grads.arrays, collector.grads.addresses, next(versions_seen))

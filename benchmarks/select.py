@@ -1,4 +1,4 @@
-"""What selection costs, in passes over memory: python -m benchmarks.select [--save] [millions of elements ...]
+"""What selection and codes cost, in passes over memory: python -m benchmarks.select [--save] [millions of elements ...]
 
 One thread, float32.  The anchor is one read pass: a sum in C over the same residual, compiled here for this CPU.  Ours
 is what a step calls: ``ErrorFeedback(...).compress`` with its Python, residual included.  Three gradients take turns,
@@ -17,13 +17,15 @@ from benchmarks.floor import read_pass
 from benchmarks.models import MODELS
 from distopt import kernels
 from distopt.buckets import plan
-from distopt.compress import At, ErrorFeedback, Threshold, TopK
+from distopt.compress import At, ErrorFeedback, OneBit, Threshold, TopK, TwoBit
 from distopt.device import zeros
+from distopt.tables import Members
 
 DENSITIES = (0.001, 0.01)
 BUDGETS = {f"threshold {100 * d:g} %": 2.2 + 0.2 * (d > 0.001) for d in DENSITIES} | {
     f"top-K {100 * d:g} %": 3.0 for d in DENSITIES
 }
+BUDGETS |= {"two bits": 2.5, "one bit": 4.0}  # one pass, and two: the mean comes first
 
 
 def filled(values):
@@ -77,6 +79,8 @@ def ours(n):
     for d in DENSITIES:
         cases[f"threshold {100 * d:g} %"] = steps.compression(Threshold(steps.threshold(d)), d)
         cases[f"top-K {100 * d:g} %"] = steps.compression(TopK(d), d)
+    cases["two bits"] = steps.compression(TwoBit(steps.threshold(0.5)), 0.5)
+    cases["one bit"] = steps.compression(OneBit(), 0.5)
     return measure.interleaved(cases, rounds=9, calls=3)
 
 
@@ -102,7 +106,8 @@ def per_tensor():
         bucket = plan([n for n, _ in model()], sizes, ["float32"] * len(sizes), 10**9).buckets[0]
         steps = Steps(bucket.size)
         cases = {"read pass": lambda s=steps: read_pass(s.drift)}
-        cases |= {f"top-K {100 * d:g} %": steps.compression(TopK(d, per_tensor=True), d, bucket) for d in DENSITIES}
+        table = Members(bucket.names, [(size,) for size in bucket.sizes], bucket.offsets, bucket.dtype)
+        cases |= {f"top-K {100 * d:g} %": steps.compression(TopK(d, per_tensor=True), d, table) for d in DENSITIES}
         tables.append(measure.table(f"per tensor, {name}: {len(sizes)}", measure.interleaved(cases), "read pass"))
     return tables
 

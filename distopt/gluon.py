@@ -97,13 +97,13 @@ def _near(given: str, known: Iterable[str]) -> str:
 
 
 def _two_bit(threshold: float = 0.5) -> Compressor:
-    from distopt.compress import TwoBit  # type: ignore[attr-defined]
+    from distopt.compress import TwoBit
 
     return ErrorFeedback(TwoBit(threshold))
 
 
 def _one_bit(threshold: float = 0.0, scale: str = "mean") -> Compressor:
-    from distopt.compress import OneBit  # type: ignore[attr-defined]
+    from distopt.compress import OneBit
 
     return ErrorFeedback(OneBit(threshold, scale))
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from distopt import device
 from distopt.device import describe, is_array
-from distopt.tables import Layout
+from distopt.tables import FORMATS, Layout
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+PARAMETERS = (*FLOATS, *FORMATS)
 LOSSES = (
     "loss must be an iterable of (param, grad) pairs (a generator too), a callable that returns one, "
     "or an object whose backward() yields one"
@@ -254,10 +255,9 @@ class Collector:
 
 
 def _checked_value(name: str, value: Any, gpu: int | None) -> np.ndarray:
-    if not is_array(value) or value.dtype not in FLOATS or not value.dtype.isnative:
-        raise TypeError(
-            f"{name}: a parameter must be a float32 or float64 array in native byte order, got {describe(value)}"
-        )
+    if not is_array(value) or value.dtype not in PARAMETERS or not value.dtype.isnative:
+        dtypes = ", ".join(map(str, PARAMETERS))
+        raise TypeError(f"{name}: a parameter must be an array of {dtypes} in native byte order, got {describe(value)}")
     if not value.flags.c_contiguous or not device.writable(value):
         raise ValueError(f"{name}: a parameter must be C-contiguous and writable, got {describe(value)}")
     device.check_place(f"{name}: the parameter", value, gpu)

@@ -40,6 +40,8 @@ _ARRAYS = {
     "int": np.int32,
     "half_t": np.float16,
     "bfloat16_t": ml_dtypes.bfloat16,
+    "single_t": np.float32,
+    "byte_t": np.uint8,
 }
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
@@ -172,17 +174,20 @@ class TableKernel(Kernel):
         super().__init__(name, text, given)
 
     def __call__(self, members: Members, *values: Any) -> None:
-        """Call it with a table and what follows it: ``real`` arrays hold the bucket, others a number or more per row.
+        """Call it with a table and what follows it.
 
+        ``real`` arrays hold the bucket, bytes at least a bit for each of its elements, others a number or more per row.
         For a list of arrays give the list, whose length is passed in front of it.
         """
         values = self._complete(values)
         rows, real, gpu = len(members.names), members.dtype, self._place(values)
+        least = {"real": members.extent, "byte_t": -(-members.extent // 8)}
         arguments: list[Any] = [members.table(gpu)]
         for v, p in zip(values, self.parameters, strict=True):
-            fits = members.extent.__le__ if p.kind == "real" else rows.__le__
+            fits = least.get(p.kind, rows).__le__
             if p.is_list:
-                arguments += [len(v), self._list(p, v, real, gpu, fits)]
+                count = v.size if isinstance(v, Mirror) else len(v)
+                arguments += [count, self._list(p, v, real, gpu, fits)]
             else:
                 arguments.append(self._address(p, v, real, gpu, fits) if p.is_array else self._scalar(p, v))
         chunks = members.span[1] - members.span[0]

@@ -18,6 +18,7 @@ from distopt.watch import recorder
 Make = Callable[[], Compressor]
 One = Callable[[Buffer, np.ndarray], Sum]  # bucket's exchange
 Exchange = Callable[[list[np.ndarray]], Iterator[Sum]]  # that of all
+Packed = tuple[Exception | None, Exchange]  # what went wrong meanwhile; how the buckets are exchanged
 T = TypeVar("T")
 
 
@@ -30,10 +31,9 @@ class Kind(NamedTuple):
     break_even: bool = False  # never more bytes than dense
     what: str = "a step"
     sent: bool = True  # to all ranks; else this one goes on with its own
-    scaled: bool = True  # by the loss scale, by which they are to be divided
 
 
-def _as_they_are(arrays: list[np.ndarray]) -> Iterator[Sum]:
+def as_they_are(arrays: list[np.ndarray]) -> Iterator[Sum]:
     """What needs no exchange, or has had it."""
     return map(in_one_piece, arrays)
 
@@ -48,7 +48,7 @@ class Loop(Memory):
 
     def _step(self, loss: Any, kind: Kind) -> bool:
         """One step with the mean over ranks of what a compressor sends; True if an update was applied."""
-        exchange = self._begun(lambda: self._ready(loss, kind))
+        exchange = self._begun(lambda: self._ready(lambda: self._packed(loss, kind)))
         if exchange is None:
             return False
         applied = self._exchange_and_apply(exchange)
@@ -73,7 +73,7 @@ class Loop(Memory):
     def _partial_step(self, loss: Any, threshold: int | None) -> bool:
         """One step with this rank's own gradients, after which the parameters of one bucket are averaged."""
         kind = Kind(self._own_parameters, threshold, what="a partial step", sent=False)
-        exchange = self._begun(lambda: self._ready(loss, kind))
+        exchange = self._begun(lambda: self._ready(lambda: self._packed(loss, kind)))
         if exchange is None:
             return False
         sums = self._window.add(self._memory, exchange, self._wire.wait, self._refusal.number)
@@ -113,14 +113,14 @@ class Loop(Memory):
             self._hand_over()
             raise
 
-    def _ready(self, loss: Any, kind: Kind) -> Exchange | None:
+    def _ready(self, packed: Callable[[], Packed]) -> Exchange | None:
         """Collect, check, vote: how buckets are exchanged, if all ranks go on with theirs packed; None if all skip."""
         self._check_open()
         self._settle()
         self._changes += 1
         if self._buffers is not None:
             device.clear(self._buffers.bad)
-        error, exchange = self._packed(loss, kind)
+        error, exchange = packed()
         bad = "" if error else self._refusal.in_gradients()
         if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
             return None
@@ -130,11 +130,11 @@ class Loop(Memory):
         self._refusal.agree()
         return exchange
 
-    def _packed(self, loss: Any, kind: Kind) -> tuple[Exception | None, Exchange]:
+    def _packed(self, loss: Any, kind: Kind) -> Packed:
         """Collect and check gradients and bring them to their places, or what went wrong; how they are exchanged."""
         error: Exception | None = None
         overlap: Overlap | None = None
-        exchange: Exchange = _as_they_are
+        exchange: Exchange = as_they_are
         try:
             threshold = self._checked_threshold(kind)
             compressor = kind.make()
@@ -188,11 +188,10 @@ class Loop(Memory):
 
     def _packer(self, compressor: Compressor, kind: Kind) -> Callable[[Buffer], None]:
         """How a bucket's gradients come to their places."""
-        scale = 1.0 / self._nonfinite.divisor if kind.scaled else 1.0
 
         def pack(buffer: Buffer) -> None:
             seen_later = kind.sent and self._in_shares(compressor)
-            buffer.pack(self._nonfinite.looks and not seen_later, scale)
+            buffer.pack(self._nonfinite.looks and not seen_later, 1.0 / self._nonfinite.divisor)
             if kind.clip is not None:
                 kernels.clip(buffer.gradient, kind.clip)
 
@@ -286,7 +285,7 @@ class Loop(Memory):
                 return add_shares(buffer, wire)
             rooms, number = self._rooms_for(compressor), buffer.number
             room, found = (rooms[number], rooms.found(number)) if rooms else (None, None)
-            here = (buffer.bucket, buffer.scratch, buffer.constant)
+            here = (buffer.gradients, buffer.scratch, buffer.constant)
             at = At(self.step_counter, wire.rank, wire.size, *here, self._refusal.number, room, found)
             with wire.on_behalf_of(f"bucket {number}"):
                 algorithm(x, compressor, wire, buffer.state, at)
@@ -325,7 +324,8 @@ class Loop(Memory):
 
     def _update_with(self, sums: Iterable[Sum], scale: float) -> None:
         """Update all parameters by ``scale`` times their sums."""
-        self._optimizer.update(self._memory, self._collector.order, sums, scale, self._refusal.number)
+        together = self._wire.all_reduce if self._sharded else None
+        self._optimizer.update(self._memory, self._collector.order, sums, scale, self._refusal.number, together)
 
     def _average_parameters(self, buffer: Buffer) -> None:
         kernels.pack(buffer.parameters, buffer.gradient, 1.0, buffer.bad)
@@ -359,6 +359,8 @@ class Loop(Memory):
             raise ValueError(f"num_batches={self._window.num_batches}: calls of different kinds cannot be captured")
         if self._nonfinite.adapts:
             raise ValueError(f"{self._nonfinite!r}: the scale changes, which a captured step could not: use 'skip'")
+        if not self._optimizer.same_each_step:
+            raise ValueError(f"{self._optimizer!r} does not do the same at every call: it cannot be captured")
         if not self._optimizer.looks:
             raise ValueError(f"{self._optimizer!r} is called by the host at every step: it cannot be captured")
 

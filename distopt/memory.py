@@ -15,7 +15,7 @@ from distopt.exchange import Background, Blind, Inline, Refusal, Rooms, Seen, Wi
 from distopt.gradients import Collector
 from distopt.guard import by_rank, fingerprint, whole
 from distopt.nonfinite import Policy, policy
-from distopt.tables import Members
+from distopt.tables import FORMATS, Members
 from distopt.verbs import Verbs
 
 HASH = 2**62 - 1  # the bits of a hash that fit into a vote; Python's hash of numbers is the same in every process
@@ -91,7 +91,7 @@ class Memory(Verbs):
     @property
     def plan(self) -> Plan:
         """Which parameters share a bucket; printable.  RuntimeError before the first step or ``gradient_views``."""
-        return self._memory.plan.sending(self._compressor.payload_bytes, self._compressor.summable)
+        return self._memory.plan.sending(self._compressor.payload_bytes, self._compressor.positional)
 
     @property
     def _memory(self) -> Buffers:
@@ -202,7 +202,8 @@ class Memory(Verbs):
             return
         order = self._collector.order.items()
         parameters = [f"parameter {k} = {n} {p.value.shape} {p.value.dtype}" for k, (n, p) in enumerate(order)]
-        self._lines = [what, *parameters, f"threshold={self._memory.plan.threshold}", *self._options]
+        options = [f"threshold={self._memory.plan.threshold}", *self._options, repr(self._optimizer)]
+        self._lines = [what, *parameters, *options]
         self._mark = fingerprint(self._lines)
 
     def _vote(
@@ -287,8 +288,10 @@ class Memory(Verbs):
 
         Makes the plan, in the order given, if there is none; collective, like the first step.  A later step with
         another ``threshold`` turns the views into ordinary arrays.
+
+        Raises TypeError, on every rank alike, for parameters of 16 bits, whose gradients are added up in float32.
         """
-        names = self._enroll(params, "gradient_views")
+        names = self._enroll(params, "gradient_views", self._check_wide)
         self._send_parameters()
         return [self._memory.view(name) for name in names]
 
@@ -302,8 +305,8 @@ class Memory(Verbs):
         threshold is fixed, there are no partial steps and no ``update`` by hand, and what a script does to a parameter
         itself, one rank has to do for all.
 
-        Raises, on every rank alike, TypeError for an optimizer that is not distopt's own, ValueError if parameters are
-        missing, and RuntimeError where the ranks share no memory.
+        Raises, on every rank alike, TypeError for an optimizer that is not distopt's own or a parameter of 16 bits,
+        ValueError if parameters are missing, and RuntimeError where the ranks share no memory.
         """
         names = self._enroll(params, "parameter_views", self._check_sharding)
         memory = self._memory
@@ -316,7 +319,13 @@ class Memory(Verbs):
         self._broadcast_due = False
         return [memory.parameters[name] for name in names]
 
+    def _check_wide(self, names: list[str]) -> None:
+        narrow = [n for n in names if self._collector.order[n].value.dtype in FORMATS]
+        if narrow:
+            raise TypeError(f"{narrow[0]}: no view for a parameter of 16 bits, whose gradients are added up in float32")
+
     def _check_sharding(self, names: list[str]) -> None:
+        self._check_wide(names)
         if not self._optimizer.updates_shares:
             raise TypeError(f"parameter_views needs one of distopt's own optimizers, got {self._optimizer!r}")
         missing = [n for n in self._collector.order if n not in names]

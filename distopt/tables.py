@@ -8,13 +8,21 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from distopt import device
 from distopt.texts import NATIVE, library, struct
 
 MEMBER = struct("Member")
-CHUNK = int(re.findall(r"#define CHUNK (\d+)", (NATIVE / "portable.h").read_text())[0])
+_HEADER = (NATIVE / "portable.h").read_text()
+CHUNK, HALF, BFLOAT16 = (int(re.findall(rf"#define {n} (\d+)", _HEADER)[0]) for n in ("CHUNK", "HALF", "BFLOAT16"))
+FORMATS = {np.dtype(np.float16): HALF, np.dtype(ml_dtypes.bfloat16): BFLOAT16}  # of 16 bits
+
+
+def wide(dtype: Any) -> np.dtype:
+    """What numbers of a dtype are added and updated in: float32 for those of 16 bits."""
+    return np.dtype(np.float32) if np.dtype(dtype) in FORMATS else np.dtype(dtype)
 
 
 class Table(ctypes.Structure):
@@ -45,18 +53,21 @@ class Numbers(device.Mirror):
 class Members:
     """The table that a multi-tensor kernel reads: one row per array, with its place in the bucket's flat arrays.
 
-    ``names``, ``shapes`` and ``offsets`` (in elements) are fixed; the arrays may change from step to step.
+    ``names``, ``shapes`` and ``offsets`` (in elements) are fixed; the arrays may change from step to step.  They are of
+    dtype ``stored``; the bucket's flat arrays are of the ``dtype`` that kernels compute in, float32 for 16 bits.
     """
 
-    def __init__(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], offsets: Sequence[int], dtype: Any):
-        self.names, self.shapes, self.dtype = tuple(names), tuple(shapes), np.dtype(dtype)
+    def __init__(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], offsets: Sequence[int], stored: Any):
+        self.names, self.shapes, self.stored, self.dtype = tuple(names), tuple(shapes), np.dtype(stored), wide(stored)
         self.rows = np.zeros(len(self.names), MEMBER)
         self.rows["offset"], self.rows["size"] = offsets, [int(np.prod(s)) for s in shapes]
-        self.rows["lr"] = self.rows["decay"] = 1.0
+        self.rows["lr"] = self.rows["decay"] = self.rows["adapts"] = 1.0
+        self.rows["format"] = FORMATS.get(self.stored, 0)
         chunks = -(-self.rows["size"] // CHUNK)
         self.rows["first"] = np.cumsum(chunks) - chunks
         self.extent = int((self.rows["offset"] + self.rows["size"]).max(initial=0))
-        self.span = 0, int(chunks.sum())  # the chunks that kernels see
+        self.chunks = int(chunks.sum())
+        self.span = 0, self.chunks  # the chunks that kernels see
         self.key = object()  # the same for all shares
         self._mirror = device.Mirror(self.rows)  # likewise
         self._shares: dict[tuple[int, int], Members] = {}
@@ -67,8 +78,8 @@ class Members:
         if of == 1:
             return self
         if (number, of) not in self._shares:
-            chunks, part = self.span[1], copy.copy(self)
-            part._shares, part.span = {}, (chunks * number // of, chunks * (number + 1) // of)
+            part = copy.copy(self)
+            part._shares, part.span = {}, (self.chunks * number // of, self.chunks * (number + 1) // of)
             self._shares[number, of] = part
         return self._shares[number, of]
 
@@ -85,11 +96,21 @@ class Members:
         if self.points_to(arrays):
             return self
         for name, shape, a in zip(self.names, self.shapes, arrays, strict=True):
-            if a.dtype != self.dtype or a.shape != shape or not a.flags.c_contiguous:
-                raise TypeError(f"{name}: wants a contiguous array {shape} {self.dtype}, got {a.shape} {a.dtype}")
+            if a.dtype != self.stored or a.shape != shape or not a.flags.c_contiguous:
+                raise TypeError(f"{name}: wants a contiguous array {shape} {self.stored}, got {a.shape} {a.dtype}")
         self.rows["data"] = [device.address(a) for a in arrays]
         self._arrays = tuple(arrays)
         return self
+
+    @property
+    def narrow(self) -> bool:
+        """Do the arrays hold numbers of 16 bits?"""
+        return self.stored in FORMATS
+
+    def work_in(self, flat: np.ndarray, master: bool) -> None:
+        """Let arrays of 16 bits be updated in ``flat``, which is a ``master`` if it outlives the update."""
+        self.rows["wide"] = device.address(flat) + self.rows["offset"] * flat.itemsize
+        self.rows["master"] = master
 
     def view(self, flat: np.ndarray, row: int) -> np.ndarray:
         """The part of ``flat`` that belongs to a row, in the row's shape."""
@@ -104,10 +125,10 @@ class Layout:
     such an array of cupy, where all of these are.
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray]):
+    def __init__(self, arrays: Sequence[np.ndarray], dtype: np.dtype | None = None):
         self._gpus = {device.place(a) for a in arrays}
         self._shapes_there = [a.shape for a in arrays]
-        self._dtypes = [a.dtype for a in arrays]  # holds the objects whose ids are compared
+        self._dtypes = [dtype or a.dtype for a in arrays]  # holds the objects whose ids are compared
         self._ids = np.array([id(d) for d in self._dtypes], np.uintp)
         self._dimensions = np.array([a.ndim for a in arrays], np.int64)
         self._shapes = np.array([n for a in arrays for n in a.shape], np.int64)

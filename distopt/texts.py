@@ -26,7 +26,7 @@ CUDA_FLAGS = (
 KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)(?:\s*BLOCKS\((\w+)\))?", re.M)
 _PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)((?:const\s*\*)?)\s*(\w+)\s*")
 _STRUCT = r"^struct {}(?: : (\w+))? {{(.*?)}}"
-_BYTES = {"real *": np.uintp, "long long": np.int64, "double": np.float64}
+_BYTES = {"void *": np.uintp, "real *": np.uintp, "long long": np.int64, "double": np.float64}
 
 
 class Parameter(NamedTuple):

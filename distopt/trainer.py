@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from distopt import device, freshness, gluon
-from distopt.buckets import States, Sum, leave
+from distopt.buckets import States, Sum, leave, take
 from distopt.comm import Communicator, world
-from distopt.gradients import Parameter
+from distopt.gradients import Parameter, checked_gradient
 from distopt.guard import agreed, fingerprint
-from distopt.loop import Kind
+from distopt.loop import Kind, Packed, as_they_are
 from distopt.memory import AllJoinedError
 from distopt.nonfinite import LossScaler
-from distopt.optim import Optimizer
+from distopt.optim import Optimizer, Wrapper
 from distopt.saving import Saving
 
 Pairs = list[tuple[Parameter, np.ndarray | None]]
@@ -77,6 +77,7 @@ class Trainer(Saving):
         self._stale: dict[str, list[int]] = {}  # ranks on which a gradient is not, by its parameter's name
         self._sums: bool | None = None  # are there sums that wait for ``update``?  False: they were refused
         self._last_step: tuple[float, bool] | None = None  # the arguments of the last call, if that was ``step``
+        self._stand_ins: list[tuple[Parameter, np.ndarray | None, np.ndarray]] = []  # for gradients that hold no sum
         super().__init__(
             rule,
             self.communicator,
@@ -118,9 +119,12 @@ class Trainer(Saving):
         rule.lr = lr
 
     def _own_optimizer(self, what: str) -> Optimizer:
-        if not isinstance(self.opt, Optimizer):
-            raise TypeError(f"{what} needs an optimizer of distopt.optim, got {type(self.opt).__name__}")
-        return self.opt
+        rule = self.opt
+        while isinstance(rule, Wrapper):
+            rule = rule.opt
+        if not isinstance(rule, Optimizer):
+            raise TypeError(f"{what} needs an optimizer of distopt.optim, got {type(rule).__name__}")
+        return rule
 
     @property
     def compression_params(self) -> Mapping[str, Any] | None:
@@ -153,48 +157,51 @@ class Trainer(Saving):
         """
         self._agree_on_fresh("step", batch_size, ignore_stale_grad)
         self._last_step = batch_size, ignore_stale_grad
-        return self._spend(lambda: self._step(self._fresh_pairs(), self._kind()))
+        return self._use_up(lambda: self._step(self._fresh_pairs(), self._kind), self._make_stale)
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> bool:
         """Leave in each ``param.grad`` the sum over ranks, or what a compressor made of it, for ``update``.
 
-        In between the sums may be changed, on all ranks alike: clipped by their norm.  An array that cannot be written
-        is replaced by a new one.  False if they were not finite and are skipped, and so is ``update`` then.  On a GPU
-        the host waits here, to know.
+        In between the sums may be changed, on all ranks alike: clipped by their norm.  For an array that cannot hold
+        its sum, read-only or of 16 bits, another one stands in until the update; sums are float32 or float64.
+
+        False if they were not finite and are skipped, and so is ``update`` then.  On a GPU the host waits here, to
+        know.
         """
         self._agree_on_fresh("allreduce_grads", 1.0, ignore_stale_grad)
         self._last_step = None
-        self._sums = self._spend(self._sum_up)
+        self._sums = self._use_up(self._sum_up, self._make_stale)
         return self._sums
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> bool:
         """Divide what ``allreduce_grads`` has summed by ``batch_size``, and update: together they are ``step``.
 
-        The sums themselves stay as they are.  True if an update was applied.
+        True if an update was applied.
         """
         waits = self._sums
         missing = None if waits is not None else RuntimeError("update applies what allreduce_grads has summed: call it")
         self._agree("update", batch_size, ignore_stale_grad, error=missing)
         self._refuse_stale(self._stale)
-        return self._spend(self._update_by_sums if waits else lambda: False)
+        return self._use_up(self._update_by_sums if waits else lambda: False, self._forget_sums)
 
-    def _kind(self, **other: Any) -> Kind:
-        return Kind(lambda: self._compression, break_even=True, **other)
+    @property
+    def _kind(self) -> Kind:
+        return Kind(lambda: self._compression, break_even=True)
 
     def _fresh_pairs(self) -> Pairs:
         return [(p, p.grad if p.fresh and not self._joined else None) for p in self._active]
 
     def _sum_up(self) -> bool:
         """Gradients are sums over ranks from now on, if those are finite."""
-        exchange = self._begun(lambda: self._ready(self._fresh_pairs(), self._kind()))
+        exchange = self._begun(lambda: self._ready(lambda: self._packed(self._fresh_pairs(), self._kind)))
         sums = None if exchange is None else self._finite_sums(exchange([b.gradient for b in self._memory]))
         if sums is None:
             return False
-        touched = {p.name: p for p in self._active if p.name in self._touched}
-        grads = {name: p.grad for name, p in touched.items()}
-        for name, total in leave(self._memory, sums, grads, self._refusal.number).items():
-            if total is not touched[name].grad:
-                touched[name].grad = total
+        touched = [p for p in self._active if p.name in self._touched]
+        left = leave(self._memory, sums, {p.name: p.grad for p in touched}, self._refusal.number)
+        self._stand_ins = [(p, p.grad, left[p.name]) for p in touched if p.grad is not left[p.name]]
+        for p, _, stand_in in self._stand_ins:
+            p.grad = stand_in
         if self._in_shares(self._compressor):
             self._wire.barrier()  # until here others read this rank's share
         self._window.start(self._memory)
@@ -212,18 +219,29 @@ class Trainer(Saving):
 
     def _update_by_sums(self) -> bool:
         """An update by gradients that are the same on all ranks."""
-        exchange = self._begun(lambda: self._ready(self._summed_pairs, self._kind(sent=False, scaled=False)))
+        exchange = self._begun(lambda: self._ready(self._packed_sums))
         if exchange is None or not self._decided():
             return False
         self._apply(list(exchange([b.gradient for b in self._memory])), self._divisor)
         self._ended(applied=True)
         return True
 
-    def _summed_pairs(self) -> Pairs:
-        gone = [p.name for p in self._active if p.name in self._touched and p.grad is None]
-        if gone:
-            raise ValueError(f"{gone[0]}: its gradient, which allreduce_grads has summed, is None")
-        return [(p, p.grad if p.name in self._touched else None) for p in self._active]
+    def _packed_sums(self) -> Packed:
+        """As the caller left them."""
+        try:
+            self._checked_threshold(Kind())
+            self._take_numbers(self._compressor)
+            self._refuse_moved()
+            take(self._memory, {p.name: p.grad for p in self._active if p.name in self._touched}, _checked_sum)
+        except Exception as error:
+            return error, as_they_are
+        return None, as_they_are
+
+    def _refuse_moved(self) -> None:
+        """ValueError for a parameter whose array is another one than the bucket's table has."""
+        for p in self._active:
+            if self._collector.order[p.name].value is not p.data:
+                raise ValueError(f"{p.name}: its data is another array than when its gradient was summed")
 
     # ------------------------------------------------------------------------------------------------- what is fresh
 
@@ -268,20 +286,26 @@ class Trainer(Saving):
         if stale and not self._ignores:
             raise agreed(ValueError(freshness.complaint(stale)), self._wire.rank == 0)
 
-    def _spend(self, do: Callable[[], bool]) -> bool:
-        """Use gradients up: after this they are stale, applied or refused; but not if it raises for another reason."""
+    def _use_up(self, do: Callable[[], bool], used_up: Callable[[], None]) -> bool:
+        """Use gradients, applied or refused; they are not used up if it raises for another reason."""
         try:
             done = do()
         except FloatingPointError:
-            self._make_stale()
+            used_up()
             raise
-        self._make_stale()
+        used_up()
         return done
 
     def _make_stale(self) -> None:
         self._sums = None
         for p in self._params:
             p.fresh = False
+
+    def _forget_sums(self) -> None:
+        for p, own, stand_in in self._stand_ins:
+            if own is not None and p.grad is stand_in:
+                p.grad = own
+        self._make_stale()
 
     # ------------------------------------------------------------------------------------------------- the loop's
 
@@ -353,6 +377,14 @@ class Trainer(Saving):
         """
         if self.load(path) is None:
             raise agreed(FileNotFoundError(f"{path}: there is no checkpoint"), self._wire.rank == 0)
+
+
+def _checked_sum(name: str, home: np.ndarray, total: Any) -> np.ndarray:
+    """A sum like its bucket; TypeError or ValueError for what is none."""
+    found = checked_gradient(name, home, total)
+    if found is None:
+        raise ValueError(f"{name}: its gradient, which allreduce_grads has summed, is None")
+    return found
 
 
 def _check_multipliers(rule: Any, params: Iterable[Parameter]) -> None:

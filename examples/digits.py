@@ -15,6 +15,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import distopt
+from distopt.compress import ErrorFeedback, OneBit, TwoBit
 
 
 class Dense:
@@ -106,6 +107,8 @@ MODES = {
     "partial": lambda opt, loss: opt.backward_and_partial_update(loss, threshold=0),
     "topk": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.02, topK=True),
     "threshold": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.02),
+    "2bit": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.1))),
+    "1bit": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit())),
 }
 
 

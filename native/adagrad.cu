@@ -11,7 +11,7 @@ KERNEL(adagrad)(Table table, const real *grad, real *history, const AdaGrad *now
   FOR_EACH_CHUNK(c, table) {
     const Member m = member(table, c);
     const real *g = grad + m.offset;
-    real *w = m.data, *h = history + m.offset;
+    real *w = weights(m, c), *h = history + m.offset;
     const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
     const real mean = (real)now->scale, most = (real)now->limit;
     const real eps = (real)now->epsilon;
@@ -20,5 +20,6 @@ KERNEL(adagrad)(Table table, const real *grad, real *history, const AdaGrad *now
       h[i] = next;
       w[i] -= step * d / root(next + eps);
     };
+    round_home(m, c);
   }
 }

@@ -12,7 +12,7 @@ KERNEL(adam)(Table table, const real *grad, real *first, real *second, const Ada
   FOR_EACH_CHUNK(c, table) {
     const Member row = member(table, c);
     const real *g = grad + row.offset;
-    real *w = row.data, *m = first + row.offset, *v = second + row.offset;
+    real *w = weights(row, c), *m = first + row.offset, *v = second + row.offset;
     const real step = (real)(now->lr * row.lr / now->bias1), wd = (real)(now->decay * row.decay);
     const real mean = (real)now->scale, most = (real)now->limit;
     const real keep1 = (real)now->b1, in1 = (real)now->fade1, keep2 = (real)now->b2, in2 = (real)now->fade2;
@@ -24,5 +24,6 @@ KERNEL(adam)(Table table, const real *grad, real *first, real *second, const Ada
       v[i] = vi;
       w[i] -= step * mi / (root(vi * correction) + eps);
     };
+    round_home(row, c);
   }
 }

@@ -12,13 +12,24 @@
 
 typedef unsigned short half_t;      // the bits of an IEEE binary16
 typedef unsigned short bfloat16_t;  // the upper half of an IEEE binary32
+typedef float single_t;             // a number that is one for every real
+typedef unsigned char byte_t;
 
 // One tensor of a bucket: where it lives, and its place in the bucket's flat arrays.  `first` counts the chunks of all
-// members before it; `lr` and `decay` are this tensor's multipliers.  Offsets and sizes are in elements.
+// members before it; `lr` and `decay` are this tensor's multipliers, and `adapts` is 1, or 0 for a tensor that takes no
+// part in layer-wise learning rates.  Offsets and sizes are in elements.
+//
+// `data` holds reals, or 16-bit numbers: `format`.  A parameter of 16 bits is updated in `wide`, of reals, and rounded
+// from there.  If that is a `master`, it knows more bits of the parameter, from update to update, as long as nobody else
+// has changed that: what it would round to is compared.
+#define WIDE 0
+#define HALF 1
+#define BFLOAT16 2
 struct Member {
-  real *data;
-  long long offset, size, first;
-  double lr, decay;
+  void *data;
+  real *wide;
+  long long offset, size, first, format, master;
+  double lr, decay, adapts;
 };
 
 // Chunks [begin, end) of a bucket's members, which are numbered through; never more than there are.
@@ -83,6 +94,7 @@ template <int bytes> struct Word;
 template <> struct Word<16> { typedef uint4 Type; };
 template <> struct Word<8> { typedef uint2 Type; };
 template <> struct Word<4> { typedef unsigned Type; };
+template <> struct Word<2> { typedef unsigned short Type; };
 
 // WIDTH elements of an array in registers; those of an array that may change go back.
 template <class T>
@@ -253,6 +265,7 @@ INLINE void add(long long *total, long long n) { *total += n; }
 INLINE Member member(const Table &table, const Chunk &c) {
   Member m = table.rows[c.row];
   m.data = global(m.data);
+  m.wide = global(m.wide);
   return m;
 }
 
@@ -323,3 +336,41 @@ INLINE bfloat16_t bfloat16_of(real x) {
   return (bfloat16_t)((u & 0x7fffffff) > 0x7f800000 ? u >> 16 | 0x40 : (u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 INLINE real value_of_bfloat16(bfloat16_t b) { return value((unsigned)b << 16); }
+
+// The parameter as reals: at home, or in `wide`, as of the last `weights`.
+INLINE real *wide(const Member &m) { return m.format == WIDE ? (real *)m.data : m.wide; }
+
+// The same for a chunk that is about to be updated.
+INLINE real *weights(const Member &m, const Chunk &c) {
+  real *w = wide(m);
+  if (m.format == HALF) {
+    const half_t *h = (const half_t *)m.data;
+    FOR_EACH_IN(i, c, h, w) { w[i] = m.master && half_of(w[i]) == h[i] ? w[i] : value_of_half(h[i]); };
+  } else if (m.format == BFLOAT16) {
+    const bfloat16_t *b = (const bfloat16_t *)m.data;
+    FOR_EACH_IN(i, c, b, w) { w[i] = m.master && bfloat16_of(w[i]) == b[i] ? w[i] : value_of_bfloat16(b[i]); };
+  }
+  return w;
+}
+
+// A chunk has been updated in `wide`: round it to where the parameter lives.
+INLINE void round_home(const Member &m, const Chunk &c) {
+  const real *w = m.wide;
+  if (m.format == HALF) {
+    half_t *h = (half_t *)m.data;
+    FOR_EACH_IN(i, c, w, h) { h[i] = half_of(w[i]); };
+  } else if (m.format == BFLOAT16) {
+    bfloat16_t *b = (bfloat16_t *)m.data;
+    FOR_EACH_IN(i, c, w, b) { b[i] = bfloat16_of(w[i]); };
+  }
+}
+
+// body(i, j) for the elements i of a chunk, j of LANES accumulators taking them in turn: for FOR_EACH_CHUNK_BY_LANES.
+template <class Body>
+INLINE void in_lanes(const Chunk &c, const Body &body) {
+  long long i = c.begin;
+  for (; i + LANES <= c.end; i += LANES)
+    EACH_LANE(j) body(i + j, j);
+  EACH_LANE(j)
+    if (i + j < c.end) body(i + j, j);
+}

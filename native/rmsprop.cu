@@ -11,7 +11,7 @@ KERNEL(rmsprop)(Table table, const real *grad, real *average, const RmsProp *now
   FOR_EACH_CHUNK(c, table) {
     const Member m = member(table, c);
     const real *g = grad + m.offset;
-    real *w = m.data, *r = average + m.offset;
+    real *w = weights(m, c), *r = average + m.offset;
     const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
     const real mean = (real)now->scale, most = (real)now->limit;
     const real keep = (real)now->rho, in = (real)now->fade, eps = (real)now->epsilon;
@@ -20,5 +20,6 @@ KERNEL(rmsprop)(Table table, const real *grad, real *average, const RmsProp *now
       r[i] = next;
       w[i] -= step * d / root(next + eps);
     };
+    round_home(m, c);
   }
 }

@@ -7,10 +7,11 @@ KERNEL(sgd)(Table table, const real *grad, const Update *now, Unless refused) {
   FOR_EACH_CHUNK(c, table) {
     const Member m = member(table, c);
     const real *g = grad + m.offset;
-    real *w = m.data;
+    real *w = weights(m, c);
     const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
     const real mean = (real)now->scale, most = (real)now->limit;
     FOR_EACH_IN(i, c, g, w) { w[i] -= step * direction(g[i], w[i], mean, most, wd); };
+    round_home(m, c);
   }
 }
 
@@ -24,7 +25,7 @@ KERNEL(sgd_momentum)(Table table, const real *grad, real *buffer, const Momentum
   FOR_EACH_CHUNK(c, table) {
     const Member m = member(table, c);
     const real *g = grad + m.offset;
-    real *w = m.data, *b = buffer + m.offset;
+    real *w = weights(m, c), *b = buffer + m.offset;
     const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
     const real mean = (real)now->scale, most = (real)now->limit;
     const real mu = (real)now->momentum, in = (real)now->gain;
@@ -33,6 +34,7 @@ KERNEL(sgd_momentum)(Table table, const real *grad, real *buffer, const Momentum
       b[i] = next;
       w[i] -= step * next;
     };
+    round_home(m, c);
   }
 }
 
@@ -42,7 +44,7 @@ KERNEL(sgd_nesterov)(Table table, const real *grad, real *buffer, const Momentum
   FOR_EACH_CHUNK(c, table) {
     const Member m = member(table, c);
     const real *g = grad + m.offset;
-    real *w = m.data, *b = buffer + m.offset;
+    real *w = weights(m, c), *b = buffer + m.offset;
     const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
     const real mean = (real)now->scale, most = (real)now->limit;
     const real mu = (real)now->momentum;
@@ -51,5 +53,6 @@ KERNEL(sgd_nesterov)(Table table, const real *grad, real *buffer, const Momentum
       b[i] = next;
       w[i] -= step * (d + mu * next);
     };
+    round_home(m, c);
   }
 }

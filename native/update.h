@@ -12,3 +12,11 @@ struct Update {
 INLINE real direction(real g, real w, real scale, real limit, real decay) {
   return clamp(scale * g, limit) + decay * w;
 }
+
+INLINE double magnitude_of(double x) { return x < 0 ? -x : x; }
+
+// x held in [lower, upper]; a bound that is not above 0 is none.
+INLINE double held(double x, double lower, double upper) {
+  const double raised = lower > 0 && x < lower ? lower : x;
+  return upper > 0 && raised > upper ? upper : raised;
+}

@@ -7,14 +7,28 @@ KERNEL(pack)(Table table, real *flat, double scale, long long *bad) {
   const real factor = (real)scale;
   FOR_EACH_CHUNK(c, table) {
     const Member m = member(table, c);
-    const real *from = m.data;
+    const real *from = (const real *)m.data;
+    const half_t *half = (const half_t *)m.data;
+    const bfloat16_t *upper = (const bfloat16_t *)m.data;
     real *to = flat + m.offset;
     int found = 0;
-    if (from == to && factor == 1) {
+    if (m.format == WIDE && from == to && factor == 1) {
       FOR_EACH_IN(i, c, from) { found += !is_finite(from[i]); };
-    } else {
+    } else if (m.format == WIDE) {
       FOR_EACH_IN(i, c, from, to) {
         const real x = factor * from[i];
+        to[i] = x;
+        found += !is_finite(x);
+      };
+    } else if (m.format == HALF) {
+      FOR_EACH_IN(i, c, half, to) {
+        const real x = factor * value_of_half(half[i]);
+        to[i] = x;
+        found += !is_finite(x);
+      };
+    } else {
+      FOR_EACH_IN(i, c, upper, to) {
+        const real x = factor * value_of_bfloat16(upper[i]);
         to[i] = x;
         found += !is_finite(x);
       };
@@ -30,8 +44,25 @@ KERNEL(unpack)(Table table, const real *flat, double scale, Unless refused) {
   FOR_EACH_CHUNK(c, table) {
     const Member m = member(table, c);
     const real *from = flat + m.offset;
-    real *to = m.data;
-    FOR_EACH_IN(i, c, from, to) { to[i] = factor * from[i]; };
+    real *to = (real *)m.data;
+    half_t *half = (half_t *)m.data;
+    bfloat16_t *upper = (bfloat16_t *)m.data;
+    if (m.format == WIDE) {
+      FOR_EACH_IN(i, c, from, to) { to[i] = factor * from[i]; };
+    } else if (m.format == HALF) {
+      FOR_EACH_IN(i, c, from, half) { half[i] = half_of(factor * from[i]); };
+    } else {
+      FOR_EACH_IN(i, c, from, upper) { upper[i] = bfloat16_of(factor * from[i]); };
+    }
+  }
+}
+
+// Parameters of 16 bits, where they are worked on.
+KERNEL(widen)(Table table, real *flat, Unless refused) {
+  if (holds(refused)) return;
+  FOR_EACH_CHUNK(c, table) {
+    const Member m = member(table, c);
+    weights(m, c);
   }
 }
 

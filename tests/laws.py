@@ -10,8 +10,21 @@ import numpy as np
 
 import reference
 from distopt import DistOpt, Parameter, device
-from distopt.compress import At, Dense, ErrorFeedback, Half, TopK
-from distopt.optim import SGD, AdaGrad, Adam, ExponentialDecay, RMSProp
+from distopt.compress import At, Dense, ErrorFeedback, Half, OneBit, TopK, TwoBit
+from distopt.optim import (
+    LAMB,
+    LANS,
+    LARS,
+    LBSGD,
+    SGD,
+    AdaGrad,
+    Adam,
+    AdamW,
+    BatchGradients,
+    ExponentialDecay,
+    LarsWrapper,
+    RMSProp,
+)
 
 SHAPES = [(3, 4), (50,), (7,), (), (0,), (200,), (2, 3, 5), (1,)]
 TOLERANCE = {"float32": 2e-6, "float64": 1e-14}  # relative, for sums of up to 8 ranks over a few steps
@@ -71,6 +84,27 @@ OPTIMIZERS = {
     "rmsprop": lambda: RMSProp(0.01, epsilon=1e-3),
     "adagrad": lambda: AdaGrad(0.1, epsilon=1e-3),
     "adam": lambda: Adam(0.01, epsilon=1e-3, weight_decay=1e-3),
+    "adamw": lambda: AdamW(0.01, epsilon=1e-3, weight_decay=1e-3),
+    "lars": lambda: LARS(1.0, momentum=0.9, eta=0.01, weight_decay=1e-3, exclude=["3", "6"]),
+    "lamb": lambda: LAMB(0.01, epsilon=1e-3, weight_decay=1e-3, upper_bound=10.0, exclude=["3", "6"]),
+    "lans": lambda: LANS(0.01, epsilon=1e-3, weight_decay=1e-3, exclude=["3", "6"]),
+    "lbsgd": lambda: LBSGD(0.1, momentum=0.9, batch_scale=2, warmup_strategy="sqrt"),
+    "lbsgd lars": lambda: LBSGD(0.01, momentum=0.9, weight_decay=1e-3, warmup_strategy="lars"),
+}
+
+
+def layer_wise(opt=None):
+    """LARS around an optimizer, with numbers that show."""
+    return LarsWrapper(SGD(ExponentialDecay(0.1, 2, 0.5, staircase=True), 0.9) if opt is None else opt, 0.02, 0.1)
+
+
+WRAPPERS = {
+    "lars": layer_wise,
+    "lars with epsilon": lambda: LarsWrapper(Adam(0.01, epsilon=1e-3), epsilon=0.1, exclude=["1", "3"]),
+    "batch gradients": lambda: BatchGradients(sgd(), 2),
+    "three batches": lambda: BatchGradients(Adam(0.01, epsilon=1e-3), 3),
+    "lars of two batches": lambda: BatchGradients(layer_wise(), 2),
+    "batches of lars": lambda: layer_wise(BatchGradients(SGD(0.1, 0.9), 2)),
 }
 
 # One step of every kind, as a user would write it.
@@ -87,9 +121,13 @@ MODES = {
     "topk per tensor": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.1, per_tensor=True))),
     "threshold without memory": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.7, corr=False),
     "topk beyond break even": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.9))),
+    "2bit": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.5))),
+    "1bit": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit())),
 }
-CAPTURED = (Dense(), Half(), Half("bfloat16"), ErrorFeedback(Half()), ErrorFeedback(TopK(0.1)), TopK(0.1))
-ELEMENTWISE = ("dense", "half", "bfloat16", "half with memory", "threshold", "topk per tensor")
+WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit())))
+CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY)
+LOSE_NOTHING = "dense,threshold,topk,topk per tensor,topk beyond break even,half with memory,2bit,1bit".split(",")
+ELEMENTWISE = ("dense", "half", "bfloat16", "half with memory", "threshold", "topk per tensor", "2bit")
 
 
 def train(
@@ -114,8 +152,8 @@ def same_on_all_ranks(comm, text):
     assert texts == [texts[0]] * comm.size, texts
 
 
-def conservation(compressor, x, size=1):
-    """Law 1: before == after + decompress(compress(before)), to the bit."""
+def conservation(compressor, x, size=1, ulps=0):
+    """Law 1: before == after + decompress(compress(before)), to the bit, or within ``ulps`` of the largest of them."""
     at = At(size=size)
     before, out = x.copy(), np.full_like(x, np.nan if compressor.summable else 0)
     payload = compressor.compress(x, {}, at)
@@ -124,7 +162,11 @@ def conservation(compressor, x, size=1):
     if payload is x:  # the payload is x itself, x is spent, and the sum stands in x
         out, x = x, np.zeros_like(x)
     compressor.decompress(payload, out, at)
-    np.testing.assert_array_equal(x + out, before)
+    if ulps:
+        largest = np.maximum(np.maximum(abs(x), abs(out)), abs(before))
+        assert (abs(x + out - before) <= ulps * np.spacing(largest)).all()
+    else:
+        np.testing.assert_array_equal(x + out, before)
 
 
 def nothing_is_lost(comm, mode="dense", dtype="float32"):
@@ -318,7 +360,7 @@ def all_of_them(comm):
     """Every law that needs a communicator; returns what other transports must reproduce."""
     for dtype in TOLERANCE:
         ranks_agree_with_whole_batch(comm, dtype)
-        for mode in ("dense", "topk", "threshold", "topk per tensor", "topk beyond break even", "half with memory"):
+        for mode in LOSE_NOTHING:
             nothing_is_lost(comm, mode, dtype)
     for make in OPTIMIZERS.values():
         ranks_agree_with_one(comm, make)

@@ -16,7 +16,7 @@ def fused_equals_single(make):
     for _ in range(5):
         flat = rng.standard_normal(table.extent).astype(np.float32)
         opts[0].prepare(1.0)
-        opts[0].update_bucket(table.point_to(fused), flat)
+        opts[0].update_bucket(table.point_to(fused), [(0, 1, flat)])
         for row, (name, v) in enumerate(zip(names, one, strict=True)):
             opts[1].apply(name, v, table.view(flat, row))
         for opt in opts:
@@ -45,6 +45,6 @@ def states_go_on(make):
             second.apply("w", values[1], grads[k].copy())
             second.step()
     np.testing.assert_array_equal(values[0], values[1])
-    assert set(first.get_states()) == {"rule", "step_counter", *first.slots}
+    assert set(first.get_states()) == {"rule", *first.counters, *first.slots}
     assert second.step_counter == first.get_states()["step_counter"] == 6
     return first

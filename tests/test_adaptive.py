@@ -1,13 +1,13 @@
-"""RMSProp, AdaGrad and Adam against the papers' equations in float64, and against themselves."""
+"""RMSProp, AdaGrad, Adam and AdamW against the papers' equations in float64, and against themselves."""
 
 import numpy as np
 import pytest
 
 import optim_checks
 import reference
-from distopt.optim import AdaGrad, Adam, Constant, ExponentialDecay, RMSProp
+from distopt.optim import AdaGrad, Adam, AdamW, Constant, ExponentialDecay, RMSProp
 
-RULES = {"rmsprop": (RMSProp, 1), "adagrad": (AdaGrad, 1), "adam": (Adam, 2)}
+RULES = {"rmsprop": (RMSProp, 1), "adagrad": (AdaGrad, 1), "adam": (Adam, 2), "adamw": (AdamW, 2)}
 # A large epsilon and a falling learning rate tell the placements of both apart.
 OPTIONS = {
     "defaults": {},
@@ -33,7 +33,7 @@ def test_against_the_reference(rule, options, dtype, tolerance):
     for k in range(50):
         g = rng.standard_normal(value.shape).astype(dtype)
         numbers = {name: v(k) if callable(v) else v for name, v in options.items()}
-        numbers |= {"lr": falling(k)} | ({"t": k + 1} if rule == "adam" else {})
+        numbers |= {"lr": falling(k)} | ({"t": k + 1} if "adam" in rule else {})
         state = getattr(reference, rule)(*state, g.astype(np.float64), **numbers)
         opt.apply("w", value, g)
         opt.step()
@@ -73,6 +73,20 @@ def test_scheduled_betas_use_their_present_value():
     np.testing.assert_allclose(mine, w, rtol=1e-14)
 
 
+def test_decay_of_adamw_is_not_bias_corrected():
+    """M13: MXNet's decays by lr sqrt(1 - b2^t) / (1 - b1^t), and one of its paths decays the new weight."""
+    w = np.array([1.0])
+    AdamW(0.1, weight_decay=0.5).apply("w", w, np.zeros(1))
+    assert w[0] == pytest.approx(1 - 0.1 * 0.5, abs=1e-15)
+    w, m, v = np.array([1.0]), np.zeros(1), np.zeros(1)
+    mine, opt = w.copy(), AdamW(0.1, correct_bias=False, weight_decay=0.5, epsilon=1e-2)
+    for k in range(5):
+        w, m, v = reference.adamw(w, m, v, 0.3 + k, t=k + 1, lr=0.1, weight_decay=0.5, epsilon=1e-2, correct_bias=False)
+        opt.apply("w", mine, np.array([0.3 + k]))
+        opt.step()
+    np.testing.assert_allclose(mine, w, rtol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -82,6 +96,8 @@ def test_scheduled_betas_use_their_present_value():
         (lambda: RMSProp(rho=1.5), r"rho must be finite and in \[0.0, 1.0\]"),
         (lambda: RMSProp(epsilon=np.nan), "epsilon"),
         (lambda: AdaGrad(lr=-1), "lr"),
+        (lambda: AdamW(beta_1=1.0), "beta_1"),
+        (lambda: AdamW(epsilon=np.inf), "epsilon"),
     ],
 )
 def test_bad_hyper_parameters(make, text):

@@ -1,7 +1,5 @@
 """Compressors: what exactly they select, and what they refuse."""
 
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +12,7 @@ from distopt.compress import At, Dense, ErrorFeedback, Half, Threshold, TopK
 from distopt.compress.sparse import unpack_entries
 from distopt.exchange import choose
 from distopt.optim import SGD
+from distopt.tables import Members
 from test_dist_opt import pairs, texts_of, three
 
 
@@ -127,22 +126,17 @@ def test_threshold_of_few_and_of_many(share):
     assert not x.any()
 
 
-class Members(NamedTuple):
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 @given(sizes=st.lists(st.integers(0, 9000), max_size=6), density=st.sampled_from([0.001, 0.1, 1.0]))
 def test_per_tensor_is_every_tensor_by_itself(sizes, density):
     room = [-(-n // 16) * 16 for n in sizes]
-    members = Members(tuple(np.cumsum([0, *room])[:-1].tolist()), tuple(sizes))
+    members = Members(map(str, sizes), [(n,) for n in sizes], np.cumsum(room) - room, "float32")
     x = np.zeros(sum(room), np.float32)
-    parts = [x[o : o + n] for o, n in zip(*members, strict=True)]
+    parts = [members.view(x, row) for row in range(len(sizes))]
     for k, part in enumerate(parts):
         part[:] = np.random.default_rng(k).standard_normal(part.size).round(1) * 10.0**k
     alone = [sent(TopK(density), part.copy()) for part in parts]
     index, entry = sent(TopK(density, per_tensor=True), x, At(bucket=members))
-    first = np.concatenate([[], *(i + o for (i, _), o in zip(alone, members.offsets, strict=True))])
+    first = np.concatenate([[], *(i + o for (i, _), o in zip(alone, members.rows["offset"], strict=True))])
     np.testing.assert_array_equal(index, first)
     np.testing.assert_array_equal(entry, np.concatenate([[], *(e for _, e in alone)]))
 

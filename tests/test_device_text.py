@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import laws
 from distopt import kernels, run_ranks
 from distopt.compress import select
-from distopt.tables import CHUNK, Numbers
+from distopt.tables import CHUNK, Members, Numbers
 from simt.build import build, sanitized
 from simt.device import on
 from test_kernels import REALS, SIZES, members
@@ -98,7 +98,7 @@ def tables(dtype, by):
     partial, sums = np.zeros(table.span[1] + len(arrays)), np.zeros(len(arrays))
     for share in range(3):
         kernels.partial_squares(table.share(share, 3), flat, partial)
-    kernels.fold_partials(table, partial, sums)
+    kernels.fold_partials(table, partial, sums, 1)
     return flat, *ranks, bad, wrong, *states, partial, sums, *arrays
 
 
@@ -110,6 +110,64 @@ def test_tensors_of_every_size_and_alignment(device, dtype, by):
     with device():
         there = tables(dtype, by)
     same(host, there)
+
+
+def narrow_tables(dtype, stored, by):
+    """What kernels make of a bucket of 16-bit parameters, worked on in ``dtype``, whose masters know more bits."""
+    table, arrays = members([0, *SIZES, 0, 0, 3, 0], dtype, seed=6)
+    arrays = [shifted(a.astype(stored), by) for a in arrays]
+    narrow = Members(table.names, table.shapes, table.rows["offset"], stored)
+    narrow.dtype = np.dtype(dtype)  # any of the two
+    narrow.point_to(arrays)
+    flat, bad = np.zeros(table.extent, dtype), np.zeros(len(arrays), np.int64)
+    kernels.pack(narrow, flat, 0.3, bad)
+    wide, states = flat / dtype(0.3), [np.abs(flat) for _ in range(6)]
+    wide[::3] *= dtype(1 + 1e-6)  # the same bits when rounded, mostly
+    common = {"scale": 1.0, "limit": 2.0, "lr": 0.1, "decay": 0.01}
+    moments = {"b1": 0.9, "fade1": 0.1, "bias1": 0.1, "b2": 0.99, "fade2": 0.01, "bias2": 0.01, "epsilon": 1e-8}
+    bounds = {"lower": 0.5, "upper": 30.0}
+    adamw = {"b1": 0.9, "fade1": 0.1, "b2": 0.99, "fade2": 0.01, "gain": 0.7, "epsilon": 1e-6}
+    lars = written("Lars", **common, momentum=0.9, eta=0.02, epsilon=1e-8)
+    lamb, lans = (written(name, **common | moments | bounds) for name in ("Lamb", "Lans"))
+    lbsgd = written("Lbsgd", **common, rescale=0.5, momentum=0.9, batches=2)
+    rows, chunks = len(arrays), max(table.chunks, len(arrays))
+    partial, sums, squares = np.zeros(3 * chunks), np.zeros(3 * rows), np.zeros(rows)
+    for master in (True, False):
+        narrow.work_in(wide, master)
+        kernels.sgd_momentum(narrow, flat, states[0], written("Momentum", **common, momentum=0.9, gain=1.0))
+        kernels.adamw(narrow, flat, *states[1:3], written("AdamW", **common | adamw))
+        kernels.widen(narrow, wide)
+        kernels.lars_squares(narrow, flat, partial)
+        kernels.fold_partials(narrow, partial, sums, 2)
+        kernels.lars(narrow, flat, states[0], sums, lars)
+        kernels.lamb_moments(narrow, flat, *states[1:3], partial, lamb)
+        kernels.fold_partials(narrow, partial, sums, 2)
+        kernels.lamb(narrow, *states[1:3], sums, lamb)
+        kernels.partial_squares(narrow, flat, partial)
+        kernels.fold_partials(narrow, partial, squares, 1)
+        kernels.lans_moments(narrow, flat, *states[3:5], squares, partial, lans)
+        kernels.fold_partials(narrow, partial, sums, 3)
+        kernels.lans(narrow, flat, *states[3:5], squares, sums, lans)
+        kernels.lbsgd_gather(narrow, flat, states[5], lbsgd)
+        kernels.lbsgd_squares(narrow, flat, states[5], partial, lbsgd)
+        kernels.fold_partials(narrow, partial, sums, 2)
+        kernels.lbsgd_lars(narrow, flat, states[5], states[0], sums, lbsgd)
+        kernels.lbsgd(narrow, flat, states[5], states[0], lbsgd)
+    packed = np.zeros_like(flat)
+    kernels.pack(narrow, packed, 0.3, bad)
+    kernels.unpack(narrow, packed, 2.0)
+    return flat, wide, bad, *states, partial, sums, squares, packed, *arrays
+
+
+@pytest.mark.parametrize("by", [0, 1])
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", REALS)
+def test_parameters_of_16_bits(device, dtype, stored, by):
+    host = narrow_tables(np.dtype(dtype).type, stored, by)
+    with device():
+        there = narrow_tables(np.dtype(dtype).type, stored, by)
+    same(host, there)
+    assert all(np.isfinite(a.astype(np.float64)).all() for a in host)
 
 
 def flats(n, dtype, by):
@@ -434,6 +492,55 @@ def test_the_sum_of_all_ranks_entries(libraries, n, ranks, dtype, grid, seed):
     same([one_by_one, one_by_one], [there, again])
 
 
+def codes(sizes, dtype, by, seed, refused=None):
+    """What the kernels of codec.cu make of a bucket: payloads of two ranks, what is kept, and the sum."""
+    table, _ = members(sizes, dtype)
+    rng, found = np.random.default_rng(seed), []
+    x, add, y = (shifted(a, by) for a in rng.standard_normal((3, table.extent)).astype(dtype))
+    if seed % 2:
+        x[: x.size // 9 : 5] = np.nan
+        add[: x.size // 5 : 7] = -np.inf
+    words = [-(-table.extent // 16), -(-table.extent // 32) + 1, -(-table.extent // 32)]
+    two, one, ones = ([shifted(np.zeros(4 * n, np.uint8), 4 * by) for _ in "12"] for n in words)
+    for k, start in enumerate((x, y)):  # the second rank has nothing to add
+        kept = [shifted(start, by) for _ in range(3)]
+        more = [kept[j] if k else add for j in range(3)]
+        partial = np.zeros(table.span[1] + len(sizes))
+        kernels.take_two_bits(kept[0], more[0], not k, two[k], 0.5, refused)
+        kernels.partial_magnitudes(table, kept[1], more[1], not k, partial, refused)
+        mean = one[k][:4].view(np.float32)
+        kernels.mean_of_partials(partial[: table.span[1]], mean, int(sum(sizes)), refused)
+        kernels.take_one_bit(table, kept[1], kept[1], False, one[k], 4, 0.0, refused)
+        kernels.take_one_bit(table, kept[2], more[2], not k, ones[k], 0, -0.5, refused)
+        found += [*kept, partial]
+    sums = [shifted(np.full(table.extent, 3, dtype), by) for _ in range(3)]
+    kernels.give_two_bits(sums[0], two, 0.5)
+    kernels.give_one_bit(table, sums[1], one, 4)
+    kernels.give_one_bit(table, sums[2], ones, 0)
+    for a in (*found, *sums):
+        a[np.isnan(a)] = np.nan  # of either sign
+    return *found, *two, *one, *ones, *sums
+
+
+@pytest.mark.filterwarnings("ignore:invalid")
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.one_of(st.sampled_from(SIZES), st.integers(0, 3 * CHUNK)), min_size=1, max_size=6),
+    by=st.integers(0, 3),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    refused=st.sampled_from([None, np.zeros(1, np.int64), YES]),
+    seed=SEEDS,
+)
+def test_codes_of_one_bit_and_two(libraries, sizes, by, dtype, grid, refused, seed):
+    host = codes(sizes, dtype, by, seed, refused)
+    with on(libraries, *grid):
+        there = codes(sizes, dtype, by, seed, refused)
+    same(host, there)
+    if refused is YES:
+        assert not any(payload.any() for payload in host[8:14])
+
+
 @pytest.mark.skipif(SANITIZE in os.environ, reason="this is that run")
 def test_no_thread_reads_or_writes_outside_of_its_arrays():
     """The same under the address and undefined-behaviour sanitizers."""
@@ -441,6 +548,17 @@ def test_no_thread_reads_or_writes_outside_of_its_arrays():
         pytest.skip("the compiler has no libasan")
     env = sanitized() | {SANITIZE: "1"}
     some = "count or flat_kernels or tensors_of_every or above_a_bound or largest_of_every or all_ranks or refused"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", some]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        f"{some} or codes_of",
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

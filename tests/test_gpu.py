@@ -14,6 +14,8 @@ from distopt.device import streams
 from distopt.optim import SGD
 from distopt.texts import CUDA_FLAGS, NATIVE
 from launch import needs_mpi, run_mpi
+from test_mixed_precision import MODES
+from test_mixed_precision import train as train_narrow
 
 cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
 gpu, nccl = (pytest.importorskip(f"doubles.{name}") for name in ("gpu", "nccl"))
@@ -47,10 +49,20 @@ def test_host_and_device_agree_in_every_mode(mode, dtype):
     assert laws.digest(laws.train(LocalCommunicator(gpu=0), mode=mode, dtype=dtype)[0]) == host
 
 
-@pytest.mark.parametrize("make", laws.OPTIMIZERS.values(), ids=laws.OPTIMIZERS)
-def test_host_and_device_agree_with_every_optimizer(make):
+@pytest.mark.parametrize("name", [*laws.OPTIMIZERS, *laws.WRAPPERS])
+def test_host_and_device_agree_with_every_optimizer(name):
+    make = (laws.OPTIMIZERS | laws.WRAPPERS)[name]
     host = laws.digest(laws.train(LocalCommunicator(), make=make, shapes=[(10_003,), (7, 3)])[0])
     assert laws.digest(laws.train(LocalCommunicator(gpu=0), make=make, shapes=[(10_003,), (7, 3)])[0]) == host
+
+
+@pytest.mark.parametrize("multi_precision", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_host_and_device_agree_on_parameters_of_16_bits(mode, multi_precision):
+    def main(comm):
+        return laws.digest(train_narrow(comm, np.float16, multi_precision, mode=mode, deterministic=True)[0])
+
+    assert on_gpus(2, main) == run_ranks(2, main)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -115,7 +127,7 @@ def steady(mode, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mode", ["dense", "half", "half with memory", "partial", "topk", "topk per tensor", "threshold"]
+    "mode", ["dense", "half", "half with memory", "partial", "topk", "topk per tensor", "threshold", "2bit", "1bit"]
 )
 def test_a_step_neither_waits_nor_allocates(mode, monkeypatch):
     assert steady(mode, monkeypatch)[0] == []
@@ -126,7 +138,7 @@ def test_a_threshold_without_memory_waits_once(monkeypatch):
     assert (host, buckets) == (["wait"], 3)
 
 
-@pytest.mark.parametrize(("mode", "kernels"), [("dense", 2), ("half", 4), ("partial", 2)])
+@pytest.mark.parametrize(("mode", "kernels"), [("dense", 2), ("half", 4), ("partial", 2), ("2bit", 4), ("1bit", 6)])
 def test_launches(mode, kernels, monkeypatch):
     _, launches, buckets = steady(mode, monkeypatch)
     extra = {"partial": 2}.get(mode, 0)  # the parameters of one bucket, there and back
@@ -304,6 +316,33 @@ def test_a_wrapped_stranger_never_sees_what_is_not_finite():
         return opt.opt.seen
 
     assert on_gpus(2, main) == [len(laws.SHAPES)] * 2
+
+
+def test_layer_wise_rates_take_one_look_at_each_parameter_that_has_one():
+    there = LocalCommunicator(gpu=0)
+    params = laws.there(there, laws.parameters([(10_003,), (7, 3), (4,), (4,)]))
+    params[3].name = "fc.bias"
+    pairs, opt = list(laws.pairs(there, params, 0)), laws.layer_wise()
+    for _ in range(2):
+        gpu.machine().host.clear()
+        opt(pairs)
+    assert gpu.machine().host.count("synchronize") == 3
+    assert set(gpu.machine().host) == {"allocate", "synchronize"}
+
+
+def test_a_window_goes_between_host_and_device():
+    def main(comm, there):
+        params, opt = laws.train(comm, steps=3, make=laws.WRAPPERS["lars of two batches"])
+        state, values = opt.state_dict(), [device.host_copy(p.data) for p in params]
+        assert state["optimizer"]["batches"] == 1
+        params, opt = laws.train(there, steps=0, make=laws.WRAPPERS["lars of two batches"])
+        for p, value in zip(params, values, strict=True):
+            device.copy(p.data, value)
+        opt.load_state_dict(state)
+        return laws.digest(laws.train(there, 3, 3, params, opt)[0])
+
+    host, gpu0 = LocalCommunicator(), LocalCommunicator(gpu=0)
+    assert len({main(a, b) for a in (host, gpu0) for b in (host, gpu0)}) == 1
 
 
 def test_a_sum_that_overflows_is_refused():

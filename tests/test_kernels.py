@@ -38,7 +38,7 @@ def test_the_library_was_built_from_these_texts():
 
 def test_the_text_is_the_signature():
     assert [p.name for p in kernels.sgd_momentum.parameters] == [*("grad", "buffer", "now", "refused")]
-    assert MEMBER.itemsize == 48
+    assert MEMBER.itemsize == 80
     with pytest.raises(AttributeError, match=r"no kernel 'sgd_magic'.*sgd_momentum"):
         _ = kernels.sgd_magic
 
@@ -150,7 +150,7 @@ def test_sums_of_squares_have_one_order(dtype, shares):
     partial, sums = np.zeros(table.span[1] + len(arrays)), np.zeros(len(arrays))
     for share in range(shares):
         kernels.partial_squares(table.share(share, shares), flat, partial)
-    kernels.fold_partials(table, partial, sums)
+    kernels.fold_partials(table, partial, sums, 1)
     assert sums.tolist() == [squares_in_order(a) for a in arrays]
     np.testing.assert_allclose(sums, [np.sum(a.astype(np.float64) ** 2) for a in arrays], rtol=1e-13)
 
@@ -272,9 +272,9 @@ def compiler():
 
 
 def compiled(folder, name, *flags):
-    """select.cu, sgd.cu and wire.cu for float, with extra flags, as a library."""
+    """Some texts for float, with extra flags, as a library."""
     units = []
-    for text in ("select", "sgd", "wire"):
+    for text in ("codec", "reduce", "select", "sgd", "wire"):
         unit = folder / f"{name}-{text}.o"
         flags_here = ["-x", "c++", "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-Dreal=float", *flags]
         subprocess.run([compiler(), *flags_here, "-c", NATIVE / f"{text}.cu", "-o", unit], check=True)
@@ -305,7 +305,7 @@ def test_every_simd_level_gives_the_same_bits(tmp_path):
 
 
 def _some_steps(function):
-    """Bytes of what momentum SGD and a cast make of the same numbers."""
+    """Bytes of what momentum SGD, a cast, selection and codes make of the same numbers."""
     table, arrays = members(SIZES, seed=5)
     grad, buffer = np.random.default_rng(1).standard_normal((2, table.extent)).astype(np.float32)
     now = Numbers("Momentum")
@@ -321,7 +321,8 @@ def _some_steps(function):
         )
     wire = np.empty(grad.size, np.uint16)
     function("to_half")(ctypes.c_longlong(grad.size), pointer(grad.ctypes.data), pointer(wire.ctypes.data))
-    return b"".join(a.tobytes() for a in [*arrays, buffer, wire, *_selected(function, grad, buffer)])
+    found = [*arrays, buffer, wire, *_selected(function, grad, buffer), *_coded(function, table, grad, buffer)]
+    return b"".join(a.tobytes() for a in found)
 
 
 def _selected(function, x, add):
@@ -337,6 +338,24 @@ def _selected(function, x, add):
     whole = [np.array([n]) for n in (0, x.size, k)]
     function("take_largest")(*both, size(1), *map(pointer, whole), size(k), *planes[1], size(room), *planes[2], None)
     return x, place, found[0][0][: place[1]], found[0][1][: place[1]], *found[1]
+
+
+def _coded(function, table, x, add):
+    """All that codes of two bits and one write."""
+    kept, more, sums = x.copy(), add.copy(), np.zeros((2, x.size), np.float32)
+    two, one, partial = np.zeros(x.size, np.uint8), np.zeros(x.size, np.uint8), np.zeros(table.span[1])
+    number, size, pointer = ctypes.c_double, ctypes.c_longlong, lambda a: ctypes.c_void_p(a.ctypes.data)
+    function("take_two_bits")(
+        size(x.size), pointer(kept), pointer(more), size(1), size(two.size), pointer(two), number(0.3), None
+    )
+    function("partial_magnitudes")(table.table(None), pointer(more), pointer(x), size(1), pointer(partial), None)
+    function("mean_of_partials")(size(partial.size), pointer(partial), size(1), pointer(one), number(x.size), None)
+    rest = table.table(None), pointer(more), pointer(more), size(0), pointer(one), size(4), number(0.1), None
+    function("take_one_bit")(*rest)
+    addresses = [np.array([payload.ctypes.data] * 3) for payload in (two, one)]
+    function("give_two_bits")(size(x.size), pointer(sums[0]), size(3), pointer(addresses[0]), number(0.3))
+    function("give_one_bit")(table.table(None), pointer(sums[1]), size(3), pointer(addresses[1]), size(4))
+    return kept, more, two, one, sums
 
 
 @pytest.mark.parametrize("level", levels())

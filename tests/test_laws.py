@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 import laws
 from distopt import run_ranks
 from distopt.buckets import plan
-from distopt.compress import Dense, Half, Threshold, TopK
+from distopt.compress import Dense, Half, OneBit, Threshold, TopK, TwoBit
 from launch import needs_mpi, run_mpi
 
 COMPRESSORS = [
@@ -23,6 +23,7 @@ COMPRESSORS = [
     Threshold(0),
     Threshold(0.7),
 ]
+ROUNDING = [TwoBit(0.5), TwoBit(0.3), OneBit(), OneBit(scale="unit"), OneBit(0.3)]  # what stays behind
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
@@ -40,6 +41,24 @@ def test_conservation(compressor, x, size):
 def test_conservation_in_float64(compressor, x):
     """To the bit where the format has room below; what is too small for it stays behind whole."""
     laws.conservation(compressor, x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("compressor", ROUNDING, ids=repr)
+@given(x=hnp.arrays(np.float32, st.integers(0, 300), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
+def test_conservation_within_one_ulp(compressor, dtype, x):
+    laws.conservation(compressor, x.astype(dtype), ulps=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@given(
+    x=hnp.arrays(np.float32, st.integers(0, 300), elements=st.floats(-1, 1, width=32)),
+    power=st.integers(-100, 100),
+    multiple=st.integers(0, 23),
+)
+def test_conservation_with_a_threshold_that_is_a_power_of_two(dtype, x, power, multiple):
+    """To the bit, as long as the threshold is no less than the last place of what is sent."""
+    laws.conservation(TwoBit(2.0**power), x.astype(dtype) * 2.0 ** (power + multiple))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])

@@ -32,8 +32,9 @@ WIDE = ("ld", "st")
 ACCESSES = {
     **dict.fromkeys("pack unpack accumulate scale clip take_half take_bfloat16 add_half add_bfloat16".split(), WIDE),
     **dict.fromkeys("sgd sgd_momentum sgd_nesterov rmsprop adagrad adam sift_above sift_parts add_parts".split(), WIDE),
+    **dict.fromkeys("take_two_bits take_one_bit".split(), WIDE),
     **dict.fromkeys("count_nonfinite to_half count_digits deliver".split(), ("ld",)),
-    **dict.fromkeys("give_half from_half from_bfloat16 give_all blank".split(), ("st",)),
+    **dict.fromkeys("give_half from_half from_bfloat16 give_all give_two_bits give_one_bit blank".split(), ("st",)),
 }
 
 

@@ -12,14 +12,16 @@ import laws
 import reference
 from distopt import DistOpt, LossScaler, Parameter, Trainer, buckets, device, kernels, optim, run_ranks
 from distopt.comm import LocalCommunicator, NcclCommunicator
-from distopt.compress import Dense, ErrorFeedback, Half, TopK
-from distopt.optim import SGD, Adam, ExponentialDecay
+from distopt.compress import Dense, ErrorFeedback, Half, OneBit, TopK, TwoBit
+from distopt.optim import SGD, Adam, BatchGradients, ExponentialDecay
 from launch import needs_mpi, run_mpi
 
 COMPRESSIONS = {
     "none": (None, Dense()),
     "fp16": ({"type": "fp16"}, Half()),
     "topk": ({"type": "topk", "density": 0.1}, ErrorFeedback(TopK(0.1))),
+    "2bit": ({"type": "2bit", "threshold": 0.25}, ErrorFeedback(TwoBit(0.25))),
+    "1bit": ({"type": "1bit"}, ErrorFeedback(OneBit())),
 }
 BATCHES = (8, 3, 6, 5)  # per step, of all ranks together
 
@@ -300,6 +302,32 @@ def test_views_and_shared_parameters_change_no_bit(step, scaled):
         return same
 
     assert run_ranks(2, main) == [True] * 2
+
+
+@pytest.mark.parametrize("multi_precision", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_of_16_bits(size, dtype, multi_precision):
+    """Sums are float32, in arrays that stand in for the gradients' own until the update, so no bit is lost."""
+
+    def main(comm):
+        found = []
+        for step in (in_one, in_two):
+            params = [Parameter(p.name, p.data.astype(dtype)) for p in laws.parameters(rank=comm.rank)]
+            scaler = LossScaler(init_scale=2.0**9)
+            trainer = make(comm, params, Adam(0.1, multi_precision=multi_precision), loss_scaler=scaler)
+            grads = [np.zeros_like(p.data) for p in params]
+            for k in range(4):
+                for p, mine, g in zip(params, grads, laws.gradients(laws.parameters(), k, comm.rank), strict=True):
+                    mine[...] = 1e-6 * g * scaler.scale  # the smallest of these have no place in float16 as they are
+                    p.grad = mine
+                assert step(trainer, BATCHES[k])
+                assert all(p.grad is mine for p, mine in zip(params, grads, strict=True))
+            found.append(laws.digest(params))
+            laws.same_on_all_ranks(comm, found[-1])
+        return found[0] == found[1]
+
+    assert run_ranks(size, main) == [True] * size
 
 
 def test_gradients_that_are_added_up_by_the_user():
@@ -726,6 +754,12 @@ def test_m6_names_reach_the_optimizer():
             p.grad = np.ones(2)
         trainer.step(2)
         assert [p.data[0] for p in params] == [1 - 0.5 * (1 + 0.5), 0.0]
+        layerwise = Trainer(params, "lars", {"lr": 1.0, "eta": 0.5}, communicator=comm)  # but for biases
+        for p in params:
+            p.data[...] = 1.0
+            p.grad = np.full(2, 4.0)
+        layerwise.step(2)
+        np.testing.assert_allclose([p.data[0] for p in params], [0.5, -3.0], rtol=1e-6)
         with pytest.raises(ValueError, match="lr_mult has 'wieght', which is no parameter's name"):
             Trainer(params, "sgd", {"lr_mult": {"wieght": 0.5}}, communicator=comm)
 
@@ -753,7 +787,8 @@ def test_m7_a_schedule_has_its_own_learning_rate():
 
 def test_optimizers_by_name():
     p = Parameter("p", np.zeros(2))
-    for name, kind in {"sgd": SGD, "adam": Adam, "rmsprop": optim.RMSProp, "adagrad": optim.AdaGrad}.items():
+    for name in "sgd adam adamw rmsprop adagrad lars lamb lans lbsgd".split():
+        [kind] = [getattr(optim, n) for n in optim.__all__ if n.lower() == name]
         assert type(Trainer([p], name, {"wd": 0.25}).optimizer) is kind
         assert Trainer([p], name, {"wd": 0.25}).optimizer.at("weight_decay") == 0.25
     adam = Trainer([p], "adam", {"beta1": 0.5, "beta2": 0.75, "epsilon": 1e-3, "rescale_grad": 2.0}).optimizer
@@ -846,6 +881,9 @@ def test_learning_rates():
         trainer.step(2)
 
     assert "rank 0 has optimizer SGD(lr=0.25" in same_error(2, main)
+    wrapped = make(LocalCommunicator(), [], BatchGradients(SGD(0.5), 2))
+    wrapped.set_learning_rate(0.25)
+    assert wrapped.learning_rate == 0.25
     stranger = make(LocalCommunicator(), [], Stranger())
     for use in (lambda: stranger.learning_rate, lambda: stranger.set_learning_rate(0.1)):
         with pytest.raises(TypeError, match=r"needs an optimizer of distopt.optim, got Stranger"):
@@ -892,6 +930,22 @@ def test_a_sum_that_is_gone():
         trainer.update(1)
 
     assert same_error(2, main) == "rank 1: p3: its gradient, which allreduce_grads has summed, is None"
+
+
+def test_a_parameter_that_moves_before_the_update():
+    def main(comm):
+        params, trainer = train(comm, 1)
+        backward(comm, params, 1)
+        trainer.allreduce_grads()
+        kept = params[3].data
+        params[3].data = kept.copy()
+        with pytest.raises(ValueError, match="p3: its data is another array than when its gradient was summed"):
+            trainer.update(BATCHES[1])
+        params[3].data = kept
+        assert trainer.update(BATCHES[1])  # the sums are still there
+        return laws.digest(params) == laws.digest(train(comm, 2)[0])
+
+    assert run_ranks(2, main) == [True] * 2
 
 
 def test_an_update_without_what_was_ignored():

@@ -11,6 +11,7 @@ from distopt.gradients import Known
 from distopt.tables import Members
 
 Whole = Callable[[Members, np.ndarray], np.ndarray]
+Together = Callable[[np.ndarray], None]
 
 
 class Adapter(abc.ABC):
@@ -19,6 +20,7 @@ class Adapter(abc.ABC):
     updates_shares = False  # can it update a part of the parameters, whatever their names?
     looks = False  # do its kernels look whether the step is refused?
     version = 0  # of its states' memory
+    same_each_step = True  # does an update always call the same kernels?
 
     def __init__(self, opt: Any):
         self.opt = opt
@@ -49,10 +51,12 @@ class Adapter(abc.ABC):
         sums: Iterable[Sum],
         scale: float,
         refused: np.ndarray | None = None,
+        together: Together | None = None,
     ) -> None:
         """Update all parameters by ``scale`` times the sums of their buckets, in backward order.
 
-        ``refused`` (compress.At) is only given to optimizers that look at it.
+        ``refused`` (compress.At) is only given to optimizers that look at it; ``together``, which adds up the ranks'
+        numbers, where each updates its share.
         """
         self.one_by_one(buffers, order, sums, scale)
 

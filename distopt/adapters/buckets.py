@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from distopt.adapters.adapter import Adapter, Whole
+from distopt.adapters.adapter import Adapter, Together, Whole
 from distopt.buckets import Buffers, Sum
 from distopt.gradients import Known
 
 
 class ByBucket(Adapter):
-    """``prepare(scale)``, then ``update_bucket(members, grad, refused)`` for each."""
+    """``prepare(scale)``, then ``update_bucket(members, total, refused, together)`` for each."""
 
     updates_shares = looks = True
 
@@ -45,12 +45,12 @@ class ByBucket(Adapter):
         sums: Iterable[Sum],
         scale: float,
         refused: np.ndarray | None = None,
+        together: Together | None = None,
     ) -> None:
-        """One call per bucket, or per piece of its sum."""
+        """One call per bucket."""
         self.opt.prepare(scale)
         for buffer, total in zip(buffers, sums, strict=True):
-            for piece in total:
-                self.opt.update_bucket(buffer.parameters.share(piece.number, piece.of), piece.flat, refused)
+            self.opt.update_bucket(buffer.parameters, total, refused, together)
 
     def prepare(self, scale: float, gpu: int | None) -> None:
         """As the optimizer; on a GPU the numbers are enqueued."""
@@ -61,9 +61,14 @@ class ByBucket(Adapter):
         """As the optimizer."""
         return int(self.opt.version)
 
+    @property
+    def same_each_step(self) -> bool:  # type: ignore[override]
+        """As the optimizer."""
+        return bool(self.opt.same_each_step)
+
     def take_back(self) -> None:
-        """Count one update less."""
-        self.opt.step_counter -= 1
+        """As the optimizer."""
+        self.opt.take_back()
 
     def state_dict(self, whole: Whole | None = None) -> Any:
         """As the optimizer."""

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from distopt.adapters.adapter import Adapter
+from distopt.optim import Wrapper
 
 
 class ByName(Adapter):
@@ -18,3 +19,10 @@ class ByName(Adapter):
     def apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> None:
         """Update one parameter."""
         self.opt.apply(name, value, mean)
+
+    def numbers(self) -> tuple[float, ...]:
+        """As a wrapper of ours says, and what it wraps; a stranger is not asked."""
+        return self.opt.numbers() if isinstance(self.opt, Wrapper) else ()
+
+    def __repr__(self) -> str:
+        return f"optimizer {self.opt!r}" if isinstance(self.opt, Wrapper) else super().__repr__()

@@ -4,7 +4,7 @@ from distopt.buckets.buffers import Buffer, Buffers, States
 from distopt.buckets.piece import Piece, Sum, in_one_piece, own, shared
 from distopt.buckets.plan import Bucket, Plan, plan
 from distopt.buckets.staging import Staging
-from distopt.buckets.sums import leave
+from distopt.buckets.sums import leave, take
 
 __all__ = [
     "Bucket",
@@ -20,4 +20,5 @@ __all__ = [
     "own",
     "plan",
     "shared",
+    "take",
 ]

@@ -36,9 +36,11 @@ class Buffer:
         self.number, self.bucket, self.gradient, self.bad = number, bucket, gradient, bad
         self.peers: list[np.ndarray] | None = None  # every rank's gradient, if they are shared
         self.state: dict[str, np.ndarray] = {}
-        tables = (Members(bucket.names, shapes, bucket.offsets, bucket.dtype) for _ in range(4))
+        kinds = (bucket.stored, bucket.stored, bucket.dtype, bucket.dtype)
+        tables = (Members(bucket.names, shapes, bucket.offsets, kind) for kind in kinds)
         self.gradients, self.parameters, self.means, self.sums = tables
-        self.layout = Layout(list(self.views(gradient).values()))
+        self.layout = Layout(list(self.views(gradient).values()), bucket.stored)
+        self.wide_layout = Layout(list(self.views(gradient).values()))  # of their sums
         self.home = (device.address(gradient) + self.gradients.rows["offset"] * bucket.dtype.itemsize).astype(np.uintp)
         self.at_home = False  # do all gradients live here?
         self.bad_parts = np.zeros((1, len(bucket.names)), np.int64)  # per rank, and in the last row of the sum

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from distopt.tables import wide
+
 ALIGNMENT = 64  # bytes at multiples of which a member starts: vector loads of every SIMD level stay aligned
 
 
@@ -16,7 +18,12 @@ class Bucket:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
-    dtype: np.dtype
+    stored: np.dtype  # of the parameters and their gradients
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the buffer: gradients of 16 bits are added up in float32."""
+        return wide(self.stored)
 
     @property
     def size(self) -> int:
@@ -37,9 +44,9 @@ class Plan:
     threshold: int
     payload: tuple[int | None, ...] = ()  # bytes per bucket with the compressor in use; () when dense
 
-    def sending(self, payload_bytes: Callable[[int, int], int | None], summable: bool) -> "Plan":
+    def sending(self, payload_bytes: Callable[[int, int], int | None], positional: bool) -> "Plan":
         """The same plan, with the payloads of a compressor."""
-        elements = [b.size if summable else sum(b.sizes) for b in self.buckets]
+        elements = [b.size if positional else sum(b.sizes) for b in self.buckets]
         payload = (payload_bytes(n, b.dtype.itemsize) for n, b in zip(elements, self.buckets, strict=True))
         return replace(self, payload=tuple(payload))
 
@@ -91,7 +98,7 @@ def plan(names: Sequence[str], sizes: Sequence[int], dtypes: Sequence[Any], thre
 
 
 def _bucket(group: Sequence[int], names: Sequence[str], sizes: Sequence[int], dtype: np.dtype) -> Bucket:
-    step = ALIGNMENT // dtype.itemsize
+    step = ALIGNMENT // wide(dtype).itemsize
     room = np.array([-(-sizes[k] // step) * step for k in group], np.int64)
     offsets = tuple((np.cumsum(room) - room).tolist())
     return Bucket(tuple(names[k] for k in group), tuple(sizes[k] for k in group), offsets, dtype)

@@ -3,6 +3,7 @@
 The law, for every compressor and every x:  before == after + decompress(compress(before))          (conservation)
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -10,19 +11,7 @@ import numpy as np
 
 from distopt import device
 from distopt.device import Mirror
-
-
-class Parts(Protocol):
-    """What a compressor may know of a bucket: where the members of its flat arrays lie, in elements."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements per member."""
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where members start; between them are gaps that align them, always zero."""
-
+from distopt.tables import Members
 
 Make = Callable[[], np.ndarray]
 
@@ -40,6 +29,7 @@ def made(name: str, make: Make) -> Mirror:
 class At(NamedTuple):
     """Where a call stands: updates applied so far, this rank among how many, and the bucket.
 
+    ``bucket`` says where the members of a flat array lie: at multiples of 64 bytes; gaps between them are always zero.
     ``scratch(name, nbytes)`` is memory of so many bytes for this call and its payload, the same at every step:
     fresh memory costs a page fault for every 4 KiB, which is more than it takes to fill them.  ``constant(name, make)``
     are a few numbers that are made once, for kernels on either side.
@@ -52,7 +42,7 @@ class At(NamedTuple):
     step: int = 0
     rank: int = 0
     size: int = 1
-    bucket: "Parts | None" = None
+    bucket: Members | None = None
     scratch: Callable[[str, int], np.ndarray] = fresh
     constant: Callable[[str, Make], Mirror] = made
     refused: np.ndarray | None = None
@@ -72,6 +62,10 @@ class Compressor(Protocol):
         """Do the lengths of payloads depend on the data, so that they may differ from rank to rank?"""
 
     @property
+    def positional(self) -> bool:
+        """Has a payload a place for every position of the flat array, gaps included?"""
+
+    @property
     def lossless(self) -> bool:
         """Is nothing ever left behind?"""
 
@@ -86,7 +80,7 @@ class Compressor(Protocol):
     def payload_bytes(self, n: int, itemsize: int = 4) -> int | None:
         """Bytes of the payload of n elements of ``itemsize`` bytes; None if that depends on the data.
 
-        n counts a flat array with its gaps if payloads are summable, and without them if not.
+        n counts a flat array with its gaps if payloads are positional, and without them if not.
         """
 
     def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
@@ -121,6 +115,24 @@ def decompress_all(compressor: Compressor, payloads: list[np.ndarray], out: np.n
     device.clear(out)
     for payload in payloads:
         compressor.decompress(payload, out, at)
+
+
+def table(x: np.ndarray, at: At) -> Members:
+    """Where the members of x are; x is the only one if it is no bucket's."""
+    return at.bucket or Members(["x"], [x.shape], [0], x.dtype)
+
+
+def column(name: str, numbers: list[int], at: At) -> Mirror:
+    """Numbers for a kernel, one for each payload; they seldom change."""
+    found = at.constant(f"{name} of {len(numbers)}", functools.partial(np.zeros, len(numbers), np.int64))
+    found.host[:] = numbers
+    return found
+
+
+def check_fits(x: np.ndarray, add: np.ndarray) -> None:
+    """ValueError for a gradient that is not of its memory's size."""
+    if add.size != x.size:
+        raise ValueError(f"a gradient of {add.size} elements does not fit a memory of {x.size}")
 
 
 def memory(state: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from distopt.compress.compressor import At
 class Dense:
     """Send every element as it is: the payload is the array."""
 
-    summable = lossless = True
+    summable = lossless = positional = True
     ragged = may_overflow = stateful = False
 
     def payload_bytes(self, n: int, itemsize: int = 4) -> int:

@@ -23,7 +23,8 @@ class Half:
     Raises ValueError for another dtype.
     """
 
-    summable, ragged, lossless, stateful = True, False, False, False
+    summable = positional = True
+    ragged = lossless = stateful = False
 
     def __init__(self, dtype: str = "float16", predivide: bool = True):
         if dtype not in FORMATS:

@@ -27,6 +27,7 @@ class ErrorFeedback:
         if compressor.may_overflow:
             raise ValueError(f"the sum of {compressor!r} may overflow, and what was sent would be lost")
         self.compressor, self.summable, self.ragged = compressor, compressor.summable, compressor.ragged
+        self.positional = compressor.positional
         self.capped = getattr(compressor, "capped", False)  # does it send what there is room for?
 
     def payload_bytes(self, n: int, itemsize: int = 4) -> int | None:

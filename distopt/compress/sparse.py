@@ -1,7 +1,6 @@
 """Send single entries, as pairs of index and value."""
 
 import abc
-import functools
 import math
 from numbers import Real
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.compress import select
-from distopt.compress.compressor import At
+from distopt.compress.compressor import At, check_fits, column, table
 from distopt.tables import CHUNK
 
 INDEX = 4  # bytes of an index
@@ -24,7 +23,7 @@ class Sparse(abc.ABC):
     Without error feedback what is not selected is dropped.  Raises ValueError for buckets of 2^31 elements or more.
     """
 
-    summable = lossless = may_overflow = stateful = False
+    summable = lossless = may_overflow = stateful = positional = False
     ragged, capped = True, False
 
     def compress(
@@ -33,8 +32,8 @@ class Sparse(abc.ABC):
         """Move the selected entries out of x (+ add)."""
         if x.size >= LIMIT:
             raise ValueError(f"a bucket of {x.size} elements is too large for int32 indices: lower the threshold")
-        if add is not None and add.size != x.size:
-            raise ValueError(f"a gradient of {add.size} elements does not fit a memory of {x.size}")
+        if add is not None:
+            check_fits(x, add)
         return self.take(x, x[:0] if add is None else add, at)
 
     @abc.abstractmethod
@@ -56,17 +55,10 @@ class Sparse(abc.ABC):
         planes = [unpack_entries(payload, out.dtype) for payload in payloads]
         kernels.give_all(
             out,
-            _column("indices", [device.address(index) for index, _ in planes], at),
-            _column("entries", [device.address(entry) for _, entry in planes], at),
-            _column("lengths", [index.size for index, _ in planes], at),
+            column("indices", [device.address(index) for index, _ in planes], at),
+            column("entries", [device.address(entry) for _, entry in planes], at),
+            column("lengths", [index.size for index, _ in planes], at),
         )
-
-
-def _column(name: str, numbers: list[int], at: At) -> device.Mirror:
-    """Numbers for a kernel, one for each payload; they seldom change."""
-    column = at.constant(f"{name} of {len(numbers)}", functools.partial(np.zeros, len(numbers), np.int64))
-    column.host[:] = numbers
-    return column
 
 
 def payload_size(k: int, itemsize: int) -> int:
@@ -137,10 +129,10 @@ class TopK(Sparse):
 
     def _parts(self, x: np.ndarray, at: At) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where the parts of x start that entries are chosen from, their sizes, and how many of each."""
-        bucket = at.bucket
-        sizes = np.array(bucket.sizes if bucket else [x.size], np.int64)
-        if self.per_tensor and bucket:
-            return np.array(bucket.offsets, np.int64), sizes, self._counts(sizes)
+        rows = table(x, at).rows
+        sizes = rows["size"].astype(np.int64)
+        if self.per_tensor:
+            return rows["offset"].astype(np.int64), sizes, self._counts(sizes)
         # one part, in which the gaps lie, but do not count
         return np.zeros(1, np.int64), np.array([x.size], np.int64), self._counts(sizes.sum(keepdims=True))
 

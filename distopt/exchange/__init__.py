@@ -19,7 +19,8 @@ from distopt.exchange.window import Window
 Algorithm = Callable[[np.ndarray, Compressor, Communicator, dict[str, np.ndarray], At], None]
 
 
-PROTOCOL = ("compress", "decompress", "payload_bytes", "summable", "ragged", "lossless", "may_overflow", "stateful")
+PROPERTIES = ("summable", "ragged", "positional", "lossless", "may_overflow", "stateful")
+PROTOCOL = ("compress", "decompress", "payload_bytes", *PROPERTIES)
 
 
 def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:

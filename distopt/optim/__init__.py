@@ -1,10 +1,52 @@
-"""Optimizers and schedules.  Adding one is a kernel text, one file here, one test file, and one line below."""
+"""Optimizers, what wraps them, and schedules.
+
+Adding an optimizer is a kernel text, one file here, one test file, and one line below.
+"""
 
 from distopt.optim.adagrad import AdaGrad
 from distopt.optim.adam import Adam
+from distopt.optim.adamw import AdamW
+from distopt.optim.batch_gradients import BatchGradients
+from distopt.optim.lamb import LAMB
+from distopt.optim.lans import LANS
+from distopt.optim.lars import LARS
+from distopt.optim.lars_wrapper import LarsWrapper
+from distopt.optim.lbsgd import LBSGD
 from distopt.optim.optimizer import Optimizer
 from distopt.optim.rmsprop import RMSProp
-from distopt.optim.schedules import Constant, DecayScheduler, ExponentialDecay
+from distopt.optim.schedules import (
+    Constant,
+    Cosine,
+    DecayScheduler,
+    ExponentialDecay,
+    Factor,
+    MultiFactor,
+    Poly,
+    from_strategy,
+)
 from distopt.optim.sgd import SGD
+from distopt.optim.wrapper import Wrapper
 
-__all__ = ["SGD", "AdaGrad", "Adam", "Constant", "DecayScheduler", "ExponentialDecay", "Optimizer", "RMSProp"]
+__all__ = [
+    "LAMB",
+    "LANS",
+    "LARS",
+    "LBSGD",
+    "SGD",
+    "AdaGrad",
+    "Adam",
+    "AdamW",
+    "BatchGradients",
+    "Constant",
+    "Cosine",
+    "DecayScheduler",
+    "ExponentialDecay",
+    "Factor",
+    "LarsWrapper",
+    "MultiFactor",
+    "Optimizer",
+    "Poly",
+    "RMSProp",
+    "Wrapper",
+    "from_strategy",
+]

@@ -2,16 +2,29 @@
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from distopt import device
+from distopt.optim.arrays import check, widened
 from distopt.optim.schedules import Number, hyper
 from distopt.tables import Members, Numbers
 
 State = dict[str, Any]
+Pieces = Sequence[tuple[int, int, np.ndarray]]  # of a sum: share ``number`` of ``of``, in a flat array
+Part = tuple[Members, np.ndarray]  # a share of a table, and the flat array that has its gradients
+Together = Callable[[np.ndarray], None]  # what each rank has of float64 numbers becomes their sum over ranks
+MASTER = "master"
+
+
+class Kept(NamedTuple):
+    """What a table's parameters have beside them, in flat arrays of its size."""
+
+    members: Members
+    state: dict[str, np.ndarray]  # per slot
+    scratch: dict[str, np.ndarray]  # that no update leaves to the next
 
 
 class Optimizer(abc.ABC):
@@ -22,13 +35,21 @@ class Optimizer(abc.ABC):
     parameter name, multiply the learning rate and the weight decay of single parameters.  ``clip_gradient`` None or
     <= 0 clips nothing.
 
+    Parameters of float16 and bfloat16 are updated in float32, by gradients summed in float32, and rounded once.  With
+    ``multi_precision`` the float32 values, the state 'master', are kept, so that small updates add up (Micikevicius et
+    al., "Mixed precision training", 2018); a parameter that somebody else has changed since is the master from then on.
+    Float64 parameters are float64 throughout.
+
     A subclass names its state arrays in ``slots``, each of the parameter's size and zero at first, gives the numbers of
     its kernel's ``struct`` in ``_own``, and calls the kernel in ``_update``; ``hypers`` are its hyper-parameters and
-    their ranges; each may be assigned a number or a schedule at any time.
+    their ranges; each may be assigned a number or a schedule at any time.  ``options`` are what else was chosen.
     """
 
     slots: tuple[str, ...] = ()
+    counters: tuple[str, ...] = ("step_counter",)
     struct = "Update"  # of the kernel's text
+    same_each_step = True  # are the same kernels called at every update?
+    options: tuple[str, ...] = ("rescale_grad", "clip_gradient", "multi_precision", "lr_mult", "wd_mult")
     _scheduled: frozenset[str] = frozenset()  # hyper-parameters that are schedules
     hypers: ClassVar[dict[str, tuple[float, float]]] = {"lr": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
 
@@ -39,6 +60,7 @@ class Optimizer(abc.ABC):
         *,
         rescale_grad: float = 1.0,
         clip_gradient: float | None = None,
+        multi_precision: bool = False,
         lr_mult: Mapping[str, float] | None = None,
         wd_mult: Mapping[str, float] | None = None,
     ):
@@ -48,9 +70,14 @@ class Optimizer(abc.ABC):
         self.clip_gradient = clip if clip > 0 else math.inf
         self.lr_mult = {n: hyper(f"lr_mult of {n}", m)(0) for n, m in (lr_mult or {}).items()}
         self.wd_mult = {n: hyper(f"wd_mult of {n}", m)(0) for n, m in (wd_mult or {}).items()}
+        if not isinstance(multi_precision, bool):
+            raise TypeError(f"multi_precision must be True or False, got {multi_precision!r}")
+        self.multi_precision = multi_precision
+        self.slots = (*self.slots, MASTER) if multi_precision else self.slots
         self.step_counter = 0
         self._state: dict[str, dict[str, np.ndarray]] = {slot: {} for slot in self.slots}
-        self._flats: dict[object, tuple[Members, dict[str, np.ndarray]]] = {}  # for each table a flat array per slot
+        self._kept: dict[object, Kept] = {}  # by a table's key
+        self._wide: np.ndarray | None = None  # where parameters of 16 bits are updated that have no master
         self._tables: dict[str, Members] = {}
         self._now = Numbers(self.struct)
         self.version = 0  # grows when states move to other memory
@@ -74,48 +101,73 @@ class Optimizer(abc.ABC):
         """The learning rate of the next update."""
         return self.at("lr")
 
-    def apply(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
-        """Update one parameter in place; ``grad`` has its shape and dtype, and may be changed.
+    def apply(self, name: str, value: np.ndarray, grad: np.ndarray, refused: np.ndarray | None = None) -> None:
+        """Update one parameter in place; ``grad`` has its shape and dtype, or is float32 for one of 16 bits.
 
-        Raises ValueError for a gradient of another shape or dtype, or a parameter that cannot be written.
+        Raises TypeError for what is no array of floats, and ValueError for a gradient of another shape or dtype, or a
+        parameter that cannot be written.
         """
-        if (grad.shape, grad.dtype) != (value.shape, value.dtype) or not device.writable(value):
-            wanted = f"a gradient like the parameter, {value.shape} {value.dtype}"
-            flaw = "" if device.writable(value) else "; the parameter is read-only"
-            raise ValueError(f"{name}: wants {wanted}, got {grad.shape} {grad.dtype}{flaw}")
-        if name not in self._tables or self._tables[name].shapes != (value.shape,):
-            self._tables[name] = Members([name], [value.shape], [0], value.dtype)
-        flat = grad.reshape(-1)
+        check(name, value, grad)
+        table = self._tables.get(name)
+        if table is None or table.shapes != (value.shape,) or table.stored != value.dtype:
+            table = self._tables[name] = Members([name], [value.shape], [0], value.dtype)
         self.prepare(1.0)
-        self.update_bucket(self._tables[name].point_to([value]), flat)
+        self.update_bucket(table.point_to([value]), [(0, 1, widened(grad))], refused)
 
     def prepare(self, scale: float, gpu: int | None = None) -> None:
         """Write down the numbers of the next update, of ``scale`` times the gradients, for the host or a GPU."""
-        lr, decay = self.at("lr"), self.at("weight_decay")
-        self._now.write(scale=scale * self.rescale_grad, limit=self.clip_gradient, lr=lr, decay=decay, **self._own())
+        self._now.write(**self._numbers(scale))
         self._now.address(gpu)
 
-    def update_bucket(self, members: Members, grad: np.ndarray, refused: np.ndarray | None = None) -> None:
-        """Update the parameters that ``members`` points to by the flat ``grad``, in one kernel call, after ``prepare``.
+    def update_bucket(
+        self,
+        members: Members,
+        total: Pieces,
+        refused: np.ndarray | None = None,
+        together: Together | None = None,
+    ) -> None:
+        """Update the parameters that ``members`` points to, after ``prepare``, by a flat sum that is in pieces.
 
-        Nothing happens if the number ``refused`` is not 0 when the kernel runs.
+        Nothing happens if the number ``refused`` is not 0 when a kernel runs.  ``together`` is given if other ranks
+        have the other pieces.
         """
-        state = self._flat_state(members, grad)
+        kept = self._keep(members, total[0][2])
         members.rows["lr"] = [self.lr_mult.get(n, 1.0) for n in members.names] if self.lr_mult else 1.0
         members.rows["decay"] = [self.wd_mult.get(n, 1.0) for n in members.names] if self.wd_mult else 1.0
-        self._update(members, grad, state, self._now, refused)
+        if members.narrow:
+            home = kept.state[MASTER] if self.multi_precision else self._wide
+            assert home is not None
+            members.work_in(home, master=self.multi_precision)
+        self._update_all(kept, [(members.share(number, of), flat) for number, of, flat in total], refused, together)
+
+    def _numbers(self, scale: float) -> dict[str, float]:
+        """What the kernel's ``struct`` holds at the next update."""
+        common = {"scale": scale * self.rescale_grad, "limit": self.clip_gradient}
+        return common | {"lr": self.at("lr"), "decay": self.at("weight_decay")} | self._own()
 
     @abc.abstractmethod
     def _own(self) -> dict[str, float]:
         """The numbers that this rule has beside scale, limit, lr and decay, as its ``struct`` names them."""
 
-    @abc.abstractmethod
+    def _update_all(
+        self, kept: Kept, parts: Sequence[Part], refused: np.ndarray | None, together: Together | None
+    ) -> None:
+        """Update a table's parameters, which are in parts.  One kernel call for each, where elements do not matter to
+        each other."""
+        for members, grad in parts:
+            self._update(members, grad, kept.state, self._now, refused)
+
     def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *rest: Any) -> None:
         """Call the kernel; ``state`` has a flat array per slot, ``rest`` is what every such kernel takes last."""
+        raise NotImplementedError
 
     def step(self) -> None:
         """Every parameter has been updated: the next update is number ``step_counter + 1``."""
         self.step_counter += 1
+
+    def take_back(self) -> None:
+        """The last ``step`` was none."""
+        self.step_counter -= 1
 
     def __call__(self, pairs: Iterable[tuple[Any, np.ndarray]]) -> None:
         """``apply`` for every pair of (parameter with ``name`` and ``data``, gradient), then one ``step``."""
@@ -124,13 +176,12 @@ class Optimizer(abc.ABC):
         self.step()
 
     def __repr__(self) -> str:
-        """The rule and its hyper-parameters as they are now: ranks compare it."""
-        now = [f"{name}={self.at(name)}" for name in self.hypers]
-        fixed = [f"{name}={getattr(self, name)}" for name in ("rescale_grad", "clip_gradient", "lr_mult", "wd_mult")]
-        return f"{type(self).__name__}({', '.join(now + fixed)})"
+        """The rule, its hyper-parameters as they are now, and its options: ranks compare it."""
+        all_of_them = {name: self.at(name) for name in self.hypers} | {n: getattr(self, n) for n in self.options}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in all_of_them.items())})"
 
     def get_states(self, whole: Callable[[Members, np.ndarray], np.ndarray] = lambda members, flat: flat) -> State:
-        """Everything that changes between steps: ``step_counter``, and per slot a dict of arrays by parameter name.
+        """Everything that changes between steps: the ``counters``, and per slot a dict of arrays by parameter name.
 
         ``rule`` says whose states these are.
 
@@ -139,37 +190,47 @@ class Optimizer(abc.ABC):
         found: State = {
             slot: {name: device.host_copy(a) for name, a in arrays.items()} for slot, arrays in self._state.items()
         }
-        for members, flats in self._flats.values():
+        for members, flats, _ in self._kept.values():
             for slot, flat in flats.items():
                 complete = whole(members, flat)
                 if complete is not flat:
                     found[slot].update({n: members.view(complete, row) for row, n in enumerate(members.names)})
-        return {"rule": type(self).__name__, "step_counter": self.step_counter} | found
+        return {"rule": type(self).__name__} | {name: getattr(self, name) for name in self.counters} | found
 
     def set_states(self, states: State) -> None:
         """Go on from what ``get_states`` returned.
 
         Raises ValueError if these are not the states of this kind of optimizer.
         """
-        rule = type(self).__name__
+        rule, wanted = type(self).__name__, ("rule", *self.counters, *self.slots)
         if states.get("rule", rule) != rule:
             raise ValueError(f"these are the states of {states['rule']}, and the optimizer is {rule}")
-        if set(states) != {"rule", "step_counter", *self.slots}:
-            raise ValueError(f"{rule} has the states rule, step_counter {self.slots}, got {sorted(states)}")
-        self.step_counter = int(states["step_counter"])
+        if set(states) != set(wanted):
+            raise ValueError(f"{rule} has the states {', '.join(wanted)}, got {sorted(states)}")
+        for name in self.counters:
+            setattr(self, name, int(states[name]))
         self._state = {slot: {n: np.array(a) for n, a in states[slot].items()} for slot in self.slots}
-        self._flats.clear()
+        self._kept.clear()
         self.version += 1
 
-    state_dict, load_state_dict = get_states, set_states
+    def state_dict(self) -> State:
+        """``get_states()``."""
+        return self.get_states()
+
+    def load_state_dict(self, states: State) -> None:
+        """``set_states(states)``."""
+        self.set_states(states)
 
     def numbers(self) -> tuple[float, ...]:
         """All hyper-parameters for the next update: what ranks must agree on.  ValueError for one out of range."""
-        return (*map(self.at, self.hypers), self.rescale_grad, self.clip_gradient, float(self.step_counter))
+        return (*map(self.at, self.hypers), self.rescale_grad, self.clip_gradient, *self._counts())
+
+    def _counts(self) -> list[float]:
+        return [float(getattr(self, name)) for name in self.counters]
 
     def reserve(self, members: Members, like: np.ndarray) -> None:
         """Make the state of a bucket's parameters, where ``like`` is; MemoryError if there is no room."""
-        self._flat_state(members, like)
+        self._keep(members, like)
 
     def check(self, members: Members) -> None:
         """ValueError if a state that this optimizer has is not of its parameter's shape."""
@@ -178,22 +239,32 @@ class Optimizer(abc.ABC):
                 if name in arrays and arrays[name].shape != shape:
                     raise ValueError(f"state {slot} of {name} has shape {arrays[name].shape}, the parameter {shape}")
 
-    def _flat_state(self, members: Members, like: np.ndarray) -> dict[str, np.ndarray]:
-        """The flat state of a bucket, one array per slot; what its parameters had elsewhere moves in by name."""
-        if members.key not in self._flats:
+    def _keep(self, members: Members, like: np.ndarray) -> Kept:
+        """What belongs to a table's parameters; state that they had elsewhere moves in by name."""
+        if members.key not in self._kept:
             self.check(members)
-            self._flats = {k: f for k, f in self._flats.items() if set(f[0].names).isdisjoint(members.names)}
-            flats = {slot: device.zeros(members.extent, members.dtype, like) for slot in self.slots}
-            moved = []
-            for slot, flat in flats.items():
-                for row, name in enumerate(members.names):
-                    view = members.view(flat, row)
-                    if name in self._state[slot]:
-                        moved.append(self._state[slot][name])
-                        device.copy(view, moved[-1])
-                    self._state[slot][name] = view
-            if moved:
-                device.last_read(moved[-1])
-            self._flats[members.key] = members, flats
+            self._kept = {k: f for k, f in self._kept.items() if set(f.members.names).isdisjoint(members.names)}
+            slots = [slot for slot in self.slots if slot != MASTER or members.narrow]
+            state = {slot: device.zeros(members.extent, members.dtype, like) for slot in slots}
+            self._move_in(members, state)
+            self._kept[members.key] = Kept(members, state, self._scratch(members, like))
             self.version += 1
-        return self._flats[members.key][1]
+        return self._kept[members.key]
+
+    def _move_in(self, members: Members, state: dict[str, np.ndarray]) -> None:
+        moved = []
+        for slot, flat in state.items():
+            for row, name in enumerate(members.names):
+                view = members.view(flat, row)
+                if name in self._state[slot]:
+                    moved.append(self._state[slot][name])
+                    device.copy(view, moved[-1])
+                self._state[slot][name] = view
+        if moved:
+            device.last_read(moved[-1])
+
+    def _scratch(self, members: Members, like: np.ndarray) -> dict[str, np.ndarray]:
+        """What updates of a new table need beside its state, by name."""
+        if members.narrow and not self.multi_precision and (self._wide is None or self._wide.size < members.extent):
+            self._wide = device.lasting_zeros(members.extent, members.dtype, like)
+        return {}

@@ -17,10 +17,11 @@ class SGD(Optimizer):
     ``b = momentum b + (1 - dampening) d``, b zero at first, so that dampening acts from the first step on, and
     ``w -= lr b``; with ``nesterov`` ``w -= lr (d + momentum b)`` (Sutskever et al., 2013).
 
-    Every hyper-parameter is a number or a schedule of k, the updates applied so far; parameters are float32 or
-    float64.  Raises ValueError for a negative or infinite value, and for nesterov without momentum or with dampening.
+    Every hyper-parameter is a number or a schedule of k, the updates applied so far.  Raises ValueError for a
+    negative or infinite value, and for nesterov without momentum or with dampening.
     """
 
+    options = (*Optimizer.options, "nesterov")
     hypers = Optimizer.hypers | {"momentum": (0.0, 1.0), "dampening": (0.0, 1.0)}
 
     def __init__(
@@ -32,21 +33,21 @@ class SGD(Optimizer):
         nesterov: bool = False,
         **options: Any,
     ):
-        has_momentum = callable(momentum) or momentum != 0
-        self.slots, self.struct = (("moments",), "Momentum") if has_momentum else ((), "Update")
+        self._has_momentum = callable(momentum) or momentum != 0
+        self.slots, self.struct = (("moments",), "Momentum") if self._has_momentum else ((), "Update")
         super().__init__(lr, weight_decay, **options)
         self.momentum, self.dampening = momentum, dampening
-        if nesterov and (not has_momentum or callable(dampening) or dampening != 0):
+        if nesterov and (not self._has_momentum or callable(dampening) or dampening != 0):
             raise ValueError("nesterov needs momentum above 0 and no dampening")
         self.nesterov = nesterov
 
     def _own(self) -> dict[str, float]:
-        return {"momentum": self.at("momentum"), "gain": 1.0 - self.at("dampening")} if self.slots else {}
+        return {"momentum": self.at("momentum"), "gain": 1.0 - self.at("dampening")} if self._has_momentum else {}
 
     def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *rest: Any) -> None:
         if self.nesterov:
             kernels.sgd_nesterov(members, grad, state["moments"], *rest)
-        elif self.slots:
+        elif self._has_momentum:
             kernels.sgd_momentum(members, grad, state["moments"], *rest)
         else:
             kernels.sgd(members, grad, *rest)

@@ -22,8 +22,9 @@ def test_host_and_device_agree_in_every_mode(gpu, mode, dtype):
     assert laws.digest(laws.train(gpu, mode=mode, dtype=dtype)[0]) == host
 
 
-@pytest.mark.parametrize("make", laws.OPTIMIZERS.values(), ids=laws.OPTIMIZERS)
-def test_host_and_device_agree_with_every_optimizer(gpu, make):
+@pytest.mark.parametrize("name", [*laws.OPTIMIZERS, *laws.WRAPPERS])
+def test_host_and_device_agree_with_every_optimizer(gpu, name):
+    make = (laws.OPTIMIZERS | laws.WRAPPERS)[name]
     host = laws.digest(laws.train(LocalCommunicator(), make=make, shapes=[(100_003,), (7, 3)])[0])
     assert laws.digest(laws.train(gpu, make=make, shapes=[(100_003,), (7, 3)])[0]) == host
 

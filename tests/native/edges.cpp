@@ -1,6 +1,12 @@
 // Every kernel at edge sizes on exactly sized heap memory, for the sanitizers.
 #include "adagrad.cu"
 #include "adam.cu"
+#include "adamw.cu"
+#include "codec.cu"
+#include "lamb.cu"
+#include "lans.cu"
+#include "lars.cu"
+#include "lbsgd.cu"
 #include "reduce.cu"
 #include "rmsprop.cu"
 #include "select.cu"
@@ -19,7 +25,7 @@ int main() {
   long long offset = 0, first = 0;
   for (long long n : sizes) {
     tensors.emplace_back(n, (real)0.5);
-    rows.push_back({tensors.back().data(), offset, n, first, 1.0, 1.0});
+    rows.push_back({tensors.back().data(), nullptr, offset, n, first, WIDE, 0, 1.0, 1.0, 1.0});
     offset += n, first += (n + CHUNK - 1) / CHUNK;
   }
   const long long count = (long long)rows.size();
@@ -40,12 +46,44 @@ int main() {
   adagrad_float(table, flat.data(), state.data(), &adagrad, nullptr);
   adam_float(table, flat.data(), state.data(), second.data(), &adam, nullptr);
   unpack_float(table, flat.data(), 2, nullptr);
+  std::vector<double> pieces(3 * first), sums(3 * count);
+  const AdamW adamw = {plain, 0.9, 0.1, 0.9, 0.1, 1, 1e-6};
+  const Lars lars = {plain, 0.9, 0.001, 1e-8};
+  const Lamb lamb = {plain, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1e-6, 0, 10};
+  const Lans lans = {plain, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1e-6, 0, 10};
+  const Lbsgd lbsgd = {plain, 0.5, 0.9, 2};
+  for (long long format : {WIDE, HALF, BFLOAT16}) {
+    std::vector<std::vector<half_t>> narrow;
+    for (Member &m : rows) {
+      narrow.emplace_back(m.size, (half_t)0x3c00);
+      m.wide = peer.data() + m.offset;
+      m.format = format;
+      if (format != WIDE) m.data = narrow.back().data();
+    }
+    pack_float(table, flat.data(), 0.5, bad.data());
+    unpack_float(table, flat.data(), 2, nullptr);
+    widen_float(table, peer.data(), nullptr);
+    sgd_float(table, flat.data(), &plain, nullptr);
+    adamw_float(table, flat.data(), state.data(), second.data(), &adamw, nullptr);
+    lars_squares_float(table, flat.data(), pieces.data());
+    fold_partials_float(table, pieces.data(), sums.data(), 2);
+    lars_float(table, flat.data(), state.data(), sums.data(), &lars, nullptr);
+    lamb_moments_float(table, flat.data(), state.data(), second.data(), pieces.data(), &lamb, nullptr);
+    lamb_float(table, state.data(), second.data(), sums.data(), &lamb, nullptr);
+    lans_moments_float(table, flat.data(), state.data(), second.data(), sums.data(), pieces.data(), &lans, nullptr);
+    fold_partials_float(table, pieces.data(), sums.data(), 3);
+    lans_float(table, flat.data(), state.data(), second.data(), sums.data(), sums.data(), &lans, nullptr);
+    lbsgd_gather_float(table, flat.data(), state.data(), &lbsgd, nullptr);
+    lbsgd_squares_float(table, flat.data(), state.data(), pieces.data(), &lbsgd);
+    lbsgd_float(table, flat.data(), state.data(), second.data(), &lbsgd, nullptr);
+    lbsgd_lars_float(table, flat.data(), state.data(), second.data(), sums.data(), &lbsgd, nullptr);
+  }
   const real *const parts[] = {flat.data(), peer.data()};
   for (long long share = 0; share < 3; ++share)
     add_parts_float({rows.data(), count, first * share / 3, first * (share + 1) / 3}, 2, parts, peer.data(), wrong.data());
   std::vector<double> partial(first), squares(count);
   partial_squares_float(table, flat.data(), partial.data());
-  fold_partials_float(table, partial.data(), squares.data());
+  fold_partials_float(table, partial.data(), squares.data(), 1);
   for (long long n : sizes) {
     std::vector<real> x(n, (real)1e30), y(n);
     std::vector<half_t> half(n);
@@ -86,6 +124,21 @@ int main() {
     const real *const values[] = {entry.data(), large.data()};
     const long long lengths[] = {k, 0};
     give_all_float(n, y.data(), 2, places, values, lengths);
+
+    std::vector<byte_t> two((n + 3) / 4), one(4 + (n + 7) / 8);
+    const byte_t *const twice[] = {two.data(), two.data()}, *const once[] = {one.data()};
+    take_two_bits_float(n, x.data(), add.data(), 1, two.size(), two.data(), 0.5, nullptr);
+    give_two_bits_float(n, y.data(), 2, twice, 0.5);
+    for (long long i = 0; i < n; ++i) bad[0] += x[i] != 1 || y[i] != 1;
+    const long long chunks = (n + CHUNK - 1) / CHUNK;
+    const Member row = {x.data(), nullptr, 0, n, 0, WIDE, 0, 1.0, 1.0, 1.0};
+    const Table alone = {&row, 1, 0, chunks};
+    std::vector<double> sums(chunks);
+    partial_magnitudes_float(alone, x.data(), add.data(), 1, sums.data(), nullptr);
+    mean_of_partials_float(chunks, sums.data(), 1, (single_t *)one.data(), n, nullptr);
+    take_one_bit_float(alone, x.data(), x.data(), 0, one.data(), 4, 0, nullptr);
+    give_one_bit_float(alone, y.data(), 1, once, 4);
+    for (long long i = 0; i < n; ++i) bad[0] += x[i] != 0 || y[i] != (real)1.5;
   }
   puts(bad[0] ? "take and give lost something" : "done");
 }

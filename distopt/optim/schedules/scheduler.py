@@ -1,4 +1,4 @@
-"""Hyper-parameters that change: pure functions of k, the number of updates applied so far (0 at the first update)."""
+"""SINGA's schedules, and what becomes of a hyper-parameter that is a number or a schedule."""
 
 import abc
 import math
@@ -18,6 +18,10 @@ class DecayScheduler(abc.ABC):
     @abc.abstractmethod
     def __call__(self, k: int) -> float:
         """The value for update number k."""
+
+    def __repr__(self) -> str:
+        """The schedule and its numbers."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 class Constant(DecayScheduler):
