@@ -7,7 +7,7 @@ from typing import Any
 
 from distopt import optim
 from distopt.comm import Communicator
-from distopt.compress import Compressor, Dense, ErrorFeedback, Half, TopK
+from distopt.compress import Compressor, Dense, ErrorFeedback, Half, OneBit, TopK, TwoBit
 from distopt.gradients import Parameter
 from distopt.optim import Optimizer
 
@@ -97,14 +97,10 @@ def _near(given: str, known: Iterable[str]) -> str:
 
 
 def _two_bit(threshold: float = 0.5) -> Compressor:
-    from distopt.compress import TwoBit
-
     return ErrorFeedback(TwoBit(threshold))
 
 
 def _one_bit(threshold: float = 0.0, scale: str = "mean") -> Compressor:
-    from distopt.compress import OneBit
-
     return ErrorFeedback(OneBit(threshold, scale))
 
 
