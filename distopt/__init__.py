@@ -7,6 +7,19 @@ from distopt import comm, compress, optim
 from distopt.comm import run_ranks, world
 from distopt.dist_opt import DistOpt
 from distopt.gradients import Parameter
+from distopt.nonfinite import LossScaler
+from distopt.trainer import Trainer
 from distopt.version import __version__
 
-__all__ = ["DistOpt", "Parameter", "__version__", "comm", "compress", "optim", "run_ranks", "world"]
+__all__ = [
+    "DistOpt",
+    "LossScaler",
+    "Parameter",
+    "Trainer",
+    "__version__",
+    "comm",
+    "compress",
+    "optim",
+    "run_ranks",
+    "world",
+]

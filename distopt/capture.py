@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from distopt import device
-from distopt.compress import Compressor
 from distopt.guard import fingerprint
-from distopt.loop import Loop
+from distopt.loop import Kind, Loop
 
 
 class Captured:
@@ -17,17 +16,17 @@ class Captured:
     checkpoint that is loaded, or another captured step ends its life: it raises RuntimeError from then on.
     """
 
-    def __init__(self, opt: Loop, loss: Callable[[], Any], make: Callable[[], Compressor], break_even: bool):
+    def __init__(self, opt: Loop, loss: Callable[[], Any], kind: Kind):
         self._opt, self._graph, self._order = opt, device.Graph(), device.Order()
         self._stream = device.new_stream()  # the null stream cannot be captured
         caller = device.current_stream()
         self._order(caller, self._stream)
         with self._stream:
-            opt._step(loss, make, None, break_even)  # makes and compiles all that it needs
+            opt._step(loss, kind)  # makes and compiles all that it needs
             opt._settle()
             opt._write_numbers()
             with self._graph.capture():
-                opt._step(loss, make, None, break_even)
+                opt._step(loss, kind)
             opt._take_back()
             self._changes, self._lines = opt._all_changes, ["a captured step", *opt._lines]
             self._mark = fingerprint(self._lines)

@@ -10,6 +10,8 @@ from distopt.capture import Captured
 from distopt.comm import Communicator, NcclCommunicator, Ordered, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
 from distopt.gradients import checked_gradient
+from distopt.loop import Kind
+from distopt.nonfinite import Policy
 from distopt.optim import SGD
 from distopt.saving import Saving
 
@@ -43,7 +45,8 @@ class DistOpt(Saving):
       same bits.  'auto': if ranks sit on several machines; in shared memory it would only take cores away.
     * ``broadcast``: rank 0's parameters go to all ranks at the first step.
     * ``nonfinite``: what to do when a gradient of any rank has an infinity or NaN: 'raise' FloatingPointError on every
-      rank, 'skip' the step on every rank (10 in a row raise), or 'propagate'.
+      rank, 'skip' the step on every rank (10 in a row raise), 'propagate', or a ``LossScaler``, which skips too, and by
+      whose scale the gradients are divided.
     * ``allow_missing``: a parameter without a gradient counts as zeros on that rank instead of an error.
     * ``check_every``: after every so many steps the ranks compare the checksums of their parameters, and raise
       RuntimeError if they have diverged; 0: never.  Partial steps, which let them differ, end the comparing.
@@ -67,7 +70,7 @@ class DistOpt(Saving):
         deterministic: bool = False,
         overlap: str | bool = "auto",
         broadcast: bool = True,
-        nonfinite: str = "raise",
+        nonfinite: str | Policy = "raise",
         allow_missing: bool = False,
         check_every: int = 0,
         num_batches: int = 1,
@@ -131,7 +134,7 @@ class DistOpt(Saving):
         ``loss`` is an iterable of (param, grad) pairs (a generator too), a callable that returns one, or an object
         whose ``backward()`` yields one.
         """
-        return self._step(loss, Dense, threshold)
+        return self._step(loss, Kind(Dense, threshold))
 
     def backward_and_update_half(
         self, loss: Any, threshold: int | None = None, clipping: bool = False, clip_Value: float = 100
@@ -140,7 +143,7 @@ class DistOpt(Saving):
 
         ``clipping`` holds every element of this rank's gradients between -clip_Value and clip_Value first.
         """
-        return self._step(loss, Half, threshold, clip=float(clip_Value) if clipping else None)
+        return self._step(loss, Kind(Half, threshold, float(clip_Value) if clipping else None))
 
     def backward_and_partial_update(self, loss: Any, threshold: int | None = None) -> bool:
         """Update with this rank's own gradients; then average the *parameters* of one bucket, round-robin.
@@ -163,7 +166,7 @@ class DistOpt(Saving):
             selector = TopK(spars) if topK else Threshold(spars)
             return ErrorFeedback(selector) if corr else selector
 
-        return self._step(loss, make, threshold)
+        return self._step(loss, Kind(make, threshold))
 
     def step(self, loss: Any = None, compressor: Compressor | None = None, break_even: bool = True) -> bool:
         """One step with any compressor (default ``Dense()``); True if an update was applied.
@@ -172,7 +175,8 @@ class DistOpt(Saving):
         the same entries.  Without a loss it ends a step that was made of ``all_reduce`` and ``update``.
         """
         if loss is not None:
-            return self._step(loss, lambda: Dense() if compressor is None else compressor, None, break_even)
+            kind = Kind(lambda: Dense() if compressor is None else compressor, break_even=break_even)
+            return self._step(loss, kind)
         self._check_open()
         self._settle()
         self._finish()
@@ -196,12 +200,17 @@ class DistOpt(Saving):
         self._check_open()
         chosen = Dense() if compressor is None else compressor
         self._check_capture(chosen)
-        return Captured(self, loss, lambda: chosen, break_even)
+        return Captured(self, loss, Kind(lambda: chosen, break_even=break_even))
 
     def update(self, param: Any, grad: np.ndarray) -> None:
-        """Take the mean of a summed gradient, in place, and apply it to one parameter."""
+        """Take the mean of a summed gradient, in place, and apply it to one parameter.
+
+        Raises ValueError with a ``LossScaler`` or with shared parameters, which need whole steps.
+        """
         self._check_open()
         self._settle()
+        if self._nonfinite.adapts:
+            raise ValueError("update by hand knows nothing of a loss scale: use a step")
         if self._sharded:
             raise ValueError("update changes a parameter on every rank, but all ranks share it: use a step")
         name, value = self._collector.identify(param)

@@ -4,7 +4,6 @@ import difflib
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,14 +20,40 @@ LOSSES = (
 )
 
 
-@dataclass(eq=False)
 class Parameter:
-    """A named parameter: ``data`` is what the optimizer changes in place."""
+    """A named parameter: ``data`` is what the optimizer changes in place.
 
-    name: str
-    data: np.ndarray
-    grad: np.ndarray | None = None
-    grad_req: str = "write"
+    ``grad`` is *fresh* from when it is assigned, or ``touch()`` says that it was written to, until a ``Trainer`` has
+    used it.  ``grad_req``: what the backward pass does with it: 'write', 'add' (who zeroes it is the user), or 'null'
+    (there is none; a Trainer leaves the parameter out).
+
+    Raises ValueError for any other ``grad_req``.
+    """
+
+    REQUESTS = ("write", "add", "null")
+
+    def __init__(self, name: str, data: np.ndarray, grad: np.ndarray | None = None, grad_req: str = "write"):
+        if grad_req not in self.REQUESTS:
+            raise ValueError(f"{name}: grad_req must be one of {self.REQUESTS}, got {grad_req!r}")
+        self.name, self.data, self.grad, self.grad_req = name, data, grad, grad_req
+
+    @property
+    def grad(self) -> np.ndarray | None:
+        """The gradient of the loss: an array like ``data``, None before there is one."""
+        return self._grad
+
+    @grad.setter
+    def grad(self, grad: np.ndarray | None) -> None:
+        self._grad, self.fresh = grad, grad is not None
+
+    def touch(self) -> None:
+        """The array ``grad`` has been written to.  Raises ValueError if there is none."""
+        if self._grad is None:
+            raise ValueError(f"{self.name}: there is no gradient that could have been written to")
+        self.fresh = True
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.name!r}, {describe(self.data)})"
 
 
 class Known(NamedTuple):

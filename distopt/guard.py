@@ -180,45 +180,6 @@ def by_rank(reports: list[str]) -> str:
     return "; ".join(f"rank {r}: {report}" for r, report in enumerate(reports) if report)
 
 
-class NonfinitePolicy:
-    """What happens to a step when a gradient of any rank is not finite: 'raise', 'skip' or 'propagate'.
-
-    'raise': FloatingPointError on every rank.  'skip': the step is dropped on every rank and counted; ``PATIENCE`` in a
-    row raise.  'propagate': nobody looks.
-    """
-
-    POLICIES = ("raise", "skip", "propagate")
-    PATIENCE = 10
-
-    def __init__(self, policy: str, rank: int = 0):
-        if policy not in self.POLICIES:
-            raise ValueError(f"nonfinite must be one of {self.POLICIES}, got {policy!r}")
-        self.policy, self._speaks = policy, rank == 0
-        self.skipped = self.in_a_row = 0
-
-    @property
-    def looks(self) -> bool:
-        """Does anybody look?"""
-        return self.policy != "propagate"
-
-    def passed(self) -> None:
-        """A call was finite from its gradients to its sums, and ends a row of bad ones."""
-        self.in_a_row = 0
-
-    def accepts(self, name: str, found: str) -> bool:
-        """Is the step to be applied?  ``found`` says what is not finite, the same text on every rank, '' if all is."""
-        if not found:
-            return True
-        if self.policy == "raise":
-            raise agreed(FloatingPointError(f"gradients of {name} are not finite: {found}"), self._speaks)
-        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
-        if self.in_a_row >= self.PATIENCE:
-            raise agreed(
-                FloatingPointError(f"{name}: {self.in_a_row} steps in a row are not finite: {found}"), self._speaks
-            )
-        return False
-
-
 def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
     """From now on an exception that nobody catches, in any thread, ends the whole job: peers must not wait for ever."""
 

@@ -1,7 +1,7 @@
 """Collect, check, vote, exchange, update: one step, whatever is sent in it."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,21 +18,37 @@ from distopt.watch import recorder
 Make = Callable[[], Compressor]
 One = Callable[[Buffer, np.ndarray], Sum]  # bucket's exchange
 Exchange = Callable[[list[np.ndarray]], Iterator[Sum]]  # that of all
+Packed = tuple[Exception | None, Exchange]  # what went wrong meanwhile; how the buckets are exchanged
+T = TypeVar("T")
 
 
-def _as_they_are(arrays: list[np.ndarray]) -> Iterator[Sum]:
+class Kind(NamedTuple):
+    """What a step does with the gradients of its loss."""
+
+    make: Make = Dense  # of what is sent; raises what forbids such a step
+    threshold: int | None = None  # that fills a bucket; None: as always
+    clip: float | None = None  # they are held between -clip and clip
+    break_even: bool = False  # never more bytes than dense
+    what: str = "a step"
+    sent: bool = True  # to all ranks; else this one goes on with its own
+
+
+def as_they_are(arrays: list[np.ndarray]) -> Iterator[Sum]:
     """What needs no exchange, or has had it."""
     return map(in_one_piece, arrays)
+
+
+def _in_words(kind: Kind, compressor: Compressor) -> str:
+    """What all ranks must do alike."""
+    return f"{kind.what} with {compressor!r}" + f", clipped at {kind.clip}" * (kind.clip is not None)
 
 
 class Loop(Memory):
     """The steps of one model."""
 
-    def _step(
-        self, loss: Any, make: Make, threshold: int | None, break_even: bool = False, clip: float | None = None
-    ) -> bool:
+    def _step(self, loss: Any, kind: Kind) -> bool:
         """One step with the mean over ranks of what a compressor sends; True if an update was applied."""
-        exchange = self._begun(lambda: self._ready(loss, make, threshold, clip, break_even))
+        exchange = self._begun(lambda: self._ready(lambda: self._packed(loss, kind)))
         if exchange is None:
             return False
         applied = self._exchange_and_apply(exchange)
@@ -40,26 +56,24 @@ class Loop(Memory):
         return applied
 
     def _exchange_and_apply(self, exchange: Exchange) -> bool:
-        compressor = self._compressor
         exchanged = self._window.add(self._memory, exchange, self._wire.wait, self._refusal.number)
         if exchanged is None:
             self._decided()
             return False
-        if self._sharded and self._in_shares(compressor) and not self._nonfinite.looks:
-            self._apply(exchanged, self._window.contributions)  # bucket by bucket: each rank needs but its own share
+        in_shares = self._in_shares(self._compressor)
+        if self._sharded and in_shares and not self._nonfinite.looks:
+            self._apply(exchanged, self._divisor)  # bucket by bucket: each rank needs but its own share
             return True
-        sums = list(exchanged)
-        self._wire.wait()
-        if not self._finite(sums, compressor):
+        sums = self._finite_sums(exchanged)
+        if sums is None or not self._decided():
             return False
-        if not self._decided():
-            return False
-        self._apply(sums, self._window.contributions, others_read=self._in_shares(compressor))
+        self._apply(sums, self._divisor, others_read=in_shares)
         return True
 
     def _partial_step(self, loss: Any, threshold: int | None) -> bool:
         """One step with this rank's own gradients, after which the parameters of one bucket are averaged."""
-        exchange = self._begun(lambda: self._ready(loss, Dense, threshold, local=True))
+        kind = Kind(self._own_parameters, threshold, what="a partial step", sent=False)
+        exchange = self._begun(lambda: self._ready(lambda: self._packed(loss, kind)))
         if exchange is None:
             return False
         sums = self._window.add(self._memory, exchange, self._wire.wait, self._refusal.number)
@@ -77,6 +91,12 @@ class Loop(Memory):
         self._ended(sums is not None and decided)
         return sums is not None and decided
 
+    def _own_parameters(self) -> Compressor:
+        """Nothing is sent of gradients; ValueError if the parameters are not this rank's own."""
+        if self._sharded:
+            raise ValueError("a partial step changes each rank's own parameters, but all ranks share them")
+        return Dense()
+
     def _ended(self, applied: bool) -> None:
         """All of a step has been enqueued."""
         if applied and self._check_every and self.step_counter % self._check_every == 0 and not self._partial:
@@ -84,7 +104,7 @@ class Loop(Memory):
             refuse_divergence(self._wire.control, values, f"after step {self.step_counter}")
         self._hand_over()
 
-    def _begun(self, ready: Callable[[], Exchange | None]) -> Exchange | None:
+    def _begun(self, ready: Callable[[], T]) -> T:
         """What is enqueued after a step that fails comes behind what that has enqueued."""
         try:
             return ready()
@@ -93,25 +113,14 @@ class Loop(Memory):
             self._hand_over()
             raise
 
-    def _ready(
-        self,
-        loss: Any,
-        make: Make,
-        threshold: int | None,
-        clip: float | None = None,
-        break_even: bool = False,
-        local: bool = False,
-    ) -> Exchange | None:
-        """Collect, check, vote: how buckets are exchanged, if all ranks go on with theirs packed; None if all skip.
-
-        ``local`` gradients are applied by this rank alone.
-        """
+    def _ready(self, packed: Callable[[], Packed]) -> Exchange | None:
+        """Collect, check, vote: how buckets are exchanged, if all ranks go on with theirs packed; None if all skip."""
         self._check_open()
         self._settle()
         self._changes += 1
         if self._buffers is not None:
             device.clear(self._buffers.bad)
-        error, exchange = self._packed(loss, make, threshold, clip, break_even, local)
+        error, exchange = packed()
         bad = "" if error else self._refusal.in_gradients()
         if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
             return None
@@ -121,42 +130,28 @@ class Loop(Memory):
         self._refusal.agree()
         return exchange
 
-    def _packed(
-        self,
-        loss: Any,
-        make: Make,
-        threshold: int | None,
-        clip: float | None,
-        break_even: bool,
-        local: bool,
-    ) -> tuple[Exception | None, Exchange]:
+    def _packed(self, loss: Any, kind: Kind) -> Packed:
         """Collect and check gradients and bring them to their places, or what went wrong; how they are exchanged."""
         error: Exception | None = None
         overlap: Overlap | None = None
-        exchange: Exchange = _as_they_are
+        exchange: Exchange = as_they_are
         try:
-            threshold = self._checked_threshold(threshold, clip, local)
-            compressor = make()
-            early = not local and self._may_overlap(compressor, threshold)
-            one = self._exchanger(compressor, break_even, early)
-            rooms = self._rooms_for(compressor)
-            self._numbers = (*self._optimizer.numbers(), *(rooms.state() if rooms else ()))
-            what = "a partial step" if local else "a step"
-            what += f" with {compressor!r}" + f", clipped at {clip}" * (clip is not None)
-            pack = self._packer(compressor, clip, local)
+            threshold = self._checked_threshold(kind)
+            compressor = kind.make()
+            early = kind.sent and self._may_overlap(compressor, threshold)
+            one, pack = self._exchanger(compressor, kind.break_even, early), self._packer(compressor, kind)
+            what = _in_words(kind, compressor)
+            self._take_numbers(compressor)
             if early:
                 self._describe(what)
                 overlap = self._overlap(pack, one)
                 loss = overlap.watch(loss)
-            elif not local:
+            elif kind.sent:
                 exchange = self._all(compressor, one)
             self._collector.collect(loss)
             self._follow_plan(threshold)
             self._describe(what)
-            sent = overlap.sent if overlap else 0
-            self._point(sent)
-            for buffer in list(self._memory)[sent:]:
-                pack(buffer)
+            self._pack(pack, overlap.sent if overlap else 0)
             self._compressor = compressor
         except Exception as e:
             error = e
@@ -168,31 +163,37 @@ class Loop(Memory):
             self._complete(overlap, failed=error is not None)
         return error, exchange
 
-    def _checked_threshold(self, threshold: int | None, clip: float | None, local: bool) -> int:
-        """The threshold of this step; raises what forbids a step with these arguments."""
+    def _checked_threshold(self, kind: Kind) -> int:
+        """The threshold of this step; raises what forbids a step of this kind."""
         if self._failure:
             raise RuntimeError(f"{self._failure}; load a checkpoint to go on")
-        if local and self._sharded:
-            raise ValueError("a partial step changes each rank's own parameters, but all ranks share them")
-        if clip is not None and not clip >= 0:
-            raise ValueError(f"clip_Value must be at least 0, got {clip}")
-        if threshold is None:
+        if kind.clip is not None and not kind.clip >= 0:
+            raise ValueError(f"clip_Value must be at least 0, got {kind.clip}")
+        if kind.threshold is None:
             return self._threshold if self._sharded else self.threshold
-        return whole("threshold", threshold, least=0)
+        return whole("threshold", kind.threshold, least=0)
 
-    def _point(self, sent: int) -> None:
-        """Let the buckets' tables point to parameters and gradients; so many buckets were sent already."""
+    def _take_numbers(self, compressor: Compressor) -> None:
+        """On which all ranks must agree."""
+        rooms = self._rooms_for(compressor)
+        self._numbers = (*self._optimizer.numbers(), *(rooms.state() if rooms else ()))
+
+    def _pack(self, pack: Callable[[Buffer], None], sent: int) -> None:
+        """All gradients are known: pack them, but for so many buckets that were sent already."""
         memory, values, grads = self._memory, self._collector.values, self._collector.grads
         memory.point_to_parameters(values.addresses, values.version)
         memory.point_to_gradients(grads.arrays, grads.addresses, grads.version, sent)
+        for buffer in list(memory)[sent:]:
+            pack(buffer)
 
-    def _packer(self, compressor: Compressor, clip: float | None, local: bool) -> Callable[[Buffer], None]:
+    def _packer(self, compressor: Compressor, kind: Kind) -> Callable[[Buffer], None]:
         """How a bucket's gradients come to their places."""
 
         def pack(buffer: Buffer) -> None:
-            buffer.pack(self._nonfinite.looks and (local or not self._in_shares(compressor)))
-            if clip is not None:
-                kernels.clip(buffer.gradient, clip)
+            seen_later = kind.sent and self._in_shares(compressor)
+            buffer.pack(self._nonfinite.looks and not seen_later, 1.0 / self._nonfinite.divisor)
+            if kind.clip is not None:
+                kernels.clip(buffer.gradient, kind.clip)
 
         return pack
 
@@ -221,18 +222,34 @@ class Loop(Memory):
 
     # ------------------------------------------------------------------------------------------------- sums
 
+    @property
+    def _divisor(self) -> float:
+        """What makes a mean of the sums of this step."""
+        return self._window.contributions
+
+    def _finite_sums(self, exchanged: Iterable[Sum]) -> list[Sum] | None:
+        """The sums of all buckets, when they are there; None if they must not be applied."""
+        sums = list(exchanged)
+        self._wire.wait()
+        return sums if self._finite(sums, self._compressor) else None
+
     def _decided(self) -> bool:
         """Go on?  On a GPU the host learns later what is not finite, unless the optimizer cannot look for itself."""
         if not self._refusal.later:
             self._nonfinite.passed()
             return True
         self._refusal.send()
-        if self._optimizer.looks:
+        if self._update_looks:
             return True
         self._learn()
         refused = self._refused > 0
         self._settle()
         return not refused
+
+    @property
+    def _update_looks(self) -> bool:
+        """Does the update look for itself whether the step is refused?"""
+        return self._optimizer.looks
 
     def _in_shares(self, compressor: Compressor) -> bool:
         """Are gradients added up in shared memory?  Then what is not finite is found there, and nothing is lost."""
@@ -288,14 +305,12 @@ class Loop(Memory):
             self._window.start(self._memory)
         return self._nonfinite.accepts(self._name, bad)
 
-    def _apply(self, sums: Iterable[Sum], contributions: float, others_read: bool = False) -> None:
-        """Take the mean of so many gradients and hand it to the optimizer; ``others_read`` these sums."""
+    def _apply(self, sums: Iterable[Sum], divisor: float, others_read: bool = False) -> None:
+        """Divide the sums and hand the mean to the optimizer; ``others_read`` these sums."""
         if self._sharded:
             sums = (own(total, self._wire.rank, self._wire.size) for total in sums)
         try:
-            mean = 1.0 / contributions
-            together = self._wire.all_reduce if self._sharded else None
-            self._optimizer.update(self._memory, self._collector.order, sums, mean, self._refusal.number, together)
+            self._update_with(sums, 1.0 / divisor)
         except Exception as error:
             self._failure = (
                 f"the update of step {self.step_counter + 1} failed halfway with {type(error).__name__}: {error}"
@@ -306,6 +321,11 @@ class Loop(Memory):
                 self._wire.barrier()  # until here others may read this rank's sums, and write what all read
         self._window.start(self._memory, self._refusal.number)
         self._finish()
+
+    def _update_with(self, sums: Iterable[Sum], scale: float) -> None:
+        """Update all parameters by ``scale`` times their sums."""
+        together = self._wire.all_reduce if self._sharded else None
+        self._optimizer.update(self._memory, self._collector.order, sums, scale, self._refusal.number, together)
 
     def _average_parameters(self, buffer: Buffer) -> None:
         kernels.pack(buffer.parameters, buffer.gradient, 1.0, buffer.bad)
@@ -337,6 +357,8 @@ class Loop(Memory):
             raise ValueError(f"{compressor!r} sends as much as the data want: such a step cannot be captured")
         if self._window.num_batches > 1:
             raise ValueError(f"num_batches={self._window.num_batches}: calls of different kinds cannot be captured")
+        if self._nonfinite.adapts:
+            raise ValueError(f"{self._nonfinite!r}: the scale changes, which a captured step could not: use 'skip'")
         if not self._optimizer.same_each_step:
             raise ValueError(f"{self._optimizer!r} does not do the same at every call: it cannot be captured")
         if not self._optimizer.looks:
@@ -351,7 +373,7 @@ class Loop(Memory):
         self._settle()
         error: Exception | None = None
         try:
-            self._checked_threshold(None, None, local=False)
+            self._checked_threshold(Kind())
             if changes != self._all_changes:
                 raise RuntimeError("this DistOpt did something else since the step was captured: capture it again")
             for name, known in self._collector.order.items():

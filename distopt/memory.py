@@ -13,13 +13,14 @@ from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense
 from distopt.exchange import Background, Blind, Inline, Refusal, Rooms, Seen, Window
 from distopt.gradients import Collector
-from distopt.guard import NonfinitePolicy, by_rank, fingerprint, whole
+from distopt.guard import by_rank, fingerprint, whole
+from distopt.nonfinite import Policy, policy
 from distopt.tables import FORMATS, Members
 from distopt.verbs import Verbs
 
 HASH = 2**62 - 1  # the bits of a hash that fit into a vote; Python's hash of numbers is the same in every process
 COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
-ENTRIES = (*COUNTS, "contributions", "rooms", "states", "optimizer")  # of a state_dict
+ENTRIES = (*COUNTS, "contributions", "loss_scale", "rooms", "states", "optimizer")  # of a state_dict
 
 
 class AllJoinedError(Exception):
@@ -40,7 +41,7 @@ class Memory(Verbs):
         threshold: int,
         overlap: str | bool,
         broadcast: bool,
-        nonfinite: str,
+        nonfinite: str | Policy,
         allow_missing: bool,
         check_every: int,
         num_batches: int,
@@ -57,7 +58,7 @@ class Memory(Verbs):
         options = f"{broadcast=}, {nonfinite=}, {num_batches=}, {sync_on_apply=}, {allow_missing=}, {check_every=}"
         order = "sums in rank order" if wire.rank_ordered else "sums in any order"
         self._options = [options, order, f"overlap={self._overlaps}"]
-        self._nonfinite = NonfinitePolicy(nonfinite, wire.rank)
+        self._nonfinite = policy(nonfinite)
         self._window = Window(whole("num_batches", num_batches, least=1), sync_on_apply)
         self._collector = Collector(allow_missing, wire.gpu)
         self._buffers: Buffers | None = None
@@ -80,10 +81,11 @@ class Memory(Verbs):
         self._partial = 0  # partial steps so far
         self._compressor: Compressor = Dense()  # of the last step
         self._threshold = self.threshold  # of the plan that all ranks have
+        self._nonfinite.serve(wire.rank, self._learn)  # last, since a LossScaler serves once
 
     @property
     def skipped(self) -> int:
-        """Steps dropped so far under ``nonfinite='skip'``."""
+        """Calls dropped so far under ``nonfinite='skip'``, or by a LossScaler."""
         return self._nonfinite.skipped
 
     @property
@@ -134,14 +136,18 @@ class Memory(Verbs):
 
     def _learn(self) -> None:
         """What became of the last step; one that was refused on a GPU is not counted."""
-        if self._refusal.pending:
-            self._refused = self._refusal.outcome()
-            if self._refused:
-                self._take_back()
-            else:
-                self._nonfinite.passed()
+        if self._refusal.pending and not self._was_refused():
+            self._nonfinite.passed()
         if self._rooms:
             self._rooms.learn(count=not self._refused)
+
+    def _was_refused(self) -> bool:
+        """What the GPU says of the last step; all ranks will hear of it in ``_settle``."""
+        self._refused = self._refusal.outcome()
+        if self._refused:
+            self._take_back()
+            self._nonfinite.refused()
+        return self._refused > 0
 
     def _take_back(self) -> None:
         """Count as if the last step had not been."""
@@ -162,7 +168,7 @@ class Memory(Verbs):
             found = by_rank(reports)
             if not found:  # the gradients were finite, and are in the window
                 self._window.start(self._memory)
-            self._nonfinite.accepts(self._name, found or f"the sum over ranks ({count} entries)")
+            self._nonfinite.judge(self._name, found or f"the sum over ranks ({count} entries)")
 
     @property
     def _all_changes(self) -> object:
@@ -177,7 +183,7 @@ class Memory(Verbs):
         super().close()
         self._learn()
         count, self._refused = self._refused, 0
-        self._nonfinite.accepts(self._name, f"{count} entries, of all ranks" if count else "")
+        self._nonfinite.judge(self._name, f"{count} entries, of all ranks" if count else "")
 
     @property
     def _calls(self) -> int:
@@ -213,7 +219,8 @@ class Memory(Verbs):
         ``part`` is what of the call the vote is about, if it has several.
         """
         control, lines, own = self._wire.control, self._lines, f"DistOpt {self._number}"
-        mark = self._mark ^ number ^ self._number << 40 ^ hash(self._numbers) & HASH
+        scale = self._nonfinite.divisor
+        mark = self._mark ^ number ^ self._number << 40 ^ hash((scale, self._numbers)) & HASH
         try:
             reports = control.vote(
                 name,
@@ -222,6 +229,7 @@ class Memory(Verbs):
                     *lines,
                     name + part,
                     own,
+                    f"the loss scale {scale}",
                     repr(self._optimizer),
                     f"an update with the numbers {self._numbers}",
                 ],
@@ -363,7 +371,6 @@ class Memory(Verbs):
         """
         self._catch_up()
         states = self._states()
-        skips = int(self._refused > 0 and self._nonfinite.policy == "skip")  # that the next step will count
         if self._sharded:
             self._check_open()
             self._describe("state_dict")
@@ -375,8 +382,9 @@ class Memory(Verbs):
             "batches": self._window.batches,
             "contributions": self._window.contributions / self._wire.size,
             "partial": self._partial,
-            "skipped": self._nonfinite.skipped + skips,
-            "skips_in_a_row": self._nonfinite.in_a_row + skips,
+            "skipped": self._nonfinite.skipped,
+            "skips_in_a_row": self._nonfinite.in_a_row,
+            "loss_scale": self._nonfinite.state(),
             "rooms": self._rooms.state() if self._rooms else [],
             "states": {state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in states.items()},
             "optimizer": self._optimizer.state_dict(self._whole_state if self._sharded else None),
@@ -410,6 +418,7 @@ class Memory(Verbs):
         counted = float(round(contributions))  # a number of gradients, unless other ranks saved it
         self._window.contributions = counted if math.isclose(counted, contributions) else contributions
         self._nonfinite.skipped, self._nonfinite.in_a_row = state["skipped"], state["skips_in_a_row"]
+        self._nonfinite.restore(state["loss_scale"])
         self._partial, self._restored_rooms = state["partial"], list(state["rooms"])
         if self._rooms:
             self._rooms.restore(self._restored_rooms)
@@ -430,6 +439,7 @@ class Memory(Verbs):
             raise ValueError(f"the state was saved after {batches}; num_batches is {num_batches} here")
         if state["optimizer"] is None and self._optimizer.has_state:
             raise ValueError("the state has nothing for the optimizer")
+        self._nonfinite.check(state["loss_scale"])
         if not isinstance(state["rooms"], list):
             raise ValueError(f"rooms must be a list, got {type(state['rooms']).__name__}")
         for room in state["rooms"]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from distopt.loop import Loop, Make
+from distopt.loop import Kind, Loop
 from distopt.memory import AllJoinedError
 
 
@@ -41,11 +41,9 @@ class Uneven(Loop):
             step, rest = self._again
             step(self, [(known.param, None) for known in self._collector.order.values()], *rest)
 
-    def _step(
-        self, loss: Any, make: Make, threshold: int | None, break_even: bool = False, clip: float | None = None
-    ) -> bool:
-        self._again = Loop._step, (make, threshold, break_even, clip)
-        return super()._step(loss, make, threshold, break_even, clip)
+    def _step(self, loss: Any, kind: Kind) -> bool:
+        self._again = Loop._step, (kind,)
+        return super()._step(loss, kind)
 
     def _partial_step(self, loss: Any, threshold: int | None) -> bool:
         self._again = Loop._partial_step, (threshold,)

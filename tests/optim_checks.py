@@ -45,6 +45,6 @@ def states_go_on(make):
             second.apply("w", values[1], grads[k].copy())
             second.step()
     np.testing.assert_array_equal(values[0], values[1])
-    assert set(first.get_states()) == {*first.counters, *first.slots}
+    assert set(first.get_states()) == {"rule", *first.counters, *first.slots}
     assert second.step_counter == first.get_states()["step_counter"] == 6
     return first

@@ -755,8 +755,8 @@ def test_state_dict_is_plain_and_a_copy():
             opt(pairs(params))
         state = opt.state_dict()
         assert set(state) == set(
-            "step_counter num_batches batches contributions partial skipped skips_in_a_row rooms states "
-            "optimizer".split()
+            "step_counter num_batches batches contributions partial skipped skips_in_a_row loss_scale rooms "
+            "states optimizer".split()
         )
         assert (state["step_counter"], state["batches"], state["contributions"]) == (1, 1, 1.0)
         window = state["states"]["window"]

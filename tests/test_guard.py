@@ -9,7 +9,7 @@ import pytest
 import laws
 from distopt import DistOpt, Parameter
 from distopt.comm import MpiCommunicator
-from distopt.guard import Control, NonfinitePolicy, PeerLeft, fingerprint
+from distopt.guard import Control, PeerLeft, fingerprint
 from distopt.optim import SGD
 from launch import distopt_run, find_launcher, finish, needs_mpi, run_mpi
 
@@ -201,10 +201,4 @@ def test_fingerprints():
     assert fingerprint(["a", "b"]) == fingerprint(iter(["a", "b"]))
     assert 0 <= fingerprint([]) < 2**63
     assert laws.SHAPES  # keep the law inputs importable by MPI ranks
-
-
-def test_policies():
-    with pytest.raises(ValueError, match="nonfinite must be one of"):
-        NonfinitePolicy("")
-    assert not NonfinitePolicy("propagate").looks
     assert Control.progress == "the start"

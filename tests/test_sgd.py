@@ -71,9 +71,9 @@ def test_multipliers_rescaling_and_clipping():
 
 def test_states_go_on_to_the_bit_and_are_checked():
     first = optim_checks.states_go_on(lambda: SGD(falling, 0.9))
-    with pytest.raises(ValueError, match=r"SGD has the states step_counter, moments, got \['m'"):
+    with pytest.raises(ValueError, match=r"SGD has the states rule, step_counter, moments, got \['m'"):
         first.set_states({"step_counter": 1, "m": {}, "v": {}})
-    first.set_states({"step_counter": 1, "moments": {"w": np.zeros(7, np.float32)}})
+    first.set_states({"rule": "SGD", "step_counter": 1, "moments": {"w": np.zeros(7, np.float32)}})
     with pytest.raises(ValueError, match=r"state moments of w has shape \(7,\), the parameter \(40,\)"):
         first.apply("w", np.zeros(40, np.float32), np.zeros(40, np.float32))
 

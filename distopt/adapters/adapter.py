@@ -58,6 +58,10 @@ class Adapter(abc.ABC):
         ``refused`` (compress.At) is only given to optimizers that look at it; ``together``, which adds up the ranks'
         numbers, where each updates its share.
         """
+        self.one_by_one(buffers, order, sums, scale)
+
+    def one_by_one(self, buffers: Buffers, order: Mapping[str, Known], sums: Iterable[Sum], scale: float) -> None:
+        """Update these parameters, in this order, and no others; the sums are finite."""
         means: dict[str, np.ndarray] = {}
         for buffer, total in zip(buffers, sums, strict=True):
             means |= buffer.mean(total, scale)

@@ -4,6 +4,7 @@ from distopt.buckets.buffers import Buffer, Buffers, States
 from distopt.buckets.piece import Piece, Sum, in_one_piece, own, shared
 from distopt.buckets.plan import Bucket, Plan, plan
 from distopt.buckets.staging import Staging
+from distopt.buckets.sums import leave, take
 
 __all__ = [
     "Bucket",
@@ -15,7 +16,9 @@ __all__ = [
     "States",
     "Sum",
     "in_one_piece",
+    "leave",
     "own",
     "plan",
     "shared",
+    "take",
 ]

@@ -36,10 +36,11 @@ class Buffer:
         self.number, self.bucket, self.gradient, self.bad = number, bucket, gradient, bad
         self.peers: list[np.ndarray] | None = None  # every rank's gradient, if they are shared
         self.state: dict[str, np.ndarray] = {}
-        kinds = (bucket.stored, bucket.stored, bucket.dtype)
+        kinds = (bucket.stored, bucket.stored, bucket.dtype, bucket.dtype)
         tables = (Members(bucket.names, shapes, bucket.offsets, kind) for kind in kinds)
-        self.gradients, self.parameters, self.means = tables
+        self.gradients, self.parameters, self.means, self.sums = tables
         self.layout = Layout(list(self.views(gradient).values()), bucket.stored)
+        self.wide_layout = Layout(list(self.views(gradient).values()))  # of their sums
         self.home = (device.address(gradient) + self.gradients.rows["offset"] * bucket.dtype.itemsize).astype(np.uintp)
         self.at_home = False  # do all gradients live here?
         self.bad_parts = np.zeros((1, len(bucket.names)), np.int64)  # per rank, and in the last row of the sum
@@ -81,10 +82,13 @@ class Buffer:
             device.clear(self.gradients.view(self.gradient, row))
         self.at_home = bool(((addresses == self.home) | (self.gradients.rows["size"] == 0)).all())
 
-    def pack(self, look_at_home: bool) -> None:
-        """Copy the gradients to their places, unless they live there; ``bad`` grows by what is not finite."""
-        if look_at_home or not self.at_home:
-            kernels.pack(self.gradients, self.gradient, 1.0, self.bad)
+    def pack(self, look_at_home: bool, scale: float = 1.0) -> None:
+        """Bring ``scale`` times the gradients to their places, unless they live there as they are.
+
+        ``bad`` grows by what is not finite.
+        """
+        if look_at_home or not self.at_home or scale != 1.0:
+            kernels.pack(self.gradients, self.gradient, scale, self.bad)
 
     def mean(self, total: Sum, scale: float) -> dict[str, np.ndarray]:
         """``scale`` times a sum, by name; in place, unless other ranks may still read it."""
@@ -177,13 +181,13 @@ class Buffers:
         """Gradients of one bucket are these from now on; False if they cannot be packed as they are."""
         buffer = self._buffers[number]
         addresses = buffer.layout.addresses(grads)
-        if addresses is None or self._strange(addresses, buffer.home).any():
+        if addresses is None or self.strange(addresses, buffer.home).any():
             return False
         buffer.take(addresses)
         self._gradients_version = -1
         return True
 
-    def _strange(self, addresses: np.ndarray, home: np.ndarray) -> np.ndarray:
+    def strange(self, addresses: np.ndarray, home: Any) -> np.ndarray:
         """Which of these lie in the memory of another gradient."""
         start = device.address(self._memory)
         inside = (addresses >= start) & (addresses < start + self._memory.nbytes)
@@ -220,7 +224,7 @@ class Buffers:
         home = np.empty_like(addresses)
         for buffer, places in zip(self, self.places, strict=True):
             home[places] = buffer.home
-        strange = np.flatnonzero(self._strange(addresses, home)).tolist()
+        strange = np.flatnonzero(self.strange(addresses, home)).tolist()
         gone = device.address(self._memory) + self._starts[sent]
         for k in strange:
             if addresses[k] < gone:

@@ -50,6 +50,7 @@ class Optimizer(abc.ABC):
     struct = "Update"  # of the kernel's text
     same_each_step = True  # are the same kernels called at every update?
     options: tuple[str, ...] = ("rescale_grad", "clip_gradient", "multi_precision", "lr_mult", "wd_mult")
+    _scheduled: frozenset[str] = frozenset()  # hyper-parameters that are schedules
     hypers: ClassVar[dict[str, tuple[float, float]]] = {"lr": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
 
     def __init__(
@@ -84,10 +85,16 @@ class Optimizer(abc.ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         """A hyper-parameter becomes a schedule whose values are checked."""
         super().__setattr__(name, hyper(name, value, *self.hypers[name]) if name in self.hypers else value)
+        if name in self.hypers:
+            self._scheduled = self._scheduled - {name} | ({name} if callable(value) else set())
 
     def at(self, name: str) -> float:
         """A hyper-parameter's value for the next update."""
         return float(getattr(self, name)(self.step_counter))
+
+    def is_scheduled(self, name: str) -> bool:
+        """Is a hyper-parameter a schedule, not a number?"""
+        return name in self._scheduled
 
     @property
     def lr_value(self) -> float:
@@ -176,6 +183,8 @@ class Optimizer(abc.ABC):
     def get_states(self, whole: Callable[[Members, np.ndarray], np.ndarray] = lambda members, flat: flat) -> State:
         """Everything that changes between steps: the ``counters``, and per slot a dict of arrays by parameter name.
 
+        ``rule`` says whose states these are.
+
         Where ranks update a share each, ``whole`` makes of a table's flat array one that has all of them.
         """
         found: State = {
@@ -186,16 +195,18 @@ class Optimizer(abc.ABC):
                 complete = whole(members, flat)
                 if complete is not flat:
                     found[slot].update({n: members.view(complete, row) for row, n in enumerate(members.names)})
-        return {name: getattr(self, name) for name in self.counters} | found
+        return {"rule": type(self).__name__} | {name: getattr(self, name) for name in self.counters} | found
 
     def set_states(self, states: State) -> None:
         """Go on from what ``get_states`` returned.
 
         Raises ValueError if these are not the states of this kind of optimizer.
         """
-        wanted = (*self.counters, *self.slots)
+        rule, wanted = type(self).__name__, ("rule", *self.counters, *self.slots)
+        if states.get("rule", rule) != rule:
+            raise ValueError(f"these are the states of {states['rule']}, and the optimizer is {rule}")
         if set(states) != set(wanted):
-            raise ValueError(f"{type(self).__name__} has the states {', '.join(wanted)}, got {sorted(states)}")
+            raise ValueError(f"{rule} has the states {', '.join(wanted)}, got {sorted(states)}")
         for name in self.counters:
             setattr(self, name, int(states[name]))
         self._state = {slot: {n: np.array(a) for n, a in states[slot].items()} for slot in self.slots}
