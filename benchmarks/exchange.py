@@ -127,7 +127,7 @@ def work(given):
     """What every rank does."""
     from mpi4py import MPI
 
-    from distopt.comm.mpi import brand
+    from distopt.comm.mpi_control import brand
 
     world, tables = MPI.COMM_WORLD, []
     for model, budgets in BUDGETS.items():

@@ -22,7 +22,7 @@ from benchmarks.measure import MALLOC, interleaved, report, table, versions
 from benchmarks.models import resnet50
 from benchmarks.namespaces import ADDRESSES, INTERFACE, missing, shape, two_hosts
 from distopt.cli.launcher import find_launcher
-from distopt.comm.mpi import brand, launched
+from distopt.comm.mpi_control import brand, launched
 from distopt.compress import Dense, ErrorFeedback, Half, TopK
 
 FLOOR = "line floor, dense, by formula"

@@ -11,7 +11,7 @@ import pytest
 import comm_checks
 from distopt import run_ranks, world
 from distopt.comm import LocalCommunicator, Metered, MpiCommunicator, ThreadCommunicator
-from distopt.comm.mpi import launched
+from distopt.comm.mpi_control import launched
 from distopt.device import gpu_state
 from distopt.guard import PeerLeft
 from launch import finish, needs_mpi, run_mpi
@@ -181,7 +181,7 @@ def test_launchers_are_known_by_their_variables():
 @needs_mpi
 def test_a_launcher_of_another_brand_is_refused():
     """A world of one in a process that was told it is one of two."""
-    script = "from distopt.comm.mpi import check_launcher; check_launcher(1, {'PMI_SIZE': '2'})"
+    script = "from distopt.comm.mpi_control import check_launcher; check_launcher(1, {'PMI_SIZE': '2'})"
     code, output = finish([sys.executable, "-c", script], 30)
     assert code == 1
     assert "the launcher started 2 processes (an MPICH-like mpiexec set PMI_SIZE=2), but the MPI library" in output

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from distopt import device
-from distopt.comm import mpi
+from distopt.comm import mpi_control
 from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root, cut, slices
 from distopt.comm.nccl_library import binding, nccl_unique_id, nccl_version, one_gpu_each, seat, take_gpu, version_text
 from distopt.guard import Control, fingerprint
@@ -78,8 +78,8 @@ class NcclCommunicator(Communicator):
 
         Raises ImportError without mpi4py, and what ``MpiCommunicator`` and the constructor raise.
         """
-        control, local_rank, spans_hosts = mpi.join(mpi.world_comm() if comm is None else comm)
-        votes = f"votes over {mpi.brand()}, {'several hosts' if spans_hosts else 'one host'}"
+        control, local_rank, spans_hosts = mpi_control.join(mpi_control.world_comm() if comm is None else comm)
+        votes = f"votes over {mpi_control.brand()}, {'several hosts' if spans_hosts else 'one host'}"
         return cls(control, gpu, local_rank, f"{votes}{'; ' + why if why else ''}", spans_hosts=spans_hosts)
 
     @classmethod

@@ -3,7 +3,7 @@
 import sys
 
 from distopt import device as gpus
-from distopt.comm import mpi
+from distopt.comm import mpi_control
 from distopt.comm.communicator import Communicator
 from distopt.comm.local import LocalCommunicator
 from distopt.comm.mpi import MpiCommunicator
@@ -35,7 +35,7 @@ def world(device: str = "auto") -> Communicator:
 
 
 def _pick(device: str) -> Communicator:
-    started = mpi.launched()
+    started = mpi_control.launched()
     if started or "mpi4py.MPI" in sys.modules:
         return _pick_wire(device, started[1] if started else "mpi4py.MPI was imported")
     place = _lacks_gpu(device, alone=True)
