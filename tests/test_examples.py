@@ -64,10 +64,7 @@ def test_a_large_batch_costs_plain_sgd_accuracy_and_others_less(tmp_path):
     picture = tmp_path / "large_batch.png"
     code, output = distopt_run(2, EXAMPLES / "large_batch.py", "--seeds", 1, "--plot", picture, timeout=120)
     assert code == 0, output
-    found = {
-        name.strip(): float(last)
-        for name, last in re.findall(r"(?:^|\] )(\w.{17}) +\d+ +\d+ +(\d\.\d+)$", output, re.M)
-    }
+    found = {name: float(last) for name, last in re.findall(r"([A-Z][\w,' -]*\w) +\d+ +\d+ +(\d\.\d+)$", output, re.M)}
     assert found.pop("SGD") < 0.94
     assert len(found) == 6
     assert min(found.values()) > 0.96, found
