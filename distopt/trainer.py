@@ -41,6 +41,8 @@ class Trainer(Saving):
     A gradient is *fresh* once it was assigned or touched (``Parameter``), and stale after a step, one that was refused
     too.  Before any data moves all ranks agree on what is fresh where, on ``batch_size``, and on what they do; errors
     are the same on all ranks, and a call that raised for such a reason may be made again when that has been mended.
+    What raises later, as a gradient of another shape, leaves gradients fresh, but for those in ``gradient_views`` if
+    there is a ``loss_scaler``, by which they may have been divided in place.
     Rank 0's parameters are broadcast at the first step.  After a step the contents of gradients in ``gradient_views``
     are undefined; other gradients are as they were.  A rank may ``join()`` if the others go on with ``step`` and its
     last batch size.
@@ -293,8 +295,18 @@ class Trainer(Saving):
         except FloatingPointError:
             used_up()
             raise
+        except Exception:
+            self._make_overwritten_stale()
+            raise
         used_up()
         return done
+
+    def _make_overwritten_stale(self) -> None:
+        """Packing has written over gradients that lie in views: divided there by the loss scale, or another's."""
+        for p in self._active if self._buffers is not None and self._sums is None else ():
+            if p.fresh and device.is_array(p.grad) and p.name in self._collector.order:
+                at, home = (np.uintp(device.address(a)) for a in (p.grad, self._memory.view(p.name)))
+                p.fresh = not self._memory.strange(at, 0 if self._nonfinite.adapts else home)
 
     def _make_stale(self) -> None:
         self._sums = None

@@ -459,6 +459,36 @@ def test_t2_in_views_that_a_scale_would_divide_in_place():
     assert run_ranks(3, main) == [True] * 3
 
 
+@pytest.mark.parametrize("call", [in_one, in_two])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_t2_what_was_packed_over_is_stale_when_another_rank_raises(scaled, call):
+    """A view that was divided by the scale, and one with another's gradient, would count wrongly if tried again."""
+
+    def main(comm):
+        a, b, c = params = [Parameter(n, np.zeros(2)) for n in "abc"]
+        trainer = make(comm, params, SGD(1.0), loss_scaler=LossScaler(4.0) if scaled else None)
+        views = trainer.gradient_views(params)
+
+        def fill():
+            for view in views:
+                view[...] = 4 if scaled else 1
+            a.grad, b.grad, c.grad = views[0], views[2], views[1] * 1
+
+        fill()
+        c.grad = np.zeros(3) if comm.rank else c.grad
+        with pytest.raises(ValueError, match=r"rank 1: c: the gradient must have the parameter's shape \(2,\), got"):
+            call(trainer, 1)
+        assert [p.fresh for p in params] == [not scaled, False, True]
+        c.grad = np.ones(2)
+        with pytest.raises(ValueError, match=r"b \(ranks 0, 1\)"):
+            call(trainer, 1)
+        fill()
+        call(trainer, 1)
+        return [p.data.tolist() for p in params]
+
+    assert run_ranks(2, main) == [[[-2.0, -2.0]] * 3] * 2
+
+
 def test_t2_sums_are_not_summed_again():
     """Nor does ``update`` take what was never summed, which would let ranks drift apart."""
 
