@@ -347,6 +347,28 @@ def test_gradients_that_are_added_up_by_the_user():
     run_ranks(2, main)
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_sums_are_not_written_over_anything_else(fixed):
+    """A gradient may be the parameter itself, that of 1/2 |w|^2, or a part of an array that another has a part of."""
+
+    def main(comm):
+        shared = np.ones(5)
+        params = [Parameter(n, np.ones(3)) for n in "abcd"]
+        a, b, c, d = params
+        trainer = make(comm, params, SGD(1.0))
+        a.grad, b.grad, c.grad, d.grad = a.data, shared[2:], shared[:3], np.ones(3)
+        d.grad.flags.writeable = not fixed
+        trainer.allreduce_grads()
+        assert [p.data.tolist() for p in params] == [[1.0] * 3] * 4
+        for k, p in enumerate(params):
+            p.grad *= k  # of it alone
+        trainer.update(2)
+        assert a.grad is a.data
+        return [p.data.tolist() for p in params]
+
+    assert run_ranks(2, main) == [[[1.0] * 3, [0.0] * 3, [-1.0] * 3, [-2.0] * 3]] * 2
+
+
 def test_what_has_no_gradient_is_left_out():
     """'null' at first, or from some step on; the same on all ranks."""
 
