@@ -1,8 +1,6 @@
 """Gluon's Trainer: sums over ranks, divided by the size of the whole batch, for parameters known beforehand."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,14 @@ from distopt import device, freshness, gluon
 from distopt.buckets import States, Sum, leave, take
 from distopt.comm import Communicator, world
 from distopt.gradients import Parameter, checked_gradient
-from distopt.guard import agreed, fingerprint
+from distopt.guard import agreed, fingerprint, real
 from distopt.loop import Kind, Packed, as_they_are
 from distopt.memory import AllJoinedError
 from distopt.nonfinite import LossScaler
 from distopt.optim import Optimizer, Wrapper
 from distopt.saving import Saving
 
+LEAST, MOST = 2.0**-126, 2.0**126  # of a batch, so that 1 / batch_size is a normal float32
 Pairs = list[tuple[Parameter, np.ndarray | None]]
 
 
@@ -63,7 +62,7 @@ class Trainer(Saving):
         threshold: int = 2097152,
         loss_scaler: LossScaler | None = None,
     ):
-        if update_on_kvstore not in (None, False):
+        if update_on_kvstore is not None and update_on_kvstore is not False:
             raise ValueError(f"update_on_kvstore must be None or False: no server updates, got {update_on_kvstore!r}")
         if not isinstance(loss_scaler, LossScaler | None):
             raise TypeError(f"loss_scaler must be a LossScaler or None, got {type(loss_scaler).__name__}")
@@ -135,7 +134,8 @@ class Trainer(Saving):
 
     @compression_params.setter
     def compression_params(self, params: Mapping[str, Any] | None) -> None:
-        self._compression, self._compression_params = gluon.compressor(params), params
+        self._compression = gluon.compressor(params)
+        self._compression_params = None if params is None else dict(params)
 
     def gradient_views(self, params: Iterable[Any]) -> list[np.ndarray]:
         """As DistOpt's; assign them as the parameters' ``grad``, and ``touch()`` what the backward pass has written.
@@ -266,7 +266,7 @@ class Trainer(Saving):
         self._check_open()
         self._begun(self._settle)
         try:
-            self._batch_size, self._ignores = _positive(batch_size), _flag(ignore)
+            self._batch_size, self._ignores = _checked_size(batch_size), _flag(ignore)
         except (TypeError, ValueError) as e:
             error = e
         line = self._in_full(call)
@@ -305,8 +305,8 @@ class Trainer(Saving):
         """Packing has written over gradients that lie in views: divided there by the loss scale, or another's."""
         for p in self._active if self._buffers is not None and self._sums is None else ():
             if p.fresh and device.is_array(p.grad) and p.name in self._collector.order:
-                at, home = (np.uintp(device.address(a)) for a in (p.grad, self._memory.view(p.name)))
-                p.fresh = not self._memory.strange(at, 0 if self._nonfinite.adapts else home)
+                home = 0 if self._nonfinite.adapts else device.address(self._memory.view(p.name))
+                p.fresh = not self._memory.strange(np.array([device.address(p.grad)], np.uintp), np.uintp(home)).any()
 
     def _make_stale(self) -> None:
         self._sums = None
@@ -413,10 +413,8 @@ def _flag(ignore: Any) -> bool:
     return bool(ignore)
 
 
-def _positive(batch_size: Any) -> float:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, Real):
-        raise TypeError(f"batch_size must be a number, got {batch_size!r}")
-    number = float(batch_size)
-    if not 0 < number < math.inf:
-        raise ValueError(f"batch_size must be above 0 and finite, got {batch_size!r}")
+def _checked_size(batch_size: Any) -> float:
+    number = real("batch_size", batch_size)
+    if not LEAST <= number <= MOST:
+        raise ValueError(f"batch_size must be in [{LEAST:.2g}, {MOST:.2g}], got {batch_size!r}")
     return number

@@ -744,10 +744,12 @@ def test_t8_every_step_may_have_its_own_batch_size():
 @pytest.mark.parametrize(
     ("wrong", "kind", "text"),
     [
-        (0, ValueError, "batch_size must be above 0 and finite, got 0"),
-        (-4, ValueError, "batch_size must be above 0 and finite, got -4"),
-        (np.inf, ValueError, "batch_size must be above 0 and finite, got inf"),
-        (np.nan, ValueError, "batch_size must be above 0 and finite, got nan"),
+        (0, ValueError, "batch_size must be in [1.2e-38, 8.5e+37], got 0"),
+        (-4, ValueError, "batch_size must be in [1.2e-38, 8.5e+37], got -4"),
+        (np.inf, ValueError, "batch_size must be in [1.2e-38, 8.5e+37], got inf"),
+        (np.nan, ValueError, "batch_size must be in [1.2e-38, 8.5e+37], got nan"),
+        (1e-320, ValueError, "batch_size must be in [1.2e-38, 8.5e+37], got 1e-320"),
+        (10**400, ValueError, "batch_size must be a number that a float can hold, got one that is too large"),
         (None, TypeError, "batch_size must be a number, got None"),
         (True, TypeError, "batch_size must be a number, got True"),
         (8, ValueError, "has step number 2 of Trainer 1, batch_size=4, ignore_stale_grad=False, frozen=[], rank 1 has"),
@@ -872,20 +874,39 @@ def test_optimizers_by_name():
             ValueError,
             "kvstore must be None, a communicator, or one of .* 'dist_async'",
         ),
+        (({"a": 1, 2: 3}, "sgd"), TypeError, "params must have names as keys, got 2"),
+        (((), "sgd", 0.1), TypeError, "optimizer_params must be a dict or None, got float"),
+        (((), "sgd", {1: 2}), ValueError, "sgd has the optimizer_params .*, got 1"),
+        (((), "SGD"), ValueError, "got 'SGD'; did you mean sgd?"),
         (((), "sgd", None, "nccl"), ValueError, "kvstore must be None"),
         (((), "sgd", None, 3), ValueError, "kvstore must be None"),
         (((), "sgd", None, None, {"type": "3bit"}), ValueError, "must have a type, one of .*'2bit'.*, got '3bit'"),
         (((), "sgd", None, None, {}), ValueError, "must have a type, .* got None"),
+        (((), "sgd", None, None, {"type": ["2bit"]}), ValueError, r"must have a type, .* got \['2bit'\]"),
         (((), "sgd", None, None, "2bit"), TypeError, "compression_params must be a dict or None, got str"),
         (((), "sgd", None, None, {"type": "topk"}), ValueError, "type 'topk': missing a required argument: 'density'"),
         (((), "sgd", None, None, {"type": "fp16", "x": 1}), ValueError, "type 'fp16': got an unexpected .* 'x'"),
         (((), "sgd", None, None, {"type": "topk", "density": 2}), ValueError, "density"),
         (((), "sgd", None, None, None, True), ValueError, "update_on_kvstore must be None or False"),
+        (((), "sgd", None, None, None, np.ones(2)), ValueError, "update_on_kvstore must be None or False"),
     ],
 )
 def test_bad_arguments(arguments, kind, text):
     with pytest.raises(kind, match=text):
         Trainer(*arguments)
+
+
+def test_a_communicator_that_is_none():
+    with pytest.raises(TypeError, match=r"communicator must be a distopt.comm.Communicator or None, got int"):
+        Trainer((), "sgd", communicator=3)
+
+
+def test_compression_params_are_taken_as_they_are_given():
+    """A dict that is changed later would only look as if it meant something."""
+    given = {"type": "2bit", "threshold": 0.5}
+    trainer = Trainer((), "sgd", compression_params=given, communicator=LocalCommunicator())
+    given["threshold"] = 2.0
+    assert trainer.compression_params == {"type": "2bit", "threshold": 0.5}
 
 
 def test_kvstores():
