@@ -291,7 +291,7 @@ class Memory(Verbs):
 
         Raises TypeError, on every rank alike, for parameters of 16 bits, whose gradients are added up in float32.
         """
-        names = self._enroll(params, "gradient_views", self._check_wide)
+        names = self._enroll(params, "gradient_views", self._check_views)
         self._send_parameters()
         return [self._memory.view(name) for name in names]
 
@@ -318,6 +318,10 @@ class Memory(Verbs):
         self._wire.barrier()
         self._broadcast_due = False
         return [memory.parameters[name] for name in names]
+
+    def _check_views(self, names: list[str]) -> None:
+        """Raises what forbids views of these parameters' gradients."""
+        self._check_wide(names)
 
     def _check_wide(self, names: list[str]) -> None:
         narrow = [n for n in names if self._collector.order[n].value.dtype in FORMATS]
@@ -346,7 +350,7 @@ class Memory(Verbs):
         error = None
         self._catch_up()
         try:
-            names = self._collector.enroll(params)
+            names = self._known(params)
             check(names)
             self._follow_plan(self._threshold)
             self._describe(verb)
@@ -356,6 +360,10 @@ class Memory(Verbs):
         self._vote(verb, 0, error)
         self._hand_over()
         return names
+
+    def _known(self, params: Iterable[Any]) -> list[str]:
+        """The names of parameters, which the plan is of."""
+        return self._collector.enroll(params)
 
     # ------------------------------------------------------------------------------------------------- state
 

@@ -31,7 +31,8 @@ class Trainer(Saving):
     * ``kvstore``: None, a communicator, or 'device', 'local', 'dist_sync', which all are None; ``communicator``: the
       same; None is ``distopt.world()``.
     * ``compression_params``: ``{'type': '2bit', 'threshold': 0.5}``, or the types '1bit', 'fp16', 'topk' (with a
-      ``density``) and 'none'; may be assigned on the way, and what was left behind until then is sent later.
+      ``density``) and 'none'; may be assigned on the way: what '2bit', '1bit' or 'topk' leave behind waits for the next
+      step with one of them.
     * ``update_on_kvstore``: None or False; there is no server.
     * ``threshold``: elements that fill a bucket (``buckets.plan``).
     * ``loss_scaler``: a ``LossScaler``, by whose scale gradients are divided before they are summed; None: gradients
@@ -140,13 +141,22 @@ class Trainer(Saving):
     def gradient_views(self, params: Iterable[Any]) -> list[np.ndarray]:
         """As DistOpt's; assign them as the parameters' ``grad``, and ``touch()`` what the backward pass has written.
 
-        ValueError for a parameter with ``grad_req='add'``: after a step the contents of its view are undefined.
+        Raises ValueError, on every rank alike, for a parameter with ``grad_req='add'``: after a step the contents of
+        its view are undefined.
         """
-        given = list(params)
-        for p in given:
-            if isinstance(p, Parameter) and p.grad_req == "add":
+        return super().gradient_views(params)
+
+    def _check_views(self, names: list[str]) -> None:
+        super()._check_views(names)
+        for p in self._params:
+            if p.name in names and p.grad_req == "add":
                 raise ValueError(f"{p.name}: gradient_views is not for grad_req='add', whose gradient must stay")
-        return super().gradient_views(given)
+
+    def _known(self, params: Iterable[Any]) -> list[str]:
+        """The plan is of all that are trained, whichever of them are given."""
+        if not self._collector.order:
+            self._collector.enroll(p for p in self._params if p.grad_req != "null")
+        return super()._known(params)
 
     # ------------------------------------------------------------------------------------------------- a step
 
@@ -208,7 +218,13 @@ class Trainer(Saving):
             self._wire.barrier()  # until here others read this rank's share
         self._window.start(self._memory)
         self._hand_over()
-        return self._sums_stand()
+        stand = False
+        try:
+            stand = self._sums_stand()
+        finally:
+            if not stand:
+                self._give_back()
+        return stand
 
     def _sums_stand(self) -> bool:
         """Were all gradients finite?  On a GPU the host asks."""
@@ -314,10 +330,15 @@ class Trainer(Saving):
             p.fresh = False
 
     def _forget_sums(self) -> None:
+        self._give_back()
+        self._make_stale()
+
+    def _give_back(self) -> None:
+        """Gradients for which others stood in are the parameters' again."""
         for p, own, stand_in in self._stand_ins:
             if own is not None and p.grad is stand_in:
                 p.grad = own
-        self._make_stale()
+        self._stand_ins = []
 
     # ------------------------------------------------------------------------------------------------- the loop's
 
@@ -389,6 +410,12 @@ class Trainer(Saving):
         """
         if self.load(path) is None:
             raise agreed(FileNotFoundError(f"{path}: there is no checkpoint"), self._wire.rank == 0)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As DistOpt's; sums that wait for ``update`` are dropped."""
+        super().load_state_dict(state)
+        self._give_back()
+        self._sums = None
 
 
 def _checked_sum(name: str, home: np.ndarray, total: Any) -> np.ndarray:

@@ -369,6 +369,31 @@ def test_sums_are_not_written_over_anything_else(fixed):
     assert run_ranks(2, main) == [[[1.0] * 3, [0.0] * 3, [-1.0] * 3, [-2.0] * 3]] * 2
 
 
+def test_views_of_some_parameters():
+    """The others are in the plan all the same."""
+
+    def main(comm):
+        a, b, c = params = [Parameter(n, np.zeros(2)) for n in "abc"]
+        trainer = make(comm, params, SGD(1.0))
+        [c.grad] = trainer.gradient_views([c])
+        assert trainer.plan.buckets[0].names == ("a", "b", "c")
+        c.grad[...] = 1
+        c.touch()
+        a.grad = b.grad = np.ones(2)
+        trainer.step(2)
+        return [p.data.tolist() for p in params]
+
+    assert run_ranks(2, main) == [[[-1.0, -1.0]] * 3] * 2
+
+
+def test_views_that_cannot_be_on_one_rank():
+    def main(comm):
+        p = Parameter("p", np.zeros(2), grad_req="add" if comm.rank else "write")
+        make(comm, [p]).gradient_views([p])
+
+    assert same_error(2, main) == "rank 1: p: gradient_views is not for grad_req='add', whose gradient must stay"
+
+
 def test_what_has_no_gradient_is_left_out():
     """'null' at first, or from some step on; the same on all ranks."""
 
@@ -993,6 +1018,25 @@ def test_parameters():
         Parameter("p", np.zeros(1), grad_req="wirte")
 
 
+def test_states_that_are_loaded_before_the_update():
+    """The sums were of other parameters."""
+
+    def main(comm):
+        p = Parameter("p", np.zeros(2, np.float16))
+        trainer = make(comm, [p], SGD(1.0))
+        own = p.grad = np.ones(2, np.float16)
+        trainer.allreduce_grads()
+        trainer.load_state_dict(trainer.state_dict())
+        assert p.grad is own
+        with pytest.raises(RuntimeError, match="update applies what allreduce_grads has summed"):
+            trainer.update(2)
+        p.grad = own
+        assert trainer.step(2)
+        return p.data.tolist()
+
+    assert run_ranks(2, main) == [[-1.0, -1.0]] * 2
+
+
 def test_a_sum_that_is_gone():
     def main(comm):
         params, trainer = train(comm, 1)
@@ -1226,6 +1270,21 @@ def test_a_gpu_refuses_what_the_host_refuses(doubles, step):
     host = run_ranks(2, main)
     assert on_gpus(2, main) == host
     assert host[0][2:] == (2, 4)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_nothing_stands_in_for_gradients_whose_sums_are_refused(doubles, scaled):
+    """A GPU has written sums by the time the host hears of it."""
+
+    def main(comm):
+        p = Parameter("p", laws.put(comm, [np.zeros(2, np.float16)])[0])
+        trainer = make(comm, [p], SGD(1.0), loss_scaler=LossScaler() if scaled else None)
+        own = p.grad = laws.put(comm, [np.full(2, np.inf if comm.rank else 1, np.float16)])[0]
+        with contextlib.nullcontext() if scaled else pytest.raises(FloatingPointError):
+            assert trainer.allreduce_grads() is False
+        return p.grad is own
+
+    assert on_gpus(2, main) == run_ranks(2, main) == [True] * 2
 
 
 def test_a_gpu_tells_of_untouched_parameters_before_it_updates(doubles):
