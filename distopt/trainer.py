@@ -25,7 +25,8 @@ class Trainer(Saving):
     """Apply an optimizer to parameters, with the gradients of all ranks: ``step(batch_size)`` after each backward pass.
 
     * ``params``: a dict of ``Parameter``, taken in the order of its keys, or a list or tuple.  One that is given more
-      than once is one parameter; names must be unique; those with ``grad_req='null'`` are left out.
+      than once is one parameter; names must be unique; those with ``grad_req='null'`` are left out, and those that had
+      it at the first step for good: ValueError.
     * ``optimizer``: the name of one of ``distopt.optim`` in lower case, made with ``optimizer_params`` (by distopt's
       names, or ``learning_rate``, ``lr_scheduler``, ``wd``, ``beta1``, ``beta2``), or any object that DistOpt takes.
     * ``kvstore``: None, a communicator, or 'device', 'local', 'dist_sync', which all are None; ``communicator``: the
@@ -154,9 +155,10 @@ class Trainer(Saving):
 
     def _known(self, params: Iterable[Any]) -> list[str]:
         """The plan is of all that are trained, whichever of them are given."""
+        given, planned = list(params), {id(p): p for p in self._planned}
         if not self._collector.order:
-            self._collector.enroll(p for p in self._params if p.grad_req != "null")
-        return super()._known(params)
+            self._collector.enroll([*planned.values(), *(p for p in given if id(p) not in planned)])
+        return super()._known(given)
 
     # ------------------------------------------------------------------------------------------------- a step
 
@@ -201,7 +203,8 @@ class Trainer(Saving):
         return Kind(lambda: self._compression, break_even=True)
 
     def _fresh_pairs(self) -> Pairs:
-        return [(p, p.grad if p.fresh and not self._joined else None) for p in self._active]
+        trained = set(self._active) if not self._joined else ()
+        return [(p, p.grad if p.fresh and p in trained else None) for p in self._planned]
 
     def _sum_up(self) -> bool:
         """Gradients are sums over ranks from now on, if those are finite."""
@@ -263,9 +266,16 @@ class Trainer(Saving):
 
     # ------------------------------------------------------------------------------------------------- what is fresh
 
-    def _agree_on_fresh(self, call: str, batch_size: Any, ignore: Any, error: Exception | None = None) -> None:
+    @property
+    def _planned(self) -> list[Parameter]:
+        """Those that are trained, and before the first step those too of which a checkpoint has something for later."""
+        kept = {name for arrays in self._restored.values() for name in arrays}
+        return [p for p in self._params if p.grad_req != "null" or p.name in kept]
+
+    def _agree_on_fresh(self, call: str, batch_size: Any, ignore: Any) -> None:
         """The vote before data move: which gradients are fresh on which rank."""
         self._active = [p for p in self._params if p.grad_req != "null"]
+        error = self._late()
         mine = [] if self._joined else [p.name for p in self._active if not p.fresh]
         stale = freshness.by_name(self._agree(call, batch_size, ignore, freshness.told(mine), error))
         touched = {p.name for p in self._active if len(stale.get(p.name, ())) < self._live}
@@ -298,6 +308,13 @@ class Trainer(Saving):
         frozen = [p.name for p in self._params if p.grad_req == "null"]
         options = f"batch_size={self._batch_size:.17g}, ignore_stale_grad={self._ignores}, frozen={frozen}"
         return f"{call} number {self._calls + 1} of Trainer {self._number}, {options}"
+
+    def _late(self) -> Exception | None:
+        """ValueError for a parameter that is trained from now on, and has no place in the plan."""
+        known = self._collector.order
+        late = [p.name for p in self._active if known and p.name not in known]
+        text = f"{', '.join(late[:5])}: grad_req was 'null' at the first step; make a new Trainer with these states"
+        return ValueError(text) if late else None
 
     def _refuse_stale(self, stale: Mapping[str, Sequence[int]]) -> None:
         """ValueError, on all ranks alike, for gradients that may not be stale."""

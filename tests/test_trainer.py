@@ -374,16 +374,17 @@ def test_views_of_some_parameters():
 
     def main(comm):
         a, b, c = params = [Parameter(n, np.zeros(2)) for n in "abc"]
-        trainer = make(comm, params, SGD(1.0))
-        [c.grad] = trainer.gradient_views([c])
-        assert trainer.plan.buckets[0].names == ("a", "b", "c")
+        frozen = Parameter("frozen", np.zeros(2), grad_req="null")
+        trainer = make(comm, [*params, frozen], SGD(1.0))
+        c.grad, _ = trainer.gradient_views([c, frozen])
+        assert trainer.plan.buckets[0].names == ("a", "b", "c", "frozen")
         c.grad[...] = 1
         c.touch()
         a.grad = b.grad = np.ones(2)
         trainer.step(2)
-        return [p.data.tolist() for p in params]
+        return [p.data.tolist() for p in (*params, frozen)]
 
-    assert run_ranks(2, main) == [[[-1.0, -1.0]] * 3] * 2
+    assert run_ranks(2, main) == [[[-1.0, -1.0]] * 3 + [[0.0, 0.0]]] * 2
 
 
 def test_views_that_cannot_be_on_one_rank():
@@ -736,6 +737,58 @@ def test_t6_states_of_another_optimizer_are_refused_by_name(tmp_path):
             other.load_states(tmp_path / "nothing")
 
     run_ranks(2, main)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_t6_what_a_parameter_left_behind_before_it_was_left_out(views, tmp_path):
+    """Going on is never having stopped, with a residual of what is not trained at the moment, and is afterwards."""
+
+    def run(comm, stop):
+        params = model(comm)
+        _, trainer = train(comm, 2, params=params, compression_params={"type": "2bit", "threshold": 0.25})
+        params[1].grad_req = "null"
+        train(comm, 1, 2, params, trainer)
+        if stop:
+            trainer.save(tmp_path / str(views), params)
+            grads, params = [p.grad_req for p in params], model(comm)
+            params[1].grad_req = grads[1]
+            trainer = make(comm, params, compression_params=trainer.compression_params)
+            trainer.load(tmp_path / str(views), params)
+            if views:
+                trainer.gradient_views(params[:1])
+        train(comm, 1, 3, params, trainer)
+        params[1].grad_req = "write"
+        train(comm, 2, 4, params, trainer)
+        return laws.digest(params), trainer.state_dict()
+
+    def main(comm):
+        (expected, states), (found, others) = (run(comm, stop) for stop in (False, True))
+        laws.assert_equal_states(states, others)
+        return expected == found
+
+    assert run_ranks(2, main) == [True] * 2
+
+
+def test_a_parameter_that_was_left_out_from_the_start():
+    """It has no place in the plan, but in that of a new Trainer, which goes on."""
+
+    def main(comm):
+        a, b = params = [Parameter(n, np.zeros(2), np.ones(2)) for n in "ab"]
+        b.grad_req = "null"
+        trainer = make(comm, params, SGD(1.0, momentum=0.5))
+        trainer.step(2)
+        b.grad_req = "write"
+        for _ in range(2):
+            a.grad = np.ones(2)
+            with pytest.raises(ValueError, match="rank 0: b: grad_req was 'null' at the first step; make a new"):
+                trainer.step(2)
+        again = make(comm, params, SGD(1.0, momentum=0.5))
+        again.load_state_dict(trainer.state_dict())
+        b.grad = np.ones(2)
+        again.step(2)
+        return a.data.tolist(), b.data.tolist()
+
+    assert run_ranks(2, main) == [([-2.5, -2.5], [-1.0, -1.0])] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3])
