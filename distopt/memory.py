@@ -287,7 +287,8 @@ class Memory(Verbs):
         """Arrays, one per parameter, in which gradients already lie where they are exchanged and are never packed.
 
         Makes the plan, in the order given, if there is none; collective, like the first step.  A later step with
-        another ``threshold`` turns the views into ordinary arrays.
+        another ``threshold`` turns the views into ordinary arrays.  A ``LossScaler`` divides gradients in their views:
+        after a call that raised they must be written anew.
 
         Raises TypeError, on every rank alike, for parameters of 16 bits, whose gradients are added up in float32.
         """

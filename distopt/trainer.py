@@ -142,6 +142,7 @@ class Trainer(Saving):
     def gradient_views(self, params: Iterable[Any]) -> list[np.ndarray]:
         """As DistOpt's; assign them as the parameters' ``grad``, and ``touch()`` what the backward pass has written.
 
+        The plan is of all parameters that are trained, whichever are given, in the Trainer's order.
         Raises ValueError, on every rank alike, for a parameter with ``grad_req='add'``: after a step the contents of
         its view are undefined.
         """
