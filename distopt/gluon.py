@@ -21,6 +21,8 @@ def parameters(given: Any) -> list[Parameter]:
     Raises TypeError for anything else, and ValueError for two parameters of one name.
     """
     if isinstance(given, dict):
+        if not all(isinstance(key, str) for key in given):
+            raise TypeError(f"params must have names as keys, got {next(k for k in given if not isinstance(k, str))!r}")
         found = [given[key] for key in sorted(given)]
     elif isinstance(given, list | tuple):
         found = list(given)
@@ -45,6 +47,8 @@ def communicator(kvstore: Any, given: Communicator | None) -> Communicator | Non
         return kvstore
     if kvstore is not None and (not isinstance(kvstore, str) or kvstore not in KVSTORES):
         raise ValueError(f"kvstore must be None, a communicator, or one of {KVSTORES}, got {kvstore!r}")
+    if not isinstance(given, Communicator | None):
+        raise TypeError(f"communicator must be a distopt.comm.Communicator or None, got {type(given).__name__}")
     return given
 
 
@@ -55,8 +59,10 @@ def optimizer(given: Any, params: Mapping[str, Any] | None) -> Any:
     """An optimizer object, or one of distopt's by its name in lower case, made with ``params``.
 
     Raises ValueError for a name or an argument that there is not, for an argument under two names, and for arguments of
-    an object that is there already.
+    an object that is there already; TypeError for ``params`` that are no dict.
     """
+    if not isinstance(params, Mapping | None):
+        raise TypeError(f"optimizer_params must be a dict or None, got {type(params).__name__}")
     params = dict(params or {})
     if not isinstance(given, str):
         if params:
@@ -64,7 +70,7 @@ def optimizer(given: Any, params: Mapping[str, Any] | None) -> Any:
         return given
     rules = {name.lower(): rule for name in optim.__all__ if _is_rule(rule := getattr(optim, name))}
     if given not in rules:
-        raise ValueError(f"optimizer must be one of {sorted(rules)}, got {given!r}{_near(given, rules)}")
+        raise ValueError(f"optimizer must be one of {sorted(rules)}, got {given!r}{_near(given.lower(), rules)}")
     return rules[given](**_arguments(given, rules[given], params))
 
 
@@ -79,7 +85,7 @@ def _arguments(name: str, rule: type[Optimizer], params: Mapping[str, Any]) -> d
     for given, value in params.items():
         own = ALIASES.get(given, given)
         if own not in known:
-            near = _near(given, [*known, *ALIASES])
+            near = _near(str(given), [*known, *ALIASES])
             raise ValueError(f"{name} has the optimizer_params {sorted({*known})}, got {given!r}{near}")
         if own in found:
             both = [other for other in params if ALIASES.get(other, other) == own]
@@ -128,7 +134,7 @@ def compressor(params: Mapping[str, Any] | None) -> Compressor:
         raise TypeError(f"compression_params must be a dict or None, got {type(params).__name__}")
     options = dict(params)
     kind = options.pop("type", None)
-    if kind not in COMPRESSORS:
+    if not isinstance(kind, str) or kind not in COMPRESSORS:
         raise ValueError(f"compression_params must have a type, one of {tuple(COMPRESSORS)}, got {kind!r}")
     try:
         inspect.signature(COMPRESSORS[kind]).bind(**options)

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from numbers import Real
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -235,6 +236,16 @@ def whole(name: str, given: Any, least: int) -> int:
     if given < least:
         raise ValueError(f"{name} must be at least {least}, got {given}")
     return int(given)
+
+
+def real(name: str, given: Any) -> float:
+    """``given`` as a float; TypeError or ValueError that names the field if it is no number, or too large for one."""
+    if isinstance(given, bool) or not isinstance(given, Real):
+        raise TypeError(f"{name} must be a number, got {given!r}")
+    try:
+        return float(given)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that a float can hold, got one that is too large") from None
 
 
 def _say(text: str) -> None:

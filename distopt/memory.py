@@ -287,11 +287,12 @@ class Memory(Verbs):
         """Arrays, one per parameter, in which gradients already lie where they are exchanged and are never packed.
 
         Makes the plan, in the order given, if there is none; collective, like the first step.  A later step with
-        another ``threshold`` turns the views into ordinary arrays.
+        another ``threshold`` turns the views into ordinary arrays.  A ``LossScaler`` divides gradients in their views:
+        after a call that raised they must be written anew.
 
         Raises TypeError, on every rank alike, for parameters of 16 bits, whose gradients are added up in float32.
         """
-        names = self._enroll(params, "gradient_views", self._check_wide)
+        names = self._enroll(params, "gradient_views", self._check_views)
         self._send_parameters()
         return [self._memory.view(name) for name in names]
 
@@ -318,6 +319,10 @@ class Memory(Verbs):
         self._wire.barrier()
         self._broadcast_due = False
         return [memory.parameters[name] for name in names]
+
+    def _check_views(self, names: list[str]) -> None:
+        """Raises what forbids views of these parameters' gradients."""
+        self._check_wide(names)
 
     def _check_wide(self, names: list[str]) -> None:
         narrow = [n for n in names if self._collector.order[n].value.dtype in FORMATS]
@@ -346,7 +351,7 @@ class Memory(Verbs):
         error = None
         self._catch_up()
         try:
-            names = self._collector.enroll(params)
+            names = self._known(params)
             check(names)
             self._follow_plan(self._threshold)
             self._describe(verb)
@@ -356,6 +361,10 @@ class Memory(Verbs):
         self._vote(verb, 0, error)
         self._hand_over()
         return names
+
+    def _known(self, params: Iterable[Any]) -> list[str]:
+        """The names of parameters, which the plan is of."""
+        return self._collector.enroll(params)
 
     # ------------------------------------------------------------------------------------------------- state
 

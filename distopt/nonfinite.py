@@ -3,10 +3,9 @@
 import math
 import weakref
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
-from distopt.guard import agreed, whole
+from distopt.guard import agreed, real, whole
 
 PATIENCE = 10  # refused calls in a row
 LARGEST = 2.0**126  # whose reciprocal is still a normal float32
@@ -197,9 +196,7 @@ def policy(nonfinite: Any) -> Policy:
 
 def _power_of_two(name: str, given: Any, least: float, most: float) -> float:
     """``given`` as a float; TypeError or ValueError that names the field if it is no power of two in the range."""
-    if isinstance(given, bool) or not isinstance(given, Real):
-        raise TypeError(f"{name} must be a number, got {given!r}")
-    number = float(given)
+    number = real(name, given)
     if not least <= number <= most or math.frexp(number)[0] != 0.5:
         raise ValueError(f"{name} must be a power of two in [{least}, {most}], got {given}")
     return number

@@ -1,8 +1,6 @@
 """Gluon's Trainer: sums over ranks, divided by the size of the whole batch, for parameters known beforehand."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,14 @@ from distopt import device, freshness, gluon
 from distopt.buckets import States, Sum, leave, take
 from distopt.comm import Communicator, world
 from distopt.gradients import Parameter, checked_gradient
-from distopt.guard import agreed, fingerprint
+from distopt.guard import agreed, fingerprint, real
 from distopt.loop import Kind, Packed, as_they_are
 from distopt.memory import AllJoinedError
 from distopt.nonfinite import LossScaler
 from distopt.optim import Optimizer, Wrapper
 from distopt.saving import Saving
 
+LEAST, MOST = 2.0**-126, 2.0**126  # of a batch, so that 1 / batch_size is a normal float32
 Pairs = list[tuple[Parameter, np.ndarray | None]]
 
 
@@ -26,13 +25,15 @@ class Trainer(Saving):
     """Apply an optimizer to parameters, with the gradients of all ranks: ``step(batch_size)`` after each backward pass.
 
     * ``params``: a dict of ``Parameter``, taken in the order of its keys, or a list or tuple.  One that is given more
-      than once is one parameter; names must be unique; those with ``grad_req='null'`` are left out.
+      than once is one parameter; names must be unique; those with ``grad_req='null'`` are left out, and those that had
+      it at the first step for good: ValueError.
     * ``optimizer``: the name of one of ``distopt.optim`` in lower case, made with ``optimizer_params`` (by distopt's
       names, or ``learning_rate``, ``lr_scheduler``, ``wd``, ``beta1``, ``beta2``), or any object that DistOpt takes.
     * ``kvstore``: None, a communicator, or 'device', 'local', 'dist_sync', which all are None; ``communicator``: the
       same; None is ``distopt.world()``.
     * ``compression_params``: ``{'type': '2bit', 'threshold': 0.5}``, or the types '1bit', 'fp16', 'topk' (with a
-      ``density``) and 'none'; may be assigned on the way, and what was left behind until then is sent later.
+      ``density``) and 'none'; may be assigned on the way: what '2bit', '1bit' or 'topk' leave behind waits for the next
+      step with one of them.
     * ``update_on_kvstore``: None or False; there is no server.
     * ``threshold``: elements that fill a bucket (``buckets.plan``).
     * ``loss_scaler``: a ``LossScaler``, by whose scale gradients are divided before they are summed; None: gradients
@@ -41,6 +42,8 @@ class Trainer(Saving):
     A gradient is *fresh* once it was assigned or touched (``Parameter``), and stale after a step, one that was refused
     too.  Before any data moves all ranks agree on what is fresh where, on ``batch_size``, and on what they do; errors
     are the same on all ranks, and a call that raised for such a reason may be made again when that has been mended.
+    What raises later, as a gradient of another shape, leaves gradients fresh, but for those in ``gradient_views`` if
+    there is a ``loss_scaler``, by which they may have been divided in place.
     Rank 0's parameters are broadcast at the first step.  After a step the contents of gradients in ``gradient_views``
     are undefined; other gradients are as they were.  A rank may ``join()`` if the others go on with ``step`` and its
     last batch size.
@@ -61,7 +64,7 @@ class Trainer(Saving):
         threshold: int = 2097152,
         loss_scaler: LossScaler | None = None,
     ):
-        if update_on_kvstore not in (None, False):
+        if update_on_kvstore is not None and update_on_kvstore is not False:
             raise ValueError(f"update_on_kvstore must be None or False: no server updates, got {update_on_kvstore!r}")
         if not isinstance(loss_scaler, LossScaler | None):
             raise TypeError(f"loss_scaler must be a LossScaler or None, got {type(loss_scaler).__name__}")
@@ -133,18 +136,30 @@ class Trainer(Saving):
 
     @compression_params.setter
     def compression_params(self, params: Mapping[str, Any] | None) -> None:
-        self._compression, self._compression_params = gluon.compressor(params), params
+        self._compression = gluon.compressor(params)
+        self._compression_params = None if params is None else dict(params)
 
     def gradient_views(self, params: Iterable[Any]) -> list[np.ndarray]:
         """As DistOpt's; assign them as the parameters' ``grad``, and ``touch()`` what the backward pass has written.
 
-        ValueError for a parameter with ``grad_req='add'``: after a step the contents of its view are undefined.
+        The plan is of all parameters that are trained, whichever are given, in the Trainer's order.
+        Raises ValueError, on every rank alike, for a parameter with ``grad_req='add'``: after a step the contents of
+        its view are undefined.
         """
-        given = list(params)
-        for p in given:
-            if isinstance(p, Parameter) and p.grad_req == "add":
+        return super().gradient_views(params)
+
+    def _check_views(self, names: list[str]) -> None:
+        super()._check_views(names)
+        for p in self._params:
+            if p.name in names and p.grad_req == "add":
                 raise ValueError(f"{p.name}: gradient_views is not for grad_req='add', whose gradient must stay")
-        return super().gradient_views(given)
+
+    def _known(self, params: Iterable[Any]) -> list[str]:
+        """The plan is of all that are trained, whichever of them are given."""
+        given, planned = list(params), {id(p): p for p in self._planned}
+        if not self._collector.order:
+            self._collector.enroll([*planned.values(), *(p for p in given if id(p) not in planned)])
+        return super()._known(given)
 
     # ------------------------------------------------------------------------------------------------- a step
 
@@ -189,7 +204,8 @@ class Trainer(Saving):
         return Kind(lambda: self._compression, break_even=True)
 
     def _fresh_pairs(self) -> Pairs:
-        return [(p, p.grad if p.fresh and not self._joined else None) for p in self._active]
+        trained = set(self._active) if not self._joined else ()
+        return [(p, p.grad if p.fresh and p in trained else None) for p in self._planned]
 
     def _sum_up(self) -> bool:
         """Gradients are sums over ranks from now on, if those are finite."""
@@ -206,7 +222,13 @@ class Trainer(Saving):
             self._wire.barrier()  # until here others read this rank's share
         self._window.start(self._memory)
         self._hand_over()
-        return self._sums_stand()
+        stand = False
+        try:
+            stand = self._sums_stand()
+        finally:
+            if not stand:
+                self._give_back()
+        return stand
 
     def _sums_stand(self) -> bool:
         """Were all gradients finite?  On a GPU the host asks."""
@@ -245,9 +267,16 @@ class Trainer(Saving):
 
     # ------------------------------------------------------------------------------------------------- what is fresh
 
-    def _agree_on_fresh(self, call: str, batch_size: Any, ignore: Any, error: Exception | None = None) -> None:
+    @property
+    def _planned(self) -> list[Parameter]:
+        """Those that are trained, and before the first step those too of which a checkpoint has something for later."""
+        kept = {name for arrays in self._restored.values() for name in arrays}
+        return [p for p in self._params if p.grad_req != "null" or p.name in kept]
+
+    def _agree_on_fresh(self, call: str, batch_size: Any, ignore: Any) -> None:
         """The vote before data move: which gradients are fresh on which rank."""
         self._active = [p for p in self._params if p.grad_req != "null"]
+        error = self._late()
         mine = [] if self._joined else [p.name for p in self._active if not p.fresh]
         stale = freshness.by_name(self._agree(call, batch_size, ignore, freshness.told(mine), error))
         touched = {p.name for p in self._active if len(stale.get(p.name, ())) < self._live}
@@ -264,7 +293,7 @@ class Trainer(Saving):
         self._check_open()
         self._begun(self._settle)
         try:
-            self._batch_size, self._ignores = _positive(batch_size), _flag(ignore)
+            self._batch_size, self._ignores = _checked_size(batch_size), _flag(ignore)
         except (TypeError, ValueError) as e:
             error = e
         line = self._in_full(call)
@@ -281,6 +310,13 @@ class Trainer(Saving):
         options = f"batch_size={self._batch_size:.17g}, ignore_stale_grad={self._ignores}, frozen={frozen}"
         return f"{call} number {self._calls + 1} of Trainer {self._number}, {options}"
 
+    def _late(self) -> Exception | None:
+        """ValueError for a parameter that is trained from now on, and has no place in the plan."""
+        known = self._collector.order
+        late = [p.name for p in self._active if known and p.name not in known]
+        text = f"{', '.join(late[:5])}: grad_req was 'null' at the first step; make a new Trainer with these states"
+        return ValueError(text) if late else None
+
     def _refuse_stale(self, stale: Mapping[str, Sequence[int]]) -> None:
         """ValueError, on all ranks alike, for gradients that may not be stale."""
         if stale and not self._ignores:
@@ -293,8 +329,18 @@ class Trainer(Saving):
         except FloatingPointError:
             used_up()
             raise
+        except Exception:
+            self._make_overwritten_stale()
+            raise
         used_up()
         return done
+
+    def _make_overwritten_stale(self) -> None:
+        """Packing has written over gradients that lie in views: divided there by the loss scale, or another's."""
+        for p in self._active if self._buffers is not None and self._sums is None else ():
+            if p.fresh and device.is_array(p.grad) and p.name in self._collector.order:
+                home = 0 if self._nonfinite.adapts else device.address(self._memory.view(p.name))
+                p.fresh = not self._memory.strange(np.array([device.address(p.grad)], np.uintp), np.uintp(home)).any()
 
     def _make_stale(self) -> None:
         self._sums = None
@@ -302,10 +348,15 @@ class Trainer(Saving):
             p.fresh = False
 
     def _forget_sums(self) -> None:
+        self._give_back()
+        self._make_stale()
+
+    def _give_back(self) -> None:
+        """Gradients for which others stood in are the parameters' again."""
         for p, own, stand_in in self._stand_ins:
             if own is not None and p.grad is stand_in:
                 p.grad = own
-        self._make_stale()
+        self._stand_ins = []
 
     # ------------------------------------------------------------------------------------------------- the loop's
 
@@ -378,6 +429,12 @@ class Trainer(Saving):
         if self.load(path) is None:
             raise agreed(FileNotFoundError(f"{path}: there is no checkpoint"), self._wire.rank == 0)
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As DistOpt's; sums that wait for ``update`` are dropped."""
+        super().load_state_dict(state)
+        self._give_back()
+        self._sums = None
+
 
 def _checked_sum(name: str, home: np.ndarray, total: Any) -> np.ndarray:
     """A sum like its bucket; TypeError or ValueError for what is none."""
@@ -401,10 +458,8 @@ def _flag(ignore: Any) -> bool:
     return bool(ignore)
 
 
-def _positive(batch_size: Any) -> float:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, Real):
-        raise TypeError(f"batch_size must be a number, got {batch_size!r}")
-    number = float(batch_size)
-    if not 0 < number < math.inf:
-        raise ValueError(f"batch_size must be above 0 and finite, got {batch_size!r}")
+def _checked_size(batch_size: Any) -> float:
+    number = real("batch_size", batch_size)
+    if not LEAST <= number <= MOST:
+        raise ValueError(f"batch_size must be in [{LEAST:.2g}, {MOST:.2g}], got {batch_size!r}")
     return number

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import floor, measure
+from benchmarks import floor, measure, overhead
 from benchmarks.optimizers import RULES
 from distopt.device import zeros
 from distopt.tables import Members
@@ -50,3 +50,8 @@ def test_cases_take_turns_and_ratios_are_formed_round_by_round():
     text = measure.table("title", times, "a", {"b": 0.9})
     assert "1.000  [0.500 - 2.000]  budget 0.9: MISSED" in text
     assert "budget 1: met" in measure.table("title", times, "a", {"b": 1})
+
+
+def test_each_cause_of_overhead_can_be_timed():
+    for cause in overhead.cases_of(3).values():
+        cause()

@@ -344,6 +344,7 @@ def test_ranks_with_other_thresholds_are_told_so():
         *((lambda t=t: TwoBit(t), ValueError, f"got {t}") for t in (np.nan, np.inf, -np.inf)),
         (lambda: TwoBit("0.5"), TypeError, "threshold must be a number, got '0.5'"),
         (lambda: TwoBit(True), TypeError, "threshold must be a number, got True"),
+        (lambda: TwoBit(10**400), ValueError, "threshold must be a number that a float can hold"),
         *((lambda t=t: OneBit(t), ValueError, f"threshold must be finite, got {t}") for t in (np.nan, np.inf, -np.inf)),
         (lambda: OneBit(None), TypeError, "threshold must be a number, got None"),
         (lambda: OneBit(scale="max"), ValueError, "scale must be one of mean, unit, got 'max'"),

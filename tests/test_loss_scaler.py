@@ -53,6 +53,7 @@ def train(comm, steps=6, start=0, scaler=None, params=None, opt=None, mode="dens
         ({"max_scale": float("inf")}, ValueError, "max_scale must be a power of two .* got inf"),
         ({"max_scale": 2.0, "min_scale": 4.0}, ValueError, r"max_scale must be a power of two in \[4.0, .* got 2.0"),
         ({"min_scale": 0.5}, ValueError, r"min_scale must be a power of two in \[1.0, .* got 0.5"),
+        ({"init_scale": 2**2000}, ValueError, "init_scale must be a number that a float can hold"),
         ({"window": 0}, ValueError, "window must be at least 1, got 0"),
         ({"window": 2.5}, TypeError, "window must be an integer, got 2.5"),
     ],

@@ -347,6 +347,54 @@ def test_gradients_that_are_added_up_by_the_user():
     run_ranks(2, main)
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_sums_are_not_written_over_anything_else(fixed):
+    """A gradient may be the parameter itself, that of 1/2 |w|^2, or a part of an array that another has a part of."""
+
+    def main(comm):
+        shared = np.ones(5)
+        params = [Parameter(n, np.ones(3)) for n in "abcd"]
+        a, b, c, d = params
+        trainer = make(comm, params, SGD(1.0))
+        a.grad, b.grad, c.grad, d.grad = a.data, shared[2:], shared[:3], np.ones(3)
+        d.grad.flags.writeable = not fixed
+        trainer.allreduce_grads()
+        assert [p.data.tolist() for p in params] == [[1.0] * 3] * 4
+        for k, p in enumerate(params):
+            p.grad *= k  # of it alone
+        trainer.update(2)
+        assert a.grad is a.data
+        return [p.data.tolist() for p in params]
+
+    assert run_ranks(2, main) == [[[1.0] * 3, [0.0] * 3, [-1.0] * 3, [-2.0] * 3]] * 2
+
+
+def test_views_of_some_parameters():
+    """The others are in the plan all the same."""
+
+    def main(comm):
+        a, b, c = params = [Parameter(n, np.zeros(2)) for n in "abc"]
+        frozen = Parameter("frozen", np.zeros(2), grad_req="null")
+        trainer = make(comm, [*params, frozen], SGD(1.0))
+        c.grad, _ = trainer.gradient_views([c, frozen])
+        assert trainer.plan.buckets[0].names == ("a", "b", "c", "frozen")
+        c.grad[...] = 1
+        c.touch()
+        a.grad = b.grad = np.ones(2)
+        trainer.step(2)
+        return [p.data.tolist() for p in (*params, frozen)]
+
+    assert run_ranks(2, main) == [[[-1.0, -1.0]] * 3 + [[0.0, 0.0]]] * 2
+
+
+def test_views_that_cannot_be_on_one_rank():
+    def main(comm):
+        p = Parameter("p", np.zeros(2), grad_req="add" if comm.rank else "write")
+        make(comm, [p]).gradient_views([p])
+
+    assert same_error(2, main) == "rank 1: p: gradient_views is not for grad_req='add', whose gradient must stay"
+
+
 def test_what_has_no_gradient_is_left_out():
     """'null' at first, or from some step on; the same on all ranks."""
 
@@ -457,6 +505,36 @@ def test_t2_in_views_that_a_scale_would_divide_in_place():
         return laws.digest(params) == laws.digest(train(comm, 1)[0])
 
     assert run_ranks(3, main) == [True] * 3
+
+
+@pytest.mark.parametrize("call", [in_one, in_two])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_t2_what_was_packed_over_is_stale_when_another_rank_raises(scaled, call):
+    """A view that was divided by the scale, and one with another's gradient, would count wrongly if tried again."""
+
+    def main(comm):
+        a, b, c = params = [Parameter(n, np.zeros(2)) for n in "abc"]
+        trainer = make(comm, params, SGD(1.0), loss_scaler=LossScaler(4.0) if scaled else None)
+        views = trainer.gradient_views(params)
+
+        def fill():
+            for view in views:
+                view[...] = 4 if scaled else 1
+            a.grad, b.grad, c.grad = views[0], views[2], views[1] * 1
+
+        fill()
+        c.grad = np.zeros(3) if comm.rank else c.grad
+        with pytest.raises(ValueError, match=r"rank 1: c: the gradient must have the parameter's shape \(2,\), got"):
+            call(trainer, 1)
+        assert [p.fresh for p in params] == [not scaled, False, True]
+        c.grad = np.ones(2)
+        with pytest.raises(ValueError, match=r"b \(ranks 0, 1\)"):
+            call(trainer, 1)
+        fill()
+        call(trainer, 1)
+        return [p.data.tolist() for p in params]
+
+    assert run_ranks(2, main) == [[[-2.0, -2.0]] * 3] * 2
 
 
 def test_t2_sums_are_not_summed_again():
@@ -661,6 +739,58 @@ def test_t6_states_of_another_optimizer_are_refused_by_name(tmp_path):
     run_ranks(2, main)
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_t6_what_a_parameter_left_behind_before_it_was_left_out(views, tmp_path):
+    """Going on is never having stopped, with a residual of what is not trained at the moment, and is afterwards."""
+
+    def run(comm, stop):
+        params = model(comm)
+        _, trainer = train(comm, 2, params=params, compression_params={"type": "2bit", "threshold": 0.25})
+        params[1].grad_req = "null"
+        train(comm, 1, 2, params, trainer)
+        if stop:
+            trainer.save(tmp_path / str(views), params)
+            grads, params = [p.grad_req for p in params], model(comm)
+            params[1].grad_req = grads[1]
+            trainer = make(comm, params, compression_params=trainer.compression_params)
+            trainer.load(tmp_path / str(views), params)
+            if views:
+                trainer.gradient_views(params[:1])
+        train(comm, 1, 3, params, trainer)
+        params[1].grad_req = "write"
+        train(comm, 2, 4, params, trainer)
+        return laws.digest(params), trainer.state_dict()
+
+    def main(comm):
+        (expected, states), (found, others) = (run(comm, stop) for stop in (False, True))
+        laws.assert_equal_states(states, others)
+        return expected == found
+
+    assert run_ranks(2, main) == [True] * 2
+
+
+def test_a_parameter_that_was_left_out_from_the_start():
+    """It has no place in the plan, but in that of a new Trainer, which goes on."""
+
+    def main(comm):
+        a, b = params = [Parameter(n, np.zeros(2), np.ones(2)) for n in "ab"]
+        b.grad_req = "null"
+        trainer = make(comm, params, SGD(1.0, momentum=0.5))
+        trainer.step(2)
+        b.grad_req = "write"
+        for _ in range(2):
+            a.grad = np.ones(2)
+            with pytest.raises(ValueError, match="rank 0: b: grad_req was 'null' at the first step; make a new"):
+                trainer.step(2)
+        again = make(comm, params, SGD(1.0, momentum=0.5))
+        again.load_state_dict(trainer.state_dict())
+        b.grad = np.ones(2)
+        again.step(2)
+        return a.data.tolist(), b.data.tolist()
+
+    assert run_ranks(2, main) == [([-2.5, -2.5], [-1.0, -1.0])] * 2
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_t7_compression_works_between_processes(size):
     """Upstream aborts: dense gradients go a way that checks that compression is off."""
@@ -692,10 +822,12 @@ def test_t8_every_step_may_have_its_own_batch_size():
 @pytest.mark.parametrize(
     ("wrong", "kind", "text"),
     [
-        (0, ValueError, "batch_size must be above 0 and finite, got 0"),
-        (-4, ValueError, "batch_size must be above 0 and finite, got -4"),
-        (np.inf, ValueError, "batch_size must be above 0 and finite, got inf"),
-        (np.nan, ValueError, "batch_size must be above 0 and finite, got nan"),
+        (0, ValueError, "batch_size must be in [1.2e-38, 8.5e+37], got 0"),
+        (-4, ValueError, "batch_size must be in [1.2e-38, 8.5e+37], got -4"),
+        (np.inf, ValueError, "batch_size must be in [1.2e-38, 8.5e+37], got inf"),
+        (np.nan, ValueError, "batch_size must be in [1.2e-38, 8.5e+37], got nan"),
+        (1e-320, ValueError, "batch_size must be in [1.2e-38, 8.5e+37], got 1e-320"),
+        (10**400, ValueError, "batch_size must be a number that a float can hold, got one that is too large"),
         (None, TypeError, "batch_size must be a number, got None"),
         (True, TypeError, "batch_size must be a number, got True"),
         (8, ValueError, "has step number 2 of Trainer 1, batch_size=4, ignore_stale_grad=False, frozen=[], rank 1 has"),
@@ -820,20 +952,39 @@ def test_optimizers_by_name():
             ValueError,
             "kvstore must be None, a communicator, or one of .* 'dist_async'",
         ),
+        (({"a": 1, 2: 3}, "sgd"), TypeError, "params must have names as keys, got 2"),
+        (((), "sgd", 0.1), TypeError, "optimizer_params must be a dict or None, got float"),
+        (((), "sgd", {1: 2}), ValueError, "sgd has the optimizer_params .*, got 1"),
+        (((), "SGD"), ValueError, "got 'SGD'; did you mean sgd?"),
         (((), "sgd", None, "nccl"), ValueError, "kvstore must be None"),
         (((), "sgd", None, 3), ValueError, "kvstore must be None"),
         (((), "sgd", None, None, {"type": "3bit"}), ValueError, "must have a type, one of .*'2bit'.*, got '3bit'"),
         (((), "sgd", None, None, {}), ValueError, "must have a type, .* got None"),
+        (((), "sgd", None, None, {"type": ["2bit"]}), ValueError, r"must have a type, .* got \['2bit'\]"),
         (((), "sgd", None, None, "2bit"), TypeError, "compression_params must be a dict or None, got str"),
         (((), "sgd", None, None, {"type": "topk"}), ValueError, "type 'topk': missing a required argument: 'density'"),
         (((), "sgd", None, None, {"type": "fp16", "x": 1}), ValueError, "type 'fp16': got an unexpected .* 'x'"),
         (((), "sgd", None, None, {"type": "topk", "density": 2}), ValueError, "density"),
         (((), "sgd", None, None, None, True), ValueError, "update_on_kvstore must be None or False"),
+        (((), "sgd", None, None, None, np.ones(2)), ValueError, "update_on_kvstore must be None or False"),
     ],
 )
 def test_bad_arguments(arguments, kind, text):
     with pytest.raises(kind, match=text):
         Trainer(*arguments)
+
+
+def test_a_communicator_that_is_none():
+    with pytest.raises(TypeError, match=r"communicator must be a distopt.comm.Communicator or None, got int"):
+        Trainer((), "sgd", communicator=3)
+
+
+def test_compression_params_are_taken_as_they_are_given():
+    """A dict that is changed later would only look as if it meant something."""
+    given = {"type": "2bit", "threshold": 0.5}
+    trainer = Trainer((), "sgd", compression_params=given, communicator=LocalCommunicator())
+    given["threshold"] = 2.0
+    assert trainer.compression_params == {"type": "2bit", "threshold": 0.5}
 
 
 def test_kvstores():
@@ -918,6 +1069,25 @@ def test_parameters():
     assert repr(p) == "Parameter('p', an array (2,) float64)"
     with pytest.raises(ValueError, match=r"p: grad_req must be one of \('write', 'add', 'null'\), got 'wirte'"):
         Parameter("p", np.zeros(1), grad_req="wirte")
+
+
+def test_states_that_are_loaded_before_the_update():
+    """The sums were of other parameters."""
+
+    def main(comm):
+        p = Parameter("p", np.zeros(2, np.float16))
+        trainer = make(comm, [p], SGD(1.0))
+        own = p.grad = np.ones(2, np.float16)
+        trainer.allreduce_grads()
+        trainer.load_state_dict(trainer.state_dict())
+        assert p.grad is own
+        with pytest.raises(RuntimeError, match="update applies what allreduce_grads has summed"):
+            trainer.update(2)
+        p.grad = own
+        assert trainer.step(2)
+        return p.data.tolist()
+
+    assert run_ranks(2, main) == [[-1.0, -1.0]] * 2
 
 
 def test_a_sum_that_is_gone():
@@ -1153,6 +1323,21 @@ def test_a_gpu_refuses_what_the_host_refuses(doubles, step):
     host = run_ranks(2, main)
     assert on_gpus(2, main) == host
     assert host[0][2:] == (2, 4)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_nothing_stands_in_for_gradients_whose_sums_are_refused(doubles, scaled):
+    """A GPU has written sums by the time the host hears of it."""
+
+    def main(comm):
+        p = Parameter("p", laws.put(comm, [np.zeros(2, np.float16)])[0])
+        trainer = make(comm, [p], SGD(1.0), loss_scaler=LossScaler() if scaled else None)
+        own = p.grad = laws.put(comm, [np.full(2, np.inf if comm.rank else 1, np.float16)])[0]
+        with contextlib.nullcontext() if scaled else pytest.raises(FloatingPointError):
+            assert trainer.allreduce_grads() is False
+        return p.grad is own
+
+    assert on_gpus(2, main) == run_ranks(2, main) == [True] * 2
 
 
 def test_a_gpu_tells_of_untouched_parameters_before_it_updates(doubles):

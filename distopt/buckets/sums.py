@@ -1,5 +1,6 @@
 """Sums over ranks where the caller looks for them, in the gradients' own arrays; and back."""
 
+import bisect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.buckets.buffers import Buffer, Buffers
 from distopt.buckets.piece import Sum
+from distopt.tables import Members
 
 Check = Callable[[str, np.ndarray, Any], np.ndarray]
 
@@ -17,8 +19,8 @@ def leave(
 ) -> dict[str, np.ndarray]:
     """Write the sums of these gradients to their arrays, unless ``refused`` (compress.At); the arrays, by name.
 
-    A gradient that cannot hold its own sum, since it is None, read-only, not contiguous, of 16 bits, or another one's
-    too, gets a new array.
+    A gradient that cannot hold its own sum, since it is None, read-only, not contiguous, of 16 bits, or shares memory
+    with a parameter or another gradient, gets a new array.
     """
     left = dict(grads)
     addresses = _as_they_are(buffers, grads) or _with_new_arrays(buffers, left)
@@ -59,23 +61,33 @@ def _addresses(buffer: Buffer, arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _as_they_are(buffers: Buffers, grads: Mapping[str, Any]) -> list[np.ndarray] | None:
-    """Where each bucket's gradients are; None unless all can be written to, each apart from all others."""
+    """Where each bucket's gradients are; None unless all can be written to, each apart from all else."""
     addresses: list[np.ndarray] = []
-    sizes: list[np.ndarray] = []
     for buffer in buffers:
         given = [grads.get(name) for name in buffer.bucket.names]
         found = buffer.wide_layout.addresses(given)
         if found is None or not all(map(device.writable, given)) or buffers.strange(found, buffer.home).any():
             return None
         addresses.append(found)
-        sizes.append(buffer.sums.rows["size"])
-    taken = np.concatenate(addresses)[np.concatenate(sizes) > 0] if addresses else np.empty(0)
-    return addresses if np.unique(taken).size == taken.size else None
+    pieces = [_pieces(b.sums, found) for b, found in zip(buffers, addresses, strict=True)] + _parameters(buffers)
+    starts, ends = np.hstack([np.empty((2, 0), np.uintp), *pieces])
+    order = np.argsort(starts)
+    return None if (starts[order][1:] < ends[order][:-1]).any() else addresses
+
+
+def _pieces(members: Members, addresses: np.ndarray) -> np.ndarray:
+    """Where each array of a table, at these addresses, starts and ends; those that are empty are nowhere."""
+    sizes = members.rows["size"].astype(np.uintp)
+    return np.stack([addresses, addresses + sizes * members.stored.itemsize])[:, sizes > 0]
+
+
+def _parameters(buffers: Buffers) -> list[np.ndarray]:
+    return [_pieces(b.parameters, b.parameters.rows["data"].astype(np.uintp)) for b in buffers]
 
 
 def _with_new_arrays(buffers: Buffers, left: dict[str, Any]) -> list[np.ndarray]:
     """Addresses for sums, one by one; those that nobody asked for go where the gradient lives, and change nothing."""
-    taken: set[int] = set()
+    taken = sorted(zip(*np.hstack([np.empty((2, 0), np.uintp), *_parameters(buffers)]).tolist(), strict=True))
     found = [buffer.home.copy() for buffer in buffers]
     for buffer, addresses in zip(buffers, found, strict=True):
         for row, name in enumerate(buffer.bucket.names):
@@ -83,12 +95,20 @@ def _with_new_arrays(buffers: Buffers, left: dict[str, Any]) -> list[np.ndarray]
                 continue
             home = buffers.view(name)
             grad = left[name]
-            if not _fits(grad, home) or device.address(grad) in taken or _elsewhere(buffers, grad, home):
+            if not _fits(grad, home) or _meets(taken, grad) or _elsewhere(buffers, grad, home):
                 left[name] = device.zeros(home.size, home.dtype, home).reshape(home.shape)
             addresses[row] = device.address(left[name])
             if home.size:
-                taken.add(int(addresses[row]))
+                bisect.insort(taken, (int(addresses[row]), int(addresses[row]) + home.nbytes))
     return found
+
+
+def _meets(taken: list[tuple[int, int]], grad: np.ndarray) -> bool:
+    """Does it share memory with what is taken, pieces (start, end) in their order, none of which meets another?"""
+    start = device.address(grad)
+    place = bisect.bisect(taken, (start, start))
+    before, behind = taken[:place][-1:], taken[place:][:1]
+    return bool(grad.size) and (any(e > start for _, e in before) or any(s < start + grad.nbytes for s, _ in behind))
 
 
 def _fits(grad: Any, home: np.ndarray) -> bool:

@@ -2,13 +2,12 @@
 
 import abc
 import math
-from numbers import Real
-from typing import Any
 
 import numpy as np
 
 from distopt import device, kernels
 from distopt.compress.compressor import At, check_fits, column, table
+from distopt.guard import real
 
 LEAST, MOST = (float(x) for x in (np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max))
 
@@ -66,13 +65,6 @@ def _words(bits: int) -> int:
     return -(-bits // 32) * 4
 
 
-def _number(name: str, value: Any) -> float:
-    """TypeError for what is no number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)
-
-
 class TwoBit(Codec):
     """Send ``threshold`` for every element that is at least that in magnitude, with its sign, and 0 for the others.
 
@@ -86,7 +78,7 @@ class TwoBit(Codec):
     """
 
     def __init__(self, threshold: float = 0.5):
-        self.threshold: float = _number("threshold", threshold)
+        self.threshold: float = real("threshold", threshold)
         if not LEAST <= self.threshold <= MOST:
             raise ValueError(f"threshold must be positive and finite, {LEAST:.2g} to {MOST:.8g}, got {threshold}")
 
@@ -122,7 +114,7 @@ class OneBit(Codec):
     """
 
     def __init__(self, threshold: float = 0.0, scale: str = "mean"):
-        self.threshold: float = _number("threshold", threshold)
+        self.threshold: float = real("threshold", threshold)
         if not math.isfinite(self.threshold):
             raise ValueError(f"threshold must be finite, got {threshold}")
         if scale not in ("mean", "unit"):
