@@ -457,6 +457,7 @@ def test_states_of_something_else():
         (good | {"batches": -1}, "batches must be at least 0, got -1"),
         (good | {"sums": None}, "sums must be float32 or float64 arrays by parameter name, got None"),
         (good | {"sums": {"w": np.zeros(3, int)}}, "sums must be float32 or float64 arrays .* array"),
+        (good | {"sums": {"w": "text"}}, "sums must be float32 or float64 arrays .* 'text'"),
         (good | {"opt": SGD().get_states()}, "SGD has the states"),
     ):
         with pytest.raises(ValueError, match=text):

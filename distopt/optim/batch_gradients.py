@@ -6,7 +6,7 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.guard import whole
-from distopt.optim.arrays import WIDE, check, widened
+from distopt.optim.arrays import check, check_states, widened
 from distopt.optim.optimizer import State
 from distopt.optim.wrapper import Wrapper
 from distopt.tables import wide
@@ -92,9 +92,7 @@ class BatchGradients(Wrapper):
     def _check_own(self, states: State) -> None:
         if whole("batches", states["batches"], least=0) >= self.num_batches:
             raise ValueError(f"batches must be below num_batches={self.num_batches}, got {states['batches']}")
-        sums = states["sums"]
-        if not isinstance(sums, dict) or not all(getattr(s, "dtype", None) in WIDE for s in sums.values()):
-            raise ValueError(f"sums must be float32 or float64 arrays by parameter name, got {sums!r:.200}")
+        check_states("sums", states["sums"])
 
     def _sum(self, name: str, value: np.ndarray) -> np.ndarray:
         """Where a parameter's gradients are added up: on its GPU, if it is on one."""
