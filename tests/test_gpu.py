@@ -14,7 +14,7 @@ from distopt.device import streams
 from distopt.optim import SGD
 from distopt.texts import CUDA_FLAGS, NATIVE
 from launch import needs_mpi, run_mpi
-from test_mixed_precision import MODES
+from test_mixed_precision import MODES, PARTIAL, partial_masters
 from test_mixed_precision import train as train_narrow
 
 cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
@@ -61,6 +61,13 @@ def test_host_and_device_agree_with_every_optimizer(name):
 def test_host_and_device_agree_on_parameters_of_16_bits(mode, multi_precision):
     def main(comm):
         return laws.digest(train_narrow(comm, np.float16, multi_precision, mode=mode, deterministic=True)[0])
+
+    assert on_gpus(2, main) == run_ranks(2, main)
+
+
+def test_masters_are_averaged_on_the_device():
+    def main(comm):
+        return partial_masters(comm, PARTIAL["lamb"], np.dtype(np.float16)).tolist()
 
     assert on_gpus(2, main) == run_ranks(2, main)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from distopt import device, kernels
-from distopt.optim.exclude import Exclude, described, predicate
+from distopt.optim.exclude import Exclude, described, left_out, predicate
 from distopt.optim.numbers import number
 from distopt.optim.optimizer import Kept, Optimizer, Part, Together
 from distopt.optim.schedules import Number
@@ -39,8 +39,7 @@ class Layerwise(Optimizer):
     def check(self, members: Members) -> None:
         """As for all; and ``exclude`` is asked, before anything moves, so that ranks can agree on what it says."""
         super().check(members)
-        excluded = {name for name in members.names if self._excluded(name)}
-        self.left_out = tuple(sorted(excluded.union(self.left_out).difference(set(members.names) - excluded)))
+        self.left_out = left_out(self.left_out, members.names, self._excluded)
 
     def _scratch(self, members: Members, like: np.ndarray) -> dict[str, np.ndarray]:
         members.rows["adapts"] = [name not in self.left_out for name in members.names]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from distopt import device
+from distopt import device, kernels
 from distopt.guard import whole
 from distopt.optim.arrays import check, check_states, widened
 from distopt.optim.numbers import flag, limit, multipliers, number
@@ -258,6 +258,15 @@ class Optimizer(abc.ABC):
         """ValueError if a state that this optimizer has is not of its parameter's shape."""
         for slot, arrays in self._state.items():
             _check_shapes(slot, arrays, members)
+
+    def masters(self, members: Members, like: np.ndarray) -> np.ndarray | None:
+        """The flat array of a table's masters, which follow whoever has changed parameters; None if none are kept."""
+        if not (self.multi_precision and members.narrow):
+            return None
+        flat = self._keep(members, like).state[MASTER]
+        members.work_in(flat, master=True)
+        kernels.widen(members, flat)
+        return flat
 
     def _keep(self, members: Members, like: np.ndarray) -> Kept:
         """What belongs to a table's parameters; state that they had elsewhere moves in by name."""
