@@ -62,7 +62,7 @@ class LAMB(Layerwise):
         def measure(members: Members, grad: np.ndarray, chunks: np.ndarray) -> None:
             kernels.lamb_moments(members, grad, m, v, chunks, self._now, refused)
 
-        self._widen(parts)
+        self._widen(parts, refused)
         squares = self._measured(kept, parts, measure, "sums", 2, together)
         for members, _ in parts:
             kernels.lamb(members, m, v, squares, self._now, refused)

@@ -48,11 +48,11 @@ class Layerwise(Optimizer):
         found = {name: device.lasting_zeros(n, np.float64, like) for name, n in sizes.items()}
         return super()._scratch(members, like) | found
 
-    def _widen(self, parts: Sequence[Part]) -> None:
+    def _widen(self, parts: Sequence[Part], refused: np.ndarray | None) -> None:
         """Norms of 16-bit parameters are those of what they are worked on as."""
         for members, grad in parts:
             if members.narrow:
-                kernels.widen(members, grad)
+                kernels.widen(members, grad, refused)
 
     def _measured(
         self, kept: Kept, parts: Sequence[Part], measure: Measure, name: str, kinds: int, together: Together | None

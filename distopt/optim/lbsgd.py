@@ -97,7 +97,7 @@ class LBSGD(Layerwise):
             for members, grad in parts:
                 kernels.lbsgd_gather(members, grad, window, self._now, refused)
         elif self.warmup_strategy == "lars":
-            self._widen(parts)
+            self._widen(parts, refused)
 
             def measure(members: Members, grad: np.ndarray, chunks: np.ndarray) -> None:
                 kernels.lbsgd_squares(members, grad, window, chunks, self._now)

@@ -294,7 +294,9 @@ class Optimizer(abc.ABC):
 
     def _scratch(self, members: Members, like: np.ndarray) -> dict[str, np.ndarray]:
         """What updates of a new table need beside its state, by name."""
-        if members.narrow and not self.multi_precision and (self._wide is None or self._wide.size < members.extent):
+        wide = self._wide
+        fits = wide is not None and wide.size >= members.extent and device.place(wide) == device.place(like)
+        if members.narrow and not self.multi_precision and not fits:
             self._wide = device.lasting_zeros(members.extent, members.dtype, like)
         return {}
 
