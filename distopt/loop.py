@@ -1,5 +1,6 @@
 """Collect, check, vote, exchange, update: one step, whatever is sent in it."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -328,7 +329,10 @@ class Loop(Memory):
         self._optimizer.update(self._memory, self._collector.order, sums, scale, self._refusal.number, together)
 
     def _average_parameters(self, buffer: Buffer) -> None:
-        kernels.pack(buffer.parameters, buffer.gradient, 1.0, buffer.bad)
+        tables, masters = [buffer.parameters], self._optimizer.masters(buffer)
+        if masters is not None:  # from which the parameters follow
+            tables.insert(0, buffer.means.point_to(list(buffer.views(masters).values())))
+        kernels.pack(tables[0], buffer.gradient, 1.0, buffer.bad)
         if self._joined:
             device.clear(buffer.gradient)
         if buffer.peers is None:
@@ -339,8 +343,8 @@ class Loop(Memory):
             self._wire.barrier()
             total = add_shares(buffer, self._wire)
             self._wire.barrier()
-        for piece in total:
-            members = buffer.parameters.share(piece.number, piece.of)
+        for piece, table in itertools.product(total, tables):
+            members = table.share(piece.number, piece.of)
             kernels.unpack(members, piece.flat, 1.0 / self._live, self._refusal.number)
         if buffer.peers is not None:
             self._wire.barrier()

@@ -97,7 +97,7 @@ class Members:
             return self
         for name, shape, a in zip(self.names, self.shapes, arrays, strict=True):
             if a.dtype != self.stored or a.shape != shape or not a.flags.c_contiguous:
-                raise TypeError(f"{name}: wants a contiguous array {shape} {self.stored}, got {a.shape} {a.dtype}")
+                raise TypeError(f"{name}: wants a contiguous array {shape} {self.stored}, got {device.describe(a)}")
         self.rows["data"] = [device.address(a) for a in arrays]
         self._arrays = tuple(arrays)
         return self

@@ -14,7 +14,7 @@ from distopt.device import streams
 from distopt.optim import SGD
 from distopt.texts import CUDA_FLAGS, NATIVE
 from launch import needs_mpi, run_mpi
-from test_mixed_precision import MODES
+from test_mixed_precision import MODES, PARTIAL, RULES, partial_masters
 from test_mixed_precision import train as train_narrow
 
 cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
@@ -61,6 +61,38 @@ def test_host_and_device_agree_with_every_optimizer(name):
 def test_host_and_device_agree_on_parameters_of_16_bits(mode, multi_precision):
     def main(comm):
         return laws.digest(train_narrow(comm, np.float16, multi_precision, mode=mode, deterministic=True)[0])
+
+    assert on_gpus(2, main) == run_ranks(2, main)
+
+
+@pytest.mark.parametrize("rule", ["lamb", "lbsgd lars"])
+def test_a_refused_first_step_leaves_masters_alone(rule):
+    """They are zeros until the first update, on host and device alike."""
+
+    def main(comm):
+        [w, g] = laws.put(comm, [np.ones(3, np.float16), np.full(3, np.inf, np.float16)])
+        opt = DistOpt(RULES[rule](multi_precision=True), comm, nonfinite="skip")
+        opt([(Parameter("w", w), g)])
+        return opt.state_dict()["optimizer"]["master"]["w"].tolist()
+
+    assert on_gpus(2, main) == run_ranks(2, main) == [[0.0] * 3] * 2
+
+
+def test_an_optimizer_moves_from_host_to_device():
+    """Its states by name, and what 16-bit parameters are updated in."""
+    opt, results = SGD(0.25, momentum=0.5), []
+    for comm in (LocalCommunicator(), LocalCommunicator(gpu=0)):
+        [w, g] = laws.put(comm, [np.ones(3, np.float16)] * 2)
+        opt.apply("w", w, g)
+        opt.set_states(opt.get_states())
+        results.append(device.host_copy(w).tolist())
+        assert device.place(opt._wide) == comm.gpu
+    assert results == [[0.75] * 3, [0.625] * 3]
+
+
+def test_masters_are_averaged_on_the_device():
+    def main(comm):
+        return partial_masters(comm, PARTIAL["lamb"], np.dtype(np.float16)).tolist()
 
     assert on_gpus(2, main) == run_ranks(2, main)
 

@@ -137,12 +137,13 @@ def test_ranks_count_together():
     ("wrong", "error", "text"),
     [
         ({"warmup_strategy": "cubic"}, ValueError, "warmup_strategy must be one of linear, power2, sqrt, lars"),  # L6
-        ({"batch_scale": 0}, ValueError, "batch_scale must be a whole number of at least 1, got 0"),
-        ({"batch_scale": 1.5}, ValueError, "batch_scale must be a whole number"),
-        ({"batch_scale": True}, ValueError, "batch_scale must be a whole number"),
+        ({"batch_scale": 0}, ValueError, "batch_scale must be at least 1, got 0"),
+        ({"batch_scale": np.inf}, TypeError, "batch_scale must be an integer, got inf"),
+        ({"batch_scale": True}, TypeError, "batch_scale must be an integer, got True"),
         ({"warmup_epochs": -1}, ValueError, "warmup_epochs must be finite"),
         ({"updates_per_epoch": np.nan}, ValueError, "updates_per_epoch must be finite"),
         ({"begin_epoch": "1"}, TypeError, "begin_epoch must be a number"),
+        ({"updates_per_epoch": lambda k: 32}, TypeError, "updates_per_epoch must be a number"),
         ({"momentum": -0.5}, ValueError, "momentum must be finite"),
     ],
 )

@@ -8,7 +8,7 @@ import laws
 import reference
 from distopt import DistOpt, Parameter, run_ranks
 from distopt.compress import ErrorFeedback, Half, TopK
-from distopt.optim import LAMB, LANS, LARS, LBSGD, SGD, AdaGrad, Adam, AdamW, RMSProp
+from distopt.optim import LAMB, LANS, LARS, LBSGD, SGD, AdaGrad, Adam, AdamW, BatchGradients, RMSProp
 from launch import needs_mpi, run_mpi
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -168,6 +168,40 @@ def test_laws_on_threads(size):
 @needs_mpi
 def test_laws_on_mpi(tmp_path):
     assert run_mpi(2, narrow_laws, tmp_path) == run_ranks(2, narrow_laws)
+
+
+PARTIAL = {
+    "sgd": lambda **options: SGD(2e-4, **options),
+    "two batches": lambda **options: BatchGradients(SGD(4e-4, **options), 2),
+    "lamb": lambda **options: LAMB(2e-4, **options),
+}
+
+
+def partial_masters(comm, make, dtype):
+    """Partial steps, then dense ones: the masters, and what a float32 model becomes by the same gradients."""
+    found = []
+    for stored in (dtype, np.dtype(np.float32)):
+        params = laws.there(comm, [Parameter(f"p{k}", np.ones(100, stored)) for k in range(3)])
+        opt = DistOpt(make(multi_precision=True), comm, threshold=150)
+        for step in range(8):
+            rng = np.random.default_rng([step, comm.rank])
+            grads = [rng.standard_normal(100).astype(dtype).astype(stored) for _ in params]
+            pairs = zip(params, laws.put(comm, grads), strict=True)
+            (opt.backward_and_partial_update if step < 6 else opt)(pairs)
+        states = opt.state_dict()["optimizer"]
+        masters = states.get("opt", states)["master"]
+        found.append([np.asarray(masters.get(p.name, laws.device.host_copy(p.data))) for p in params])
+        for p, master in zip(params, found[-1], strict=True):
+            np.testing.assert_array_equal(laws.device.host_copy(p.data), master.astype(stored))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("make", PARTIAL.values(), ids=PARTIAL)
+def test_partial_steps_average_masters(make, dtype):
+    """Means of 16-bit numbers would lose what masters are for; masters that nobody averages part the ranks for ever."""
+    for narrow, wide in run_ranks(3, lambda comm: partial_masters(comm, make, dtype)):
+        np.testing.assert_array_equal(narrow, wide)
 
 
 def test_sums_over_ranks_are_float32():

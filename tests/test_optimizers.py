@@ -131,5 +131,128 @@ def test_bad_hyper_parameters(make, name, wrong):
 
 
 @every_rule
+@pytest.mark.parametrize(
+    ("name", "wrong", "error", "text"),
+    [
+        ("clip_gradient", lambda k: 1.0, TypeError, "clip_gradient must be a number"),
+        ("rescale_grad", lambda k: 1.0, TypeError, "rescale_grad must be a number"),
+        ("clip_gradient", np.nan, ValueError, "clip_gradient must be finite"),
+        ("lr_mult", {"w": lambda k: 1.0}, TypeError, "lr_mult of w must be a number"),
+        ("wd_mult", {"w": -1.0}, ValueError, "wd_mult of w must be finite"),
+        ("lr_mult", ["w"], TypeError, "lr_mult must have numbers by parameter name"),
+        ("lr_mult", {0: 1.0}, TypeError, "lr_mult must have numbers by parameter name"),
+    ],
+)
+def test_options_are_numbers_whenever_they_are_given(make, name, wrong, error, text):
+    """A schedule would only be asked once."""
+    with pytest.raises(error, match=text):
+        make(**{name: wrong})
+    opt = make()
+    with pytest.raises(error, match=text):
+        setattr(opt, name, wrong)
+
+
+@every_rule
+def test_options_may_be_assigned(make):
+    opt = make()
+    opt.rescale_grad, opt.clip_gradient, opt.lr_mult, opt.wd_mult = 0.5, 0.25, {"w": 0.5}, {"w": 2.0}
+    given = make(rescale_grad=0.5, clip_gradient=0.25, lr_mult={"w": 0.5}, wd_mult={"w": 2.0})
+    np.testing.assert_array_equal(run(opt), run(given))
+    for off in (None, -1.0, np.inf):
+        opt.clip_gradient = off
+        assert opt.clip_gradient == np.inf
+
+
+@every_rule
 def test_states_go_on(make):
     optim_checks.states_go_on(make)
+
+
+@every_rule
+def test_states_are_refused_before_anything_changes(make):
+    opt = make()
+    run(opt, dtype="float32")
+    good = opt.get_states()
+    bad = [None, {}, good | {"rule": "Other"}, good | {"step_counter": -3}, good | {"step_counter": 1.5}]
+    for slot in opt.slots:
+        for arrays in (None, {"w": "x"}, {"w": np.zeros(60, complex)}, {"w": np.zeros(7)}):
+            bad.append(good | {"step_counter": 99, slot: arrays})
+    for states in bad:
+        with pytest.raises((TypeError, ValueError)):
+            opt.set_states(states)
+    np.testing.assert_equal(opt.get_states(), good)
+
+
+def test_a_master_has_its_parameters_shape():
+    opt = SGD(multi_precision=True)
+    opt.apply("w", np.ones(60, np.float16), np.ones(60, np.float16))
+    with pytest.raises(ValueError, match=r"state master of w has shape \(7,\), the parameter \(60,\)"):
+        opt.set_states(opt.get_states() | {"master": {"w": np.zeros(7, np.float32)}})
+
+
+def differing(*makers):
+    """Ranks with an optimizer each: the error of the first step, which all must raise, and that nothing has moved."""
+
+    def main(comm):
+        params = [Parameter(n, np.ones(3, np.float32)) for n in "ab"]
+        opt = DistOpt(makers[comm.rank](), comm)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            opt([(p, np.ones(3, np.float32)) for p in params])
+        assert all((p.data == 1).all() for p in params)
+        return str(caught.value)
+
+    texts = run_ranks(len(makers), main)
+    assert texts[0] == texts[1]
+    return texts[0]
+
+
+@pytest.mark.parametrize("rule", [LARS, LAMB, LANS])
+def test_ranks_agree_on_what_a_predicate_leaves_out(rule):
+    """Predicates may have one name and say different things, or raise on one rank only."""
+    rules = [lambda left=left: rule(exclude=lambda name: name in left) for left in ("", "b")]
+    assert "left_out=('b',)" in differing(*rules)
+    assert "division by zero" in differing(lambda: rule(), lambda: rule(exclude=lambda name: 1 / 0))
+
+
+def test_the_order_in_which_multipliers_are_given_does_not_matter():
+    def main(comm):
+        w = Parameter("w", np.zeros(2))
+        mult = {"w": 0.5, "v": 0.25} if comm.rank else {"v": 0.25, "w": 0.5}
+        DistOpt(SGD(1.0, lr_mult=mult), comm)([(w, np.ones(2))])
+        return w.data.tolist()
+
+    assert run_ranks(2, main) == [[-0.5] * 2] * 2
+
+
+def test_ranks_agree_on_multipliers_that_are_assigned_later():
+    def main(comm):
+        w = Parameter("w", np.zeros(2))
+        opt = DistOpt(SGD(1.0), comm)
+        opt([(w, np.ones(2))])
+        if comm.rank:
+            opt.opt.lr_mult = {"w": 0.5}
+        with pytest.raises(ValueError, match="ranks differ"):
+            opt([(w, np.ones(2))])
+        opt.opt.lr_mult = {"w": 0.5}
+        opt([(w, np.ones(2))])
+        return w.data.tolist()
+
+    assert run_ranks(2, main) == [[-1.5] * 2] * 2
+
+
+def test_states_of_another_model_are_refused_before_the_step():
+    """Where they are loaded, not in the middle of an update."""
+
+    def main(comm):
+        w, states = Parameter("w", np.zeros(2)), None
+        for size in (3, 2):
+            w, opt = Parameter("w", np.zeros(size)), DistOpt(SGD(1.0, 0.5), comm)
+            opt([(w, np.ones(size))])
+            if states is None:
+                states = opt.state_dict()
+        with pytest.raises(ValueError, match=r"state moments of w has shape \(3,\), the parameter \(2,\)"):
+            opt.load_state_dict(states)
+        opt([(w, np.ones(2))])
+        return w.data.tolist()
+
+    assert run_ranks(2, main) == [[-2.5] * 2] * 2

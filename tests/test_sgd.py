@@ -73,9 +73,14 @@ def test_states_go_on_to_the_bit_and_are_checked():
     first = optim_checks.states_go_on(lambda: SGD(falling, 0.9))
     with pytest.raises(ValueError, match=r"SGD has the states rule, step_counter, moments, got \['m'"):
         first.set_states({"step_counter": 1, "m": {}, "v": {}})
-    first.set_states({"rule": "SGD", "step_counter": 1, "moments": {"w": np.zeros(7, np.float32)}})
-    with pytest.raises(ValueError, match=r"state moments of w has shape \(7,\), the parameter \(40,\)"):
-        first.apply("w", np.zeros(40, np.float32), np.zeros(40, np.float32))
+    wrong = {"rule": "SGD", "step_counter": 1, "moments": {"w": np.zeros(7, np.float32)}}
+    shapes = r"state moments of w has shape \(7,\), the parameter \(40,\)"
+    with pytest.raises(ValueError, match=shapes):
+        first.set_states(wrong)
+    again = SGD(falling, 0.9)
+    again.set_states(wrong)
+    with pytest.raises(ValueError, match=shapes):
+        again.apply("w", np.zeros(40, np.float32), np.zeros(40, np.float32))
 
 
 def test_state_moves_by_name_when_buckets_change():
@@ -161,6 +166,26 @@ def test_hyper_parameters_may_be_assigned():
     for options in ({"lr_mult": {"w": np.nan}}, {"wd_mult": {"w": -1.0}}, {"clip_gradient": np.nan}):
         with pytest.raises(ValueError, match="must be finite"):
             SGD(**options)
+
+
+def test_a_schedule_that_says_no_number_is_named():
+    opt = SGD(lambda k: 0.5 if k < 1 else None)
+    opt.step()
+    with pytest.raises(TypeError, match="lr must be a number at update 1, got None"):
+        opt.apply("w", np.zeros(1), np.ones(1))
+    for rate, error in ((-0.5, ValueError), (np.nan, ValueError), ("0.5", TypeError)):
+        with pytest.raises(error, match="decay_rate must be"):
+            ExponentialDecay(0.1, 2, rate)
+
+
+def test_a_momentum_without_a_buffer_is_refused():
+    opt = SGD(1.0)
+    opt.momentum = 0.0
+    for momentum in (0.9, lambda k: 0.9):
+        with pytest.raises(ValueError, match="momentum must be 0 in an SGD that was made without"):
+            opt.momentum = momentum
+    with pytest.raises(TypeError, match="nesterov must be True or False, got 'no'"):
+        SGD(1.0, 0.9, nesterov="no")
 
 
 def test_another_shape_under_the_same_name_is_another_parameter():

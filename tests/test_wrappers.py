@@ -376,9 +376,9 @@ def test_what_does_not_fit_is_refused_at_once(wrap):
 def test_a_window_keeps_to_the_shape_it_began_with():
     opt = BatchGradients(SGD(), 2)
     opt([(Parameter("w", np.zeros(3)), np.zeros(3))])
-    with pytest.raises(ValueError, match=r"w: the window began with \(3,\) float64, the parameter is \(2,\) float64"):
+    with pytest.raises(ValueError, match=r"w: the window began with \(3,\) float64, the parameter's gradients are"):
         opt.apply("w", np.zeros(2), np.zeros(2))
-    with pytest.raises(ValueError, match=r"w: the window began with \(3,\) float64, the parameter is \(3,\) float32"):
+    with pytest.raises(ValueError, match=r"w: the window began with \(3,\) float64, the parameter's gradients are"):
         opt.apply("w", np.zeros(3, np.float32), np.zeros(3, np.float32))
 
 
@@ -398,7 +398,7 @@ def test_wrappers_show_their_numbers():
     inner = SGD(0.1, 0.9)
     assert repr(BatchGradients(LarsWrapper(inner), 8)) == (
         f"BatchGradients(LarsWrapper({inner!r}, ratio=0.001, weight_decay=0.0001, epsilon=0.0, "
-        "exclude=('gamma', 'beta', 'bias')), num_batches=8)"
+        "exclude=('gamma', 'beta', 'bias'), left_out=()), num_batches=8)"
     )
 
     def norms(name):
@@ -406,7 +406,7 @@ def test_wrappers_show_their_numbers():
 
     shown = repr(LarsWrapper(Recorder(), exclude=norms))
     assert shown.startswith("LarsWrapper(Recorder, ratio=0.001")
-    assert shown.endswith("norms)")  # and no address, which differs between ranks
+    assert shown.endswith("norms, left_out=())")  # and no address, which differs between ranks
     assert " at 0x" not in shown
 
 
@@ -457,6 +457,7 @@ def test_states_of_something_else():
         (good | {"batches": -1}, "batches must be at least 0, got -1"),
         (good | {"sums": None}, "sums must be float32 or float64 arrays by parameter name, got None"),
         (good | {"sums": {"w": np.zeros(3, int)}}, "sums must be float32 or float64 arrays .* array"),
+        (good | {"sums": {"w": "text"}}, "sums must be float32 or float64 arrays .* 'text'"),
         (good | {"opt": SGD().get_states()}, "SGD has the states"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -594,3 +595,38 @@ def test_kernels_of_the_norms_are_the_ones_for_buckets(monkeypatch):
     for name, size in (("w", 1), ("v", 100_000), ("fc.bias", 10)):
         opt.apply(name, np.ones(size, np.float32), np.ones(size, np.float32))
     assert calls == ["partial_squares", "fold_partials"] * 4
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda s: s["opt"]["opt"]["moments"].update(w=np.zeros(7)), r"state moments of w has shape \(7,\), the"),
+        (lambda s: s["sums"].update(w=np.zeros(7)), r"w: the window began with \(7,\) float64, the parameter's"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused_by_all_ranks_before_anything_moves(spoil, text):
+    def main(comm):
+        w, opt = Parameter("w", np.ones(3)), BatchGradients(lars(), 2)
+        for _ in range(3):
+            opt([(w, np.ones(3))])
+        states = opt.get_states()
+        if comm.rank:
+            spoil(states)
+        again, w = BatchGradients(lars(), 2), Parameter("w", np.ones(3))
+        again.set_states(states)
+        with pytest.raises(ValueError, match="rank 1: " + text):
+            DistOpt(again, comm)([(w, np.ones(3))])
+        return again.get_states()["batches"], w.data.tolist()
+
+    assert run_ranks(2, main) == [(1, [1.0] * 3)] * 2
+
+
+def test_ranks_agree_on_what_a_predicate_leaves_out():
+    def main(comm):
+        w = Parameter("w", np.ones(3))
+        opt = LarsWrapper(SGD(0.1), exclude=lambda name: comm.rank == 1)
+        with pytest.raises(ValueError, match=r"rank 1 has optimizer LarsWrapper.*left_out=\('w',\)"):
+            DistOpt(opt, comm)([(w, np.ones(3))])
+        return w.data.tolist()
+
+    assert run_ranks(2, main) == [[1.0] * 3] * 2

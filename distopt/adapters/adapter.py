@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from distopt.buckets import Buffers, Sum
+from distopt.buckets import Buffer, Buffers, Sum
 from distopt.gradients import Known
 from distopt.tables import Members
 
@@ -39,6 +39,10 @@ class Adapter(abc.ABC):
 
     def reserve(self, buffers: Buffers) -> None:  # noqa: B027  strangers make theirs themselves
         """Make the memory that updates with these buffers need; MemoryError if there is none."""
+
+    def masters(self, buffer: Buffer) -> np.ndarray | None:
+        """The float32 values of a bucket's 16-bit parameters, flat and up to date; None if none are kept."""
+        return None
 
     def numbers(self) -> tuple[float, ...]:
         """The hyper-parameters of the next update, on which all ranks must agree."""

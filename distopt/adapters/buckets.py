@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from distopt.adapters.adapter import Adapter, Together, Whole
-from distopt.buckets import Buffers, Sum
+from distopt.buckets import Buffer, Buffers, Sum
 from distopt.gradients import Known
 
 
@@ -33,6 +33,11 @@ class ByBucket(Adapter):
         """A flat state for each bucket."""
         for buffer in buffers:
             self.opt.reserve(buffer.parameters, buffer.gradient)
+
+    def masters(self, buffer: Buffer) -> np.ndarray | None:
+        """As the optimizer."""
+        found: np.ndarray | None = self.opt.masters(buffer.parameters, buffer.gradient)
+        return found
 
     def numbers(self) -> tuple[float, ...]:
         """As the optimizer."""

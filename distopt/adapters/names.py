@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from distopt.adapters.adapter import Adapter
+from distopt.buckets import Buffer, Buffers
 from distopt.optim import Wrapper
 
 
@@ -19,6 +20,15 @@ class ByName(Adapter):
     def apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> None:
         """Update one parameter."""
         self.opt.apply(name, value, mean)
+
+    def check(self, buffers: Buffers) -> None:
+        """Does what a wrapper of ours has fit?"""
+        for buffer in buffers if isinstance(self.opt, Wrapper) else ():
+            self.opt.check(buffer.parameters)
+
+    def masters(self, buffer: Buffer) -> np.ndarray | None:
+        """Those of what a wrapper of ours wraps."""
+        return self.opt.masters(buffer.parameters, buffer.gradient) if isinstance(self.opt, Wrapper) else None
 
     def numbers(self) -> tuple[float, ...]:
         """As a wrapper of ours says, and what it wraps; a stranger is not asked."""

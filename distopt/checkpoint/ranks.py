@@ -34,7 +34,7 @@ def mean(count: int, read: Callable[[int], Tree]) -> Tree:
     for rank in range(1, count):
         total = _zipped(total, read(rank), lambda a, b: np.asarray(a + b.astype(np.float64)))
     first = read(0)
-    return _zipped(first, total, lambda a, b: (b / count).astype(a.dtype).reshape(a.shape))
+    return _zipped(first, total, lambda a, b: np.asarray(b / count, a.dtype))
 
 
 def _zipped(a: Tree, b: Tree, combine: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Tree:

@@ -7,6 +7,7 @@ import numpy as np
 
 from distopt import kernels
 from distopt.optim.adam import BELOW_1
+from distopt.optim.numbers import flag
 from distopt.optim.optimizer import Optimizer
 from distopt.optim.schedules import Number
 from distopt.tables import Members
@@ -39,7 +40,8 @@ class AdamW(Optimizer):
         **options: Any,
     ):
         super().__init__(lr, weight_decay, **options)
-        self.beta_1, self.beta_2, self.epsilon, self.correct_bias = beta_1, beta_2, epsilon, bool(correct_bias)
+        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+        self.correct_bias = flag("correct_bias", correct_bias)
 
     def _own(self) -> dict[str, float]:
         b1, b2, t = self.at("beta_1"), self.at("beta_2"), self.step_counter + 1

@@ -27,6 +27,13 @@ def check(name: str, value: Any, grad: Any) -> None:
         raise ValueError(f"{name}: wants {wanted}, got {grad.shape} {grad.dtype}{flaw}")
 
 
+def check_states(what: str, given: Any) -> None:
+    """ValueError for what is no dict of numpy's float32 or float64 arrays, by parameter name."""
+    arrays = given.values() if isinstance(given, dict) else [None]
+    if not all(isinstance(a, np.ndarray) and a.dtype in WIDE for a in arrays):
+        raise ValueError(f"{what} must be float32 or float64 arrays by parameter name, got {given!r:.200}")
+
+
 def widened(x: np.ndarray) -> np.ndarray:
     """The elements of x, flat, as float32 or float64: x itself if it is contiguous and has them, else a copy."""
     flat: np.ndarray = device.contiguous(x).reshape(-1)

@@ -6,10 +6,10 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.guard import whole
-from distopt.optim.arrays import WIDE, check, widened
+from distopt.optim.arrays import check, check_states, widened
 from distopt.optim.optimizer import State
 from distopt.optim.wrapper import Wrapper
-from distopt.tables import wide
+from distopt.tables import Members, wide
 
 
 class BatchGradients(Wrapper):
@@ -89,25 +89,33 @@ class BatchGradients(Wrapper):
         self._sums = {name: np.array(total, order="C") for name, total in states["sums"].items()}
         self._values, self._in_batch = {}, False
 
+    def check(self, members: Members) -> None:
+        """As for all; and ValueError for a sum that a checkpoint had of another parameter."""
+        super().check(members)
+        for name, shape in zip(members.names, members.shapes, strict=True):
+            self._check_sum(name, shape, members.dtype)
+
     def _check_own(self, states: State) -> None:
         if whole("batches", states["batches"], least=0) >= self.num_batches:
             raise ValueError(f"batches must be below num_batches={self.num_batches}, got {states['batches']}")
-        sums = states["sums"]
-        if not isinstance(sums, dict) or not all(getattr(s, "dtype", None) in WIDE for s in sums.values()):
-            raise ValueError(f"sums must be float32 or float64 arrays by parameter name, got {sums!r:.200}")
+        check_states("sums", states["sums"])
 
     def _sum(self, name: str, value: np.ndarray) -> np.ndarray:
         """Where a parameter's gradients are added up: on its GPU, if it is on one."""
         kept, dtype = self._sums.get(name), wide(value.dtype)
-        if kept is not None and (kept.shape, kept.dtype) != (value.shape, dtype):
-            began = f"{kept.shape} {kept.dtype}"
-            raise ValueError(f"{name}: the window began with {began}, the parameter is {value.shape} {value.dtype}")
+        self._check_sum(name, value.shape, dtype)
         if kept is not None and device.place(kept) == device.place(value):
             return kept
         total = device.zeros(value.size, dtype, like=value).reshape(value.shape)
         if kept is not None:
             device.copy(total, kept)
         return total
+
+    def _check_sum(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        kept = self._sums.get(name)
+        if kept is not None and (kept.shape, kept.dtype) != (shape, dtype):
+            began = f"{kept.shape} {kept.dtype}"
+            raise ValueError(f"{name}: the window began with {began}, the parameter's gradients are {shape} {dtype}")
 
     def _numbers(self) -> tuple[float, ...]:
         return self.num_batches, self.batches

@@ -1,6 +1,6 @@
 """Parameters that a layer-wise rule leaves out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 Exclude = Callable[[str], bool] | Sequence[str]  # a predicate on the name, or suffixes of names
 
@@ -27,6 +27,12 @@ def described(excludes: Callable[[str], bool]) -> str:
     if isinstance(excludes, Suffixes):
         return repr(excludes.suffixes)
     return getattr(excludes, "__qualname__", type(excludes).__name__)
+
+
+def left_out(before: Iterable[str], names: Iterable[str], excludes: Callable[[str], bool]) -> tuple[str, ...]:
+    """The names that are left out: those of ``names`` that a predicate excludes now, and ``before``'s others."""
+    found = {name: excludes(name) for name in names}
+    return tuple(sorted({n for n in before if n not in found} | {n for n, excluded in found.items() if excluded}))
 
 
 class Suffixes:

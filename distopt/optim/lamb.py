@@ -10,6 +10,7 @@ from distopt import kernels
 from distopt.optim.adam import BELOW_1
 from distopt.optim.exclude import Exclude
 from distopt.optim.layerwise import Layerwise, bounds, moments
+from distopt.optim.numbers import flag
 from distopt.optim.optimizer import Kept, Optimizer, Part, Together
 from distopt.optim.schedules import Number
 from distopt.tables import Members
@@ -48,7 +49,7 @@ class LAMB(Layerwise):
     ):
         super().__init__(lr, weight_decay, exclude, **options)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
-        self.bounds, self.bias_correction = bounds(lower_bound, upper_bound), bool(bias_correction)
+        self.bounds, self.bias_correction = bounds(lower_bound, upper_bound), flag("bias_correction", bias_correction)
 
     def _own(self) -> dict[str, float]:
         return moments(self.at, self.step_counter + 1, self.bias_correction) | self.bounds
@@ -61,7 +62,7 @@ class LAMB(Layerwise):
         def measure(members: Members, grad: np.ndarray, chunks: np.ndarray) -> None:
             kernels.lamb_moments(members, grad, m, v, chunks, self._now, refused)
 
-        self._widen(parts)
+        self._widen(parts, refused)
         squares = self._measured(kept, parts, measure, "sums", 2, together)
         for members, _ in parts:
             kernels.lamb(members, m, v, squares, self._now, refused)

@@ -62,7 +62,7 @@ class LANS(Layerwise):
         def measure(members: Members, grad: np.ndarray, chunks: np.ndarray) -> None:
             kernels.lans_moments(members, grad, m, v, square, chunks, self._now, refused)
 
-        self._widen(parts)
+        self._widen(parts, refused)
         squares = self._measured(kept, parts, measure, "sums", 3, together)
         for members, grad in parts:
             kernels.lans(members, grad, m, v, square, squares, self._now, refused)

@@ -48,7 +48,7 @@ class LARS(Layerwise):
     def _update_all(
         self, kept: Kept, parts: Sequence[Part], refused: np.ndarray | None, together: Together | None
     ) -> None:
-        self._widen(parts)
+        self._widen(parts, refused)
         squares = self._measured(kept, parts, kernels.lars_squares, "sums", 2, together)
         for members, grad in parts:
             kernels.lars(members, grad, kept.state["moments"], squares, self._now, refused)

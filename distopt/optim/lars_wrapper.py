@@ -6,10 +6,11 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.optim.arrays import check, widened
-from distopt.optim.exclude import SUFFIXES, Exclude, described, predicate
+from distopt.optim.exclude import SUFFIXES, Exclude, described, left_out, predicate
 from distopt.optim.norms import Norms
 from distopt.optim.numbers import number, positive
 from distopt.optim.wrapper import Wrapper
+from distopt.tables import Members
 
 
 class LarsWrapper(Wrapper):
@@ -43,6 +44,7 @@ class LarsWrapper(Wrapper):
         self.ratio = positive("ratio", ratio)
         self.weight_decay, self.epsilon = number("weight_decay", weight_decay), number("epsilon", epsilon)
         self.excludes, self._norms = predicate(exclude), Norms()
+        self.left_out: tuple[str, ...] = ()  # of a DistOpt's parameters
         self._refuse_decay_inside()
 
     def apply(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
@@ -58,6 +60,11 @@ class LarsWrapper(Wrapper):
         kernels.accumulate(g, d)
         kernels.scale(d, self.trust(name, w, g))
         self._hand_over(name, value, d.reshape(value.shape))
+
+    def check(self, members: Members) -> None:
+        """As for all; and ``exclude`` is asked, before anything moves, so that ranks can agree on what it says."""
+        super().check(members)
+        self.left_out = left_out(self.left_out, members.names, self.excludes)
 
     def trust(self, name: str, w: np.ndarray, g: np.ndarray) -> float:
         """The trust ratio q of a parameter and its gradient, both flat, float32 or float64."""
@@ -84,4 +91,4 @@ class LarsWrapper(Wrapper):
 
     def _says(self) -> str:
         numbers = f"ratio={self.ratio}, weight_decay={self.weight_decay}, epsilon={self.epsilon}"
-        return f"{numbers}, exclude={described(self.excludes)}"
+        return f"{numbers}, exclude={described(self.excludes)}, left_out={self.left_out}"

@@ -1,12 +1,14 @@
 """Learning rates per layer, from the norms of whole parameters."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from distopt import device, kernels
-from distopt.optim.exclude import Exclude, described, predicate
+from distopt.optim.exclude import Exclude, described, left_out, predicate
+from distopt.optim.numbers import number
 from distopt.optim.optimizer import Kept, Optimizer, Part, Together
 from distopt.optim.schedules import Number
 from distopt.tables import Members
@@ -26,25 +28,31 @@ class Layerwise(Optimizer):
     """
 
     kinds: int
-    options = (*Optimizer.options, "exclude")
+    options = (*Optimizer.options, "exclude", "left_out")
 
     def __init__(self, lr: Number, weight_decay: Number, exclude: Exclude, **options: Any):
         self._excluded = predicate(exclude)
         self.exclude = described(self._excluded)
+        self.left_out: tuple[str, ...] = ()  # of the parameters so far
         super().__init__(lr, weight_decay, **options)
 
+    def check(self, members: Members) -> None:
+        """As for all; and ``exclude`` is asked, before anything moves, so that ranks can agree on what it says."""
+        super().check(members)
+        self.left_out = left_out(self.left_out, members.names, self._excluded)
+
     def _scratch(self, members: Members, like: np.ndarray) -> dict[str, np.ndarray]:
-        members.rows["adapts"] = [not self._excluded(name) for name in members.names]
+        members.rows["adapts"] = [name not in self.left_out for name in members.names]
         rows = len(members.names)
         sizes = {"chunks": self.kinds * max(rows, members.chunks), "sums": self.kinds * rows, "squares": rows}
         found = {name: device.lasting_zeros(n, np.float64, like) for name, n in sizes.items()}
         return super()._scratch(members, like) | found
 
-    def _widen(self, parts: Sequence[Part]) -> None:
+    def _widen(self, parts: Sequence[Part], refused: np.ndarray | None) -> None:
         """Norms of 16-bit parameters are those of what they are worked on as."""
         for members, grad in parts:
             if members.narrow:
-                kernels.widen(members, grad)
+                kernels.widen(members, grad, refused)
 
     def _measured(
         self, kept: Kept, parts: Sequence[Part], measure: Measure, name: str, kinds: int, together: Together | None
@@ -62,10 +70,9 @@ class Layerwise(Optimizer):
 
 
 def bounds(lower: float | None, upper: float | None) -> dict[str, float]:
-    """Bounds of a norm, 0 for none; ValueError for NaN or a lower one above the upper."""
-    found = {"lower": float(lower or 0.0), "upper": float(upper or 0.0)}
-    if any(np.isnan(v) for v in found.values()):
-        raise ValueError(f"lower_bound and upper_bound must be numbers or None, got {lower} and {upper}")
+    """Bounds of a norm, 0 for none; TypeError for no number, ValueError for NaN or a lower one above the upper."""
+    given = {"lower": lower, "upper": upper}
+    found = {n: 0.0 if b is None else number(f"{n}_bound", b, least=-math.inf) for n, b in given.items()}
     if 0 < found["upper"] < found["lower"]:
         raise ValueError(f"lower_bound must be at most upper_bound, got {lower} and {upper}")
     return found

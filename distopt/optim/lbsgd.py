@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
+from distopt.guard import whole
 from distopt.optim.layerwise import Layerwise
+from distopt.optim.numbers import number
 from distopt.optim.optimizer import Kept, Optimizer, Part, State, Together
-from distopt.optim.schedules import Number, hyper
+from distopt.optim.schedules import Number
 from distopt.tables import Members
 
 # By how much of its way to ``batch_scale`` the learning rate's multiplier has come, at so much of the warm-up.
@@ -36,7 +38,8 @@ class LBSGD(Layerwise):
     states.  ``num_epochs`` is taken for MXNet's sake and has no effect.  ``DistOpt(num_batches=)`` exchanges once per
     window; this exchanges each call's gradients.
 
-    Raises ValueError for an unknown strategy, a ``batch_scale`` below 1, or a negative number.
+    Raises TypeError or ValueError for an unknown strategy, a ``batch_scale`` that is not whole or below 1, or a
+    negative number.
     """
 
     slots, struct, kinds = ("moments", "window"), "Lbsgd", 2
@@ -59,20 +62,13 @@ class LBSGD(Layerwise):
     ):
         if warmup_strategy not in WARMUPS:
             raise ValueError(f"warmup_strategy must be one of {', '.join(WARMUPS)}, got {warmup_strategy!r}")
-        if isinstance(batch_scale, bool) or int(batch_scale) != batch_scale or batch_scale < 1:
-            raise ValueError(f"batch_scale must be a whole number of at least 1, got {batch_scale!r}")
         super().__init__(lr, weight_decay, exclude=(), **options)
         self.batches = 0  # calls in the open window
-        self.momentum, self.warmup_strategy, self.batch_scale = momentum, warmup_strategy, int(batch_scale)
-        per_epoch, begin, warmup = (
-            hyper(name, value)(0)
-            for name, value in (
-                ("updates_per_epoch", updates_per_epoch),
-                ("begin_epoch", begin_epoch),
-                ("warmup_epochs", warmup_epochs),
-            )
-        )
-        self.calls_before, self.warmup_calls = begin * per_epoch, warmup * per_epoch
+        self.momentum, self.warmup_strategy = momentum, warmup_strategy
+        self.batch_scale = whole("batch_scale", batch_scale, least=1)
+        per_epoch = number("updates_per_epoch", updates_per_epoch)
+        self.calls_before = number("begin_epoch", begin_epoch) * per_epoch
+        self.warmup_calls = number("warmup_epochs", warmup_epochs) * per_epoch
         self.same_each_step = self.batch_scale == 1
 
     @property
@@ -101,7 +97,7 @@ class LBSGD(Layerwise):
             for members, grad in parts:
                 kernels.lbsgd_gather(members, grad, window, self._now, refused)
         elif self.warmup_strategy == "lars":
-            self._widen(parts)
+            self._widen(parts, refused)
 
             def measure(members: Members, grad: np.ndarray, chunks: np.ndarray) -> None:
                 kernels.lbsgd_squares(members, grad, window, chunks, self._now)
@@ -123,8 +119,7 @@ class LBSGD(Layerwise):
         self.step_counter -= self.batches == 0
         self.batches = (self.batches - 1) % self.batch_scale
 
-    def set_states(self, states: State) -> None:
-        """Go on from what ``get_states`` returned; ValueError for states of another kind, or of a longer window."""
-        if not 0 <= states.get("batches", 0) < self.batch_scale:
+    def _check_states(self, states: State) -> None:
+        super()._check_states(states)
+        if states["batches"] >= self.batch_scale:
             raise ValueError(f"batches must be in [0, {self.batch_scale - 1}], got {states['batches']}")
-        super().set_states(states)

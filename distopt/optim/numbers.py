@@ -1,6 +1,7 @@
 """Numbers that a user gives, looked at when they are given."""
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -22,6 +23,31 @@ def positive(name: str, given: Any) -> float:
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be finite and above 0, got {given}")
     return value
+
+
+def flag(name: str, given: Any) -> bool:
+    """``given`` itself; TypeError that names the field for what is neither True nor False."""
+    if not isinstance(given, bool):
+        raise TypeError(f"{name} must be True or False, got {given!r}")
+    return given
+
+
+def multipliers(name: str, given: Any) -> dict[str, float]:
+    """Numbers of at least 0 by parameter name, in the names' order: ranks compare them.  None is none.
+
+    Raises TypeError for what is no such mapping, ValueError for a number that is negative or not finite.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(n, str) for n in given):
+        raise TypeError(f"{name} must have numbers by parameter name, got {given!r}")
+    return {n: number(f"{name} of {n}", given[n]) for n in sorted(given)}
+
+
+def limit(name: str, given: Any) -> float:
+    """What magnitudes are held below: ``given``, or infinity for None, for what is not above 0, and for itself."""
+    bound = math.inf if given is None or given == math.inf else number(name, given, least=-math.inf)
+    return bound if bound > 0 else math.inf
 
 
 def _real(name: str, given: Any) -> float:

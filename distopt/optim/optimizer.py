@@ -1,14 +1,17 @@
 """What every optimizer of distopt is made of: its hyper-parameters, its state by parameter name, and two ways in."""
 
 import abc
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from distopt import device
-from distopt.optim.arrays import check, widened
+from distopt import device, kernels
+from distopt.guard import whole
+from distopt.optim.arrays import check, check_states, widened
+from distopt.optim.numbers import flag, limit, multipliers, number
 from distopt.optim.schedules import Number, hyper
 from distopt.tables import Members, Numbers
 
@@ -17,6 +20,12 @@ Pieces = Sequence[tuple[int, int, np.ndarray]]  # of a sum: share ``number`` of 
 Part = tuple[Members, np.ndarray]  # a share of a table, and the flat array that has its gradients
 Together = Callable[[np.ndarray], None]  # what each rank has of float64 numbers becomes their sum over ranks
 MASTER = "master"
+CHECKS: dict[str, Callable[[str, Any], Any]] = {  # of options that may be assigned
+    "rescale_grad": functools.partial(number, least=-math.inf),
+    "clip_gradient": limit,
+    "lr_mult": multipliers,
+    "wd_mult": multipliers,
+}
 
 
 class Kept(NamedTuple):
@@ -42,7 +51,8 @@ class Optimizer(abc.ABC):
 
     A subclass names its state arrays in ``slots``, each of the parameter's size and zero at first, gives the numbers of
     its kernel's ``struct`` in ``_own``, and calls the kernel in ``_update``; ``hypers`` are its hyper-parameters and
-    their ranges; each may be assigned a number or a schedule at any time.  ``options`` are what else was chosen.
+    their ranges; each may be assigned a number or a schedule at any time.  ``options`` are what else was chosen; those
+    above are numbers, which may be assigned too.
     """
 
     slots: tuple[str, ...] = ()
@@ -50,6 +60,9 @@ class Optimizer(abc.ABC):
     struct = "Update"  # of the kernel's text
     same_each_step = True  # are the same kernels called at every update?
     options: tuple[str, ...] = ("rescale_grad", "clip_gradient", "multi_precision", "lr_mult", "wd_mult")
+    clip_gradient: Any  # a number; infinity for none
+    lr_mult: Any  # dicts
+    wd_mult: Any
     _scheduled: frozenset[str] = frozenset()  # hyper-parameters that are schedules
     hypers: ClassVar[dict[str, tuple[float, float]]] = {"lr": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
 
@@ -65,14 +78,9 @@ class Optimizer(abc.ABC):
         wd_mult: Mapping[str, float] | None = None,
     ):
         self.lr, self.weight_decay = lr, weight_decay
-        self.rescale_grad = hyper("rescale_grad", rescale_grad, least=-math.inf)(0)
-        clip = hyper("clip_gradient", clip_gradient or 0.0, least=-math.inf)(0)
-        self.clip_gradient = clip if clip > 0 else math.inf
-        self.lr_mult = {n: hyper(f"lr_mult of {n}", m)(0) for n, m in (lr_mult or {}).items()}
-        self.wd_mult = {n: hyper(f"wd_mult of {n}", m)(0) for n, m in (wd_mult or {}).items()}
-        if not isinstance(multi_precision, bool):
-            raise TypeError(f"multi_precision must be True or False, got {multi_precision!r}")
-        self.multi_precision = multi_precision
+        self.rescale_grad, self.clip_gradient = rescale_grad, clip_gradient
+        self.lr_mult, self.wd_mult = lr_mult, wd_mult
+        self.multi_precision = flag("multi_precision", multi_precision)
         self.slots = (*self.slots, MASTER) if multi_precision else self.slots
         self.step_counter = 0
         self._state: dict[str, dict[str, np.ndarray]] = {slot: {} for slot in self.slots}
@@ -83,8 +91,9 @@ class Optimizer(abc.ABC):
         self.version = 0  # grows when states move to other memory
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A hyper-parameter becomes a schedule whose values are checked."""
-        super().__setattr__(name, hyper(name, value, *self.hypers[name]) if name in self.hypers else value)
+        """A hyper-parameter becomes a schedule whose values are checked; other numbers are checked at once."""
+        checked = CHECKS[name](name, value) if name in CHECKS else value
+        super().__setattr__(name, hyper(name, value, *self.hypers[name]) if name in self.hypers else checked)
         if name in self.hypers:
             self._scheduled = self._scheduled - {name} | ({name} if callable(value) else set())
 
@@ -200,18 +209,30 @@ class Optimizer(abc.ABC):
     def set_states(self, states: State) -> None:
         """Go on from what ``get_states`` returned.
 
-        Raises ValueError if these are not the states of this kind of optimizer.
+        Raises ValueError or TypeError, before anything changes, if these are not the states of this kind of optimizer,
+        or one of them has not the shape of its parameter, where that is known.
         """
-        rule, wanted = type(self).__name__, ("rule", *self.counters, *self.slots)
-        if states.get("rule", rule) != rule:
-            raise ValueError(f"these are the states of {states['rule']}, and the optimizer is {rule}")
-        if set(states) != set(wanted):
-            raise ValueError(f"{rule} has the states {', '.join(wanted)}, got {sorted(states)}")
+        self._check_states(states)
         for name in self.counters:
             setattr(self, name, int(states[name]))
         self._state = {slot: {n: np.array(a) for n, a in states[slot].items()} for slot in self.slots}
         self._kept.clear()
         self.version += 1
+
+    def _check_states(self, states: State) -> None:
+        rule, wanted = type(self).__name__, ("rule", *self.counters, *self.slots)
+        if not isinstance(states, dict):
+            raise TypeError(f"{rule} has the states {', '.join(wanted)} in a dict, got {type(states).__name__}")
+        if states.get("rule", rule) != rule:
+            raise ValueError(f"these are the states of {states['rule']}, and the optimizer is {rule}")
+        if set(states) != set(wanted):
+            raise ValueError(f"{rule} has the states {', '.join(wanted)}, got {sorted(states)}")
+        for name in self.counters:
+            whole(name, states[name], least=0)
+        for slot in self.slots:
+            check_states(slot, states[slot])
+            for kept in self._kept.values():
+                _check_shapes(slot, states[slot], kept.members)
 
     def state_dict(self) -> State:
         """``get_states()``."""
@@ -223,7 +244,8 @@ class Optimizer(abc.ABC):
 
     def numbers(self) -> tuple[float, ...]:
         """All hyper-parameters for the next update: what ranks must agree on.  ValueError for one out of range."""
-        return (*map(self.at, self.hypers), self.rescale_grad, self.clip_gradient, *self._counts())
+        chosen = self.rescale_grad, self.clip_gradient, *self.lr_mult.values(), *self.wd_mult.values()
+        return (*map(self.at, self.hypers), *chosen, *self._counts())
 
     def _counts(self) -> list[float]:
         return [float(getattr(self, name)) for name in self.counters]
@@ -235,9 +257,16 @@ class Optimizer(abc.ABC):
     def check(self, members: Members) -> None:
         """ValueError if a state that this optimizer has is not of its parameter's shape."""
         for slot, arrays in self._state.items():
-            for name, shape in zip(members.names, members.shapes, strict=True):
-                if name in arrays and arrays[name].shape != shape:
-                    raise ValueError(f"state {slot} of {name} has shape {arrays[name].shape}, the parameter {shape}")
+            _check_shapes(slot, arrays, members)
+
+    def masters(self, members: Members, like: np.ndarray) -> np.ndarray | None:
+        """The flat array of a table's masters, which follow whoever has changed parameters; None if none are kept."""
+        if not (self.multi_precision and members.narrow):
+            return None
+        flat = self._keep(members, like).state[MASTER]
+        members.work_in(flat, master=True)
+        kernels.widen(members, flat)
+        return flat
 
     def _keep(self, members: Members, like: np.ndarray) -> Kept:
         """What belongs to a table's parameters; state that they had elsewhere moves in by name."""
@@ -265,6 +294,14 @@ class Optimizer(abc.ABC):
 
     def _scratch(self, members: Members, like: np.ndarray) -> dict[str, np.ndarray]:
         """What updates of a new table need beside its state, by name."""
-        if members.narrow and not self.multi_precision and (self._wide is None or self._wide.size < members.extent):
+        wide = self._wide
+        fits = wide is not None and wide.size >= members.extent and device.place(wide) == device.place(like)
+        if members.narrow and not self.multi_precision and not fits:
             self._wide = device.lasting_zeros(members.extent, members.dtype, like)
         return {}
+
+
+def _check_shapes(slot: str, arrays: Mapping[str, np.ndarray], members: Members) -> None:
+    for name, shape in zip(members.names, members.shapes, strict=True):
+        if name in arrays and arrays[name].shape != shape:
+            raise ValueError(f"state {slot} of {name} has shape {arrays[name].shape}, the parameter {shape}")

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
+from distopt.optim.numbers import flag
 from distopt.optim.optimizer import Optimizer
 from distopt.optim.schedules import Number
 from distopt.tables import Members
@@ -37,9 +38,15 @@ class SGD(Optimizer):
         self.slots, self.struct = (("moments",), "Momentum") if self._has_momentum else ((), "Update")
         super().__init__(lr, weight_decay, **options)
         self.momentum, self.dampening = momentum, dampening
+        self.nesterov = flag("nesterov", nesterov)
         if nesterov and (not self._has_momentum or callable(dampening) or dampening != 0):
             raise ValueError("nesterov needs momentum above 0 and no dampening")
-        self.nesterov = nesterov
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As ever; ValueError for a momentum if this was made without: it has no buffer."""
+        if name == "momentum" and not self._has_momentum and (callable(value) or value != 0):
+            raise ValueError(f"momentum must be 0 in an SGD that was made without, got {value!r}")
+        super().__setattr__(name, value)
 
     def _own(self) -> dict[str, float]:
         return {"momentum": self.at("momentum"), "gain": 1.0 - self.at("dampening")} if self._has_momentum else {}

@@ -9,6 +9,7 @@ import numpy as np
 
 from distopt import device
 from distopt.optim.optimizer import Optimizer, State
+from distopt.tables import Members
 
 
 @dataclass(eq=False)
@@ -104,6 +105,15 @@ class Wrapper(abc.ABC):
     def load_state_dict(self, states: State) -> None:
         """As ``set_states``."""
         self.set_states(states)
+
+    def check(self, members: Members) -> None:
+        """ValueError if what there is for these parameters does not fit them; known before anything moves."""
+        if isinstance(self.opt, Optimizer | Wrapper):
+            self.opt.check(members)
+
+    def masters(self, members: Members, like: np.ndarray) -> np.ndarray | None:
+        """As ``Optimizer.masters``, of the inner one; None for a stranger."""
+        return self.opt.masters(members, like) if isinstance(self.opt, Optimizer | Wrapper) else None
 
     def numbers(self) -> tuple[float, ...]:
         """All that ranks must agree on for the next update; ValueError for a number out of range."""
