@@ -161,8 +161,7 @@ class Optimizer(abc.ABC):
     def _update_all(
         self, kept: Kept, parts: Sequence[Part], refused: np.ndarray | None, together: Together | None
     ) -> None:
-        """Update a table's parameters, which are in parts.  One kernel call for each, where elements do not matter to
-        each other."""
+        """Update a table's parameters, which are in parts: one kernel call for each, unless a rule needs more."""
         for members, grad in parts:
             self._update(members, grad, kept.state, self._now, refused)
 
