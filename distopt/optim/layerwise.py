@@ -42,7 +42,8 @@ class Layerwise(Optimizer):
         self.left_out = left_out(self.left_out, members.names, self._excluded)
 
     def _scratch(self, members: Members, like: np.ndarray) -> dict[str, np.ndarray]:
-        members.rows["adapts"] = [name not in self.left_out for name in members.names]
+        out = set(self.left_out)
+        members.rows["adapts"] = [name not in out for name in members.names]
         rows = len(members.names)
         sizes = {"chunks": self.kinds * max(rows, members.chunks), "sums": self.kinds * rows, "squares": rows}
         found = {name: device.lasting_zeros(n, np.float64, like) for name, n in sizes.items()}

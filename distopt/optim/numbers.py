@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
+
+from distopt.guard import real
 
 
 def number(name: str, given: Any, least: float = 0.0, most: float = math.inf) -> float:
@@ -11,7 +12,7 @@ def number(name: str, given: Any, least: float = 0.0, most: float = math.inf) ->
 
     Raises TypeError for what is no number, ValueError for one outside [least, most] or not finite; both name the field.
     """
-    value = _real(name, given)
+    value = real(name, given)
     if not (least <= value <= most and math.isfinite(value)):
         raise ValueError(f"{name} must be finite and in [{least}, {most}], got {given}")
     return value
@@ -19,7 +20,7 @@ def number(name: str, given: Any, least: float = 0.0, most: float = math.inf) ->
 
 def positive(name: str, given: Any) -> float:
     """The same for one above 0."""
-    value = _real(name, given)
+    value = real(name, given)
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be finite and above 0, got {given}")
     return value
@@ -48,9 +49,3 @@ def limit(name: str, given: Any) -> float:
     """What magnitudes are held below: ``given``, or infinity for None, for what is not above 0, and for itself."""
     bound = math.inf if given is None or given == math.inf else number(name, given, least=-math.inf)
     return bound if bound > 0 else math.inf
-
-
-def _real(name: str, given: Any) -> float:
-    if isinstance(given, bool) or not isinstance(given, Real):
-        raise TypeError(f"{name} must be a number, got {given!r}")
-    return float(given)
