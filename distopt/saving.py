@@ -211,23 +211,17 @@ class Saving(Uneven):
 
         ours, mine = read(None), read(rank % saved)
         if about["ranks_differ"]:
-            ours |= (
-                {k: mine[k] for k in ("optimizer", "parameters")}
-                if saved == size
-                else ranks.mean(saved, lambda r: {k: v for k, v in read(r).items() if k in ("optimizer", "parameters")})
-            )
+            ours |= _model(mine) if saved == size else ranks.mean(saved, lambda r: _model(read(r)))
         other = about["window_of_sums"] == self._window.sync_on_apply and not about["ranks_differ"]
         if ours["batches"] and other:
             kind = f"sync_on_apply={not about['window_of_sums']}"
             raise ValueError(f"{place} was saved in the middle of a window with {kind}")
-        parameters = ours.pop("parameters")
-        if saved == size:
-            states = mine["states"]
-        else:
-            states = ranks.inherited([read(r)["states"] for r in ranks.heirs(rank, size, saved)], size / saved)
-            if about["window_of_sums"] and WINDOW in mine["states"]:
-                states[WINDOW] = ranks.inherited([{WINDOW: mine["states"][WINDOW]}], size / saved)[WINDOW]
+        alike = [WINDOW] if about["window_of_sums"] else []
+        states = mine["states"]
+        if saved != size:
+            states = ranks.pending(rank, size, saved, lambda r: read(r)["states"], alike)
             self._note(f"{place}: {saved} ranks saved it, {size} go on; the pending mean stays as it was")
+        parameters = ours.pop("parameters")
         return ours | {"states": states}, parameters, mine["extra"]
 
     def _go_on(self, params: Iterable[Any] | None, state: dict[str, Any], parameters: Any, extra: Any) -> Any:
@@ -304,6 +298,11 @@ class Saving(Uneven):
     def _note(self, text: str) -> None:
         if self._wire.rank == 0:
             print(f"distopt: {text}", file=sys.stderr, flush=True)
+
+
+def _model(tree: dict[str, Any]) -> dict[str, Any]:
+    """What partial steps let differ between ranks."""
+    return {name: tree[name] for name in ("optimizer", "parameters")}
 
 
 def _first(reports: Sequence[str]) -> str:

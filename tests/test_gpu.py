@@ -116,7 +116,7 @@ def over_mpi(comm):
     nccl.install(processes=True)
     there = NcclCommunicator.from_mpi()
     digests = laws.independence(there)
-    for mode in laws.MODES:
+    for mode in laws.MODES.keys() - set(laws.ELEMENTWISE):  # whose digests say it
         laws.same_bits(there, mode)
     laws.overlap_changes_no_bit(there)
     laws.capture_changes_no_bit(there, ErrorFeedback(TopK(0.1)))

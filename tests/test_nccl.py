@@ -20,7 +20,7 @@ import laws
 import nccl_checks
 from distopt import DistOpt, device, run_ranks, world
 from distopt.cli import doctor
-from distopt.comm import LocalCommunicator, Metered, NcclCommunicator, Ordered, mpi, nccl_unique_id, sockets
+from distopt.comm import LocalCommunicator, Metered, NcclCommunicator, Ordered, mpi_control, nccl_unique_id, sockets
 from distopt.comm.sockets import SocketControl
 from distopt.guard import PeerLeft
 from doubles import gpu, nccl, shim
@@ -599,7 +599,7 @@ def test_worlds_under_a_launcher(tmp_path):
 @pytest.fixture
 def fresh_world(monkeypatch):
     monkeypatch.setattr(sys.modules["distopt.comm.world"], "_worlds", {})
-    monkeypatch.setattr(mpi, "launched", lambda: None)
+    monkeypatch.setattr(mpi_control, "launched", lambda: None)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     return monkeypatch
 

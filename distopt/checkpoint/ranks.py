@@ -9,6 +9,17 @@ Tree = Any
 States = dict[str, dict[str, np.ndarray]]  # state name -> parameter name -> array
 
 
+def pending(rank: int, size: int, saved: int, read: Callable[[int], States], alike: Sequence[str]) -> States:
+    """What waits on one of ``size`` ranks that go on with what ``saved`` ranks have saved; ``read`` is a rank's.
+
+    Every rank has had the same of the states that are ``alike``, sums over ranks, and has the same again.
+    """
+    factor = size / saved
+    found = inherited([read(r) for r in heirs(rank, size, saved)], factor)
+    mine = {state: arrays for state, arrays in read(rank % saved).items() if state in alike}
+    return found | inherited([mine], factor)
+
+
 def heirs(rank: int, size: int, saved: int) -> list[int]:
     """The saved ranks whose states a rank takes over: every ``size``-th, so that each has one heir."""
     return list(range(rank, saved, size))
