@@ -2,19 +2,12 @@
 
 import pytest
 
-cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
+pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
 gpu = pytest.importorskip("doubles.gpu")
 
 from benchmarks import gpu_kernels, gpu_models  # noqa: E402
-from distopt import kernels  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def double(monkeypatch):
-    gpu.install(monkeypatch.setattr)
-    monkeypatch.setattr(kernels, "THREADS", 32)
-    yield
-    cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 @pytest.mark.parametrize("cases", [gpu_kernels.elementwise, gpu_kernels.selection])

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 import laws
-from distopt import DistOpt, LossScaler, Parameter, device, kernels, run_ranks
-from distopt.comm import LocalCommunicator, NcclCommunicator
+from distopt import DistOpt, LossScaler, Parameter, device, run_ranks
+from distopt.comm import LocalCommunicator
 from distopt.compress import ErrorFeedback, Half, TopK
 from distopt.nonfinite import policy
 from distopt.optim import SGD
+from doubles.ranks import on_gpus
 from launch import needs_mpi, run_mpi
 
 
@@ -340,27 +341,6 @@ def test_a_shorter_window_is_full_at_once():
 
 
 # ----------------------------------------------------------------------------------------------- on a GPU, as it seems
-
-
-@pytest.fixture
-def doubles(monkeypatch):
-    cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
-    gpu, nccl = (pytest.importorskip(f"doubles.{name}") for name in ("gpu", "nccl"))
-    gpu.install(monkeypatch.setattr)
-    nccl.install(monkeypatch.setattr)
-    monkeypatch.setattr(kernels, "THREADS", 32)
-    yield gpu
-    cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
-
-
-def on_gpus(size, main):
-    def rank(comm):
-        there = NcclCommunicator(comm.control, gpu=comm.rank)
-        result = main(there)
-        there.close()
-        return result
-
-    return run_ranks(size, rank)
 
 
 @pytest.mark.parametrize("mode", ["dense", "half", "topk", "partial", "half with memory"])

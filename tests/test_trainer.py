@@ -10,10 +10,11 @@ import pytest
 
 import laws
 import reference
-from distopt import DistOpt, LossScaler, Parameter, Trainer, buckets, device, kernels, optim, run_ranks
-from distopt.comm import LocalCommunicator, NcclCommunicator
+from distopt import DistOpt, LossScaler, Parameter, Trainer, buckets, device, optim, run_ranks
+from distopt.comm import LocalCommunicator
 from distopt.compress import Dense, ErrorFeedback, Half, OneBit, TopK, TwoBit
 from distopt.optim import SGD, Adam, BatchGradients, ExponentialDecay
+from doubles.ranks import on_gpus
 from launch import needs_mpi, run_mpi
 
 COMPRESSIONS = {
@@ -1260,27 +1261,6 @@ def test_a_closed_one_refuses():
 
 
 # ----------------------------------------------------------------------------------------------- on a GPU, as it seems
-
-
-@pytest.fixture
-def doubles(monkeypatch):
-    cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
-    gpu, nccl = (pytest.importorskip(f"doubles.{name}") for name in ("gpu", "nccl"))
-    gpu.install(monkeypatch.setattr)
-    nccl.install(monkeypatch.setattr)
-    monkeypatch.setattr(kernels, "THREADS", 32)
-    yield gpu
-    cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
-
-
-def on_gpus(size, main):
-    def rank(comm):
-        there = NcclCommunicator(comm.control, gpu=comm.rank)
-        result = main(there)
-        there.close()
-        return result
-
-    return run_ranks(size, rank)
 
 
 @pytest.mark.parametrize("step", [in_one, in_two])
