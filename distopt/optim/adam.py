@@ -1,6 +1,7 @@
 """Adam."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,14 @@ from distopt.optim.schedules import Number
 from distopt.tables import Members
 
 BELOW_1 = float(np.nextafter(1.0, 0.0))
+MOMENTS = {"beta_1": (0.0, BELOW_1), "beta_2": (0.0, BELOW_1), "epsilon": (0.0, math.inf)}  # hyper-parameters
+
+
+def moments(at: Callable[[str], float], t: int, corrects: bool = True) -> dict[str, float]:
+    """Their numbers at update t = 1, 2, ..., where ``at`` is their values; a bias is 1 if nothing ``corrects`` it."""
+    b1, b2 = at("beta_1"), at("beta_2")
+    first = {"b1": b1, "fade1": 1.0 - b1, "bias1": 1.0 - b1**t if corrects else 1.0}
+    return first | {"b2": b2, "fade2": 1.0 - b2, "bias2": 1.0 - b2**t if corrects else 1.0, "epsilon": at("epsilon")}
 
 
 class Adam(Optimizer):
@@ -25,7 +34,7 @@ class Adam(Optimizer):
     """
 
     slots, struct = ("m", "v"), "Adam"
-    hypers = Optimizer.hypers | {"beta_1": (0.0, BELOW_1), "beta_2": (0.0, BELOW_1), "epsilon": (0.0, math.inf)}
+    hypers = Optimizer.hypers | MOMENTS
 
     def __init__(
         self,
@@ -40,9 +49,7 @@ class Adam(Optimizer):
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
     def _own(self) -> dict[str, float]:
-        b1, b2, t = self.at("beta_1"), self.at("beta_2"), self.step_counter + 1
-        first, second = {"b1": b1, "fade1": 1.0 - b1, "bias1": 1.0 - b1**t}, {"b2": b2, "fade2": 1.0 - b2}
-        return first | second | {"bias2": 1.0 - b2**t, "epsilon": self.at("epsilon")}
+        return moments(self.at, self.step_counter + 1)
 
     def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *rest: Any) -> None:
         kernels.adam(members, grad, state["m"], state["v"], *rest)

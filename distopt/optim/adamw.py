@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.optim.adam import BELOW_1
+from distopt.optim.adam import MOMENTS
 from distopt.optim.numbers import flag
 from distopt.optim.optimizer import Optimizer
 from distopt.optim.schedules import Number
@@ -27,7 +27,7 @@ class AdamW(Optimizer):
 
     slots, struct = ("m", "v"), "AdamW"
     options = (*Optimizer.options, "correct_bias")
-    hypers = Optimizer.hypers | {"beta_1": (0.0, BELOW_1), "beta_2": (0.0, BELOW_1), "epsilon": (0.0, math.inf)}
+    hypers = Optimizer.hypers | MOMENTS
 
     def __init__(
         self,

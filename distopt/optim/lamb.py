@@ -1,15 +1,14 @@
 """LAMB."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from distopt import kernels
-from distopt.optim.adam import BELOW_1
+from distopt.optim.adam import MOMENTS, moments
 from distopt.optim.exclude import Exclude
-from distopt.optim.layerwise import Layerwise, bounds, moments
+from distopt.optim.layerwise import Layerwise, bounds
 from distopt.optim.numbers import flag
 from distopt.optim.optimizer import Kept, Optimizer, Part, Together
 from distopt.optim.schedules import Number
@@ -32,7 +31,7 @@ class LAMB(Layerwise):
 
     slots, struct, kinds = ("m", "v"), "Lamb", 2
     options = (*Layerwise.options, "bounds", "bias_correction")
-    hypers = Optimizer.hypers | {"beta_1": (0.0, BELOW_1), "beta_2": (0.0, BELOW_1), "epsilon": (0.0, math.inf)}
+    hypers = Optimizer.hypers | MOMENTS
 
     def __init__(
         self,

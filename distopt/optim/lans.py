@@ -1,15 +1,14 @@
 """LANS."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from distopt import kernels
-from distopt.optim.adam import BELOW_1
+from distopt.optim.adam import MOMENTS, moments
 from distopt.optim.exclude import Exclude
-from distopt.optim.layerwise import Layerwise, bounds, moments
+from distopt.optim.layerwise import Layerwise, bounds
 from distopt.optim.optimizer import Kept, Optimizer, Part, Together
 from distopt.optim.schedules import Number
 from distopt.tables import Members
@@ -32,7 +31,7 @@ class LANS(Layerwise):
 
     slots, struct, kinds = ("m", "v"), "Lans", 3
     options = (*Layerwise.options, "bounds")
-    hypers = Optimizer.hypers | {"beta_1": (0.0, BELOW_1), "beta_2": (0.0, BELOW_1), "epsilon": (0.0, math.inf)}
+    hypers = Optimizer.hypers | MOMENTS
 
     def __init__(
         self,

@@ -77,10 +77,3 @@ def bounds(lower: float | None, upper: float | None) -> dict[str, float]:
     if 0 < found["upper"] < found["lower"]:
         raise ValueError(f"lower_bound must be at most upper_bound, got {lower} and {upper}")
     return found
-
-
-def moments(at: Callable[[str], float], t: int, corrects: bool = True) -> dict[str, float]:
-    """Adam's numbers at update t = 1, 2, ...; a bias is 1 if nothing ``corrects`` it."""
-    b1, b2 = at("beta_1"), at("beta_2")
-    first = {"b1": b1, "fade1": 1.0 - b1, "bias1": 1.0 - b1**t if corrects else 1.0}
-    return first | {"b2": b2, "fade2": 1.0 - b2, "bias2": 1.0 - b2**t if corrects else 1.0, "epsilon": at("epsilon")}
