@@ -3,7 +3,10 @@
 import ctypes
 import functools
 import importlib.util
+import itertools
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,7 +35,7 @@ WIDE = ("ld", "st")
 ACCESSES = {
     **dict.fromkeys("pack unpack accumulate scale clip take_half take_bfloat16 add_half add_bfloat16".split(), WIDE),
     **dict.fromkeys("sgd sgd_momentum sgd_nesterov rmsprop adagrad adam sift_above sift_parts add_parts".split(), WIDE),
-    **dict.fromkeys("take_two_bits take_one_bit".split(), WIDE),
+    **dict.fromkeys("adamw lars lamb lans lbsgd lbsgd_gather lbsgd_lars take_two_bits take_one_bit".split(), WIDE),
     **dict.fromkeys("count_nonfinite to_half count_digits deliver".split(), ("ld",)),
     **dict.fromkeys("give_half from_half from_bfloat16 give_all give_two_bits give_one_bit blank".split(), ("st",)),
 }
@@ -63,6 +66,13 @@ def compiled(text, real, architecture):
     return binary.raw, ptx.value.decode(), log.value.decode()
 
 
+@functools.cache
+def everything():
+    """All texts, compiled by as many threads as there are cores."""
+    pool, cases = ThreadPoolExecutor(os.cpu_count()), itertools.product(TEXTS, ("float", "double"), ARCHITECTURES)
+    return {case: pool.submit(compiled, *case) for case in cases}
+
+
 def kernels_of(text):
     """The names of a text's kernels; those of select.cu are the host's alone."""
     source = (NATIVE / text).read_text()
@@ -73,7 +83,7 @@ def kernels_of(text):
 @pytest.mark.parametrize("real", ["float", "double"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_compiles_without_spilling_and_with_wide_accesses(text, real, architecture):
-    binary, ptx, log = compiled(text, real, architecture)
+    binary, ptx, log = everything()[text, real, architecture].result()
     assert binary.startswith(b"\x7fELF")
     names = kernels_of(text)
     assert all(f"{name}_{real}".encode() in binary for name in names)
