@@ -8,10 +8,10 @@ import numpy as np
 
 from distopt.buckets import Buffer, Buffers, Sum
 from distopt.gradients import Known
+from distopt.optim.optimizer import Together
 from distopt.tables import Members
 
 Whole = Callable[[Members, np.ndarray], np.ndarray]
-Together = Callable[[np.ndarray], None]
 
 
 class Adapter(abc.ABC):

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from distopt.adapters.adapter import Adapter, Together, Whole
+from distopt.adapters.adapter import Adapter, Whole
 from distopt.buckets import Buffer, Buffers, Sum
 from distopt.gradients import Known
+from distopt.optim.optimizer import Together
 
 
 class ByBucket(Adapter):
