@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
+from distopt.numbers import flag
 from distopt.optim.adam import MOMENTS
-from distopt.optim.numbers import flag
 from distopt.optim.optimizer import Optimizer
 from distopt.optim.schedules import Number
 from distopt.tables import Members

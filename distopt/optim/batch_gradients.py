@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from distopt import device, kernels
-from distopt.guard import whole
+from distopt.numbers import whole
 from distopt.optim.arrays import check, check_states, widened
 from distopt.optim.optimizer import State
 from distopt.optim.wrapper import Wrapper

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
+from distopt.numbers import flag
 from distopt.optim.adam import MOMENTS, moments
 from distopt.optim.exclude import Exclude
 from distopt.optim.layerwise import Layerwise, bounds
-from distopt.optim.numbers import flag
 from distopt.optim.optimizer import Kept, Optimizer, Part, Together
 from distopt.optim.schedules import Number
 from distopt.tables import Members

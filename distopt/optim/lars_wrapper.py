@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 
 from distopt import device, kernels
+from distopt.numbers import number, positive
 from distopt.optim.arrays import check, widened
 from distopt.optim.exclude import SUFFIXES, Exclude, described, left_out, predicate
 from distopt.optim.norms import Norms
-from distopt.optim.numbers import number, positive
 from distopt.optim.wrapper import Wrapper
 from distopt.tables import Members
 

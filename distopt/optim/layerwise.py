@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from distopt import device, kernels
+from distopt.numbers import number
 from distopt.optim.exclude import Exclude, described, left_out, predicate
-from distopt.optim.numbers import number
 from distopt.optim.optimizer import Kept, Optimizer, Part, Together
 from distopt.optim.schedules import Number
 from distopt.tables import Members

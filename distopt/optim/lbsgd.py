@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.guard import whole
+from distopt.numbers import number, whole
 from distopt.optim.layerwise import Layerwise
-from distopt.optim.numbers import number
 from distopt.optim.optimizer import Kept, Optimizer, Part, State, Together
 from distopt.optim.schedules import Number
 from distopt.tables import Members

@@ -9,9 +9,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from distopt import device, kernels
-from distopt.guard import whole
+from distopt.numbers import flag, limit, multipliers, number, whole
 from distopt.optim.arrays import check, check_states, widened
-from distopt.optim.numbers import flag, limit, multipliers, number
 from distopt.optim.schedules import Number, hyper
 from distopt.tables import Members, Numbers
 
@@ -141,13 +140,17 @@ class Optimizer(abc.ABC):
         have the other pieces.
         """
         kept = self._keep(members, total[0][2])
-        members.rows["lr"] = [self.lr_mult.get(n, 1.0) for n in members.names] if self.lr_mult else 1.0
-        members.rows["decay"] = [self.wd_mult.get(n, 1.0) for n in members.names] if self.wd_mult else 1.0
+        self.multiply(members)
         if members.narrow:
             home = kept.state[MASTER] if self.multi_precision else self._wide
             assert home is not None
             members.work_in(home, master=self.multi_precision)
         self._update_all(kept, [(members.share(number, of), flat) for number, of, flat in total], refused, together)
+
+    def multiply(self, members: Members) -> None:
+        """Write down the multipliers of each parameter, where kernels read them."""
+        members.rows["lr"] = [self.lr_mult.get(n, 1.0) for n in members.names] if self.lr_mult else 1.0
+        members.rows["decay"] = [self.wd_mult.get(n, 1.0) for n in members.names] if self.wd_mult else 1.0
 
     def _numbers(self, scale: float) -> dict[str, float]:
         """What the kernel's ``struct`` holds at the next update."""
@@ -252,6 +255,7 @@ class Optimizer(abc.ABC):
     def reserve(self, members: Members, like: np.ndarray) -> None:
         """Make the state of a bucket's parameters, where ``like`` is; MemoryError if there is no room."""
         self._keep(members, like)
+        self.multiply(members)
 
     def check(self, members: Members) -> None:
         """ValueError if a state that this optimizer has is not of its parameter's shape."""

@@ -4,8 +4,7 @@ import abc
 import math
 from typing import Any
 
-from distopt.guard import whole
-from distopt.optim.numbers import number, positive
+from distopt.numbers import number, positive, whole
 from distopt.optim.schedules.warmup import WarmUp
 
 

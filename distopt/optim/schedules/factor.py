@@ -5,8 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from distopt.guard import whole
-from distopt.optim.numbers import number
+from distopt.numbers import number, whole
 from distopt.optim.schedules.warmup import WarmUp
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from numbers import Real
 
-from distopt.optim.numbers import number
+from distopt.numbers import number
 
 Schedule = Callable[[int], float]
 Number = float | Schedule

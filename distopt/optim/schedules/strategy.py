@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import NamedTuple
 
-from distopt.guard import whole
+from distopt.numbers import whole
 from distopt.optim.schedules.scheduler import DecayScheduler
 
 MODES = ("linear", "exponential")

@@ -2,8 +2,7 @@
 
 import abc
 
-from distopt.guard import whole
-from distopt.optim.numbers import number
+from distopt.numbers import number, whole
 from distopt.optim.schedules.scheduler import DecayScheduler
 
 MODES = ("linear", "constant")

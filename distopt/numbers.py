@@ -2,9 +2,29 @@
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
-from distopt.guard import real
+import numpy as np
+
+
+def whole(name: str, given: Any, least: int) -> int:
+    """``given`` as an int; TypeError or ValueError that names the field if it is not a whole number >= ``least``."""
+    if isinstance(given, bool) or not isinstance(given, int | np.integer):
+        raise TypeError(f"{name} must be an integer, got {given!r}")
+    if given < least:
+        raise ValueError(f"{name} must be at least {least}, got {given}")
+    return int(given)
+
+
+def real(name: str, given: Any) -> float:
+    """``given`` as a float; TypeError or ValueError that names the field if it is no number, or too large for one."""
+    if isinstance(given, bool) or not isinstance(given, Real):
+        raise TypeError(f"{name} must be a number, got {given!r}")
+    try:
+        return float(given)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that a float can hold, got one that is too large") from None
 
 
 def number(name: str, given: Any, least: float = 0.0, most: float = math.inf) -> float:
