@@ -190,10 +190,10 @@ class DistOpt(Saving):
 
         ``loss`` is a callable that enqueues forward and backward on the current stream and returns (param, grad) pairs,
         always with the same arrays; it must not allocate anew, nor wait.  It is called twice here: for an ordinary
-        step, which counts, and for the capture.  Collective.  Dense, Half and TopK can be captured, with one of
-        distopt's own optimizers; a partial step cannot, since it averages another bucket each time.  A ``Metered``
-        communicator does not see what a replay sends.  Each rank needs a process of its own: NCCL may deadlock when one
-        process launches the graphs of several.
+        step, which counts, and for the capture.  Collective.  Not captured are ``Threshold``, whose payloads are as
+        long as the data want, a warm-up, whose density changes, and a partial step, which averages another bucket each
+        time; and the optimizer is one of distopt's own.  A ``Metered`` communicator does not see what a replay sends.
+        Each rank needs a process of its own: NCCL may deadlock when one process launches the graphs of several.
 
         Raises ValueError for a step that cannot be captured.
         """

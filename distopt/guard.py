@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from numbers import Real
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -227,25 +226,6 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
             break
         trace = trace.tb_next
     return trace
-
-
-def whole(name: str, given: Any, least: int) -> int:
-    """``given`` as an int; TypeError or ValueError that names the field if it is not a whole number >= ``least``."""
-    if isinstance(given, bool) or not isinstance(given, int | np.integer):
-        raise TypeError(f"{name} must be an integer, got {given!r}")
-    if given < least:
-        raise ValueError(f"{name} must be at least {least}, got {given}")
-    return int(given)
-
-
-def real(name: str, given: Any) -> float:
-    """``given`` as a float; TypeError or ValueError that names the field if it is no number, or too large for one."""
-    if isinstance(given, bool) or not isinstance(given, Real):
-        raise TypeError(f"{name} must be a number, got {given!r}")
-    try:
-        return float(given)
-    except OverflowError:
-        raise ValueError(f"{name} must be a number that a float can hold, got one that is too large") from None
 
 
 def _say(text: str) -> None:

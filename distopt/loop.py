@@ -12,8 +12,9 @@ from distopt.compress import At, Compressor, Dense
 from distopt.device import Graph
 from distopt.exchange import Overlap, Rooms, add_shares, choose, refuse_divergence
 from distopt.exchange.shares import describe, nonfinite
-from distopt.guard import by_rank, whole
+from distopt.guard import by_rank
 from distopt.memory import Memory
+from distopt.numbers import whole
 from distopt.watch import recorder
 
 Make = Callable[[], Compressor]
@@ -41,7 +42,9 @@ def as_they_are(arrays: list[np.ndarray]) -> Iterator[Sum]:
 
 def _in_words(kind: Kind, compressor: Compressor) -> str:
     """What all ranks must do alike."""
-    return f"{kind.what} with {compressor!r}" + f", clipped at {kind.clip}" * (kind.clip is not None)
+    clipped = f", clipped at {kind.clip}" * (kind.clip is not None)
+    gathered = not (kind.break_even or compressor.summable)
+    return f"{kind.what} with {compressor!r}{clipped}" + ", break_even=False" * gathered
 
 
 class Loop(Memory):
@@ -138,7 +141,7 @@ class Loop(Memory):
         exchange: Exchange = as_they_are
         try:
             threshold = self._checked_threshold(kind)
-            compressor = kind.make()
+            compressor = self._at_this_step(kind.make())
             early = kind.sent and self._may_overlap(compressor, threshold)
             one, pack = self._exchanger(compressor, kind.break_even, early), self._packer(compressor, kind)
             what = _in_words(kind, compressor)
@@ -151,8 +154,9 @@ class Loop(Memory):
                 exchange = self._all(compressor, one)
             self._collector.collect(loss)
             self._follow_plan(threshold)
-            self._describe(what)
-            self._pack(pack, overlap.sent if overlap else 0)
+            if self._describe(what):
+                self._check_sizes(compressor)
+            self._pack(compressor, pack, overlap.sent if overlap else 0)
             self._compressor = compressor
         except Exception as e:
             error = e
@@ -163,6 +167,29 @@ class Loop(Memory):
         if overlap:
             self._complete(overlap, failed=error is not None)
         return error, exchange
+
+    def _at_this_step(self, compressor: Compressor) -> Compressor:
+        """What a compressor is at the next update; ValueError if it cannot work there."""
+        if getattr(compressor, "corrects_momentum", False):
+            self._check_momentum(type(compressor).__name__)
+        at_step: Callable[[int], Compressor] | None = getattr(compressor, "at_step", None)
+        return at_step(self.step_counter) if at_step else compressor
+
+    def _check_momentum(self, name: str) -> None:
+        """ValueError if the compressor of this name would not be all that there is of momentum."""
+        found = self._optimizer.momentum()
+        if found:
+            raise ValueError(
+                f"{name} has the momentum, on each rank, and {found} would be a second one: "
+                "give the momentum to the compressor, and the optimizer none, as SGD(lr)"
+            )
+        if self._window.num_batches > 1 and not self._window.sync_on_apply:
+            raise ValueError(f"sync_on_apply=False exchanges every batch, but {name} has one momentum per update")
+
+    def _check_sizes(self, compressor: Compressor) -> None:
+        """ValueError for a bucket that a compressor cannot take."""
+        for b in self._memory:
+            compressor.payload_bytes(b.gradient.size, b.gradient.itemsize, b.gradients)
 
     def _checked_threshold(self, kind: Kind) -> int:
         """The threshold of this step; raises what forbids a step of this kind."""
@@ -179,10 +206,12 @@ class Loop(Memory):
         rooms = self._rooms_for(compressor)
         self._numbers = (*self._optimizer.numbers(), *(rooms.state() if rooms else ()))
 
-    def _pack(self, pack: Callable[[Buffer], None], sent: int) -> None:
+    def _pack(self, compressor: Compressor, pack: Callable[[Buffer], None], sent: int) -> None:
         """All gradients are known: pack them, but for so many buckets that were sent already."""
         memory, values, grads = self._memory, self._collector.values, self._collector.grads
         memory.point_to_parameters(values.addresses, values.version)
+        if hasattr(compressor, "finish"):  # which adds a weight decay of its own
+            self._optimizer.multiply(memory)
         memory.point_to_gradients(grads.arrays, grads.addresses, grads.version, sent)
         for buffer in list(memory)[sent:]:
             pack(buffer)
@@ -280,6 +309,7 @@ class Loop(Memory):
         What goes ``early`` has a wire of its own: a backward pass may use this one, as batch normalization does.
         """
         algorithm, wire = choose(compressor, break_even), self._wire.beside if early else self._wire
+        finish = getattr(compressor, "finish", None)
 
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:
             if self._in_shares(compressor):
@@ -287,9 +317,14 @@ class Loop(Memory):
             rooms, number = self._rooms_for(compressor), buffer.number
             room, found = (rooms[number], rooms.found(number)) if rooms else (None, None)
             here = (buffer.gradients, buffer.scratch, buffer.constant)
-            at = At(self.step_counter, wire.rank, wire.size, *here, self._refusal.number, room, found)
+            now = self.step_counter, wire.rank, wire.size
+            counts = self._divisor, self._window.num_batches if self._window.sync_on_apply else 1
+            at = At(*now, *here, self._refusal.number, room, found, buffer.parameters, *counts)
             with wire.on_behalf_of(f"bucket {number}"):
                 algorithm(x, compressor, wire, buffer.state, at)
+                if finish:
+                    with wire.aside():
+                        finish(x, buffer.state, at)
             return in_one_piece(x)
 
         return exchange
@@ -359,6 +394,10 @@ class Loop(Memory):
             )
         if compressor.ragged:
             raise ValueError(f"{compressor!r} sends as much as the data want: such a step cannot be captured")
+        if getattr(compressor, "sparsity", None) is not None:
+            raise ValueError(
+                f"{compressor!r} changes with its warmup, which a captured step could not: capture it without"
+            )
         if self._window.num_batches > 1:
             raise ValueError(f"num_batches={self._window.num_batches}: calls of different kinds cannot be captured")
         if self._nonfinite.adapts:
@@ -383,6 +422,7 @@ class Loop(Memory):
             for name, known in self._collector.order.items():
                 if known.param is not known.value and known.param.data is not known.value:
                     raise RuntimeError(f"{name}: its data is another array than when the step was captured")
+            self._at_this_step(self._compressor)
             self._numbers = self._optimizer.numbers()
         except Exception as e:
             error = e

@@ -13,8 +13,9 @@ from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense
 from distopt.exchange import Background, Blind, Inline, Refusal, Rooms, Seen, Window
 from distopt.gradients import Collector
-from distopt.guard import by_rank, fingerprint, whole
+from distopt.guard import by_rank, fingerprint
 from distopt.nonfinite import Policy, policy
+from distopt.numbers import whole
 from distopt.tables import FORMATS, Members
 from distopt.verbs import Verbs
 
@@ -91,7 +92,8 @@ class Memory(Verbs):
     @property
     def plan(self) -> Plan:
         """Which parameters share a bucket; printable.  RuntimeError before the first step or ``gradient_views``."""
-        return self._memory.plan.sending(self._compressor.payload_bytes, self._compressor.positional)
+        flats = ((b.gradient.size, b.gradient.itemsize, b.gradients) for b in self._memory)
+        return self._memory.plan.sending([self._compressor.payload_bytes(*flat) for flat in flats])
 
     @property
     def _memory(self) -> Buffers:
@@ -196,15 +198,16 @@ class Memory(Verbs):
 
     # ------------------------------------------------------------------------------------------------- the vote
 
-    def _describe(self, what: str) -> None:
-        """What this rank is about to do, in lines that all ranks must agree on."""
+    def _describe(self, what: str) -> bool:
+        """What this rank is about to do, in lines that all ranks must agree on; False if that is what it did last."""
         if self._lines and self._lines[0] == what:
-            return
+            return False
         order = self._collector.order.items()
         parameters = [f"parameter {k} = {n} {p.value.shape} {p.value.dtype}" for k, (n, p) in enumerate(order)]
         options = [f"threshold={self._memory.plan.threshold}", *self._options, repr(self._optimizer)]
         self._lines = [what, *parameters, *options]
         self._mark = fingerprint(self._lines)
+        return True
 
     def _vote(
         self,
@@ -453,8 +456,9 @@ class Memory(Verbs):
             raise ValueError(f"rooms must be a list, got {type(state['rooms']).__name__}")
         for room in state["rooms"]:
             whole("rooms", room, least=0)
-        if not isinstance(state["states"], dict):
-            raise ValueError(f"states must be a dict of dicts of arrays, got {type(state['states']).__name__}")
+        for given in (state["states"], *(state["states"].values() if isinstance(state["states"], dict) else ())):
+            if not isinstance(given, dict):
+                raise ValueError(f"states must be a dict of dicts of arrays, got {type(given).__name__}")
         states = {s: {n: np.array(a) for n, a in arrays.items()} for s, arrays in state["states"].items()}
         if self._number:
             self._memory.check(states)

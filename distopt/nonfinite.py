@@ -5,7 +5,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from distopt.guard import agreed, real, whole
+from distopt.guard import agreed
+from distopt.numbers import real, whole
 
 PATIENCE = 10  # refused calls in a row
 LARGEST = 2.0**126  # whose reciprocal is still a normal float32

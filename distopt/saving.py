@@ -14,8 +14,10 @@ import numpy as np
 
 from distopt import device, job, signals
 from distopt.checkpoint import CheckpointError, Pending, file, folder, ranks
+from distopt.compress.dgc import DECAY
 from distopt.device import is_array
-from distopt.guard import agreed, fingerprint, whole
+from distopt.guard import agreed, fingerprint
+from distopt.numbers import whole
 from distopt.uneven import Uneven
 
 LONGEST = 2000  # characters of an optimizer's text
@@ -216,10 +218,10 @@ class Saving(Uneven):
         if ours["batches"] and other:
             kind = f"sync_on_apply={not about['window_of_sums']}"
             raise ValueError(f"{place} was saved in the middle of a window with {kind}")
-        alike = [WINDOW] if about["window_of_sums"] else []
+        sums = [WINDOW] if about["window_of_sums"] else []
         states = mine["states"]
         if saved != size:
-            states = ranks.pending(rank, size, saved, lambda r: read(r)["states"], alike)
+            states = ranks.pending(rank, size, saved, lambda r: read(r)["states"], sums, [DECAY])
             self._note(f"{place}: {saved} ranks saved it, {size} go on; the pending mean stays as it was")
         parameters = ours.pop("parameters")
         return ours | {"states": states}, parameters, mine["extra"]

@@ -71,6 +71,8 @@ class Members:
         self.key = object()  # the same for all shares
         self._mirror = device.Mirror(self.rows)  # likewise
         self._shares: dict[tuple[int, int], Members] = {}
+        self._parts: dict[bytes, Members] = {}
+        self._close: Members | None = None
         self._arrays: Sequence[np.ndarray] = ()
 
     def share(self, number: int, of: int) -> "Members":
@@ -82,6 +84,23 @@ class Members:
             part._shares, part.span = {}, (self.chunks * number // of, self.chunks * (number + 1) // of)
             self._shares[number, of] = part
         return self._shares[number, of]
+
+    def only(self, rows: np.ndarray) -> "Members":
+        """The members of these rows, a bool each, at the same places; their arrays are yet to be pointed to."""
+        chosen = np.flatnonzero(rows)
+        if chosen.tobytes() not in self._parts:
+            names, shapes = [self.names[k] for k in chosen], [self.shapes[k] for k in chosen]
+            part = Members(names, shapes, self.rows["offset"][chosen].tolist(), self.stored)
+            self._parts[chosen.tobytes()] = part
+        return self._parts[chosen.tobytes()]
+
+    def closely(self, flat: np.ndarray) -> "Members":
+        """The same members, one right behind the other; their arrays are those that they have in ``flat``."""
+        if self._close is None:
+            ends = np.cumsum(self.rows["size"])
+            self._close = Members(self.names, self.shapes, (ends - self.rows["size"]).tolist(), self.dtype)
+        self._close.rows["data"] = device.address(flat) + self.rows["offset"] * flat.itemsize
+        return self._close
 
     def table(self, gpu: int | None) -> Table:
         """What a kernel gets, on the host or on a GPU."""

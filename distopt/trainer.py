@@ -10,10 +10,11 @@ from distopt import device, freshness, gluon
 from distopt.buckets import States, Sum, leave, take
 from distopt.comm import Communicator, world
 from distopt.gradients import Parameter, checked_gradient
-from distopt.guard import agreed, fingerprint, real
+from distopt.guard import agreed, fingerprint
 from distopt.loop import Kind, Packed, as_they_are
 from distopt.memory import AllJoinedError
 from distopt.nonfinite import LossScaler
+from distopt.numbers import real
 from distopt.optim import Optimizer, Wrapper
 from distopt.saving import Saving
 

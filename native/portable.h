@@ -164,6 +164,8 @@ INLINE float value(unsigned u) { return __uint_as_float(u); }
 INLINE long long bits(double x) { return __double_as_longlong(x); }
 INLINE float root(float x) { return sqrtf(x); }
 INLINE double root(double x) { return sqrt(x); }
+INLINE int count_ones(unsigned long long x) { return __popcll(x); }
+INLINE int lowest_one(unsigned long long x) { return __ffsll(x) - 1; }
 
 // A pointer that a kernel found in memory is not known to lie in no block's own, and is slower until it is said so.
 template <class T>
@@ -242,6 +244,8 @@ INLINE float value(unsigned u) { float x; memcpy(&x, &u, sizeof x); return x; }
 INLINE long long bits(double x) { long long u; memcpy(&u, &x, sizeof u); return u; }
 INLINE float root(float x) { return __builtin_sqrtf(x); }
 INLINE double root(double x) { return __builtin_sqrt(x); }
+INLINE int count_ones(unsigned long long x) { return __builtin_popcountll(x); }
+INLINE int lowest_one(unsigned long long x) { return __builtin_ctzll(x); }
 template <class T>
 INLINE T *global(T *p) { return p; }
 INLINE void together() {}

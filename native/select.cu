@@ -2,7 +2,7 @@
 // so selection is exact, and ties are taken from the lowest index on.  This is the host's way; a device's is in sift.cu,
 // and comes to the same.
 #include "lanes.h"
-#include "portable.h"
+#include "momentum.h"
 
 #if HOST
 
@@ -12,6 +12,37 @@ typedef decltype(magnitude((real)0)) Magnitude;
 #define BLOCK 64   // entries that are compared before one of them is noted
 #define LINE 16    // neighbours that are sampled together
 #define LINES 257  // one line of so many is a sample: a prime, so that every column of a matrix gets its turn
+
+// By what x grows: nothing, a gradient, or that with momentum.
+struct Growth {
+  const real *gradient;
+  real *velocity, momentum;
+  bool nesterov;
+
+  __attribute__((always_inline)) real at(long long i) const {
+    const real g = gradient[i];
+    if (!velocity) return g;
+    const real u = velocity[i];
+    return nesterov ? Nesterov::growth(Nesterov::next(u, g, momentum), g) : Vanilla::next(u, g, momentum);
+  }
+
+  // Of a run, whose velocities are brought up to date, in `room` if it is nowhere else; 0 for nothing.
+  __attribute__((always_inline)) const real *on(long long begin, long long end, real *room) const {
+    const real *const g = gradient;
+    real *const u = velocity, *const more = room - begin;
+    if (!gradient || !velocity) return gradient;
+    if (!nesterov) {
+      INDEPENDENT for (long long i = begin; i < end; ++i) u[i] = Vanilla::next(u[i], g[i], momentum);
+      return u;
+    }
+    INDEPENDENT for (long long i = begin; i < end; ++i) {
+      const real next = Nesterov::next(u[i], g[i], momentum);
+      u[i] = next;
+      more[i] = Nesterov::growth(next, g[i]);
+    }
+    return more;
+  }
+};
 
 // x <- x + add on [begin, end), a run or less: the indices of what then lies above `bound`, ascending; returns how
 // many.  There is room for a run.  Without `add` nothing is added.
@@ -70,11 +101,11 @@ INLINE Magnitude reached_by(long long k, long long spare, long long n, const rea
   return low;
 }
 
-// A bound that a few more than k entries of x + add are above, as far as a sample can tell; -1 if it cannot.
-INLINE Magnitude guess(long long k, const real *x, const real *add, long long begin, long long end, real *sample) {
+// A bound that a few more than k entries of x, grown, are above, as far as a sample can tell; -1 if it cannot.
+INLINE Magnitude guess(long long k, const real *x, const Growth &growth, long long begin, long long end, real *sample) {
   long long drawn = 0;
   for (long long i = begin; i + LINE <= end; i += LINE * LINES)
-    for (int j = 0; j < LINE; ++j) sample[drawn++] = add ? x[i + j] + add[i + j] : x[i + j];
+    for (int j = 0; j < LINE; ++j) sample[drawn++] = growth.gradient ? x[i + j] + growth.at(i + j) : x[i + j];
   if (!drawn) return -1;
   const double expected = (double)k * drawn / (end - begin), deviation = root(expected) + 1;
   const long long rank = (long long)(expected + 3 * deviation);  // too high once in 700 times
@@ -103,17 +134,19 @@ INLINE Magnitude keep_largest(long long k, real *x, long long held, int *index, 
   return least;
 }
 
-// x <- x + add, and the entries above `bound`, or at least the k largest of them, move out of x; returns how many.
+// x grows, and the entries above `bound`, or at least the k largest of them, move out of x; returns how many.
 // Whenever there is no room for more, all but the k largest move back.
-INLINE long long collect(long long k, real *x, const real *add, long long begin, long long end, Magnitude bound,
+INLINE long long collect(long long k, real *x, const Growth &growth, long long begin, long long end, Magnitude bound,
                          long long room, int *index, real *entry, int *kept_index, real *kept) {
+  real more[RUN];
   long long held = 0;
   for (long long i = begin; i < end; i += RUN) {
     if (held + RUN > room) {
       bound = keep_largest(k, x, held, index, entry, kept_index, kept);
       for (held = 0; held < k; ++held) index[held] = kept_index[held], entry[held] = kept[held];
     }
-    held += take_above(x, add, i, i + RUN < end ? i + RUN : end, bound, index + held, entry + held);
+    const long long stop = i + RUN < end ? i + RUN : end;
+    held += take_above(x, growth.on(i, stop, more), i, stop, bound, index + held, entry + held);
   }
   return held;
 }
@@ -138,21 +171,22 @@ KERNEL(take_above)(long long n, real *x, long long given, const real *add, long 
   }
 }
 
-// x <- x + add, and of each part [offset, offset + size) of x the `count` largest entries move out of it, those of
-// equal magnitude from the lowest index on.  They are k in all.  There is room for a chunk more than a part, or than
-// twice its count; the more room, the more seldom candidates move back.
-KERNEL(take_largest)(long long n, real *x, long long given, const real *add, long long parts, const long long *offset,
-                     const long long *size, const long long *count, long long k, int *index, real *entry,
-                     long long room, int *candidate, real *large, Unless refused) {
+// x grows by add, or by the momentum of that if there is a velocity; and of each part [offset, offset + size) of x the
+// `count` largest entries move out of it, those of equal magnitude from the lowest index on.  They are k in all.  There
+// is room for a chunk more than a part, or than twice its count; the more room, the more seldom candidates move back.
+KERNEL(take_largest)(long long n, real *x, long long given, const real *add, long long moves, real *velocity,
+                     double momentum, long long nesterov, long long parts, const long long *offset,
+                     const long long *size, const long long *count, long long k, int *index, real *entry, long long room,
+                     int *candidate, real *large, Unless refused) {
   if (holds(refused)) return no_entries(k, index, entry);
+  const Growth growth = {given ? add : 0, moves ? velocity : 0, (real)momentum, nesterov != 0}, grown = {};
   for (long long p = 0; p < parts; ++p) {
     const long long begin = offset[p], end = begin + size[p];
-    const real *const sum = given ? add : 0;
-    const Magnitude bound = guess(count[p], x, sum, begin, end, large);
-    long long held = collect(count[p], x, sum, begin, end, bound, room, candidate, large, index, entry);
+    const Magnitude bound = guess(count[p], x, growth, begin, end, large);
+    long long held = collect(count[p], x, growth, begin, end, bound, room, candidate, large, index, entry);
     if (held < count[p]) {  // guessed too high
       for (long long i = 0; i < held; ++i) x[candidate[i]] = large[i];
-      held = collect(count[p], x, 0, begin, end, -1, room, candidate, large, index, entry);
+      held = collect(count[p], x, grown, begin, end, -1, room, candidate, large, index, entry);
     }
     keep_largest(count[p], x, held, candidate, large, index, entry);
     index += count[p], entry += count[p];

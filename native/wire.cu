@@ -197,7 +197,8 @@ KERNEL(give_all)(long long n, real *x, long long ranks, const int *const *index,
       for (long long r = 0; r < some; ++r) {
         const int *place = global(index[first + r]);
         const real *value = global(entry[first + r]);
-        FOR_EACH_HERE(j, edges[2 * r], edges[2 * r + 1]) total[place[j] - c.begin] += value[j];
+        FOR_EACH_HERE(j, edges[2 * r], edges[2 * r + 1])
+          if (place[j] >= c.begin && place[j] < c.end) total[place[j] - c.begin] += value[j];  // a damaged one may not
         together();
       }
     }

@@ -10,7 +10,18 @@ import numpy as np
 
 import reference
 from distopt import DistOpt, Parameter, device
-from distopt.compress import At, Dense, ErrorFeedback, Half, OneBit, TopK, TwoBit
+from distopt.compress import (
+    At,
+    DeepGradientCompression,
+    Dense,
+    ErrorFeedback,
+    Half,
+    OneBit,
+    Packed,
+    Threshold,
+    TopK,
+    TwoBit,
+)
 from distopt.optim import (
     LAMB,
     LANS,
@@ -77,6 +88,16 @@ def sgd():
     return SGD(ExponentialDecay(0.1, 2, 0.5, staircase=True), momentum=0.9, weight_decay=1e-3)
 
 
+def plain():
+    """The same without momentum, for what has that itself."""
+    return SGD(ExponentialDecay(0.1, 2, 0.5, staircase=True), weight_decay=1e-3)
+
+
+def maker(mode, make):
+    """Of the optimizer that a mode is tried with."""
+    return plain if mode.startswith("dgc") else make
+
+
 OPTIMIZERS = {
     "sgd": sgd,
     "plain sgd": lambda: SGD(0.1),
@@ -107,6 +128,12 @@ WRAPPERS = {
     "batches of lars": lambda: layer_wise(BatchGradients(SGD(0.1, 0.9), 2)),
 }
 
+DGC = DeepGradientCompression(Packed(TopK(0.1)), weight_decay=1e-2, warmup=[0.5, 0.0, 0.9], steps_per_epoch=1)
+DGC_NOW = DeepGradientCompression(Packed(TopK(0.1), value="int8"), weight_decay=1e-2, decay_in_gradient=True)
+NESTEROV_DGC = DeepGradientCompression(
+    TopK(0.1), 0.8, nesterov=True, clip_norm=2.0, weight_decay=1e-2, exclude_1d=False, min_numel=8
+)
+
 # One step of every kind, as a user would write it.
 MODES = {
     "dense": lambda opt, loss: opt(loss),
@@ -123,11 +150,30 @@ MODES = {
     "topk beyond break even": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.9))),
     "2bit": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.5))),
     "1bit": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit())),
+    "packed": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.1)))),
+    "packed per tensor": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.1, True), value="int8"))),
+    "packed threshold": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(Threshold(0.7), value="bfloat16"))),
+    "packed without memory": lambda opt, loss: opt.step(loss, Packed(Threshold(0.7)), break_even=False),
+    "dgc": lambda opt, loss: opt.step(loss, DGC),
+    "dgc by gather": lambda opt, loss: opt.step(loss, NESTEROV_DGC, break_even=False),
+    "dgc in int8": lambda opt, loss: opt.step(loss, DGC_NOW),
+    "dgc of all": lambda opt, loss: opt.step(loss, DeepGradientCompression(TopK(1.0))),
 }
-WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit())))
-CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY)
+WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Packed(TopK(0.1)))))
+CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY, DGC_NOW, NESTEROV_DGC)
 LOSE_NOTHING = "dense,threshold,topk,topk per tensor,topk beyond break even,half with memory,2bit,1bit".split(",")
-ELEMENTWISE = ("dense", "half", "bfloat16", "half with memory", "threshold", "topk per tensor", "2bit")
+LOSE_NOTHING += ["packed", "packed per tensor", "packed threshold"]
+ELEMENTWISE = (
+    "dense",
+    "half",
+    "bfloat16",
+    "half with memory",
+    "threshold",
+    "topk per tensor",
+    "2bit",
+    "packed threshold",
+    "dgc by gather",
+)
 
 
 def train(
@@ -135,7 +181,7 @@ def train(
 ):
     """Some steps of a run; returns (params, opt)."""
     params = there(comm, parameters(shapes, dtype, comm.rank)) if params is None else params
-    opt = DistOpt(make(), comm, **{"threshold": 60} | options) if opt is None else opt
+    opt = DistOpt(maker(mode, make)(), comm, **{"threshold": 60} | options) if opt is None else opt
     for step in range(start, start + steps):
         MODES[mode](opt, pairs(comm, params, step))
     return params, opt
@@ -305,7 +351,7 @@ def overlap_changes_no_bit(comm, mode="dense"):
     """Law 6: whether buckets travel while gradients are computed or afterwards; gradients come one by one, late."""
     options = {"deterministic": True}  # overlapped or not; without overlap, shared memory adds in rank order anyway
     expected, _ = train(comm, steps=4, mode=mode, **options)
-    params, opt = train(comm, steps=0, overlap=True, **options)
+    params, opt = train(comm, steps=0, mode=mode, overlap=True, **options)
     for step in range(4):
         backward = pairs(comm, params, step)
         MODES[mode](opt, ((p, g) for p, g in backward if time.sleep(2e-4 * comm.rank) is None))
@@ -315,7 +361,9 @@ def overlap_changes_no_bit(comm, mode="dense"):
 def train_captured(comm, compressor=None, make=sgd, captured=True, nan_at=(), **options):
     """Six steps whose gradients a "backward pass" writes to the same arrays each time; returns (params, opt)."""
     params = there(comm, parameters(rank=comm.rank))
-    opt = DistOpt(make(), comm, **{"threshold": 60} | options)
+    opt = DistOpt(
+        maker("dgc" if compressor in (DGC_NOW, NESTEROV_DGC) else "", make)(), comm, **{"threshold": 60} | options
+    )
     views = opt.gradient_views(params)
     given = put(comm, [np.zeros(p.data.shape, p.data.dtype) for p in params])  # what backward makes of its inputs
 

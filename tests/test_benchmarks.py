@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import floor, measure, overhead
+from benchmarks import compression, floor, measure, overhead
 from benchmarks.optimizers import RULES
 from distopt.device import zeros
 from distopt.tables import Members
@@ -55,3 +55,45 @@ def test_cases_take_turns_and_ratios_are_formed_round_by_round():
 def test_each_cause_of_overhead_can_be_timed():
     for cause in overhead.cases_of(3).values():
         cause()
+
+
+@pytest.mark.parametrize(
+    ("mode", "payload", "wire"),
+    [
+        ("dense", 1, 1),
+        ("half", 2, 2),
+        ("1 bit, rates x 0.3", 32, 32 / 4),
+        ("top-K 1 %", 50, 50 / 4),
+        ("top-K 0.1 %", 500, 500 / 4),
+    ],
+)
+def test_bytes_of_a_mode_are_those_of_its_formula(mode, payload, wire):
+    """8 ranks: what cannot be added on the way reaches every rank from all 8, where an all-reduce sends twice."""
+    assert compression.digits_bytes(mode, 8) == pytest.approx((payload, wire), rel=0.01)
+
+
+def test_bytes_of_dgc_are_entries_and_biases():
+    weights, biases = 300_032, 1034
+    sent = 8 * 302 + 4 * biases
+    assert compression.digits_bytes("DGC 0.1 %", 2)[0] == pytest.approx(4 * (weights + biases) / sent, rel=1e-3)
+
+
+def test_packed_dgc_of_all_tensors_is_a_thousandth():
+    """Even where headers weigh most, of the small tensors of ResNet-50."""
+    payload, wire = compression.resnet_bytes(compression.ALL, 8)
+    assert payload > 900
+    assert wire == pytest.approx(payload / 4, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", compression.MODES)
+def test_each_mode_can_be_timed(mode):
+    steps = compression.Steps(64 * 64)
+    step = compression.compression(steps, compression.MODES[mode](), 64)
+    assert 0 < step().nbytes <= 8 * 64 * 64
+
+
+def test_a_run_tells_accuracy_and_steps(monkeypatch):
+    monkeypatch.setattr(compression, "EPOCHS", 8)
+    accuracy, steps = compression.digits_run("dense", 1)
+    assert accuracy >= 0.95
+    assert 12 <= steps <= 8 * 12

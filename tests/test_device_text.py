@@ -14,12 +14,14 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import laws
+from distopt import device as device_memory
 from distopt import kernels, run_ranks
 from distopt.compress import select
+from distopt.compress.packed import VALUES, packing
 from distopt.tables import CHUNK, Members, Numbers
 from simt.build import build, sanitized
 from simt.device import on
@@ -170,6 +172,47 @@ def test_parameters_of_16_bits(device, dtype, stored, by):
     assert all(np.isfinite(a.astype(np.float64)).all() for a in host)
 
 
+def velocities(dtype, stored, by):
+    """What Deep Gradient Compression makes of a bucket beside what it selects."""
+    table, arrays = members([0, *SIZES, 0, 0, 3, 0], dtype, seed=8)
+    params = Members(table.names, table.shapes, table.rows["offset"], stored)
+    params.dtype = np.dtype(dtype)
+    params.point_to([shifted(a.astype(stored), by) for a in arrays])
+    params.rows["decay"] = np.arange(len(arrays)) % 3
+    rng = np.random.default_rng(9)
+    x, *states, growth = (shifted(a.astype(dtype), by) for a in rng.standard_normal((6, table.extent)))
+    numbers, squares = np.zeros(max(table.chunks, len(arrays))), np.zeros(len(arrays))
+    index = np.append(np.arange(0, x.size, 3, np.int32), np.int32(-1))
+    for nesterov in (False, True):
+        kernels.partial_squares(table, x, numbers)
+        kernels.fold_partials(table, numbers, squares, 1)
+        kernels.clip_norms(table, x, squares, 30.0)
+        kernels.add_decay(params, x, 0.1)
+        kernels.decay_momentum(params, states[0], growth, 0.9, nesterov, 0.1)
+        kernels.decay_momentum(params, states[1], states[1], 0.9, False, 0.1)
+        kernels.correct_momentum(table, x, states[2], 0.9, nesterov)
+        kernels.take_whole(table, x, states[3])
+        kernels.mask(states[2], index)
+        kernels.add_scaled(x, growth, 3.0)
+    kept = [a.copy() for a in (x, *states, growth)]
+    kernels.decay_momentum(params, states[0], growth, 0.9, True, 0.1, YES)
+    kernels.correct_momentum(table, x, states[2], 0.9, False, YES)
+    kernels.take_whole(table, x, states[3], YES)
+    same(kept, (x, *states, growth))
+    return kept
+
+
+@pytest.mark.parametrize("by", [0, 1])
+@pytest.mark.parametrize("stored", [None, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", REALS)
+def test_velocities(device, dtype, stored, by):
+    host = velocities(np.dtype(dtype).type, stored or dtype, by)
+    with device():
+        there = velocities(np.dtype(dtype).type, stored or dtype, by)
+    same(host, there)
+    assert all(np.isfinite(a).all() for a in host)
+
+
 def flats(n, dtype, by):
     """What the kernels of flat arrays make of n numbers."""
     x, y = (shifted(a.astype(dtype), by) for a in np.random.default_rng(n).standard_normal((2, n)))
@@ -312,7 +355,7 @@ def test_the_host_side_of_take_above():
 def largest_on_host(x, add, offsets, sizes, counts, refused=None):
     room = 2 * int(sizes.max(initial=0)) + 2 * CHUNK
     index, entry, *held = (np.full(k, 7, t) for k in (counts.sum(), room) for t in (np.int32, x.dtype))
-    kernels.take_largest(x, add, offsets, sizes, counts, index, entry, *held, refused)
+    kernels.take_largest(x, add, x[:0], 0.0, False, offsets, sizes, counts, index, entry, *held, refused)
     return index, entry, x
 
 
@@ -541,6 +584,57 @@ def test_codes_of_one_bit_and_two(libraries, sizes, by, dtype, grid, refused, se
         assert not any(payload.any() for payload in host[8:14])
 
 
+def packed(x, index, entry, value, damage):
+    """A payload, what stays in x, and the planes of it and of one that is noise from the byte ``damage`` on."""
+    layout = device_memory.Mirror(packing(x.size, index.size, value))
+    payload, x = np.zeros(int(layout.host["bytes"][0]), np.uint8), x.copy()
+    kernels.pack_planes(x, index, entry, payload, layout)
+    other = payload.copy()
+    if damage is not None:
+        other[damage:] = np.random.default_rng(x.size).integers(0, 256, other[damage:].size)
+    places, values = np.full(2 * index.size, 7, np.int32), np.full(2 * index.size, 7, x.dtype)
+    kernels.unpack_planes([payload, other], places, values, layout)
+    values[np.isnan(values)] = np.nan  # of either sign
+    return payload, x, places, values
+
+
+@pytest.mark.filterwarnings("ignore:invalid")
+@settings(max_examples=30)
+@given(
+    n=st.one_of(st.sampled_from([1, 40, CHUNK, 9 * CHUNK]), st.integers(0, 9 * CHUNK)),
+    density=st.sampled_from([0.0, 0.001, 0.1, 0.4, 0.7, 1.0]),
+    spare=st.integers(0, 100),
+    value=st.sampled_from(list(VALUES)),
+    by=st.integers(0, 3),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    damage=st.sampled_from([None, 0, 16]),
+    seed=SEEDS,
+)
+@example(9 * CHUNK, 1.0, 0, "float16", 0, "float32", (1, 256, 0), 0, 0)  # one block has all pieces
+@example(9 * CHUNK, 1.0, 0, "int8", 0, "float64", (2, 256, 3), None, 0)
+def test_packed_planes(libraries, n, density, spare, value, by, dtype, grid, damage, seed):
+    """Places without an entry stand at the end; a payload of noise becomes the same on both sides."""
+    rng = np.random.default_rng(seed)
+    k = int(np.ceil(density * n))
+    places = min(n, k + spare)
+    index, entry = np.full(places, -1, np.int32), np.zeros(places, dtype)
+    index[:k] = np.sort(rng.choice(n, k, replace=False))
+    entry[:k] = rng.standard_normal(k) * 2.0 ** rng.integers(-140, 120, k)
+    entry[: k // 5 : 3] = np.nan
+    entry[: k // 7 : 3] = -np.inf
+    x, index, entry = (shifted(a, by) for a in (np.zeros(n, dtype), index, entry))
+    host = packed(x, index, entry, value, damage)
+    with on(libraries, *grid):
+        there = packed(x, index, entry, value, damage)
+    same(host, there)
+    np.testing.assert_array_equal(host[2][:places], index)
+    assert not host[3][k:places].any()
+    if damage == 0:
+        assert (host[2][places:] == np.arange(places)).all()
+        assert np.isnan(host[3][places:]).all()
+
+
 @pytest.mark.skipif(SANITIZE in os.environ, reason="this is that run")
 def test_no_thread_reads_or_writes_outside_of_its_arrays():
     """The same under the address and undefined-behaviour sanitizers."""
@@ -558,7 +652,7 @@ def test_no_thread_reads_or_writes_outside_of_its_arrays():
         "no:cacheprovider",
         __file__,
         "-k",
-        f"{some} or codes_of or (16_bits and float16-1 and float32)",
+        f"{some} or codes_of or packed or (16_bits and float16-1 and float32)",
     ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

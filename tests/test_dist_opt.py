@@ -790,6 +790,8 @@ def test_a_state_is_refused_before_anything_changes():
         (state | {"num_batches": 3}, "saved after 1 of 3 batches; num_batches is 2 here"),
         (state, "state window of a has shape .*no such parameter"),
         (state | {"states": window}, r"state window of b has shape \(2, 2\); here is shape \(4,\)"),
+        (state | {"states": {"window": {"b": np.zeros(4)}}}, "state window of b has dtype float64; here is float32"),
+        (state | {"states": {"window": {"b": np.full(4, "x")}}}, "state window of b has dtype <U1; here is float32"),
     ):
         with pytest.raises(ValueError, match=text):
             opt.load_state_dict(wrong)
@@ -889,6 +891,7 @@ def test_states_that_make_no_sense():
         ({"optimizer": None}, ValueError, "the state has nothing for the optimizer"),
         ({"optimizer": {"m": 1}}, ValueError, "SGD has the states"),
         ({"states": 3}, ValueError, "states must be a dict of dicts of arrays, got int"),
+        ({"states": {"residual": []}}, ValueError, "states must be a dict of dicts of arrays, got list"),
     ):
         with pytest.raises(error, match=text):
             opt.load_state_dict(good | change)

@@ -1,5 +1,6 @@
 """The examples run as their users run them, on real data."""
 
+import math
 import re
 from pathlib import Path
 
@@ -76,3 +77,73 @@ def test_a_large_batch_with_other_schedules():
     code, output = distopt_run(2, EXAMPLES / "large_batch.py", *options, timeout=120)
     assert code == 0, output
     assert len(re.findall(r" \d\.\d+$", output, re.M)) == 7
+
+
+def epochs_of(output):
+    """(epoch, sparsity in %, accuracy, payload, wire) of each line that examples/dgc.py prints."""
+    rows = re.findall(r"^(?:\[0\]\S* )? *(\d+) +(\S+) % +(\d\.\d{4}) +([\d,]+) +\S+ +([\d,]+) +\S+$", output, re.M)
+    return [(int(a), float(b), float(c), *(int(n.replace(",", "")) for n in bytes_)) for a, b, c, *bytes_ in rows]
+
+
+WEIGHTS, BIASES = (64 * 512, 512 * 512, 512 * 10), 512 + 512 + 10
+
+
+def test_dgc_has_moxings_steps_of_sparsity(tmp_path):
+    """The published run: bytes are those of its sparsities, and accuracy is that of all gradients."""
+    pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install 'distopt[plot]'")
+    picture = tmp_path / "dgc.png"
+    code, output = distopt_run(2, EXAMPLES / "dgc.py", "--plot", picture, timeout=120)
+    assert code == 0, output
+    assert "302 of 300,032 weights" in output
+    epochs = epochs_of(output)
+    assert [(e[0], e[1]) for e in epochs[:5]] == [(1, 75), (2, 93.75), (3, 98.4375), (4, 99.6), (5, 99.9)]
+    assert {e[1] for e in epochs[5:]} == {99.9}
+    assert epochs[-1][0] == 90
+    for _, sparsity, _, payload, wire in epochs:
+        entries = sum(math.ceil((1 - sparsity / 100) * n - 1e-6) for n in WEIGHTS)
+        assert payload == wire == 12 * (8 * entries + 4 * BIASES)
+    assert accuracy(output) > 0.97
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_dgc_of_16_bits_and_an_epoch_of_other_samples():
+    """An epoch of sparsity, 24 steps, is two of the images; packed entries have about 28 bits instead of 64."""
+    options = ["--use_fp16=True", "--dgc_total_samples=3072", "--dgc_momentum_type=nesterov", "--max_epochs=10"]
+    options += ["--dgc_momentum_factor_masking=False", "--weight_decay=0", "--lr_warmup_strategy=linear"]
+    code, output = distopt_run(2, EXAMPLES / "dgc.py", *options, timeout=60)
+    assert code == 0, output
+    epochs = epochs_of(output)
+    assert [(e[0], e[1]) for e in epochs] == [(1, 75), (3, 93.75), (5, 98.4375), (7, 99.6), (9, 99.9), (10, 99.9)]
+    assert 12 * 4 * BIASES < epochs[-1][3] < 12 * (4 * 302 + 4 * BIASES)
+
+
+def test_what_dgc_is_compared_with():
+    options = ["--variable_update=distributed_replicated", "--momentum=0.9", "--max_epochs=12"]
+    code, output = distopt_run(2, EXAMPLES / "dgc.py", *options, timeout=60)
+    assert code == 0, output
+    assert [e[:2] for e in epochs_of(output)] == [(1, 0), (10, 0), (12, 0)]
+    assert {e[3] for e in epochs_of(output)} == {12 * 4 * (sum(WEIGHTS) + BIASES + 6)}  # the last one fills 64 bytes
+    assert accuracy(output) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        ("--sync_replicas=False", "--sync_replicas: must be True, got False: distopt is synchronous"),
+        ("--sync_replicas=async", "--sync_replicas: must be True or False, got 'async'"),
+        ("--dgc_momentum_factor_masking=Yes", "masking: must be True or False, got 'Yes'"),
+        ("--use_fp16=1", "--use_fp16: must be True or False, got '1'"),
+        ("--dgc_sparsity_strategy=0.75,1.5", "must be numbers in [0, 1), as in 0.75,0.9375,0.984375,0.996,0.999"),
+        ("--dgc_sparsity_strategy=75%", "got '75%'"),
+        ("--dgc_momentum_type=heavy", "choose from"),
+        ("--dgc_total_samples=0", "must be a whole number, 1 or more, got '0'"),
+        ("--learning_rate_strategy=0.1", "must be EPOCH:LR"),
+        ("--dgc_momentum=1.5", "momentum must be"),
+        ("--momentum=0.9", "SGD's momentum=0.9 would be a second one"),
+    ],
+)
+def test_what_dgc_refuses(option, answer):
+    code, output = distopt_run(1, EXAMPLES / "dgc.py", option, timeout=60)
+    assert code != 0
+    assert answer in output
+    assert "test accuracy 0" not in output

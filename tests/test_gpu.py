@@ -142,7 +142,11 @@ def steady(mode, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mode", ["dense", "half", "half with memory", "partial", "topk", "topk per tensor", "threshold", "2bit", "1bit"]
+    "mode",
+    [
+        *("dense", "half", "half with memory", "partial", "topk", "topk per tensor", "threshold", "2bit", "1bit"),
+        *("packed", "packed per tensor", "packed threshold", "dgc by gather", "dgc in int8", "dgc of all"),
+    ],
 )
 def test_a_step_neither_waits_nor_allocates(mode, monkeypatch):
     assert steady(mode, monkeypatch)[0] == []
@@ -153,7 +157,10 @@ def test_a_threshold_without_memory_waits_once(monkeypatch):
     assert (host, buckets) == (["wait"], 3)
 
 
-@pytest.mark.parametrize(("mode", "kernels"), [("dense", 2), ("half", 4), ("partial", 2), ("2bit", 4), ("1bit", 6)])
+LAUNCHES = [("dense", 2), ("half", 4), ("partial", 2), ("2bit", 4), ("1bit", 6), ("dgc of all", 4)]
+
+
+@pytest.mark.parametrize(("mode", "kernels"), LAUNCHES)
 def test_launches(mode, kernels, monkeypatch):
     _, launches, buckets = steady(mode, monkeypatch)
     extra = {"partial": 2}.get(mode, 0)  # the parameters of one bucket, there and back
@@ -747,6 +754,22 @@ def test_a_captured_step_ends_with_the_next_change():
             step()
 
     on_gpus(2, main)
+
+
+def test_momentum_that_comes_after_the_capture_is_refused():
+    """It would be a second one."""
+
+    def main(comm):
+        params = laws.there(comm, laws.parameters())
+        pairs = list(zip(params, laws.put(comm, laws.gradients(params, 0, comm.rank)), strict=True))
+        opt = DistOpt(SGD(0.1, momentum=lambda k: 0.0 if k < 2 else 0.9), comm)
+        step = opt.capture(lambda: pairs, laws.DGC_NOW)
+        step()
+        with pytest.raises(ValueError, match=r"SGD's momentum=0\.9 would be a second one"):
+            step()
+        return opt.step_counter
+
+    assert on_gpus(2, main) == [2, 2]
 
 
 def test_what_cannot_be_captured():

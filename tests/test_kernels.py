@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import reference
 from distopt import kernels
+from distopt.compress.packed import VALUES, packing
 from distopt.device import zeros
 from distopt.tables import CHUNK, MEMBER, Members, Numbers
 from distopt.texts import NATIVE, source_hash
@@ -274,7 +275,7 @@ def compiler():
 def compiled(folder, name, *flags):
     """Some texts for float, with extra flags, as a library."""
     units = []
-    for text in ("codec", "reduce", "select", "sgd", "wire"):
+    for text in ("codec", "packed", "reduce", "select", "sgd", "wire"):
         unit = folder / f"{name}-{text}.o"
         flags_here = ["-x", "c++", "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-Dreal=float", *flags]
         subprocess.run([compiler(), *flags_here, "-c", NATIVE / f"{text}.cu", "-o", unit], check=True)
@@ -305,7 +306,7 @@ def test_every_simd_level_gives_the_same_bits(tmp_path):
 
 
 def _some_steps(function):
-    """Bytes of what momentum SGD, a cast, selection and codes make of the same numbers."""
+    """Bytes of what momentum SGD, a cast, selection, codes and packing make of the same numbers."""
     table, arrays = members(SIZES, seed=5)
     grad, buffer = np.random.default_rng(1).standard_normal((2, table.extent)).astype(np.float32)
     now = Numbers("Momentum")
@@ -322,6 +323,7 @@ def _some_steps(function):
     wire = np.empty(grad.size, np.uint16)
     function("to_half")(ctypes.c_longlong(grad.size), pointer(grad.ctypes.data), pointer(wire.ctypes.data))
     found = [*arrays, buffer, wire, *_selected(function, grad, buffer), *_coded(function, table, grad, buffer)]
+    found += [a for value in VALUES for a in _packed(function, grad, value)]
     return b"".join(a.tobytes() for a in found)
 
 
@@ -336,8 +338,11 @@ def _selected(function, x, add):
     bound = size(int(np.float32(2).view("i4")))
     function("take_above")(*both, size(room), *planes[0], size(2), pointer(place), bound, None)
     whole = [np.array([n]) for n in (0, x.size, k)]
-    function("take_largest")(*both, size(1), *map(pointer, whole), size(k), *planes[1], size(room), *planes[2], None)
-    return x, place, found[0][0][: place[1]], found[0][1][: place[1]], *found[1]
+    velocity, parts = add.copy(), (size(1), *map(pointer, whole), size(k), *planes[1], size(room), *planes[2], None)
+    for moves, nesterov in ((0, 0), (x.size, 0), (x.size, 1)):
+        moved = (size(moves), pointer(velocity), ctypes.c_double(0.9), size(nesterov))
+        function("take_largest")(*both, *moved, *parts)
+    return x, velocity, place, found[0][0][: place[1]], found[0][1][: place[1]], *found[1]
 
 
 def _coded(function, table, x, add):
@@ -356,6 +361,19 @@ def _coded(function, table, x, add):
     function("give_two_bits")(size(x.size), pointer(sums[0]), size(3), pointer(addresses[0]), number(0.3))
     function("give_one_bit")(table.table(None), pointer(sums[1]), size(3), pointer(addresses[1]), size(4))
     return kept, more, two, one, sums
+
+
+def _packed(function, x, value):
+    """A payload of every third entry, and what comes out of it."""
+    index, kept = np.arange(1, x.size, 3, dtype=np.int32), np.zeros_like(x)
+    entry, layout = x[index], packing(x.size, index.size, value)
+    payload, places, values = np.zeros(int(layout["bytes"][0]), np.uint8), np.zeros_like(index), np.zeros_like(entry)
+    size, pointer = ctypes.c_longlong, lambda a: ctypes.c_void_p(a.ctypes.data)
+    planes, where = (size(index.size), pointer(index), pointer(entry)), pointer(layout)
+    function("pack_planes")(size(x.size), pointer(kept), *planes, size(payload.size), pointer(payload), where)
+    addresses = np.array([payload.ctypes.data])
+    function("unpack_planes")(size(1), pointer(addresses), size(index.size), pointer(places), pointer(values), where)
+    return payload, kept, places, values
 
 
 @pytest.mark.parametrize("level", levels())

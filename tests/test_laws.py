@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 import laws
 from distopt import run_ranks
 from distopt.buckets import plan
-from distopt.compress import Dense, Half, OneBit, Threshold, TopK, TwoBit
+from distopt.compress import Dense, Half, OneBit, Packed, Threshold, TopK, TwoBit
 from launch import needs_mpi, run_mpi
 
 COMPRESSORS = [
@@ -22,6 +22,9 @@ COMPRESSORS = [
     TopK(1.0),
     Threshold(0),
     Threshold(0.7),
+    Packed(TopK(0.5)),
+    Packed(TopK(1.0), value="int8"),
+    Packed(Threshold(0.7), value="bfloat16"),
 ]
 ROUNDING = [TwoBit(0.5), TwoBit(0.3), OneBit(), OneBit(scale="unit"), OneBit(0.3)]  # what stays behind
 

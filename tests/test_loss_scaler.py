@@ -30,7 +30,8 @@ def train(comm, steps=6, start=0, scaler=None, params=None, opt=None, mode="dens
     """Some steps of a run with a scaler; returns (params, opt, scaler)."""
     scaler = LossScaler(window=2) if scaler is None else scaler
     params = laws.there(comm, laws.parameters(rank=comm.rank)) if params is None else params
-    opt = DistOpt(make(), comm, nonfinite=scaler, **{"threshold": 60} | options) if opt is None else opt
+    if opt is None:
+        opt = DistOpt(laws.maker(mode, make)(), comm, nonfinite=scaler, **{"threshold": 60} | options)
     for step in range(start, start + steps):
         laws.MODES[mode](opt, scaled(comm, params, step, scaler, bad))
     return params, opt, scaler

@@ -24,10 +24,10 @@ def saved(comm, path, steps=2, mode="dense", extra=None, **options):
     return params, opt
 
 
-def resumed(comm, path, make=laws.sgd, **options):
+def resumed(comm, path, make=laws.sgd, mode="dense", **options):
     """New parameters of a new process, and what ``load`` returned."""
     params = laws.there(comm, laws.parameters(rank=comm.rank))
-    opt = DistOpt(make(), comm, **{"threshold": 60} | options)
+    opt = DistOpt(laws.maker(mode, make)(), comm, **{"threshold": 60} | options)
     return params, opt, opt.load(path, params)
 
 
@@ -52,7 +52,7 @@ def test_going_on_is_never_having_stopped(size, mode, num_batches, tmp_path):
     def main(comm):
         expected = laws.train(comm, steps=6, mode=mode, num_batches=num_batches)
         saved(comm, tmp_path, steps=3, mode=mode, num_batches=num_batches)
-        params, opt, extra = resumed(comm, tmp_path, num_batches=num_batches)
+        params, opt, extra = resumed(comm, tmp_path, mode=mode, num_batches=num_batches)
         assert extra == {}
         laws.train(comm, steps=3, start=3, params=params, opt=opt, mode=mode)
         assert laws.digest(params) == laws.digest(expected[0])

@@ -2,15 +2,18 @@
 
 import abc
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from distopt.buckets import Buffer, Buffers, Sum
 from distopt.gradients import Known
-from distopt.optim.optimizer import Together
+from distopt.optim import Wrapper
+from distopt.optim.optimizer import Optimizer, Together
 from distopt.tables import Members
 
+MOMENTUM = "momentum", "beta_1", "beta1"  # what it is called
 Whole = Callable[[Members, np.ndarray], np.ndarray]
 
 
@@ -71,6 +74,30 @@ class Adapter(abc.ABC):
             means |= buffer.mean(total, scale)
         for name, known in order.items():
             self.apply(name, known.param, known.value, means[name])
+
+    def momentum(self) -> str:
+        """The number that gives the next update momentum of its own, and whose it is; '' if there is none."""
+        opt = self._innermost
+        for name in MOMENTUM:
+            given = getattr(opt, name, None)
+            value = given(opt.step_counter) if isinstance(opt, Optimizer) and callable(given) else given
+            if isinstance(value, Real) and value:
+                return f"{type(opt).__name__}'s {name}={value}"
+        return ""
+
+    def multiply(self, buffers: Buffers) -> None:
+        """Write down the multipliers of each parameter in the next update, for a compressor that has weight decay."""
+        opt = self._innermost
+        for buffer in buffers if isinstance(opt, Optimizer) else ():
+            opt.multiply(buffer.parameters)
+
+    @property
+    def _innermost(self) -> Any:
+        """The optimizer that is in all wrappers."""
+        opt = self.opt
+        while isinstance(opt, Wrapper):
+            opt = opt.opt
+        return opt
 
     def step(self) -> None:
         """All parameters have been updated."""

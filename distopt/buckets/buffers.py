@@ -13,6 +13,7 @@ from distopt.tables import Layout, Members
 
 Alloc = Callable[[int, Any], np.ndarray]
 States = dict[str, dict[str, np.ndarray]]  # state name -> parameter name -> array
+CONSTANTS = 64  # that a bucket keeps: more than a step asks for, and fewer than a density that falls slowly has values
 
 
 class Wire(Protocol):
@@ -69,10 +70,12 @@ class Buffer:
         return pieces[-1][:nbytes]
 
     def constant(self, name: str, make: Callable[[], np.ndarray]) -> device.Mirror:
-        """A few numbers that are made once, for kernels on either side."""
-        if name not in self._constants:
-            self._constants[name] = device.Mirror(make())
-        return self._constants[name]
+        """A few numbers, for kernels on either side, that are made when they have not been asked for lately."""
+        found = self._constants.pop(name, None) or device.Mirror(make())
+        self._constants[name] = found  # the last
+        if len(self._constants) > CONSTANTS:
+            del self._constants[next(iter(self._constants))]
+        return found
 
     def take(self, addresses: np.ndarray) -> None:
         """Gradients are at these addresses from now on; a missing one, at 0, is zeros."""
@@ -253,12 +256,16 @@ class Buffers:
         return found
 
     def check(self, states: States) -> None:
-        """ValueError for the state of a parameter that is not here, or is of another shape."""
+        """ValueError for the state of a parameter that is not here, or is of another shape or dtype."""
         for state, arrays in states.items():
             for name, a in arrays.items():
-                if name not in self._views or a.shape != self._views[name].shape:
-                    here = f"shape {self._views[name].shape}" if name in self._views else "no such parameter"
-                    raise ValueError(f"state {state} of {name} has shape {a.shape}; here is {here}")
+                if name not in self._views:
+                    raise ValueError(f"state {state} of {name} has shape {a.shape}; here is no such parameter")
+                here = self._views[name]
+                if a.shape != here.shape:
+                    raise ValueError(f"state {state} of {name} has shape {a.shape}; here is shape {here.shape}")
+                if a.dtype != here.dtype:
+                    raise ValueError(f"state {state} of {name} has dtype {a.dtype}; here is {here.dtype}")
 
     def restore(self, states: States) -> None:
         """Let ``states`` be what outlives a step; they come from another plan, or from a checkpoint."""

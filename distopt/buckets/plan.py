@@ -1,6 +1,6 @@
 """Fuse many small arrays into few flat buffers: the plan, a pure function of an ordered list."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,10 +44,8 @@ class Plan:
     threshold: int
     payload: tuple[int | None, ...] = ()  # bytes per bucket with the compressor in use; () when dense
 
-    def sending(self, payload_bytes: Callable[[int, int], int | None], positional: bool) -> "Plan":
-        """The same plan, with the payloads of a compressor."""
-        elements = [b.size if positional else sum(b.sizes) for b in self.buckets]
-        payload = (payload_bytes(n, b.dtype.itemsize) for n, b in zip(elements, self.buckets, strict=True))
+    def sending(self, payload: Sequence[int | None]) -> "Plan":
+        """The same plan, with the bytes of each bucket's payload, None where they depend on the data."""
         return replace(self, payload=tuple(payload))
 
     def __str__(self) -> str:

@@ -9,15 +9,22 @@ Tree = Any
 States = dict[str, dict[str, np.ndarray]]  # state name -> parameter name -> array
 
 
-def pending(rank: int, size: int, saved: int, read: Callable[[int], States], alike: Sequence[str]) -> States:
+def pending(
+    rank: int, size: int, saved: int, read: Callable[[int], States], sums: Sequence[str], equal: Sequence[str]
+) -> States:
     """What waits on one of ``size`` ranks that go on with what ``saved`` ranks have saved; ``read`` is a rank's.
 
-    Every rank has had the same of the states that are ``alike``, sums over ranks, and has the same again.
+    Every rank has had the same of the states that are ``sums`` over ranks, and has the same again, of as many ranks as
+    there are now; and of those that are ``equal``, which stay as they are.
     """
     factor = size / saved
     found = inherited([read(r) for r in heirs(rank, size, saved)], factor)
-    mine = {state: arrays for state, arrays in read(rank % saved).items() if state in alike}
-    return found | inherited([mine], factor)
+    mine = read(rank % saved)
+    return found | inherited([_only(mine, sums)], factor) | _only(mine, equal)
+
+
+def _only(states: States, names: Sequence[str]) -> States:
+    return {state: arrays for state, arrays in states.items() if state in names}
 
 
 def heirs(rank: int, size: int, saved: int) -> list[int]:

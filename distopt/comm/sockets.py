@@ -21,7 +21,8 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 
 import numpy as np
 
-from distopt.guard import Control, PeerLeft, agreed, whole
+from distopt.guard import Control, PeerLeft, agreed
+from distopt.numbers import whole
 from distopt.watch import Log, Watchman, limits, recorder
 
 MAXIMUM, GATHER, LEFT, CRASHED, WELCOME, REFUSED = b"M", b"G", b"L", b"C", b"W", b"R"  # what a message is

@@ -7,7 +7,8 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.compress.compressor import At, check_fits, column, table
-from distopt.guard import real
+from distopt.numbers import real
+from distopt.tables import Members
 
 LEAST, MOST = (float(x) for x in (np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max))
 
@@ -19,10 +20,9 @@ class Codec(abc.ABC):
     """
 
     summable = ragged = lossless = stateful = may_overflow = False
-    positional = True
 
     @abc.abstractmethod
-    def payload_bytes(self, n: int, itemsize: int = 4) -> int:
+    def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int:
         """Bytes of the payload of n elements."""
 
     def compress(
@@ -82,7 +82,7 @@ class TwoBit(Codec):
         if not LEAST <= self.threshold <= MOST:
             raise ValueError(f"threshold must be positive and finite, {LEAST:.2g} to {MOST:.8g}, got {threshold}")
 
-    def payload_bytes(self, n: int, itemsize: int = 4) -> int:
+    def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int:
         """A word for 16 elements."""
         return _words(2 * n)
 
@@ -122,7 +122,7 @@ class OneBit(Codec):
         self.scale = scale
         self._header = 4 if scale == "mean" else 0
 
-    def payload_bytes(self, n: int, itemsize: int = 4) -> int:
+    def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int:
         """A word for 32 elements, and one for their scale."""
         return self._header + _words(n)
 

@@ -29,6 +29,9 @@ def made(name: str, make: Make) -> Mirror:
 class At(NamedTuple):
     """Where a call stands: updates applied so far, this rank among how many, and the bucket.
 
+    ``params`` points to the values of its parameters; ``batches`` is of how many gradients x is the sum, and
+    ``divisor`` makes a mean of the sum over ranks: all gradients in it, of which a rank that has joined brings none.
+
     ``bucket`` says where the members of a flat array lie: at multiples of 64 bytes; gaps between them are always zero.
     ``scratch(name, nbytes)`` is memory of so many bytes for this call and its payload, the same at every step:
     fresh memory costs a page fault for every 4 KiB, which is more than it takes to fill them.  ``constant(name, make)``
@@ -48,10 +51,22 @@ class At(NamedTuple):
     refused: np.ndarray | None = None
     room: int | None = None
     found: np.ndarray | None = None
+    params: Members | None = None
+    divisor: float = 1.0
+    batches: int = 1
 
 
 class Compressor(Protocol):
-    """What a compressor is; ``exchange`` derives the collective from its properties."""
+    """What a compressor is; ``exchange`` derives the collective from its properties.
+
+    Some have more (dgc.py has all of it):
+
+    * ``decompress_all(payloads, out, at)``: the sum of payloads in one pass;
+    * ``at_step(k)``: the compressor that update k is made with, if it changes;
+    * ``whole(members, at)``: a number per member, 1 for those that are left in x to be summed as they are;
+    * ``finish(total, state, at)``: what is added to a sum over ranks before it is divided by ``at.divisor``;
+    * ``corrects_momentum``: does it have the momentum, so that the optimizer must have none?
+    """
 
     @property
     def summable(self) -> bool:
@@ -60,10 +75,6 @@ class Compressor(Protocol):
     @property
     def ragged(self) -> bool:
         """Do the lengths of payloads depend on the data, so that they may differ from rank to rank?"""
-
-    @property
-    def positional(self) -> bool:
-        """Has a payload a place for every position of the flat array, gaps included?"""
 
     @property
     def lossless(self) -> bool:
@@ -77,10 +88,10 @@ class Compressor(Protocol):
     def may_overflow(self) -> bool:
         """May the sum of finite payloads be infinite?"""
 
-    def payload_bytes(self, n: int, itemsize: int = 4) -> int | None:
-        """Bytes of the payload of n elements of ``itemsize`` bytes; None if that depends on the data.
+    def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int | None:
+        """Bytes of the payload of a flat array of n elements of ``itemsize`` bytes; None if that depends on the data.
 
-        n counts a flat array with its gaps if payloads are positional, and without them if not.
+        ``bucket`` says where its members lie, if it has several; gaps between them count in n.
         """
 
     def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
@@ -120,6 +131,11 @@ def decompress_all(compressor: Compressor, payloads: list[np.ndarray], out: np.n
 def table(x: np.ndarray, at: At) -> Members:
     """Where the members of x are; x is the only one if it is no bucket's."""
     return at.bucket or Members(["x"], [x.shape], [0], x.dtype)
+
+
+def sizes_of(n: int, bucket: Members | None) -> np.ndarray:
+    """The sizes of the members of a flat array of n elements, which is the only one if it is no bucket's."""
+    return np.array([n], np.int64) if bucket is None else bucket.rows["size"].astype(np.int64)
 
 
 def column(name: str, numbers: list[int], at: At) -> Mirror:

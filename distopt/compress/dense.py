@@ -3,15 +3,16 @@
 import numpy as np
 
 from distopt.compress.compressor import At
+from distopt.tables import Members
 
 
 class Dense:
     """Send every element as it is: the payload is the array."""
 
-    summable = lossless = positional = True
+    summable = lossless = True
     ragged = may_overflow = stateful = False
 
-    def payload_bytes(self, n: int, itemsize: int = 4) -> int:
+    def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int:
         """The array."""
         return itemsize * n
 

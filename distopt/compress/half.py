@@ -7,6 +7,7 @@ import numpy as np
 
 from distopt import kernels
 from distopt.compress.compressor import At
+from distopt.tables import Members
 
 LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127")}
 FORMATS = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -23,7 +24,7 @@ class Half:
     Raises ValueError for another dtype.
     """
 
-    summable = positional = True
+    summable = True
     ragged = lossless = stateful = False
 
     def __init__(self, dtype: str = "float16", predivide: bool = True):
@@ -36,7 +37,7 @@ class Half:
         else:
             self._take, self._give = kernels.take_bfloat16, kernels.give_bfloat16
 
-    def payload_bytes(self, n: int, itemsize: int = 4) -> int:
+    def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int:
         """Two bytes an element."""
         return 2 * n
 

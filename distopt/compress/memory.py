@@ -3,6 +3,7 @@
 import numpy as np
 
 from distopt.compress.compressor import At, Lossy, decompress_all, memory
+from distopt.tables import Members
 
 
 class ErrorFeedback:
@@ -22,17 +23,16 @@ class ErrorFeedback:
     def __init__(self, compressor: Lossy):
         if compressor.lossless:
             raise ValueError(f"{compressor!r} leaves no error to feed back")
-        if isinstance(compressor, ErrorFeedback):
+        if compressor.stateful:
             raise ValueError(f"{compressor!r} feeds its error back already")
         if compressor.may_overflow:
             raise ValueError(f"the sum of {compressor!r} may overflow, and what was sent would be lost")
         self.compressor, self.summable, self.ragged = compressor, compressor.summable, compressor.ragged
-        self.positional = compressor.positional
         self.capped = getattr(compressor, "capped", False)  # does it send what there is room for?
 
-    def payload_bytes(self, n: int, itemsize: int = 4) -> int | None:
+    def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int | None:
         """That of the compressor."""
-        return self.compressor.payload_bytes(n, itemsize)
+        return self.compressor.payload_bytes(n, itemsize, bucket)
 
     def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
         """Add x to the residual, and move out of that what is worth sending."""

@@ -3,18 +3,36 @@
 import abc
 import math
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distopt import device, kernels
 from distopt.compress import select
-from distopt.compress.compressor import At, check_fits, column, table
-from distopt.tables import CHUNK
+from distopt.compress.compressor import At, check_fits, column, sizes_of, table
+from distopt.tables import CHUNK, Members
 
 INDEX = 4  # bytes of an index
 SPARE = 64  # at least one of so many entries has room
 LIMIT = 2**31  # what an index can tell apart
+
+
+class Growth(NamedTuple):
+    """What is added to x before entries are selected: a gradient, or that with momentum, for which it has a velocity.
+
+    A gradient whose momentum is added is spent.
+    """
+
+    gradient: np.ndarray
+    velocity: np.ndarray
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def added(self, members: Members, at: At) -> np.ndarray:
+        """The array that is added, once the velocity is up to date, which a kernel that selects cannot do itself."""
+        if self.velocity.size:
+            kernels.correct_momentum(members, *self, at.refused)
+        return self.gradient
 
 
 class Sparse(abc.ABC):
@@ -23,42 +41,64 @@ class Sparse(abc.ABC):
     Without error feedback what is not selected is dropped.  Raises ValueError for buckets of 2^31 elements or more.
     """
 
-    summable = lossless = may_overflow = stateful = positional = False
+    summable = lossless = may_overflow = stateful = False
     ragged, capped = True, False
 
     def compress(
         self, x: np.ndarray, state: dict[str, np.ndarray], at: At, add: np.ndarray | None = None
     ) -> np.ndarray:
         """Move the selected entries out of x (+ add)."""
-        if x.size >= LIMIT:
-            raise ValueError(f"a bucket of {x.size} elements is too large for int32 indices: lower the threshold")
+        return self.encode(self.select(x, at, add), x, at)
+
+    def select(self, x: np.ndarray, at: At, add: np.ndarray | Growth | None = None) -> np.ndarray:
+        """The planes of the selected entries (``unpack_entries``), which have left x (+ add)."""
+        growth = add if isinstance(add, Growth) else Growth(x[:0] if add is None else add, x[:0])
+        check_size(x.size)
         if add is not None:
-            check_fits(x, add)
-        return self.take(x, x[:0] if add is None else add, at)
+            check_fits(x, growth.gradient)
+        return self.take(x, growth, at)
 
     @abc.abstractmethod
-    def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
-        """The payload of the selected entries of x + add, which is left in x without them; ``add`` may be empty."""
+    def take(self, x: np.ndarray, add: Growth, at: At) -> np.ndarray:
+        """The planes of the selected entries of x + add, which is left in x without them; ``add`` may be empty."""
+
+    @abc.abstractmethod
+    def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int | None:
+        """Bytes of the payload of n elements, if they do not depend on the data."""
+
+    def encode(self, planes: np.ndarray, x: np.ndarray, at: At) -> np.ndarray:
+        """The payload that carries what ``select`` found; what that cannot carry goes back to x."""
+        return planes
+
+    def decode(self, payloads: list[np.ndarray], out: np.ndarray, at: At) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Indices and values that are carried to an array like ``out``; an index below 0 is no entry."""
+        return [unpack_entries(payload, out.dtype) for payload in payloads]
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """Add the entries to ``out``."""
-        index, entry = unpack_entries(payload, out.dtype)
-        kernels.give_sparse(out, index, entry)
+        for index, entry in self.decode([payload], out, at):
+            kernels.give_sparse(out, index, entry)
 
     def decompress_all(self, payloads: list[np.ndarray], out: np.ndarray, at: At) -> None:
         """Overwrite ``out`` by the sum of payloads: one launch on a GPU; a host is faster with one after the other."""
+        planes = self.decode(payloads, out, at)
         if not device.on_gpu(out):
             device.clear(out)
-            for payload in payloads:
-                self.decompress(payload, out, at)
+            for index, entry in planes:
+                kernels.give_sparse(out, index, entry)
             return
-        planes = [unpack_entries(payload, out.dtype) for payload in payloads]
         kernels.give_all(
             out,
             column("indices", [device.address(index) for index, _ in planes], at),
             column("entries", [device.address(entry) for _, entry in planes], at),
             column("lengths", [index.size for index, _ in planes], at),
         )
+
+
+def check_size(n: int) -> None:
+    """ValueError for a flat array whose elements an index cannot tell apart."""
+    if n >= LIMIT:
+        raise ValueError(f"a bucket of {n} elements is too large for int32 indices: lower the threshold")
 
 
 def payload_size(k: int, itemsize: int) -> int:
@@ -85,7 +125,7 @@ class TopK(Sparse):
     """The ``density`` fraction of entries that are largest in magnitude, exactly; ties go to the lowest index.
 
     k = ceil(density n), at least 1, of the whole bucket, or with ``per_tensor`` of each tensor of it.  NaN counts as
-    infinite.  Raises ValueError for a density outside (0, 1].
+    more than infinite.  Raises ValueError for a density outside (0, 1].
     """
 
     ragged = False
@@ -100,41 +140,47 @@ class TopK(Sparse):
 
     def count(self, n: int) -> int:
         """How many of n entries are sent."""
-        return int(self._counts(np.array([n]))[0])
+        return int(self.counts(np.array([n]))[0])
 
-    def _counts(self, sizes: np.ndarray) -> np.ndarray:
+    def with_density(self, density: float) -> "TopK":
+        """The same fraction of each tensor, and another one."""
+        return TopK(density, per_tensor=True)
+
+    def counts(self, sizes: np.ndarray) -> np.ndarray:
+        """How many entries of each part are sent, if entries are chosen from parts of these sizes."""
         exact = self.density * sizes
         wanted = np.ceil(exact - 1e-9 * np.maximum(1.0, exact)).astype(np.int64)
         return np.clip(wanted, np.minimum(sizes, 1), sizes)
 
-    def payload_bytes(self, n: int, itemsize: int = 4) -> int | None:
-        """A value and an index for each of k entries; per tensor it depends on their sizes."""
-        return None if self.per_tensor else payload_size(self.count(n), itemsize)
+    def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int:
+        """A value and an index for each of k entries; ValueError for buckets that are too large."""
+        check_size(n)
+        return payload_size(self.counts(self._parts(sizes_of(n, bucket))).sum(), itemsize)
 
-    def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
+    def take(self, x: np.ndarray, add: Growth, at: At) -> np.ndarray:
         """The largest entries, from a first guess of how large those are (select.cu, sift.cu)."""
-        offsets, sizes, counts = self._parts(x, at)
+        rows = table(x, at).rows
+        offsets, sizes = rows["offset"].astype(np.int64), rows["size"].astype(np.int64)
+        counts = self.counts(self._parts(sizes))
+        if not self.per_tensor:  # one part, in which the gaps lie, but do not count
+            offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
         payload = at.scratch("payload", payload_size(counts.sum(), x.itemsize))
         planes = unpack_entries(payload, x.dtype)
         if device.on_gpu(x):
             parts = at.constant(f"parts of {self!r}", lambda: select.parts_table(offsets, sizes, counts))
             held = at.scratch("candidates", payload_size(select.candidates(parts.host), x.itemsize))
             state = at.scratch("state", 8 * select.largest_words(parts.host, x.dtype)).view(np.int64)
-            select.take_largest(x, add, parts, *planes, state, *unpack_entries(held, x.dtype), at.refused)
+            added = add.added(table(x, at), at)
+            select.take_largest(x, added, parts, *planes, state, *unpack_entries(held, x.dtype), at.refused)
         else:
             candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
             held = at.scratch("candidates", payload_size(candidates.max(initial=0) + CHUNK, x.itemsize))
-            kernels.take_largest(x, add, offsets, sizes, counts, *planes, *unpack_entries(held, x.dtype))
+            kernels.take_largest(x, *add, offsets, sizes, counts, *planes, *unpack_entries(held, x.dtype))
         return payload
 
-    def _parts(self, x: np.ndarray, at: At) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where the parts of x start that entries are chosen from, their sizes, and how many of each."""
-        rows = table(x, at).rows
-        sizes = rows["size"].astype(np.int64)
-        if self.per_tensor:
-            return rows["offset"].astype(np.int64), sizes, self._counts(sizes)
-        # one part, in which the gaps lie, but do not count
-        return np.zeros(1, np.int64), np.array([x.size], np.int64), self._counts(sizes.sum(keepdims=True))
+    def _parts(self, sizes: np.ndarray) -> np.ndarray:
+        """The sizes of what entries are chosen from, of members of these sizes."""
+        return sizes if self.per_tensor else sizes.sum(keepdims=True)
 
     def __repr__(self) -> str:
         return f"TopK({self.density}, per_tensor={self.per_tensor})"
@@ -157,12 +203,14 @@ class Threshold(Sparse):
             raise ValueError(f"magnitude must be finite and at least 0, got {magnitude}")
         self.magnitude: float = float(magnitude)
 
-    def payload_bytes(self, n: int, itemsize: int = 4) -> None:
-        """It depends on the data."""
+    def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> None:
+        """It depends on the data; ValueError for buckets that are too large."""
+        check_size(n)
 
-    def take(self, x: np.ndarray, add: np.ndarray, at: At) -> np.ndarray:
+    def take(self, x: np.ndarray, add: Growth, at: At) -> np.ndarray:
         """What is large enough; on a GPU as much of it as there is room for."""
-        return self._take_there(x, add, at) if device.on_gpu(x) else self._take_here(x, add, at)
+        added = add.added(table(x, at), at)
+        return self._take_there(x, added, at) if device.on_gpu(x) else self._take_here(x, added, at)
 
     def count(self, x: np.ndarray, found: np.ndarray) -> None:
         """Add to ``found[0]`` how many entries of x are large enough."""

@@ -9,6 +9,7 @@ from distopt.compress import At, Compressor
 from distopt.exchange.background import Background, Inline
 from distopt.exchange.divergence import refuse_divergence
 from distopt.exchange.gather import gather, gather_or_reduce
+from distopt.exchange.mixed import mixed, mixed_or_reduce
 from distopt.exchange.overlap import Overlap
 from distopt.exchange.reduce import reduce
 from distopt.exchange.refusal import Blind, Refusal, Seen
@@ -19,7 +20,7 @@ from distopt.exchange.window import Window
 Algorithm = Callable[[np.ndarray, Compressor, Communicator, dict[str, np.ndarray], At], None]
 
 
-PROPERTIES = ("summable", "ragged", "positional", "lossless", "may_overflow", "stateful")
+PROPERTIES = ("summable", "ragged", "lossless", "may_overflow", "stateful")
 PROTOCOL = ("compress", "decompress", "payload_bytes", *PROPERTIES)
 
 
@@ -34,6 +35,8 @@ def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
         raise TypeError(f"{compressor!r} is no compressor: it lacks {', '.join(lacks)} (compress/compressor.py)")
     if compressor.summable:
         return reduce
+    if hasattr(compressor, "whole"):
+        return mixed_or_reduce if break_even else mixed
     return gather_or_reduce if break_even else gather
 
 

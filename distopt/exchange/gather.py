@@ -12,7 +12,7 @@ def gather(x: np.ndarray, compressor: Compressor, comm: Communicator, state: dic
     """Replace x by the sum over ranks of what each rank's compressor took from it."""
     with comm.aside():
         payload = compressor.compress(x, state, at)
-        decompress_all(compressor, _all(payload, compressor, comm, at), x, at)
+        decompress_all(compressor, from_all(payload, compressor, comm, at), x, at)
 
 
 def gather_or_reduce(
@@ -31,10 +31,10 @@ def gather_or_reduce(
             decompress_all(compressor, [payload], x, at)
             comm.all_reduce(x)
         else:
-            decompress_all(compressor, _all(payload, compressor, comm, at), x, at)
+            decompress_all(compressor, from_all(payload, compressor, comm, at), x, at)
 
 
-def _all(payload: np.ndarray, compressor: Compressor, comm: Communicator, at: At) -> list[np.ndarray]:
+def from_all(payload: np.ndarray, compressor: Compressor, comm: Communicator, at: At) -> list[np.ndarray]:
     """Every rank's payload."""
     if compressor.ragged and at.room is None:
         return comm.all_gather(payload, ragged=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import distopt
-from distopt.compress import ErrorFeedback, Half, Threshold, TopK
+from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, Packed, Threshold, TopK
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
 SHAPES = ((300, 20), (300,), (1000,), (), (64, 3, 3))
@@ -24,6 +24,8 @@ COMPRESSORS = (
     ErrorFeedback(TopK(0.01)),
     TopK(0.05, per_tensor=True),
     ErrorFeedback(Threshold(1.5)),
+    ErrorFeedback(Packed(TopK(0.02), value="int8")),
+    DeepGradientCompression(Packed(TopK(0.01)), weight_decay=1e-3),
 )
 FAULTS = ("nan", "shape", "dtype", "raise", "missing", "unknown", "mode", "threshold")
 world = distopt.world()
@@ -57,7 +59,7 @@ def run(with_faults):
     """Digests of the parameters, and memory at a tenth of the run and at its end."""
     rng = np.random.default_rng(1)  # alike on all ranks
     params = [distopt.Parameter(f"p{k}", np.zeros(s, np.float32)) for k, s in enumerate(SHAPES)]
-    opt = distopt.DistOpt(distopt.optim.Adam(lr=1e-3), world, threshold=2000, check_every=100)
+    opt = distopt.DistOpt(distopt.optim.RMSProp(lr=1e-3), world, threshold=2000, check_every=100)
     refused = early = 0
     for step in range(STEPS):
         mine = np.random.default_rng([step, world.rank])

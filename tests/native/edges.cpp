@@ -3,10 +3,12 @@
 #include "adam.cu"
 #include "adamw.cu"
 #include "codec.cu"
+#include "dgc.cu"
 #include "lamb.cu"
 #include "lans.cu"
 #include "lars.cu"
 #include "lbsgd.cu"
+#include "packed.cu"
 #include "reduce.cu"
 #include "rmsprop.cu"
 #include "select.cu"
@@ -106,7 +108,6 @@ int main() {
     count_above_float(n, x.data(), 1, &found, 5);
     sum_counts_float(1, bad.data(), 1, &found);
 
-
     const long long k = (n + 1) / 2, room = n + CHUNK, whole[] = {0}, size[] = {n}, count[] = {k};
     std::vector<int> index(k), candidate(room);
     std::vector<real> entry(k), large(room), add(n, (real)0.5);
@@ -116,8 +117,8 @@ int main() {
                      nullptr);
     bad[0] += place[0] != n || place[1] != n;
     give_sparse_float(n, x.data(), n, candidate.data(), large.data());
-    take_largest_float(n, x.data(), 0, nullptr, 1, whole, size, count, k, index.data(), entry.data(), room,
-                       candidate.data(), large.data(), nullptr);
+    take_largest_float(n, x.data(), 0, nullptr, 0, nullptr, 0, 0, 1, whole, size, count, k, index.data(), entry.data(),
+                       room, candidate.data(), large.data(), nullptr);
     give_sparse_float(n, x.data(), k, index.data(), entry.data());
     for (real one : x) bad[0] += one != 1;
     const int *const places[] = {index.data(), candidate.data()};
@@ -139,6 +140,53 @@ int main() {
     take_one_bit_float(alone, x.data(), x.data(), 0, one.data(), 4, 0, nullptr);
     give_one_bit_float(alone, y.data(), 1, once, 4);
     for (long long i = 0; i < n; ++i) bad[0] += x[i] != 0 || y[i] != (real)1.5;
+
+    std::vector<real> velocity(n, 1), grown(n, 1);
+    for (long long nesterov = 0; nesterov < 2; ++nesterov) {  // every entry comes to 2, and half of them leave
+      std::fill(velocity.begin(), velocity.end(), (real)1);
+      std::fill(x.begin(), x.end(), nesterov ? (real)0.5 : (real)1);
+      take_largest_float(n, x.data(), n, add.data(), n, velocity.data(), nesterov ? 2.0 / 3 : 0.5, nesterov, 1, whole,
+                         size, count, k, index.data(), entry.data(), room, candidate.data(), large.data(), nullptr);
+      for (long long i = 0; i < n; ++i) bad[0] += x[i] != (i < k ? 0 : 2) || velocity[i] != 1;
+      mask_float(n, velocity.data(), k, index.data());
+      for (long long i = 0; i < n; ++i) bad[0] += velocity[i] != (i < k ? 0 : 1);
+    }
+    correct_momentum_float(alone, add.data(), velocity.data(), 0.5, 0, nullptr);
+    correct_momentum_float(alone, add.data(), velocity.data(), 0.5, 1, nullptr);
+    take_whole_float(alone, add.data(), velocity.data(), nullptr);
+    decay_momentum_float(alone, velocity.data(), grown.data(), 0.5, 0, 0.5, nullptr);
+    decay_momentum_float(alone, velocity.data(), grown.data(), 0.5, 1, 0.5, nullptr);
+    add_decay_float(alone, add.data(), 0.5);
+    const double square[] = {4};
+    clip_norms_float(alone, add.data(), square, 1);
+    add_scaled_float(n, add.data(), grown.data(), 3);
+
+    // all entries, at one lower bit for each, so that there is room for twice as many elements
+    for (long long i = 0; i < n; ++i) candidate[i] = (int)(2 * i), large[i] = (real)(i % 3);
+    for (long long format : {HALF, BFLOAT16, INT8}) {
+      const long long words = (3 * n + 63) / 64, low = (n + 31) / 32, jumps = (n + CHUNK - 1) / CHUNK - (n > 0);
+      const long long first = 16 + 8 * words, second = first + 4 * jumps, third = second + 4 * low;
+      const long long end = third + (format == INT8 ? n : 2 * n);
+      const Packing all = {1, format, 2 * n, n, 1, words, 16, first, second, third, end, end + (n + 63) / 64};
+      std::vector<byte_t> payload(all.bytes);
+      std::vector<real> kept(2 * n), entries(2 * n);
+      std::vector<int> indices(2 * n);
+      pack_planes_float(2 * n, kept.data(), n, candidate.data(), large.data(), all.bytes, payload.data(), &all);
+      const byte_t *const both[] = {payload.data(), payload.data()};
+      unpack_planes_float(2, both, 2 * n, indices.data(), entries.data(), &all);
+      for (long long i = 0; i < 2 * n; ++i) bad[0] += indices[i] != 2 * (i % n) || entries[i] != (real)(i % n % 3);
+      for (long long i = 0; i < all.bytes; ++i) payload[i] = i < 16 ? payload[i] : (byte_t)(167 * i);
+      unpack_planes_float(2, both, 2 * n, indices.data(), entries.data(), &all);
+      for (int i : indices) bad[0] += i < 0 || i >= 2 * n;
+    }
+
+    // what a damaged payload may become: indices in any order, and none
+    std::reverse(candidate.begin(), candidate.begin() + n);
+    if (n) candidate[n / 2] = -1;
+    std::vector<real> wide(2 * n);
+    const long long held[] = {0, n};
+    give_all_float(2 * n, wide.data(), 2, places, values, held);
+    give_sparse_float(2 * n, wide.data(), n, candidate.data(), large.data());
   }
   puts(bad[0] ? "take and give lost something" : "done");
 }

@@ -1,0 +1,61 @@
+"""A bucket of which some members are summed as they are, while payloads of the others are gathered."""
+
+import numpy as np
+
+from distopt import cost, kernels
+from distopt.comm import Communicator
+from distopt.compress import At, Compressor
+from distopt.compress.compressor import decompress_all, table
+from distopt.exchange.gather import from_all
+
+
+class Apart:
+    """The members of x that a compressor has left whole, moved together, unless that is all of x."""
+
+    def __init__(self, x: np.ndarray, compressor: Compressor, at: At):
+        members = table(x, at)
+        chosen: np.ndarray = compressor.whole(members, at).host != 0  # type: ignore[attr-defined]
+        self.all, self.none = bool(chosen.all()), not chosen.any()
+        self.flat = x
+        if not self.all:
+            self._members = members.only(chosen).closely(x)
+            self.flat = at.scratch("whole", self._members.extent * x.itemsize).view(x.dtype)
+            found = at.scratch("whole and not finite", 8 * chosen.size).view(np.int64)
+            kernels.pack(self._members, self.flat, 1.0, found)
+
+    def put_back(self) -> None:
+        """Let x have them."""
+        kernels.unpack(self._members, self.flat, 1.0)
+
+
+def mixed(x: np.ndarray, compressor: Compressor, comm: Communicator, state: dict[str, np.ndarray], at: At) -> None:
+    """Replace x by the sum over ranks of what each rank's compressor took from it, and of the members left whole."""
+    with comm.aside():
+        payload = compressor.compress(x, state, at)
+        _sum(x, payload, Apart(x, compressor, at), compressor, comm, at)
+
+
+def mixed_or_reduce(
+    x: np.ndarray, compressor: Compressor, comm: Communicator, state: dict[str, np.ndarray], at: At
+) -> None:
+    """The same, but all-reduced as one dense array of what was taken, where that is fewer bytes."""
+    with comm.aside():
+        payload = compressor.compress(x, state, at)
+        apart = Apart(x, compressor, at)
+        here = cost.all_gather(payload.nbytes * comm.size, comm.size) + cost.all_reduce(apart.flat.nbytes, comm.size)
+        if here > cost.all_reduce(x.nbytes, comm.size):
+            decompress_all(compressor, [payload], x, at)
+            apart.put_back()
+            comm.all_reduce(x)
+        else:
+            _sum(x, payload, apart, compressor, comm, at)
+
+
+def _sum(x: np.ndarray, payload: np.ndarray, apart: Apart, compressor: Compressor, comm: Communicator, at: At) -> None:
+    if apart.all:
+        comm.all_reduce(x)
+        return
+    if not apart.none:
+        comm.all_reduce(apart.flat)
+    decompress_all(compressor, from_all(payload, compressor, comm, at), x, at)
+    apart.put_back()
