@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks import gpu
 from benchmarks.measure import report
 from distopt import device, kernels, optim
-from distopt.compress import At, ErrorFeedback, Half, OneBit, Threshold, TopK, TwoBit
+from distopt.compress import At, DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
 from distopt.tables import Members
 
 ELEMENTWISE, SELECT = 0.9, 0.8  # budgets, of the copy
@@ -61,6 +61,8 @@ def elementwise(n):
 def selection(n):
     """(bytes, case) by name: the gradient and the residual are read, the residual is written; by one bit twice.
 
+    DGC reads and writes velocities too; its momentum is 0, since on a GPU what is added replaces the gradient.
+
     For a threshold gradients take turns with their opposites, so that after two calls the residual is what it was,
     zero, and the same entries are found every time.
     """
@@ -85,12 +87,15 @@ def selection(n):
         "threshold 1 %": ErrorFeedback(Threshold(2.576)),
         "top-K 0.1 %": ErrorFeedback(TopK(0.001)),
         "top-K 1 %": ErrorFeedback(TopK(0.01)),
+        "top-K 0.1 %, packed": ErrorFeedback(Packed(TopK(0.001))),
+        "DGC 0.1 %, packed": DeepGradientCompression(Packed(TopK(0.001)), momentum=0.0, exclude_1d=False),
         "half with memory": ErrorFeedback(Half()),
         "two bits": ErrorFeedback(TwoBit()),
         "one bit": ErrorFeedback(OneBit()),
     }.items():
         turns = itertools.cycle([grad, opposite] if "threshold" in name else [grad])
-        cases[name] = ((20 if name == "one bit" else 12) * n, functools.partial(compress, compressor, turns, {}, at))
+        nbytes = 20 if name in ("one bit", "DGC 0.1 %, packed") else 12
+        cases[name] = (nbytes * n, functools.partial(compress, compressor, turns, {}, at))
     return cases
 
 

@@ -2,9 +2,9 @@
 
 ResNet-50 on two hosts in network namespaces (benchmarks/namespaces.py: needs root), joined by a link of each rate in
 turn.  All cases, MPI's and gloo's, take turns in one pair of processes.  Their gradients lie ready: what is timed is
-exchange and update (SGD with momentum), and with torch a backward that has nothing to compute; but for two cases, in
-which a backward computes for as long as the line takes at 1 Gbit/s, and buckets travel meanwhile or afterwards.  The
-anchor is the formula: the bytes of a dense all-reduce, with 4.5 % for headers.
+exchange and update (SGD with momentum, which with DGC is the compressor's), and with torch a backward that has nothing
+to compute; but for two cases, in which a backward computes for as long as the line takes at 1 Gbit/s, and buckets
+travel meanwhile or afterwards.  The anchor is the formula: the bytes of a dense all-reduce, with 4.5 % for headers.
 """
 
 import argparse
@@ -23,10 +23,11 @@ from benchmarks.models import resnet50
 from benchmarks.namespaces import ADDRESSES, INTERFACE, missing, shape, two_hosts
 from distopt.cli.launcher import find_launcher
 from distopt.comm.mpi_control import brand, launched
-from distopt.compress import Dense, ErrorFeedback, Half, TopK
+from distopt.compress import DeepGradientCompression, Dense, ErrorFeedback, Half, Packed, TopK
+from distopt.optim import SGD
 
 FLOOR = "line floor, dense, by formula"
-BUDGETS = {"1gbit": {"distopt, top-K 0.1 %": 0.045}}  # seconds a step
+BUDGETS = {"1gbit": {"distopt, top-K 0.1 %": 0.045, "distopt, DGC 0.1 %": 0.045}}  # seconds a step
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 LIMIT = 240  # seconds
 
@@ -46,10 +47,10 @@ def gradients():
     return {name: 1e-3 * rng.standard_normal(shape, np.float32) for name, shape in reversed(resnet50())}
 
 
-def distopt_step(compressor, grads):
+def distopt_step(optimizer, compressor, grads):
     """A step whose gradients are in the memory that is exchanged, and what writes them there."""
     params = [distopt.Parameter(name, np.zeros_like(g)) for name, g in grads.items()]
-    opt = distopt.DistOpt(distopt.optim.SGD(0.1, momentum=0.9))
+    opt = distopt.DistOpt(optimizer)
     views = opt.gradient_views(params)
     pairs = list(zip(params, views, strict=True))
 
@@ -63,7 +64,7 @@ def distopt_step(compressor, grads):
 def computing_step(grads, overlap):
     """A dense step whose gradients take as long to compute as the line takes at 1 Gbit/s; and what writes them."""
     params = [distopt.Parameter(name, np.zeros_like(g)) for name, g in grads.items()]
-    opt = distopt.DistOpt(distopt.optim.SGD(0.1, momentum=0.9), overlap=overlap)
+    opt = distopt.DistOpt(SGD(0.1, momentum=0.9), overlap=overlap)
     views = opt.gradient_views(params)
     a, b, total = np.ones((256, 256), np.float32), np.ones((256, 256), np.float32), sum(g.size for g in grads.values())
     begin = time.perf_counter()
@@ -126,8 +127,10 @@ def measure(rates, file):
         "half": Half(),
         "top-K 1 %": ErrorFeedback(TopK(0.01)),
         "top-K 0.1 %": ErrorFeedback(TopK(0.001)),
+        "DGC 0.1 %": DeepGradientCompression(Packed(TopK(0.001)), momentum=0.9),
     }.items():
-        cases[f"distopt, {name}"], write = distopt_step(compressor, grads)
+        momentum = 0.0 if isinstance(compressor, DeepGradientCompression) else 0.9
+        cases[f"distopt, {name}"], write = distopt_step(SGD(0.1, momentum), compressor, grads)
         writes.append(write)
     cases |= ddp_cases(world.rank, grads)
     computing = {}
