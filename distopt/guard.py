@@ -6,10 +6,15 @@ handed to the vote, so that every rank raises the same text and nothing is appli
 
 import abc
 import builtins
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import stat
+import struct
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -193,6 +198,7 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
             _say(f"rank {rank}: {kind.__name__}: {error}\n")
             time.sleep(5)  # the rank that speaks prints where, and ends the job
         code = 130 if kind is KeyboardInterrupt else 1
+        _wait_until_read(patience=2)
         abort(code)
         time.sleep(5)  # MPI_Abort may return before the launcher ends this process, which must not go on meanwhile
         os._exit(code)
@@ -226,6 +232,17 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
             break
         trace = trace.tb_next
     return trace
+
+
+def _wait_until_read(patience: float) -> None:
+    """A launcher that hears of the end before it has read the reason throws the reason away: wait while it reads."""
+    deadline = time.monotonic() + patience
+    with contextlib.suppress(OSError, ValueError):  # no such file any more, or one that cannot tell
+        while stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode) and time.monotonic() < deadline:
+            (unread,) = struct.unpack("i", fcntl.ioctl(sys.stderr, termios.FIONREAD, bytes(4)))
+            if unread == 0:
+                break
+            time.sleep(0.01)
 
 
 def _say(text: str) -> None:

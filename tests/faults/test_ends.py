@@ -26,6 +26,11 @@ def end():
         case "kill": os.kill(os.getpid(), signal.SIGKILL)
         case "crash": os.kill(os.getpid(), signal.SIGSEGV)
         case "raise": raise KeyError("lost")
+        case "busy launcher":
+            launcher = os.getppid()
+            os.system(f"(kill -STOP {launcher}; sleep 1; kill -CONT {launcher}) > /dev/null 2>&1 &")
+            time.sleep(0.3)
+            raise KeyError("lost")
         case "thread": threading.Thread(target=lambda: {}["lost"]).start()
         case "exit 3": sys.exit(3)
         case "exit 0": sys.exit(0)
@@ -97,7 +102,7 @@ def test_a_rank_alone(tmp_path):
     assert "without a word" not in output
 
 
-@pytest.mark.parametrize("what", ["raise", "thread", "in backward", "always"])
+@pytest.mark.parametrize("what", ["raise", "thread", "in backward", "always", "busy launcher"])
 def test_an_exception_ends_all_with_one_cause(run, what):
     code, output = run(what)
     assert code == 1, output
