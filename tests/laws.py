@@ -151,9 +151,7 @@ MODES = {
     "2bit": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.5))),
     "1bit": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit())),
     "packed": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.1)))),
-    "packed per tensor": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.1, True), value="int8"))),
     "packed threshold": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(Threshold(0.7), value="bfloat16"))),
-    "packed without memory": lambda opt, loss: opt.step(loss, Packed(Threshold(0.7)), break_even=False),
     "dgc": lambda opt, loss: opt.step(loss, DGC),
     "dgc by gather": lambda opt, loss: opt.step(loss, NESTEROV_DGC, break_even=False),
     "dgc in int8": lambda opt, loss: opt.step(loss, DGC_NOW),
@@ -162,7 +160,7 @@ MODES = {
 WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Packed(TopK(0.1)))))
 CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY, DGC_NOW, NESTEROV_DGC)
 LOSE_NOTHING = "dense,threshold,topk,topk per tensor,topk beyond break even,half with memory,2bit,1bit".split(",")
-LOSE_NOTHING += ["packed", "packed per tensor", "packed threshold"]
+LOSE_NOTHING += ["packed", "packed threshold"]
 ELEMENTWISE = (
     "dense",
     "half",
