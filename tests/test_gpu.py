@@ -145,7 +145,7 @@ def steady(mode, monkeypatch):
     "mode",
     [
         *("dense", "half", "half with memory", "partial", "topk", "topk per tensor", "threshold", "2bit", "1bit"),
-        *("packed", "packed per tensor", "packed threshold", "dgc by gather", "dgc in int8", "dgc of all"),
+        *("packed", "packed threshold", "dgc by gather", "dgc in int8", "dgc of all"),
     ],
 )
 def test_a_step_neither_waits_nor_allocates(mode, monkeypatch):
