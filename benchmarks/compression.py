@@ -23,12 +23,12 @@ from threadpoolctl import threadpool_limits
 import distopt
 from benchmarks import measure
 from benchmarks.floor import read_pass
-from benchmarks.models import resnet50
 from benchmarks.select import Steps, filled
 from distopt import compress, cost
 from distopt.comm import Metered, run_ranks
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Packed, TopK
 from distopt.device import Mirror, zeros
+from distopt.models import resnet50
 from distopt.optim import SGD, from_strategy
 from distopt.tables import Members
 

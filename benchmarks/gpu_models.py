@@ -67,7 +67,7 @@ def main():
     given = parser.parse_args()
     gpu.need()
     tables = [gpu.versions()]
-    for name in ("resnet50", "bert_base"):
+    for name in ("resnet50", "bert-base"):
         shapes = [shape for _, shape in reversed(MODELS[name]())]
         for rule in RULES:
             cases = ours(rule, shapes)

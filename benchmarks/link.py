@@ -19,11 +19,11 @@ import numpy as np
 
 import distopt
 from benchmarks.measure import MALLOC, interleaved, report, table, versions
-from benchmarks.models import resnet50
 from benchmarks.namespaces import ADDRESSES, INTERFACE, missing, shape, two_hosts
 from distopt.cli.launcher import find_launcher
 from distopt.comm.mpi_control import brand, launched
 from distopt.compress import DeepGradientCompression, Dense, ErrorFeedback, Half, Packed, TopK
+from distopt.models import resnet50
 from distopt.optim import SGD
 
 FLOOR = "line floor, dense, by formula"

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks.models import resnet50
 from distopt.buckets import plan
+from distopt.models import resnet50
 
 
 def members(sizes, threshold, dtypes=None):

@@ -8,7 +8,7 @@ import distopt
 from distopt.texts import NATIVE
 
 ROWS = [  # from the ground up
-    "texts device version numbers job signals watch",
+    "texts device version numbers job signals watch models",
     "tables",
     "kernels cost guard checkpoint",
     "buckets compress optim comm gradients nonfinite freshness",
