@@ -127,7 +127,7 @@ def resnet_bytes(name, size):
         for _ in range(2):
             opt.step([(p, rng.standard_normal(p.data.shape, np.float32)) for p in params], compressor)
         world = opt.communicator
-        return sum(world.payload.values()), sum(world.wire.values())
+        return world.ledger.total()["payload"], world.ledger.total()["sent"]
 
     payload, wire = run_ranks(size, main)[0]
     dense = 2 * 4 * sum(int(np.prod(shape)) for shape in shapes.values())

@@ -9,10 +9,12 @@ import numpy as np
 from distopt import device, kernels
 from distopt.buckets import Buffer, Sum, in_one_piece, own
 from distopt.compress import At, Compressor, Dense
+from distopt.compress.compressor import anatomy
 from distopt.device import Graph
 from distopt.exchange import Overlap, Rooms, add_shares, choose, refuse_divergence
 from distopt.exchange.shares import describe, nonfinite
 from distopt.guard import by_rank
+from distopt.ledger import Purpose
 from distopt.memory import Memory
 from distopt.numbers import whole
 from distopt.watch import recorder
@@ -312,15 +314,17 @@ class Loop(Memory):
         finish = getattr(compressor, "finish", None)
 
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:
+            purpose = Purpose("gradients", self.step_counter, buffer.number, buffer.gradients)
             if self._in_shares(compressor):
-                return add_shares(buffer, wire)
+                with wire.on_behalf_of(purpose):
+                    return add_shares(buffer, wire)
             rooms, number = self._rooms_for(compressor), buffer.number
             room, found = (rooms[number], rooms.found(number)) if rooms else (None, None)
             here = (buffer.gradients, buffer.scratch, buffer.constant)
             now = self.step_counter, wire.rank, wire.size
             counts = self._divisor, self._window.num_batches if self._window.sync_on_apply else 1
-            at = At(*now, *here, self._refusal.number, room, found, buffer.parameters, *counts)
-            with wire.on_behalf_of(f"bucket {number}"):
+            at = At(*now, *here, self._refusal.number, room, found, buffer.parameters, *counts, purpose)
+            with wire.on_behalf_of(purpose._replace(anatomy=lambda payload: anatomy(compressor, payload, x, at))):
                 algorithm(x, compressor, wire, buffer.state, at)
                 if finish:
                     with wire.aside():
@@ -370,14 +374,15 @@ class Loop(Memory):
         kernels.pack(tables[0], buffer.gradient, 1.0, buffer.bad)
         if self._joined:
             device.clear(buffer.gradient)
-        if buffer.peers is None:
-            self._wire.all_reduce(buffer.gradient)
-            self._wire.wait()
-            total = in_one_piece(buffer.gradient)
-        else:
-            self._wire.barrier()
-            total = add_shares(buffer, self._wire)
-            self._wire.barrier()
+        with self._wire.on_behalf_of(Purpose("parameters", self.step_counter, buffer.number, buffer.parameters)):
+            if buffer.peers is None:
+                self._wire.all_reduce(buffer.gradient)
+                self._wire.wait()
+                total = in_one_piece(buffer.gradient)
+            else:
+                self._wire.barrier()
+                total = add_shares(buffer, self._wire)
+                self._wire.barrier()
         for piece, table in itertools.product(total, tables):
             members = table.share(piece.number, piece.of)
             kernels.unpack(members, piece.flat, 1.0 / self._live, self._refusal.number)

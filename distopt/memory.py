@@ -14,6 +14,7 @@ from distopt.compress import Compressor, Dense
 from distopt.exchange import Background, Blind, Inline, Refusal, Rooms, Seen, Window
 from distopt.gradients import Collector
 from distopt.guard import by_rank, fingerprint
+from distopt.ledger import Purpose
 from distopt.nonfinite import Policy, policy
 from distopt.numbers import whole
 from distopt.tables import FORMATS, Members
@@ -279,8 +280,9 @@ class Memory(Verbs):
     def _send_parameters(self) -> None:
         """Rank 0's parameters to all, once."""
         if self._broadcast_due:
-            for known in self._collector.order.values():
-                self._wire.broadcast(known.value)
+            with self._wire.on_behalf_of(Purpose("parameters", self.step_counter)):
+                for known in self._collector.order.values():
+                    self._wire.broadcast(known.value)
             self._wire.wait()
         self._broadcast_due = False
 

@@ -10,7 +10,7 @@ from distopt.texts import NATIVE
 ROWS = [  # from the ground up
     "texts device version numbers job signals watch models",
     "tables",
-    "kernels cost guard checkpoint",
+    "kernels cost guard checkpoint ledger",
     "buckets compress optim comm gradients nonfinite freshness",
     "exchange adapters gluon",
     "verbs",

@@ -40,7 +40,7 @@ def train(comm):
             opt.step([(w, x.T @ error / len(x))], compressor)
         name = type(compressor).__name__
         found |= {f"{name} parameters": w.data, f"{name} losses": losses}
-        found["wire"] += sum(world.wire.values())
+        found["wire"] += world.ledger.total()["sent"]
     return found
 
 

@@ -13,8 +13,10 @@ import ml_dtypes
 import numpy as np
 
 from distopt import device, kernels
+from distopt.cost import DIRECT, Algorithm
 from distopt.device import describe
 from distopt.guard import Control
+from distopt.ledger import Purpose
 from distopt.tables import Members
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -41,20 +43,33 @@ class Communicator(abc.ABC):
     gpu: int | None = None  # where the arrays are that it carries; None: on the host
     rank_ordered = False  # does all_reduce add in rank order: ((x0 + x1) + x2) + ...?
     why = ""
-    spans_hosts = False  # do ranks sit on several machines?
+    algorithm: Algorithm = DIRECT  # how collectives are done
     may_overlap = True  # may a thread exchange while another one computes?
     _beside: "Communicator | None" = None
+    _hosts: Sequence[int] = ()
     _purpose = ""  # of what goes over the wire, for those who ask why it takes so long
 
-    @contextlib.contextmanager
-    def on_behalf_of(self, purpose: str) -> Iterator[None]:
+    def on_behalf_of(self, purpose: Purpose) -> AbstractContextManager[None]:
         """What is exchanged in this context is part of something; the report of a time limit names it."""
-        bare = self.bare
-        bare._purpose = purpose
+        return self._named(str(purpose))
+
+    @contextlib.contextmanager
+    def _named(self, purpose: str) -> Iterator[None]:
+        before, self._purpose = self._purpose, purpose
         try:
             yield
         finally:
-            bare._purpose = ""
+            self._purpose = before
+
+    @property
+    def hosts(self) -> Sequence[int]:
+        """Where each rank sits: numbers that are equal for those on one machine."""
+        return self._hosts or (0,) * self.size
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Do ranks sit on several machines?"""
+        return len(set(self._hosts)) > 1
 
     @abc.abstractmethod
     def all_reduce(self, x: np.ndarray) -> None:
@@ -158,7 +173,10 @@ class Wrapper(Communicator):
     def __init__(self, comm: Communicator):
         self.comm, self.rank, self.size, self.local_rank = comm, comm.rank, comm.size, comm.local_rank
         self.control, self.xp, self.gpu, self.rank_ordered = comm.control, comm.xp, comm.gpu, comm.rank_ordered
-        self.spans_hosts, self.may_overlap = comm.spans_hosts, comm.may_overlap
+        self._hosts, self.may_overlap, self.algorithm = comm.hosts, comm.may_overlap, comm.algorithm
+
+    def on_behalf_of(self, purpose: Purpose) -> AbstractContextManager[None]:  # noqa: D102
+        return self.comm.on_behalf_of(purpose)
 
     def all_reduce(self, x: np.ndarray) -> None:
         """As the inner communicator, like all verbs below."""

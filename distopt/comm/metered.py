@@ -1,75 +1,82 @@
 """Count what goes over the wire, by wrapping the wire."""
 
-from collections import Counter
-from collections.abc import Sequence
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from distopt import cost
 from distopt.comm.communicator import Communicator, Wrapper
+from distopt.comm.meter import Meter
+from distopt.ledger import Ledger, Purpose
 from distopt.tables import Members
 
 
 class Metered(Wrapper):
-    """A communicator that counts, per verb, its calls, the payload bytes and the wire bytes.
+    """A communicator with a ``ledger``, in which every message is an entry; the last ``keep`` of them stay.
 
-    *Payload* is measured: what this rank handed to the collective.  *Wire* is by formula (``distopt.cost``): what this
-    rank sends when the collective is done by the bandwidth-optimal algorithm.  Votes (48 bytes a step) are not counted.
+    *Payload* is measured: what this rank handed to the collective.  *Wire* is by formula (``cost.wire``), exact for
+    this rank: each rank talks to all others in what is distopt's own, along a ring in NCCL's; what an MPI library does
+    with a sum of float32 is its own choice, and seldom less.  Not counted are votes (64 bytes a step), and what a
+    transport adds: headers, and the lengths that a ragged verb needs.
     """
 
-    def __init__(self, comm: Communicator):
+    def __init__(self, comm: Communicator, keep: int = 100_000):
         super().__init__(comm)
-        self.calls: Counter[str] = Counter()
-        self.payload: Counter[str] = Counter()
-        self.wire: Counter[str] = Counter()
+        self.ledger = Ledger(keep)
+        self._meter = Meter(self.rank, self.size, self.hosts, self.algorithm, self.ledger)
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        """Counted: the array, and a ring's 2 (P - 1) / P of it."""
+    @contextlib.contextmanager
+    def on_behalf_of(self, purpose: Purpose) -> Iterator[None]:
+        """What is exchanged in this context is part of something."""
+        with self._meter.on_behalf_of(purpose), self.comm.on_behalf_of(purpose):
+            yield
+
+    def all_reduce(self, x: np.ndarray) -> None:  # noqa: D102
         self.comm.all_reduce(x)
-        self._count("all_reduce", x.nbytes, cost.all_reduce(x.nbytes, self.size))
+        self._meter.all_reduce(x)
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
-        """Counted: the array, and a ring's (P - 1) / P of all parts together."""
+    def all_gather(  # noqa: D102
+        self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None
+    ) -> list[np.ndarray]:
         parts = self.comm.all_gather(x, ragged, into)
-        self._count("all_gather", x.nbytes, cost.all_gather(sum(p.nbytes for p in parts), self.size))
+        self._meter.all_gather(x, [part.nbytes for part in parts])
         return parts
 
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
-        """Counted: all parts, and all but the one that stays here."""
-        got, total = self.comm.all_to_all(parts, ragged), sum(p.nbytes for p in parts)
-        self._count("all_to_all", total, cost.all_to_all(total, parts[self.rank].nbytes))
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:  # noqa: D102
+        got = self.comm.all_to_all(parts, ragged)
+        self._meter.all_to_all([part.nbytes for part in parts], [part.nbytes for part in got])
         return got
 
-    def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
-        """Counted: the array, and (P - 1) / P of it."""
+    def reduce_scatter(self, x: np.ndarray) -> np.ndarray:  # noqa: D102
         part = self.comm.reduce_scatter(x)
-        self._count("reduce_scatter", x.nbytes, cost.reduce_scatter(x.nbytes, self.size))
+        self._meter.reduce_scatter(x)
         return part
 
-    def broadcast(self, x: np.ndarray, root: int = 0) -> None:
-        """Counted: the array, and (P - 1) / P of it."""
+    def broadcast(self, x: np.ndarray, root: int = 0) -> None:  # noqa: D102
         self.comm.broadcast(x, root)
-        self._count("broadcast", x.nbytes, cost.broadcast(x.nbytes, self.size))
+        self._meter.broadcast(x, root)
+
+    def lengths(self, n: int) -> list[int]:  # noqa: D102
+        found = self.comm.lengths(n)
+        self._meter.lengths()
+        return found
 
     def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:
         """Counted as the all-reduce that it stands for, although in shared memory nothing goes over a wire."""
         self.comm.add_parts(members, parts, bad)
-        nbytes = parts[self.rank].nbytes
-        self._count("all_reduce", nbytes, cost.all_reduce(nbytes, self.size))
+        self._meter.all_reduce(parts[self.rank])
 
     def report(self) -> dict[str, dict[str, int]]:
-        """``{verb: {'calls', 'payload', 'wire'}}`` since the start or the last ``reset``, in bytes."""
-        return {
-            verb: {"calls": n, "payload": self.payload[verb], "wire": self.wire[verb]}
-            for verb, n in sorted(self.calls.items())
-        }
+        """``{verb: {'calls', 'payload', 'wire'}}`` since the start or the last ``reset``; 'wire' is what was sent."""
+        rows = sorted(self.ledger.by("verb"), key=lambda row: str(row["verb"]))
+        return {r["verb"]: {"calls": r["calls"], "payload": r["payload"], "wire": r["sent"]} for r in rows}
 
     def reset(self) -> None:
         """Start counting anew."""
-        for counter in (self.calls, self.payload, self.wire):
-            counter.clear()
+        self.ledger.clear()
 
-    def _count(self, verb: str, payload: int, wire: int) -> None:
-        self.calls[verb] += 1
-        self.payload[verb] += payload
-        self.wire[verb] += wire
+    def _duplicate(self) -> Communicator:
+        twin = super()._duplicate()
+        twin._meter = copy.copy(self._meter)  # type: ignore[attr-defined]  # the same ledger, a purpose of its own
+        return twin

@@ -35,7 +35,7 @@ class MpiCommunicator(Communicator):
         comm = world_comm() if comm is None else comm
         membership = join(comm)
         self.control: MpiControl = membership.control
-        self.local_rank, self.spans_hosts = membership.local_rank, membership.spans_hosts
+        self.local_rank, self._hosts = membership.local_rank, membership.hosts
         self._comm = comm.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
         self.may_overlap = any_thread()

@@ -242,7 +242,7 @@ class Membership(NamedTuple):
 
     control: MpiControl
     local_rank: int  # among the ranks of its host
-    spans_hosts: bool
+    hosts: tuple[int, ...]  # of each rank: the lowest rank there
 
 
 def join(comm: "MPI.Comm") -> Membership:
@@ -256,7 +256,9 @@ def join(comm: "MPI.Comm") -> Membership:
         raise ValueError("comm is MPI.COMM_NULL: this rank is in no group of the split")
     control = MpiControl(comm.Dup(), _agree_on_name(comm))
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    local_rank, spans_hosts = node.rank, node.size < comm.size
+    local_rank, lowest, hosts = node.rank, np.array([comm.rank]), np.zeros(comm.size, np.int64)
+    node.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
+    comm.Allgather(lowest, hosts)
     node.Free()
     if comm.size > 1:
         _controls.append(control)
@@ -265,7 +267,7 @@ def join(comm: "MPI.Comm") -> Membership:
         _join(MPI.COMM_WORLD.Abort, MPI.COMM_WORLD.rank)
     job.enter(MPI.COMM_WORLD.rank)
     control.meet()
-    return Membership(control, local_rank, spans_hosts)
+    return Membership(control, local_rank, tuple(hosts.tolist()))
 
 
 def world_comm() -> "MPI.Comm":

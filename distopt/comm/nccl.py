@@ -17,6 +17,7 @@ from distopt import device
 from distopt.comm import mpi_control
 from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root, cut, slices
 from distopt.comm.nccl_library import binding, nccl_unique_id, nccl_version, one_gpu_each, seat, take_gpu, version_text
+from distopt.cost import RING
 from distopt.guard import Control, fingerprint
 
 ID_BYTES = 128
@@ -45,6 +46,7 @@ class NcclCommunicator(Communicator):
     """
 
     CHUNK = 1 << 30  # elements per call
+    algorithm = RING
     PATIENCE = 120.0  # seconds for the ranks to find each other
 
     def __init__(
@@ -54,9 +56,9 @@ class NcclCommunicator(Communicator):
         local_rank: int | None = None,
         why: str = "",
         unique_id: bytes | None = None,
-        spans_hosts: bool = False,
+        hosts: Sequence[int] = (),
     ):
-        self.control, self.rank, self.size, self.spans_hosts = control, control.rank, control.size, spans_hosts
+        self.control, self.rank, self.size, self._hosts = control, control.rank, control.size, hosts
         self.local_rank = self.rank if local_rank is None else local_rank
         self.rank_ordered = self.size == 1
         self._verb, self._failure = "its start", ""
@@ -78,9 +80,9 @@ class NcclCommunicator(Communicator):
 
         Raises ImportError without mpi4py, and what ``MpiCommunicator`` and the constructor raise.
         """
-        control, local_rank, spans_hosts = mpi_control.join(mpi_control.world_comm() if comm is None else comm)
-        votes = f"votes over {mpi_control.brand()}, {'several hosts' if spans_hosts else 'one host'}"
-        return cls(control, gpu, local_rank, f"{votes}{'; ' + why if why else ''}", spans_hosts=spans_hosts)
+        control, local_rank, hosts = mpi_control.join(mpi_control.world_comm() if comm is None else comm)
+        votes = f"votes over {mpi_control.brand()}, {'several hosts' if len(set(hosts)) > 1 else 'one host'}"
+        return cls(control, gpu, local_rank, f"{votes}{'; ' + why if why else ''}", hosts=hosts)
 
     @classmethod
     def from_id(
@@ -333,7 +335,7 @@ class NcclCommunicator(Communicator):
     def _duplicate(self) -> Communicator:
         if self.size == 1:
             return self
-        return NcclCommunicator(self.control, self.gpu, self.local_rank, "beside another", spans_hosts=self.spans_hosts)
+        return NcclCommunicator(self.control, self.gpu, self.local_rank, "beside another", hosts=self._hosts)
 
     # ------------------------------------------------------------------------------------------- ends
 

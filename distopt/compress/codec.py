@@ -7,9 +7,11 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.compress.compressor import At, check_fits, column, table
+from distopt.ledger import Anatomy
 from distopt.numbers import real
 from distopt.tables import Members
 
+SAMPLED = 64  # a ledger looks at one of so many words
 LEAST, MOST = (float(x) for x in (np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max))
 
 
@@ -20,6 +22,7 @@ class Codec(abc.ABC):
     """
 
     summable = ragged = lossless = stateful = may_overflow = False
+    _header = 0  # bytes
 
     @abc.abstractmethod
     def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int:
@@ -40,6 +43,17 @@ class Codec(abc.ABC):
     def take(self, x: np.ndarray, add: np.ndarray, given: bool, payload: np.ndarray, at: At) -> None:
         """Move codes to a payload of zeros; ``add`` is x if nothing is given."""
 
+    def anatomy(self, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
+        """Codes, behind a header; a host finds out from one word in 64 what they could be coded to."""
+        codes = payload[self._header :]
+        if device.on_gpu(codes):
+            return Anatomy(codes.nbytes)
+        return Anatomy(codes.nbytes, ideal=round(self.entropy(codes.view(np.uint32)[::SAMPLED].copy()) * x.size))
+
+    @abc.abstractmethod
+    def entropy(self, words: np.ndarray) -> float:
+        """Bits of information in an element, as these words of codes have it."""
+
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """Add what the codes stand for to ``out``."""
         numbers = at.scratch("numbers", out.nbytes).view(out.dtype)
@@ -58,6 +72,12 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def give(self, payloads: device.Mirror, out: np.ndarray, at: At) -> None:
         """Overwrite ``out`` by the sum of payloads at these addresses."""
+
+
+def shannon(counts: np.ndarray) -> float:
+    """Bits of information in one symbol, of symbols that were counted so often (Shannon, 1948)."""
+    share = counts[counts > 0] / max(1, counts.sum())
+    return float(-(share * np.log2(share)).sum())
 
 
 def _words(bits: int) -> int:
@@ -89,6 +109,11 @@ class TwoBit(Codec):
     def take(self, x: np.ndarray, add: np.ndarray, given: bool, payload: np.ndarray, at: At) -> None:
         """One pass."""
         kernels.take_two_bits(x, add, given, payload, self.threshold, at.refused)
+
+    def entropy(self, words: np.ndarray) -> float:
+        """Of +threshold, -threshold and 0; the gaps of a bucket are zeros too."""
+        codes = np.bincount(np.stack([words >> shift & 3 for shift in range(0, 32, 2)]).reshape(-1), minlength=4)
+        return shannon(codes)
 
     def give(self, payloads: device.Mirror, out: np.ndarray, at: At) -> None:
         """One pass."""
@@ -136,6 +161,11 @@ class OneBit(Codec):
             kernels.mean_of_partials(partial[:chunks], payload[:4].view(np.float32), elements, at.refused)
             add, given = x, False
         kernels.take_one_bit(members, x, add, given, payload, self._header, self.threshold, at.refused)
+
+    def entropy(self, words: np.ndarray) -> float:
+        """Of the signs."""
+        ones = int(np.unpackbits(words.view(np.uint8)).sum())
+        return shannon(np.array([ones, 32 * words.size - ones]))
 
     def give(self, payloads: device.Mirror, out: np.ndarray, at: At) -> None:
         """One pass over the members; what lies between them stays."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from distopt import device
 from distopt.device import Mirror
+from distopt.ledger import Anatomy, Purpose
 from distopt.tables import Members
 
 Make = Callable[[], np.ndarray]
@@ -40,6 +41,8 @@ class At(NamedTuple):
     On a GPU, where the host does not see what kernels find: ``refused`` is None, or a number: if it is not 0 when a
     kernel runs, that leaves everything that outlives the step as it is.  A payload whose length depends on the data
     has ``room`` entries on every rank, and the kernel tells in ``found[0]`` how many it would have liked to send.
+
+    ``purpose`` is what a ledger calls it.
     """
 
     step: int = 0
@@ -54,6 +57,7 @@ class At(NamedTuple):
     params: Members | None = None
     divisor: float = 1.0
     batches: int = 1
+    purpose: Purpose = Purpose()
 
 
 class Compressor(Protocol):
@@ -66,6 +70,7 @@ class Compressor(Protocol):
     * ``whole(members, at)``: a number per member, 1 for those that are left in x to be summed as they are;
     * ``finish(total, state, at)``: what is added to a sum over ranks before it is divided by ``at.divisor``;
     * ``corrects_momentum``: does it have the momentum, so that the optimizer must have none?
+    * ``anatomy(payload, x, at)``: what a payload of x consists of (``ledger.Anatomy``), for who counts.
     """
 
     @property
@@ -126,6 +131,12 @@ def decompress_all(compressor: Compressor, payloads: list[np.ndarray], out: np.n
     device.clear(out)
     for payload in payloads:
         compressor.decompress(payload, out, at)
+
+
+def anatomy(compressor: Compressor, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
+    """What a payload of x consists of; of nothing but values, if the compressor does not say."""
+    look = getattr(compressor, "anatomy", None)
+    return look(payload, x, at) if look else Anatomy(payload.nbytes)
 
 
 def table(x: np.ndarray, at: At) -> Members:

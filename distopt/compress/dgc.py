@@ -7,9 +7,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from distopt import device, kernels
-from distopt.compress.compressor import At, Compressor, decompress_all, memory, table
+from distopt.compress.compressor import At, Compressor, anatomy, decompress_all, memory, table
 from distopt.compress.sparse import Growth, Sparse, unpack_entries
 from distopt.compress.warmup import BELOW_ONE, Sparsity, Stages, geometric
+from distopt.ledger import Anatomy
 from distopt.numbers import flag, number, real, whole
 from distopt.tables import Members
 
@@ -183,6 +184,16 @@ class DeepGradientCompression:
         """Add the weight decay to a sum that is going to be divided by ``at.divisor``."""
         if self.weight_decay and not self.decay_in_gradient:
             kernels.add_scaled(total, self._added(state[DECAY], at), at.divisor)
+
+    def anatomy(self, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
+        """That of the selector, whose members are some of x's."""
+        members = table(x, at)
+        found = anatomy(self.selector, payload, x, self._among(members, at))
+        if found.counts is None:
+            return found
+        counts = np.zeros(len(members.names), np.int64)
+        counts[self.whole(members, at).host == 0] = found.counts
+        return found._replace(counts=counts)
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """As the selector."""

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from distopt.compress.compressor import At, Lossy, decompress_all, memory
+from distopt.compress.compressor import At, Lossy, anatomy, decompress_all, memory
+from distopt.ledger import Anatomy
 from distopt.tables import Members
 
 
@@ -37,6 +38,10 @@ class ErrorFeedback:
     def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
         """Add x to the residual, and move out of that what is worth sending."""
         return self.compressor.compress(memory(state, "residual", x), state, at, add=x)
+
+    def anatomy(self, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
+        """That of the compressor."""
+        return anatomy(self.compressor, payload, x, at)
 
     def decompress_all(self, payloads: list[np.ndarray], out: np.ndarray, at: At) -> None:
         """As the compressor."""

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from distopt import device, kernels
-from distopt.compress.compressor import At, column
-from distopt.compress.sparse import INDEX, Growth, Sparse, payload_size, unpack_entries
+from distopt.compress.compressor import At, column, table
+from distopt.compress.sparse import INDEX, Growth, Sparse, by_member, described, payload_size, unpack_entries
+from distopt.ledger import Anatomy
 from distopt.tables import CHUNK, Members
 from distopt.texts import struct
 
@@ -91,6 +92,15 @@ class Packed(Sparse):
         kernels.pack_planes(x, index, entry, payload, _constant(layout, at))
         return payload
 
+    def anatomy(self, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
+        """Values with their scales; upper parts, jumps and lower parts of the indices; the rest is the header."""
+        places, members = self._places_in(payload, x, at), table(x, at)
+        start = int(packing(x.size, places, self.value)["values"][0])
+        found = described(_value_bytes(places, self.value), start - HEADER, places, members)
+        if device.on_gpu(payload):
+            return found
+        return found._replace(counts=by_member(self.decode([payload], x, at)[0][0], members))
+
     def decode(self, payloads: list[np.ndarray], out: np.ndarray, at: At) -> list[tuple[np.ndarray, np.ndarray]]:
         """One call for payloads of one size.  ValueError for one that was damaged, as far as the host can see it."""
         places = [self._places_in(payload, out, at) for payload in payloads]
@@ -145,15 +155,20 @@ def packing(n: int, places: int, value: str) -> np.ndarray:
 
     The header and the words of the upper parts stand at multiples of 8 bytes, also in payloads behind this one.
     """
-    number, width = VALUES[value]
+    number = VALUES[value][0]
     bits = (n // places).bit_length() - 1 if places else 0
     words = -(-(places + (n >> bits)) // 64) if places else 0
-    jumps, lower, groups = max(-(-places // CHUNK) - 1, 0), -(-places * bits // 32), -(-places // GROUP)
-    sizes = HEADER, 8 * words, 4 * jumps, 4 * lower, width * places, groups * (value != "bfloat16")
+    jumps, lower, plane = max(-(-places // CHUNK) - 1, 0), -(-places * bits // 32), VALUES[value][1] * places
+    sizes = HEADER, 8 * words, 4 * jumps, 4 * lower, plane, _value_bytes(places, value) - plane
     *starts, end = itertools.accumulate(sizes)
     found = np.array([(MAGIC + number, number, n, places, bits, words, *starts, -(-end // 8) * 8)], struct("Packing"))
     found.flags.writeable = False
     return found
+
+
+def _value_bytes(places: int, value: str) -> int:
+    """Of the values, and of their scales."""
+    return VALUES[value][1] * places + -(-places // GROUP) * (value != "bfloat16")
 
 
 def _constant(layout: np.ndarray, at: At) -> device.Mirror:

@@ -1,6 +1,7 @@
 """Send single entries, as pairs of index and value."""
 
 import abc
+import functools
 import math
 from numbers import Real
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.compress import select
 from distopt.compress.compressor import At, check_fits, column, sizes_of, table
+from distopt.ledger import Anatomy
 from distopt.tables import CHUNK, Members
 
 INDEX = 4  # bytes of an index
@@ -74,6 +76,12 @@ class Sparse(abc.ABC):
         """Indices and values that are carried to an array like ``out``; an index below 0 is no entry."""
         return [unpack_entries(payload, out.dtype) for payload in payloads]
 
+    def anatomy(self, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
+        """The two planes."""
+        index, entry = unpack_entries(payload, x.dtype)
+        found = described(entry.nbytes, index.nbytes, index.size, table(x, at))
+        return found if device.on_gpu(index) else found._replace(counts=by_member(index, table(x, at)))
+
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """Add the entries to ``out``."""
         for index, entry in self.decode([payload], out, at):
@@ -93,6 +101,24 @@ class Sparse(abc.ABC):
             column("entries", [device.address(entry) for _, entry in planes], at),
             column("lengths", [index.size for index, _ in planes], at),
         )
+
+
+def described(values: int, indices: int, k: int, members: Members) -> Anatomy:
+    """So many bytes of k values and of their indices, which can be no less than the number of such choices has bits."""
+    return Anatomy(values, indices, choices(int(members.rows["size"].sum()), k) + 8 * values)
+
+
+def by_member(index: np.ndarray, members: Members) -> np.ndarray:
+    """How many of these indices, on the host, belong to each; they ascend from member to member."""
+    starts, sizes = (members.rows[name].astype(index.dtype) for name in ("offset", "size"))
+    found: np.ndarray = np.searchsorted(index, starts + sizes) - np.searchsorted(index, starts)
+    return found
+
+
+@functools.lru_cache(1024)
+def choices(n: int, k: int) -> int:
+    """Bits that tell which k of n: the logarithm of the binomial coefficient."""
+    return round((math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2))
 
 
 def check_size(n: int) -> None:

@@ -16,16 +16,16 @@ class Apart:
         members = table(x, at)
         chosen: np.ndarray = compressor.whole(members, at).host != 0  # type: ignore[attr-defined]
         self.all, self.none = bool(chosen.all()), not chosen.any()
-        self.flat = x
+        self.flat, self.members = x, members
         if not self.all:
-            self._members = members.only(chosen).closely(x)
-            self.flat = at.scratch("whole", self._members.extent * x.itemsize).view(x.dtype)
+            self.members = members.only(chosen).closely(x)
+            self.flat = at.scratch("whole", self.members.extent * x.itemsize).view(x.dtype)
             found = at.scratch("whole and not finite", 8 * chosen.size).view(np.int64)
-            kernels.pack(self._members, self.flat, 1.0, found)
+            kernels.pack(self.members, self.flat, 1.0, found)
 
     def put_back(self) -> None:
         """Let x have them."""
-        kernels.unpack(self._members, self.flat, 1.0)
+        kernels.unpack(self.members, self.flat, 1.0)
 
 
 def mixed(x: np.ndarray, compressor: Compressor, comm: Communicator, state: dict[str, np.ndarray], at: At) -> None:
@@ -56,6 +56,7 @@ def _sum(x: np.ndarray, payload: np.ndarray, apart: Apart, compressor: Compresso
         comm.all_reduce(x)
         return
     if not apart.none:
-        comm.all_reduce(apart.flat)
+        with comm.on_behalf_of(at.purpose._replace(members=apart.members)):
+            comm.all_reduce(apart.flat)
     decompress_all(compressor, from_all(payload, compressor, comm, at), x, at)
     apart.put_back()

@@ -1,0 +1,177 @@
+"""The ledger of a communicator: for every message what it was for, what it was made of, and what went over the wire."""
+
+import csv
+import itertools
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distopt.tables import Members
+
+VOLUME = ("payload", "values", "indices", "ideal", "sent", "received", "sent_between", "received_between")
+KEYS = ("step", "phase", "bucket", "verb")
+REST = "(gaps, headers)"  # what belongs to no tensor
+
+
+class Anatomy(NamedTuple):
+    """What a payload consists of: bytes of values and of indices; the rest are headers and scales.
+
+    ``ideal`` is the information in it, in bits: how many ways there are to choose so many entries, and the values as
+    they are.  ``counts`` are the entries of each member, None if all of them are sent.
+    """
+
+    values: int
+    indices: int = 0
+    ideal: int | None = None
+    counts: np.ndarray | None = None
+
+
+class Purpose(NamedTuple):
+    """What goes over the wire is part of something: a phase of a step, and there a bucket, with its members.
+
+    ``anatomy`` looks into a payload that is gathered; whatever is summed consists of values.
+    """
+
+    phase: str = "other"
+    step: int = 0
+    bucket: int | None = None
+    members: Members | None = None
+    anatomy: Callable[[np.ndarray], Anatomy] | None = None
+
+    def __str__(self) -> str:
+        return "" if self.bucket is None else f"bucket {self.bucket}"
+
+
+class Entry(NamedTuple):
+    """One message of one rank: bytes, but for ``ideal``, which are bits.
+
+    *Payload* is measured: what this rank handed to the collective; ``values`` and ``indices`` are parts of it.  What
+    was *sent* and *received*, and of that *between* hosts, is by formula (``cost.wire``).  ``names`` are the tensors in
+    it, and ``parts`` their bytes of the payload.
+    """
+
+    step: int
+    phase: str
+    bucket: int | None
+    verb: str
+    payload: int
+    values: int
+    indices: int
+    ideal: int
+    sent: int
+    received: int
+    sent_between: int
+    received_between: int
+    names: Sequence[str] = ()
+    parts: Sequence[int] = ()
+
+
+class Ledger:
+    """All entries of the last ``keep`` messages, and the sums of all that ever were."""
+
+    def __init__(self, keep: int = 100_000):
+        self.entries: deque[Entry] = deque(maxlen=keep)
+        self._totals: dict[tuple[str, int | None, str], Counter[str]] = {}
+        self._tensors: dict[tuple[str, tuple[str, ...]], np.ndarray] = {}
+
+    def add(self, entry: Entry) -> None:
+        """Write down one message."""
+        self.entries.append(entry)
+        key = entry.phase, entry.bucket, entry.verb
+        total = self._totals.get(key)
+        if total is None:
+            total = self._totals[key] = Counter()
+        total["calls"] += 1
+        for name in VOLUME:
+            total[name] += getattr(entry, name)
+        if entry.names:
+            found, parts = self._tensors.get((entry.phase, tuple(entry.names))), np.asarray(entry.parts, np.int64)
+            self._tensors[entry.phase, tuple(entry.names)] = parts if found is None else found + parts
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.entries.clear()
+        self._totals.clear()
+        self._tensors.clear()
+
+    def by(self, *columns: str) -> list[dict[str, Any]]:
+        """Sums of all messages, by any of phase, bucket and verb; with 'step' only of those that are kept.
+
+        Raises ValueError for another column.
+        """
+        unknown = set(columns) - set(KEYS)
+        if unknown:
+            raise ValueError(f"columns are {', '.join(KEYS)}, got {', '.join(sorted(unknown))}")
+        found: dict[tuple[Any, ...], Counter[str]] = {}
+        for row in self._rows("step" in columns):
+            sums = found.setdefault(tuple(row[c] for c in columns), Counter())
+            sums.update({name: row[name] for name in ("calls", *VOLUME)})
+        return [dict(zip(columns, key, strict=True)) | sums for key, sums in found.items()]
+
+    def total(self) -> dict[str, int]:
+        """Sums of all messages."""
+        rows = self.by()
+        return rows[0] if rows else dict.fromkeys(("calls", *VOLUME), 0)
+
+    def tensors(self, phase: str = "gradients") -> dict[str, int]:
+        """Payload bytes of every tensor, in all messages of a phase; what belongs to no tensor comes last."""
+        found: Counter[str] = Counter()
+        for (here, names), parts in self._tensors.items():
+            if here == phase:
+                found.update(dict(zip(names, parts.tolist(), strict=True)))
+        whole = sum(row["payload"] for row in self.by("phase") if row["phase"] == phase)
+        return dict(found) | {REST: whole - sum(found.values())}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {
+            "totals": self.by("phase", "bucket", "verb"),
+            "tensors": {phase: self.tensors(phase) for phase in dict.fromkeys(key[0] for key in self._tensors)},
+            "entries": [dict(zip((*KEYS, *VOLUME), entry, strict=False)) for entry in self.entries],
+        }
+
+    def write_json(self, path: str | Path) -> None:
+        """Everything, as one object."""
+        Path(path).write_text(json.dumps(self.as_dict()) + "\n")
+
+    def write_csv(self, path: str | Path) -> None:
+        """The messages that are kept, one in a line."""
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow((*KEYS, *VOLUME))
+            writer.writerows(entry[: len(KEYS) + len(VOLUME)] for entry in self.entries)
+
+    def table(self, *columns: str) -> str:
+        """Sums by some of the columns, default phase and verb, as text; bytes, and bits for what is ideal."""
+        columns, total = columns or ("phase", "verb"), self.total()
+        apart = total["sent_between"] or total["received_between"]
+        shown = [c for c in ("calls", *VOLUME) if apart or not c.endswith("between")]
+        lines = [(*columns, *shown)]
+        lines += [(*(str(row[c]) for c in columns), *(f"{row[c]:,}" for c in shown)) for row in self.by(*columns)]
+        lines.append((*["total", *[""] * (len(columns) - 1)], *(f"{total[c]:,}" for c in shown)))
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        left = len(columns)
+        return "\n".join(
+            "  ".join(c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True)))
+            for line in lines
+        )
+
+    def _rows(self, each: bool) -> list[dict[str, Any]]:
+        """Every message that is kept, or the sums of all."""
+        if each:
+            return [entry._asdict() | {"calls": 1} for entry in self.entries]
+        totals = list(self._totals.items())  # another thread may add some
+        return [dict(zip(KEYS[1:], key, strict=True)) | total for key, total in totals]
+
+
+def share_out(total: int, counts: Sequence[int] | np.ndarray) -> list[int]:
+    """``total`` bytes among members in proportion to their counts, whole numbers that add up to it."""
+    ends = np.cumsum(np.asarray(counts, np.int64))
+    if not ends.size or not ends[-1]:
+        return [0] * len(counts)
+    *bounds, whole = ends.tolist()
+    return [b - a for a, b in itertools.pairwise([0, *(total * end // whole for end in bounds), total])]

@@ -1,0 +1,234 @@
+"""The ledger, byte for byte against a transport that counts its messages, and against what compressors say."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import laws
+from distopt import DistOpt, run_ranks
+from distopt.comm import Metered
+from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
+from distopt.ledger import REST, share_out
+from distopt.optim import SGD
+from doubles.counted import Around, Everyone, run_counted
+
+KINDS = (Everyone, Around)
+SHAPES = [(40, 50), (7,), (3, 5, 9), (100,), (0,), ()]
+MODES = {
+    "dense": None,
+    "half": Half(),
+    "top-K": ErrorFeedback(TopK(0.02)),
+    "top-K per tensor": ErrorFeedback(TopK(0.02, per_tensor=True)),
+    "top-K beyond break even": ErrorFeedback(TopK(0.9)),
+    "threshold": ErrorFeedback(Threshold(1.5)),
+    "2 bits": ErrorFeedback(TwoBit(0.5)),
+    "1 bit": ErrorFeedback(OneBit()),
+    "packed": ErrorFeedback(Packed(TopK(0.05))),
+    "DGC": DeepGradientCompression(TopK(0.01)),
+    "packed DGC": DeepGradientCompression(Packed(TopK(0.01), value="int8")),
+}
+
+
+def counted(comm):
+    return sum(comm.sent), sum(comm.received)
+
+
+def written(metered):
+    total = metered.ledger.total()
+    return total["sent"], total["received"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(size=st.integers(1, 5), n=st.integers(0, 40), root=st.integers(0, 4), dtype=st.sampled_from(["f4", "f8", "u1"]))
+@settings(deadline=None, max_examples=25)
+def test_every_verb(kind, size, n, root, dtype):
+    def main(comm):
+        metered = Metered(comm)
+        own = np.arange(n + comm.rank).astype(dtype)
+        calls = (
+            lambda: metered.all_reduce(np.ones(n, dtype)),
+            lambda: metered.all_gather(own, ragged=True),
+            lambda: metered.all_to_all([np.ones(3 * r + n % (k + 1), dtype) for k, r in enumerate(range(size))], True),
+            lambda: metered.broadcast(np.ones(n, dtype), root % size),
+            lambda: metered.lengths(n),
+        )
+        for call in calls:
+            call()
+            assert written(metered) == counted(comm)
+        if kind is Everyone:
+            metered.reduce_scatter(np.ones(n, dtype))
+            assert written(metered) == counted(comm)
+        return True
+
+    assert all(run_counted(size, kind, main))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_mode(kind, mode, size):
+    """All of a training, parameters that are broadcast and averaged among it; and each entry is made of its parts."""
+
+    def main(comm):
+        metered = Metered(comm)
+        params = laws.parameters(SHAPES, rank=comm.rank)
+        opt = DistOpt(SGD(0.05), metered, threshold=50)
+        for step in range(3):
+            opt.step(laws.pairs(comm, params, step), MODES[mode])
+        opt.backward_and_partial_update(laws.pairs(comm, params, 3))
+        assert written(metered) == counted(comm)
+        entries = list(metered.ledger.entries)
+        for entry in entries:
+            assert 0 <= entry.values + entry.indices <= entry.payload
+            assert sum(entry.parts) <= entry.values + entry.indices
+        assert {e.step for e in entries if e.phase == "gradients"} == {0, 1, 2}
+        assert {e.phase for e in entries} == {"gradients", "parameters"}
+        return True
+
+    assert all(run_counted(size, kind, main))
+
+
+def test_hosts_are_told_apart():
+    """Two machines of two and three ranks: what leaves one of them, in both algorithms."""
+    hosts = (0, 0, 3, 3, 3)
+
+    def main(comm):
+        comm._hosts = hosts
+        metered = Metered(comm)
+        metered.all_reduce(np.ones(17, np.float32))
+        metered.all_gather(np.ones(comm.rank, np.uint8), ragged=True)
+        metered.broadcast(np.ones(10), 2)
+        total = metered.ledger.total()
+        away = [r for r in range(5) if hosts[r] != hosts[comm.rank]]
+        assert total["sent_between"] == sum(comm.sent[r] for r in away)
+        assert total["received_between"] == sum(comm.received[r] for r in away)
+        assert "sent_between" in metered.ledger.table()
+        return total["sent_between"]
+
+    for kind in KINDS:
+        assert any(run_counted(5, kind, main))
+
+
+def ledger_of(compressor, shapes, size=1, steps=1, threshold=10**6, dtype="float32"):
+    """Rank 0's, of the gradients alone."""
+
+    def main(comm):
+        metered = Metered(comm)
+        params = laws.parameters(shapes, dtype)
+        opt = DistOpt(SGD(0.05), metered, threshold=threshold, broadcast=False)
+        for step in range(steps):
+            opt.step(laws.pairs(comm, params, step), compressor, break_even=False)
+        return metered.ledger
+
+    return run_ranks(size, main)[0]
+
+
+def test_values_indices_and_what_they_could_be():
+    n, k = 2000, 100
+    (entry,) = ledger_of(ErrorFeedback(TopK(0.05)), [(n,)]).entries
+    assert (entry.payload, entry.values, entry.indices) == (8 * k, 4 * k, 4 * k)
+    assert entry.ideal == round(math.log2(math.comb(n, k))) + 32 * k
+    (entry,) = ledger_of(ErrorFeedback(Packed(TopK(0.05), value="bfloat16")), [(n,)]).entries
+    assert entry.values == 2 * k
+    assert 16 <= entry.payload - entry.values - entry.indices < 24  # a header; whole words of 64 bits
+    assert entry.ideal == round(math.log2(math.comb(n, k))) + 16 * k
+    assert entry.ideal - 16 * k < 8 * entry.indices < 1.3 * (entry.ideal - 16 * k)
+    (entry,) = ledger_of(None, [(n,)]).entries
+    assert (entry.payload, entry.values, entry.indices, entry.ideal) == (4 * n, 4 * n, 0, 32 * n)
+    (entry,) = ledger_of(ErrorFeedback(OneBit()), [(n,)]).entries
+    assert (entry.payload, entry.values) == (4 + 252, 252)
+
+
+def test_what_codes_could_be_coded_to():
+    """An element is 0 with probability 3 / 4, +1 or -1 with 1 / 8 each: Shannon says 1.06 bits, two are sent."""
+    n = 1 << 16
+    rng = np.random.default_rng(3)
+    x = rng.choice([0, 0, 0, 0, 0, 0, 1, -1], n).astype(np.float32)
+    two, one = TwoBit(1.0), OneBit()
+    from distopt.compress import At
+    from distopt.compress.compressor import anatomy
+
+    payload = two.compress(x.copy(), {}, At())
+    expected = -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.125))
+    assert anatomy(two, payload, x, At()).ideal == pytest.approx(n * expected, rel=0.05)
+    assert anatomy(two, two.compress(0 * x, {}, At()), x, At()).ideal == 0
+    payload = one.compress(rng.standard_normal(n, np.float32), {}, At())
+    assert anatomy(one, payload, x, At()).ideal == pytest.approx(n, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m not in ("dense", "half", "2 bits", "1 bit")])
+def test_bytes_of_tensors_are_their_entries(mode):
+    """Entries are told apart by what arrives: each rank's own part of the sum, at one rank."""
+    shapes = [(30, 20), (50,), (8, 9)]
+    sent = []
+
+    def main(comm):
+        metered = Metered(comm)
+        params = laws.parameters(shapes)
+        before = [p.data.copy() for p in params]
+        opt = DistOpt(SGD(1.0), metered, threshold=10**6, broadcast=False)
+        opt.step(laws.pairs(comm, params, 0), MODES[mode], break_even=False)
+        for p, b in zip(params, before, strict=True):
+            sent.append((p.name, int((p.data != b).sum())))
+        return metered.ledger
+
+    (ledger,) = run_ranks(1, main)
+    found = ledger.tensors()
+    whole = 4 if "DGC" in mode else None  # bytes of an entry of a tensor of one dimension
+    gathered = [e for e in ledger.entries if e.verb == "all_gather"]
+    bytes_each = sum(e.values + e.indices for e in gathered)
+    entries = sum(n for name, n in sent if not (whole and found[name] == 4 * 50))
+    for name, n in sent:
+        each = whole if whole and n == 50 else bytes_each / entries
+        assert found[name] == pytest.approx(n * each, abs=1), name
+    assert sum(found.values()) == ledger.total()["payload"]
+
+
+def test_totals_outlive_what_is_kept(tmp_path):
+    def main(comm):
+        metered = Metered(comm, keep=5)
+        params = laws.parameters([(10,), (20,)])
+        opt = DistOpt(SGD(0.1), metered, threshold=0, broadcast=False)
+        for step in range(10):
+            opt(laws.pairs(comm, params, step))
+        return metered
+
+    metered = run_ranks(2, main)[1]
+    ledger = metered.ledger
+    assert len(ledger.entries) == 5
+    assert ledger.total()["calls"] == 20
+    assert ledger.total()["payload"] == metered.report()["all_reduce"]["payload"] == 10 * 4 * 30
+    assert sorted(ledger.tensors().items()) == sorted({"p0": 400, "p1": 800, REST: 0}.items())
+    by_step = ledger.by("step")
+    assert [row["step"] for row in by_step] == [7, 8, 9]
+    assert sum(row["payload"] for row in ledger.by("bucket", "verb")) == 1200
+    with pytest.raises(ValueError, match="columns are step, phase, bucket, verb, got tensor"):
+        ledger.by("tensor")
+    ledger.write_json(tmp_path / "a.json")
+    ledger.write_csv(tmp_path / "a.csv")
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["totals"][0]["calls"] == 10
+    assert found["tensors"]["gradients"] == ledger.tensors()
+    with open(tmp_path / "a.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["payload"]) for row in rows] == [e.payload for e in ledger.entries]
+    assert rows[-1]["step"] == "9"
+    table = ledger.table("bucket")
+    assert table.splitlines()[-1].split()[:3] == ["total", "20", "1,200"]
+    metered.reset()
+    assert ledger.total()["payload"] == 0
+    assert ledger.by("verb") == []
+
+
+@given(total=st.integers(0, 10**12), counts=st.lists(st.integers(0, 10**6), max_size=20))
+def test_shares_add_up(total, counts):
+    found = share_out(total, counts)
+    assert len(found) == len(counts)
+    assert sum(found) == (total if sum(counts) else 0)
+    for part, count in zip(found, counts, strict=True):
+        assert abs(part - total * count / max(1, sum(counts))) < 1 + 1e-6 * total
