@@ -10,6 +10,7 @@ from distopt.gradients import Parameter
 from distopt.nonfinite import LossScaler
 from distopt.trainer import Trainer
 from distopt.version import __version__
+from distopt.virtual_ranks import simulate
 
 __all__ = [
     "DistOpt",
@@ -21,5 +22,6 @@ __all__ = [
     "compress",
     "optim",
     "run_ranks",
+    "simulate",
     "world",
 ]

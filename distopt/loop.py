@@ -8,8 +8,8 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.buckets import Buffer, Sum, in_one_piece, own
+from distopt.comm import Communicator
 from distopt.compress import At, Compressor, Dense
-from distopt.compress.compressor import anatomy
 from distopt.device import Graph
 from distopt.exchange import Overlap, Rooms, add_shares, choose, refuse_divergence
 from distopt.exchange.shares import describe, nonfinite
@@ -196,7 +196,7 @@ class Loop(Memory):
     def _checked_threshold(self, kind: Kind) -> int:
         """The threshold of this step; raises what forbids a step of this kind."""
         if self._failure:
-            raise RuntimeError(f"{self._failure}; load a checkpoint to go on")
+            raise RuntimeError(self._failure)
         if kind.clip is not None and not kind.clip >= 0:
             raise ValueError(f"clip_Value must be at least 0, got {kind.clip}")
         if kind.threshold is None:
@@ -314,17 +314,11 @@ class Loop(Memory):
         finish = getattr(compressor, "finish", None)
 
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:
-            purpose = Purpose("gradients", self.step_counter, buffer.number, buffer.gradients)
             if self._in_shares(compressor):
-                with wire.on_behalf_of(purpose):
+                with wire.on_behalf_of(self._purpose(buffer)):
                     return add_shares(buffer, wire)
-            rooms, number = self._rooms_for(compressor), buffer.number
-            room, found = (rooms[number], rooms.found(number)) if rooms else (None, None)
-            here = (buffer.gradients, buffer.scratch, buffer.constant)
-            now = self.step_counter, wire.rank, wire.size
-            counts = self._divisor, self._window.num_batches if self._window.sync_on_apply else 1
-            at = At(*now, *here, self._refusal.number, room, found, buffer.parameters, *counts, purpose)
-            with wire.on_behalf_of(purpose._replace(anatomy=lambda payload: anatomy(compressor, payload, x, at))):
+            at = self._at_bucket(buffer, wire, self._rooms_for(compressor))
+            with wire.on_behalf_of(at.purpose):
                 algorithm(x, compressor, wire, buffer.state, at)
                 if finish:
                     with wire.aside():
@@ -332,6 +326,19 @@ class Loop(Memory):
             return in_one_piece(x)
 
         return exchange
+
+    def _at_bucket(self, buffer: Buffer, wire: Communicator, rooms: Rooms | None = None) -> At:
+        """Where a call of a compressor stands in this step."""
+        number = buffer.number
+        room, found = (rooms[number], rooms.found(number)) if rooms else (None, None)
+        here = (buffer.gradients, buffer.scratch, buffer.constant)
+        now = self.step_counter, wire.rank, wire.size
+        counts = self._divisor, self._window.num_batches if self._window.sync_on_apply else 1
+        return At(*now, *here, self._refusal.number, room, found, buffer.parameters, *counts, self._purpose(buffer))
+
+    def _purpose(self, buffer: Buffer) -> Purpose:
+        """What a ledger calls the exchange of a bucket."""
+        return Purpose("gradients", self.step_counter, buffer.number, buffer.gradients)
 
     def _finite(self, sums: list[Sum], compressor: Compressor) -> bool:
         """Are the sums to be applied?  In shared memory all ranks have added up theirs when this returns."""
@@ -353,7 +360,8 @@ class Loop(Memory):
             self._update_with(sums, 1.0 / divisor)
         except Exception as error:
             self._failure = (
-                f"the update of step {self.step_counter + 1} failed halfway with {type(error).__name__}: {error}"
+                f"the update of step {self.step_counter + 1} failed halfway with {type(error).__name__}: {error}; "
+                "load a checkpoint to go on"
             )
             raise
         finally:

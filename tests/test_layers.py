@@ -19,6 +19,7 @@ ROWS = [  # from the ground up
     "uneven capture",
     "saving",
     "dist_opt trainer",
+    "virtual_ranks",
     "__init__",
     "cli",
 ]

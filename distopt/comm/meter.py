@@ -26,26 +26,30 @@ class Meter:
         finally:
             self._now = before
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        """The array; on the wire its slices, which are added up and sent to all."""
-        self._sum("all_reduce", x, self._algorithm.all_reduce(self._shares(x), self.rank))
+    def look(self, payload: np.ndarray) -> Anatomy:
+        """What a payload that is gathered consists of."""
+        return self._now.anatomy(payload) if self._now.anatomy else Anatomy(payload.nbytes)
 
-    def reduce_scatter(self, x: np.ndarray) -> None:
-        """The array; on the wire all slices but this rank's."""
-        self._sum("reduce_scatter", x, self._algorithm.reduce_scatter(self._shares(x), self.rank))
+    def all_reduce(self, n: int, itemsize: int) -> None:
+        """n elements; on the wire their slices, which are added up and sent to all."""
+        self._sum("all_reduce", n, itemsize, self._algorithm.all_reduce(shares(n, itemsize, self.size), self.rank))
 
-    def broadcast(self, x: np.ndarray, root: int) -> None:
-        """The array, which all ranks but the last one pass on."""
-        self._sum("broadcast", x, self._algorithm.broadcast(x.nbytes, self.size, root, self.rank))
+    def reduce_scatter(self, n: int, itemsize: int) -> None:
+        """n elements; on the wire all slices but this rank's."""
+        moved = self._algorithm.reduce_scatter(shares(n, itemsize, self.size), self.rank)
+        self._sum("reduce_scatter", n, itemsize, moved)
 
-    def all_gather(self, x: np.ndarray, sizes: Sequence[int]) -> None:
-        """The array, of which every rank's has one of these sizes in bytes."""
-        anatomy = self._now.anatomy(x) if self._now.anatomy else Anatomy(x.nbytes)
+    def broadcast(self, n: int, itemsize: int, root: int) -> None:
+        """n elements, which all ranks but the last one pass on."""
+        self._sum("broadcast", n, itemsize, self._algorithm.broadcast(n * itemsize, self.size, root, self.rank))
+
+    def all_gather(self, sizes: Sequence[int], anatomy: Anatomy) -> None:
+        """A payload of every rank, of these sizes in bytes; what this rank's consists of."""
         moved = self._algorithm.all_gather(sizes, self.rank)
-        self._write("all_gather", x.nbytes, moved, anatomy, self._parts(x, anatomy))
+        self._write("all_gather", sizes[self.rank], moved, anatomy, self._parts(anatomy, None, 1))
 
     def all_to_all(self, sizes: Sequence[int], got: Sequence[int]) -> None:
-        """All parts; on the wire those for others."""
+        """Parts of these sizes in bytes; on the wire those for others."""
         total = sum(sizes)
         self._write("all_to_all", total, self._algorithm.all_to_all(sizes, got, self.rank), Anatomy(total))
 
@@ -53,21 +57,18 @@ class Meter:
         """8 bytes, which are no values, to every other rank."""
         self._write("lengths", 8, self._algorithm.all_gather([8] * self.size, self.rank), Anatomy(0))
 
-    def _shares(self, x: np.ndarray) -> tuple[int, ...]:
-        return shares(x.size, x.itemsize, self.size)
+    def _sum(self, verb: str, n: int, itemsize: int, moved: Moved) -> None:
+        anatomy = Anatomy(n * itemsize)
+        self._write(verb, n * itemsize, moved, anatomy, self._parts(anatomy, n, itemsize))
 
-    def _sum(self, verb: str, x: np.ndarray, moved: Moved) -> None:
-        anatomy = Anatomy(x.nbytes)
-        self._write(verb, x.nbytes, moved, anatomy, self._parts(x, anatomy))
-
-    def _parts(self, x: np.ndarray, anatomy: Anatomy) -> list[int]:
-        """The bytes of each member: of a flat array its own, of entries in proportion to their number."""
+    def _parts(self, anatomy: Anatomy, n: int | None, itemsize: int) -> list[int]:
+        """The bytes of each member: of a flat array of n elements its own, of entries in proportion to their number."""
         members = self._now.members
         if members is None:
             return []
         sizes = members.rows["size"].astype(np.int64)
-        if anatomy.counts is None and x.size == members.extent:
-            return (sizes * x.itemsize).tolist()  # type: ignore[no-any-return]
+        if n == members.extent:
+            return (sizes * itemsize).tolist()  # type: ignore[no-any-return]
         counts = sizes if anatomy.counts is None else anatomy.counts
         return share_out(anatomy.values + anatomy.indices, counts)
 

@@ -34,13 +34,13 @@ class Metered(Wrapper):
 
     def all_reduce(self, x: np.ndarray) -> None:  # noqa: D102
         self.comm.all_reduce(x)
-        self._meter.all_reduce(x)
+        self._meter.all_reduce(x.size, x.itemsize)
 
     def all_gather(  # noqa: D102
         self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None
     ) -> list[np.ndarray]:
         parts = self.comm.all_gather(x, ragged, into)
-        self._meter.all_gather(x, [part.nbytes for part in parts])
+        self._meter.all_gather([part.nbytes for part in parts], self._meter.look(x))
         return parts
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:  # noqa: D102
@@ -50,12 +50,12 @@ class Metered(Wrapper):
 
     def reduce_scatter(self, x: np.ndarray) -> np.ndarray:  # noqa: D102
         part = self.comm.reduce_scatter(x)
-        self._meter.reduce_scatter(x)
+        self._meter.reduce_scatter(x.size, x.itemsize)
         return part
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:  # noqa: D102
         self.comm.broadcast(x, root)
-        self._meter.broadcast(x, root)
+        self._meter.broadcast(x.size, x.itemsize, root)
 
     def lengths(self, n: int) -> list[int]:  # noqa: D102
         found = self.comm.lengths(n)
@@ -65,7 +65,8 @@ class Metered(Wrapper):
     def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:
         """Counted as the all-reduce that it stands for, although in shared memory nothing goes over a wire."""
         self.comm.add_parts(members, parts, bad)
-        self._meter.all_reduce(parts[self.rank])
+        own = parts[self.rank]
+        self._meter.all_reduce(own.size, own.itemsize)
 
     def report(self) -> dict[str, dict[str, int]]:
         """``{verb: {'calls', 'payload', 'wire'}}`` since the start or the last ``reset``; 'wire' is what was sent."""

@@ -2,17 +2,17 @@
 
 import numpy as np
 
-from distopt import cost
 from distopt.comm import Communicator
 from distopt.compress import At, Compressor
-from distopt.compress.compressor import decompress_all
+from distopt.compress.compressor import anatomy, decompress_all
+from distopt.exchange.traffic import dense_is_less
 
 
 def gather(x: np.ndarray, compressor: Compressor, comm: Communicator, state: dict[str, np.ndarray], at: At) -> None:
     """Replace x by the sum over ranks of what each rank's compressor took from it."""
     with comm.aside():
         payload = compressor.compress(x, state, at)
-        decompress_all(compressor, from_all(payload, compressor, comm, at), x, at)
+        decompress_all(compressor, from_all(payload, x, compressor, comm, at), x, at)
 
 
 def gather_or_reduce(
@@ -27,15 +27,18 @@ def gather_or_reduce(
         payload = compressor.compress(x, state, at)
         ragged = compressor.ragged and at.room is None
         total = sum(comm.lengths(payload.nbytes)) if ragged else payload.nbytes * comm.size
-        if cost.all_gather(total, comm.size) > cost.all_reduce(x.nbytes, comm.size):
+        if dense_is_less(total, 0, x.nbytes, comm.size):
             decompress_all(compressor, [payload], x, at)
             comm.all_reduce(x)
         else:
-            decompress_all(compressor, from_all(payload, compressor, comm, at), x, at)
+            decompress_all(compressor, from_all(payload, x, compressor, comm, at), x, at)
 
 
-def from_all(payload: np.ndarray, compressor: Compressor, comm: Communicator, at: At) -> list[np.ndarray]:
+def from_all(
+    payload: np.ndarray, x: np.ndarray, compressor: Compressor, comm: Communicator, at: At
+) -> list[np.ndarray]:
     """Every rank's payload."""
-    if compressor.ragged and at.room is None:
-        return comm.all_gather(payload, ragged=True)
-    return comm.all_gather(payload, into=at.scratch("payloads", payload.nbytes * comm.size))
+    with comm.on_behalf_of(at.purpose._replace(anatomy=lambda payload: anatomy(compressor, payload, x, at))):
+        if compressor.ragged and at.room is None:
+            return comm.all_gather(payload, ragged=True)
+        return comm.all_gather(payload, into=at.scratch("payloads", payload.nbytes * comm.size))

@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from distopt import cost, kernels
+from distopt import kernels
 from distopt.comm import Communicator
 from distopt.compress import At, Compressor
 from distopt.compress.compressor import decompress_all, table
 from distopt.exchange.gather import from_all
+from distopt.exchange.traffic import dense_is_less
 
 
 class Apart:
@@ -42,8 +43,8 @@ def mixed_or_reduce(
     with comm.aside():
         payload = compressor.compress(x, state, at)
         apart = Apart(x, compressor, at)
-        here = cost.all_gather(payload.nbytes * comm.size, comm.size) + cost.all_reduce(apart.flat.nbytes, comm.size)
-        if here > cost.all_reduce(x.nbytes, comm.size):
+        summed = 0 if apart.none else apart.flat.nbytes
+        if not apart.all and dense_is_less(payload.nbytes * comm.size, summed, x.nbytes, comm.size):
             decompress_all(compressor, [payload], x, at)
             apart.put_back()
             comm.all_reduce(x)
@@ -58,5 +59,5 @@ def _sum(x: np.ndarray, payload: np.ndarray, apart: Apart, compressor: Compresso
     if not apart.none:
         with comm.on_behalf_of(at.purpose._replace(members=apart.members)):
             comm.all_reduce(apart.flat)
-    decompress_all(compressor, from_all(payload, compressor, comm, at), x, at)
+    decompress_all(compressor, from_all(payload, x, compressor, comm, at), x, at)
     apart.put_back()

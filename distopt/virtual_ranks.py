@@ -1,0 +1,182 @@
+"""Virtual ranks: P ranks that train one model, one after the other, in one process."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from distopt.buckets import Buffer, Sum, in_one_piece
+from distopt.comm import LocalCommunicator
+from distopt.comm.local import LocalControl
+from distopt.comm.meter import Meter
+from distopt.compress import Compressor
+from distopt.dist_opt import DistOpt
+from distopt.exchange.walk import Turns
+from distopt.ledger import Ledger, Purpose
+from distopt.loop import Kind, Packed
+from distopt.numbers import whole
+
+Losses = Callable[[int], Any]
+
+
+class VirtualControl(LocalControl):
+    """Votes of ranks that all say the same."""
+
+    def __init__(self, size: int):
+        self.size = self.live = size
+
+
+class VirtualRanks(LocalCommunicator):
+    """Where the ranks would be that take their turns; the ledger is that of rank 0."""
+
+    def __init__(self, size: int, hosts: Sequence[int], keep: int):
+        super().__init__(why="virtual ranks")
+        self.size, self._hosts, self.control = size, hosts, VirtualControl(size)
+        self.ledger = Ledger(keep)
+        self.meter = Meter(0, size, self.hosts, self.algorithm, self.ledger)
+
+    def on_behalf_of(self, purpose: Purpose) -> AbstractContextManager[None]:
+        """For the ledger."""
+        return self.meter.on_behalf_of(purpose)
+
+    def broadcast(self, x: np.ndarray, root: int = 0) -> None:
+        """All have the one copy; the ledger has what it takes to send it."""
+        super().broadcast(x, root)
+        self.meter.broadcast(x.size, x.itemsize, root)
+
+    def all_reduce(self, x: np.ndarray) -> None:
+        """NotImplementedError: the others are not there."""
+        raise NotImplementedError("virtual ranks take their turns in the steps of a simulation; they have no verbs")
+
+    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+        """NotImplementedError."""
+        self.all_reduce(x)
+        return []
+
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
+        """NotImplementedError."""
+        self.all_reduce(parts[0])
+        return []
+
+    def peers(self, x: np.ndarray) -> None:  # type: ignore[override]
+        """None of the others."""
+
+
+class Simulation(DistOpt):
+    """A ``DistOpt`` for P ranks without P processes: a loss is a function of the rank.
+
+    ``sim.step(losses, compressor)``, or any other step but a partial one, where ``losses(r)`` is what rank r would give
+    to its own.  The ranks are walked one after the other through the same pack, compress and decompress, bucket by
+    bucket; there is one copy of the parameters, of the optimizer's state, of gradients and of their sum, and only what
+    a compressor keeps is there P times.  Parameters have the bits that P ranks get with ``deterministic=True``.
+
+    ``ledger`` has the messages that rank 0 would exchange with the others, by direct exchange, ``hosts`` being where
+    each rank sits (numbers, equal for one machine).  How long they would take is not measured but predicted
+    (``distopt.cost``).
+
+    What a compressor keeps is in no ``state_dict``, so the plan is fixed by the first step, and there are no
+    checkpoints.  A loss that raises or is not finite ends the simulation if it is not the first rank's: those before it
+    have gone on.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        opt: Any = None,
+        *,
+        threshold: int = 2097152,
+        nonfinite: str = "raise",
+        allow_missing: bool = False,
+        hosts: Sequence[int] = (),
+        keep: int = 100_000,
+    ):
+        if nonfinite not in ("raise", "propagate"):
+            raise ValueError(f"nonfinite must be 'raise' or 'propagate' for virtual ranks, got {nonfinite!r}")
+        if len(hosts) not in (0, whole("size", size, least=1)):
+            raise ValueError(f"hosts must be one number per rank, {size} of them, got {len(hosts)}")
+        wire = VirtualRanks(size, hosts, keep)
+        super().__init__(opt, wire, threshold=threshold, nonfinite=nonfinite, allow_missing=allow_missing)
+        self.ledger = wire.ledger
+        self._turn = wire
+        self._kept: list[list[dict[str, np.ndarray]]] = []  # by a compressor, of each rank and bucket
+
+    def _step(self, loss: Any, kind: Kind) -> bool:
+        """One step of all ranks; ``loss`` is a callable of the rank."""
+        if not callable(loss):
+            raise TypeError(f"the losses of virtual ranks are a callable of the rank, got {type(loss).__name__}")
+        return super()._step(loss, kind)
+
+    def _packed(self, loss: Losses, kind: Kind) -> Packed:
+        """The first rank's gradients are packed before the vote, the others' when their turn comes."""
+        error, exchange = super()._packed(lambda: loss(0), kind)
+        if error is None:
+            compressor = self._compressor
+            exchange = lambda arrays: self._walk(loss, kind, compressor)  # noqa: E731
+        return error, exchange
+
+    def _walk(self, losses: Losses, kind: Kind, compressor: Compressor) -> Iterator[Sum]:
+        """Bring one rank after the other, and take from each of its buckets what it sends."""
+        buffers = list(self._memory)
+        self._kept = self._kept or [[{} for _ in buffers] for _ in range(self.world_size)]
+        turns = [Turns(compressor, buffer.scratch) for buffer in buffers]
+        try:
+            for rank, kept in enumerate(self._kept):
+                self._turn.rank = rank
+                if rank:
+                    self._bring(losses, kind, compressor)
+                for buffer, turn, state in zip(buffers, turns, kept, strict=True):
+                    turn.add(buffer.gradient, state, self._at_bucket(buffer, self._turn))
+        except BaseException as error:
+            self._failure = f"the ranks before rank {rank} have done step {self.step_counter + 1}, where that failed"
+            self._failure += f" with {type(error).__name__}: {error}; start anew"
+            raise
+        finally:
+            self._turn.rank = 0
+        return map(self._given, buffers, turns, self._kept[0], [kind.break_even] * len(buffers))
+
+    def _bring(self, losses: Losses, kind: Kind, compressor: Compressor) -> None:
+        """The gradients of the rank whose turn it is come to their places."""
+        rank = self._turn.rank
+        self._memory.bad[:] = 0
+        self._collector.collect(lambda: losses(rank))
+        self._pack(compressor, self._packer(compressor, kind), 0)
+        bad = self._refusal.in_gradients()
+        self._nonfinite.judge(self._name, f"rank {rank}: {bad}" if bad else "")
+
+    def _given(self, buffer: Buffer, turn: Turns, state: dict[str, np.ndarray], break_even: bool) -> Sum:
+        """The sum over ranks of a bucket."""
+        x, at = buffer.gradient, self._at_bucket(buffer, self._turn)
+        turn.give(x, at)
+        turn.write(self._turn.meter, x, at, break_even)
+        finish = getattr(self._compressor, "finish", None)
+        if finish:
+            finish(x, state, at)
+        return in_one_piece(x)
+
+    def _checked_threshold(self, kind: Kind) -> int:
+        """As of any step; ValueError for another one than that of the first."""
+        threshold = super()._checked_threshold(kind)
+        if self._kept and threshold != self._threshold:
+            raise ValueError(f"threshold must stay {self._threshold} with virtual ranks, got {threshold}")
+        return threshold
+
+    def _own_parameters(self) -> Compressor:
+        """ValueError: there are none."""
+        raise ValueError("a partial step changes each rank's own parameters, of which virtual ranks have but one copy")
+
+    def state_dict(self) -> dict[str, Any]:
+        """NotImplementedError."""
+        raise NotImplementedError("a simulation is not saved: what compressors keep of all ranks is in no state")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """NotImplementedError."""
+        self.state_dict()
+
+
+def simulate(size: int, opt: Any = None, **options: Any) -> Simulation:
+    """Virtual ranks, ``size`` of them, that train with one optimizer (default ``SGD()``): see ``Simulation``.
+
+    Raises ValueError for less than one rank, and for ``hosts`` that are not one number per rank.
+    """
+    return Simulation(size, opt, **options)

@@ -1,0 +1,224 @@
+"""Virtual ranks have the bits, and the bytes, of ranks that are threads and of ranks that are processes."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import laws
+from distopt import DistOpt, run_ranks, simulate
+from distopt.comm import Metered
+from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
+from distopt.optim import LAMB, SGD, Adam
+from launch import needs_mpi, run_mpi
+
+SHAPES = [(40, 50), (7,), (3, 5, 9), (100,), (0,), ()]
+MODES = {
+    "dense": lambda opt, loss: opt(loss),
+    "half": lambda opt, loss: opt.backward_and_update_half(loss, clipping=True, clip_Value=1.5),
+    "bfloat16": lambda opt, loss: opt.step(loss, ErrorFeedback(Half("bfloat16"))),
+    "half that may overflow": lambda opt, loss: opt.step(loss, Half(predivide=False)),
+    "top-K": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.02, topK=True),
+    "top-K without memory": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.1, topK=True, corr=False),
+    "top-K beyond break even": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.9))),
+    "threshold": lambda opt, loss: opt.step(loss, ErrorFeedback(Threshold(1.5))),
+    "threshold by SINGA": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=1.5),
+    "2 bits": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.3))),
+    "1 bit": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit())),
+    "1 bit, no dense": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit()), break_even=False),
+    "packed": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.05)))),
+    "packed threshold": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(Threshold(2.0), value="int8"))),
+    "DGC": lambda opt, loss: opt.step(loss, DGC),
+    "DGC by gather": lambda opt, loss: opt.step(loss, NESTEROV, break_even=False),
+    "DGC of all": lambda opt, loss: opt.step(loss, DeepGradientCompression(TopK(1.0))),
+}
+DGC = DeepGradientCompression(TopK(0.05), weight_decay=0.01, clip_norm=3.0, warmup=[0.5, 0.9, 0.95], steps_per_epoch=1)
+NESTEROV = DeepGradientCompression(Packed(TopK(0.1)), nesterov=True, weight_decay=0.01, exclude_1d=False, min_numel=8)
+STEPS = 4
+
+
+def train(comm, mode, make=lambda: SGD(0.05), dtype="float32", threshold=200):
+    """The parameters of one rank of several, and its ledger."""
+    metered = Metered(comm)
+    params = laws.parameters(SHAPES, dtype)
+    opt = DistOpt(make(), metered, threshold=threshold, deterministic=True)
+    for step in range(STEPS):
+        MODES[mode](opt, laws.pairs(comm, params, step))
+    return [p.data for p in params], metered.ledger
+
+
+class Turn:
+    """What laws.pairs asks of a communicator."""
+
+    gpu = None
+    xp = np
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
+def walk(size, mode, make=lambda: SGD(0.05), dtype="float32", threshold=200):
+    params = laws.parameters(SHAPES, dtype)
+    sim = simulate(size, make(), threshold=threshold)
+    for step in range(STEPS):
+        MODES[mode](sim, lambda rank, step=step: laws.pairs(Turn(rank, size), params, step))
+    return [p.data for p in params], sim.ledger
+
+
+def same(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def comparable(ledger):
+    """Entry by entry, but for the order in which buckets and lengths come."""
+    return sorted(tuple(map(str, entry)) for entry in ledger.entries)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_they_are_threads(mode, size):
+    params, ledger = walk(size, mode)
+    expected, written = run_ranks(size, lambda comm: train(comm, mode))[0]
+    same(params, expected)
+    assert comparable(ledger) == comparable(written)
+    assert ledger.tensors() == written.tensors()
+
+
+@pytest.mark.parametrize("make", [lambda: Adam(0.01), lambda: LAMB(0.01), lambda: SGD(0.1, momentum=0.9)])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_any_optimizer_and_dtype(make, dtype):
+    params, _ = walk(3, "top-K", make, dtype)
+    expected, _ = run_ranks(3, lambda comm: train(comm, "top-K", make, dtype))[0]
+    same(params, expected)
+
+
+@given(
+    size=st.integers(1, 6),
+    mode=st.sampled_from(sorted(MODES)),
+    threshold=st.sampled_from([0, 50, 10**6]),
+    dtype=st.sampled_from(["float32", "float64"]),
+)
+@settings(deadline=None, max_examples=30)
+def test_any_plan(size, mode, threshold, dtype):
+    params, ledger = walk(size, mode, dtype=dtype, threshold=threshold)
+    expected, written = run_ranks(size, lambda comm: train(comm, mode, dtype=dtype, threshold=threshold))[0]
+    same(params, expected)
+    assert comparable(ledger) == comparable(written)
+
+
+def on_mpi(comm):
+    """All modes; what processes send themselves is what ``deterministic`` makes of a sum."""
+    return {f"{mode} {k}": data for mode in MODES for k, data in enumerate(train(comm, mode)[0])}
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_they_are_processes(size, tmp_path):
+    found = run_mpi(size, on_mpi, tmp_path)[size - 1]
+    for mode in MODES:
+        params, _ = walk(size, mode)
+        same(params, [found[f"{mode} {k}"] for k in range(len(SHAPES))])
+
+
+def test_a_thousand():
+    """1024 ranks of a small model: only what a compressor keeps is there 1024 times."""
+    w = laws.parameters([(100, 10)])[0]
+    sim = simulate(1024, SGD(0.1))
+    start, total = w.data.copy(), np.zeros((100, 10))
+    for step in range(3):
+        grads = [np.random.default_rng((step, r)).standard_normal((100, 10)).astype("f4") for r in range(1024)]
+        total += np.sum(grads, 0, np.float64) / 1024
+        sim.step(lambda rank: [(w, grads[rank])], ErrorFeedback(TopK(0.01)), break_even=False)  # noqa: B023
+    kept = sum(state["residual"].reshape(100, 10).astype(np.float64) for (state,) in sim._kept) / 1024
+    np.testing.assert_allclose((start - w.data) / 0.1 + kept, total, atol=1e-4)
+    (row,) = (row for row in sim.ledger.by("verb", "phase") if row["phase"] == "gradients")
+    assert row["payload"] == 3 * 10 * 8
+    assert row["sent"] == row["payload"] * 1023
+
+
+def test_machines():
+    params = laws.parameters([(100,)])
+    sim = simulate(4, SGD(0.1), hosts=[0, 0, 1, 1])
+    sim(lambda rank: laws.pairs(Turn(rank, 4), params, 0))
+    (row,) = (row for row in sim.ledger.by("phase") if row["phase"] == "gradients")
+    assert (row["sent"], row["sent_between"]) == (600, 400)
+
+
+def test_gradients_may_live_in_views():
+    params = laws.parameters([(30,), (5,)])
+    sim = simulate(3, SGD(0.1))
+    views = sim.gradient_views(params)
+
+    def losses(rank):
+        for p, view in zip(params, views, strict=True):
+            view[...] = rank
+            yield p, view
+
+    before = [p.data.copy() for p in params]
+    sim(losses)
+    for p, b in zip(params, before, strict=True):
+        np.testing.assert_allclose(b - p.data, 0.1 * np.ones_like(b), rtol=1e-5, atol=1e-6)
+
+
+def simulation(**options):
+    params = laws.parameters([(20,), (30,)])
+    return params, simulate(3, SGD(0.1), **options)
+
+
+def losses_of(params, bad):
+    def losses(rank):
+        pairs = laws.pairs(Turn(rank, 3), params, 0)
+        return bad(pairs) if rank == 2 else pairs
+
+    return losses
+
+
+def test_a_loss_that_raises_ends_it():
+    params, sim = simulation()
+    with pytest.raises(ZeroDivisionError):
+        sim(losses_of(params, lambda pairs: 1 / 0))
+    with pytest.raises(
+        RuntimeError, match=r"the ranks before rank 2 have done step 1, where that failed with ZeroDivi"
+    ):
+        sim(losses_of(params, list))
+
+
+def test_the_first_rank_may_try_again():
+    params, sim = simulation()
+    with pytest.raises(ValueError, match="no gradient for p0"):
+        sim(lambda rank: [(params[1], params[1].data), (params[0], None)])
+    assert sim(losses_of(params, list))
+
+
+def test_what_is_not_finite_names_the_rank():
+    params, sim = simulation()
+    nan = np.full(30, np.nan, np.float32)
+    with pytest.raises(FloatingPointError, match=r"rank 2: p1 \(30 of 30 entries\)"):
+        sim(losses_of(params, lambda pairs: [(params[0], np.zeros(20, "f4")), (params[1], nan)]))
+    params, sim = simulation(nonfinite="propagate")
+    sim(losses_of(params, lambda pairs: [(params[0], np.zeros(20, "f4")), (params[1], nan)]))
+    assert np.isnan(params[1].data).all()
+
+
+def test_what_cannot_be():
+    params, sim = simulation()
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
+        simulate(0)
+    with pytest.raises(TypeError, match=r"size must be an integer, got 2\.5"):
+        simulate(2.5)
+    with pytest.raises(ValueError, match="hosts must be one number per rank, 4 of them, got 2"):
+        simulate(4, hosts=[0, 1])
+    with pytest.raises(ValueError, match="nonfinite must be 'raise' or 'propagate' for virtual ranks, got 'skip'"):
+        simulate(4, nonfinite="skip")
+    with pytest.raises(TypeError, match="the losses of virtual ranks are a callable of the rank, got list"):
+        sim([(params[0], params[0].data)])
+    with pytest.raises(ValueError, match="a partial step changes each rank's own parameters"):
+        sim.backward_and_partial_update(losses_of(params, list))
+    sim(losses_of(params, list))
+    with pytest.raises(ValueError, match="threshold must stay 2097152 with virtual ranks, got 5"):
+        sim.backward_and_update(losses_of(params, list), threshold=5)
+    with pytest.raises(NotImplementedError, match="a simulation is not saved"):
+        sim.state_dict()
+    with pytest.raises(NotImplementedError, match="virtual ranks take their turns"):
+        sim.all_reduce(np.ones(3))
