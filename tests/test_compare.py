@@ -260,6 +260,21 @@ def test_one_clear_line(arguments, said, runs, tmp_path, capsys):
     assert not out, "before anything is shown"
 
 
+@pytest.mark.parametrize("ends", [(3, 3), (3, 4), (1, 1e3), (1, 1e12)])
+@pytest.mark.parametrize("unit", [text.nbytes, text.seconds])
+def test_a_logarithmic_axis_has_ticks_to_read(ends, unit):
+    pytest.importorskip("matplotlib")
+    figure, axes = picture.new("", "", "")
+    axes.plot(ends, [1, 2], **picture.style(9))
+    picture.log_axis(axes, "x", ends, unit)
+    figure.draw_without_rendering()
+    low, high = axes.get_xlim()
+    shown = [t.get_text() for x, t in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True) if low <= x <= high]
+    assert 1 <= len(shown) <= 15
+    assert len(set(shown)) == len(shown)
+    assert all(" " in label and ".00" not in label for label in shown)
+
+
 def test_nothing_to_draw(runs, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     lone = train(tmp_path / "lone", "lone", 1, [0, 0], [(1, 0.5)], ranks=1, results={})

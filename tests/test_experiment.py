@@ -135,8 +135,8 @@ def test_an_older_record_stays_until_the_new_one_is_whole(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"mode": ""}, TypeError, "mode must be a text that is not empty"),
-        ({"mode": 3}, TypeError, "mode must be a text that is not empty, got 3"),
+        ({"mode": ""}, ValueError, "mode must not be empty"),
+        ({"mode": 3}, TypeError, "mode must be a text, got 3"),
         ({"seed": "x"}, TypeError, "seed must be an integer, got 'x'"),
         ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
         ({"ranks": 0}, ValueError, "ranks must be at least 1, got 0"),
@@ -161,6 +161,8 @@ def test_wrong_points_and_totals_change_nothing(tmp_path):
         run.log(3, accuracy=0.5, wire=99)
     with pytest.raises(ValueError, match="payload must be the bytes since the start, which never fall, got nan"):
         run.log(3, accuracy=0.5, payload=math.nan)
+    with pytest.raises(ValueError, match="wire must be the bytes since the start, which never fall, got inf"):
+        run.log(3, accuracy=0.5, wire=math.inf)
     with pytest.raises(TypeError, match="totals must have counts by name, got 5"):
         run.finish(totals=5)
     with pytest.raises(TypeError, match=r"totals.all_reduce.wire must be an integer, got 0.5"):

@@ -168,7 +168,7 @@ def draw(found: Sequence[Row], curve: str, path: Path) -> None:
     if not seen:
         raise ValueError(f"nothing to draw: no run has the curves {curve} and wire, with bytes above 0")
     figure, axes = picture.new(f"{curve} by bytes sent", "wire bytes of one rank (log)", curve)
-    picture.log_bytes(axes, "x", seen)
+    picture.log_axis(axes, "x", seen, text.nbytes)
     many = len({row.ranks for row in found}) > 1
     for k, (row, runs) in enumerate(zip(found, drawn, strict=True)):
         label: str | None = f"{row.label}, ranks {row.ranks or 'unknown'}" if many else row.label

@@ -5,11 +5,9 @@ Curves differ in colour (Okabe and Ito's, which the colour-blind tell apart), in
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from distopt.cli import text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,15 +69,15 @@ def new(title: str, across: str, up: str) -> "tuple[Figure, Axes]":
     return figure, axes
 
 
-def log_bytes(axes: "Axes", which: str, shown: Sequence[float]) -> None:
-    """Make the axis ``which``, 'x' or 'y', logarithmic, and readable for these bytes, all above 0."""
+def log_axis(axes: "Axes", which: str, shown: Sequence[float], unit: Callable[[float], str]) -> None:
+    """Make the axis ``which``, 'x' or 'y', logarithmic for these numbers, all above 0; ``unit`` as in ``cli.text``."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set(**{f"{which}scale": "log"})
     axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
     steps = (1,) if max(shown) > 1000 * min(shown) else (1, 2, 5)
     axis.set_major_locator(LogLocator(subs=steps))
-    axis.set_major_formatter(lambda n, _: text.nbytes(n).replace(".00 ", " ").replace(".0 ", " "))
+    axis.set_major_formatter(lambda n, _: unit(n).replace(".00 ", " ").replace(".0 ", " "))
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -25,11 +25,14 @@ class Experiment:
 
     It is a context manager and a callback (``distopt.monitor``)::
 
-        if world.rank == 0:
-            with Experiment("dgc.json", "dgc", seed=1, ranks=world.size, density=0.001) as run:
-                ...
-                run.log(step, loss=loss, wire=sum(verb["wire"] for verb in world.report().values()))
-                run.finish(totals=world.report(), accuracy=accuracy)
+        mine = Experiment("dgc.json", "dgc", seed=1, ranks=world.size, density=0.001) if world.rank == 0 else None
+        with mine or contextlib.nullcontext():
+            ...
+            if mine:
+                mine.log(step, loss=loss, wire=sum(verb["wire"] for verb in world.report().values()))
+            ...
+            if mine:
+                mine.finish(totals=world.report(), accuracy=accuracy)
 
     ``mode`` is how gradients are exchanged: ``distopt compare`` takes the runs of one mode, number of ranks and
     settings for repetitions.  ``settings`` are texts, numbers, flags, None, and lists and dicts of these; a tuple
@@ -47,8 +50,10 @@ class Experiment:
         hosts: int | None = None,
         **settings: Any,
     ):
-        if not isinstance(mode, str) or not mode:
-            raise TypeError(f"mode must be a text that is not empty, got {mode!r:.60}")
+        if not isinstance(mode, str):
+            raise TypeError(f"mode must be a text, got {mode!r:.60}")
+        if not mode:
+            raise ValueError("mode must not be empty")
         self.path = Path(path)
         if self.path.is_dir():
             raise IsADirectoryError(f"{self.path} is a folder, and a record is a file")
