@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,12 @@ def real(name: str, given: Any) -> float:
         return float(given)
     except OverflowError:
         raise ValueError(f"{name} must be a number that a float can hold, got one that is too large") from None
+
+
+def figure(name: str, given: Any) -> int | float:
+    """``given`` as an int if it is whole by type, else as a float, infinite and NaN too.  Raises as ``real``."""
+    value = real(name, given)
+    return int(given) if isinstance(given, Integral) else value
 
 
 def number(name: str, given: Any, least: float = 0.0, most: float = math.inf) -> float:

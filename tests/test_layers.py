@@ -8,10 +8,10 @@ import distopt
 from distopt.texts import NATIVE
 
 ROWS = [  # from the ground up
-    "texts device version numbers job signals watch models",
-    "tables",
+    "texts device version numbers job signals watch models plain",
+    "tables monitor",
     "kernels cost guard checkpoint ledger",
-    "buckets compress optim comm gradients nonfinite freshness",
+    "buckets compress optim comm gradients nonfinite freshness experiment",
     "exchange adapters gluon",
     "verbs",
     "memory",
@@ -28,6 +28,7 @@ HEAVY = {
     "cupy": {"device/gpus.py", "comm/nccl_library.py"},
     "mpi4py": {"comm/mpi.py", "comm/mpi_control.py", "cli/launcher.py"},
     "torch": set(),
+    "matplotlib": {"cli/picture.py"},
 }
 PACKAGE = Path(distopt.__file__).parent
 

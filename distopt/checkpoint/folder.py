@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distopt.checkpoint.error import CheckpointError
-from distopt.checkpoint.pending import Pending, sync
+from distopt.checkpoint.pending import sync, write
 
 MANIFEST = "manifest.json"
 FORMAT = "distopt checkpoint 1"
@@ -36,14 +36,7 @@ def file_of(place: Path, rank: int | None) -> Path:
 def complete(place: Path, about: dict[str, Any]) -> None:
     """Make a checkpoint one: its manifest comes to its place in one stroke, after all else has reached the disk."""
     sync(place.parent)
-    manifest = Pending(place / MANIFEST)
-    try:
-        manifest.write(json.dumps({"format": FORMAT, **about}).encode(), 0)
-        manifest.finish()
-    except BaseException:
-        manifest.discard()
-        raise
-    manifest.commit()
+    write(place / MANIFEST, json.dumps({"format": FORMAT, **about}).encode())
 
 
 def manifest(place: Path) -> dict[str, Any]:

@@ -61,6 +61,18 @@ class Pending:
         os.close(file)
 
 
+def write(path: str | os.PathLike[str], data: bytes) -> None:
+    """A small file, whole or not at all, and on the disk when this returns.  Raises OSError."""
+    pending = Pending(path)
+    try:
+        pending.write(data, 0)
+        pending.finish()
+    except BaseException:
+        pending.discard()
+        raise
+    pending.commit()
+
+
 def sync(folder: Path) -> None:
     """Let what was made in a folder outlive a crash of the machine."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -12,6 +12,7 @@ from distopt.checkpoint import CheckpointError, Header, Tensor, folder
 from distopt.checkpoint.error import printable
 from distopt.checkpoint.pending import TEMPORARY
 from distopt.checkpoint.tree import below
+from distopt.cli.text import table
 
 NESTS = dict, list, tuple, Tensor
 
@@ -111,7 +112,5 @@ def short(value: Any) -> str:
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
     """Columns as wide as they need to be; nothing if there is only a heading."""
-    shown = [tuple(map(printable, cells)) for cells in rows]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    for cells in shown if len(rows) > 1 else []:
-        print("  " + "  ".join(f"{c:{w}}" for c, w in zip(cells, widths, strict=True)).rstrip())
+    for line in table(rows, left=len(rows[0])) if len(rows) > 1 else []:
+        print(line)

@@ -1,0 +1,179 @@
+"""``distopt compare A.json B.json ...``: runs side by side: what they sent, and what came of it."""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from distopt import experiment, plain
+from distopt.checkpoint.error import printable
+from distopt.cli import picture, text
+from distopt.cli.comparison import (
+    Aim,
+    Record,
+    Row,
+    Spread,
+    aim_at,
+    base,
+    missing,
+    per_step,
+    points,
+    ratio,
+    reached,
+    rows,
+    spread,
+    total,
+)
+
+HEAD = "mode", "ranks", "seeds", "steps", "payload/step", "wire/step", "wire"
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("compare", help="show what runs sent and learned", description=__doc__)
+    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE", help="records of distopt.experiment")
+    parser.add_argument("--curve", metavar="NAME", help="for --reach and --plot; default: accuracy")
+    parser.add_argument("--reach", type=float, metavar="X", help="show the bytes after which the curve comes to X")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve over wire bytes: .png, .svg or .pdf")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same numbers")
+    parser.set_defaults(main=main)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Print the table, and write what is asked for; 2 if an argument or a file is wrong."""
+    try:
+        _check(given)
+        records = _read(given.paths)
+        curve = _curve(given, records)
+        aim = None if curve is None or given.reach is None else aim_at(curve, given.reach, records)
+        found = rows(records)
+        lines = [missing(str(path), record, curve, aim) for path, record in zip(given.paths, records, strict=True)]
+        print("\n".join([*table(found, aim), *(printable(line) for run in lines for line in run)]))
+        if given.json:
+            given.json.write_text(plain.dumps(numbers(found, aim)) + "\n")
+        if curve is not None and given.plot:
+            draw(found, curve, given.plot)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"distopt compare: {printable(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check(given: argparse.Namespace) -> None:
+    """What can be seen before a record is read."""
+    if given.reach is not None and not math.isfinite(given.reach):
+        raise ValueError(f"--reach must be finite, got {given.reach}")
+    if given.json:
+        picture.check_place(given.json)
+    if given.plot:
+        picture.check_picture(given.plot)
+
+
+def _read(paths: Sequence[Path]) -> list[Record]:
+    places = [os.path.realpath(path) for path in paths]
+    twice = next((path for path, place in zip(paths, places, strict=True) if places.count(place) > 1), None)
+    if twice:
+        raise ValueError(f"{twice} is given twice")
+    return [experiment.read(path) for path in paths]
+
+
+def _curve(given: argparse.Namespace, records: Sequence[Record]) -> str | None:
+    """The one that is asked for, None if none is; ValueError if no run has it."""
+    if given.curve is None and given.reach is None and given.plot is None:
+        return None
+    curve = given.curve or "accuracy"
+    known = {name for record in records for name in record["curves"]}
+    if curve not in known:
+        raise ValueError(text.unknown("curve", curve, known))
+    return str(curve)
+
+
+def table(found: Sequence[Row], aim: Aim | None) -> list[str]:
+    """Its lines; bytes are those of the rank that wrote the record."""
+    against, results = base(found), result_names(found)
+    head = [*HEAD, f"{against.mode} sends", *results, *([f"wire to {aim}"] if aim else [])]
+    return text.table([head, *(_cells(row, against, results, aim) for row in found)])
+
+
+def _cells(row: Row, against: Row, results: Sequence[str], aim: Aim | None) -> list[str]:
+    seeds = ["?" if r["seed"] is None else str(r["seed"]) for r in row.records]
+    times = ratio(row, against)
+    return [
+        row.label,
+        text.NONE if row.ranks is None else str(row.ranks),
+        ", ".join(seeds),
+        _shown(_of(row, "steps"), text.number),
+        *(_shown(spread(per_step(r, count) for r in row.records), text.nbytes) for count in ("payload", "wire")),
+        _shown(spread(total(r, "wire") for r in row.records), text.nbytes),
+        text.NONE if times is None else f"{times:.3g} x" if times < 1000 else f"{times:,.0f} x",
+        *(_shown(result(row, name), text.number) for name in results),
+        *([_shown(spread(reached(r, aim) for r in row.records), text.nbytes)] if aim else []),
+    ]
+
+
+def _of(row: Row, field: str) -> Spread | None:
+    return spread(record[field] for record in row.records)
+
+
+def _shown(found: Spread | None, unit: Callable[[float], str]) -> str:
+    """The mean, and the range where runs differ."""
+    if found is None:
+        return text.NONE
+    mean, low, high = map(unit, found)
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def result_names(found: Sequence[Row]) -> list[str]:
+    """Those that any run has, in the order in which they come."""
+    return list(dict.fromkeys(name for row in found for record in row.records for name in record["results"]))
+
+
+def result(row: Row, name: str) -> Spread | None:
+    """A final number of a row's runs."""
+    return spread(record["results"].get(name) for record in row.records)
+
+
+def numbers(found: Sequence[Row], aim: Aim | None) -> dict[str, Any]:
+    """What the table shows, for programs: a range as {mean, low, high}, null for what is not known."""
+    against = base(found)
+
+    def entry(row: Row) -> dict[str, Any]:
+        counts = {
+            f"{count}_{unit}": spread(of(r, count) for r in row.records)
+            for count in ("payload", "wire")
+            for unit, of in (("per_step", per_step), ("total", total))
+        }
+        reach = {"reached": spread(reached(r, aim) for r in row.records)} if aim else {}
+        spreads = {"steps": _of(row, "steps")} | counts | reach
+        return {
+            "label": row.label,
+            "mode": row.mode,
+            "ranks": row.ranks,
+            "seeds": [record["seed"] for record in row.records],
+            "ratio": ratio(row, against),
+            **{name: x and x._asdict() for name, x in spreads.items()},
+            "results": {name: (x := result(row, name)) and x._asdict() for name in result_names(found)},
+        }
+
+    return {"base": against.label, "aim": aim and aim._asdict(), "rows": [entry(row) for row in found]}
+
+
+def draw(found: Sequence[Row], curve: str, path: Path) -> None:
+    """The curve over the wire bytes, a line per run, runs of one row alike.  Raises ValueError if there is no point."""
+    drawn = [[[p for p in points(r, curve) if p[0] > 0] for r in row.records] for row in found]
+    seen = [nbytes for runs in drawn for run in runs for nbytes, _ in run]
+    if not seen:
+        raise ValueError(f"nothing to draw: no run has the curves {curve} and wire, with bytes above 0")
+    figure, axes = picture.new(f"{curve} by bytes sent", "wire bytes of one rank (log)", curve)
+    picture.log_axis(axes, "x", seen, text.nbytes)
+    many = len({row.ranks for row in found}) > 1
+    for k, (row, runs) in enumerate(zip(found, drawn, strict=True)):
+        label: str | None = f"{row.label}, ranks {row.ranks or 'unknown'}" if many else row.label
+        for run in filter(None, runs):
+            axes.plot(*zip(*run, strict=True), label=label, markevery=0.05, **picture.style(k))
+            label = None  # once
+    axes.legend(fontsize="small")
+    picture.save(figure, path)

@@ -1,0 +1,155 @@
+"""What ``distopt compare`` knows of the records that it is given: rows of numbers, and what is missing."""
+
+import bisect
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from distopt import plain
+from distopt.cli.text import nbytes
+
+Record = dict[str, Any]
+Point = tuple[float, float]  # wire bytes so far, and a curve's value
+
+
+class Spread(NamedTuple):
+    """The mean of several runs, and the range; all three are the same, and exact, where the runs agree."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Aim(NamedTuple):
+    """What a curve should come to: at least ``value`` if it rises, as accuracy does, else at most."""
+
+    curve: str
+    value: float
+    rises: bool
+
+    def __str__(self) -> str:
+        return f"{self.curve} {'>=' if self.rises else '<='} {self.value:g}"
+
+
+class Row(NamedTuple):
+    """Runs of one mode on as many ranks, with the same settings."""
+
+    label: str  # the mode, and the settings in which it differs from others of this mode and number of ranks
+    records: list[Record]
+
+    @property
+    def ranks(self) -> int | None:
+        """Of each run; None if they do not say."""
+        return self.records[0]["topology"]["ranks"]  # type: ignore[no-any-return]
+
+    @property
+    def mode(self) -> str:
+        """Of each run."""
+        return str(self.records[0]["mode"])
+
+
+def rows(records: Iterable[Record]) -> list[Row]:
+    """Runs that differ in nothing but the seed are one row; in the order in which they come."""
+    found: dict[tuple[str, int | None], dict[str, list[Record]]] = {}
+    for record in records:
+        kinds = found.setdefault((record["mode"], record["topology"]["ranks"]), {})
+        kinds.setdefault(plain.dumps(dict(sorted(record["settings"].items()))), []).append(record)
+    return [Row(_label(runs[0], kinds), runs) for kinds in found.values() for runs in kinds.values()]
+
+
+def _label(record: Record, kinds: dict[str, list[Record]]) -> str:
+    own, *others = map(_texts, [record, *(runs[0] for runs in kinds.values())])
+    names = (name for name in sorted(own) if any(other.get(name) != own[name] for other in others))
+    return " ".join([record["mode"], *(f"{name}={own[name]}" for name in names)])
+
+
+def _texts(record: Record) -> dict[str, str]:
+    return {name: plain.dumps(value) for name, value in record["settings"].items()}
+
+
+def base(found: Sequence[Row]) -> Row:
+    """What the others are compared with: the first that is dense, else the first."""
+    return next((row for row in found if row.mode == "dense"), found[0])
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Of numbers; None if one of them is not known."""
+    found = list(values)
+    known = [x for x in found if x is not None]
+    if not found or len(known) < len(found):
+        return None
+    if any(map(math.isnan, known)):
+        return Spread(math.nan, math.nan, math.nan)
+    low, high = min(known), max(known)
+    return Spread(low if low == high else statistics.fmean(known), low, high)
+
+
+def total(record: Record, count: str) -> int | None:
+    """The bytes of a run, ``count`` being 'payload' or 'wire': over all verbs; None if the record does not say."""
+    if record["totals"] is None:
+        return None
+    found = 0
+    for verb in record["totals"].values():
+        if not isinstance(verb, dict) or not isinstance(verb.get(count), int):
+            return None
+        found += verb[count]
+    return found
+
+
+def per_step(record: Record, count: str) -> float | None:
+    """The same by step."""
+    found = total(record, count)
+    return None if found is None or not record["steps"] else found / record["steps"]
+
+
+def ratio(row: Row, against: Row) -> float | None:
+    """How many times fewer wire bytes a step takes than the other's, both as means."""
+    own, other = (spread(per_step(record, "wire") for record in r.records) for r in (row, against))
+    return other.mean / own.mean if own and other and own.mean > 0 else None
+
+
+def points(record: Record, curve: str) -> list[Point]:
+    """A curve over the wire bytes that it took so far; empty without one or the other.
+
+    Where bytes were not logged at the same step, those of the next step at which they were: not fewer than it took.
+    """
+    if curve not in record["curves"] or "wire" not in record["curves"]:
+        return []
+    wire, values = record["curves"]["wire"], record["curves"][curve]
+    places = [bisect.bisect_left(wire["steps"], step) for step in values["steps"]]
+    pairs = zip(places, values["values"], strict=True)
+    return [(wire["values"][k], value) for k, value in pairs if k < len(wire["steps"])]
+
+
+def aim_at(curve: str, value: float, records: Iterable[Record]) -> Aim:
+    """A curve falls if more runs end below where they began than above."""
+    shown = [[x for x in r["curves"][curve]["values"] if not math.isnan(x)] for r in records if curve in r["curves"]]
+    return Aim(curve, value, sum((x[-1] > x[0]) - (x[-1] < x[0]) for x in shown if x) >= 0)
+
+
+def reached(record: Record, aim: Aim) -> float | None:
+    """The wire bytes after which a curve first came to a value; None if it did not, or they are not known."""
+    sign = 1 if aim.rises else -1
+    return next((wire for wire, value in points(record, aim.curve) if sign * value >= sign * aim.value), None)
+
+
+def missing(name: str, record: Record, curve: str | None, aim: Aim | None) -> list[str]:
+    """What cannot be said of a run, and why, one line each."""
+    found = []
+    if record["raised"]:
+        found.append(f"ended by {record['raised']} after step {record['steps']}")
+    if total(record, "wire") is None:
+        found.append("totals do not say payload and wire, so bytes are unknown")
+    elif not record["steps"]:
+        found.append("no steps, so bytes per step are unknown")
+    lacking = [n for n in (curve, "wire") if n is not None and n not in record["curves"]] if curve else []
+    if lacking:
+        found.append(f"no curve {' and no curve '.join(lacking)}")
+    elif aim and reached(record, aim) is None:
+        found.append(f"does not come to {aim} where bytes are known")
+    if curve and "wire" in record["curves"]:
+        last, whole = record["curves"]["wire"]["values"][-1], total(record, "wire")
+        if whole is not None and last != whole:
+            found.append(f"the curve wire ends at {nbytes(last)} of {nbytes(whole)}")
+    return [f"{name}: {line}" for line in found]

@@ -1,0 +1,98 @@
+"""Pictures that commands draw, without a screen: matplotlib is imported when one is wanted.
+
+Curves differ in colour (Okabe and Ito's, which the colour-blind tell apart), in marker and in dashes, and so in grey.
+"""
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INSTALL = "pip install 'distopt[plot]'"
+KINDS = ".png", ".svg", ".pdf"
+SIZE = 6.4, 4.0  # inches
+DOTS = 130  # per inch
+COLOURS = "#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
+MARKERS = "o", "s", "^", "D", "v", "P", "X"
+DASHES = "-", "--", "-.", ":"
+
+
+def check_picture(path: Path) -> None:
+    """Can a picture be drawn, and there?  To be asked before long work.
+
+    Raises ValueError for another kind than .png, .svg and .pdf, OSError for a place that cannot be written,
+    RuntimeError that says what to install if matplotlib is missing.
+    """
+    if path.suffix.lower() not in KINDS:
+        raise ValueError(f"{path}: a picture must end in {', '.join(KINDS)}")
+    check_place(path)
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(f"matplotlib draws pictures and cannot be imported ({error}): {INSTALL}") from error
+
+
+def check_place(path: Path) -> None:
+    """Raise OSError if this file cannot be written; what it holds stays, and a new one is not left behind."""
+    new = not path.exists()
+    with path.open("ab"):
+        pass
+    if new:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def style(k: int) -> dict[str, Any]:
+    """How the k-th curve is drawn: arguments for ``Axes.plot``."""
+    return {
+        "color": COLOURS[k % len(COLOURS)],
+        "marker": MARKERS[k % len(MARKERS)],
+        "linestyle": DASHES[k % len(DASHES)],
+        "markersize": 4,
+        "linewidth": 1.4,
+    }
+
+
+def new(title: str, across: str, up: str) -> "tuple[Figure, Axes]":
+    """An empty picture with a title, and the labels of both axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(SIZE, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(title=title, xlabel=across, ylabel=up)
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    return figure, axes
+
+
+def log_axis(axes: "Axes", which: str, shown: Sequence[float], unit: Callable[[float], str]) -> None:
+    """Make the axis ``which``, 'x' or 'y', logarithmic for these numbers, all above 0; ``unit`` as in ``cli.text``."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set(**{f"{which}scale": "log"})
+    axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
+    steps = (1,) if max(shown) > 1000 * min(shown) else (1, 2, 5)
+    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_major_formatter(lambda n, _: unit(n).replace(".00 ", " ").replace(".0 ", " "))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write it, all at once; the name's end says in which format.  Raises OSError."""
+    kind = path.suffix.lower()
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=kind[1:], dpi=DOTS)
+    path.write_bytes(_few_colours(drawn) if kind == ".png" else drawn.getvalue())
+
+
+def _few_colours(drawn: io.BytesIO) -> bytes:
+    """A PNG in a third of the bytes: lines and letters need no more."""
+    from PIL import Image
+
+    small = io.BytesIO()
+    Image.open(drawn).convert("RGB").quantize(32).save(small, "PNG", optimize=True)
+    return small.getvalue()
