@@ -27,10 +27,10 @@ def join(folder: Path, out: Path, script: str) -> list[int]:
     They are fewer if the head of a file cannot name so many tensors (some 50,000).  Raises ValueError if there is no
     such step, OSError if the file cannot be written; it is there as a whole or not at all.
     """
-    parts = [_read(file) for file in sorted(folder.glob("*.steps"), key=lambda file: int(file.stem))]
-    missing = set(range(parts[0].head["ranks"] if parts else 1)) - {int(f.stem) for f in folder.glob("*.steps")}
+    found = {int(file.stem): _read(file) for file in folder.glob("*.steps")}
+    parts = [found[rank] for rank in sorted(found) if found[rank].head]
     steps = sorted(set.intersection(*(set(part.steps) for part in parts))) if parts else []
-    if missing or not steps:
+    if not steps or len(parts) < parts[0].head["ranks"]:
         raise ValueError("nothing was recorded: there is no step of a DistOpt or Trainer that all ranks have made")
     while True:
         tree = {str(s): {str(rank): _gradients(part, s) for rank, part in enumerate(parts)} for s in steps}

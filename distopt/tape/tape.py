@@ -58,7 +58,8 @@ class Tape:
         """(parameter, gradient) pairs in plan order, as a loss would yield them.
 
         The gradients are read-only arrays in the file's pages.  The parameters are zeros at first and belong to the
-        rank: the same objects at each call.  Raises ValueError for a step or a rank that was not recorded.
+        rank: the same objects at each call, so that an optimizer changes them; for another run open another Tape.
+        Raises ValueError for a step or a rank that was not recorded.
         """
         if rank not in range(self.ranks):
             raise ValueError(f"rank must be in 0..{self.ranks - 1}, got {rank}")
