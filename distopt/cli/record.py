@@ -8,6 +8,7 @@ from typing import Any
 
 from distopt import tape
 from distopt.cli import run
+from distopt.numbers import whole
 
 
 def add_to(commands: Any) -> None:
@@ -25,14 +26,17 @@ def add_to(commands: Any) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run it; the exit code is the script's, but 2 for a success of which nothing could be recorded."""
-    code = 0
+    code, script = 0, given.module or given.script
     try:
+        whole("-n", given.ranks, least=1)
+        if not script:
+            raise ValueError("wants a script")
         if given.out.is_dir():
             raise IsADirectoryError(f"--out must be a file, and {given.out} is a folder")
         # beside the result, where there is room for it
         with tempfile.TemporaryDirectory(prefix=".distopt-record-", dir=given.out.parent) as folder:
             code = run.start(given, tape.request(Path(folder), given.steps, given.every))
-            steps = tape.join(Path(folder), given.out, Path([*(given.module or given.script), "?"][0]).name)
+            steps = tape.join(Path(folder), given.out, Path(script[0]).name)
     except (OSError, ValueError) as error:
         _say(str(error))
         return code or 2

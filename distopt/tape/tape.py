@@ -33,9 +33,12 @@ class Entry(NamedTuple):
 class Tape:
     """The gradients of some steps on all ranks, as the losses yielded them: before they were clipped or compressed.
 
-    Tensors are named ``/step/rank/parameter``, steps by their number in the script from 0.  The file is mapped, not
-    read.  ``ranks``: how many; ``steps``: their numbers; ``order``: the parameters, in plan order; ``about``: what the
-    recorder said besides, among it 'optimizer' and 'script'.
+    A step is a call that all ranks agreed on, each of ``num_batches`` too.  Where a loss had no gradient of a parameter
+    there are zeros; a ``LossScaler``'s scale is in the gradients.
+
+    Tensors are named ``/step/rank/parameter``, as JSON pointers, steps by their number in the script from 0.  The file
+    is mapped, not read.  ``ranks``: how many; ``steps``: their numbers; ``order``: the parameters, in plan order;
+    ``about``: what the recorder said besides, among it 'optimizer' and 'script'.
 
     Raises ValueError, which names file and field, for a file that is cut, forged, or no tape; OSError for one that
     cannot be read.  Checksums of the data are not looked at: ``distopt inspect`` does that.
