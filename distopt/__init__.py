@@ -8,6 +8,7 @@ from distopt.comm import run_ranks, world
 from distopt.dist_opt import DistOpt
 from distopt.gradients import Parameter
 from distopt.nonfinite import LossScaler
+from distopt.tape import Tape
 from distopt.trainer import Trainer
 from distopt.version import __version__
 from distopt.virtual_ranks import simulate
@@ -16,6 +17,7 @@ __all__ = [
     "DistOpt",
     "LossScaler",
     "Parameter",
+    "Tape",
     "Trainer",
     "__version__",
     "comm",

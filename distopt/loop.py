@@ -130,11 +130,19 @@ class Loop(Memory):
         bad = "" if error else self._refusal.in_gradients()
         if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
             return None
+        self._record()
         self._send_parameters()
         self._before = self._counts
         self._window.contributions += self._live
         self._refusal.agree()
         return exchange
+
+    def _record(self) -> None:
+        """What this step has collected goes onto the tape, if there is one."""
+        if self._recorder:
+            self._recorder.keep(self._collector, self.opt)
+            if self._recorder.over:
+                self._recorder = None
 
     def _packed(self, loss: Any, kind: Kind) -> Packed:
         """Collect and check gradients and bring them to their places, or what went wrong; how they are exchanged."""
@@ -148,6 +156,8 @@ class Loop(Memory):
             one, pack = self._exchanger(compressor, kind.break_even, early), self._packer(compressor, kind)
             what = _in_words(kind, compressor)
             self._take_numbers(compressor)
+            if self._recorder:
+                loss = self._recorder.watch(loss)  # before packing or sending may write over what it yields
             if early:
                 self._describe(what)
                 overlap = self._overlap(pack, one)
@@ -399,6 +409,8 @@ class Loop(Memory):
 
     def _check_capture(self, compressor: Compressor) -> None:
         """ValueError for a step that cannot be captured."""
+        if self._recorder:
+            raise ValueError("distopt record: the gradients of a captured step are seen by the GPU alone")
         if self._wire.gpu is None:
             raise ValueError(f"a step is captured on a GPU; {self._wire!r} carries arrays on the host")
         if self._wire.rank_ordered and self._wire.size > 1:

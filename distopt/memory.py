@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from distopt import device, kernels
+from distopt import device, kernels, tape
 from distopt.adapters import adapt
 from distopt.buckets import Buffers, Plan, States, plan
 from distopt.comm import Communicator
@@ -63,6 +63,7 @@ class Memory(Verbs):
         self._nonfinite = policy(nonfinite)
         self._window = Window(whole("num_batches", num_batches, least=1), sync_on_apply)
         self._collector = Collector(allow_missing, wire.gpu)
+        self._recorder = tape.recorder(wire.rank, wire.size)  # of gradients, None if nobody asked for one
         self._buffers: Buffers | None = None
         self._refusal = Blind()  # who looks for what is not finite in them
         self._rooms: Rooms | None = None  # on a GPU, in what is sent of them

@@ -1,16 +1,18 @@
-"""The command line: ``distopt`` ``run``, ``doctor``, ``inspect``, ``trace`` and ``compare``; one file per command."""
+"""The command line: one file per command."""
 
 import argparse
 from collections.abc import Sequence
 
-from distopt.cli import compare, doctor, inspect, run, trace
+from distopt.cli import compare, doctor, inspect, record, run, trace
+
+COMMANDS = (run, doctor, inspect, trace, record, compare)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = argparse.ArgumentParser(prog="distopt", description="N processes train one model.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (run, doctor, inspect, trace, compare):
+    for command in COMMANDS:
         command.add_to(commands)
     given = parser.parse_args(argv)
     return int(given.main(given))

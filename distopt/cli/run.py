@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,27 @@ def add_to(commands: Any) -> None:
     """Declare the command."""
     parser = commands.add_parser("run", help="start a script on N ranks of this machine", description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
-    parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124")
     parser.add_argument(
         "--restarts", type=int, default=0, metavar="K", help="start a job that failed again, K times at most"
     )
+    add_script(parser)
+    parser.set_defaults(main=main)
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Declare what is run, and how long it may take."""
+    parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="a module instead")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a Python script, its arguments")
-    parser.set_defaults(main=main)
 
 
 def main(given: argparse.Namespace) -> int:
     """Start the job, again if it fails and may be restarted; the exit code is the script's."""
+    return start(given, {})
+
+
+def start(given: argparse.Namespace, variables: Mapping[str, str]) -> int:
+    """The same, with more variables in the ranks' environment."""
     script = ["-m", *given.module] if given.module else given.script
     if given.ranks < 1 or not script:
         _say("wants -n with at least 1 rank, and a script")
@@ -52,7 +62,8 @@ def main(given: argparse.Namespace) -> int:
     command = [*launcher.command(given.ranks), sys.executable, "-m", "mpi4py", *script]
     for attempt in range(given.restarts + 1):
         with tempfile.TemporaryDirectory(prefix="distopt-") as folder:
-            env = launcher.environment(given.ranks) | {job.FOLDER: folder, "DISTOPT_RESTART": str(attempt)}
+            env = launcher.environment(given.ranks) | dict(variables)
+            env |= {job.FOLDER: folder, "DISTOPT_RESTART": str(attempt)}
             code, final = Job(command, env, Path(folder)).supervise(given.timeout)
         if final or attempt == given.restarts:
             break

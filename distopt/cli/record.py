@@ -1,0 +1,50 @@
+"""``distopt record -n N script.py``: run a script, and keep the gradients of some of its steps."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from distopt import tape
+from distopt.cli import run
+from distopt.numbers import whole
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("record", help="run a script, and record its gradients", description=__doc__)
+    parser.add_argument("-n", "--ranks", type=int, default=1, help="number of ranks (default: 1)")
+    parser.add_argument("--steps", type=int, default=10, metavar="K", help="steps to record at most (default: 10)")
+    parser.add_argument("--every", type=int, default=1, metavar="M", help="steps 0, M, 2M, ... (default: 1)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("trace.safetensors"), metavar="FILE", help="default: trace.safetensors"
+    )
+    run.add_script(parser)
+    parser.set_defaults(main=main, restarts=0)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run it; the exit code is the script's, but 2 for a success of which nothing could be recorded."""
+    code, script = 0, given.module or given.script
+    try:
+        whole("-n", given.ranks, least=1)
+        if not script:
+            raise ValueError("wants a script")
+        if given.out.is_dir():
+            raise IsADirectoryError(f"--out must be a file, and {given.out} is a folder")
+        # beside the result, where there is room for it
+        with tempfile.TemporaryDirectory(prefix=".distopt-record-", dir=given.out.parent) as folder:
+            code = run.start(given, tape.request(Path(folder), given.steps, given.every))
+            steps = tape.join(Path(folder), given.out, Path(script[0]).name)
+    except (OSError, ValueError) as error:
+        _say(str(error))
+        return code or 2
+    fewer = f", and not {given.steps}" * (len(steps) < given.steps)
+    size = f"{given.out.stat().st_size:,} bytes"
+    _say(f"{len(steps)} steps{fewer}, of {given.ranks} ranks, in {given.out}: {size}")
+    return code
+
+
+def _say(text: str) -> None:
+    print(f"distopt record: {text}", file=sys.stderr)

@@ -1,0 +1,64 @@
+"""What the ranks have written, in one file."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distopt import checkpoint
+from distopt.checkpoint import CheckpointError
+from distopt.tape.tape import FORMAT, dtype
+
+Places = list[int | None]  # of a step's gradients, in plan order
+
+
+class Part(NamedTuple):
+    """One rank's."""
+
+    head: dict[str, Any]
+    steps: dict[int, Places]
+    data: np.ndarray  # uint8
+
+
+def join(folder: Path, out: Path, script: str) -> list[int]:
+    """Make one tape of what recorders left in a folder; returns its steps, those that all ranks have.
+
+    They are fewer if the head of a file cannot name so many tensors (some 50,000).  Raises ValueError if there is no
+    such step, OSError if the file cannot be written; it is there as a whole or not at all.
+    """
+    found = {int(file.stem): _read(file) for file in folder.glob("*.steps")}
+    parts = [found[rank] for rank in sorted(found) if found[rank].head]
+    steps = sorted(set.intersection(*(set(part.steps) for part in parts))) if parts else []
+    if not steps or len(parts) < parts[0].head["ranks"]:
+        raise ValueError("nothing was recorded: there is no step of a DistOpt or Trainer that all ranks have made")
+    while True:
+        tree = {str(s): {str(rank): _gradients(part, s) for rank, part in enumerate(parts)} for s in steps}
+        about = {"format": FORMAT, "script": script, "steps": steps, **parts[0].head}
+        try:
+            checkpoint.prepare(out, tree, about).commit()
+        except CheckpointError:  # before anything was written
+            if len(steps) == 1:
+                raise
+            steps = steps[: len(steps) * 9 // 10]
+        else:
+            return steps
+
+
+def _read(file: Path) -> Part:
+    lines = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    data = file.with_suffix(".bytes")
+    mapped = np.memmap(data, np.uint8, "r") if data.stat().st_size else np.empty(0, np.uint8)
+    return Part(lines[0] if lines else {}, {line["step"]: line["at"] for line in lines[1:]}, mapped)
+
+
+def _gradients(part: Part, step: int) -> dict[str, np.ndarray]:
+    """One step's, by name; zeros where the loss had none, as they count."""
+    found = {}
+    for (name, shape, code), at in zip(part.head["order"], part.steps[step], strict=True):
+        empty = np.zeros(shape, dtype(code))
+        if at is None or not empty.nbytes:
+            found[name] = empty
+        else:
+            found[name] = np.asarray(part.data[at : at + empty.nbytes].view(empty.dtype).reshape(shape))
+    return found
