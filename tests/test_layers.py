@@ -12,7 +12,7 @@ ROWS = [  # from the ground up
     "tables",
     "kernels cost guard checkpoint",
     "buckets compress optim comm gradients nonfinite freshness",
-    "exchange adapters gluon",
+    "exchange adapters gluon fit",
     "verbs",
     "memory",
     "loop",

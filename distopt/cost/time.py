@@ -125,7 +125,7 @@ def chain_broadcast(nbytes: float, size: int, link: Link) -> float:
 
 
 def hierarchical_all_reduce(nbytes: float, ranks: int, nodes: int, inside: Link, between: Link) -> float:
-    """Reduce-scatter inside a node, all-reduce of slices between nodes, all-gather inside (Cho et al., BlueConnect, 2019).
+    """Reduce-scatter inside a node, all-reduce of slices between nodes, all-gather inside (Cho et al., 2019).
 
     Of ``ranks`` on each of ``nodes``, all exchange their slice with the other nodes' at the same time: where they have
     but one card, ``between`` is ``link.shared(ranks)``.
