@@ -1,16 +1,16 @@
-"""The command line: ``distopt`` ``run``, ``doctor``, ``inspect`` and ``trace``; one file per command."""
+"""The command line: ``distopt`` ``run``, ``bench``, ``doctor``, ``inspect`` and ``trace``; one file per command."""
 
 import argparse
 from collections.abc import Sequence
 
-from distopt.cli import doctor, inspect, run, trace
+from distopt.cli import bench, doctor, inspect, run, trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = argparse.ArgumentParser(prog="distopt", description="N processes train one model.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (run, doctor, inspect, trace):
+    for command in (run, bench, doctor, inspect, trace):
         command.add_to(commands)
     given = parser.parse_args(argv)
     return int(given.main(given))

@@ -42,6 +42,11 @@ def main(given: argparse.Namespace) -> int:
     if given.restarts < 0:
         _say(f"--restarts must be at least 0, got {given.restarts}")
         return 2
+    return start(script, given.ranks, given.timeout, given.restarts)
+
+
+def start(script: Sequence[str], ranks: int, timeout: float | None = None, restarts: int = 0) -> int:
+    """Run what stands behind ``python`` on so many ranks; its exit code, or 2, with a line that says why not."""
     try:
         launcher = find_launcher()
         check_brands(launcher)
@@ -49,14 +54,14 @@ def main(given: argparse.Namespace) -> int:
         _say(str(error))
         return 2
     # -m mpi4py makes a non-zero exit of one rank the end of all
-    command = [*launcher.command(given.ranks), sys.executable, "-m", "mpi4py", *script]
-    for attempt in range(given.restarts + 1):
+    command = [*launcher.command(ranks), sys.executable, "-m", "mpi4py", *script]
+    for attempt in range(restarts + 1):
         with tempfile.TemporaryDirectory(prefix="distopt-") as folder:
-            env = launcher.environment(given.ranks) | {job.FOLDER: folder, "DISTOPT_RESTART": str(attempt)}
-            code, final = Job(command, env, Path(folder)).supervise(given.timeout)
-        if final or attempt == given.restarts:
+            env = launcher.environment(ranks) | {job.FOLDER: folder, "DISTOPT_RESTART": str(attempt)}
+            code, final = Job(command, env, Path(folder)).supervise(timeout)
+        if final or attempt == restarts:
             break
-        _say(f"exit code {code}; restart {attempt + 1} of {given.restarts}")
+        _say(f"exit code {code}; restart {attempt + 1} of {restarts}")
     return code
 
 

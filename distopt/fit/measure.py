@@ -17,6 +17,7 @@ LEAST, ENOUGH, MOST = 8, 1 << 10, 1 << 25  # bytes: whatever the time, some size
 ROUNDS = 8  # at least, if the first one is as fast as the others
 SHORT = 5e-3  # seconds: shorter calls are repeated in a round
 REPEATS = 20  # at most
+FASTER = 0.25  # so many calls are faster than what a point says: what else the machine does only ever adds to it
 NANO = 1e-9
 
 Clock = Callable[[], float]
@@ -24,7 +25,7 @@ Call = Callable[[], object]
 
 
 class Point(NamedTuple):
-    """A verb, the bytes that it was given (see ``cost.time``), and seconds: the median of the slowest rank's."""
+    """A verb, the bytes that it was given (see ``cost.time``), and what it takes: seconds of the slowest rank."""
 
     verb: str
     nbytes: int
@@ -41,11 +42,11 @@ class Case:
     @property
     def repeats(self) -> int:
         """Calls in a round."""
-        return int(min(REPEATS, 1 + SHORT / max(NANO, np.median(self.taken))))
+        return int(min(REPEATS, 1 + SHORT / max(NANO, np.quantile(self.taken, FASTER))))
 
     def point(self) -> Point:
         """What is known."""
-        return Point(self.verb, self.nbytes, float(np.median(self.taken)))
+        return Point(self.verb, self.nbytes, float(np.quantile(self.taken, FASTER)))
 
 
 def elements(verb: str, nbytes: int, itemsize: int, size: int) -> int:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 CLOSE = 0.05  # lines whose worst relative error is no more than this are as many as there need be
-MOST = 4  # pieces
+MOST = 5  # pieces
 FEWEST = 3  # points of a piece: two are always on a line
 
 

@@ -93,8 +93,8 @@ def fit(comm: Communicator, seconds: float = 20.0, clock: Clock = time.perf_coun
 def of_points(points: list[Point], about: dict[str, Any]) -> Fit:
     """The fit of what has been measured on ``about['ranks']`` ranks.
 
-    Of one verb alone all algorithms describe the times equally well, each with a latency and a bandwidth of its own.  An
-    all-to-all is done in one way only; of another verb that algorithm is taken which agrees best with its link.
+    Of one verb alone all algorithms describe the times equally well, each with a latency and a bandwidth of its own.
+    An all-to-all is done in one way only; of another verb that algorithm is taken which agrees best with its link.
     """
     size, lines, rows = about["ranks"], {}, []
     by_verb = {verb: sorted(p for p in points if p.verb == verb) for verb in cost.ALGORITHMS}
