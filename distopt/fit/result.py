@@ -56,8 +56,7 @@ class Fit(NamedTuple):
         messages, passed = _counts(getattr(cost, line.algorithm), nbytes, size)
         if not messages:
             return 0.0
-        piece = max(p for p in line.pieces if p.least <= passed / messages)
-        return piece.latency * messages + piece.per_byte * passed
+        return max(p for p in line.pieces if p.least <= passed / messages).of(messages, passed)
 
     def write(self, path: str | Path) -> None:
         """As JSON, for ``read``; one rank is enough, since all have the same."""
@@ -133,9 +132,8 @@ def _line(algorithm: Algorithm, points: list[Point], size: int) -> Line:
     rows = _rows(algorithm, points, size)
     messages = rows[:, 1] / rows[:, 0]
     found = pieces(messages, rows)
-    latency_and_rate = np.array([max(p for p in found if p.least <= m)[1:] for m in messages])
-    wrong = (rows * latency_and_rate).sum(1) - 1
-    residual = float(np.sqrt(np.mean(wrong**2)))
+    wrong = [max(p for p in found if p.least <= m).of(*row) - 1 for m, row in zip(messages, rows, strict=True)]
+    residual = float(np.sqrt(np.mean(np.square(wrong))))
     return Line(algorithm.__name__, residual, tuple(found), tuple((p.nbytes, p.seconds) for p in points))
 
 
