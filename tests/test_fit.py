@@ -135,8 +135,14 @@ def test_a_burst_that_passes_at_once_is_described():
     first, second = fit.pieces(sizes, np.stack([np.ones(20), sizes], 1) / seconds[:, None])
     assert first == pytest.approx((0, 3e-6, 0), abs=1e-12)
     for n in (20_000, 50_000, 1_000_000):
-        assert second.of(1, n) == pytest.approx(3e-6 + 1e-8 * (n - 10_000), rel=1e-6)
-        assert second.of(3, 3 * n) == pytest.approx(3 * second.of(1, n))
+        assert second.of(n) == pytest.approx(3e-6 + 1e-8 * (n - 10_000), rel=1e-6)
+        assert fit.predicted([first, second], 3, 3 * n) == pytest.approx(3 * second.of(n))
+
+
+def test_larger_messages_never_take_less():
+    steps = [fit.Piece(0, 1.0, 0.0), fit.Piece(10, 0.0, 0.5), fit.Piece(20, 2.0, 1.0)]
+    found = [fit.predicted(steps, 2, 2 * n) for n in (0, 9, 10, 11, 14, 19, 20, 22, 24, 30)]
+    assert found == [2, 2, 2, 2, 4, 9, 10, 10, 12, 24]
 
 
 def test_a_file_holds_all_of_it(tmp_path):
@@ -157,6 +163,10 @@ def test_a_file_holds_all_of_it(tmp_path):
         (lambda f: f["verbs"]["broadcast"].update(algorithm="chain_broadcast"), "must be one of tree_broadcast"),
         (lambda f: f["verbs"]["broadcast"]["pieces"][0].update(seconds="1"), "seconds must be a number"),
         (lambda f: f["verbs"]["broadcast"].update(pieces=[]), "the first piece of broadcast must begin at 0"),
+        (
+            lambda f: f["verbs"]["broadcast"]["pieces"].append({"least": 0, "seconds": 1, "per_byte": 1}),
+            "and each where",
+        ),
         (lambda f: f.pop("ranks"), "ranks"),
     ],
 )

@@ -1,6 +1,7 @@
 """Latency and bandwidth from times: non-negative least squares on relative errors, by size of message."""
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +22,20 @@ class Piece(NamedTuple):
     seconds: float
     per_byte: float
 
-    def of(self, messages: float, nbytes: float) -> float:
-        """Seconds of so many messages, one after the other, that have so many bytes together."""
-        return self.seconds * messages + self.per_byte * (nbytes - self.least * messages)
+    def of(self, nbytes: float) -> float:
+        """Seconds of a message of so many bytes, ``least`` or more."""
+        return self.seconds + self.per_byte * (nbytes - self.least)
+
+
+def predicted(pieces: Sequence[Piece], messages: float, nbytes: float) -> float:
+    """Seconds of so many messages, one after the other, that have so many bytes together.
+
+    A larger message never takes less time, whatever noise has made of the pieces.
+    """
+    size = nbytes / messages
+    reached = [p for p in pieces if p.least <= size]
+    ends = [*(p.least for p in reached[1:]), size]
+    return messages * max(p.of(end) for p, end in zip(reached, ends, strict=True))
 
 
 Cut = tuple[float, tuple[int, ...]]  # the sum of squares, and where the pieces start

@@ -16,7 +16,7 @@ from distopt.cost import Link
 from distopt.cost.links import checked
 from distopt.cost.time import Algorithm
 from distopt.fit.measure import Clock, Point, measure
-from distopt.fit.pieces import Piece, least_squares, pieces
+from distopt.fit.pieces import Piece, least_squares, pieces, predicted
 from distopt.numbers import number, positive, whole
 from distopt.version import __version__
 
@@ -56,7 +56,7 @@ class Fit(NamedTuple):
         messages, passed = _counts(getattr(cost, line.algorithm), nbytes, size)
         if not messages:
             return 0.0
-        return max(p for p in line.pieces if p.least <= passed / messages).of(messages, passed)
+        return predicted(line.pieces, messages, passed)
 
     def write(self, path: str | Path) -> None:
         """As JSON, for ``read``; one rank is enough, since all have the same."""
@@ -130,9 +130,8 @@ def _rows(algorithm: Algorithm, points: list[Point], size: int) -> np.ndarray:
 def _line(algorithm: Algorithm, points: list[Point], size: int) -> Line:
     """What points of one verb say if that is how it is done."""
     rows = _rows(algorithm, points, size)
-    messages = rows[:, 1] / rows[:, 0]
-    found = pieces(messages, rows)
-    wrong = [max(p for p in found if p.least <= m).of(*row) - 1 for m, row in zip(messages, rows, strict=True)]
+    found = pieces(rows[:, 1] / rows[:, 0], rows)
+    wrong = [predicted(found, *_counts(algorithm, p.nbytes, size)) / p.seconds - 1 for p in points]
     residual = float(np.sqrt(np.mean(np.square(wrong))))
     return Line(algorithm.__name__, residual, tuple(found), tuple((p.nbytes, p.seconds) for p in points))
 
@@ -159,7 +158,8 @@ def _line_of(verb: str, given: dict[str, Any]) -> Line:
     if given["algorithm"] not in names:
         raise ValueError(f"algorithm of {verb} must be one of {', '.join(names)}, got {given['algorithm']!r}")
     found = tuple(Piece(*(number(name, piece[name]) for name in Piece._fields)) for piece in given["pieces"])
-    if not found or found[0].least:
-        raise ValueError(f"the first piece of {verb} must begin at 0 bytes")
+    begins = [piece.least for piece in found]
+    if begins[:1] != [0] or begins != sorted(set(begins)):
+        raise ValueError(f"the first piece of {verb} must begin at 0 bytes, and each where the one before ends")
     points = tuple((whole("bytes", n, 1), positive("seconds", s)) for n, s in given["points"])
     return Line(given["algorithm"], number("residual", given["residual"]), found, points)
