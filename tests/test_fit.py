@@ -139,6 +139,14 @@ def test_a_burst_that_passes_at_once_is_described():
         assert fit.predicted([first, second], 3, 3 * n) == pytest.approx(3 * second.of(n))
 
 
+def test_one_link_is_for_small_and_for_large_arrays():
+    """A burst of 100,000 bytes that passes at once makes no faster link of it."""
+    wire = Wire(2, **dict.fromkeys(cost.ALGORITHMS, lambda n: 20e-6 + max(0, n - 1e5) / 10e6))
+    found = fit.fit(wire, 20.0, wire.clock).link
+    assert found.bandwidth == pytest.approx(10e6, rel=0.25)
+    assert found.latency == pytest.approx(20e-6, rel=0.25)
+
+
 def test_larger_messages_never_take_less():
     steps = [fit.Piece(0, 1.0, 0.0), fit.Piece(10, 0.0, 0.5), fit.Piece(20, 2.0, 1.0)]
     found = [fit.predicted(steps, 2, 2 * n) for n in (0, 9, 10, 11, 14, 19, 20, 22, 24, 30)]

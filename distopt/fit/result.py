@@ -16,7 +16,7 @@ from distopt.cost import Link
 from distopt.cost.links import checked
 from distopt.cost.time import Algorithm
 from distopt.fit.measure import Clock, Point, measure
-from distopt.fit.pieces import Piece, least_squares, pieces, predicted
+from distopt.fit.pieces import FEWEST, Piece, least_squares, pieces, predicted
 from distopt.numbers import number, positive, whole
 from distopt.version import __version__
 
@@ -97,14 +97,19 @@ def of_points(points: list[Point], about: dict[str, Any]) -> Fit:
     """
     size, lines, rows = about["ranks"], {}, []
     by_verb = {verb: sorted(p for p in points if p.verb == verb) for verb in cost.ALGORITHMS}
-    first = least_squares(_rows(cost.pairwise_all_to_all, by_verb["all_to_all"], size))
+    first = least_squares(_rows(cost.pairwise_all_to_all, _ends(by_verb["all_to_all"]), size))
     for verb, own in by_verb.items():
         algorithm = min(_linear(verb), key=lambda a: round(_distance(_rows(a, own, size), first), 6))
         lines[verb] = _line(algorithm, own, size)
-        rows.append(_rows(algorithm, own, size))
+        rows.append(_rows(algorithm, _ends(own), size))
     latency, per_byte = least_squares(np.concatenate(rows)).tolist()
     bandwidth = 1 / per_byte if per_byte else IMMEASURABLE
     return Fit(Link(f"measured on {size} ranks", latency, bandwidth, 0.0), lines, about)
+
+
+def _ends(points: list[Point]) -> list[Point]:
+    """The smallest and the largest: one link for all sizes is for votes and for buckets, whatever lies between."""
+    return points if len(points) < 2 * FEWEST else points[:FEWEST] + points[-FEWEST:]
 
 
 def _distance(rows: np.ndarray, link: np.ndarray) -> float:
