@@ -150,17 +150,19 @@ def plot(path, found):
     from matplotlib.figure import Figure
 
     figure = Figure((10, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
+    shown = [epoch.wire for runs in found.values() for seeds in runs.values() for epochs in seeds for epoch in epochs]
     for axes, (ranks, runs) in zip(panels, found.items(), strict=True):
-        lines = {m: [(mean(e, "wire"), mean(e, "accuracy")) for e in zip(*runs[m], strict=True)] for m in runs}
-        picture.log_axis(axes, "x", [wire for line in lines.values() for wire, _ in line], text.nbytes)
+        picture.log_axis(axes, "x", shown, text.nbytes)
         axes.grid(True, color="#dddddd", linewidth=0.6)
         axes.set(title=f"{ranks} ranks", xlabel="bytes sent by a rank (log)", ylim=(0.8, 1.0))
-        for k, (mode, line) in enumerate(lines.items()):
-            axes.plot(*zip(*line, strict=True), label=mode, **picture.style(k))
+        for k, (mode, seeds) in enumerate(runs.items()):
+            line = [(mean(epochs, "wire"), mean(epochs, "accuracy")) for epochs in zip(*seeds, strict=True)]
+            fill = "none" if mode.startswith("dgc") else "full"  # there are more modes than colours
+            axes.plot(*zip(*line, strict=True), label=mode, fillstyle=fill, **picture.style(k))
     panels[0].set_ylabel("test accuracy")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
-    picture.save(figure, path)
+    figure.savefig(path, dpi=picture.DOTS)
 
 
 def mean(epochs, name):
@@ -168,7 +170,7 @@ def mean(epochs, name):
 
 
 def show_progress(done, total, run):
-    """A bar on a terminal."""
+    """A bar on a terminal, for each number of ranks."""
     if sys.stderr.isatty() or os.environ.get("DISTOPT_TTY"):
         bar = "#" * (30 * done // total)
         line = f"\r[{bar:30}] {done}/{total}  {run.mode}, {run.ranks} ranks, seed {run.seed}"
@@ -202,16 +204,14 @@ def arguments():
 
 def main():
     given = arguments()
-    found = {ranks: {mode: [] for mode in given.modes} for ranks in given.ranks}
-    total, done = given.seeds * sum(map(len, found.values())), 0
-    for ranks, runs in found.items():
-        for mode, trained in runs.items():
-            for seed in range(1, given.seeds + 1):
-                run = Run(mode, ranks, seed, given.epochs)
-                trained.append(record(run, given.out))
-                done += 1
-                show_progress(done, total, run)
-        print("\n".join(table(ranks, runs)), flush=True)
+    found = {}
+    for ranks in given.ranks:
+        runs = [Run(mode, ranks, seed, given.epochs) for mode in given.modes for seed in range(1, given.seeds + 1)]
+        found[ranks] = {mode: [] for mode in given.modes}
+        for done, run in enumerate(runs, 1):
+            found[ranks][run.mode].append(record(run, given.out))
+            show_progress(done, len(runs), run)
+        print("\n".join(table(ranks, found[ranks])), flush=True)
     if given.plot:
         plot(given.plot, found)
 
