@@ -80,7 +80,6 @@ def test_json_has_the_same_numbers(runs, tmp_path):
     out = tmp_path / "n.json"
     assert compare(*runs, "--reach", "0.7", "--json", out) == 0
     found = json.loads(out.read_text())
-    assert found["base"] == "dense"
     assert found["aim"] == {"curve": "accuracy", "value": 0.7, "rises": True}
     topk, dense = found["rows"]
     assert topk == {
@@ -88,6 +87,7 @@ def test_json_has_the_same_numbers(runs, tmp_path):
         "mode": "topk",
         "ranks": 2,
         "seeds": [1, 2],
+        "base": "dense",
         "ratio": pytest.approx(50_000 / 750),
         "steps": {"mean": 2, "low": 2, "high": 2},
         "payload_per_step": {"mean": 375, "low": 250, "high": 500},
@@ -106,8 +106,17 @@ def test_without_a_dense_run_the_first_is_the_base(runs, tmp_path):
     other = train(tmp_path / "o.json", "dgc", 1, [75], results={})
     assert compare(*runs[:2], other, "--json", out) == 0
     found = json.loads(out.read_text())
-    assert found["base"] == "topk"
+    assert [row["base"] for row in found["rows"]] == ["topk", "topk"]
     assert [row["ratio"] for row in found["rows"]] == [1, 10]
+
+
+def test_ranks_are_compared_with_as_many(tmp_path):
+    """100 bytes of dense on 2 ranks, 160 on 8; there is none on 4."""
+    out = tmp_path / "n.json"
+    given = [("dense", 2, 100), ("dense", 8, 160), ("topk", 2, 10), ("topk", 8, 80), ("topk", 4, 50)]
+    paths = [train(tmp_path / f"{m}{r}", m, 1, [n], ranks=r, results={}) for m, r, n in given]
+    assert compare(*paths, "--json", out) == 0
+    assert [row["ratio"] for row in json.loads(out.read_text())["rows"]] == [1, 1, 10, 2, 2]
 
 
 def test_settings_and_ranks_tell_rows_apart(tmp_path, capsys):

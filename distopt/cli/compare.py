@@ -93,9 +93,9 @@ def _curve(given: argparse.Namespace, records: Sequence[Record]) -> str | None:
 
 def table(found: Sequence[Row], aim: Aim | None) -> list[str]:
     """Its lines; bytes are those of the rank that wrote the record."""
-    against, results = base(found), result_names(found)
-    head = [*HEAD, f"{against.mode} sends", *results, *([f"wire to {aim}"] if aim else [])]
-    return text.table([head, *(_cells(row, against, results, aim) for row in found)])
+    results = result_names(found)
+    head = [*HEAD, f"{base(found, found[0]).mode} sends", *results, *([f"wire to {aim}"] if aim else [])]
+    return text.table([head, *(_cells(row, base(found, row), results, aim) for row in found)])
 
 
 def _cells(row: Row, against: Row, results: Sequence[str], aim: Aim | None) -> list[str]:
@@ -138,7 +138,6 @@ def result(row: Row, name: str) -> Spread | None:
 
 def numbers(found: Sequence[Row], aim: Aim | None) -> dict[str, Any]:
     """What the table shows, for programs: a range as {mean, low, high}, null for what is not known."""
-    against = base(found)
 
     def entry(row: Row) -> dict[str, Any]:
         counts = {
@@ -153,12 +152,13 @@ def numbers(found: Sequence[Row], aim: Aim | None) -> dict[str, Any]:
             "mode": row.mode,
             "ranks": row.ranks,
             "seeds": [record["seed"] for record in row.records],
-            "ratio": ratio(row, against),
+            "base": base(found, row).label,
+            "ratio": ratio(row, base(found, row)),
             **{name: x and x._asdict() for name, x in spreads.items()},
             "results": {name: (x := result(row, name)) and x._asdict() for name in result_names(found)},
         }
 
-    return {"base": against.label, "aim": aim and aim._asdict(), "rows": [entry(row) for row in found]}
+    return {"aim": aim and aim._asdict(), "rows": [entry(row) for row in found]}
 
 
 def draw(found: Sequence[Row], curve: str, path: Path) -> None:

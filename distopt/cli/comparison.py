@@ -68,9 +68,11 @@ def _texts(record: Record) -> dict[str, str]:
     return {name: plain.dumps(value) for name, value in record["settings"].items()}
 
 
-def base(found: Sequence[Row]) -> Row:
-    """What the others are compared with: the first that is dense, else the first."""
-    return next((row for row in found if row.mode == "dense"), found[0])
+def base(found: Sequence[Row], row: Row) -> Row:
+    """What a row is compared with: the first that is dense, on as many ranks if there is one, else the first of all."""
+    dense = [other for other in found if other.mode == "dense"]
+    alike = [other for other in dense if other.ranks == row.ranks]
+    return [*alike, *dense, *found][0]
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:

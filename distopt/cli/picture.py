@@ -94,5 +94,5 @@ def _few_colours(drawn: io.BytesIO) -> bytes:
     from PIL import Image
 
     small = io.BytesIO()
-    Image.open(drawn).convert("RGB").quantize(32).save(small, "PNG", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(128).save(small, "PNG", optimize=True)
     return small.getvalue()
