@@ -12,7 +12,7 @@ ROWS = [  # from the ground up
     "tables monitor",
     "kernels cost guard checkpoint ledger",
     "buckets compress optim comm gradients nonfinite freshness experiment",
-    "exchange adapters gluon tape",
+    "exchange adapters gluon tape fit",
     "verbs",
     "memory",
     "loop",

@@ -35,7 +35,7 @@ def main(given: argparse.Namespace) -> int:
             raise IsADirectoryError(f"--out must be a file, and {given.out} is a folder")
         # beside the result, where there is room for it
         with tempfile.TemporaryDirectory(prefix=".distopt-record-", dir=given.out.parent) as folder:
-            code = run.start(given, tape.request(Path(folder), given.steps, given.every))
+            code = run.start_given(given, tape.request(Path(folder), given.steps, given.every))
             steps = tape.join(Path(folder), given.out, Path(script[0]).name)
     except (OSError, ValueError) as error:
         _say(str(error))

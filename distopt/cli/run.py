@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from distopt import job
@@ -40,10 +41,10 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Start the job, again if it fails and may be restarted; the exit code is the script's."""
-    return start(given, {})
+    return start_given(given, {})
 
 
-def start(given: argparse.Namespace, variables: Mapping[str, str]) -> int:
+def start_given(given: argparse.Namespace, variables: Mapping[str, str]) -> int:
     """The same, with more variables in the ranks' environment."""
     script = ["-m", *given.module] if given.module else given.script
     if given.ranks < 1 or not script:
@@ -52,6 +53,17 @@ def start(given: argparse.Namespace, variables: Mapping[str, str]) -> int:
     if given.restarts < 0:
         _say(f"--restarts must be at least 0, got {given.restarts}")
         return 2
+    return start(script, given.ranks, given.timeout, given.restarts, variables)
+
+
+def start(
+    script: Sequence[str],
+    ranks: int,
+    timeout: float | None = None,
+    restarts: int = 0,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """Run what stands behind ``python`` on so many ranks; its exit code, or 2, with a line that says why not."""
     try:
         launcher = find_launcher()
         check_brands(launcher)
@@ -59,15 +71,15 @@ def start(given: argparse.Namespace, variables: Mapping[str, str]) -> int:
         _say(str(error))
         return 2
     # -m mpi4py makes a non-zero exit of one rank the end of all
-    command = [*launcher.command(given.ranks), sys.executable, "-m", "mpi4py", *script]
-    for attempt in range(given.restarts + 1):
+    command = [*launcher.command(ranks), sys.executable, "-m", "mpi4py", *script]
+    for attempt in range(restarts + 1):
         with tempfile.TemporaryDirectory(prefix="distopt-") as folder:
-            env = launcher.environment(given.ranks) | dict(variables)
+            env = launcher.environment(ranks) | dict(variables)
             env |= {job.FOLDER: folder, "DISTOPT_RESTART": str(attempt)}
-            code, final = Job(command, env, Path(folder)).supervise(given.timeout)
-        if final or attempt == given.restarts:
+            code, final = Job(command, env, Path(folder)).supervise(timeout)
+        if final or attempt == restarts:
             break
-        _say(f"exit code {code}; restart {attempt + 1} of {given.restarts}")
+        _say(f"exit code {code}; restart {attempt + 1} of {restarts}")
     return code
 
 

@@ -1,0 +1,147 @@
+"""``distopt bench --kernels``: the library's kernels on this host, as a fraction of the speed of a copy.
+
+Bytes are those that the equations make the memory move: what is read, what is written, and once more what is written
+without having been read, since a cache reads a line before it changes it.  So a copy of n bytes moves 3 n.  It is no
+hard limit: what writes to the lines that it has read may be faster, and some processors spare the read.
+"""
+
+import functools
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from distopt import device, kernels, optim
+from distopt.compress import At, DeepGradientCompression, ErrorFeedback, OneBit, Packed, Threshold, TopK, TwoBit
+from distopt.tables import Members
+from distopt.texts import library
+
+N = 1 << 24  # elements of float32: no cache holds them
+ROUNDS = 7
+MOMENTUM = 0.9
+
+Case = tuple[int, Callable[[], object]]  # bytes that the memory must move, and the call
+RULES: dict[str, tuple[Callable[[], optim.Optimizer], int]] = {  # arrays that are read or written
+    "sgd": (lambda: optim.SGD(1e-6), 3),
+    "sgd, momentum": (lambda: optim.SGD(1e-6, momentum=MOMENTUM), 5),
+    "adam": (lambda: optim.Adam(1e-6), 7),
+}
+
+
+def show(file: Path | None, n: int = N) -> int:
+    """Measure and print them; ``file`` gets the same as JSON."""
+    rows = fractions(passes(n) | selection(n), ROUNDS)
+    print(f"# {n:,} float32 on one thread, {library().simd_level().decode()}; bytes are those that the memory moves")
+    print(f"#{'':27} {'time (ms)':>10} {'GB/s':>8} {'of copy':>8}")
+    for row in rows:
+        gigabytes = row["bytes"] / row["seconds"] / 1e9
+        print(f"{row['kernel']:28} {row['seconds'] * 1e3:10.3f} {gigabytes:8.2f} {row['of copy']:8.3f}")
+    if file:
+        file.write_text(json.dumps({"elements": n, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def fractions(cases: dict[str, Case], rounds: int) -> list[dict[str, Any]]:
+    """A row per case, and the copy: seconds, and speed over the copy's of the same round; the medians.
+
+    Cases take turns, so that a slow second slows all of them; the first round is not counted.
+    """
+    ceiling = cases["copy"][0]
+    taken: dict[str, list[float]] = {name: [] for name in cases}
+    for number, (name, (_, call)) in itertools.product(range(rounds + 1), cases.items()):
+        begin = time.perf_counter()
+        call()
+        taken[name].append(time.perf_counter() - begin)
+        if sys.stderr.isatty():
+            print(f"\rround {number} of {rounds}: {name:30}", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
+    rows = []
+    for name, (nbytes, _) in cases.items():
+        pairs = zip(taken[name][1:], taken["copy"][1:], strict=True)
+        share = statistics.median(nbytes / own * copy / ceiling for own, copy in pairs)
+        rows.append({"kernel": name, "bytes": nbytes, "seconds": statistics.median(taken[name][1:]), "of copy": share})
+    return rows
+
+
+def passes(n: int) -> dict[str, Case]:
+    """What goes over the arrays once: the copy, packing, conversions and updates."""
+    x, y = _filled(n, 0), _filled(n, 1)
+    still, bad = device.zeros(n, np.float32), np.zeros(1, np.int64)  # errors of errors would become denormal
+    halves = {"half": device.zeros(n, np.float16), "bfloat16": device.zeros(n, ml_dtypes.bfloat16)}
+    table = Members(["x"], [(n,)], [0], np.float32).point_to([x])
+    home = Members(["y"], [(n,)], [0], np.float32).point_to([y])
+    cases: dict[str, Case] = {
+        "copy": (12 * n, lambda: np.copyto(y, x)),
+        "pack": (12 * n, lambda: kernels.pack(table, y, 1.0, bad)),
+        "pack, in place": (4 * n, lambda: kernels.pack(home, y, 1.0, bad)),
+        "unpack": (12 * n, lambda: kernels.unpack(table, y, 1.0)),
+        "accumulate": (12 * n, lambda: kernels.accumulate(x, y)),
+    }
+    for name, wire in halves.items():
+        take, give = getattr(kernels, f"take_{name}"), getattr(kernels, f"give_{name}")
+        cases[f"to {name}, and its error"] = (12 * n, functools.partial(take, still, wire, 0.5, 65504.0))
+        cases[f"from {name}"] = (10 * n, functools.partial(give, wire, y, 0.5))
+    for name, (make, arrays) in RULES.items():
+        opt = make()
+        opt.prepare(0.5)
+        cases[name] = (4 * arrays * n, functools.partial(opt.update_bucket, table, [(0, 1, y)]))
+    return cases
+
+
+def selection(n: int) -> dict[str, Case]:
+    """What is sent of a gradient and what is kept: both are read, the residual is written.
+
+    One bit reads it twice; DGC has velocities to read and write too.
+    """
+    gradient = _filled(n, 2)
+    speed = float(np.abs(gradient).mean())
+    cases: dict[str, Case] = {}
+    for density in (0.001, 0.01):
+        text = f"{100 * density:g} %"
+        threshold = Threshold(speed / density)
+        for name, selector in {"threshold": threshold, "top-K": TopK(density), "packed": Packed(TopK(density))}.items():
+            cases[f"{name} {text}"] = (12 * n, _step(ErrorFeedback(selector), gradient, speed / density))
+    cases["two bits"] = (12 * n, _step(ErrorFeedback(TwoBit(2 * speed)), gradient, 2 * speed))
+    cases["one bit"] = (20 * n, _step(ErrorFeedback(OneBit()), gradient, 2 * speed))
+    dgc = DeepGradientCompression(Packed(TopK(0.001)), momentum=MOMENTUM, exclude_1d=False)
+    cases["DGC 0.1 %, packed"] = (20 * n, _step(dgc, gradient, speed / (1 - MOMENTUM) / 0.001))
+    return cases
+
+
+def _step(compressor: Any, gradient: np.ndarray, threshold: float) -> Callable[[], object]:
+    """A call of a step, with a residual as it is after many of them: evenly between zero and an entry's turn."""
+    rng = np.random.default_rng(3)
+    scratch: dict[str, np.ndarray] = {}
+    constants: dict[str, device.Mirror] = {}
+
+    def kept(name: str, nbytes: int) -> np.ndarray:
+        if name not in scratch or scratch[name].size < nbytes:
+            scratch[name] = device.zeros(nbytes, np.uint8)
+        return scratch[name][:nbytes]
+
+    def constant(name: str, make: Callable[[], np.ndarray]) -> device.Mirror:
+        if name not in constants:
+            constants[name] = device.Mirror(make())
+        return constants[name]
+
+    residual, velocity = (device.zeros(gradient.size, np.float32) for _ in range(2))
+    np.copysign(rng.random(gradient.size, np.float32) * np.float32(threshold), gradient, out=residual)
+    velocity[:] = gradient / np.float32(1 - MOMENTUM)
+    state = {"residual": residual, "velocity": velocity}
+    at = At(bucket=Members(["x"], [gradient.shape], [0], np.float32), scratch=kept, constant=constant)
+    return functools.partial(compressor.compress, gradient, state, at)
+
+
+def _filled(n: int, seed: int) -> np.ndarray:
+    """Normally distributed numbers in memory as a bucket has it."""
+    x = device.zeros(n, np.float32)
+    x[:] = np.random.default_rng(seed).standard_normal(n, np.float32)
+    return x

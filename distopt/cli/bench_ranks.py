@@ -1,0 +1,113 @@
+"""What ``distopt bench`` starts on every rank: the collectives with numbers whose sums are known, and their times."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import distopt
+from distopt import device, fit
+from distopt.comm import Communicator
+from distopt.fit.measure import Case
+
+BUSY = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1}  # times (P - 1) / P
+CUT = ("all_gather", "all_to_all", "reduce_scatter")  # whose count is that of one rank's part
+LEAST_CALLS = 3
+
+
+def main() -> int:
+    """Do what the text behind the module's name says; rank 0 writes what was found."""
+    wanted = json.loads(sys.argv[1])
+    world = distopt.world(wanted["device"])
+    if "fit" in wanted:
+        found = fit.fit(world, wanted["seconds"])
+        if world.rank == 0:
+            found.write(wanted["fit"])
+        rows = []
+    else:
+        rows = list(collectives(world, wanted["verbs"], wanted["sizes"], np.dtype(wanted["dtype"])))
+    if world.rank == 0:
+        about = {"distopt": distopt.__version__, "ranks": world.size}
+        name = f"{type(world).__name__}: {world.why}"
+        Path(wanted["file"]).write_text(json.dumps({**about, "communicator": name, "rows": rows}))
+    return 0
+
+
+def collectives(comm: Communicator, verbs: list[str], sizes: list[int], dtype: np.dtype) -> Iterator[dict[str, Any]]:
+    """A row per verb and size, of bytes, seconds, bytes per second, and elements that were wrong on any rank."""
+    n = -(-max(sizes) // dtype.itemsize) + comm.size
+    x, room = comm.alloc(n, dtype), comm.alloc(n, dtype)
+    for verb in verbs:
+        for size in sizes:
+            yield _row(comm, fit.case_of(comm, verb, size, x, room), verb, x, room)
+
+
+def _row(comm: Communicator, case: Case, verb: str, x: np.ndarray, room: np.ndarray) -> dict[str, Any]:
+    n = fit.elements(verb, case.nbytes, x.itemsize, comm.size)
+    mine = x[:n]
+    device.copy(mine, sent(comm.rank, comm.size, n, x.dtype))
+    got = case.call()
+    wrong = sum(map(int, comm.control.gather(str(_wrong(comm, verb, mine, got)))))
+    device.clear(mine)  # zeros stay what they are, however often they are added up
+    case.taken = fit.timed(comm, case.call, 1)
+    case.taken = fit.timed(comm, case.call, max(LEAST_CALLS, case.repeats))
+    seconds = case.point().seconds
+    _progress(comm, f"{verb} {case.nbytes:,} bytes: {seconds * 1e6:.1f} us")
+    count = case.nbytes // x.itemsize
+    return {
+        "verb": verb,
+        "size": case.nbytes,
+        "count": count // comm.size if verb in CUT else count,
+        "type": x.dtype.name,
+        "redop": "sum" if "reduce" in verb else "none",
+        "seconds": seconds,
+        "algbw": case.nbytes / seconds,
+        "busbw": case.nbytes / seconds * busy(verb, comm.size),
+        "wrong": wrong,
+    }
+
+
+def busy(verb: str, size: int) -> float:
+    """Bytes on the busiest link for each that is handed over, as nccl-tests count them."""
+    return 1.0 if verb == "broadcast" else BUSY[verb] * (size - 1) / size
+
+
+def sent(rank: int, size: int, n: int, dtype: np.dtype) -> np.ndarray:
+    """What a rank hands over, (n,): small whole numbers, whose sums over up to 128 ranks every dtype holds exactly."""
+    return np.resize(_period(rank, size), n).astype(dtype)
+
+
+def _period(rank: int, size: int) -> np.ndarray:
+    most = max(2, 256 // size)
+    return (np.arange(most) + 5 * rank) % most
+
+
+def _wrong(comm: Communicator, verb: str, mine: np.ndarray, got: Any) -> int:
+    """How many elements of a result are not what they must be."""
+    size, dtype, n = comm.size, mine.dtype, mine.size
+    total = np.resize(sum(_period(r, size) for r in range(size)), n).astype(dtype)
+    part = slice(n // size * comm.rank, n // size * (comm.rank + 1))
+    if "reduce" in verb:
+        wanted = [total[part] if verb == "reduce_scatter" else total]
+    elif verb == "broadcast":
+        wanted = [sent(0, size, n, dtype)]
+    else:
+        every = [sent(r, size, n, dtype) for r in range(size)]
+        wanted = [x[part] for x in every] if verb == "all_to_all" else every
+    comm.wait()
+    found = [mine] if got is None else [got] if device.is_array(got) else got
+    return sum(int((device.host_copy(f) != w).sum()) for f, w in zip(found, wanted, strict=True))
+
+
+def _progress(comm: Communicator, text: str) -> None:
+    """For somebody who watches."""
+    if comm.rank == 0 and (sys.stderr.isatty() or os.environ.get("DISTOPT_TTY")):
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Latency and bandwidth from times: of a wire whose times are known, and of a real one."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distopt import cost, fit
+from distopt.comm import LocalCommunicator, run_ranks
+from distopt.comm.communicator import Wrapper
+from distopt.cost import Link
+from launch import needs_mpi, run_mpi
+
+
+class Wire(Wrapper):
+    """``size`` ranks of which this is one; no byte moves, but a clock goes on as each verb's formula says."""
+
+    def __init__(self, size, **seconds):
+        super().__init__(LocalCommunicator())
+        self.size, self.now, self._seconds = size, 0.0, seconds
+        self.rng = np.random.default_rng(0)
+
+    def clock(self):
+        return self.now
+
+    def _take(self, verb, nbytes):
+        outlier = 10 if self.rng.random() < 0.1 else 1
+        self.now += self._seconds[verb](nbytes) * outlier * (1 + 0.02 * self.rng.random())
+
+    def all_reduce(self, x):
+        self._take("all_reduce", x.nbytes)
+
+    def all_gather(self, x, ragged=False, into=None):
+        assert into.size == self.size * x.size
+        self._take("all_gather", x.nbytes * self.size)
+        return [x] * self.size
+
+    def all_to_all(self, parts, ragged=False):
+        assert len(parts) == self.size
+        assert len({p.size for p in parts}) == 1
+        self._take("all_to_all", sum(p.nbytes for p in parts))
+        return list(parts)
+
+    def reduce_scatter(self, x):
+        self._take("reduce_scatter", x.nbytes)
+        return x
+
+    def broadcast(self, x, root=0):
+        self._take("broadcast", x.nbytes)
+
+    def barrier(self):
+        self.now += 1e-6
+
+
+SIZES = (30, 5_000, 70_000, 3_000_000)
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_a_known_wire_is_found_again(size):
+    """Every verb has its algorithm, latency and bandwidth; one call in ten is ten times slower, and does not matter."""
+    link = Link("", 40e-6, 0.2e9, 0.0)
+    done = {
+        "all_reduce": cost.halving_doubling_all_reduce,
+        "all_gather": cost.ring_all_gather,
+        "all_to_all": cost.pairwise_all_to_all,
+        "reduce_scatter": cost.ring_reduce_scatter,
+        "broadcast": cost.tree_broadcast,
+    }
+    wire = Wire(size, **{verb: lambda n, a=a: a(n, size, link) for verb, a in done.items()})
+    found = fit.fit(wire, 20.0, wire.clock)
+    assert 15 < wire.now <= 20.5, "the time that was given, and no more"
+    for verb, algorithm in done.items():
+        for nbytes in SIZES:
+            wanted = algorithm(nbytes, size, link)
+            assert found.seconds(verb, nbytes, size) == pytest.approx(wanted, rel=0.04), (verb, nbytes)
+            if size == 6:
+                assert found.lines[verb].algorithm == algorithm.__name__
+                later = algorithm(nbytes, 32, link)
+                assert found.seconds(verb, nbytes, 32) == pytest.approx(later, rel=0.04), "the formula, at 32 ranks"
+        assert found.lines[verb].residual < 0.03
+    assert found.link.bandwidth == pytest.approx(link.bandwidth, rel=0.04)
+    assert found.link.latency == pytest.approx(link.latency, rel=0.3 if size == 2 else 0.04)
+    assert found.about["ranks"] == size
+
+
+def test_a_change_of_protocol_is_found():
+    """Another latency and another bandwidth above 10,000 bytes a message."""
+
+    def seconds(nbytes):
+        return 20e-6 + nbytes / 1e9 if nbytes < 10_000 else 300e-6 + nbytes / 0.1e9
+
+    wire = Wire(2, **dict.fromkeys(cost.ALGORITHMS, seconds))
+    found = fit.fit(wire, 10.0, wire.clock)
+    assert [len(line.pieces) for line in found.lines.values()] == [2] * 5
+    for nbytes in (10, 3_000, 20_000, 1_000_000):
+        assert found.seconds("broadcast", nbytes, 2) == pytest.approx(seconds(nbytes), rel=0.05)
+        assert found.seconds("all_reduce", nbytes, 2) == pytest.approx(seconds(nbytes), rel=0.05)
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0.01, 10)), min_size=1, max_size=9))
+def test_least_squares_are_the_least_of_a_quadrant(rows):
+    """No point near it is better, which for a convex function is enough."""
+    rows = np.array(rows)
+    best = fit.least_squares(rows)
+
+    def squares(x):
+        return ((rows @ x - 1) ** 2).sum()
+
+    assert (best >= 0).all()
+    for dx in (-1e-3, 0, 1e-3):
+        for dy in (-1e-3, 0, 1e-3):
+            assert squares(best) <= squares(np.maximum(best + np.array([dx, dy]), 0)) + 1e-9
+
+
+def test_pieces_are_as_few_as_will_do():
+    sizes = np.array([8.0 * 2**k for k in range(15)])
+    straight = np.stack([np.ones(15), sizes], 1) / (3e-6 + 1e-9 * sizes)[:, None]
+    (only,) = fit.pieces(sizes, straight)
+    assert only == pytest.approx((0.0, 3e-6, 1e-9))
+    bent = np.where(sizes < 1000, 3e-6, 9e-6) + np.where(sizes < 30_000, 1e-9, 4e-9) * sizes
+    found = fit.pieces(sizes, np.stack([np.ones(15), sizes], 1) / bent[:, None])
+    assert [p.least for p in found] == pytest.approx([0, math.sqrt(512 * 1024), math.sqrt(16384 * 32768)])
+    np.testing.assert_allclose([p[1:] for p in found], [(3e-6, 1e-9), (9e-6, 1e-9), (9e-6, 4e-9)], rtol=1e-6)
+
+
+def test_a_file_holds_all_of_it(tmp_path):
+    wire = Wire(3, **dict.fromkeys(cost.ALGORITHMS, lambda n: 1e-5 + 1e-9 * n))
+    found = fit.fit(wire, 1.0, wire.clock)
+    found.write(tmp_path / "fit.json")
+    again = fit.read(tmp_path / "fit.json")
+    assert again == found
+    assert {"distopt", "numpy", "python", "hosts", "ranks", "communicator"} <= set(again.about)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda f: f.update(format="distopt fit 0"), "its format is not 'distopt fit 1'"),
+        (lambda f: f["link"].update(bandwidth=-1), "bandwidth must be finite and above 0"),
+        (lambda f: f["verbs"].pop("broadcast"), "its verbs are not all_reduce"),
+        (lambda f: f["verbs"]["broadcast"].update(algorithm="chain_broadcast"), "must be one of tree_broadcast"),
+        (lambda f: f["verbs"]["broadcast"]["pieces"][0].update(latency="1"), "latency must be a number"),
+        (lambda f: f["verbs"]["broadcast"].update(pieces=[]), "the first piece of broadcast must begin at 0"),
+        (lambda f: f.pop("ranks"), "ranks"),
+    ],
+)
+def test_what_is_no_fit_is_refused(tmp_path, change, words):
+    wire = Wire(2, **dict.fromkeys(cost.ALGORITHMS, lambda n: 1e-5 + 1e-9 * n))
+    path = tmp_path / "fit.json"
+    fit.fit(wire, 0.5, wire.clock).write(path)
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match=rf"fit.json is no fit: .*{words}"):
+        fit.read(path)
+    path.write_text("[")
+    with pytest.raises(ValueError, match=r"fit.json is no fit"):
+        fit.read(path)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"comm must have at least 2 ranks, got 1"):
+        fit.fit(LocalCommunicator())
+    with pytest.raises(ValueError, match=r"seconds must be finite and above 0, got 0"):
+        fit.fit(LocalCommunicator(), 0)
+    wire = Wire(2, **dict.fromkeys(cost.ALGORITHMS, lambda n: 1e-5 + 1e-9 * n))
+    found = fit.fit(wire, 0.5, wire.clock)
+    with pytest.raises(ValueError, match=r"did you mean all_reduce\?"):
+        found.seconds("allreduce", 1, 2)
+    with pytest.raises(ValueError, match=r"size must be at least 1, got 0"):
+        found.seconds("all_reduce", 1, 0)
+    assert found.seconds("all_reduce", 8, 1) == 0
+
+
+def check_alike(found):
+    points = [line.points for line in found.lines.values()]
+    assert all(len(p) >= 2 * 3 for p in points)
+    assert all(seconds > 0 for p in points for _, seconds in p)
+    assert found.link.bandwidth > 1e6
+
+
+def test_threads_agree_on_a_fit():
+    first, *others = run_ranks(3, lambda comm: fit.fit(comm, 1.0))
+    check_alike(first)
+    assert others == [first, first]
+
+
+def fit_and_write(comm, folder):
+    fit.fit(comm, 2.0).write(f"{folder}/{comm.rank}.json")
+
+
+@needs_mpi
+def test_ranks_agree_on_a_fit(tmp_path):
+    run_mpi(2, fit_and_write, tmp_path, str(tmp_path))
+    found = [fit.read(tmp_path / f"{rank}.json") for rank in range(2)]
+    check_alike(found[0])
+    assert found[0] == found[1]
+    assert "MpiCommunicator" in found[0].about["communicator"]
