@@ -1,0 +1,150 @@
+"""Which mode pays, on how many ranks, on which network; or that none does."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from distopt.numbers import number, whole
+from distopt.tables import Members
+from distopt.units import NONE, nbytes, seconds, table
+from distopt.volume import break_even, compute
+from distopt.volume.break_even import DENSE, Bounds
+from distopt.volume.compute import Compute
+from distopt.volume.forecast import Forecast, forecast
+from distopt.volume.modes import DEFAULT, Mode, modes
+from distopt.volume.network import Network, Wire
+from distopt.volume.question import Prediction, Question
+
+HEAD = "mode", "payload", "wire", "wire time", "compute", "step", "dense takes"
+PAYS = "density below", "link below", "ranks"
+
+
+class Choice(NamedTuple):
+    """A mode: what it sends, how long a step takes, and where it is faster than dense (``break_even``)."""
+
+    mode: Mode
+    sends: Forecast
+    takes: Prediction
+    density: float | None
+    bandwidth: float | None
+    ranks: Bounds | None
+
+
+class Advice(NamedTuple):
+    """All modes, the fastest first; ``print(advice)`` shows them.
+
+    It is about time alone: what compressing does to learning, only training tells.
+    """
+
+    choices: tuple[Choice, ...]
+    question: Question
+    measured: bool  # is compute in it?
+
+    @property
+    def best(self) -> Mode:
+        """The fastest; dense if nothing is faster."""
+        return self.choices[0].mode
+
+    @property
+    def dense(self) -> Choice:
+        """Without compression."""
+        return next(c for c in self.choices if c.mode.name == DENSE.name)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        best, dense = self.choices[0], self.dense.takes
+        if self.question.ranks == 1:
+            return "Do not compress: one rank sends nothing."
+        if best.mode.name != DENSE.name:
+            gain = dense.step / best.takes.step
+            return f"Use {best.mode.name}: a step takes {seconds(best.takes.step)}, and dense {gain:.3g} times as long."
+        hidden = self.question.backward + dense.wire - dense.step
+        behind = f", of whose {seconds(dense.wire)} on the wire {seconds(hidden)} are hidden" if hidden > 0 else ""
+        others = [f", {c.mode.name} {seconds(c.takes.step)}" for c in self.choices[1:2]]
+        return f"Do not compress: dense takes {seconds(dense.step)}{behind}{''.join(others)}."
+
+    def __str__(self) -> str:
+        rows = [(*HEAD, *PAYS), *(self._cells(choice) for choice in self.choices)]
+        about = f"{self.question.ranks} ranks, {described(self.question.wire)}"
+        backward = f"; backward {seconds(self.question.backward)}" if self.question.backward else ""
+        return "\n".join([f"{about}{backward}; bytes of one rank in a step", *table(rows), note(self.measured), self.verdict])
+
+    def _cells(self, choice: Choice) -> list[str]:
+        mode, sends, takes = choice.mode, choice.sends, choice.takes
+        compressed = mode.name != DENSE.name
+        return [
+            mode.name,
+            nbytes(sends.payload),
+            nbytes(sends.sent),
+            seconds(takes.wire),
+            seconds(takes.compute) if self.measured else NONE,
+            seconds(takes.step),
+            f"{self.dense.takes.step / takes.step:.3g} x" if takes.step else NONE,
+            NONE if choice.density is None else f"{choice.density:.2g}",
+            rate(choice.bandwidth) if compressed else NONE,
+            f"{choice.ranks.first} to {choice.ranks.last}" if choice.ranks else "none" if compressed else NONE,
+        ]
+
+
+def advise(
+    buckets: Sequence[Members],
+    ranks: int,
+    wire: Wire,
+    names: str | Sequence[str] | None = None,
+    backward: float = 0.0,
+    measure: Callable[[Mode], Compute] | None = compute.measure,
+) -> Advice:
+    """Compare modes, dense among them, by the predicted time of a step of so many ranks.
+
+    ``names`` are modes as ``mode`` reads them, by default ``DEFAULT``.  ``backward`` is how many seconds a backward pass
+    takes: buckets of modes without a memory travel behind it.  ``measure=None`` leaves out what it takes to compress.
+
+    Raises ValueError for a mode whose bytes depend on the data, for ranks below 1 and a negative ``backward``.
+    """
+    chosen = modes(DEFAULT if names is None else names)
+    if DENSE.name not in [m.name for m in chosen]:
+        chosen.insert(0, DENSE)
+    question = Question(buckets, whole("ranks", ranks, least=1), wire, number("backward", backward))
+    for m in chosen:  # what cannot be told is refused before anything is measured
+        question.predict(m)
+    question = question._replace(computes=measured(chosen, measure))
+    found = [_choice(question, m) for m in chosen]
+    found.sort(key=lambda c: (c.takes.step, c.mode.name != DENSE.name))
+    return Advice(tuple(found), question, measure is not None)
+
+
+def measured(chosen: Sequence[Mode], measure: Callable[[Mode], Compute] | None) -> Mapping[str, Compute]:
+    """What each mode computes, by its name; nothing if nothing is measured."""
+    return {m.name: measure(m) for m in chosen} if measure else {}
+
+
+def _choice(question: Question, mode: Mode) -> Choice:
+    sends = forecast(question.buckets, mode, question.ranks, getattr(question.wire, "per_node", 1))
+    where = break_even.density, break_even.bandwidth, break_even.ranks
+    found = [None] * 3 if mode.name == DENSE.name else [look(question, mode) for look in where]
+    return Choice(mode, sends, question.predict(mode), *found)  # type: ignore[arg-type]
+
+
+def described(wire: Wire) -> str:
+    """A network in a few words."""
+    if not isinstance(wire, Network):
+        return "a network as it was measured"
+    link, inside = wire.link, wire.inside
+    shared = f" for the {wire.per_node} ranks of a node, {inside.name} inside" if wire.per_node > 1 else ""
+    return f"{link.name} ({rate(link.bandwidth)}, {seconds(link.latency)}){shared}"
+
+
+def note(measured: bool) -> str:
+    """Where the two kinds of seconds come from."""
+    compute = "compute is measured on one thread of this machine, and another one on a GPU" if measured else "no compute"
+    return f"wire time is predicted, {compute}"
+
+
+def rate(bandwidth: float | None) -> str:
+    """Bits per second, as networks have them."""
+    if bandwidth is None:
+        return NONE
+    if bandwidth in (0, float("inf")):
+        return "any" if bandwidth else "none"
+    bits, unit = bandwidth * 8 / 1e6, "Mbit/s"
+    return f"{bits / 1e3:,.3g} Gbit/s" if bits >= 1e3 else f"{bits:.3g} {unit}"

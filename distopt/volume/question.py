@@ -1,0 +1,62 @@
+"""How long a step takes: buckets that are compressed, sent and decompressed, some of them behind the backward pass."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from distopt.tables import Members
+from distopt.volume.compute import FREE, Compute
+from distopt.volume.forecast import Sending, sendings
+from distopt.volume.modes import Mode
+from distopt.volume.network import Wire
+
+
+class Prediction(NamedTuple):
+    """Seconds: of all messages, of compressing and decompressing, and from the start of the backward pass to the end.
+
+    ``wire`` is predicted by formula, ``compute`` measured on this machine, or 0.
+    """
+
+    wire: float
+    compute: float
+    step: float
+
+
+class Question(NamedTuple):
+    """Gradients in these buckets, on so many ranks; ``backward`` seconds go by until the last of them is there."""
+
+    buckets: Sequence[Members]
+    ranks: int
+    wire: Wire
+    backward: float = 0.0
+    computes: Mapping[str, Compute] = {}  # noqa: RUF012  # by mode; free if it is not there
+
+    def predict(self, mode: Mode, like: Mode | None = None) -> Prediction:
+        """What a step takes in a mode, which computes like another one if one is given."""
+        sent = sendings(self.buckets, mode, self.ranks)
+        return self.timed(sent, mode, self.compute(like or mode))
+
+    def compute(self, mode: Mode) -> Compute:
+        """What a mode computes; nothing, if that is not known."""
+        return self.computes.get(mode.name, FREE)
+
+    def timed(self, sent: Sequence[Sending], mode: Mode, compute: Compute) -> Prediction:
+        """What it takes to send this."""
+        wire = [self._wire(sending) for sending in sent]
+        own = [compute.seconds(sending) for sending in sent]
+        each = [w + o for w, o in zip(wire, own, strict=True)]
+        end = self._behind(sent, each) if mode.hides else self.backward + sum(each)
+        return Prediction(sum(wire), sum(own), end)
+
+    def _wire(self, sending: Sending) -> float:
+        return sum(self.wire.seconds(verb, nbytes, self.ranks) for verb, nbytes in sending.collectives)
+
+    def _behind(self, sent: Sequence[Sending], each: Sequence[float]) -> float:
+        """The end of buckets that travel one after the other, each as soon as its gradients are there.
+
+        These come at an even pace, element by element.
+        """
+        total, there, end = sum(sending.elements for sending in sent), 0, 0.0
+        for sending, seconds in zip(sent, each, strict=True):
+            there += sending.elements
+            end = max(end, self.backward * there / total) + seconds
+        return max(end, self.backward)
