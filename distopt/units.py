@@ -18,6 +18,11 @@ def seconds(t: float) -> str:
     return _scaled(t * 1e9, ("ns", "us", "ms", "s"))
 
 
+def rate(bandwidth: float) -> str:
+    """Bytes per second as bits, as networks are named."""
+    return _scaled(bandwidth * 8, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
 def number(x: float) -> str:
     """A number in four digits, a whole one exactly."""
     return f"{x:,}" if isinstance(x, int) else f"{x:.4g}"

@@ -1,21 +1,24 @@
 """Which mode pays, on how many ranks, on which network; or that none does."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from distopt.numbers import number, whole
 from distopt.tables import Members
-from distopt.units import NONE, nbytes, seconds, table
+from distopt.units import NONE, nbytes, rate, seconds, table
 from distopt.volume import break_even, compute
-from distopt.volume.break_even import DENSE, Bounds
+from distopt.volume.break_even import DENSE, MOST, Bounds
 from distopt.volume.compute import Compute
 from distopt.volume.forecast import Forecast, forecast
 from distopt.volume.modes import DEFAULT, Mode, modes
 from distopt.volume.network import Network, Wire
-from distopt.volume.question import Prediction, Question
+from distopt.volume.question import Computes, Prediction, Question
 
 HEAD = "mode", "payload", "wire", "wire time", "compute", "step", "dense takes"
-PAYS = "density below", "link below", "ranks"
+PAYS = "pays below density", "below link", "for ranks"
+DENSITIES = 1e-4, 1e-3, 1e-2, 1e-1  # at which compression is measured
+HARDLY = 1.05  # what a step is faster by, to be worth the trouble
 
 
 class Choice(NamedTuple):
@@ -55,19 +58,23 @@ class Advice(NamedTuple):
         best, dense = self.choices[0], self.dense.takes
         if self.question.ranks == 1:
             return "Do not compress: one rank sends nothing."
-        if best.mode.name != DENSE.name:
-            gain = dense.step / best.takes.step
-            return f"Use {best.mode.name}: a step takes {seconds(best.takes.step)}, and dense {gain:.3g} times as long."
-        hidden = self.question.backward + dense.wire - dense.step
-        behind = f", of whose {seconds(dense.wire)} on the wire {seconds(hidden)} are hidden" if hidden > 0 else ""
-        others = [f", {c.mode.name} {seconds(c.takes.step)}" for c in self.choices[1:2]]
-        return f"Do not compress: dense takes {seconds(dense.step)}{behind}{''.join(others)}."
+        name, step = best.mode.name, best.takes.step
+        if name == DENSE.name:
+            hidden = self.question.backward + dense.wire - step
+            behind = f", with {seconds(hidden)} of the exchange behind the backward pass" if hidden > 0 else ""
+            others = [f"; {c.mode.name} takes {seconds(c.takes.step)}" for c in self.choices[1:2]]
+            return f"Do not compress: dense takes {seconds(step)}{behind}{''.join(others)}."
+        if dense.step < HARDLY * step:
+            return f"Hardly worth it: {name} takes {seconds(step)}, and dense {seconds(dense.step)}."
+        return f"Use {name}: a step takes {seconds(step)}, and dense {dense.step / step:.3g} times as long."
 
     def __str__(self) -> str:
         rows = [(*HEAD, *PAYS), *(self._cells(choice) for choice in self.choices)]
         about = f"{self.question.ranks} ranks, {described(self.question.wire)}"
         backward = f"; backward {seconds(self.question.backward)}" if self.question.backward else ""
-        return "\n".join([f"{about}{backward}; bytes of one rank in a step", *table(rows), note(self.measured), self.verdict])
+        dense = [line for c in self.choices for line in sent_dense(c.mode, c.sends)]
+        head = f"{about}{backward}; bytes of one rank in a step"
+        return "\n".join([head, *table(rows), *dense, note(self.measured), self.verdict])
 
     def _cells(self, choice: Choice) -> list[str]:
         mode, sends, takes = choice.mode, choice.sends, choice.takes
@@ -80,9 +87,9 @@ class Advice(NamedTuple):
             seconds(takes.compute) if self.measured else NONE,
             seconds(takes.step),
             f"{self.dense.takes.step / takes.step:.3g} x" if takes.step else NONE,
-            NONE if choice.density is None else f"{choice.density:.2g}",
-            rate(choice.bandwidth) if compressed else NONE,
-            f"{choice.ranks.first} to {choice.ranks.last}" if choice.ranks else "none" if compressed else NONE,
+            _bound(choice.density, 1.0, lambda density: f"{density:.2g}"),
+            _bound(choice.bandwidth, math.inf, rate),
+            _ranks(choice.ranks) if compressed else NONE,
         ]
 
 
@@ -96,8 +103,8 @@ def advise(
 ) -> Advice:
     """Compare modes, dense among them, by the predicted time of a step of so many ranks.
 
-    ``names`` are modes as ``mode`` reads them, by default ``DEFAULT``.  ``backward`` is how many seconds a backward pass
-    takes: buckets of modes without a memory travel behind it.  ``measure=None`` leaves out what it takes to compress.
+    ``names`` are modes as ``mode`` reads them, by default ``DEFAULT``.  ``backward`` is how many seconds a backward
+    pass takes: buckets of modes without a memory travel behind it.  ``measure=None`` leaves out compressing.
 
     Raises ValueError for a mode whose bytes depend on the data, for ranks below 1 and a negative ``backward``.
     """
@@ -113,16 +120,22 @@ def advise(
     return Advice(tuple(found), question, measure is not None)
 
 
-def measured(chosen: Sequence[Mode], measure: Callable[[Mode], Compute] | None) -> Mapping[str, Compute]:
-    """What each mode computes, by its name; nothing if nothing is measured."""
-    return {m.name: measure(m) for m in chosen} if measure else {}
+def measured(chosen: Sequence[Mode], measure: Callable[[Mode], Compute] | None) -> Computes:
+    """What each mode computes, those with a density at some others too; nothing if nothing is measured."""
+    found: dict[tuple[str, float], Compute] = {}
+    for m in chosen if measure else ():
+        for density in (None,) if m.density is None else sorted({m.density, *DENSITIES}):
+            key = m.kind, density or 1.0
+            if measure and key not in found:
+                found[key] = measure(m if density is None else m.at_density(density))
+    return found
 
 
 def _choice(question: Question, mode: Mode) -> Choice:
     sends = forecast(question.buckets, mode, question.ranks, getattr(question.wire, "per_node", 1))
     where = break_even.density, break_even.bandwidth, break_even.ranks
     found = [None] * 3 if mode.name == DENSE.name else [look(question, mode) for look in where]
-    return Choice(mode, sends, question.predict(mode), *found)  # type: ignore[arg-type]
+    return Choice(mode, sends, question.predict(mode), *found)
 
 
 def described(wire: Wire) -> str:
@@ -136,15 +149,24 @@ def described(wire: Wire) -> str:
 
 def note(measured: bool) -> str:
     """Where the two kinds of seconds come from."""
-    compute = "compute is measured on one thread of this machine, and another one on a GPU" if measured else "no compute"
+    compute = (
+        "compute is measured on one thread of this machine, and another one on a GPU" if measured else "no compute"
+    )
     return f"wire time is predicted, {compute}"
 
 
-def rate(bandwidth: float | None) -> str:
-    """Bits per second, as networks have them."""
-    if bandwidth is None:
+def sent_dense(mode: Mode, sends: Forecast) -> list[str]:
+    """A line about the buckets of a mode that break-even makes dense, if there are any."""
+    return [f"  {mode.name}: {len(sends.fallen)} buckets are sent as dense ones, which is less"] if sends.fallen else []
+
+
+def _bound(found: float | None, most: float, unit: Callable[[float], str]) -> str:
+    if found is None:
         return NONE
-    if bandwidth in (0, float("inf")):
-        return "any" if bandwidth else "none"
-    bits, unit = bandwidth * 8 / 1e6, "Mbit/s"
-    return f"{bits / 1e3:,.3g} Gbit/s" if bits >= 1e3 else f"{bits:.3g} {unit}"
+    return unit(found) if 0 < found < most else "any" if found else "none"
+
+
+def _ranks(found: Bounds | None) -> str:
+    if found is None:
+        return "none"
+    return f"{found.first} to {found.last}" if found.last < MOST // 2 else f"from {found.first}"

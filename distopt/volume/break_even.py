@@ -23,9 +23,9 @@ class Bounds(NamedTuple):
     last: int
 
 
-def pays(question: Question, mode: Mode, like: Mode | None = None) -> bool:
+def pays(question: Question, mode: Mode) -> bool:
     """Is a step faster than with dense gradients?"""
-    return question.predict(mode, like).step < question.predict(DENSE).step
+    return question.predict(mode).step < question.predict(DENSE).step
 
 
 def density(question: Question, mode: Mode) -> float | None:
@@ -33,7 +33,7 @@ def density(question: Question, mode: Mode) -> float | None:
     if mode.density is None:
         return None
     dense = question.predict(DENSE).step
-    return _last(lambda d: question.predict(mode.at_density(d), mode).step < dense, SPARSEST, 1.0)
+    return _last(lambda d: question.predict(mode.at_density(d)).step < dense, SPARSEST, 1.0)
 
 
 def bandwidth(question: Question, mode: Mode) -> float | None:

@@ -60,17 +60,16 @@ def summary(ledger: Ledger, buckets: Sequence[Members], mode: Mode, steps: int) 
     between = sum(row["sent_between"] for row in rows)
     nbytes = [bucket.extent * bucket.dtype.itemsize for bucket in buckets]
     summed = {row["bucket"] for row in rows if row["verb"] == "all_reduce" and row["payload"] >= nbytes[row["bucket"]]}
+    fallen = [k for k in summed if _whole(mode.compressor, buckets[k])[0] != buckets[k].extent]
     return Forecast(
         **{name: _mean(count, steps) for name, count in total.items()},
         between=_mean(between, steps),
         dense=sum(nbytes),
-        fallen=() if mode.compressor.summable else tuple(sorted(summed)),
+        fallen=() if mode.compressor.summable else tuple(sorted(fallen)),
     )
 
 
-def written(
-    buckets: Sequence[Members], mode: Mode, ranks: int, per_node: int = 1, break_even: bool = True
-) -> Ledger:
+def written(buckets: Sequence[Members], mode: Mode, ranks: int, per_node: int = 1, break_even: bool = True) -> Ledger:
     """The ledger of such a step, of the first rank; but for what is in tensors, and ideal, which depend on the data."""
     ledger = Ledger()
     meter = Meter(0, ranks, [rank // per_node for rank in range(ranks)], DIRECT, ledger)

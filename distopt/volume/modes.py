@@ -38,6 +38,12 @@ class Mode(NamedTuple):
     compressor: Compressor
 
     @property
+    def kind(self) -> str:
+        """The name, but for a density."""
+        head, plus, options = self.name.partition("+")
+        return self.name if self.density is None else f"{head.partition('=')[0]}{plus}{options}"
+
+    @property
     def density(self) -> float | None:
         """The fraction of entries that is sent, if the mode is one of that."""
         kind, _, number = self.name.partition("+")[0].partition("=")
@@ -45,8 +51,8 @@ class Mode(NamedTuple):
 
     def at_density(self, density: float) -> "Mode":
         """The same mode, with another fraction."""
-        head, plus, options = self.name.partition("+")
-        return mode(f"{head.partition('=')[0]}={density!r}{plus}{options}")
+        head, plus, options = self.kind.partition("+")
+        return mode(f"{head}={density!r}{plus}{options}")
 
     @property
     def hides(self) -> bool:
@@ -67,8 +73,9 @@ def mode(text: str) -> Mode:
     * options: ``packed``, ``packed:bfloat16`` or ``packed:int8`` for the last three, ``per-tensor`` for topk (as dgc
       always is), ``1d`` for dgc: tensors of one dimension are compressed too.
 
-    But for dense, half and bfloat16, all have error feedback; dgc brings momentum, without one in the optimizer.  Raises
-    ValueError with the closest name for what there is not, and what the compressor raises for its number.
+    But for dense, half and bfloat16, all have error feedback; dgc has the momentum that the optimizer must not have.
+
+    Raises ValueError with the closest name for what there is not, and what the compressor raises for its number.
     """
     if not isinstance(text, str):
         raise TypeError(f"a mode must be a text, got {text!r}")

@@ -1,5 +1,6 @@
 """How long a step takes: buckets that are compressed, sent and decompressed, some of them behind the backward pass."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,6 +9,8 @@ from distopt.volume.compute import FREE, Compute
 from distopt.volume.forecast import Sending, sendings
 from distopt.volume.modes import Mode
 from distopt.volume.network import Wire
+
+Computes = Mapping[tuple[str, float], Compute]  # by kind of mode and density, 1 where that is none
 
 
 class Prediction(NamedTuple):
@@ -28,16 +31,18 @@ class Question(NamedTuple):
     ranks: int
     wire: Wire
     backward: float = 0.0
-    computes: Mapping[str, Compute] = {}  # noqa: RUF012  # by mode; free if it is not there
+    computes: Computes = {}  # noqa: RUF012  # nobody changes it
 
-    def predict(self, mode: Mode, like: Mode | None = None) -> Prediction:
-        """What a step takes in a mode, which computes like another one if one is given."""
+    def predict(self, mode: Mode) -> Prediction:
+        """What a step takes in a mode."""
         sent = sendings(self.buckets, mode, self.ranks)
-        return self.timed(sent, mode, self.compute(like or mode))
+        return self.timed(sent, mode, self.compute(mode))
 
     def compute(self, mode: Mode) -> Compute:
-        """What a mode computes; nothing, if that is not known."""
-        return self.computes.get(mode.name, FREE)
+        """What a mode computes, as its kind does at the nearest density; nothing, if that is not known."""
+        known = {density: found for (kind, density), found in self.computes.items() if kind == mode.kind}
+        aim = mode.density or 1.0
+        return known[min(known, key=lambda density: abs(math.log(density / aim)))] if known else FREE
 
     def timed(self, sent: Sequence[Sending], mode: Mode, compute: Compute) -> Prediction:
         """What it takes to send this."""

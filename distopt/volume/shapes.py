@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distopt.buckets import plan
+from distopt.buckets.plan import plan
 from distopt.models import MODELS, Shapes
 from distopt.numbers import whole
 from distopt.tables import Members
@@ -37,14 +37,16 @@ def shapes(model: str | Path) -> Shapes:
     return MODELS[name]()
 
 
-def buckets(shapes: Shapes, threshold: int = 2097152, dtype: Any = "float32") -> list[Members]:
-    """Those that ``DistOpt(threshold=...)`` makes of gradients which come in this order.
+def buckets(shapes: Shapes, threshold: int = 2097152, dtypes: Sequence[Any] | None = None) -> list[Members]:
+    """Those that ``DistOpt(threshold=...)`` makes of gradients which come in this order: a model's come last to first.
 
-    Raises ValueError for a threshold below 0, TypeError for one that is no integer.
+    ``dtypes`` are those of the tensors, by default float32.  Raises ValueError for a threshold below 0, TypeError for
+    one that is no integer.
     """
     names, sizes = [name for name, _ in shapes], [math.prod(shape) for _, shape in shapes]
     by_name = dict(shapes)
-    found = plan(names, sizes, [dtype] * len(names), whole("threshold", threshold, least=0))
+    kinds = ["float32"] * len(names) if dtypes is None else dtypes
+    found = plan(names, sizes, kinds, whole("threshold", threshold, least=0))
     return [Members(b.names, [by_name[n] for n in b.names], b.offsets, b.stored) for b in found.buckets]
 
 
