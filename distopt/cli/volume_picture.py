@@ -58,20 +58,13 @@ def _densities(panels: Sequence[Any], there: Question, sparse: Sequence[Mode], s
     dense = forecast(there.buckets, DENSE, there.ranks).sent, there.predict(DENSE).step
     for axes, level in zip(panels, dense, strict=True):
         axes.axhline(level, color=styles[DENSE.name]["color"], linewidth=1, label=DENSE.name)
-        axes.legend(fontsize="small")
     for kind, mode in kinds.items():
         edge = density(there, mode) or 0.0
         if DENSITIES[0] < edge < 1:
-            panels[1].axvline(edge, color=named[kind]["color"], linewidth=1, linestyle=":")
-            panels[1].text(
-                *(edge, 0.02, f"as dense: {edge:.2g}"),
-                transform=panels[1].get_xaxis_transform(),
-                color=named[kind]["color"],
-                rotation=90,
-                ha="right",
-                fontsize="small",
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-            )
+            label = f"{kind} as dense: {edge:.2g}"
+            panels[1].axvline(edge, color=named[kind]["color"], linewidth=1, linestyle=":", label=label)
+    for axes in panels:
+        axes.legend(fontsize="small")
 
 
 def _over_density(there: Question, mode: Mode) -> Curve:

@@ -17,7 +17,7 @@ from distopt.volume.question import Computes, Prediction, Question
 
 HEAD = "mode", "payload", "wire", "wire time", "compute", "step", "dense takes"
 PAYS = "pays below density", "below link", "for ranks"
-DENSITIES = 1e-4, 1e-3, 1e-2, 1e-1  # at which compression is measured
+DENSITIES = 1e-3, 1e-2, 1e-1  # at which compression is measured
 HARDLY = 1.05  # what a step is faster by, to be worth the trouble
 
 

@@ -70,7 +70,7 @@ def _gathered(
         return min(_timed(clock, lambda: decompress_all(compressor, given, x, at)) for _ in range(TIMES))
 
     one, many = decompress(1), decompress(MANY)
-    per_byte = max(0.0, many - one) / ((MANY - 1) * payload.nbytes)
+    per_byte = max(0.0, many - one) / ((MANY - 1) * max(1, payload.nbytes))
     return Compute((compressing + max(0.0, one - per_byte * payload.nbytes)) / x.size, per_byte)
 
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from distopt.tables import Members
 from distopt.volume.compute import FREE, Compute
 from distopt.volume.forecast import Sending, sendings
@@ -39,10 +41,13 @@ class Question(NamedTuple):
         return self.timed(sent, mode, self.compute(mode))
 
     def compute(self, mode: Mode) -> Compute:
-        """What a mode computes, as its kind does at the nearest density; nothing, if that is not known."""
-        known = {density: found for (kind, density), found in self.computes.items() if kind == mode.kind}
-        aim = mode.density or 1.0
-        return known[min(known, key=lambda density: abs(math.log(density / aim)))] if known else FREE
+        """What a mode computes, between the densities at which its kind is known; nothing, if that is not known."""
+        known = sorted((math.log(d), found) for (kind, d), found in self.computes.items() if kind == mode.kind)
+        if not known:
+            return FREE
+        densities, found = zip(*known, strict=True)
+        aim = math.log(mode.density or 1.0)
+        return Compute(*(float(np.interp(aim, densities, column)) for column in zip(*found, strict=True)))
 
     def timed(self, sent: Sequence[Sending], mode: Mode, compute: Compute) -> Prediction:
         """What it takes to send this."""
