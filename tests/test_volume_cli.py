@@ -15,7 +15,6 @@ from distopt.comm import LocalCommunicator
 from distopt.optim import SGD
 from distopt.tape import Tape, join, request
 from distopt.volume import buckets, forecast, mode, shapes
-from test_volume import Turn
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SHAPES = {"a": [30, 40], "b": [70]}
@@ -83,7 +82,7 @@ def record(folder, out, monkeypatch):
     params = laws.parameters([(30, 40), (70,)])
     opt = DistOpt(SGD(0.1), LocalCommunicator())
     for step in range(3):
-        opt(laws.pairs(Turn(0, 1), params, step))
+        opt(laws.pairs(laws.Turn(0, 1), params, step))
     opt.close()
     join(folder, out, "here")
     return params
@@ -231,7 +230,7 @@ def test_a_simulation_is_what_is_counted():
     assert sum(int(b.rows["size"].sum()) for b in there) == 25_557_032
     params = laws.parameters([(30, 40), (70,)])
     sim = simulate(2, SGD(0.1), threshold=80)
-    sim(lambda rank: laws.pairs(Turn(rank, 2), params, 0))
+    sim(lambda rank: laws.pairs(laws.Turn(rank, 2), params, 0))
     assert [b.names for b in buckets([(p.name, p.data.shape) for p in params], 80)] == [
         b.names for b in sim.plan.buckets
     ]

@@ -140,11 +140,10 @@ def _choice(question: Question, mode: Mode) -> Choice:
 
 def described(wire: Wire) -> str:
     """A network in a few words."""
-    if not isinstance(wire, Network):
-        return "a network as it was measured"
-    link, inside = wire.link, wire.inside
-    shared = f" for the {wire.per_node} ranks of a node, {inside.name} inside" if wire.per_node > 1 else ""
-    return f"{link.name} ({rate(link.bandwidth)}, {seconds(link.latency)}){shared}"
+    shared = ""
+    if isinstance(wire, Network) and wire.per_node > 1:
+        shared = f" for the {wire.per_node} ranks of a node, {wire.inside.name} inside"
+    return f"{wire.link.name} ({rate(wire.link.bandwidth)}, {seconds(wire.link.latency)}){shared}"
 
 
 def note(measured: bool) -> str:

@@ -12,6 +12,10 @@ INSIDE = LINKS["NVLink"]
 class Wire(Protocol):
     """What predictions ask of a network; a ``fit.Fit`` is one too."""
 
+    @property
+    def link(self) -> Link:
+        """In short."""
+
     def seconds(self, verb: str, nbytes: float, size: int) -> float:
         """What a verb takes that is given so many bytes (``cost.time``) on so many ranks."""
 

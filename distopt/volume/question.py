@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ class Question(NamedTuple):
     ranks: int
     wire: Wire
     backward: float = 0.0
-    computes: Computes = {}  # noqa: RUF012  # nobody changes it
+    computes: Computes = MappingProxyType({})
 
     def predict(self, mode: Mode) -> Prediction:
         """What a step takes in a mode."""
