@@ -157,7 +157,8 @@ def accuracy(layers, images, labels):
 
 def traffic(world):
     """(wire, payload): bytes that a metered communicator has counted, but for rank 0's parameters at the start."""
-    return tuple(sum(counts.values()) - counts["broadcast"] for counts in (world.wire, world.payload))
+    counted = [row for row in world.ledger.by("verb") if row["verb"] != "broadcast"]
+    return tuple(sum(row[column] for row in counted) for column in ("sent", "payload"))
 
 
 def average(opt, params):

@@ -1,11 +1,17 @@
 """The examples run as their users run them, on real data."""
 
+import importlib
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from distopt import DistOpt, experiment, run_ranks, simulate
+from distopt.comm import Metered
 from launch import distopt_run, needs_mpi
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -147,3 +153,74 @@ def test_what_dgc_refuses(option, answer):
     assert code != 0
     assert answer in output
     assert "test accuracy 0" not in output
+
+
+@pytest.fixture
+def volume(monkeypatch):
+    """examples/volume.py as a module."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("volume")
+
+
+def test_volume_counts_what_it_would_cost(tmp_path):
+    """One epoch of 11 steps; dense is a sum of 301,072 elements, top-K 3,011 pairs of 8 bytes to every other rank."""
+    pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install 'distopt[plot]'")
+    picture, records = tmp_path / "volume.png", tmp_path / "of" / "runs"
+    options = ["--modes", "dense", "topk-0.01", "--ranks", 2, 8, "--epochs", 1, "--seeds", 2]
+    command = [sys.executable, EXAMPLES / "volume.py", *options, "--out", records, "--plot", picture]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(list(records.iterdir())) == 8
+    for ranks in (2, 8):
+        sent = {"dense": 2 * (ranks - 1) * 4 * 301_072 // ranks, "topk-0.01": (ranks - 1) * 8 * 3011}
+        for mode, wire in sent.items():
+            for seed in (1, 2):
+                found = experiment.read(records / f"{mode}-{ranks}-ranks-seed-{seed}.json")
+                assert found["curves"]["wire"] == {"steps": [11], "values": [11 * wire]}
+                assert sum(verb["wire"] for verb in found["totals"].values()) == 11 * wire
+                assert found["results"]["accuracy"] == found["curves"]["accuracy"]["values"][-1] > 0.2
+    rows = re.findall(r"^  (dense|topk-0.01) +0\.\d+ 0\.\d+ .* ([\d.]+) x +- -", done.stdout, re.M)
+    assert [(mode, float(times)) for mode, times in rows] == [
+        *(("dense", 1.0), ("topk-0.01", 50.0)),
+        *(("dense", 1.0), ("topk-0.01", 12.5)),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["threshold", "dgc-packed"])
+def test_volume_has_the_numbers_of_real_ranks(mode, volume):
+    """The same function trains virtual ranks and threads: parameters to the bit, bytes one by one."""
+    run = volume.Run(mode, ranks=2, seed=1, epochs=2)
+
+    def real(comm):
+        layers, opt = volume.network(run), DistOpt(volume.optimizer(run), Metered(comm), deterministic=True)
+        step = lambda losses, compressor: opt.step(losses(comm.rank), compressor)  # noqa: E731
+        epochs = list(volume.train(run, layers, step, opt.communicator.ledger))
+        return [p.data for layer in layers for p in layer.params], epochs, volume.report(opt.communicator.ledger)
+
+    with volume.threadpool_limits(1):
+        (params, epochs, report), _ = run_ranks(2, real)
+        layers, sim = volume.network(run), simulate(2, volume.optimizer(run))
+        virtual = list(volume.train(run, layers, sim.step, sim.ledger))
+    for expected, p in zip(params, (p for layer in layers for p in layer.params), strict=True):
+        np.testing.assert_array_equal(p.data.view(np.uint32), expected.view(np.uint32))
+    assert [e._replace(loss=0) for e in virtual] == [e._replace(loss=0) for e in epochs]  # a rank knows its own loss
+    assert volume.report(sim.ledger) == report
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        (["--ranks", "1"], "--ranks: must share out 128 samples, so be 2, 4, 8 ... 128, got 1"),
+        (["--ranks", "2", "3"], "got 3"),
+        (["--ranks", "two"], "must be a whole number, 1 or more, got 'two'"),
+        (["--modes", "topk"], "--modes: invalid choice: 'topk'"),
+        (["--seeds", "0"], "got '0'"),
+        (["--plot", "volume.txt"], "volume.txt: a picture must end in .png, .svg, .pdf"),
+    ],
+)
+def test_what_volume_refuses(options, answer, volume, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["volume.py", *options, "--out", str(tmp_path / "runs")])
+    with pytest.raises(SystemExit, match="2"):
+        volume.main()
+    assert answer in capsys.readouterr().err

@@ -28,7 +28,7 @@ def train(comm):
     rng = np.random.default_rng(comm.rank)
     x = rng.standard_normal((32, FEATURES), np.float32)
     y = x @ np.random.default_rng(9).standard_normal((FEATURES, OUTPUTS), np.float32)
-    found = {"local_rank": comm.local_rank, "wire": 0}
+    found = {"local_rank": comm.local_rank, "wire": 0, "between": 0}
     for compressor in (Dense(), Half(), ErrorFeedback(TopK(0.01))):
         world = distopt.comm.Metered(comm)
         w = distopt.Parameter("w", np.zeros((FEATURES, OUTPUTS), np.float32))
@@ -41,6 +41,7 @@ def train(comm):
         name = type(compressor).__name__
         found |= {f"{name} parameters": w.data, f"{name} losses": losses}
         found["wire"] += world.ledger.total()["sent"]
+        found["between"] += world.ledger.total()["sent_between"]
     return found
 
 
@@ -58,10 +59,12 @@ def test_training_over_a_link_is_training_on_one_machine(hosts, tmp_path):
                 assert value[-1] < value[0], name
     for here, there in zip(together, apart, strict=True):
         assert here.keys() == there.keys()
-        for name in here.keys() - {"local_rank"}:
+        for name in here.keys() - {"local_rank", "between"}:
             np.testing.assert_array_equal(here[name], there[name], name)
     assert [int(rank["local_rank"]) for rank in apart] == [0, 0], "the ranks must not take each other for neighbours"
     wire = sum(int(rank["wire"]) for rank in apart)
+    assert sum(int(rank["between"]) for rank in apart) == wire, "all of it leaves a host"
+    assert sum(int(rank["between"]) for rank in together) == 0
     assert wire < sent < 1.05 * wire + 1e6, "headers, and what the launcher says, are little"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from distopt.cli import advise, bench, compare, doctor, inspect, record, run, trace, volume
 
-COMMANDS = (run, bench, doctor, inspect, trace, record, compare, volume, advise)
+COMMANDS = (run, doctor, inspect, trace, record, compare, bench, volume, advise)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

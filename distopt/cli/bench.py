@@ -110,7 +110,7 @@ def _collectives(given: argparse.Namespace, ranks: int) -> int:
     code, found = _on_ranks(given, ranks, wanted)
     if code:
         return code
-    print(f"# {found['communicator']}, {ranks} ranks; times are the slowest rank's, of which a quarter was faster")
+    print(f"# {found['communicator']}, {ranks} ranks; times are the slowest rank's, of which a tenth was faster")
     for verb in wanted["verbs"]:
         print("\n".join(table(verb, [row for row in found["rows"] if row["verb"] == verb])))
     if given.json:

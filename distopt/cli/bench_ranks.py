@@ -55,7 +55,7 @@ def _row(comm: Communicator, case: Case, verb: str, x: np.ndarray, room: np.ndar
     device.clear(mine)  # zeros stay what they are, however often they are added up
     case.taken = fit.timed(comm, case.call, 1)
     case.taken = fit.timed(comm, case.call, max(LEAST_CALLS, case.repeats))
-    seconds = case.point().seconds
+    seconds = case.seconds
     _progress(comm, f"{verb} {case.nbytes:,} bytes: {seconds * 1e6:.1f} us")
     count = case.nbytes // x.itemsize
     return {

@@ -45,7 +45,7 @@ def main(given: argparse.Namespace) -> int:
 
 
 def start_given(given: argparse.Namespace, variables: Mapping[str, str]) -> int:
-    """The same, with more variables in the ranks' environment."""
+    """Start what the arguments say, with more variables in the ranks' environment."""
     script = ["-m", *given.module] if given.module else given.script
     if given.ranks < 1 or not script:
         _say("wants -n with at least 1 rank, and a script")

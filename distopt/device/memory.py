@@ -28,12 +28,11 @@ def zeros(n: int, dtype: Any, like: Any = None) -> np.ndarray:
         return found
     align = HUGE_PAGE if nbytes >= HUGE_PAGE else 64
     if align == HUGE_PAGE:
-        room = -(-nbytes // align) * align + align  # the end has a huge page too
-        pages = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory would have none
+        pages = mmap.mmap(-1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones are small
+        raw = np.frombuffer(pages, np.uint8)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them gives small pages
-                pages.madvise(mmap.MADV_HUGEPAGE)
-        raw = np.frombuffer(pages, np.uint8)
+                pages.madvise(mmap.MADV_HUGEPAGE, -raw.ctypes.data % align, nbytes // align * align)  # no more than n
     else:
         raw = np.zeros(nbytes + align, np.uint8)
     start = -raw.ctypes.data % align

@@ -1,7 +1,7 @@
 """Measure the wire, and predict what an exchange takes on it."""
 
 from distopt.fit.measure import Case, Point, case_of, elements, measure, operation, take_turns, timed
-from distopt.fit.pieces import Piece, least_squares, pieces
+from distopt.fit.pieces import Piece, least_squares, pieces, predicted
 from distopt.fit.result import Fit, Line, fit, read
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "measure",
     "operation",
     "pieces",
+    "predicted",
     "read",
     "take_turns",
     "timed",

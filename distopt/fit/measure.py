@@ -17,7 +17,7 @@ LEAST, ENOUGH, MOST = 8, 1 << 10, 1 << 25  # bytes: whatever the time, some size
 ROUNDS = 8  # at least, if the first one is as fast as the others
 SHORT = 5e-3  # seconds: shorter calls are repeated in a round
 REPEATS = 20  # at most
-FASTER = 0.25  # so many calls are faster than what a point says: what else the machine does only ever adds to it
+FASTER = 0.1  # so many calls are faster than what a point says: what else the machine does only ever adds to it
 NANO = 1e-9
 
 Clock = Callable[[], float]
@@ -42,11 +42,16 @@ class Case:
     @property
     def repeats(self) -> int:
         """Calls in a round."""
-        return int(min(REPEATS, 1 + SHORT / max(NANO, np.quantile(self.taken, FASTER))))
+        return int(min(REPEATS, 1 + SHORT / self.seconds))
+
+    @property
+    def seconds(self) -> float:
+        """Of a call that nothing else has disturbed."""
+        return float(np.quantile(self.taken, FASTER, method="lower"))
 
     def point(self) -> Point:
         """What is known."""
-        return Point(self.verb, self.nbytes, float(np.quantile(self.taken, FASTER)))
+        return Point(self.verb, self.nbytes, self.seconds)
 
 
 def elements(verb: str, nbytes: int, itemsize: int, size: int) -> int:

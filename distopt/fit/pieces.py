@@ -1,6 +1,7 @@
 """Latency and bandwidth from times: non-negative least squares on relative errors, by size of message."""
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +12,30 @@ FEWEST = 3  # points of a piece: two are always on a line
 
 
 class Piece(NamedTuple):
-    """Seconds per message, and per byte, where messages have ``least`` bytes or more: MPI changes its protocol."""
+    """Messages of ``least`` bytes or more: seconds of one of so many, and for each byte beyond.
+
+    MPI changes its protocol with the size, and many a network lets a burst through before it is as slow as it is.  The
+    first piece begins at 0 bytes: there ``seconds`` is the latency.
+    """
 
     least: float
-    latency: float
+    seconds: float
     per_byte: float
+
+    def of(self, nbytes: float) -> float:
+        """Seconds of a message of so many bytes, ``least`` or more."""
+        return self.seconds + self.per_byte * (nbytes - self.least)
+
+
+def predicted(pieces: Sequence[Piece], messages: float, nbytes: float) -> float:
+    """Seconds of so many messages, one after the other, that have so many bytes together.
+
+    A larger message never takes less time, whatever noise has made of the pieces.
+    """
+    size = nbytes / messages
+    reached = [p for p in pieces if p.least <= size]
+    ends = [*(p.least for p in reached[1:]), size]
+    return messages * max(p.of(end) for p, end in zip(reached, ends, strict=True))
 
 
 Cut = tuple[float, tuple[int, ...]]  # the sum of squares, and where the pieces start
@@ -42,29 +62,31 @@ def pieces(messages: np.ndarray, rows: np.ndarray) -> list[Piece]:
 
     Of all ways to cut the points into so many pieces it is the one with the least sum of squares (Bellman, 1961).
     """
-    ends = range(min(FEWEST, len(rows)), len(rows) + 1)
-    best: dict[int, Cut] = {end: (_squares(rows[:end]), (0,)) for end in ends}
+    bounds = np.array([0.0, *np.sqrt(messages[:-1] * messages[1:])])  # where a piece begins whose first point is k
+    whole, ends = len(rows), range(min(FEWEST, len(rows)), len(rows) + 1)
+    costs = {(k, end): _squares(_beyond(bounds[k], rows[k:end])) for k in range(whole) for end in ends if k < end}
+    best: dict[int, Cut] = {end: (costs[0, end], (0,)) for end in ends}
     for more in range(2, MOST + 1):
-        if len(rows) < FEWEST * more or _worst(rows, best[len(rows)][1]) <= CLOSE:
+        parts = [_beyond(bounds[a], rows[a:b]) for a, b in itertools.pairwise([*best[whole][1], whole])]
+        if whole < FEWEST * more or max(np.abs(_errors(part)).max() for part in parts) <= CLOSE:
             break
-        best = {end: _longer(rows, best, end) for end in ends if end - FEWEST in best}
-    starts = best[len(rows)][1]
-    lines = [least_squares(part).tolist() for part in _parts(rows, starts)]
-    least = [0.0, *(float(np.sqrt(messages[k - 1] * messages[k])) for k in starts[1:])]
-    return [Piece(at, *line) for at, line in zip(least, lines, strict=True)]
+        best = {end: _longer(costs, best, end) for end in ends if end - FEWEST in best}
+    found = []
+    for a, b in itertools.pairwise([*best[whole][1], whole]):
+        seconds, per_byte = least_squares(_beyond(bounds[a], rows[a:b])).tolist()
+        found.append(Piece(float(bounds[a]), seconds, per_byte))
+    return found
 
 
-def _longer(rows: np.ndarray, best: dict[int, Cut], end: int) -> Cut:
-    """The best of one more piece up to ``end``."""
-    found = (
-        (best[k][0] + _squares(rows[k:end]), (*best[k][1], k)) for k in range(FEWEST, end - FEWEST + 1) if k in best
-    )
-    return min(found)
+def _longer(costs: dict[tuple[int, int], float], best: dict[int, Cut], end: int) -> Cut:
+    """The best with one more piece, which goes up to ``end``."""
+    starts = (k for k in range(FEWEST, end - FEWEST + 1) if k in best)
+    return min((best[k][0] + costs[k, end], (*best[k][1], k)) for k in starts)
 
 
-def _parts(rows: np.ndarray, starts: tuple[int, ...]) -> list[np.ndarray]:
-    """The rows of each piece."""
-    return [rows[a:b] for a, b in itertools.pairwise([*starts, len(rows)])]
+def _beyond(least: float, rows: np.ndarray) -> np.ndarray:
+    """Rows whose bytes are those beyond ``least`` in each message."""
+    return np.array(rows - rows[:, :1] * [0.0, least])
 
 
 def _errors(rows: np.ndarray) -> np.ndarray:
@@ -74,7 +96,3 @@ def _errors(rows: np.ndarray) -> np.ndarray:
 
 def _squares(rows: np.ndarray) -> float:
     return float((_errors(rows) ** 2).sum())
-
-
-def _worst(rows: np.ndarray, starts: tuple[int, ...]) -> float:
-    return max(float(np.abs(_errors(part)).max()) for part in _parts(rows, starts))

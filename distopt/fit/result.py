@@ -16,7 +16,7 @@ from distopt.cost import Link
 from distopt.cost.links import checked
 from distopt.cost.time import Algorithm
 from distopt.fit.measure import Clock, Point, measure
-from distopt.fit.pieces import Piece, least_squares, pieces
+from distopt.fit.pieces import FEWEST, Piece, least_squares, pieces, predicted
 from distopt.numbers import number, positive, whole
 from distopt.version import __version__
 
@@ -56,8 +56,7 @@ class Fit(NamedTuple):
         messages, passed = _counts(getattr(cost, line.algorithm), nbytes, size)
         if not messages:
             return 0.0
-        piece = max(p for p in line.pieces if p.least <= passed / messages)
-        return piece.latency * messages + piece.per_byte * passed
+        return predicted(line.pieces, messages, passed)
 
     def write(self, path: str | Path) -> None:
         """As JSON, for ``read``; one rank is enough, since all have the same."""
@@ -98,14 +97,19 @@ def of_points(points: list[Point], about: dict[str, Any]) -> Fit:
     """
     size, lines, rows = about["ranks"], {}, []
     by_verb = {verb: sorted(p for p in points if p.verb == verb) for verb in cost.ALGORITHMS}
-    first = least_squares(_rows(cost.pairwise_all_to_all, by_verb["all_to_all"], size))
+    first = least_squares(_rows(cost.pairwise_all_to_all, _ends(by_verb["all_to_all"]), size))
     for verb, own in by_verb.items():
         algorithm = min(_linear(verb), key=lambda a: round(_distance(_rows(a, own, size), first), 6))
         lines[verb] = _line(algorithm, own, size)
-        rows.append(_rows(algorithm, own, size))
+        rows.append(_rows(algorithm, _ends(own), size))
     latency, per_byte = least_squares(np.concatenate(rows)).tolist()
     bandwidth = 1 / per_byte if per_byte else IMMEASURABLE
     return Fit(Link(f"measured on {size} ranks", latency, bandwidth, 0.0), lines, about)
+
+
+def _ends(points: list[Point]) -> list[Point]:
+    """The smallest and the largest: one link for all sizes is for votes and for buckets, whatever lies between."""
+    return points if len(points) < 2 * FEWEST else points[:FEWEST] + points[-FEWEST:]
 
 
 def _distance(rows: np.ndarray, link: np.ndarray) -> float:
@@ -131,11 +135,9 @@ def _rows(algorithm: Algorithm, points: list[Point], size: int) -> np.ndarray:
 def _line(algorithm: Algorithm, points: list[Point], size: int) -> Line:
     """What points of one verb say if that is how it is done."""
     rows = _rows(algorithm, points, size)
-    messages = rows[:, 1] / rows[:, 0]
-    found = pieces(messages, rows)
-    latency_and_rate = np.array([max(p for p in found if p.least <= m)[1:] for m in messages])
-    wrong = (rows * latency_and_rate).sum(1) - 1
-    residual = float(np.sqrt(np.mean(wrong**2)))
+    found = pieces(rows[:, 1] / rows[:, 0], rows)
+    wrong = [predicted(found, *_counts(algorithm, p.nbytes, size)) / p.seconds - 1 for p in points]
+    residual = float(np.sqrt(np.mean(np.square(wrong))))
     return Line(algorithm.__name__, residual, tuple(found), tuple((p.nbytes, p.seconds) for p in points))
 
 
@@ -161,7 +163,8 @@ def _line_of(verb: str, given: dict[str, Any]) -> Line:
     if given["algorithm"] not in names:
         raise ValueError(f"algorithm of {verb} must be one of {', '.join(names)}, got {given['algorithm']!r}")
     found = tuple(Piece(*(number(name, piece[name]) for name in Piece._fields)) for piece in given["pieces"])
-    if not found or found[0].least:
-        raise ValueError(f"the first piece of {verb} must begin at 0 bytes")
+    begins = [piece.least for piece in found]
+    if begins[:1] != [0] or begins != sorted(set(begins)):
+        raise ValueError(f"the first piece of {verb} must begin at 0 bytes, and each where the one before ends")
     points = tuple((whole("bytes", n, 1), positive("seconds", s)) for n, s in given["points"])
     return Line(given["algorithm"], number("residual", given["residual"]), found, points)
