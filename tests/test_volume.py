@@ -374,7 +374,7 @@ def test_advice_in_words():
     text = str(advise(MODEL, 64, network("10GbE", 8), None, 0.05, None))
     assert "64 ranks, 10GbE (9.40 Gbit/s, 30.0 us) for the 8 ranks of a node, NVLink inside; backward 50.0 ms" in text
     assert f"2bit: {len(MODEL)} buckets are sent as dense ones, which is less" in text
-    assert "no compute" in text
+    assert "compute: left out" in text
 
 
 def test_advice_on_a_network_that_was_measured():

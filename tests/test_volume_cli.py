@@ -12,6 +12,8 @@ from distopt import DistOpt, simulate
 from distopt.cli import main, picture
 from distopt.cli.gradients import bar
 from distopt.comm import LocalCommunicator
+from distopt.cost import ALGORITHMS, Link
+from distopt.fit import Fit, Line, Piece
 from distopt.optim import SGD
 from distopt.tape import Tape, join, request
 from distopt.volume import buckets, forecast, mode, shapes
@@ -45,7 +47,7 @@ def test_the_table(capsys):
     assert rows[0][:6] == ["dense", "2", "102 MB", "102 MB", "1 x", "92.8 ms"]
     assert rows[1][:5] == ["half", "2", "51.1 MB", "51.1 MB", "2 x"]
     assert [row[:2] for row in rows[2:]] == [["dense", "8"], ["half", "8"]]
-    assert note == ["wire time is predicted, no compute"]
+    assert note == ["wire time: predicted; compute: left out"]
 
 
 def test_json_has_the_bytes(small, tmp_path, capsys):
@@ -160,6 +162,21 @@ def test_advise(capsys):
     assert all("Use half: a step takes" in text for text in found)
     assert main(["advise", "--link", "NVLink", "--ranks", "8", "--backward", "0.1"]) == 0
     assert "Do not compress: dense takes 100 ms" in capsys.readouterr().out
+
+
+def test_a_network_that_was_measured(tmp_path, small, capsys):
+    """An all-reduce of two ranks: two messages, and all bytes once."""
+    lines = {verb: Line(found[0].__name__, 0.0, (Piece(0.0, 0.001, 1e-6),), ()) for verb, found in ALGORITHMS.items()}
+    Fit(Link("measured on 2 ranks", 0.001, 1e6, 0.0), lines, {"ranks": 2}).write(tmp_path / "fit.json")
+    out = tmp_path / "out.json"
+    setting = ("--model", small, "--fit", str(tmp_path / "fit.json"), "--ranks", "2", "--no-measure")
+    assert volume(*setting, "--modes", "dense", "--json", out) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["payload"] == 4 * (70 + 10 + 1200)
+    assert row["step_seconds"] == pytest.approx(2 * 0.001 + row["payload"] * 1e-6)
+    capsys.readouterr()
+    assert main(["advise", *setting]) == 0
+    assert "on 2 ranks, measured on 2 ranks (8.00 Mbit/s, 1.00 ms)" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------------- bad input

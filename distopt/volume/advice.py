@@ -148,10 +148,8 @@ def described(wire: Wire) -> str:
 
 def note(measured: bool) -> str:
     """Where the two kinds of seconds come from."""
-    compute = (
-        "compute is measured on one thread of this machine, and another one on a GPU" if measured else "no compute"
-    )
-    return f"wire time is predicted, {compute}"
+    compute = "measured on one thread of this machine (a GPU takes another one)" if measured else "left out"
+    return f"wire time: predicted; compute: {compute}"
 
 
 def sent_dense(mode: Mode, sends: Forecast) -> list[str]:

@@ -87,8 +87,8 @@ def messages(bucket: Members, mode: Mode, ranks: int, break_even: bool = True) -
     payload = compressor.payload_bytes(bucket.extent, itemsize, bucket)
     if payload is None:
         raise ValueError(
-            f"how much {mode.name} sends depends on the gradients: give recorded ones, with --gradients "
-            "(distopt record), or count those of distopt.simulate"
+            f"how much {mode.name} sends depends on the gradients: record some (distopt record) for "
+            "distopt volume --gradients, or count those of distopt.simulate"
         )
     whole, elements = _whole(compressor, bucket)
     payloads = [payload - elements * itemsize] * ranks
