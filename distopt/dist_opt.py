@@ -1,19 +1,21 @@
 """Average gradients over ranks, then let the wrapped optimizer use them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from distopt import device, kernels
+from distopt import device, kernels, volume
 from distopt.capture import Captured
 from distopt.comm import Communicator, NcclCommunicator, Ordered, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
+from distopt.cost import Link
 from distopt.gradients import checked_gradient
 from distopt.loop import Kind
 from distopt.nonfinite import Policy
 from distopt.optim import SGD
 from distopt.saving import Saving
+from distopt.volume import Advice, Wire, compute, network
 
 
 def _from_id(
@@ -182,6 +184,28 @@ class DistOpt(Saving):
         self._finish()
         self._ended(applied=True)
         return True
+
+    def advise(
+        self,
+        link: str | Link | Wire,
+        ranks: int | None = None,
+        modes: str | Sequence[str] | None = None,
+        backward: float = 0.0,
+        measure: bool = True,
+    ) -> Advice:
+        """Which mode makes a step of this plan the fastest, and where it begins to pay; printable (``volume``).
+
+        ``link``: a name or a rate (``cost.link``), a ``volume.Network``, or a ``fit.Fit``.  ``ranks``: by default those
+        of the communicator.  ``modes``: as 'half,topk=0.01' (``volume.mode``).  ``backward``: seconds of a backward
+        pass, behind which buckets of modes without a memory travel.  ``measure``: time compression on this host; a GPU
+        is faster.  Not collective.
+
+        Raises RuntimeError before there is a plan, ValueError for a name that there is not.
+        """
+        wire = network(link) if isinstance(link, str | Link) else link
+        buckets = [buffer.gradients for buffer in self._memory]
+        asked = self.world_size if ranks is None else ranks
+        return volume.advise(buckets, asked, wire, modes, backward, compute.measure if measure else None)
 
     def capture(
         self, loss: Callable[[], Any], compressor: Compressor | None = None, break_even: bool = True

@@ -96,7 +96,8 @@ class Simulation(DistOpt):
         if len(hosts) not in (0, whole("size", size, least=1)):
             raise ValueError(f"hosts must be one number per rank, {size} of them, got {len(hosts)}")
         wire = VirtualRanks(size, hosts, keep)
-        super().__init__(opt, wire, threshold=threshold, nonfinite=nonfinite, allow_missing=allow_missing)
+        options: dict[str, Any] = {"threshold": threshold, "nonfinite": nonfinite, "allow_missing": allow_missing}
+        super().__init__(opt, wire, overlap=False, **options)  # a bucket is sent when the last rank has brought its own
         self.ledger = wire.ledger
         self._turn = wire
         self._kept: list[list[dict[str, np.ndarray]]] = []  # by a compressor, of each rank and bucket

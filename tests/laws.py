@@ -78,6 +78,15 @@ def summed(comm, x):
     return device.host_copy(found)
 
 
+class Turn:
+    """What ``pairs`` asks of a communicator, for one of several virtual ranks."""
+
+    gpu, xp = None, np
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
 def pairs(comm, params, step):
     """What a loss yields."""
     return zip(params, put(comm, gradients(params, step, comm.rank)), strict=True)

@@ -3,9 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
-from distopt.cli import bench, compare, doctor, inspect, record, run, trace
+from distopt.cli import advise, bench, compare, doctor, inspect, record, run, trace, volume
 
-COMMANDS = (run, doctor, inspect, trace, record, compare, bench)
+COMMANDS = (run, doctor, inspect, trace, record, compare, bench, volume, advise)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -69,6 +69,18 @@ def new(title: str, across: str, up: str) -> "tuple[Figure, Axes]":
     return figure, axes
 
 
+def panels(title: str, down: int, across: int) -> "tuple[Figure, list[Axes]]":
+    """An empty picture of several, row by row, under one title."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((SIZE[0] * across * 0.85, SIZE[1] * down * 0.9), layout="constrained")
+    figure.suptitle(title)
+    found = [figure.add_subplot(down, across, k + 1) for k in range(down * across)]
+    for axes in found:
+        axes.grid(True, color="#dddddd", linewidth=0.6)
+    return figure, found
+
+
 def log_axis(axes: "Axes", which: str, shown: Sequence[float], unit: Callable[[float], str]) -> None:
     """Make the axis ``which``, 'x' or 'y', logarithmic for these numbers, all above 0; ``unit`` as in ``cli.text``."""
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -94,5 +106,5 @@ def _few_colours(drawn: io.BytesIO) -> bytes:
     from PIL import Image
 
     small = io.BytesIO()
-    Image.open(drawn).convert("RGB").quantize(128).save(small, "PNG", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(96).save(small, "PNG", optimize=True)
     return small.getvalue()

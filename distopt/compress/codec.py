@@ -50,6 +50,10 @@ class Codec(abc.ABC):
             return Anatomy(codes.nbytes)
         return Anatomy(codes.nbytes, ideal=round(self.entropy(codes.view(np.uint32)[::SAMPLED].copy()) * x.size))
 
+    def forecast(self, n: int, itemsize: int, bucket: Members) -> Anatomy:
+        """Codes, behind a header."""
+        return Anatomy(self.payload_bytes(n, itemsize, bucket) - self._header)
+
     @abc.abstractmethod
     def entropy(self, words: np.ndarray) -> float:
         """Bits of information in an element, as these words of codes have it."""

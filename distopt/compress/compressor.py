@@ -70,7 +70,8 @@ class Compressor(Protocol):
     * ``whole(members, at)``: a number per member, 1 for those that are left in x to be summed as they are;
     * ``finish(total, state, at)``: what is added to a sum over ranks before it is divided by ``at.divisor``;
     * ``corrects_momentum``: does it have the momentum, so that the optimizer must have none?
-    * ``anatomy(payload, x, at)``: what a payload of x consists of (``ledger.Anatomy``), for who counts.
+    * ``anatomy(payload, x, at)``: what a payload of x consists of (``ledger.Anatomy``), for who counts;
+    * ``forecast(n, itemsize, bucket)``: the same as far as it depends on no data, for who counts before there are any.
     """
 
     @property
@@ -137,6 +138,12 @@ def anatomy(compressor: Compressor, payload: np.ndarray, x: np.ndarray, at: At) 
     """What a payload of x consists of; of nothing but values, if the compressor does not say."""
     look = getattr(compressor, "anatomy", None)
     return look(payload, x, at) if look else Anatomy(payload.nbytes)
+
+
+def forecast(compressor: Compressor, n: int, itemsize: int, bucket: Members) -> Anatomy:
+    """What a payload of n elements is going to consist of; of nothing but values, if the compressor does not say."""
+    look = getattr(compressor, "forecast", None)
+    return look(n, itemsize, bucket) if look else Anatomy(compressor.payload_bytes(n, itemsize, bucket) or 0)
 
 
 def table(x: np.ndarray, at: At) -> Members:

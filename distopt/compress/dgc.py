@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distopt import device, kernels
-from distopt.compress.compressor import At, Compressor, anatomy, decompress_all, memory, table
+from distopt.compress.compressor import At, Compressor, anatomy, decompress_all, forecast, memory, table
 from distopt.compress.sparse import Growth, Sparse, unpack_entries
 from distopt.compress.warmup import BELOW_ONE, Sparsity, Stages, geometric
 from distopt.ledger import Anatomy
@@ -194,6 +194,10 @@ class DeepGradientCompression:
         counts = np.zeros(len(members.names), np.int64)
         counts[self.whole(members, at).host == 0] = found.counts
         return found._replace(counts=counts)
+
+    def forecast(self, n: int, itemsize: int, bucket: Members) -> Anatomy:
+        """That of the selector, for the members that are not summed as they are."""
+        return forecast(self.selector, n, itemsize, bucket.only(self.whole(bucket, At()).host == 0))
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """As the selector."""

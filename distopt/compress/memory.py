@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from distopt.compress.compressor import At, Lossy, anatomy, decompress_all, memory
+from distopt.compress.compressor import At, Lossy, anatomy, decompress_all, forecast, memory
 from distopt.ledger import Anatomy
 from distopt.tables import Members
 
@@ -42,6 +42,10 @@ class ErrorFeedback:
     def anatomy(self, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
         """That of the compressor."""
         return anatomy(self.compressor, payload, x, at)
+
+    def forecast(self, n: int, itemsize: int, bucket: Members) -> Anatomy:
+        """That of the compressor."""
+        return forecast(self.compressor, n, itemsize, bucket)
 
     def decompress_all(self, payloads: list[np.ndarray], out: np.ndarray, at: At) -> None:
         """As the compressor."""

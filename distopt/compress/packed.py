@@ -95,11 +95,18 @@ class Packed(Sparse):
     def anatomy(self, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
         """Values with their scales; upper parts, jumps and lower parts of the indices; the rest is the header."""
         places, members = self._places_in(payload, x, at), table(x, at)
-        start = int(packing(x.size, places, self.value)["values"][0])
-        found = described(_value_bytes(places, self.value), start - HEADER, places, members)
+        found = self._described(x.size, places, members)
         if device.on_gpu(payload):
             return found
         return found._replace(counts=by_member(self.decode([payload], x, at)[0][0], members))
+
+    def forecast(self, n: int, itemsize: int, bucket: Members) -> Anatomy:
+        """The same."""
+        return self._described(n, self._places(n, itemsize, bucket) or 0, bucket)
+
+    def _described(self, n: int, places: int, members: Members) -> Anatomy:
+        start = int(packing(n, places, self.value)["values"][0])
+        return described(_value_bytes(places, self.value), start - HEADER, places, members)
 
     def decode(self, payloads: list[np.ndarray], out: np.ndarray, at: At) -> list[tuple[np.ndarray, np.ndarray]]:
         """One call for payloads of one size.  ValueError for one that was damaged, as far as the host can see it."""

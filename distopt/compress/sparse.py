@@ -183,6 +183,11 @@ class TopK(Sparse):
         check_size(n)
         return payload_size(self.counts(self._parts(sizes_of(n, bucket))).sum(), itemsize)
 
+    def forecast(self, n: int, itemsize: int, bucket: Members) -> Anatomy:
+        """The two planes."""
+        k = int(self.counts(self._parts(sizes_of(n, bucket))).sum())
+        return described(k * itemsize, k * INDEX, k, bucket)
+
     def take(self, x: np.ndarray, add: Growth, at: At) -> np.ndarray:
         """The largest entries, from a first guess of how large those are (select.cu, sift.cu)."""
         rows = table(x, at).rows

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distopt import cost
+from distopt.comm.meter import Meter
 from distopt.compress import Compressor
+from distopt.ledger import Anatomy
 
 
 class Message(NamedTuple):
@@ -15,6 +17,16 @@ class Message(NamedTuple):
     itemsize: int = 0
     sizes: Sequence[int] = ()
     whole: bool = False  # is it of the members that a compressor leaves whole?
+
+    def write(self, meter: Meter, anatomy: Anatomy) -> None:
+        """Let a ledger have it; what the payload consists of, if it is gathered."""
+        match self.verb:
+            case "all_reduce":
+                meter.all_reduce(self.elements, self.itemsize)
+            case "all_gather":
+                meter.all_gather(self.sizes, anatomy)
+            case "lengths":
+                meter.lengths()
 
 
 def dense_is_less(gathered: int, summed: int, nbytes: int, size: int) -> bool:

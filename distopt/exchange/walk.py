@@ -90,13 +90,7 @@ class Turns:
         for message in traffic(self._compressor, x.size, x.itemsize, self._sizes, whole, break_even):
             members = self._apart.members if self._apart and message.whole else at.bucket
             with meter.on_behalf_of(at.purpose._replace(members=members)):
-                match message.verb:
-                    case "all_reduce":
-                        meter.all_reduce(message.elements, message.itemsize)
-                    case "all_gather":
-                        meter.all_gather(message.sizes, self._parts)
-                    case "lengths":
-                        meter.lengths()
+                message.write(meter, self._parts)
 
     @property
     def _gathers(self) -> bool:

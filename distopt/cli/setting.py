@@ -1,0 +1,59 @@
+"""What ``distopt volume`` and ``distopt advise`` are asked about: a model, a network, and modes."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from distopt import fit
+from distopt.numbers import whole
+from distopt.volume import Compute, Mode, Network, Wire, measure, network
+
+MODEL = "resnet50"
+
+
+def add_setting(parser: argparse.ArgumentParser, modes: str, ranks: str) -> None:
+    """Declare it; the defaults are names with commas between them."""
+    parser.add_argument("--model", metavar="NAME", help=f"or a file of shapes that ends in .json; default {MODEL}")
+    parser.add_argument("--modes", default=modes, metavar="A,B", help="default: %(default)s")
+    parser.add_argument("--ranks", default=ranks, metavar="P,Q", help="default: %(default)s")
+    parser.add_argument("--link", metavar="NAME", help="or a rate, as 300Mbit/s; default 10GbE")
+    parser.add_argument("--per-node", type=int, default=1, metavar="M", help="ranks of a node, which share its link")
+    parser.add_argument("--inside", metavar="NAME", help="the link inside a node; default NVLink")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="a network that distopt bench --fit has measured")
+    parser.add_argument("--threshold", type=int, default=2097152, metavar="N", help="elements that fill a bucket")
+    parser.add_argument("--no-measure", action="store_true", help="leave out what it takes to compress")
+
+
+def wire(given: argparse.Namespace) -> Wire:
+    """The network; ValueError if it is given twice."""
+    if given.fit is None:
+        return network(given.link or "10GbE", whole("--per-node", given.per_node, least=1), given.inside or "NVLink")
+    if given.link or given.inside or given.per_node != 1:
+        raise ValueError("--fit is a network: leave out --link, --inside and --per-node")
+    return fit.read(given.fit)
+
+
+def ranks(given: argparse.Namespace, network: Wire) -> list[int]:
+    """Numbers that grow; ValueError for what is none, and for those that do not fill their nodes."""
+    texts = [text.strip() for text in given.ranks.split(",")]
+    if not all(re.fullmatch(r"\d{1,6}", text) for text in texts):
+        raise ValueError(f"--ranks must be whole numbers from 1 to 999999 with commas between them, got {given.ranks}")
+    found = sorted({whole("--ranks", int(text), least=1) for text in texts})
+    local = network.per_node if isinstance(network, Network) else 1
+    odd = next((n for n in found if n > local and n % local), None)
+    if odd:
+        raise ValueError(f"--ranks must fill nodes of {local}, got {odd}")
+    return found
+
+
+def computing(given: argparse.Namespace) -> Any:
+    """Who measures what a mode computes; nobody with --no-measure."""
+    found: dict[str, Compute] = {}
+
+    def once(mode: Mode) -> Compute:
+        if mode.name not in found:
+            found[mode.name] = measure(mode)
+        return found[mode.name]
+
+    return None if given.no_measure else once

@@ -1,0 +1,419 @@
+"""Forecasts against ledgers of ranks that send; predictions and advice against arithmetic by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import laws
+from distopt import DistOpt, run_ranks, simulate, volume
+from distopt.comm import Metered
+from distopt.compress import DeepGradientCompression, Half, Packed
+from distopt.cost import Link
+from distopt.fit import Fit, Line, Piece
+from distopt.optim import SGD
+from distopt.volume import (
+    DEFAULT,
+    Bounds,
+    Compute,
+    Network,
+    Question,
+    advise,
+    buckets,
+    forecast,
+    measure,
+    mode,
+    modes,
+    network,
+    observed,
+    sendings,
+    shapes,
+    summary,
+)
+from distopt.volume.break_even import bandwidth, density, pays, ranks
+
+FIXED = "dense half bfloat16 1bit 2bit=0.25 topk=0.1 topk=0.9 topk=0.05+per-tensor topk=0.2+packed:int8".split()
+FIXED += "dgc=0.1 dgc=0.02+1d dgc=0.3+packed dgc=1.0".split()
+COUNTS = "payload", "values", "indices", "sent", "received", "sent_between", "received_between"
+DENSE = mode("dense")
+
+
+def written(ledger):
+    """Messages of gradients: bucket, verb and bytes."""
+    found = [e for e in ledger.entries if e.phase == "gradients"]
+    return sorted((e.bucket, e.verb, *(getattr(e, name) for name in COUNTS)) for e in found)
+
+
+def plan_of(sizes, threshold, dtype="float32"):
+    named = [(f"p{k}", shape) for k, shape in enumerate(sizes)]
+    return buckets(named, threshold, [dtype] * len(named))
+
+
+SIZES = st.lists(st.lists(st.integers(0, 12), max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+@given(
+    name=st.sampled_from(FIXED),
+    size=st.integers(1, 9),
+    sizes=SIZES,
+    threshold=st.sampled_from([0, 20, 200, 10**6]),
+    dtype=st.sampled_from(["float16", "float32", "float64"]),
+    per_node=st.integers(1, 4),
+    break_even=st.booleans(),
+)
+@settings(deadline=None, max_examples=150)
+def test_a_forecast_is_the_ledger_of_virtual_ranks(name, size, sizes, threshold, dtype, per_node, break_even):
+    chosen, params = mode(name), laws.parameters(sizes, dtype)
+    hosts = [rank // per_node for rank in range(size)]
+    sim = simulate(size, SGD(0.1), threshold=threshold, hosts=hosts)
+    sim.step(lambda rank: laws.pairs(laws.Turn(rank, size), params, 0), chosen.compressor, break_even=break_even)
+    there = plan_of([p.data.shape for p in params], threshold, dtype)
+    assert written(volume.written(there, chosen, size, per_node, break_even)) == written(sim.ledger)
+    assert forecast(there, chosen, size, per_node, break_even) == summary(sim.ledger, there, chosen, 1)
+    assert observed(sim.ledger, there, chosen, size, 1) == sendings(there, chosen, size, break_even)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_forecast_is_the_ledger_of_ranks(name):
+    """Of threads, whose messages a counting transport has seen byte for byte (test_ledger.py)."""
+    sizes = [(40, 50), (7,), (3, 5, 9), (100,), (0,), ()]
+
+    def main(comm):
+        metered, params = Metered(comm), laws.parameters(sizes)
+        opt = DistOpt(SGD(0.05), metered, threshold=200)
+        opt.step(laws.pairs(comm, params, 0), mode(name).compressor)
+        return metered.ledger
+
+    own = volume.written(plan_of(sizes, 200), mode(name), 3, per_node=3)
+    assert written(own) == written(run_ranks(3, main)[0])
+
+
+def test_bytes_by_hand():
+    """A bucket of 1000 and one of 600, with 16 elements to each 64 bytes, on four ranks of two nodes."""
+    there = buckets([("a", (1000,)), ("b", (20, 25)), ("c", (100,))], 900)
+    assert [(b.names, b.extent) for b in there] == [(("a",), 1000), (("b", "c"), 612)]
+    found = forecast(there, DENSE, 4, 2)
+    assert (found.payload, found.dense, found.sent) == (4 * 1612, 4 * 1612, 2 * 3 * 1612)
+    assert found.between == 2 * 2 * 1612
+    found = forecast(there, mode("topk=0.01"), 4)
+    assert (found.payload, found.values, found.indices) == (8 * 16, 4 * 16, 4 * 16)
+    assert (found.sent, found.fallen) == (3 * 8 * 16, ())
+    found = forecast(there, mode("dgc=0.01"), 4)  # vectors stay whole, one of them is a bucket
+    assert found.payload == 4 * 1000 + 4 * 100 + 8 * 5
+    assert (found.fallen, found.indices) == ((), 4 * 5)
+    assert forecast(there, mode("topk=0.9"), 4).fallen == (0, 1)
+    assert forecast(there, mode("topk=0.9"), 4, break_even=False).fallen == ()
+
+
+def test_the_mean_of_steps_on_a_threshold():
+    """Two steps, of 3 and of 1 entries above it: 24 and 8 bytes and their lengths."""
+    p = laws.parameters([(100,)])[0]
+    sim = simulate(2, SGD(0.1))
+    for count in (3, 1):
+        grad = np.zeros(100, np.float32)
+        grad[:count] = 2
+        sim.step(lambda rank: [(p, grad.copy())], mode("threshold=1").compressor)  # noqa: B023
+    there = plan_of([(100,)], 10**6)
+    found = summary(sim.ledger, there, mode("threshold=1"), 2)
+    assert (found.payload, found.sent) == (8 + 16, 8 + 16)
+    (sent,) = observed(sim.ledger, there, mode("threshold=1"), 2, 2)
+    assert (sent.elements, sent.decompressed) == (100, 32)
+    assert sorted(sent.collectives) == [("all_gather", 16), ("all_gather", 32)]
+    with pytest.raises(ValueError, match=r"how much threshold=1 sends depends on the gradients: .*--gradients"):
+        forecast(there, mode("threshold=1"), 2)
+
+
+# ------------------------------------------------------------------------------------------------------------- modes
+
+
+def test_names_are_compressors():
+    assert [m.name for m in modes("dense,topk=0.1+packed:int8")] == ["dense", "topk=0.1+packed:int8"]
+    assert all(mode(name).name == name for name in (*FIXED, *DEFAULT))
+    inner = mode("topk=0.1+packed:int8+per-tensor").compressor.compressor
+    assert isinstance(inner, Packed)
+    assert (inner.value, inner.density, inner.selector.per_tensor) == ("int8", 0.1, True)
+    dgc = mode("dgc=0.01+1d").compressor
+    assert isinstance(dgc, DeepGradientCompression)
+    assert (dgc.exclude_1d, dgc.selector.density) == (False, 0.01)
+    assert isinstance(mode("bfloat16").compressor, Half)
+    assert (mode("bfloat16").hides, mode("topk").hides) == (True, False)
+    assert mode("2bit").compressor.compressor.threshold == 0.5
+    assert [m.needs_gradients for m in modes("2bit,threshold=1,threshold+packed")] == [False, True, True]
+
+
+def test_a_density_can_be_another_one():
+    for name in ("topk", "topk=0.3", "dgc+packed", "dgc=0.2+packed:int8+1d"):
+        m = mode(name)
+        assert m.at_density(0.125).density == 0.125
+        assert m.at_density(0.125).kind == m.kind
+        assert (m.at_density(1e-7).density, m.at_density(1.0).density) == (1e-7, 1.0)
+    assert mode("2bit=0.1").density is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("dnse", "there is no mode 'dnse': .* did you mean dense?"),
+        ("", "there is no mode ''"),
+        ("topk=", "mode topk wants a number, as topk=0.01, got 'topk='"),
+        ("topk=nan", "wants a number"),
+        ("topk=2", r"mode topk=2: density must be in \(0, 1\], got 2"),
+        ("threshold=-1", "mode threshold=-1: magnitude must be finite and at least 0"),
+        ("2bit=0", "mode 2bit=0: threshold must be positive"),
+        ("half=2", "mode half has no number"),
+        ("topk=0.1+pakced", "there is no option of topk 'pakced': .* did you mean packed?"),
+        ("dense+packed", "there is no option of dense 'packed': there are none"),
+        ("dgc=0.1+1d:x", "there is no option of dgc '1d:x'"),
+        ("dgc=0.1+packed:int7", "mode dgc=0.1.packed:int7: value must be one of float16"),
+        ("dgc=0.1+packed+packed:int8", "has an option twice"),
+        ("dense,half,dense", "mode dense is given twice"),
+    ],
+)
+def test_names_that_are_none(text, words):
+    with pytest.raises(ValueError, match=words):
+        modes(text)
+
+
+def test_modes_are_texts():
+    with pytest.raises(TypeError, match="a mode must be a text, got 3"):
+        modes([3])
+    with pytest.raises(ValueError, match="one at least"):
+        modes([])
+
+
+# ------------------------------------------------------------------------------------------------------------ shapes
+
+
+@pytest.mark.parametrize("text", ['{"a": [2, 3], "b": []}', '[["a", [2, 3]], ["b", []]]'])
+def test_files_of_shapes(text, tmp_path):
+    file = tmp_path / "shapes.json"
+    file.write_text(text)
+    assert shapes(file) == shapes(str(file)) == [("a", (2, 3)), ("b", ())]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("{}", "for one tensor at least"),
+        ("7", "must hold"),
+        ('["a"]', "entry 0 must be a name and a shape, got 'a'"),
+        ('[["a", [1]], ["", [1]]]', "entry 1 must be a name and a shape"),
+        ('{"a": [3, -1]}', r"a must have a list of whole numbers of at least 0 as its shape, got \[3, -1\]"),
+        ('{"a": [1.5]}', "a must have a list of whole numbers"),
+        ('{"a": [true]}', "a must have a list of whole numbers"),
+        ('{"a": "12"}', "a must have a list of whole numbers"),
+        ('{"a": 12}', "a must have a list of whole numbers"),
+        ('{"a": [1], "a": [2]}', "a is there 2 times"),
+        ('{"a": [1099511627777]}', r"a has 1,099,511,627,777 elements: at most 2\^40"),
+        ('{"a": [1099511627776], "b": [1]}', r"from 1 to 2\^40 elements, got 1,099,511,627,777"),
+        ('{"a": [0]}', "got 0"),
+    ],
+)
+def test_files_that_are_none(text, words, tmp_path):
+    file = tmp_path / "shapes.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=words) as caught:
+        shapes(file)
+    assert str(file) in str(caught.value)
+
+
+def test_models_that_there_are_not():
+    with pytest.raises(ValueError, match=r"there is no model 'resnet': .* did you mean resnet50\?"):
+        shapes("resnet")
+    with pytest.raises(ValueError, match="threshold must be at least 0, got -1"):
+        buckets(shapes("lstm"), -1)
+
+
+# ------------------------------------------------------------------------------------------------------- predictions
+
+
+def test_seconds_by_hand():
+    """Two ranks, no latency, 100 bytes a second: dense 4 n, half 2 n, top-K of 1 % 8 ceil(n / 100) bytes each way."""
+    there = buckets([("a", (1000,)), ("b", (600,))], 0)
+    wire = Network(Link("slow", 0.0, 100.0, 0.0))
+    q = Question(there, 2, wire, computes={("topk", 0.01): Compute(0.001, 0.5)})
+    assert q.predict(DENSE) == (64, 0, 64)
+    assert q.predict(mode("half")).wire == 32
+    found = q.predict(mode("topk=0.01"))
+    assert found.wire == pytest.approx(8 * 16 / 100)
+    assert found.compute == pytest.approx(0.001 * 1600 + 0.5 * 2 * 8 * 16)
+    assert found.step == pytest.approx(found.wire + found.compute)
+
+
+def test_what_hides_behind_a_backward_pass():
+    """Gradients of a come after 1000 / 1600 of it, and both buckets are sent one after the other, 40 and 24 s."""
+    there = buckets([("a", (1000,)), ("b", (600,))], 0)
+    q = Question(there, 2, Network(Link("slow", 0.0, 100.0, 0.0)))
+    for backward, step in ((16, 10 + 64), (160, 160 + 24), (80, 50 + 40 + 24), (0, 64)):
+        assert q._replace(backward=backward).predict(DENSE).step == pytest.approx(step)
+        memory = q._replace(backward=backward).predict(mode("topk=0.01"))
+        assert memory.step == pytest.approx(backward + memory.wire)  # which waits for the vote
+
+
+def test_nodes_share_their_link():
+    link, inside = Link("between", 1.0, 100.0, 0.0), Link("inside", 0.1, 1000.0, 0.0)
+    wire = Network(link, 2, inside)
+    assert wire.seconds("all_gather", 800, 2) == pytest.approx(0.1 + 400 / 1000)
+    between = 2 * 1.0 + 400 * 3 / 4 / 50  # half of it to three nodes, two steps that double, half of the link
+    assert wire.seconds("all_gather", 800, 8) == pytest.approx(between + 0.1 + 400 / 1000)
+    summed = 2 * (0.1 + 400 / 1000) + 1.0 + 400 / 50  # between two nodes all of it at once, there and back
+    assert wire.seconds("all_reduce", 800, 4) == pytest.approx(summed)
+    with pytest.raises(ValueError, match="ranks must fill nodes of 2, got 3"):
+        wire.seconds("all_reduce", 800, 3)
+    with pytest.raises(ValueError, match="verb must be all_reduce or all_gather where nodes"):
+        wire.seconds("broadcast", 800, 4)
+
+
+def test_compression_is_measured():
+    """By a clock of our own: each call takes a second, so nothing depends on the number of payloads."""
+    ticks = iter(range(10**6))
+    found = measure(mode("topk=0.01"), lambda: next(ticks))
+    assert found == (pytest.approx(2 / 2**20), 0)
+    half = measure(mode("half"), lambda: next(ticks))
+    assert half == (pytest.approx(1 / 2**20), pytest.approx(1 / 2**21))
+    assert measure(DENSE) == (0, 0)
+    for name in FIXED:
+        assert all(0 <= x < 1e-3 for x in measure(mode(name)))
+
+
+def test_compute_between_densities():
+    computes = {("dgc", 0.001): Compute(1.0, 4.0), ("dgc", 0.1): Compute(3.0, 2.0), ("topk", 0.1): Compute(9.0, 9.0)}
+    q = Question([], 2, network("10GbE"), computes=computes)
+    assert q.compute(mode("dgc=0.01")) == pytest.approx((2.0, 3.0))
+    assert q.compute(mode("dgc=0.0001")) == pytest.approx((1.0, 4.0))
+    assert q.compute(mode("dgc=0.5+packed")) == (0, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ advice
+
+MODEL = buckets(shapes("alexnet")[::-1])
+COMPUTES = {
+    ("half", 1.0): Compute(1e-9, 1e-10),
+    ("topk", 0.01): Compute(1e-9, 3e-10),
+    ("dgc", 0.001): Compute(2e-9, 2e-9),
+    ("2bit", 1.0): Compute(1e-9, 5e-10),
+}
+
+
+@given(
+    name=st.sampled_from(["half", "topk=0.01", "dgc=0.001", "2bit"]),
+    size=st.integers(2, 200),
+    link=st.sampled_from(["1GbE", "10GbE", "100GbE", "NVLink", "40Mbit/s"]),
+    backward=st.sampled_from([0.0, 0.01, 0.3]),
+)
+@settings(deadline=None, max_examples=25)
+def test_break_even_has_two_sides(name, size, link, backward):
+    """A prediction just below a break-even and one just above it say which is faster."""
+    m = mode(name)
+    q = Question(MODEL, size, network(link), backward, COMPUTES)
+    dense = q.predict(DENSE).step
+    edge = density(q, m)
+    if edge is not None and 0 < edge < 1:
+        assert q.predict(m.at_density(edge)).step < dense <= q.predict(m.at_density(edge * 1.0002)).step
+    if edge == 0:
+        assert q.predict(m.at_density(1e-7)).step >= dense
+    rate = bandwidth(q, m)
+    below, above = (q._replace(wire=q.wire.at_bandwidth(b)) for b in (rate or 1e3, 1.0002 * (rate or 1e3)))
+    assert pays(below, m) == (rate > 0)
+    assert not pays(above, m) or rate == math.inf
+    found = ranks(q, m)
+    if found is None:
+        assert not any(pays(q._replace(ranks=n), m) for n in (2, 8, 64, 512))
+    else:
+        assert all(pays(q._replace(ranks=n), m) for n in found)
+        assert found.first == 2 or not pays(q._replace(ranks=found.first - 1), m)
+        assert found.last == 4096 or not pays(q._replace(ranks=found.last + 1), m)
+
+
+def test_break_even_by_hand():
+    """Top-K's 8 d n (P - 1) bytes against dense's 8 n (P - 1) / P: d is 1 / P; two bits: P is 32."""
+    there = buckets([("a", (1 << 20,))], 0)
+    q = Question(there, 8, Network(Link("slow", 0.0, 1e6, 0.0)))
+    assert density(q, mode("topk")) == pytest.approx(1 / 8, rel=1e-3)
+    assert density(q._replace(ranks=100), mode("topk")) == pytest.approx(1 / 100, rel=1e-3)
+    assert ranks(q, mode("2bit")) == Bounds(2, 31)
+    assert bandwidth(q, mode("half")) == math.inf
+    assert bandwidth(q._replace(ranks=64), mode("2bit")) == 0
+    costs = {("half", 1.0): Compute(1e-6, 0.0)}  # dense takes 7 n / b, half 3.5 n / b and n us more
+    assert bandwidth(q._replace(computes=costs), mode("half")) == pytest.approx(3.5e6, rel=1e-3)
+
+
+def free(_):
+    return Compute()
+
+
+def some(m):
+    return next((c for (kind, _), c in COMPUTES.items() if kind == m.kind), Compute())
+
+
+def test_advice_on_a_slow_link_and_on_a_fast_one():
+    slow = advise(MODEL, 8, network("1GbE"), "half,topk=0.01,2bit,dgc=0.001", measure=some)
+    steps = [c.takes.step for c in slow.choices]
+    assert steps == sorted(steps)
+    assert {c.mode.name for c in slow.choices} == {"dense", "half", "topk=0.01", "2bit", "dgc=0.001"}
+    assert slow.best.name == "dgc=0.001"
+    gain = slow.dense.takes.step / steps[0]
+    assert slow.verdict.startswith("Use dgc=0.001: a step takes ")
+    assert slow.verdict.endswith(f"and dense {gain:.3g} times as long.")
+    fast = advise(MODEL, 8, network("NVLink"), "half,topk=0.01,2bit,dgc=0.001", 0.1, some)
+    assert fast.best.name == "dense"
+    assert fast.verdict.startswith("Do not compress: dense takes 100 ms")
+    assert "of the exchange behind the backward pass; half takes" in fast.verdict
+    assert all(c.ranks is None for c in fast.choices)
+    assert "none" in str(fast)
+
+
+def test_advice_in_words():
+    assert advise(MODEL, 1, network("1GbE"), measure=free).verdict == "Do not compress: one rank sends nothing."
+    found = advise(MODEL, 4, network("1GbE"), ["half"], 100.0, None)
+    assert found.verdict.startswith("Hardly worth it: half takes 100 s, and dense 10")
+    text = str(advise(MODEL, 64, network("10GbE", 8), None, 0.05, None))
+    assert "64 ranks, 10GbE (9.40 Gbit/s, 30.0 us) for the 8 ranks of a node, NVLink inside; backward 50.0 ms" in text
+    assert f"2bit: {len(MODEL)} buckets are sent as dense ones, which is less" in text
+    assert "compute: left out" in text
+
+
+def test_advice_on_a_network_that_was_measured():
+    """A fit predicts as it says; there is no bandwidth of it to vary."""
+    line = Line("ring_all_reduce", 0.0, (Piece(0.0, 1e-4, 1e-9),), ())
+    lines = {"all_reduce": line, "all_gather": line._replace(algorithm="ring_all_gather")}
+    measured = Fit(Link("measured", 1e-4, 1e9, 0.0), lines, {})
+    found = advise(MODEL, 4, measured, "half", measure=None)
+    nbytes = [b.extent * 4 for b in MODEL]
+    assert found.dense.takes.wire == pytest.approx(sum(6 * (1e-4 + n / 4 * 1e-9) for n in nbytes))
+    assert found.choices[0].bandwidth is None
+    assert str(found).startswith("4 ranks, measured (8.00 Gbit/s, 100 us); bytes")
+
+
+def test_bad_questions():
+    with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
+        advise(MODEL, 0, network("1GbE"), measure=None)
+    with pytest.raises(ValueError, match="backward must be finite and in"):
+        advise(MODEL, 2, network("1GbE"), backward=-1.0, measure=None)
+    with pytest.raises(ValueError, match="did you mean 10GbE"):
+        network("10GB")
+    with pytest.raises(ValueError, match="per_node must be at least 1, got 0"):
+        network("1GbE", 0)
+
+    def never(_):
+        raise AssertionError("measured before the modes were looked at")
+
+    with pytest.raises(ValueError, match="--gradients"):
+        advise(MODEL, 2, network("1GbE"), "half,threshold=1", measure=never)
+
+
+def test_dist_opt_advises():
+    """On its own plan, for its ranks or others."""
+    params = laws.parameters([(300, 40), (70,)])
+    sim = simulate(4, SGD(0.1), threshold=100)
+    with pytest.raises(RuntimeError, match="there is no plan yet"):
+        sim.advise("1GbE")
+    sim(lambda rank: laws.pairs(laws.Turn(rank, 4), params, 0))
+    found = sim.advise("1GbE", modes="half,topk=0.01", measure=False)
+    expected = advise(plan_of([(300, 40), (70,)], 100), 4, network("1GbE"), "half,topk=0.01", measure=None)
+    assert str(found) == str(expected)
+    assert sim.advise(Link("x", 0.0, 1e6), 16, backward=1.0).question.ranks == 16

@@ -1,0 +1,253 @@
+"""distopt volume and distopt advise: what they print and write, and what they refuse before work starts."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+import laws
+from distopt import DistOpt, simulate
+from distopt.cli import main, picture
+from distopt.cli.gradients import bar
+from distopt.comm import LocalCommunicator
+from distopt.cost import ALGORITHMS, Link
+from distopt.fit import Fit, Line, Piece
+from distopt.optim import SGD
+from distopt.tape import Tape, join, request
+from distopt.volume import buckets, forecast, mode, shapes
+
+PNG = b"\x89PNG\r\n\x1a\n"
+SHAPES = {"a": [30, 40], "b": [70]}
+
+
+@pytest.fixture
+def small(tmp_path):
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(SHAPES))
+    return str(file)
+
+
+def volume(*arguments):
+    return main(["volume", *map(str, arguments)])
+
+
+def cells(text):
+    """Columns are two spaces apart."""
+    return [[cell for cell in re.split(r"\s{2,}", line) if cell] for line in text.splitlines()]
+
+
+def test_the_table(capsys):
+    """Of ResNet-50 by default: dense and half of it on two ranks by hand."""
+    assert volume("--modes", "dense,half", "--ranks", "8,2", "--no-measure") == 0
+    title, head, *rows, note = cells(capsys.readouterr().out)
+    assert title[0].startswith("resnet50: 161 tensors, 25,557,032 elements, 11 buckets; 10GbE (9.40 Gbit/s")
+    assert head == ["mode", "ranks", "payload/step", "wire/step", "dense sends", "wire time", "compute", "step"]
+    assert rows[0][:6] == ["dense", "2", "102 MB", "102 MB", "1 x", "92.8 ms"]
+    assert rows[1][:5] == ["half", "2", "51.1 MB", "51.1 MB", "2 x"]
+    assert [row[:2] for row in rows[2:]] == [["dense", "8"], ["half", "8"]]
+    assert note == ["wire time: predicted; compute: left out"]
+
+
+def test_json_has_the_bytes(small, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    arguments = ("--model", small, "--modes", "dense,topk=0.1,dgc=0.1,2bit", "--ranks", "1,4,64", "--per-node", 4)
+    assert volume(*arguments, "--json", out) == 0
+    assert "leaves node" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    there = buckets([("b", (70,)), ("a", (30, 40))])
+    for row in found["rows"]:
+        expected = forecast(there, mode(row["mode"]), row["ranks"], 4)._asdict()
+        assert {name: row[name] for name in expected} == expected | {"fallen": list(expected["fallen"])}
+        assert row["step_seconds"] == pytest.approx(row["wire_seconds"] + row["compute_seconds"])
+    assert {row["ranks"] for row in found["rows"]} == {1, 4, 64}
+    assert found["network"] == "10GbE (9.40 Gbit/s, 30.0 us) for the 4 ranks of a node, NVLink inside"
+
+
+@pytest.mark.parametrize("modes", ["dense,half", "topk=0.1,topk=0.01,dgc=0.01+packed"])
+def test_pictures(small, tmp_path, modes, capsys):
+    out = tmp_path / "out.png"
+    assert volume("--model", small, "--modes", modes, "--ranks", "2,3,64", "--no-measure", "--plot", out) == 0
+    assert out.read_bytes().startswith(PNG)
+    assert volume("--model", small, "--ranks", "1", "--no-measure", "--plot", out) == 2
+    assert "nothing to draw: one rank sends nothing" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------- gradients
+
+
+def record(folder, out, monkeypatch):
+    """Three steps of one rank."""
+    for name, value in request(folder, 3, 1).items():
+        monkeypatch.setenv(name, value)
+    params = laws.parameters([(30, 40), (70,)])
+    opt = DistOpt(SGD(0.1), LocalCommunicator())
+    for step in range(3):
+        opt(laws.pairs(laws.Turn(0, 1), params, step))
+    opt.close()
+    join(folder, out, "here")
+    return params
+
+
+@pytest.fixture
+def tape(tmp_path, monkeypatch):
+    (tmp_path / "parts").mkdir()
+    record(tmp_path / "parts", tmp_path / "tape.safetensors", monkeypatch)
+    for name in request(tmp_path, 1, 1):
+        monkeypatch.delenv(name)
+    return tmp_path / "tape.safetensors"
+
+
+def test_gradients_are_sent(tape, tmp_path, capsys):
+    """What a threshold lets through, on three ranks with a step of the tape each, counted here."""
+    out = tmp_path / "out.json"
+    given = ("--gradients", tape, "--steps", 1, "--ranks", 3, "--no-measure")
+    assert volume(*given, "--modes", "threshold=1.5,half", "--json", out) == 0
+    assert "1 recorded steps; bytes of one rank" in capsys.readouterr().out
+    threshold, half = json.loads(out.read_text())["rows"]
+    grads = [[grad for _, grad in Tape(tape).gradients(step, 0)] for step in range(3)]
+    counts = [sum(int((np.abs(g) >= 1.5).sum()) for g in grad) for grad in grads]
+    assert threshold["payload"] == 8 * counts[0] + 8  # and its length
+    assert threshold["sent"] == 2 * threshold["payload"]
+    assert threshold["received"] == 8 * (counts[1] + counts[2]) + 16
+    there = buckets([(e.name, e.shape) for e in Tape(tape).order])
+    assert half["payload"] == forecast(there, mode("half"), 3).payload
+
+
+def test_what_depends_on_no_data_is_as_forecast(tape, tmp_path):
+    out, more = tmp_path / "a.json", tmp_path / "b.json"
+    names = "dense,topk=0.05,dgc=0.05+packed,1bit"
+    assert volume("--gradients", tape, "--modes", names, "--ranks", "2,5", "--no-measure", "--json", out) == 0
+    model = tmp_path / "m.json"
+    model.write_text(json.dumps([[e.name, list(e.shape)] for e in reversed(Tape(tape).order)]))
+    assert volume("--model", model, "--modes", names, "--ranks", "2,5", "--no-measure", "--json", more) == 0
+    assert json.loads(out.read_text())["rows"] == json.loads(more.read_text())["rows"]
+
+
+def test_a_tape_of_another_model(tape, small, capsys):
+    assert volume("--gradients", tape, "--model", small) == 2
+    assert re.search("tape.safetensors: p0 is on the tape, and not in the model", capsys.readouterr().err)
+
+
+def test_more_than_fits(tape, capsys, monkeypatch):
+    """1270 elements, and 10 in a gap, of 4 bytes, twice, on 100 ranks: a megabyte."""
+    monkeypatch.setattr("os.sysconf", lambda name: 1000)
+    assert volume("--gradients", tape, "--modes", "dense,dgc=0.1", "--ranks", 100) == 2
+    assert "--ranks 100 with dgc=0.1 keep 1.02 MB of residuals, and this machine has 1.00 MB" in capsys.readouterr().err
+
+
+def test_a_bar_for_a_terminal(capsys, monkeypatch):
+    bar(2)("x")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    tick = bar(2)
+    tick("dense")
+    tick("half")
+    first, second = capsys.readouterr().err.split("\r")[1:]
+    assert f"[{'#' * 15}{' ' * 15}] 1/2 dense" in first
+    assert f"[{'#' * 30}] 2/2 half\n" in second
+
+
+# ------------------------------------------------------------------------------------------------------------ advice
+
+
+def test_advise(capsys):
+    assert (
+        main(["advise", "--model", "vgg16", "--link", "1GbE", "--ranks", "2,16", "--modes", "half", "--no-measure"])
+        == 0
+    )
+    found = capsys.readouterr().out.split("\n\n")
+    assert [text.partition(",")[0] for text in found] == ["vgg16 on 2 ranks", "vgg16 on 16 ranks"]
+    assert all("Use half: a step takes" in text for text in found)
+    assert main(["advise", "--link", "NVLink", "--ranks", "8", "--backward", "0.1"]) == 0
+    assert "Do not compress: dense takes 100 ms" in capsys.readouterr().out
+
+
+def test_a_network_that_was_measured(tmp_path, small, capsys):
+    """An all-reduce of two ranks: two messages, and all bytes once."""
+    lines = {verb: Line(found[0].__name__, 0.0, (Piece(0.0, 0.001, 1e-6),), ()) for verb, found in ALGORITHMS.items()}
+    Fit(Link("measured on 2 ranks", 0.001, 1e6, 0.0), lines, {"ranks": 2}).write(tmp_path / "fit.json")
+    out = tmp_path / "out.json"
+    setting = ("--model", small, "--fit", str(tmp_path / "fit.json"), "--ranks", "2", "--no-measure")
+    assert volume(*setting, "--modes", "dense", "--json", out) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["payload"] == 4 * (70 + 10 + 1200)
+    assert row["step_seconds"] == pytest.approx(2 * 0.001 + row["payload"] * 1e-6)
+    capsys.readouterr()
+    assert main(["advise", *setting]) == 0
+    assert "on 2 ranks, measured on 2 ranks (8.00 Mbit/s, 1.00 ms)" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("command", ["volume", "advise"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--model resnet5", "did you mean resnet50?"),
+        ("--model no.json", "No such file"),
+        ("--modes dens", "did you mean dense?"),
+        ("--modes threshold=0.1", "how much threshold=0.1 sends depends on the gradients"),
+        ("--link 10GB", "did you mean 10GbE?"),
+        ("--inside NVLnk", "did you mean NVLink?"),
+        ("--ranks 0", "--ranks must be at least 1, got 0"),
+        ("--ranks 2,,4", "--ranks must be whole numbers"),
+        ("--ranks 2,x", "--ranks must be whole numbers"),
+        ("--ranks 12 --per-node 8", "--ranks must fill nodes of 8, got 12"),
+        ("--per-node 0", "--per-node must be at least 1, got 0"),
+        ("--threshold -1", "threshold must be at least 0, got -1"),
+        ("--fit no.json", "No such file"),
+        ("--fit no.json --link 1GbE", "--fit is a network: leave out --link"),
+    ],
+)
+def test_bad_arguments(command, arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([command, *arguments.split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"distopt {command}: ")
+    assert words in err
+
+
+def refused(monkeypatch, *arguments):
+    """Nothing is counted or measured before these arguments are."""
+
+    def never(*given):
+        raise AssertionError("work began")
+
+    monkeypatch.setattr("distopt.cli.volume.rows", never)
+    monkeypatch.setattr("distopt.cli.setting.measure", never)
+    return volume(*arguments)
+
+
+def test_files_that_cannot_be_written(monkeypatch, tmp_path, capsys, small):
+    for arguments, words in (
+        (("--plot", tmp_path / "no" / "a.png"), "No such file"),
+        (("--json", tmp_path), "Is a directory"),
+        (("--plot", "a.gif"), "must end in .png, .svg, .pdf"),
+        (("--gradients", tmp_path / "no"), "No such file"),
+        (("--gradients", small), "small.json"),
+        (("--steps", 3), "give it with --gradients"),
+    ):
+        assert refused(monkeypatch, *arguments) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_without_matplotlib(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert refused(monkeypatch, "--plot", tmp_path / "a.png") == 2
+    assert picture.INSTALL in capsys.readouterr().err
+
+
+def test_a_simulation_is_what_is_counted():
+    """The names of shapes and of recorded parameters make the same buckets as a step does."""
+    there = buckets(shapes("resnet50")[::-1])
+    assert sum(int(b.rows["size"].sum()) for b in there) == 25_557_032
+    params = laws.parameters([(30, 40), (70,)])
+    sim = simulate(2, SGD(0.1), threshold=80)
+    sim(lambda rank: laws.pairs(laws.Turn(rank, 2), params, 0))
+    assert [b.names for b in buckets([(p.name, p.data.shape) for p in params], 80)] == [
+        b.names for b in sim.plan.buckets
+    ]
