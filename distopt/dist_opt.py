@@ -9,8 +9,8 @@ from distopt import device, kernels
 from distopt.capture import Captured
 from distopt.comm import Communicator, NcclCommunicator, Ordered, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
+from distopt.conditions import Kind
 from distopt.gradients import checked_gradient
-from distopt.loop import Kind
 from distopt.nonfinite import Policy
 from distopt.optim import SGD
 from distopt.saving import Saving

@@ -11,10 +11,11 @@ from distopt.comm import LocalCommunicator
 from distopt.comm.local import LocalControl
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
+from distopt.conditions import Kind
 from distopt.dist_opt import DistOpt
 from distopt.exchange.walk import Turns
 from distopt.ledger import Ledger, Purpose
-from distopt.loop import Kind, Packed
+from distopt.loop import Packed
 from distopt.numbers import whole
 
 Losses = Callable[[int], Any]
