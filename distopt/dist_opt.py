@@ -179,6 +179,7 @@ class DistOpt(Saving):
             return self._step(loss, kind)
         self._check_open()
         self._settle()
+        self._observer.begin(self.step_counter + 1, sent=False)
         self._finish()
         self._ended(applied=True)
         return True

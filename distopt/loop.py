@@ -12,7 +12,7 @@ from distopt.comm import Communicator
 from distopt.compress import At, Compressor, Dense
 from distopt.conditions import Conditions, Kind
 from distopt.device import Graph
-from distopt.exchange import Overlap, Rooms, add_shares, choose, refuse_divergence
+from distopt.exchange import Callback, Observer, Overlap, Rooms, add_shares, choose, refuse_divergence
 from distopt.exchange.shares import describe, nonfinite
 from distopt.guard import by_rank
 from distopt.ledger import Purpose
@@ -38,6 +38,26 @@ def _in_words(kind: Kind, compressor: Compressor) -> str:
 
 class Loop(Conditions):
     """The steps of one model."""
+
+    def observe(self, callback: Callback | None = None, every: int = 100) -> None:
+        """From now on ``callback(step, numbers)`` learns, behind every ``every``-th step, how good what it sent is.
+
+        ``every`` must be the same on all ranks, as the next step finds out; a callback is for those that want to know,
+        and may be any of ``distopt.monitor``.  A second call takes the place of the first; ``every=0`` ends it.  Step
+        numbers count updates; partial steps, and those that are made of ``all_reduce`` and ``update``, are left out.
+
+        The numbers are ``energy``, ``residual``, ``residual_ratio``, ``age`` and ``density``, of this rank or the mean
+        over virtual ones, and ``cosine``, of all ranks (``distopt.exchange.Quality`` says what they are); and with a
+        ``Metered`` communicator ``payload`` and ``wire``, bytes since the start, as an ``Experiment`` wants them.  The
+        training gets the same bits as without.  A step that is looked at has one dense all-reduce more, which is the
+        phase 'quality' of a ledger, but none of those bytes.
+
+        What a callback raises is raised behind the step, which is done.  Raises TypeError for what cannot be called,
+        TypeError or ValueError for ``every``, and ValueError on a GPU, where nobody looks.
+        """
+        if self._wire.gpu is not None:
+            raise ValueError(f"observe: what is sent is looked at on the host; {self._wire!r} has it on a GPU")
+        self._observer, self._lines = Observer(callback, every), []
 
     def _step(self, loss: Any, kind: Kind) -> bool:
         """One step with the mean over ranks of what a compressor sends; True if an update was applied."""
@@ -96,6 +116,8 @@ class Loop(Conditions):
             values = {name: known.value for name, known in self._collector.order.items()}
             refuse_divergence(self._wire.control, values, f"after step {self.step_counter}")
         self._hand_over()
+        if applied:
+            self._observer.tell(self.step_counter, self._wire)
 
     def _begun(self, ready: Callable[[], T]) -> T:
         """What is enqueued after a step that fails comes behind what that has enqueued."""
@@ -136,6 +158,7 @@ class Loop(Conditions):
         error: Exception | None = None
         overlap: Overlap | None = None
         exchange: Exchange = as_they_are
+        self._observer.begin(self.step_counter + 1, kind.sent)
         try:
             threshold = self._checked_threshold(kind)
             compressor = self._at_this_step(kind.make())
@@ -275,6 +298,7 @@ class Loop(Conditions):
         What goes ``early`` has a wire of its own: a backward pass may use this one, as batch normalization does.
         """
         algorithm, wire = choose(compressor, break_even), self._wire.beside if early else self._wire
+        algorithm = self._observer.around(algorithm, compressor)
         finish = getattr(compressor, "finish", None)
 
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:

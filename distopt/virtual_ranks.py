@@ -120,7 +120,7 @@ class Simulation(DistOpt):
         """Bring one rank after the other, and take from each of its buckets what it sends."""
         buffers = list(self._memory)
         self._kept = self._kept or [[{} for _ in buffers] for _ in range(self.world_size)]
-        turns = [Turns(compressor, buffer.scratch) for buffer in buffers]
+        turns = [self._observer.turns(compressor, buffer.scratch) for buffer in buffers]
         try:
             for rank, kept in enumerate(self._kept):
                 self._turn.rank = rank
