@@ -18,6 +18,7 @@ from distopt.experiment import Experiment, read
 from distopt.guard import PeerLeft
 from distopt.monitor import CsvFile, JsonLines, TensorBoard
 from distopt.optim import SGD
+from distopt.tables import Members
 from launch import distopt_run, needs_mpi, run_mpi
 from test_virtual_ranks import MODES, Turn
 from test_virtual_ranks import SHAPES as MANY
@@ -166,38 +167,44 @@ def test_virtual_ranks_have_their_mean(case):
     assert volume["wire"] == sum(row["sent"] for phase, row in rows.items() if phase != "quality")
 
 
-@given(seed=st.integers(0, 99), cuts=st.lists(st.integers(0, 3 * BLOCK), max_size=4), dtype=st.sampled_from("fd"))
+@given(
+    seed=st.integers(0, 99),
+    sizes=st.lists(st.integers(0, 3 * BLOCK // 2), min_size=1, max_size=4),
+    dtype=st.sampled_from("fd"),
+)
 @settings(deadline=None, max_examples=30)
-def test_sums_do_not_depend_on_buckets_and_blocks(seed, cuts, dtype):
+def test_sums_do_not_depend_on_buckets_and_blocks(seed, sizes, dtype):
     rng = np.random.default_rng(seed)
-    n = 3 * BLOCK - seed
-    gradient, sent, kept = (rng.standard_normal(n).astype(dtype) for _ in range(3))
-    sent[rng.random(n) < 0.5] = 0
+    gradient, sent, kept = ([rng.standard_normal(n).astype(dtype) for n in sizes] for _ in range(3))
     quality = Quality()
-    for part in np.split(np.arange(n), sorted(cuts)):
-        quality.of(0).had(gradient[part])
-        quality.of(0).sent(sent[part], kept[part], part.size)
-        quality.compare(sent[part], gradient[part])
-    numbers, (g, s, k) = quality.numbers(), (x.astype(np.float64) for x in (gradient, sent, kept))
-    assert numbers["energy"] == pytest.approx(1 - np.sum(k**2) / np.sum((s + k) ** 2), rel=1e-9)
+    for parts in zip(gradient, sent, kept, strict=True):
+        parts[1][rng.random(parts[1].size) < 0.5] = 0
+        members = Members(["x"], [parts[0].shape], [0], dtype)
+        quality.of(0).had(members, parts[0])
+        quality.compare(members, parts[1], parts[0])
+        quality.of(0).sent(members, parts[1].copy(), parts[2])
+    numbers, (g, s, k) = quality.numbers(), (flat(x).astype(np.float64) for x in (gradient, sent, kept))
+    if not np.any(s):
+        return
+    assert numbers["energy"] == pytest.approx(1 - np.sum(k**2) / np.sum((s + k) ** 2), rel=1e-5, abs=1e-6)
     assert numbers["residual_ratio"] == pytest.approx(np.linalg.norm(k) / np.linalg.norm(g), rel=1e-9)
     assert numbers["age"] == pytest.approx(np.abs(k).sum() / np.abs(s).sum(), rel=1e-9)
     assert numbers["density"] == np.mean(s != 0)
-    assert numbers["cosine"] == pytest.approx(s @ g / np.linalg.norm(s) / np.linalg.norm(g), rel=1e-9)
+    assert numbers["cosine"] == pytest.approx(s @ g / np.linalg.norm(s) / np.linalg.norm(g), rel=1e-9, abs=1e-15)
 
 
 # ------------------------------------------------------------------------------------------------------- Little's law
 
 
 def ages(gradient, density, steps):
-    """What each step tells of one constant stream, and which entries it sent."""
+    """What each step tells of one constant stream, and what it sent of every entry."""
     w = Parameter("w", np.zeros(gradient.size))
     opt, told, sent = DistOpt(SGD(1.0), LocalCommunicator()), [], []
     opt.observe(lambda step, numbers: told.append(numbers), every=1)
     for _ in range(steps):
         before = w.data.copy()
         opt.step([(w, gradient.copy())], ErrorFeedback(TopK(density)), break_even=False)
-        sent.append(before != w.data)
+        sent.append(before - w.data)
     return told, np.array(sent)
 
 
@@ -211,18 +218,19 @@ def test_in_a_constant_stream_everything_waits_for_its_turn(density):
 
 
 def test_the_age_is_how_long_gradients_have_waited():
-    """Some a thousand times as large as others; every gradient's wait is counted, from what moves the parameters."""
-    gradient = np.random.default_rng(3).lognormal(0, 1.5, 200)
-    steps, begin = 6000, 1000
+    """Some 50 times as large as others; every gradient's wait is counted, from what moves the parameters."""
+    gradient = np.random.default_rng(3).lognormal(0, 1, 200).clip(0.2, 10)
+    steps, begin = 2500, 500
     told, sent = ages(gradient, 0.05, steps)
     waited = 0.0
     for magnitude, turns in zip(gradient, sent.T, strict=True):
-        at = np.flatnonzero(turns)
+        at = np.flatnonzero(turns > gradient.min() / 2)
         gaps = np.diff(at)[at[1:] > begin]
         waited += magnitude * (gaps * (gaps - 1) / 2).sum()
     mean = waited / (gradient.sum() * (steps - begin))
-    assert 1 < mean < 40
-    assert np.mean([numbers["age"] for numbers in told[begin:]]) == pytest.approx(mean, rel=0.03)
+    assert 5 < mean < 20
+    weights = sent[begin:].sum(1)
+    assert np.average([numbers["age"] for numbers in told[begin:]], weights=weights) == pytest.approx(mean, rel=0.01)
 
 
 # ----------------------------------------------------------------------------------------------------- the same bits
@@ -277,19 +285,21 @@ def test_virtual_ranks_are_the_same(mode):
     assert found[0] == found[1]
 
 
+OVERLAP = ("dense", "half", "half that may overflow", "top-K without memory")  # as nothing outlives their steps
+
+
 def on_mpi(comm):
     """All modes, and those that overlap."""
-    for mode in MODES:
-        for overlap in (False, True):
-            watched, seen = trained(comm, mode, 2, overlap)
-            assert watched == trained(comm, mode, 0, overlap)[0], (mode, overlap)
-            assert seen == [2, 4]
+    for mode, overlap in [*((mode, False) for mode in MODES), *((mode, True) for mode in OVERLAP)]:
+        watched, seen = trained(comm, mode, 2, overlap)
+        assert watched == trained(comm, mode, 0, overlap)[0], (mode, overlap)
+        assert seen == [2, 4]
     return {"done": np.ones(1)}
 
 
 @needs_mpi
 def test_processes_are_the_same(tmp_path):
-    assert len(run_mpi(3, on_mpi, tmp_path)) == 3
+    assert len(run_mpi(2, on_mpi, tmp_path)) == 2
 
 
 # --------------------------------------------------------------------------------------------- who may look, and when

@@ -9,7 +9,7 @@ from distopt import device
 from distopt.comm import Communicator
 from distopt.comm.meter import Meter
 from distopt.compress import At, Compressor
-from distopt.compress.compressor import decompress_all, sizes_of, table
+from distopt.compress.compressor import decompress_all, table
 from distopt.exchange.quality import Quality
 from distopt.exchange.walk import RunningSum, Turns
 from distopt.ledger import Purpose
@@ -37,16 +37,16 @@ class Probe:
 
     def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
         """As the compressor."""
-        share = self._quality.of(at.rank)
+        members, share = table(x, at), self._quality.of(at.rank)
         self._sum.add(x, first=not self._turns)
         self._turns += 1
-        share.had(x)
+        share.had(members, x)
         payload = self._compressor.compress(x, state, at)
         spent = np.may_share_memory(payload, x)
-        carried = x if spent else self._carried(payload, x, at)
+        carried = x.copy() if spent else self._carried(payload, x, at)
         left = np.zeros_like(x) if spent else x
         kept = state.get("residual", left) if self._compressor.stateful else left
-        share.sent(carried, kept, int(sizes_of(x.size, at.bucket).sum()))
+        share.sent(members, carried, kept)
         return payload
 
     def _carried(self, payload: np.ndarray, x: np.ndarray, at: At) -> np.ndarray:
@@ -62,9 +62,9 @@ class Probe:
             members.view(found, row)[...] = members.view(x, row)
         return found
 
-    def compare(self, total: np.ndarray) -> None:
+    def compare(self, total: np.ndarray, at: At) -> None:
         """The sum over ranks of what was sent, with that of the gradients."""
-        self._quality.compare(total, self.dense)
+        self._quality.compare(table(total, at), total, self.dense)
 
 
 def observed(algorithm: Algorithm, quality: Quality) -> Algorithm:
@@ -77,7 +77,7 @@ def observed(algorithm: Algorithm, quality: Quality) -> Algorithm:
         algorithm(x, probe, comm, state, at)
         with comm.on_behalf_of(_purpose(at)):
             comm.all_reduce(probe.dense)
-        probe.compare(x)
+        probe.compare(x, at)
 
     return exchange
 
@@ -92,7 +92,7 @@ class ObservedTurns(Turns):
     def give(self, x: np.ndarray, at: At) -> None:
         """Overwrite x by the sum, and compare it."""
         super().give(x, at)
-        self._probe.compare(x)
+        self._probe.compare(x, at)
 
     def write(self, meter: Meter, x: np.ndarray, at: At, break_even: bool) -> None:
         """The dense sum is a message too."""

@@ -2,11 +2,13 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 
 import numpy as np
 
-BLOCK = 1 << 15  # elements that are looked at together: as float64 they stay in a cache
+from distopt import kernels
+from distopt.tables import Members
+
+BLOCK = 1 << 16  # elements of which a product is taken at once, as float64
 
 
 class Share:
@@ -17,24 +19,19 @@ class Share:
         self._waiting = self._leaving = 0.0  # magnitudes
         self._entries = self._elements = 0
 
-    def had(self, gradient: np.ndarray) -> None:
+    def had(self, members: Members, gradient: np.ndarray) -> None:
         """A bucket's gradient, as a compressor got it."""
-        for (g,) in _blocks(gradient):
-            self._gradient += float(g @ g)
+        self._gradient += _squares(members, gradient)
 
-    def sent(self, sent: np.ndarray, kept: np.ndarray, elements: int) -> None:
-        """What has left it of a bucket of so many elements, and what has not: by conservation, that was all there was.
-
-        Gaps between members are zeros in both.
-        """
-        for s, k in _blocks(sent, kept):
-            before = s + k
-            self._before += float(before @ before)
-            self._kept += float(k @ k)
-            self._waiting += float(np.abs(k).sum())
-            self._leaving += float(np.abs(s).sum())
-            self._entries += int(np.count_nonzero(s))
-        self._elements += elements
+    def sent(self, members: Members, sent: np.ndarray, kept: np.ndarray) -> None:
+        """What has left it of a bucket, and what has not; all there was is their sum, which is left in ``sent``."""
+        self._entries += int(np.count_nonzero(sent))
+        self._leaving += _magnitudes(members, sent)
+        self._waiting += _magnitudes(members, kept)
+        self._kept += _squares(members, kept)
+        kernels.accumulate(kept, sent)
+        self._before += _squares(members, sent)
+        self._elements += int(members.rows["size"].sum())
 
     def numbers(self) -> dict[str, float]:
         """Those of this rank."""
@@ -51,31 +48,32 @@ class Share:
 class Quality:
     """One step, over all buckets: the shares of the ranks that are here, and which way their sum points.
 
-    * ``energy``: the fraction of the energy that a compressor had to send from which was sent,
-      1 - |kept|^2 / |sent + kept|^2: of the gradient, with what was kept of earlier ones; for DGC, of the velocities.
-      What a format rounds, clips or counts double makes it less, and less than 0 if that is more than there was.
+    * ``energy``: how much of what there was to send was sent, 1 - |kept|^2 / |sent + kept|^2.  There was the gradient,
+      and what was kept of earlier ones; for DGC, the velocities.  Below 0 if more is kept than there was.
     * ``residual``: the norm of what is kept, in units of the local, un-averaged gradient; what a compressor without
       memory drops.  ``residual_ratio``: that over the gradient's norm.
     * ``age``: |kept| / |sent|, sums of magnitudes: how many steps' worth of what is sent waits, and in a steady state
       the mean number of steps that it waits (Little, "A proof for the queuing formula L = lambda W", 1961).
     * ``density``: the fraction of the elements for which anything but zero was sent.
-    * ``cosine``: of the angle between the sum over ranks of what was sent and that of their gradients.
+    * ``cosine``: of the angle between the sum over ranks of what was sent and that of their gradients.  A momentum in
+      the compressor turns the sum too.
 
     If nothing was looked at, because everything is sent, they are 1, 0, 0, 0, 1 and 1.
     """
 
     def __init__(self) -> None:
         self._shares: defaultdict[int, Share] = defaultdict(Share)
-        self._products = np.zeros(3)
+        self._along = self._total = self._dense = 0.0  # the product of both sums, and their squares
 
     def of(self, rank: int) -> Share:
         """The share of a rank."""
         return self._shares[rank]
 
-    def compare(self, total: np.ndarray, dense: np.ndarray) -> None:
+    def compare(self, members: Members, total: np.ndarray, dense: np.ndarray) -> None:
         """A bucket's sum over ranks of what was sent, and of the gradients as they were."""
-        for t, d in _blocks(total, dense):
-            self._products += t @ d, t @ t, d @ d
+        self._along += _product(total, dense)
+        self._total += _squares(members, total)
+        self._dense += _squares(members, dense)
 
     def numbers(self) -> dict[str, float]:
         """Means over the ranks that are here, and the cosine."""
@@ -85,17 +83,33 @@ class Quality:
 
     def _cosine(self) -> float:
         """1 if all there was is zeros; what rounding lets pass 1 is held there."""
-        along, one, other = self._products.tolist()
-        if one == other == 0:
+        if self._total == self._dense == 0:
             return 1.0
-        return float(np.clip(_ratio(along, math.sqrt(one) * math.sqrt(other)), -1, 1))
+        return float(np.clip(_ratio(self._along, math.sqrt(self._total) * math.sqrt(self._dense)), -1, 1))
 
 
-def _blocks(*arrays: np.ndarray) -> Iterator[list[np.ndarray]]:
-    """The same pieces of flat arrays, as float64."""
-    with np.errstate(all="ignore"):  # what is not finite makes the numbers so
-        for begin in range(0, arrays[0].size, BLOCK):
-            yield [x[begin : begin + BLOCK].astype(np.float64) for x in arrays]
+def _squares(members: Members, x: np.ndarray) -> float:
+    partial = _partials(members)
+    kernels.partial_squares(members, x, partial)
+    return float(partial.sum())
+
+
+def _magnitudes(members: Members, x: np.ndarray) -> float:
+    partial = _partials(members)
+    kernels.partial_magnitudes(members, x, x, False, partial)
+    return float(partial.sum())
+
+
+def _partials(members: Members) -> np.ndarray:
+    """A number per chunk, and one for a member that has none."""
+    return np.zeros(max(members.chunks, len(members.names)))
+
+
+def _product(x: np.ndarray, y: np.ndarray) -> float:
+    """Gaps between members are zeros."""
+    pieces = (slice(begin, begin + BLOCK) for begin in range(0, x.size, BLOCK))
+    with np.errstate(all="ignore"):  # what is not finite makes the product so
+        return sum(float(x[piece].astype(np.float64) @ y[piece].astype(np.float64)) for piece in pieces)
 
 
 def _ratio(a: float, b: float) -> float:
