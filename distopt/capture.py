@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from distopt import device
+from distopt.conditions import Kind
 from distopt.guard import fingerprint
-from distopt.loop import Kind, Loop
+from distopt.loop import Loop
 
 
 class Captured:

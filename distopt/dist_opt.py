@@ -9,9 +9,9 @@ from distopt import device, kernels, volume
 from distopt.capture import Captured
 from distopt.comm import Communicator, NcclCommunicator, Ordered, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
+from distopt.conditions import Kind
 from distopt.cost import Link
 from distopt.gradients import checked_gradient
-from distopt.loop import Kind
 from distopt.nonfinite import Policy
 from distopt.optim import SGD
 from distopt.saving import Saving
@@ -181,6 +181,7 @@ class DistOpt(Saving):
             return self._step(loss, kind)
         self._check_open()
         self._settle()
+        self._observer.begin(self.step_counter + 1, sent=False)
         self._finish()
         self._ended(applied=True)
         return True

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -10,31 +10,18 @@ from distopt import device, kernels
 from distopt.buckets import Buffer, Sum, in_one_piece, own
 from distopt.comm import Communicator
 from distopt.compress import At, Compressor, Dense
+from distopt.conditions import Conditions, Kind
 from distopt.device import Graph
-from distopt.exchange import Overlap, Rooms, add_shares, choose, refuse_divergence
+from distopt.exchange import Callback, Observer, Overlap, Rooms, add_shares, choose, refuse_divergence
 from distopt.exchange.shares import describe, nonfinite
 from distopt.guard import by_rank
 from distopt.ledger import Purpose
-from distopt.memory import Memory
-from distopt.numbers import whole
 from distopt.watch import recorder
 
-Make = Callable[[], Compressor]
 One = Callable[[Buffer, np.ndarray], Sum]  # bucket's exchange
 Exchange = Callable[[list[np.ndarray]], Iterator[Sum]]  # that of all
 Packed = tuple[Exception | None, Exchange]  # what went wrong meanwhile; how the buckets are exchanged
 T = TypeVar("T")
-
-
-class Kind(NamedTuple):
-    """What a step does with the gradients of its loss."""
-
-    make: Make = Dense  # of what is sent; raises what forbids such a step
-    threshold: int | None = None  # that fills a bucket; None: as always
-    clip: float | None = None  # they are held between -clip and clip
-    break_even: bool = False  # never more bytes than dense
-    what: str = "a step"
-    sent: bool = True  # to all ranks; else this one goes on with its own
 
 
 def as_they_are(arrays: list[np.ndarray]) -> Iterator[Sum]:
@@ -49,8 +36,28 @@ def _in_words(kind: Kind, compressor: Compressor) -> str:
     return f"{kind.what} with {compressor!r}{clipped}" + ", break_even=False" * gathered
 
 
-class Loop(Memory):
+class Loop(Conditions):
     """The steps of one model."""
+
+    def observe(self, callback: Callback | None = None, every: int = 100) -> None:
+        """From now on ``callback(step, numbers)`` learns, behind every ``every``-th step, how good what it sent is.
+
+        ``every`` must be the same on all ranks, as the next step finds out; a callback is for those that want to know,
+        and may be any of ``distopt.monitor``.  A second call takes the place of the first; ``every=0`` ends it.  Step
+        numbers count updates; partial steps, and those that are made of ``all_reduce`` and ``update``, are left out.
+
+        The numbers are ``energy``, ``residual``, ``residual_ratio``, ``age`` and ``density``, of this rank or the mean
+        over virtual ones, and ``cosine``, of all ranks (``distopt.exchange.Quality`` says what they are); and with a
+        ``Metered`` communicator ``payload`` and ``wire``, bytes since the start, as an ``Experiment`` wants them.  The
+        training gets the same bits as without.  A step that is looked at has one dense all-reduce more, which is the
+        phase 'quality' of a ledger, but none of those bytes.
+
+        What a callback raises is raised behind the step, which is done.  Raises TypeError for what cannot be called,
+        TypeError or ValueError for ``every``, and ValueError on a GPU, where nobody looks.
+        """
+        if self._wire.gpu is not None:
+            raise ValueError(f"observe: what is sent is looked at on the host; {self._wire!r} has it on a GPU")
+        self._observer, self._lines = Observer(callback, every), []
 
     def _step(self, loss: Any, kind: Kind) -> bool:
         """One step with the mean over ranks of what a compressor sends; True if an update was applied."""
@@ -109,6 +116,8 @@ class Loop(Memory):
             values = {name: known.value for name, known in self._collector.order.items()}
             refuse_divergence(self._wire.control, values, f"after step {self.step_counter}")
         self._hand_over()
+        if applied:
+            self._observer.tell(self.step_counter, self._wire)
 
     def _begun(self, ready: Callable[[], T]) -> T:
         """What is enqueued after a step that fails comes behind what that has enqueued."""
@@ -149,6 +158,7 @@ class Loop(Memory):
         error: Exception | None = None
         overlap: Overlap | None = None
         exchange: Exchange = as_they_are
+        self._observer.begin(self.step_counter + 1, kind.sent)
         try:
             threshold = self._checked_threshold(kind)
             compressor = self._at_this_step(kind.make())
@@ -179,39 +189,6 @@ class Loop(Memory):
         if overlap:
             self._complete(overlap, failed=error is not None)
         return error, exchange
-
-    def _at_this_step(self, compressor: Compressor) -> Compressor:
-        """What a compressor is at the next update; ValueError if it cannot work there."""
-        if getattr(compressor, "corrects_momentum", False):
-            self._check_momentum(type(compressor).__name__)
-        at_step: Callable[[int], Compressor] | None = getattr(compressor, "at_step", None)
-        return at_step(self.step_counter) if at_step else compressor
-
-    def _check_momentum(self, name: str) -> None:
-        """ValueError if the compressor of this name would not be all that there is of momentum."""
-        found = self._optimizer.momentum()
-        if found:
-            raise ValueError(
-                f"{name} has the momentum, on each rank, and {found} would be a second one: "
-                "give the momentum to the compressor, and the optimizer none, as SGD(lr)"
-            )
-        if self._window.num_batches > 1 and not self._window.sync_on_apply:
-            raise ValueError(f"sync_on_apply=False exchanges every batch, but {name} has one momentum per update")
-
-    def _check_sizes(self, compressor: Compressor) -> None:
-        """ValueError for a bucket that a compressor cannot take."""
-        for b in self._memory:
-            compressor.payload_bytes(b.gradient.size, b.gradient.itemsize, b.gradients)
-
-    def _checked_threshold(self, kind: Kind) -> int:
-        """The threshold of this step; raises what forbids a step of this kind."""
-        if self._failure:
-            raise RuntimeError(self._failure)
-        if kind.clip is not None and not kind.clip >= 0:
-            raise ValueError(f"clip_Value must be at least 0, got {kind.clip}")
-        if kind.threshold is None:
-            return self._threshold if self._sharded else self.threshold
-        return whole("threshold", kind.threshold, least=0)
 
     def _take_numbers(self, compressor: Compressor) -> None:
         """On which all ranks must agree."""
@@ -321,6 +298,7 @@ class Loop(Memory):
         What goes ``early`` has a wire of its own: a backward pass may use this one, as batch normalization does.
         """
         algorithm, wire = choose(compressor, break_even), self._wire.beside if early else self._wire
+        algorithm = self._observer.around(algorithm, compressor)
         finish = getattr(compressor, "finish", None)
 
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:
@@ -406,31 +384,6 @@ class Loop(Memory):
             kernels.unpack(members, piece.flat, 1.0 / self._live, self._refusal.number)
         if buffer.peers is not None:
             self._wire.barrier()
-
-    def _check_capture(self, compressor: Compressor) -> None:
-        """ValueError for a step that cannot be captured."""
-        if self._recorder:
-            raise ValueError("distopt record: the gradients of a captured step are seen by the GPU alone")
-        if self._wire.gpu is None:
-            raise ValueError(f"a step is captured on a GPU; {self._wire!r} carries arrays on the host")
-        if self._wire.rank_ordered and self._wire.size > 1:
-            raise ValueError(
-                "deterministic=True: sums in rank order need memory anew, which a captured step cannot have"
-            )
-        if compressor.ragged:
-            raise ValueError(f"{compressor!r} sends as much as the data want: such a step cannot be captured")
-        if getattr(compressor, "sparsity", None) is not None:
-            raise ValueError(
-                f"{compressor!r} changes with its warmup, which a captured step could not: capture it without"
-            )
-        if self._window.num_batches > 1:
-            raise ValueError(f"num_batches={self._window.num_batches}: calls of different kinds cannot be captured")
-        if self._nonfinite.adapts:
-            raise ValueError(f"{self._nonfinite!r}: the scale changes, which a captured step could not: use 'skip'")
-        if not self._optimizer.same_each_step:
-            raise ValueError(f"{self._optimizer!r} does not do the same at every call: it cannot be captured")
-        if not self._optimizer.looks:
-            raise ValueError(f"{self._optimizer!r} is called by the host at every step: it cannot be captured")
 
     def _prepare_replay(self, changes: object, lines: list[str], mark: int) -> None:
         """The host's part of a captured step, before it: as of any other; ``lines`` say what it is, ``mark`` is theirs.

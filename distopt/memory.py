@@ -11,7 +11,7 @@ from distopt.adapters import adapt
 from distopt.buckets import Buffers, Plan, States, plan
 from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense
-from distopt.exchange import Background, Blind, Inline, Refusal, Rooms, Seen, Window
+from distopt.exchange import Background, Blind, Inline, Observer, Refusal, Rooms, Seen, Window
 from distopt.gradients import Collector
 from distopt.guard import by_rank, fingerprint
 from distopt.ledger import Purpose
@@ -64,6 +64,7 @@ class Memory(Verbs):
         self._window = Window(whole("num_batches", num_batches, least=1), sync_on_apply)
         self._collector = Collector(allow_missing, wire.gpu)
         self._recorder = tape.recorder(wire.rank, wire.size)  # of gradients, None if nobody asked for one
+        self._observer = Observer()  # of what is sent
         self._buffers: Buffers | None = None
         self._refusal = Blind()  # who looks for what is not finite in them
         self._rooms: Rooms | None = None  # on a GPU, in what is sent of them
@@ -206,7 +207,8 @@ class Memory(Verbs):
             return False
         order = self._collector.order.items()
         parameters = [f"parameter {k} = {n} {p.value.shape} {p.value.dtype}" for k, (n, p) in enumerate(order)]
-        options = [f"threshold={self._memory.plan.threshold}", *self._options, repr(self._optimizer)]
+        options = [f"threshold={self._memory.plan.threshold}", *self._options, repr(self._observer)]
+        options.append(repr(self._optimizer))
         self._lines = [what, *parameters, *options]
         self._mark = fingerprint(self._lines)
         return True

@@ -9,9 +9,10 @@ import numpy as np
 from distopt import device, freshness, gluon
 from distopt.buckets import States, Sum, leave, take
 from distopt.comm import Communicator, world
+from distopt.conditions import Kind
 from distopt.gradients import Parameter, checked_gradient
 from distopt.guard import agreed, fingerprint
-from distopt.loop import Kind, Packed, as_they_are
+from distopt.loop import Packed, as_they_are
 from distopt.memory import AllJoinedError
 from distopt.nonfinite import LossScaler
 from distopt.numbers import real

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from distopt.loop import Kind, Loop
+from distopt.conditions import Kind
+from distopt.loop import Loop
 from distopt.memory import AllJoinedError
 
 

@@ -11,10 +11,11 @@ from distopt.comm import LocalCommunicator
 from distopt.comm.local import LocalControl
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
+from distopt.conditions import Kind
 from distopt.dist_opt import DistOpt
 from distopt.exchange.walk import Turns
 from distopt.ledger import Ledger, Purpose
-from distopt.loop import Kind, Packed
+from distopt.loop import Packed
 from distopt.numbers import whole
 
 Losses = Callable[[int], Any]
@@ -120,7 +121,7 @@ class Simulation(DistOpt):
         """Bring one rank after the other, and take from each of its buckets what it sends."""
         buffers = list(self._memory)
         self._kept = self._kept or [[{} for _ in buffers] for _ in range(self.world_size)]
-        turns = [Turns(compressor, buffer.scratch) for buffer in buffers]
+        turns = [self._observer.turns(compressor, buffer.scratch) for buffer in buffers]
         try:
             for rank, kept in enumerate(self._kept):
                 self._turn.rank = rank

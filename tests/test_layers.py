@@ -15,6 +15,7 @@ ROWS = [  # from the ground up
     "exchange adapters gluon tape fit",
     "verbs volume",
     "memory",
+    "conditions",
     "loop",
     "uneven capture",
     "saving",

@@ -1,24 +1,19 @@
 """The one place where a compressor meets a communicator; one file per algorithm."""
 
-from collections.abc import Callable
-
-import numpy as np
-
-from distopt.comm import Communicator
-from distopt.compress import At, Compressor
+from distopt.compress import Compressor
 from distopt.exchange.background import Background, Inline
 from distopt.exchange.divergence import refuse_divergence
 from distopt.exchange.gather import gather, gather_or_reduce
 from distopt.exchange.mixed import mixed, mixed_or_reduce
+from distopt.exchange.observer import Callback, Observer
 from distopt.exchange.overlap import Overlap
+from distopt.exchange.probe import Algorithm
+from distopt.exchange.quality import Quality
 from distopt.exchange.reduce import reduce
 from distopt.exchange.refusal import Blind, Refusal, Seen
 from distopt.exchange.room import Rooms
 from distopt.exchange.shares import add_shares
 from distopt.exchange.window import Window
-
-Algorithm = Callable[[np.ndarray, Compressor, Communicator, dict[str, np.ndarray], At], None]
-
 
 PROPERTIES = ("summable", "ragged", "lossless", "may_overflow", "stateful")
 PROTOCOL = ("compress", "decompress", "payload_bytes", *PROPERTIES)
@@ -44,8 +39,11 @@ __all__ = [
     "Algorithm",
     "Background",
     "Blind",
+    "Callback",
     "Inline",
+    "Observer",
     "Overlap",
+    "Quality",
     "Refusal",
     "Rooms",
     "Seen",

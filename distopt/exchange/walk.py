@@ -18,28 +18,28 @@ class RunningSum:
     """((x0 + x1) + x2) + ... of flat arrays; halves are added in float32, and rounded once."""
 
     def __init__(self, memory: Callable[[int], np.ndarray]):
-        self._memory, self._total = memory, np.empty(0)
+        self._memory, self.total = memory, np.empty(0)
 
     def add(self, x: np.ndarray, first: bool) -> None:
         """The next rank's array."""
         half = x.dtype in HALVES
         if first:
             dtype = np.dtype(np.float32) if half else x.dtype
-            self._total = self._memory(x.size * dtype.itemsize).view(dtype)
+            self.total = self._memory(x.size * dtype.itemsize).view(dtype)
         if half:
             kind, verb = "bfloat16" if x.dtype == BFLOAT16 else "half", "from" if first else "add"
-            getattr(kernels, f"{verb}_{kind}")(x, self._total)
+            getattr(kernels, f"{verb}_{kind}")(x, self.total)
         elif first:
-            device.copy(self._total, x)
+            device.copy(self.total, x)
         else:
-            kernels.accumulate(x, self._total)
+            kernels.accumulate(x, self.total)
 
     def give(self, x: np.ndarray) -> None:
         """Overwrite the last array by the sum."""
         if x.dtype in HALVES:
-            getattr(kernels, "to_bfloat16" if x.dtype == BFLOAT16 else "to_half")(self._total, x)
+            getattr(kernels, "to_bfloat16" if x.dtype == BFLOAT16 else "to_half")(self.total, x)
         else:
-            device.copy(x, self._total)
+            device.copy(x, self.total)
 
 
 class Turns:
