@@ -20,7 +20,7 @@ from distopt.monitor import CsvFile, JsonLines, TensorBoard
 from distopt.optim import SGD
 from distopt.tables import Members
 from launch import distopt_run, needs_mpi, run_mpi
-from test_virtual_ranks import MODES, Turn
+from test_virtual_ranks import MODES
 from test_virtual_ranks import SHAPES as MANY
 
 SHAPES = [(40, 50), (7,), (3, 5, 9), (0,), ()]
@@ -158,7 +158,7 @@ def test_virtual_ranks_have_their_mean(case):
     sim = simulate(RANKS, SGD(0.1))
     sim.observe(lambda step, numbers: seen.append(numbers), every=1)
     for step in range(STEPS):
-        sim.step(lambda rank, step=step: laws.pairs(Turn(rank, RANKS), params, step), compressor)
+        sim.step(lambda rank, step=step: laws.pairs(laws.Turn(rank, RANKS), params, step), compressor)
     for numbers, ranks in zip(seen, expected(make), strict=True):
         volume = {name: numbers.pop(name) for name in ("payload", "wire")}
         close(numbers, {name: np.mean([rank[name] for rank in ranks]) for name in ranks[0]})
@@ -279,7 +279,7 @@ def test_virtual_ranks_are_the_same(mode):
         params, sim = laws.parameters(MANY), simulate(3, SGD(0.05), threshold=200)
         sim.observe(every=every)
         for step in range(STEPS):
-            MODES[mode](sim, lambda rank, step=step: laws.pairs(Turn(rank, 3), params, step))  # noqa: B023
+            MODES[mode](sim, lambda rank, step=step: laws.pairs(laws.Turn(rank, 3), params, step))  # noqa: B023
         rows = [e for e in sim.ledger.entries if e.phase != "quality"]
         found.append(([p.data.tobytes() for p in params], [tuple(map(str, row)) for row in rows]))
     assert found[0] == found[1]
