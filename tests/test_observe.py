@@ -193,6 +193,44 @@ def test_sums_do_not_depend_on_buckets_and_blocks(seed, sizes, dtype):
     assert numbers["cosine"] == pytest.approx(s @ g / np.linalg.norm(s) / np.linalg.norm(g), rel=1e-9, abs=1e-15)
 
 
+class Signs:
+    """A compressor of a user's, whose payload is the array itself; what it drops it does not tell."""
+
+    summable = True
+    ragged = lossless = stateful = may_overflow = False
+
+    def payload_bytes(self, n, itemsize=4, bucket=None):
+        return itemsize * n
+
+    def compress(self, x, state, at):
+        np.sign(x, out=x)
+        return x
+
+    def decompress(self, payload, out, at):
+        pass
+
+    def __repr__(self):
+        return "Signs()"
+
+
+def test_a_payload_may_be_the_array_itself():
+    def main(comm):
+        seen, params = [], laws.parameters(SHAPES)
+        before, signs = flat(p.data for p in params), flat(np.sign(g) for g in laws.gradients(params, 0, comm.rank))
+        opt = DistOpt(SGD(1.0), comm)
+        opt.observe(lambda step, numbers: seen.append(numbers), every=1)
+        opt.step(laws.pairs(comm, params, 0), Signs())
+        gradients = [flat(laws.gradients(params, 0, rank)) for rank in range(2)]
+        total, dense = np.sum(np.sign(gradients), 0, np.float64), np.sum(gradients, 0, np.float64)
+        np.testing.assert_allclose(before - flat(p.data for p in params), total / 2, atol=1e-6)
+        assert seen[0]["energy"] == 1
+        assert seen[0]["density"] == np.mean(signs != 0)
+        assert seen[0]["cosine"] == pytest.approx(total @ dense / np.linalg.norm(total) / np.linalg.norm(dense))
+        return True
+
+    assert all(run_ranks(2, main))
+
+
 # ------------------------------------------------------------------------------------------------------- Little's law
 
 
