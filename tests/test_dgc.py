@@ -737,6 +737,7 @@ def test_a_density_that_always_changes_takes_no_more_memory():
         for step in range(200):
             opt.step(laws.pairs(comm, params, step), compressor)
             if step in (99, 199):
+                gc.collect()
                 found.append(sum(isinstance(o, device.Mirror) for o in gc.get_objects()))
         assert found[0] == found[1]
         return True
