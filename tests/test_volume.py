@@ -340,6 +340,9 @@ def test_break_even_by_hand():
     assert bandwidth(q._replace(ranks=64), mode("2bit")) == 0
     costs = {("half", 1.0): Compute(1e-6, 0.0)}  # dense takes 7 n / b, half 3.5 n / b and n us more
     assert bandwidth(q._replace(computes=costs), mode("half")) == pytest.approx(3.5e6, rel=1e-3)
+    costs = {("half", 1.0): Compute(0.805 * 4e-6, 0.0)}  # made up for where (P - 1) / P is more than 0.805
+    assert ranks(q._replace(computes=costs), mode("half")) == Bounds(6, 4096)
+    assert ranks(q._replace(wire=Network(q.wire.link, 4)), mode("2bit")) == Bounds(4, 32)  # nodes that are full
 
 
 def free(_):

@@ -115,6 +115,20 @@ def test_gradients_are_sent(tape, tmp_path, capsys):
     assert half["payload"] == forecast(there, mode("half"), 3).payload
 
 
+def test_all_steps_are_sent_one_after_the_other(tape, tmp_path):
+    """What stays behind in one is added to the next."""
+    out = tmp_path / "out.json"
+    given = ("--gradients", tape, "--ranks", 3, "--modes", "threshold=1.5", "--no-measure", "--json", out)
+    assert volume(*given) == 0
+    left, count = [np.zeros(g.shape, np.float32) for _, g in Tape(tape).gradients(0, 0)], 0
+    for step in range(3):
+        left = [kept + g for kept, (_, g) in zip(left, Tape(tape).gradients(step, 0), strict=True)]
+        count += sum(int((np.abs(kept) >= 1.5).sum()) for kept in left)
+        left = [np.where(np.abs(kept) >= 1.5, 0, kept) for kept in left]
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["payload"] == pytest.approx(8 * count / 3 + 8)
+
+
 def test_what_depends_on_no_data_is_as_forecast(tape, tmp_path):
     out, more = tmp_path / "a.json", tmp_path / "b.json"
     names = "dense,topk=0.05,dgc=0.05+packed,1bit"

@@ -15,7 +15,12 @@ MODEL = "resnet50"
 def add_setting(parser: argparse.ArgumentParser, modes: str, ranks: str) -> None:
     """Declare it; the defaults are names with commas between them."""
     parser.add_argument("--model", metavar="NAME", help=f"or a file of shapes that ends in .json; default {MODEL}")
-    parser.add_argument("--modes", default=modes, metavar="A,B", help="default: %(default)s")
+    parser.add_argument(
+        "--modes",
+        default=modes,
+        metavar="A,B",
+        help="kind[=number][+option]..., as topk=0.01+packed:int8 (distopt.volume.mode); default: %(default)s",
+    )
     parser.add_argument("--ranks", default=ranks, metavar="P,Q", help="default: %(default)s")
     parser.add_argument("--link", metavar="NAME", help="or a rate, as 300Mbit/s; default 10GbE")
     parser.add_argument("--per-node", type=int, default=1, metavar="M", help="ranks of a node, which share its link")

@@ -29,7 +29,7 @@ class Forecast(NamedTuple):
     """A step: bytes of one rank, the first.  ``sent`` of it go over the wire, ``between`` of these to other hosts.
 
     ``dense`` is the payload of dense gradients; ``fallen`` are the numbers of the buckets that are all-reduced as dense
-    ones, because that is less.
+    ones, because that is less, in one step at least.
     """
 
     payload: float
