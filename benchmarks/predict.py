@@ -2,7 +2,11 @@
 
 Two hosts in network namespaces (benchmarks/namespaces.py: needs root), joined by a link of each rate in turn.  On each
 first ``distopt.fit.fit`` measures for 20 seconds; then each verb is timed, as the fit does it, at sizes that it has not
-seen.  What the link lets through at once after a pause is kept small, and nothing is dropped, as with a real card.
+seen.  So are steps of ResNet-50 in some modes: to the wire ``distopt.volume`` adds what compressing takes, measured
+here, and the rest is what a dense step of one rank alone takes, to pack and to update.  Both are the fastest that were
+seen; the two ranks of this machine share its memory, and where that is what a step waits for, it takes longer.
+
+What the link lets through at once after a pause is kept small, and nothing is dropped, as with a real card.
 """
 
 import argparse
@@ -19,14 +23,20 @@ import distopt
 from benchmarks.link import bits_per_second
 from benchmarks.measure import report, versions
 from benchmarks.namespaces import INTERFACE, missing, two_hosts
+from distopt import volume
 from distopt.cli.launcher import find_launcher
+from distopt.comm import LocalCommunicator
 from distopt.comm.mpi_control import brand, launched
+from distopt.compress import Dense
 from distopt.fit import case_of, fit, take_turns, timed
 from distopt.fit.measure import VERBS
+from distopt.models import MODELS
 
 SIZES = (100, 3_000, 12_000, 48_000, 100_000, 400_000, 1_500_000, 6_000_000)  # bytes
 TARGET = 0.15
 SECONDS = 20.0
+MODES = "dense", "half", "2bit", "topk=0.01", "dgc=0.001+packed"
+STEPS, TRAINED = 6, 3.0  # at least; seconds
 LIMIT = 300  # seconds
 
 
@@ -48,6 +58,37 @@ def held_out(world, found):
     return [(p.verb, p.nbytes, found.seconds(p.verb, p.nbytes, world.size), p.seconds) for p in points]
 
 
+def steps(world, found):
+    """(mode, predicted wire, compute, rest, measured): seconds of a step, the median of some."""
+    shapes = list(reversed(MODELS["resnet50"]()))
+    rest = step_time(LocalCommunicator(), shapes, Dense())
+    advice = volume.advise(volume.buckets(shapes), world.size, found, MODES)
+    rows = [(c.mode.name, c.takes.wire, c.takes.compute, c.mode.compressor) for c in advice.choices]
+    return [(n, w, c, rest, step_time(world, shapes, compressor)) for n, w, c, compressor in sorted(rows, key=str)]
+
+
+def step_time(world, shapes, compressor):
+    """What a step takes, all gradients being there: the median of the later half, when residuals have grown."""
+    rng = np.random.default_rng(world.rank)
+    params = [distopt.Parameter(name, np.zeros(shape, np.float32)) for name, shape in shapes]
+    grads = [rng.standard_normal(p.data.shape, np.float32) for p in params]
+    opt, taken = distopt.DistOpt(distopt.optim.SGD(0.01), world, broadcast=False), []
+    while len(taken) < STEPS or _more(world, sum(taken) < TRAINED):
+        world.barrier()
+        begin = time.perf_counter()
+        opt.step(list(zip(params, grads, strict=True)), compressor)
+        taken.append(time.perf_counter() - begin)
+    opt.close()
+    return statistics.median(taken[len(taken) // 2 :])
+
+
+def _more(world, wanted):
+    """What rank 0 wants."""
+    flag = np.array([wanted], np.uint8)
+    world.broadcast(flag)
+    return bool(flag[0])
+
+
 def measure(rates, file):
     """On each of the ranks: rank 0 writes what was found per rate."""
     world, results = distopt.world(), {}
@@ -57,14 +98,14 @@ def measure(rates, file):
         found = fit(world, SECONDS)
         took = time.perf_counter() - begin
         lines = {verb: (line.algorithm, line.residual, len(line.pieces)) for verb, line in found.lines.items()}
-        results[rate] = (took, found.link, lines, held_out(world, found))
+        results[rate] = (took, found.link, lines, held_out(world, found), steps(world, found))
     if world.rank == 0:
         Path(file).write_text(json.dumps([brand(), results]))
 
 
 def show(results):
     """Per rate, what was fitted, and a line per verb and size."""
-    for rate, (took, (_, latency, bandwidth, _), lines, rows) in results.items():
+    for rate, (took, (_, latency, bandwidth, _), lines, rows, trained) in results.items():
         yield f"{rate}: fitted in {took:.1f} s; as one link {latency * 1e6:.0f} us, {bandwidth / 1e6:.1f} MB/s"
         for verb, (algorithm, residual, pieces) in lines.items():
             yield f"  {verb:14}  {algorithm}, {pieces} pieces, {100 * residual:.1f} % off where it was measured"
@@ -81,6 +122,11 @@ def show(results):
             f"  error: median {100 * statistics.median(errors):.1f} %, largest {100 * max(errors):.1f} %; "
             f"{met} of {len(errors)} within {100 * TARGET:.0f} %"
         )
+        yield f"  {'step of ResNet-50, ms':20}  {'wire':>8}  {'compute':>8}  {'rest':>8}  {'sum':>8}  {'measured':>8}"
+        for name, wire, compute, rest, measured in trained:
+            predicted = wire + compute + rest
+            shown = "  ".join(f"{1e3 * t:8.1f}" for t in (wire, compute, rest, predicted, measured))
+            yield f"  {name:21}  {shown}  {100 * (predicted / measured - 1):+6.1f} %"
 
 
 def main():

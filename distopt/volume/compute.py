@@ -12,7 +12,7 @@ from distopt.compress.compressor import decompress_all
 from distopt.volume.forecast import Sending
 from distopt.volume.modes import Mode
 
-SHAPE = 1024, 1024  # of the gradient that is measured: 4 MiB
+SHAPE = 2048, 4096  # of the gradient that is measured: 32 MiB, which with a memory beside it no cache holds
 MANY = 9  # payloads, against one
 TIMES = 4
 
