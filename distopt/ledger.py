@@ -1,8 +1,9 @@
 """The ledger of a communicator: for every message what it was for, what it was made of, and what went over the wire."""
 
 import csv
-import itertools
 import json
+import operator
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from distopt.tables import Members
 
 VOLUME = ("payload", "values", "indices", "ideal", "sent", "received", "sent_between", "received_between")
 KEYS = ("step", "phase", "bucket", "verb")
+NOTHING = (0,) * (1 + len(VOLUME))
 REST = "(gaps, headers)"  # what belongs to no tensor
 
 
@@ -30,17 +32,20 @@ class Anatomy(NamedTuple):
     counts: np.ndarray | None = None
 
 
+Look = Callable[[], Anatomy]  # at something that may be gone: what had to be seen in time has been
+
+
 class Purpose(NamedTuple):
     """What goes over the wire is part of something: a phase of a step, and there a bucket, with its members.
 
-    ``anatomy`` looks into a payload that is gathered; whatever is summed consists of values.
+    ``look`` is at a payload that is gathered; whatever is summed consists of values.
     """
 
     phase: str = "other"
     step: int = 0
     bucket: int | None = None
     members: Members | None = None
-    anatomy: Callable[[np.ndarray], Anatomy] | None = None
+    look: Callable[[np.ndarray], Look] | None = None
 
     def __str__(self) -> str:
         return "" if self.bucket is None else f"bucket {self.bucket}"
@@ -66,35 +71,54 @@ class Entry(NamedTuple):
     received: int
     sent_between: int
     received_between: int
-    names: Sequence[str] = ()
-    parts: Sequence[int] = ()
+    names: tuple[str, ...] = ()
+    parts: Sequence[int] | np.ndarray = ()
+
+
+MANY = 1000  # entries that are made at once, at the latest
+FIRST = Entry._fields.index(VOLUME[0])
 
 
 class Ledger:
-    """All entries of the last ``keep`` messages, and the sums of all that ever were."""
+    """All entries of the last ``keep`` messages, and the sums of all that ever were.
+
+    Entries are made many at a time, which costs a fifth of making each behind its message, where no cache knows how.
+    """
 
     def __init__(self, keep: int = 100_000):
-        self.entries: deque[Entry] = deque(maxlen=keep)
-        self._totals: dict[tuple[str, int | None, str], Counter[str]] = {}
+        self._entries: deque[Entry] = deque(maxlen=keep)
+        self._drafts: deque[Callable[[], Entry]] = deque()
+        self._lock = threading.Lock()
+        self._totals: dict[tuple[str, int | None, str], tuple[int, ...]] = {}  # calls, and what is in VOLUME
         self._tensors: dict[tuple[str, tuple[str, ...]], np.ndarray] = {}
 
-    def add(self, entry: Entry) -> None:
-        """Write down one message."""
-        self.entries.append(entry)
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The messages that are kept, in their order."""
+        with self._lock:
+            while self._drafts:
+                self._add(self._drafts.popleft()())
+        return self._entries
+
+    def write(self, draft: Callable[[], Entry]) -> None:
+        """Write down one message, which is made when it is asked for."""
+        self._drafts.append(draft)
+        if len(self._drafts) >= MANY:
+            _ = self.entries
+
+    def _add(self, entry: Entry) -> None:
+        self._entries.append(entry)
         key = entry.phase, entry.bucket, entry.verb
-        total = self._totals.get(key)
-        if total is None:
-            total = self._totals[key] = Counter()
-        total["calls"] += 1
-        for name in VOLUME:
-            total[name] += getattr(entry, name)
+        volume = entry[FIRST : FIRST + len(VOLUME)]
+        self._totals[key] = tuple(map(operator.add, self._totals.get(key, NOTHING), (1, *volume)))
         if entry.names:
-            found, parts = self._tensors.get((entry.phase, tuple(entry.names))), np.asarray(entry.parts, np.int64)
-            self._tensors[entry.phase, tuple(entry.names)] = parts if found is None else found + parts
+            place = entry.phase, entry.names
+            self._tensors[place] = self._tensors.get(place, 0) + np.asarray(entry.parts, np.int64)
 
     def clear(self) -> None:
         """Begin anew."""
-        self.entries.clear()
+        self._drafts.clear()
+        self._entries.clear()
         self._totals.clear()
         self._tensors.clear()
 
@@ -120,6 +144,7 @@ class Ledger:
     def tensors(self, phase: str = "gradients") -> dict[str, int]:
         """Payload bytes of every tensor, in all messages of a phase; what belongs to no tensor comes last."""
         found: Counter[str] = Counter()
+        _ = self.entries
         for (here, names), parts in self._tensors.items():
             if here == phase:
                 found.update(dict(zip(names, parts.tolist(), strict=True)))
@@ -164,14 +189,20 @@ class Ledger:
         """Every message that is kept, or the sums of all."""
         if each:
             return [entry._asdict() | {"calls": 1} for entry in self.entries]
+        _ = self.entries
         totals = list(self._totals.items())  # another thread may add some
-        return [dict(zip(KEYS[1:], key, strict=True)) | total for key, total in totals]
+        names = *KEYS[1:], "calls", *VOLUME
+        return [dict(zip(names, (*key, *total), strict=True)) for key, total in totals]
 
 
-def share_out(total: int, counts: Sequence[int] | np.ndarray) -> list[int]:
+def share_out(total: int, counts: Sequence[int] | np.ndarray) -> np.ndarray:
     """``total`` bytes among members in proportion to their counts, whole numbers that add up to it."""
     ends = np.cumsum(np.asarray(counts, np.int64))
-    if not ends.size or not ends[-1]:
-        return [0] * len(counts)
-    *bounds, whole = ends.tolist()
-    return [b - a for a, b in itertools.pairwise([0, *(total * end // whole for end in bounds), total])]
+    whole = int(ends[-1]) if ends.size else 0
+    if not whole:
+        return np.zeros(ends.size, np.int64)
+    if total * whole >= 1 << 63:
+        ends = ends.astype(object)  # Python's numbers do not overflow
+    bounds = (total * ends // whole).astype(np.int64)
+    bounds[1:] -= bounds[:-1].copy()
+    return bounds

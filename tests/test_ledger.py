@@ -151,14 +151,14 @@ def test_what_codes_could_be_coded_to():
     x = rng.choice([0, 0, 0, 0, 0, 0, 1, -1], n).astype(np.float32)
     two, one = TwoBit(1.0), OneBit()
     from distopt.compress import At
-    from distopt.compress.compressor import anatomy
+    from distopt.compress.compressor import look
 
     payload = two.compress(x.copy(), {}, At())
     expected = -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.125))
-    assert anatomy(two, payload, x, At()).ideal == pytest.approx(n * expected, rel=0.05)
-    assert anatomy(two, two.compress(0 * x, {}, At()), x, At()).ideal == 0
+    assert look(two, payload, x, At())().ideal == pytest.approx(n * expected, rel=0.05)
+    assert look(two, two.compress(0 * x, {}, At()), x, At())().ideal == 0
     payload = one.compress(rng.standard_normal(n, np.float32), {}, At())
-    assert anatomy(one, payload, x, At()).ideal == pytest.approx(n, rel=0.01)
+    assert look(one, payload, x, At())().ideal == pytest.approx(n, rel=0.01)
 
 
 @pytest.mark.parametrize("mode", [m for m in MODES if m not in ("dense", "half", "2 bits", "1 bit")])

@@ -1,12 +1,13 @@
 """What one rank writes into its ledger for every verb."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from distopt.cost import Algorithm, Moved, shares
-from distopt.ledger import Anatomy, Entry, Ledger, Purpose, share_out
+from distopt.ledger import Anatomy, Entry, Ledger, Look, Purpose, share_out
+from distopt.tables import Members
 
 
 class Meter:
@@ -26,70 +27,74 @@ class Meter:
         finally:
             self._now = before
 
-    def look(self, payload: np.ndarray) -> Anatomy:
+    def look(self, payload: np.ndarray) -> Look:
         """What a payload that is gathered consists of."""
-        return self._now.anatomy(payload) if self._now.anatomy else Anatomy(payload.nbytes)
+        nbytes = payload.nbytes
+        return self._now.look(payload) if self._now.look else lambda: Anatomy(nbytes)
 
     def all_reduce(self, n: int, itemsize: int) -> None:
         """n elements; on the wire their slices, which are added up and sent to all."""
-        self._sum("all_reduce", n, itemsize, self._algorithm.all_reduce(shares(n, itemsize, self.size), self.rank))
+        self._sum("all_reduce", n, itemsize, lambda: self._algorithm.all_reduce(self._slices(n, itemsize), self.rank))
 
     def reduce_scatter(self, n: int, itemsize: int) -> None:
         """n elements; on the wire all slices but this rank's."""
-        moved = self._algorithm.reduce_scatter(shares(n, itemsize, self.size), self.rank)
-        self._sum("reduce_scatter", n, itemsize, moved)
+        parts = self._slices
+        self._sum("reduce_scatter", n, itemsize, lambda: self._algorithm.reduce_scatter(parts(n, itemsize), self.rank))
 
     def broadcast(self, n: int, itemsize: int, root: int) -> None:
         """n elements, which all ranks but the last one pass on."""
-        self._sum("broadcast", n, itemsize, self._algorithm.broadcast(n * itemsize, self.size, root, self.rank))
+        nbytes = n * itemsize
+        self._sum("broadcast", n, itemsize, lambda: self._algorithm.broadcast(nbytes, self.size, root, self.rank))
 
-    def all_gather(self, sizes: Sequence[int], anatomy: Anatomy) -> None:
+    def all_gather(self, sizes: Sequence[int], look: Look) -> None:
         """A payload of every rank, of these sizes in bytes; what this rank's consists of."""
-        moved = self._algorithm.all_gather(sizes, self.rank)
-        self._write("all_gather", sizes[self.rank], moved, anatomy, self._parts(anatomy, None, 1))
+        self._write("all_gather", sizes[self.rank], lambda: self._algorithm.all_gather(sizes, self.rank), look)
 
     def all_to_all(self, sizes: Sequence[int], got: Sequence[int]) -> None:
         """Parts of these sizes in bytes; on the wire those for others."""
-        total = sum(sizes)
-        self._write("all_to_all", total, self._algorithm.all_to_all(sizes, got, self.rank), Anatomy(total))
+        moved = self._algorithm.all_to_all(sizes, got, self.rank)
+        self._write("all_to_all", sum(sizes), lambda: moved, lambda: Anatomy(sum(sizes)), spread=False)
 
     def lengths(self) -> None:
         """8 bytes, which are no values, to every other rank."""
-        self._write("lengths", 8, self._algorithm.all_gather([8] * self.size, self.rank), Anatomy(0))
+        moved = self._algorithm.all_gather([8] * self.size, self.rank)
+        self._write("lengths", 8, lambda: moved, lambda: Anatomy(0), spread=False)
 
-    def _sum(self, verb: str, n: int, itemsize: int, moved: Moved) -> None:
-        anatomy = Anatomy(n * itemsize)
-        self._write(verb, n * itemsize, moved, anatomy, self._parts(anatomy, n, itemsize))
+    def _slices(self, n: int, itemsize: int) -> tuple[int, ...]:
+        return shares(n, itemsize, self.size)
 
-    def _parts(self, anatomy: Anatomy, n: int | None, itemsize: int) -> list[int]:
-        """The bytes of each member: of a flat array of n elements its own, of entries in proportion to their number."""
-        members = self._now.members
-        if members is None:
-            return []
-        sizes = members.rows["size"].astype(np.int64)
-        if n == members.extent:
-            return (sizes * itemsize).tolist()  # type: ignore[no-any-return]
-        counts = sizes if anatomy.counts is None else anatomy.counts
-        return share_out(anatomy.values + anatomy.indices, counts)
+    def _sum(self, verb: str, n: int, itemsize: int, moved: Callable[[], Moved]) -> None:
+        nbytes = n * itemsize
+        self._write(verb, nbytes, moved, lambda: Anatomy(nbytes), n, itemsize)
 
-    def _write(self, verb: str, payload: int, moved: Moved, anatomy: Anatomy, parts: Sequence[int] = ()) -> None:
-        now = self._now
-        sent_between, received_between = moved.between(self._hosts, self.rank) if self._spans else (0, 0)
-        self.ledger.add(
-            Entry(
-                step=now.step,
-                phase=now.phase,
-                bucket=now.bucket,
-                verb=verb,
-                payload=payload,
-                values=anatomy.values,
-                indices=anatomy.indices,
-                ideal=8 * payload if anatomy.ideal is None else anatomy.ideal,
-                sent=sum(moved.sent),
-                received=sum(moved.received),
-                sent_between=sent_between,
-                received_between=received_between,
-                names=now.members.names if now.members and parts else (),
-                parts=parts,
-            )
-        )
+    def _write(
+        self,
+        verb: str,
+        payload: int,
+        moved: Callable[[], Moved],
+        look: Look,
+        n: int | None = None,
+        itemsize: int = 1,
+        spread: bool = True,
+    ) -> None:
+        """Here only what must be known now; the entry is made when it is asked for, many at a time."""
+        now = self._now._replace(look=None)  # which may hold on to buffers
+
+        def entry() -> Entry:
+            to, anatomy = moved(), look()
+            members = now.members if spread else None
+            parts = () if members is None else parts_of(members, anatomy, n, itemsize)
+            between = to.between(self._hosts, self.rank) if self._spans else (0, 0)
+            ideal = 8 * payload if anatomy.ideal is None else anatomy.ideal
+            volume = payload, anatomy.values, anatomy.indices, ideal, sum(to.sent), sum(to.received), *between
+            return Entry(now.step, now.phase, now.bucket, verb, *volume, members.names if members else (), parts)
+
+        self.ledger.write(entry)
+
+
+def parts_of(members: Members, anatomy: Anatomy, n: int | None, itemsize: int) -> np.ndarray:
+    """The bytes of each member: of a flat array of n elements its own, of entries in proportion to their number."""
+    sizes: np.ndarray = members.rows["size"]
+    if n == members.extent:
+        return sizes * itemsize
+    return share_out(anatomy.values + anatomy.indices, sizes if anatomy.counts is None else anatomy.counts)

@@ -2,16 +2,21 @@
 
 import abc
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from distopt import device, kernels
 from distopt.compress.compressor import At, check_fits, column, table
-from distopt.ledger import Anatomy
+from distopt.ledger import Anatomy, Look
 from distopt.numbers import real
 from distopt.tables import Members
 
-SAMPLED = 64  # a ledger looks at one of so many words
+SAMPLED = 256  # a ledger looks at so many words
+CODES = np.array(
+    [[sum(b >> s & 3 == code for s in (0, 2, 4, 6)) for code in range(4)] for b in range(256)]
+)  # in a byte
+ONES = np.array([b.bit_count() for b in range(256)])
 LEAST, MOST = (float(x) for x in (np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max))
 
 
@@ -43,12 +48,14 @@ class Codec(abc.ABC):
     def take(self, x: np.ndarray, add: np.ndarray, given: bool, payload: np.ndarray, at: At) -> None:
         """Move codes to a payload of zeros; ``add`` is x if nothing is given."""
 
-    def anatomy(self, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
-        """Codes, behind a header; a host finds out from one word in 64 what they could be coded to."""
-        codes = payload[self._header :]
+    def look(self, payload: np.ndarray, x: np.ndarray, at: At) -> Look:
+        """Codes, behind a header; a host finds out from some of the words what they could be coded to."""
+        n, codes = x.size, payload[self._header :]
+        nbytes = codes.nbytes
         if device.on_gpu(codes):
-            return Anatomy(codes.nbytes)
-        return Anatomy(codes.nbytes, ideal=round(self.entropy(codes.view(np.uint32)[::SAMPLED].copy()) * x.size))
+            return lambda: Anatomy(nbytes)
+        words = sampled(codes.view(np.uint32))
+        return lambda: Anatomy(nbytes, ideal=round(self.entropy(words) * n))
 
     def forecast(self, n: int, itemsize: int, bucket: Members) -> Anatomy:
         """Codes, behind a header."""
@@ -78,10 +85,15 @@ class Codec(abc.ABC):
         """Overwrite ``out`` by the sum of payloads at these addresses."""
 
 
-def shannon(counts: np.ndarray) -> float:
+def sampled(words: np.ndarray) -> np.ndarray:
+    """A copy of every so many-th of them, ``SAMPLED`` or a few more, all if there are no more."""
+    return words[:: max(1, words.size // SAMPLED)].copy()
+
+
+def shannon(counts: Sequence[int]) -> float:
     """Bits of information in one symbol, of symbols that were counted so often (Shannon, 1948)."""
-    share = counts[counts > 0] / max(1, counts.sum())
-    return float(-(share * np.log2(share)).sum())
+    whole = sum(counts)
+    return sum(count / whole * math.log2(whole / count) for count in counts if count)
 
 
 def _words(bits: int) -> int:
@@ -116,8 +128,8 @@ class TwoBit(Codec):
 
     def entropy(self, words: np.ndarray) -> float:
         """Of +threshold, -threshold and 0; the gaps of a bucket are zeros too."""
-        codes = np.bincount(np.stack([words >> shift & 3 for shift in range(0, 32, 2)]).reshape(-1), minlength=4)
-        return shannon(codes)
+        codes = np.bincount(words.view(np.uint8), minlength=256) @ CODES
+        return shannon(codes.tolist())
 
     def give(self, payloads: device.Mirror, out: np.ndarray, at: At) -> None:
         """One pass."""
@@ -168,8 +180,8 @@ class OneBit(Codec):
 
     def entropy(self, words: np.ndarray) -> float:
         """Of the signs."""
-        ones = int(np.unpackbits(words.view(np.uint8)).sum())
-        return shannon(np.array([ones, 32 * words.size - ones]))
+        ones = int(np.bincount(words.view(np.uint8), minlength=256) @ ONES)
+        return shannon([ones, 32 * words.size - ones])
 
     def give(self, payloads: device.Mirror, out: np.ndarray, at: At) -> None:
         """One pass over the members; what lies between them stays."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from distopt import device
 from distopt.device import Mirror
-from distopt.ledger import Anatomy, Purpose
+from distopt.ledger import Anatomy, Look, Purpose
 from distopt.tables import Members
 
 Make = Callable[[], np.ndarray]
@@ -70,7 +70,7 @@ class Compressor(Protocol):
     * ``whole(members, at)``: a number per member, 1 for those that are left in x to be summed as they are;
     * ``finish(total, state, at)``: what is added to a sum over ranks before it is divided by ``at.divisor``;
     * ``corrects_momentum``: does it have the momentum, so that the optimizer must have none?
-    * ``anatomy(payload, x, at)``: what a payload of x consists of (``ledger.Anatomy``), for who counts;
+    * ``look(payload, x, at)``: what a payload of x consists of, for who counts (``ledger.Look``);
     * ``forecast(n, itemsize, bucket)``: the same as far as it depends on no data, for who counts before there are any.
     """
 
@@ -134,10 +134,10 @@ def decompress_all(compressor: Compressor, payloads: list[np.ndarray], out: np.n
         compressor.decompress(payload, out, at)
 
 
-def anatomy(compressor: Compressor, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
+def look(compressor: Compressor, payload: np.ndarray, x: np.ndarray, at: At) -> Look:
     """What a payload of x consists of; of nothing but values, if the compressor does not say."""
-    look = getattr(compressor, "anatomy", None)
-    return look(payload, x, at) if look else Anatomy(payload.nbytes)
+    found, nbytes = getattr(compressor, "look", None), payload.nbytes
+    return found(payload, x, at) if found else lambda: Anatomy(nbytes)
 
 
 def forecast(compressor: Compressor, n: int, itemsize: int, bucket: Members) -> Anatomy:

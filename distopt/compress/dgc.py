@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from distopt import device, kernels
-from distopt.compress.compressor import At, Compressor, anatomy, decompress_all, forecast, memory, table
+from distopt.compress.compressor import At, Compressor, decompress_all, forecast, look, memory, table
 from distopt.compress.sparse import Growth, Sparse, unpack_entries
 from distopt.compress.warmup import BELOW_ONE, Sparsity, Stages, geometric
-from distopt.ledger import Anatomy
+from distopt.ledger import Anatomy, Look
 from distopt.numbers import flag, number, real, whole
 from distopt.tables import Members
 
@@ -185,15 +185,20 @@ class DeepGradientCompression:
         if self.weight_decay and not self.decay_in_gradient:
             kernels.add_scaled(total, self._added(state[DECAY], at), at.divisor)
 
-    def anatomy(self, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
+    def look(self, payload: np.ndarray, x: np.ndarray, at: At) -> Look:
         """That of the selector, whose members are some of x's."""
         members = table(x, at)
-        found = anatomy(self.selector, payload, x, self._among(members, at))
-        if found.counts is None:
-            return found
-        counts = np.zeros(len(members.names), np.int64)
-        counts[self.whole(members, at).host == 0] = found.counts
-        return found._replace(counts=counts)
+        seen = look(self.selector, payload, x, self._among(members, at))
+
+        def found() -> Anatomy:
+            anatomy = seen()
+            if anatomy.counts is None:
+                return anatomy
+            counts = np.zeros(len(members.names), np.int64)
+            counts[self.whole(members, At()).host == 0] = anatomy.counts
+            return anatomy._replace(counts=counts)
+
+        return found
 
     def forecast(self, n: int, itemsize: int, bucket: Members) -> Anatomy:
         """That of the selector, for the members that are not summed as they are."""

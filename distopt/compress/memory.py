@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from distopt.compress.compressor import At, Lossy, anatomy, decompress_all, forecast, memory
-from distopt.ledger import Anatomy
+from distopt.compress.compressor import At, Lossy, decompress_all, forecast, look, memory
+from distopt.ledger import Anatomy, Look
 from distopt.tables import Members
 
 
@@ -39,9 +39,9 @@ class ErrorFeedback:
         """Add x to the residual, and move out of that what is worth sending."""
         return self.compressor.compress(memory(state, "residual", x), state, at, add=x)
 
-    def anatomy(self, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
+    def look(self, payload: np.ndarray, x: np.ndarray, at: At) -> Look:
         """That of the compressor."""
-        return anatomy(self.compressor, payload, x, at)
+        return look(self.compressor, payload, x, at)
 
     def forecast(self, n: int, itemsize: int, bucket: Members) -> Anatomy:
         """That of the compressor."""

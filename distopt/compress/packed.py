@@ -10,7 +10,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.compress.compressor import At, column, table
 from distopt.compress.sparse import INDEX, Growth, Sparse, by_member, described, payload_size, unpack_entries
-from distopt.ledger import Anatomy
+from distopt.ledger import Anatomy, Look
 from distopt.tables import CHUNK, Members
 from distopt.texts import struct
 
@@ -92,13 +92,27 @@ class Packed(Sparse):
         kernels.pack_planes(x, index, entry, payload, _constant(layout, at))
         return payload
 
-    def anatomy(self, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
+    def look(self, payload: np.ndarray, x: np.ndarray, at: At) -> Look:
         """Values with their scales; upper parts, jumps and lower parts of the indices; the rest is the header."""
-        places, members = self._places_in(payload, x, at), table(x, at)
-        found = self._described(x.size, places, members)
-        if device.on_gpu(payload):
-            return found
-        return found._replace(counts=by_member(self.decode([payload], x, at)[0][0], members))
+        members, n, itemsize, seen = table(x, at), x.size, x.itemsize, None
+        known = self._places_in(payload, x, at) if self.ragged else None
+        if not self.tells(members) and not device.on_gpu(x):
+            seen = by_member(self.decode([payload], x, at)[0][0], members)
+
+        def found() -> Anatomy:
+            places = self._places(n, itemsize, members) if known is None else known
+            counts = self.known_counts(places or 0, members) if seen is None else seen
+            return self._described(n, places or 0, members)._replace(counts=counts)
+
+        return found
+
+    def tells(self, members: Members) -> bool:
+        """Does the selector?"""
+        return self.selector.tells(members)
+
+    def known_counts(self, k: int, members: Members) -> np.ndarray | None:
+        """The selector's."""
+        return self.selector.known_counts(k, members)
 
     def forecast(self, n: int, itemsize: int, bucket: Members) -> Anatomy:
         """The same."""

@@ -11,7 +11,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.compress import select
 from distopt.compress.compressor import At, check_fits, column, sizes_of, table
-from distopt.ledger import Anatomy
+from distopt.ledger import Anatomy, Look
 from distopt.tables import CHUNK, Members
 
 INDEX = 4  # bytes of an index
@@ -76,11 +76,24 @@ class Sparse(abc.ABC):
         """Indices and values that are carried to an array like ``out``; an index below 0 is no entry."""
         return [unpack_entries(payload, out.dtype) for payload in payloads]
 
-    def anatomy(self, payload: np.ndarray, x: np.ndarray, at: At) -> Anatomy:
+    def look(self, payload: np.ndarray, x: np.ndarray, at: At) -> Look:
         """The two planes."""
-        index, entry = unpack_entries(payload, x.dtype)
-        found = described(entry.nbytes, index.nbytes, index.size, table(x, at))
-        return found if device.on_gpu(index) else found._replace(counts=by_member(index, table(x, at)))
+        members, itemsize, (index, _) = table(x, at), x.itemsize, unpack_entries(payload, x.dtype)
+        k, seen = index.size, None if self.tells(members) or device.on_gpu(x) else by_member(index, members)
+
+        def found() -> Anatomy:
+            counts = self.known_counts(k, members) if seen is None else seen
+            return described(k * itemsize, k * INDEX, k, members)._replace(counts=counts)
+
+        return found
+
+    def tells(self, members: Members) -> bool:
+        """Does ``known_counts`` know?"""
+        return len(members.names) == 1
+
+    def known_counts(self, k: int, members: Members) -> np.ndarray | None:
+        """How many of k entries are each member's, if nobody need look; of several members those of each are."""
+        return np.array([k]) if len(members.names) == 1 else None
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """Add the entries to ``out``."""
@@ -208,6 +221,16 @@ class TopK(Sparse):
             held = at.scratch("candidates", payload_size(candidates.max(initial=0) + CHUNK, x.itemsize))
             kernels.take_largest(x, *add, offsets, sizes, counts, *planes, *unpack_entries(held, x.dtype))
         return payload
+
+    def tells(self, members: Members) -> bool:
+        """Of one tensor, or if as many are chosen of each as its size says."""
+        return self.per_tensor or super().tells(members)
+
+    def known_counts(self, k: int, members: Members) -> np.ndarray | None:
+        """As many of each tensor as its size says, if they are chosen so."""
+        if not self.per_tensor:
+            return super().known_counts(k, members)
+        return self.counts(members.rows["size"].astype(np.int64))
 
     def _parts(self, sizes: np.ndarray) -> np.ndarray:
         """The sizes of what entries are chosen from, of members of these sizes."""

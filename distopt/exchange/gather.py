@@ -4,7 +4,7 @@ import numpy as np
 
 from distopt.comm import Communicator
 from distopt.compress import At, Compressor
-from distopt.compress.compressor import anatomy, decompress_all
+from distopt.compress.compressor import decompress_all, look
 from distopt.exchange.traffic import dense_is_less
 
 
@@ -38,7 +38,7 @@ def from_all(
     payload: np.ndarray, x: np.ndarray, compressor: Compressor, comm: Communicator, at: At
 ) -> list[np.ndarray]:
     """Every rank's payload."""
-    with comm.on_behalf_of(at.purpose._replace(anatomy=lambda payload: anatomy(compressor, payload, x, at))):
+    with comm.on_behalf_of(at.purpose._replace(look=lambda payload: look(compressor, payload, x, at))):
         if compressor.ragged and at.room is None:
             return comm.all_gather(payload, ragged=True)
         return comm.all_gather(payload, into=at.scratch("payloads", payload.nbytes * comm.size))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from distopt import cost
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
-from distopt.ledger import Anatomy
+from distopt.ledger import Look
 
 
 class Message(NamedTuple):
@@ -18,13 +18,13 @@ class Message(NamedTuple):
     sizes: Sequence[int] = ()
     whole: bool = False  # is it of the members that a compressor leaves whole?
 
-    def write(self, meter: Meter, anatomy: Anatomy) -> None:
+    def write(self, meter: Meter, look: Look) -> None:
         """Let a ledger have it; what the payload consists of, if it is gathered."""
         match self.verb:
             case "all_reduce":
                 meter.all_reduce(self.elements, self.itemsize)
             case "all_gather":
-                meter.all_gather(self.sizes, anatomy)
+                meter.all_gather(self.sizes, look)
             case "lengths":
                 meter.lengths()
 

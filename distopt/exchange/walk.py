@@ -8,10 +8,10 @@ from distopt import device, kernels
 from distopt.comm.communicator import BFLOAT16, HALVES
 from distopt.comm.meter import Meter
 from distopt.compress import At, Compressor
-from distopt.compress.compressor import anatomy
+from distopt.compress.compressor import look
 from distopt.exchange.mixed import Apart
 from distopt.exchange.traffic import traffic
-from distopt.ledger import Anatomy
+from distopt.ledger import Anatomy, Look
 
 
 class RunningSum:
@@ -49,7 +49,7 @@ class Turns:
         self._compressor, self._scratch = compressor, scratch
         self._sum = RunningSum(lambda nbytes: scratch("sum over ranks", nbytes))
         self._sizes: list[int] = []  # of each rank's payload
-        self._parts = Anatomy(0)  # of the first one's
+        self._look: Look = lambda: Anatomy(0)  # at the first one's
         self._summed: np.ndarray | None = None  # what the last rank brought to be summed
         self._apart: Apart | None = None  # members of it that the compressor leaves whole
 
@@ -69,7 +69,7 @@ class Turns:
             total = self._entries(x)
             if first:
                 device.clear(total)
-                self._parts = anatomy(compressor, payload, x, at)
+                self._look = look(compressor, payload, x, at)
             compressor.decompress(payload, total, at)
 
     def give(self, x: np.ndarray, at: At) -> None:
@@ -90,7 +90,7 @@ class Turns:
         for message in traffic(self._compressor, x.size, x.itemsize, self._sizes, whole, break_even):
             members = self._apart.members if self._apart and message.whole else at.bucket
             with meter.on_behalf_of(at.purpose._replace(members=members)):
-                message.write(meter, self._parts)
+                message.write(meter, self._look)
 
     @property
     def _gathers(self) -> bool:

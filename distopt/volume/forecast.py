@@ -1,5 +1,6 @@
 """The bytes of a step by formula: to the byte what a ledger would count, without gradients and without ranks."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -74,10 +75,10 @@ def written(buckets: Sequence[Members], mode: Mode, ranks: int, per_node: int = 
     ledger = Ledger()
     meter = Meter(0, ranks, [rank // per_node for rank in range(ranks)], DIRECT, ledger)
     for number, bucket in enumerate(buckets):
-        anatomy = planned(mode.compressor, bucket.extent, bucket.dtype.itemsize, bucket)
+        look = functools.partial(planned, mode.compressor, bucket.extent, bucket.dtype.itemsize, bucket)
         with meter.on_behalf_of(Purpose("gradients", 0, number)):
             for message in messages(bucket, mode, ranks, break_even):
-                message.write(meter, anatomy)
+                message.write(meter, look)
     return ledger
 
 
