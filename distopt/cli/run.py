@@ -119,6 +119,8 @@ class Job:
         ranks = job.entered(self._folder)
         lost = [rank for rank in ranks if not rank.marks & {job.DONE, job.SPOKEN}]
         said = {mark for rank in ranks for mark in rank.marks}
+        if job.SPOKEN in said and code == 128 + signal.SIGSEGV:
+            return 1  # Open MPI's launcher may crash over an abort; a rank has said why it ends
         explained = job.SPOKEN in said or (job.DONE in said and 0 < code < 128)
         if not lost or explained or self._asked:
             return code

@@ -1,10 +1,14 @@
 """What one rank's end does to the others, and what ``distopt run`` makes of it: real processes, either MPI brand."""
 
+import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from distopt import job
+from distopt.cli.run import Job
 from launch import distopt_run, find_launcher, finish, needs_mpi
 
 pytestmark = needs_mpi
@@ -143,3 +147,15 @@ def test_a_success_and_a_time_limit_are_the_last_word(run, tmp_path):
     code, output = distopt_run(2, "--timeout", 2, "--restarts", 2, sleeper, timeout=30)
     assert code == 124, output
     assert "restart" not in output
+
+
+def test_a_launcher_that_crashes_is_not_the_cause_of_what_a_rank_has_said(tmp_path, capfd):
+    """Open MPI's has done so over an abort: the exit code is that of the exception."""
+    (tmp_path / "0.pid.1").touch()
+    (tmp_path / "0.votes").write_bytes(bytes(job.PAGE))
+    supervisor = SimpleNamespace(_folder=tmp_path, _asked=0)
+    assert Job._judge(supervisor, -signal.SIGSEGV) == 128 + signal.SIGSEGV
+    assert "rank 0 ended without a word" in capfd.readouterr().err
+    (tmp_path / "0.spoken").touch()
+    assert Job._judge(supervisor, -signal.SIGSEGV) == 1
+    assert Job._judge(supervisor, 130) == 130
