@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distopt import units
 from distopt.tables import Members
 
 VOLUME = ("payload", "values", "indices", "ideal", "sent", "received", "sent_between", "received_between")
@@ -95,16 +96,20 @@ class Ledger:
     @property
     def entries(self) -> Sequence[Entry]:
         """The messages that are kept, in their order."""
-        with self._lock:
-            while self._drafts:
-                self._add(self._drafts.popleft()())
+        self._make()
         return self._entries
 
     def write(self, draft: Callable[[], Entry]) -> None:
         """Write down one message, which is made when it is asked for."""
         self._drafts.append(draft)
         if len(self._drafts) >= MANY:
-            _ = self.entries
+            self._make()
+
+    def _make(self) -> None:
+        """Make the entries that are drafts."""
+        with self._lock:
+            while self._drafts:
+                self._add(self._drafts.popleft()())
 
     def _add(self, entry: Entry) -> None:
         self._entries.append(entry)
@@ -144,7 +149,7 @@ class Ledger:
     def tensors(self, phase: str = "gradients") -> dict[str, int]:
         """Payload bytes of every tensor, in all messages of a phase; what belongs to no tensor comes last."""
         found: Counter[str] = Counter()
-        _ = self.entries
+        self._make()
         for (here, names), parts in self._tensors.items():
             if here == phase:
                 found.update(dict(zip(names, parts.tolist(), strict=True)))
@@ -178,18 +183,13 @@ class Ledger:
         lines = [(*columns, *shown)]
         lines += [(*(str(row[c]) for c in columns), *(f"{row[c]:,}" for c in shown)) for row in self.by(*columns)]
         lines.append((*["total", *[""] * (len(columns) - 1)], *(f"{total[c]:,}" for c in shown)))
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        left = len(columns)
-        return "\n".join(
-            "  ".join(c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True)))
-            for line in lines
-        )
+        return "\n".join(units.table(lines, left=len(columns)))
 
     def _rows(self, each: bool) -> list[dict[str, Any]]:
         """Every message that is kept, or the sums of all."""
         if each:
             return [entry._asdict() | {"calls": 1} for entry in self.entries]
-        _ = self.entries
+        self._make()
         totals = list(self._totals.items())  # another thread may add some
         names = *KEYS[1:], "calls", *VOLUME
         return [dict(zip(names, (*key, *total), strict=True)) for key, total in totals]

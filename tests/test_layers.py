@@ -10,8 +10,10 @@ from distopt.texts import NATIVE
 ROWS = [  # from the ground up
     "texts device version numbers job signals watch models plain",
     "tables monitor",
-    "kernels cost guard checkpoint ledger",
-    "buckets compress optim comm gradients nonfinite freshness experiment units",
+    "kernels cost guard checkpoint",
+    "units",
+    "ledger",
+    "buckets compress optim comm gradients nonfinite freshness experiment",
     "exchange adapters gluon tape fit",
     "verbs volume",
     "memory",
