@@ -4,7 +4,7 @@ import difflib
 import re
 from typing import NamedTuple
 
-from distopt.numbers import number, positive
+from distopt.numbers import number, positive, whole
 
 ON_HOST = 1e-10  # seconds per byte added up: two reads and a write at 30 GB/s
 ON_GPU = 1e-12  # the same at 3 TB/s
@@ -34,8 +34,8 @@ class Link(NamedTuple):
     reduction: float = ON_HOST
 
     def shared(self, ranks: int) -> "Link":
-        """What one of ``ranks`` has of it when all of them send at once."""
-        return self._replace(bandwidth=self.bandwidth / ranks)
+        """What one of ``ranks``, 1 or more, has of it when all of them send at once."""
+        return self._replace(bandwidth=self.bandwidth / whole("ranks", ranks, 1))
 
 
 # Nominal figures: the standard's rate times the share of it that is payload, and latencies as well-tuned clusters have
@@ -79,6 +79,8 @@ def link(text: str) -> Link:
 
 def checked(given: Link) -> Link:
     """The link; TypeError or ValueError that names the field if a figure of it makes no sense."""
+    if not isinstance(given, Link):
+        raise TypeError(f"link must be a Link, got {given!r:.60}")
     number("latency", given.latency)
     positive("bandwidth", given.bandwidth)
     number("reduction", given.reduction)

@@ -13,7 +13,7 @@ import difflib
 import math
 from collections.abc import Callable
 
-from distopt.cost.links import Link
+from distopt.cost.links import Link, checked
 from distopt.numbers import number, whole
 
 Algorithm = Callable[[float, int, Link], float]
@@ -27,11 +27,6 @@ def _message(link: Link, nbytes: float, times: float = 1.0) -> float:
 def _rounds(size: int) -> int:
     """ceil(log2 P): of an algorithm that doubles the ranks that know something."""
     return (size - 1).bit_length()
-
-
-def _core(size: int) -> int:
-    """The largest power of two that is no more than P."""
-    return 1 << (size.bit_length() - 1)
 
 
 def ring_all_reduce(nbytes: float, size: int, link: Link) -> float:
@@ -49,21 +44,14 @@ def recursive_doubling_all_reduce(nbytes: float, size: int, link: Link) -> float
 
     If P is no power of two, the ranks above one hand theirs over first, and are told at the end.
     """
-    return _folded(nbytes, size, link) + _rounds(_core(size)) * (_message(link, nbytes) + nbytes * link.reduction)
+    core = 1 << (size.bit_length() - 1)
+    one = _message(link, nbytes) + nbytes * link.reduction
+    return _rounds(core) * one + (0.0 if size == core else one + _message(link, nbytes))
 
 
 def halving_doubling_all_reduce(nbytes: float, size: int, link: Link) -> float:
-    """Rabenseifner's: recursive halving, then recursive doubling (Thakur et al.): a ring's bytes, fewer messages.
-
-    2 log2 P messages of n / 2, n / 4, ... and back; for other P as ``recursive_doubling_all_reduce``.
-    """
-    core = _core(size)
-    return _folded(nbytes, size, link) + _halving(nbytes, core, link) + doubling_all_gather(nbytes, core, link)
-
-
-def _folded(nbytes: float, size: int, link: Link) -> float:
-    """What it takes to make P a power of two, and back."""
-    return 0.0 if size == _core(size) else 2 * _message(link, nbytes) + nbytes * link.reduction
+    """Rabenseifner's: halving, then doubling (Thakur et al.): a ring's bytes in 2 ceil(log2 P) messages."""
+    return halving_reduce_scatter(nbytes, size, link) + doubling_all_gather(nbytes, size, link)
 
 
 def ring_reduce_scatter(nbytes: float, size: int, link: Link) -> float:
@@ -72,20 +60,11 @@ def ring_reduce_scatter(nbytes: float, size: int, link: Link) -> float:
 
 
 def halving_reduce_scatter(nbytes: float, size: int, link: Link) -> float:
-    """Pairs at distance P / 2, P / 4, ... exchange halves (Thakur et al.): log2 P messages, a ring's bytes.
+    """Pairs at distance P / 2, P / 4, ... exchange halves (Thakur et al.): ceil(log2 P) messages, a ring's bytes.
 
-    If P is no power of two, the ranks above one hand theirs over first, and get their slice at the end.
+    If P is no power of two, along a circulant graph (Traeff, "Optimal, non-pipelined reduce-scatter and allreduce
+    algorithms", 2024), as Bruck's all-gather backwards.
     """
-    core = _core(size)
-    if core == size:
-        return _halving(nbytes, size, link)
-    return (
-        _message(link, nbytes) + nbytes * link.reduction + _halving(nbytes, core, link) + _message(link, nbytes / size)
-    )
-
-
-def _halving(nbytes: float, size: int, link: Link) -> float:
-    """Recursive halving of a power of two."""
     most = nbytes * (size - 1) / size
     return _rounds(size) * link.latency + most / link.bandwidth + most * link.reduction
 
@@ -163,7 +142,7 @@ def algorithms(verb: str) -> tuple[Algorithm, ...]:
 def seconds(verb: str, nbytes: float, size: int, link: Link) -> float:
     """What a communicator's verb takes by the algorithm that is best for so many bytes, as MPI and NCCL choose.
 
-    Raises ValueError for another verb, for ``nbytes`` below 0, and for fewer than 1 rank.
+    Raises ValueError for another verb, for ``nbytes`` below 0, for fewer than 1 rank, and for a link that cannot be.
     """
-    nbytes, size = number("nbytes", nbytes), whole("size", size, 1)
+    nbytes, size, link = number("nbytes", nbytes), whole("size", size, 1), checked(link)
     return min(algorithm(nbytes, size, link) for algorithm in algorithms(verb))
