@@ -1,5 +1,6 @@
 """Latency and bandwidth from times: of a wire whose times are known, and of a real one."""
 
+import itertools
 import json
 import math
 
@@ -56,34 +57,37 @@ class Wire(Wrapper):
 
 
 SIZES = (30, 5_000, 70_000, 3_000_000)
+LINK = Link("", 40e-6, 0.2e9, 1e-9)
 
 
-@pytest.mark.parametrize("size", [2, 6])
+def wire_of(size, link=LINK):
+    """Every verb takes what is best for it; one call in ten is ten times slower, and does not matter."""
+    return Wire(size, **{verb: lambda n, v=verb: cost.seconds(v, n, size, link) for verb in cost.ALGORITHMS})
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_a_known_wire_is_found_again(size):
-    """Every verb has its algorithm, latency and bandwidth; one call in ten is ten times slower, and does not matter."""
-    link = Link("", 40e-6, 0.2e9, 0.0)
-    done = {
-        "all_reduce": cost.halving_doubling_all_reduce,
-        "all_gather": cost.ring_all_gather,
-        "all_to_all": cost.pairwise_all_to_all,
-        "reduce_scatter": cost.ring_reduce_scatter,
-        "broadcast": cost.tree_broadcast,
-    }
-    wire = Wire(size, **{verb: lambda n, a=a: a(n, size, link) for verb, a in done.items()})
+    """What was measured on some ranks tells of any number of them, whichever algorithms are best on these."""
+    wire = wire_of(size)
     found = fit.fit(wire, 20.0, wire.clock)
     assert 15 < wire.now < 23, "about the time that was given"
-    for verb, algorithm in done.items():
-        for nbytes in SIZES:
-            wanted = algorithm(nbytes, size, link)
-            assert found.seconds(verb, nbytes, size) == pytest.approx(wanted, rel=0.04), (verb, nbytes)
-            if size == 6:
-                assert found.lines[verb].algorithm == algorithm.__name__
-                later = algorithm(nbytes, 32, link)
-                assert found.seconds(verb, nbytes, 32) == pytest.approx(later, rel=0.04), "the formula, at 32 ranks"
+    assert found.link[1:] == pytest.approx(LINK[1:], rel=0.04)
+    assert found.ranks == size
+    assert found.most >= 1 << 20
+    for verb in cost.ALGORITHMS:
         assert found.lines[verb].residual < 0.03
-    assert found.link.bandwidth == pytest.approx(link.bandwidth, rel=0.04)
-    assert found.link.latency == pytest.approx(link.latency, rel=0.3 if size == 2 else 0.04)
-    assert found.about["ranks"] == size
+        for nbytes in SIZES:
+            for there in (size, 5, 64, 1000):
+                wanted = cost.seconds(verb, nbytes, there, LINK)
+                rel = 0.15 if verb == "broadcast" else 0.06  # lines come near to knees, and to a root of bytes
+                assert found.seconds(verb, nbytes, there) == pytest.approx(wanted, rel=rel), (verb, nbytes, there)
+
+
+def test_a_link_that_cannot_be_told():
+    """Where a message of megabytes takes no longer than an empty one, no bandwidth has been seen."""
+    wire = Wire(2, **dict.fromkeys(cost.ALGORITHMS, lambda n: 0.5))
+    with pytest.raises(ValueError, match=r"seconds=1 are too few: up to \d+ bytes take no longer than none"):
+        fit.fit(wire, 1.0, wire.clock)
 
 
 def test_a_change_of_protocol_is_found():
@@ -100,28 +104,26 @@ def test_a_change_of_protocol_is_found():
         assert found.seconds("all_reduce", nbytes, 2) == pytest.approx(seconds(nbytes), rel=0.05)
 
 
-@given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0.01, 10)), min_size=1, max_size=9))
-def test_least_squares_are_the_least_of_a_quadrant(rows):
+@given(st.lists(st.tuples(*[st.floats(0.01, 10)] * 3), min_size=1, max_size=9), st.integers(1, 3))
+def test_least_squares_are_the_least_where_nothing_is_below_zero(rows, columns):
     """No point near it is better, which for a convex function is enough."""
-    rows = np.array(rows)
+    rows = np.array(rows)[:, :columns]
     best = fit.least_squares(rows)
 
     def squares(x):
         return ((rows @ x - 1) ** 2).sum()
 
     assert (best >= 0).all()
-    for dx in (-1e-3, 0, 1e-3):
-        for dy in (-1e-3, 0, 1e-3):
-            assert squares(best) <= squares(np.maximum(best + np.array([dx, dy]), 0)) + 1e-9
+    for step in itertools.product((-1e-3, 0, 1e-3), repeat=columns):
+        assert squares(best) <= squares(np.maximum(best + np.array(step), 0)) + 1e-9
 
 
 def test_pieces_are_as_few_as_will_do():
     sizes = np.array([8.0 * 2**k for k in range(15)])
-    straight = np.stack([np.ones(15), sizes], 1) / (3e-6 + 1e-9 * sizes)[:, None]
-    (only,) = fit.pieces(sizes, straight)
+    (only,) = fit.pieces(sizes, 3e-6 + 1e-9 * sizes)
     assert only == pytest.approx((0.0, 3e-6, 1e-9))
     bent = np.where(sizes < 1000, 3e-6, 9e-6) + np.where(sizes < 30_000, 1e-9, 4e-9) * sizes
-    found = fit.pieces(sizes, np.stack([np.ones(15), sizes], 1) / bent[:, None])
+    found = fit.pieces(sizes, bent)
     assert [p.least for p in found] == pytest.approx([0, math.sqrt(512 * 1024), math.sqrt(16384 * 32768)])
     second, third = (p.least for p in found[1:])
     lines = [(3e-6, 1e-9), (9e-6 + 1e-9 * second, 1e-9), (9e-6 + 4e-9 * third, 4e-9)]
@@ -131,12 +133,11 @@ def test_pieces_are_as_few_as_will_do():
 def test_a_burst_that_passes_at_once_is_described():
     """10,000 bytes cost nothing but latency; a line through such times would begin below zero."""
     sizes = np.array([8.0 * 2**k for k in range(20)])
-    seconds = 3e-6 + 1e-8 * np.maximum(sizes - 10_000, 0)
-    first, second = fit.pieces(sizes, np.stack([np.ones(20), sizes], 1) / seconds[:, None])
+    first, second = fit.pieces(sizes, 3e-6 + 1e-8 * np.maximum(sizes - 10_000, 0))
     assert first == pytest.approx((0, 3e-6, 0), abs=1e-12)
     for n in (20_000, 50_000, 1_000_000):
         assert second.of(n) == pytest.approx(3e-6 + 1e-8 * (n - 10_000), rel=1e-6)
-        assert fit.predicted([first, second], 3, 3 * n) == pytest.approx(3 * second.of(n))
+        assert fit.predicted([first, second], n) == second.of(n)
 
 
 def test_one_link_is_for_small_and_for_large_arrays():
@@ -147,10 +148,20 @@ def test_one_link_is_for_small_and_for_large_arrays():
     assert found.latency == pytest.approx(20e-6, rel=0.25)
 
 
-def test_larger_messages_never_take_less():
+def test_more_bytes_never_take_less():
     steps = [fit.Piece(0, 1.0, 0.0), fit.Piece(10, 0.0, 0.5), fit.Piece(20, 2.0, 1.0)]
-    found = [fit.predicted(steps, 2, 2 * n) for n in (0, 9, 10, 11, 14, 19, 20, 22, 24, 30)]
-    assert found == [2, 2, 2, 2, 4, 9, 10, 10, 12, 24]
+    assert [fit.predicted(steps, n) for n in (0, 9, 10, 11, 14, 19, 20, 22, 24, 30)] == [
+        1,
+        1,
+        1,
+        1,
+        2,
+        4.5,
+        5,
+        5,
+        6,
+        12,
+    ]
 
 
 def test_a_file_holds_all_of_it(tmp_path):
@@ -165,10 +176,10 @@ def test_a_file_holds_all_of_it(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda f: f.update(format="distopt fit 0"), "its format is not 'distopt fit 1'"),
+        (lambda f: f.update(format="distopt fit 0"), "its format is not 'distopt fit 2'"),
         (lambda f: f["link"].update(bandwidth=-1), "bandwidth must be finite and above 0"),
         (lambda f: f["verbs"].pop("broadcast"), "its verbs are not all_reduce"),
-        (lambda f: f["verbs"]["broadcast"].update(algorithm="chain_broadcast"), "must be one of tree_broadcast"),
+        (lambda f: f["verbs"]["broadcast"].update(points=[]), "broadcast has no points"),
         (lambda f: f["verbs"]["broadcast"]["pieces"][0].update(seconds="1"), "seconds must be a number"),
         (lambda f: f["verbs"]["broadcast"].update(pieces=[]), "the first piece of broadcast must begin at 0"),
         (

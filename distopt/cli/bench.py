@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from distopt import fit
+from distopt import fit, units
 from distopt.cli import bench_kernels, run
 from distopt.comm.communicator import NUMBERS
 from distopt.cost import ALGORITHMS
@@ -142,8 +142,8 @@ def _fit(given: argparse.Namespace, ranks: int) -> int:
     print(f"{given.fit}: {ranks} ranks, {found.about['communicator']}")
     print(f"  as one link: {found.link.latency * 1e6:.1f} us, {found.link.bandwidth / 1e9:.3f} GB/s")
     for verb, line in found.lines.items():
-        share = f"{100 * line.residual:.1f} %"
-        print(f"  {verb:14}  {line.algorithm}, {len(line.pieces)} pieces, {share} off where it was measured")
+        most, share = units.nbytes(line.points[-1][0]), f"{100 * line.residual:.1f} %"
+        print(f"  {verb:14}  up to {most}, {len(line.pieces)} pieces, {share} off where it was measured")
     return 0
 
 
