@@ -13,9 +13,10 @@ from distopt.conditions import Kind
 from distopt.cost import Link
 from distopt.gradients import checked_gradient
 from distopt.nonfinite import Policy
+from distopt.numbers import flag
 from distopt.optim import SGD
 from distopt.saving import Saving
-from distopt.volume import Advice, Wire, compute, network
+from distopt.volume import Advice, Wire, compute, wire
 
 
 def _from_id(
@@ -194,19 +195,26 @@ class DistOpt(Saving):
         backward: float = 0.0,
         measure: bool = True,
     ) -> Advice:
-        """Which mode makes a step of this plan the fastest, and where it begins to pay; printable (``volume``).
+        """Which mode makes the exchange of this plan the fastest, and where it begins to pay; printable (``volume``).
 
-        ``link``: a name or a rate (``cost.link``), a ``volume.Network``, or a ``fit.Fit``.  ``ranks``: by default those
-        of the communicator.  ``modes``: as 'half,topk=0.01' (``volume.mode``).  ``backward``: seconds of a backward
-        pass, behind which buckets of modes without a memory travel.  ``measure``: time compression on this host; a GPU
-        is faster.  Not collective.
+        ``link``: a name or a rate (``cost.link``), a ``Link``, a ``volume.Network``, or a ``fit.Fit``.  ``ranks``: by
+        default those of the communicator.  ``modes``: as 'half,topk=0.01' (``volume.mode``); left out is what this
+        optimizer could not be given.  ``backward``: seconds of a backward pass, behind which buckets of modes without a
+        memory travel, unless this was made with ``overlap=False`` or accumulates batches.  ``measure``: time
+        compression on this host; a GPU is faster.  Not collective.
 
-        Raises RuntimeError before there is a plan, ValueError for a name that there is not.
+        Raises RuntimeError before there is a plan, ValueError for a name that there is not, or for a link that cannot
+        be, TypeError for what is none.
         """
-        wire = network(link) if isinstance(link, str | Link) else link
+        network, timed = wire(link), compute.measure if flag("measure", measure) else None
         buckets = [buffer.gradients for buffer in self._memory]
         asked = self.world_size if ranks is None else ranks
-        return volume.advise(buckets, asked, wire, modes, backward, compute.measure if measure else None)
+        overlap = self._wants_overlap and self._window.num_batches == 1
+
+        def check(mode: volume.Mode) -> None:
+            self._at_this_step(mode.compressor)
+
+        return volume.advise(buckets, asked, network, modes, backward, timed, overlap, check)
 
     def capture(
         self, loss: Callable[[], Any], compressor: Compressor | None = None, break_even: bool = True

@@ -55,6 +55,7 @@ class Memory(Verbs):
         self.threshold = whole("threshold", threshold, least=0)
         self.step_counter = 0  # updates applied
         self._check_every = whole("check_every", check_every, least=0)
+        self._wants_overlap = overlap is not False
         self._overlaps = wire.size > 1 and _overlaps(overlap, wire)
         self._background = Background() if wire.gpu is None else Inline()
         options = f"{broadcast=}, {nonfinite=}, {num_batches=}, {sync_on_apply=}, {allow_missing=}, {check_every=}"

@@ -28,6 +28,11 @@ def number(x: float) -> str:
     return f"{x:,}" if isinstance(x, int) else f"{x:.4g}"
 
 
+def counted(n: int, what: str) -> str:
+    """So many of them: 1 rank, 2 ranks."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Lines of columns as wide as they need to be; the first ``left`` columns begin at the left, numbers end right."""
     shown = [tuple(map(printable, cells)) for cells in rows]

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import distopt
 import laws
-from distopt import DistOpt, run_ranks, simulate, volume
-from distopt.comm import Metered
+from distopt import DistOpt, cost, run_ranks, simulate, volume
+from distopt.comm import LocalCommunicator, Metered
 from distopt.compress import DeepGradientCompression, Half, Packed
-from distopt.cost import Link
+from distopt.cost import LINKS, Link
 from distopt.fit import Fit, Line, Piece
 from distopt.optim import SGD
 from distopt.volume import (
@@ -31,6 +32,7 @@ from distopt.volume import (
     sendings,
     shapes,
     summary,
+    wire,
 )
 from distopt.volume.break_even import bandwidth, density, pays, ranks
 
@@ -140,7 +142,6 @@ def test_names_are_compressors():
     assert isinstance(mode("bfloat16").compressor, Half)
     assert (mode("bfloat16").hides, mode("topk").hides) == (True, False)
     assert mode("2bit").compressor.compressor.threshold == 0.5
-    assert [m.needs_gradients for m in modes("2bit,threshold=1,threshold+packed")] == [False, True, True]
 
 
 def test_a_density_can_be_another_one():
@@ -241,7 +242,7 @@ def test_seconds_by_hand():
     found = q.predict(mode("topk=0.01"))
     assert found.wire == pytest.approx(8 * 16 / 100)
     assert found.compute == pytest.approx(0.001 * 1600 + 0.5 * 2 * 8 * 16)
-    assert found.step == pytest.approx(found.wire + found.compute)
+    assert found.exchange == pytest.approx(found.wire + found.compute)
 
 
 def test_what_hides_behind_a_backward_pass():
@@ -249,9 +250,9 @@ def test_what_hides_behind_a_backward_pass():
     there = buckets([("a", (1000,)), ("b", (600,))], 0)
     q = Question(there, 2, Network(Link("slow", 0.0, 100.0, 0.0)))
     for backward, step in ((16, 10 + 64), (160, 160 + 24), (80, 50 + 40 + 24), (0, 64)):
-        assert q._replace(backward=backward).predict(DENSE).step == pytest.approx(step)
+        assert q._replace(backward=backward).predict(DENSE).exchange == pytest.approx(step)
         memory = q._replace(backward=backward).predict(mode("topk=0.01"))
-        assert memory.step == pytest.approx(backward + memory.wire)  # which waits for the vote
+        assert memory.exchange == pytest.approx(backward + memory.wire)  # which waits for the vote
 
 
 def test_nodes_share_their_link():
@@ -285,7 +286,7 @@ def test_compute_between_densities():
     q = Question([], 2, network("10GbE"), computes=computes)
     assert q.compute(mode("dgc=0.01")) == pytest.approx((2.0, 3.0))
     assert q.compute(mode("dgc=0.0001")) == pytest.approx((1.0, 4.0))
-    assert q.compute(mode("dgc=0.5+packed")) == (0, 0)
+    assert q.compute(mode("dgc=0.5+packed")) == (0, 1e-10), "nothing but adding up"
 
 
 # ------------------------------------------------------------------------------------------------------------ advice
@@ -310,23 +311,24 @@ def test_break_even_has_two_sides(name, size, link, backward):
     """A prediction just below a break-even and one just above it say which is faster."""
     m = mode(name)
     q = Question(MODEL, size, network(link), backward, COMPUTES)
-    dense = q.predict(DENSE).step
+    dense = q.predict(DENSE).exchange
     edge = density(q, m)
     if edge is not None and 0 < edge < 1:
-        assert q.predict(m.at_density(edge)).step < dense <= q.predict(m.at_density(edge * 1.0002)).step
+        assert q.predict(m.at_density(edge)).exchange < dense <= q.predict(m.at_density(edge * 1.0002)).exchange
     if edge == 0:
-        assert q.predict(m.at_density(1e-7)).step >= dense
+        assert q.predict(m.at_density(1e-7)).exchange >= dense
     rate = bandwidth(q, m)
     below, above = (q._replace(wire=q.wire.at_bandwidth(b)) for b in (rate or 1e3, 1.0002 * (rate or 1e3)))
     assert pays(below, m) == (rate > 0)
     assert not pays(above, m) or rate == math.inf
     found = ranks(q, m)
-    if found is None:
-        assert not any(pays(q._replace(ranks=n), m) for n in (2, 8, 64, 512))
-    else:
-        assert all(pays(q._replace(ranks=n), m) for n in found)
-        assert found.first == 2 or not pays(q._replace(ranks=found.first - 1), m)
-        assert found.last == 4096 or not pays(q._replace(ranks=found.last + 1), m)
+    assert any(b.first <= size <= (b.last or size) for b in found) == pays(q, m), "at the ranks that were asked about"
+    for first, last in found:
+        assert pays(q._replace(ranks=first), m)
+        assert first == 2 or not pays(q._replace(ranks=first - 1), m)
+        assert last is None or (pays(q._replace(ranks=last), m) and not pays(q._replace(ranks=last + 1), m))
+    within = [n for n in (2, 8, 64, 512, 4096) if pays(q._replace(ranks=n), m)]
+    assert all(any(b.first <= n <= (b.last or n) for b in found) for n in within)
 
 
 def test_break_even_by_hand():
@@ -335,14 +337,14 @@ def test_break_even_by_hand():
     q = Question(there, 8, Network(Link("slow", 0.0, 1e6, 0.0)))
     assert density(q, mode("topk")) == pytest.approx(1 / 8, rel=1e-3)
     assert density(q._replace(ranks=100), mode("topk")) == pytest.approx(1 / 100, rel=1e-3)
-    assert ranks(q, mode("2bit")) == Bounds(2, 31)
+    assert ranks(q, mode("2bit")) == [Bounds(2, 31)]
     assert bandwidth(q, mode("half")) == math.inf
     assert bandwidth(q._replace(ranks=64), mode("2bit")) == 0
     costs = {("half", 1.0): Compute(1e-6, 0.0)}  # dense takes 7 n / b, half 3.5 n / b and n us more
     assert bandwidth(q._replace(computes=costs), mode("half")) == pytest.approx(3.5e6, rel=1e-3)
     costs = {("half", 1.0): Compute(0.805 * 4e-6, 0.0)}  # made up for where (P - 1) / P is more than 0.805
-    assert ranks(q._replace(computes=costs), mode("half")) == Bounds(6, 4096)
-    assert ranks(q._replace(wire=Network(q.wire.link, 4)), mode("2bit")) == Bounds(4, 32)  # nodes that are full
+    assert ranks(q._replace(computes=costs), mode("half")) == [Bounds(6, None)]
+    assert ranks(q._replace(wire=Network(q.wire.link, 4)), mode("2bit")) == [Bounds(4, 32)]  # nodes that are full
 
 
 def free(_):
@@ -355,18 +357,18 @@ def some(m):
 
 def test_advice_on_a_slow_link_and_on_a_fast_one():
     slow = advise(MODEL, 8, network("1GbE"), "half,topk=0.01,2bit,dgc=0.001", measure=some)
-    steps = [c.takes.step for c in slow.choices]
+    steps = [c.takes.exchange for c in slow.choices]
     assert steps == sorted(steps)
     assert {c.mode.name for c in slow.choices} == {"dense", "half", "topk=0.01", "2bit", "dgc=0.001"}
     assert slow.best.name == "dgc=0.001"
-    gain = slow.dense.takes.step / steps[0]
-    assert slow.verdict.startswith("Use dgc=0.001: a step takes ")
-    assert slow.verdict.endswith(f"and dense {gain:.3g} times as long.")
+    gain = slow.dense.takes.exchange / steps[0]
+    assert slow.verdict.startswith("Use dgc=0.001: the exchange takes ")
+    assert slow.verdict.endswith(f"and dense {gain:.3g} times as long. What it does to learning, only training tells.")
     fast = advise(MODEL, 8, network("NVLink"), "half,topk=0.01,2bit,dgc=0.001", 0.1, some)
     assert fast.best.name == "dense"
     assert fast.verdict.startswith("Do not compress: dense takes 100 ms")
     assert "of the exchange behind the backward pass; half takes" in fast.verdict
-    assert all(c.ranks is None for c in fast.choices)
+    assert not any(c.ranks for c in fast.choices)
     assert "none" in str(fast)
 
 
@@ -376,20 +378,63 @@ def test_advice_in_words():
     assert found.verdict.startswith("Hardly worth it: half takes 100 s, and dense 10")
     text = str(advise(MODEL, 64, network("10GbE", 8), None, 0.05, None))
     assert "64 ranks, 10GbE (9.40 Gbit/s, 30.0 us) for the 8 ranks of a node, NVLink inside; backward 50.0 ms" in text
-    assert f"2bit: {len(MODEL)} buckets are sent as dense ones, which is less" in text
+    assert f"2bit: {len(MODEL)} buckets sent as dense, which is less" in text
     assert "compute: left out" in text
+    assert "wire bytes: each rank to all others; wire time: within nodes first" in text
+    assert str(advise(MODEL, 1, network("1GbE"), measure=None)).startswith("1 rank, 1GbE")
+
+
+def test_what_makes_no_difference_is_not_advised():
+    """A thousandth of a second is what Python takes in a step."""
+    found = advise(buckets([("a", (100,))]), 8, network("1GbE"), "half,topk=0.01", measure=None)
+    assert found.best.name == "topk=0.01"
+    assert found.verdict.startswith("Hardly worth it: topk=0.01 takes")
+
+
+def test_nothing_measured_is_neutral():
+    """What is gathered is added up too, at what a sum costs: on an endless bandwidth more bytes are not faster."""
+    endless = Link("endless", 0.0, 1e30, 1e-10)
+    assert advise(MODEL, 64, network(endless), "topk=0.05", measure=None).best.name == "dense"
+
+
+def test_without_overlap_nothing_hides():
+    for overlap, wanted in ((True, max), (False, sum)):
+        found = advise(MODEL, 8, network("1GbE"), "half", 100.0, None, overlap).dense.takes
+        assert found.exchange == pytest.approx(wanted((100.0, found.wire)), rel=0.01)
+
+
+def test_a_mode_that_cannot_be_is_left_out():
+    def check(m):
+        if m.name == "half":
+            raise ValueError("half is not for us")
+
+    found = advise(MODEL, 8, network("1GbE"), "half,topk=0.01", measure=None, check=check)
+    assert {c.mode.name for c in found.choices} == {"dense", "topk=0.01"}
+    assert "  half: not here. half is not for us" in str(found).splitlines()
+
+
+@pytest.mark.parametrize("per_node", [1, 8])
+def test_one_rank_more_or_less_makes_no_jump(per_node):
+    """Libraries have algorithms for numbers of ranks that are no powers of two."""
+    for name in ("resnet50", "bert-base"):
+        q = Question(buckets(shapes(name)[::-1]), 2, network("100GbE", per_node))
+        for nodes in (3, 17, 63, 100):
+            a, b = (q._replace(ranks=n * per_node).predict(DENSE).exchange for n in (nodes, nodes + 1))
+            assert b == pytest.approx(a, rel=0.1 if nodes > 3 else 0.35)
 
 
 def test_advice_on_a_network_that_was_measured():
     """A fit predicts as it says; there is no bandwidth of it to vary."""
-    line = Line("ring_all_reduce", 0.0, (Piece(0.0, 1e-4, 1e-9),), ())
-    lines = {"all_reduce": line, "all_gather": line._replace(algorithm="ring_all_gather")}
-    measured = Fit(Link("measured", 1e-4, 1e9, 0.0), lines, {})
+    line = Line(0.0, (Piece(0.0, 1e-4, 1e-9),), ((1 << 25, 0.03),))
+    measured = Fit(Link("measured", 1e-4, 1e9, 0.0), dict.fromkeys(cost.ALGORITHMS, line), {"ranks": 4})
     found = advise(MODEL, 4, measured, "half", measure=None)
     nbytes = [b.extent * 4 for b in MODEL]
-    assert found.dense.takes.wire == pytest.approx(sum(6 * (1e-4 + n / 4 * 1e-9) for n in nbytes))
+    assert found.dense.takes.wire == pytest.approx(sum(1e-4 + n * 1e-9 for n in nbytes))
     assert found.choices[0].bandwidth is None
-    assert str(found).startswith("4 ranks, measured (8.00 Gbit/s, 100 us); bytes")
+    assert str(found).startswith("4 ranks, measured (8.00 Gbit/s, 100 us), up to 33.6 MB; bytes")
+    other = advise(MODEL, 64, measured, "half", measure=None)
+    assert other.dense.takes == advise(MODEL, 64, network(measured.link), "half", measure=None).dense.takes
+    assert ", up to 33.6 MB, for others by formula; bytes" in str(other)
 
 
 def test_bad_questions():
@@ -401,6 +446,27 @@ def test_bad_questions():
         network("10GB")
     with pytest.raises(ValueError, match="per_node must be at least 1, got 0"):
         network("1GbE", 0)
+
+    for wrong, words in (
+        (Link("x", -1.0, 1e9), "latency must be finite and in"),
+        (Link("x", math.nan, 1e9), "latency must be finite"),
+        (Link("x", 0.0, 0), "bandwidth must be finite and above 0, got 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            network(wrong)
+        with pytest.raises(ValueError, match=words):
+            wire(Network(LINKS["1GbE"], 2, wrong))
+        with pytest.raises(ValueError, match=words):
+            cost.seconds("all_reduce", 1, 2, wrong)
+    with pytest.raises(TypeError, match="link must be a name or a rate as text, got 5"):
+        wire(5)
+    with pytest.raises(TypeError, match="link must be a Link, got '1GbE'"):
+        cost.seconds("all_reduce", 1, 2, "1GbE")
+    with pytest.raises(ValueError, match=r"backward must be finite and in \[0.0, 1000000.0\]"):
+        advise(MODEL, 2, network("1GbE"), backward=1e308, measure=None)
+    for bad in ({"ranks": 0}, {"ranks": 2, "per_node": 0}):
+        with pytest.raises(ValueError, match="must be at least 1, got 0"):
+            forecast(MODEL, DENSE, **bad)
 
     def never(_):
         raise AssertionError("measured before the modes were looked at")
@@ -420,3 +486,32 @@ def test_dist_opt_advises():
     expected = advise(plan_of([(300, 40), (70,)], 100), 4, network("1GbE"), "half,topk=0.01", measure=None)
     assert str(found) == str(expected)
     assert sim.advise(Link("x", 0.0, 1e6), 16, backward=1.0).question.ranks == 16
+
+
+def test_advice_is_for_this_optimizer():
+    """Without a mode that its momentum forbids, nothing hidden where nothing overlaps, and of what is nothing."""
+    grads = {"a": np.ones((400, 500), np.float32)}
+    params = {name: distopt.Parameter(name, np.zeros_like(g)) for name, g in grads.items()}
+
+    def opt(**options):
+        made = DistOpt(SGD(0.1, momentum=0.9), LocalCommunicator(), **options)
+        for _ in range(options.get("num_batches", 1)):
+            made([(p, grads[name]) for name, p in params.items()])
+        return made
+
+    found = opt().advise("1Mbit/s", 8, backward=10.0, measure=False)
+    assert [name for name, _ in found.refused] == ["dgc=0.001", "dgc=0.001+packed"]
+    assert "DeepGradientCompression has the momentum" in str(found)
+    wire_time = found.dense.takes.wire
+    assert found.dense.takes.exchange == pytest.approx(10 + wire_time)  # one bucket, which is ready at the end
+    many = {"threshold": 1}
+    for more, hidden in (({}, True), ({"overlap": False}, False), ({"num_batches": 2}, False)):
+        grads["b"] = np.ones(300_000, np.float32)
+        params["b"] = distopt.Parameter("b", np.zeros(300_000, np.float32))
+        takes = opt(**many, **more).advise("1Mbit/s", 8, "half", 10.0, measure=False).dense.takes
+        assert (takes.exchange < 10 + takes.wire - 0.1) == hidden
+    with pytest.raises(TypeError, match="measure must be True or False, got 'no'"):
+        opt().advise("1GbE", 8, measure="no")
+    nothing = DistOpt(SGD(0.1), LocalCommunicator(), threshold=0)
+    nothing([(distopt.Parameter("e", np.zeros(0, np.float32)), np.zeros(0, np.float32))])
+    assert nothing.advise("1GbE", 8, "half", measure=False).verdict.startswith(("Do not compress", "Hardly"))

@@ -43,11 +43,11 @@ def test_the_table(capsys):
     assert volume("--modes", "dense,half", "--ranks", "8,2", "--no-measure") == 0
     title, head, *rows, note = cells(capsys.readouterr().out)
     assert title[0].startswith("resnet50: 161 tensors, 25,557,032 elements, 11 buckets; 10GbE (9.40 Gbit/s")
-    assert head == ["mode", "ranks", "payload/step", "wire/step", "dense sends", "wire time", "compute", "step"]
+    assert head == ["mode", "ranks", "payload/step", "wire/step", "dense sends", "wire time", "compute", "exchange"]
     assert rows[0][:6] == ["dense", "2", "102 MB", "102 MB", "1 x", "92.8 ms"]
     assert rows[1][:5] == ["half", "2", "51.1 MB", "51.1 MB", "2 x"]
     assert [row[:2] for row in rows[2:]] == [["dense", "8"], ["half", "8"]]
-    assert note == ["wire time: predicted; compute: left out"]
+    assert note[0].startswith("wire time: predicted; compute: left out; the update")
 
 
 def test_json_has_the_bytes(small, tmp_path, capsys):
@@ -60,7 +60,7 @@ def test_json_has_the_bytes(small, tmp_path, capsys):
     for row in found["rows"]:
         expected = forecast(there, mode(row["mode"]), row["ranks"], 4)._asdict()
         assert {name: row[name] for name in expected} == expected | {"fallen": list(expected["fallen"])}
-        assert row["step_seconds"] == pytest.approx(row["wire_seconds"] + row["compute_seconds"])
+        assert row["exchange_seconds"] == pytest.approx(row["wire_seconds"] + row["compute_seconds"])
     assert {row["ranks"] for row in found["rows"]} == {1, 4, 64}
     assert found["network"] == "10GbE (9.40 Gbit/s, 30.0 us) for the 4 ranks of a node, NVLink inside"
 
@@ -104,7 +104,7 @@ def test_gradients_are_sent(tape, tmp_path, capsys):
     out = tmp_path / "out.json"
     given = ("--gradients", tape, "--steps", 1, "--ranks", 3, "--no-measure")
     assert volume(*given, "--modes", "threshold=1.5,half", "--json", out) == 0
-    assert "1 recorded steps; bytes of one rank" in capsys.readouterr().out
+    assert "1 recorded step; bytes of one rank" in capsys.readouterr().out
     threshold, half = json.loads(out.read_text())["rows"]
     grads = [[grad for _, grad in Tape(tape).gradients(step, 0)] for step in range(3)]
     counts = [sum(int((np.abs(g) >= 1.5).sum()) for g in grad) for grad in grads]
@@ -173,21 +173,22 @@ def test_advise(capsys):
     )
     found = capsys.readouterr().out.split("\n\n")
     assert [text.partition(",")[0] for text in found] == ["vgg16 on 2 ranks", "vgg16 on 16 ranks"]
-    assert all("Use half: a step takes" in text for text in found)
+    assert all("Use half: the exchange takes" in text for text in found)
     assert main(["advise", "--link", "NVLink", "--ranks", "8", "--backward", "0.1"]) == 0
     assert "Do not compress: dense takes 100 ms" in capsys.readouterr().out
 
 
 def test_a_network_that_was_measured(tmp_path, small, capsys):
     """An all-reduce of two ranks: two messages, and all bytes once."""
-    lines = {verb: Line(found[0].__name__, 0.0, (Piece(0.0, 0.001, 1e-6),), ()) for verb, found in ALGORITHMS.items()}
+    line = Line(0.0, (Piece(0.0, 0.002, 1e-6),), ((1 << 20, 1.0),))
+    lines = dict.fromkeys(ALGORITHMS, line)
     Fit(Link("measured on 2 ranks", 0.001, 1e6, 0.0), lines, {"ranks": 2}).write(tmp_path / "fit.json")
     out = tmp_path / "out.json"
-    setting = ("--model", small, "--fit", str(tmp_path / "fit.json"), "--ranks", "2", "--no-measure")
+    setting = ("--model", small, "--fit", str(tmp_path / "fit.json"), "--no-measure")  # on its own ranks
     assert volume(*setting, "--modes", "dense", "--json", out) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert row["payload"] == 4 * (70 + 10 + 1200)
-    assert row["step_seconds"] == pytest.approx(2 * 0.001 + row["payload"] * 1e-6)
+    assert row["exchange_seconds"] == pytest.approx(2 * 0.001 + row["payload"] * 1e-6)
     capsys.readouterr()
     assert main(["advise", *setting]) == 0
     assert "on 2 ranks, measured on 2 ranks (8.00 Mbit/s, 1.00 ms)" in capsys.readouterr().out
@@ -206,7 +207,9 @@ def test_a_network_that_was_measured(tmp_path, small, capsys):
         ("--modes threshold=0.1", "how much threshold=0.1 sends depends on the gradients"),
         ("--link 10GB", "did you mean 10GbE?"),
         ("--inside NVLnk", "did you mean NVLink?"),
-        ("--ranks 0", "--ranks must be at least 1, got 0"),
+        ("--ranks 0", "--ranks must be whole numbers from 1 to 65536 with commas between them, got 0"),
+        ("--ranks 65537", "--ranks must be whole numbers from 1 to 65536"),
+        ("--modes topk=0.01,topk=0.010", "mode topk=0.01 is given twice"),
         ("--ranks 2,,4", "--ranks must be whole numbers"),
         ("--ranks 2,x", "--ranks must be whole numbers"),
         ("--ranks 12 --per-node 8", "--ranks must fill nodes of 8, got 12"),

@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from distopt import fit
+from distopt.fit import Fit
 from distopt.numbers import whole
 from distopt.volume import Compute, Mode, Network, Wire, measure, network
 
 MODEL = "resnet50"
+MOST = 65536  # ranks
 
 
 def add_setting(parser: argparse.ArgumentParser, modes: str, ranks: str) -> None:
-    """Declare it; the defaults are names with commas between them."""
+    """Declare it; the defaults are names and numbers with commas between them."""
+    parser.set_defaults(usual=ranks)
     parser.add_argument("--model", metavar="NAME", help=f"or a file of shapes that ends in .json; default {MODEL}")
     parser.add_argument(
         "--modes",
@@ -21,7 +24,7 @@ def add_setting(parser: argparse.ArgumentParser, modes: str, ranks: str) -> None
         metavar="A,B",
         help="kind[=number][+option]..., as topk=0.01+packed:int8 (distopt.volume.mode); default: %(default)s",
     )
-    parser.add_argument("--ranks", default=ranks, metavar="P,Q", help="default: %(default)s")
+    parser.add_argument("--ranks", metavar="P,Q", help=f"default: {ranks}, or those of a fit")
     parser.add_argument("--link", metavar="NAME", help="or a rate, as 300Mbit/s; default 10GbE")
     parser.add_argument("--per-node", type=int, default=1, metavar="M", help="ranks of a node, which share its link")
     parser.add_argument("--inside", metavar="NAME", help="the link inside a node; default NVLink")
@@ -41,10 +44,11 @@ def wire(given: argparse.Namespace) -> Wire:
 
 def ranks(given: argparse.Namespace, network: Wire) -> list[int]:
     """Numbers that grow; ValueError for what is none, and for those that do not fill their nodes."""
-    texts = [text.strip() for text in given.ranks.split(",")]
-    if not all(re.fullmatch(r"\d{1,6}", text) for text in texts):
-        raise ValueError(f"--ranks must be whole numbers from 1 to 999999 with commas between them, got {given.ranks}")
-    found = sorted({whole("--ranks", int(text), least=1) for text in texts})
+    wanted = given.ranks or (str(network.ranks) if isinstance(network, Fit) else given.usual)
+    texts = [text.strip() for text in wanted.split(",")]
+    if not all(re.fullmatch(r"\d{1,5}", text) and 1 <= int(text) <= MOST for text in texts):
+        raise ValueError(f"--ranks must be whole numbers from 1 to {MOST} with commas between them, got {given.ranks}")
+    found = sorted({int(text) for text in texts})
     local = network.per_node if isinstance(network, Network) else 1
     odd = next((n for n in found if n > local and n % local), None)
     if odd:

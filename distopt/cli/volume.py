@@ -8,12 +8,13 @@ from typing import Any
 
 from distopt import Tape, plain
 from distopt.checkpoint.error import printable
-from distopt.cli import picture, setting, text, volume_picture
+from distopt.cli import picture, setting, volume_picture
 from distopt.cli.gradients import Replay, bar
 from distopt.cli.volume_rows import Row, between, rows
 from distopt.tables import Members
+from distopt.units import NONE, counted, nbytes, seconds, table
 from distopt.volume import Mode, Question, buckets, modes, shapes
-from distopt.volume.advice import described, measured, note
+from distopt.volume.advice import described, measured, notes
 
 MODES, RANKS = "dense,half,2bit,topk=0.01,dgc=0.001", "2,8,64,1024"
 HEAD = (
@@ -24,11 +25,9 @@ HEAD = (
     "leaves node",
     "dense sends",
     "sent dense",
-    *(
-        "wire time",
-        "compute",
-        "step",
-    ),
+    "wire time",
+    "compute",
+    "exchange",
 )
 
 
@@ -60,7 +59,7 @@ def main(given: argparse.Namespace) -> int:
         question = question._replace(computes=measured(chosen, setting.computing(given)))
         found = rows(question, chosen, ranks, replay)
         model = given.model or (given.gradients and given.gradients.name) or setting.MODEL
-        print("\n".join([_title(question, model, replay), *_table(found, len(gradients), not given.no_measure)]))
+        print("\n".join([_title(question, model, replay), *_table(found, question, not given.no_measure)]))
         if given.json:
             given.json.write_text(plain.dumps(numbers(found, question, model, replay)) + "\n")
         if given.plot:
@@ -92,18 +91,18 @@ def _gradients(
 def _title(question: Question, model: str, replay: Replay | None) -> str:
     tensors = sum(len(bucket.names) for bucket in question.buckets)
     elements = sum(int(bucket.rows["size"].sum()) for bucket in question.buckets)
-    source = f"; {len(replay.steps)} recorded steps" if replay else ""
-    size = f"{tensors} tensors, {elements:,} elements, {len(question.buckets)} buckets"
+    source = f"; {counted(len(replay.steps), 'recorded step')}" if replay else ""
+    size = f"{counted(tensors, 'tensor')}, {elements:,} elements, {counted(len(question.buckets), 'bucket')}"
     return f"{printable(model)}: {size}; {described(question.wire)}{source}; bytes of one rank"
 
 
-def _table(found: Sequence[Row], buckets: int, measured: bool) -> list[str]:
+def _table(found: Sequence[Row], question: Question, measured: bool) -> list[str]:
     idle = set() if any(row.sends.between != row.sends.sent for row in found) else {"leaves node"}
     idle |= set() if any(row.sends.fallen for row in found) else {"sent dense"}
-    lines = [HEAD, *(_cells(row, buckets, measured) for row in found)]
+    lines = [HEAD, *(_cells(row, len(question.buckets), measured) for row in found)]
     return [
-        *text.table([[c for c, name in zip(line, HEAD, strict=True) if name not in idle] for line in lines]),
-        note(measured),
+        *table([[c for c, name in zip(line, HEAD, strict=True) if name not in idle] for line in lines]),
+        *notes(question.wire, measured),
     ]
 
 
@@ -112,14 +111,14 @@ def _cells(row: Row, buckets: int, measured: bool) -> list[str]:
     return [
         row.mode.name,
         str(row.ranks),
-        text.nbytes(row.sends.payload),
-        text.nbytes(row.sends.sent),
-        text.nbytes(row.sends.between),
-        text.NONE if times is None else f"{times:.3g} x" if times < 1000 else f"{times:,.0f} x",
-        f"{len(row.sends.fallen)} of {buckets}" if row.sends.fallen else text.NONE,
-        text.seconds(row.takes.wire),
-        text.seconds(row.takes.compute) if measured else text.NONE,
-        text.seconds(row.takes.step),
+        nbytes(row.sends.payload),
+        nbytes(row.sends.sent),
+        nbytes(row.sends.between),
+        NONE if times is None else f"{times:.3g} x" if times < 1000 else f"{times:,.0f} x",
+        f"{len(row.sends.fallen)} of {buckets}" if row.sends.fallen else NONE,
+        seconds(row.takes.wire),
+        seconds(row.takes.compute) if measured else NONE,
+        seconds(row.takes.exchange),
     ]
 
 
@@ -137,7 +136,7 @@ def numbers(found: Sequence[Row], question: Question, model: str, replay: Replay
                 **row.sends._asdict(),
                 "wire_seconds": row.takes.wire,
                 "compute_seconds": row.takes.compute if question.computes else None,
-                "step_seconds": row.takes.step,
+                "exchange_seconds": row.takes.exchange,
             }
             for row in found
         ],

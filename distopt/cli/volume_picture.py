@@ -1,4 +1,4 @@
-"""The picture of ``distopt volume``: bytes and seconds of a step against ranks, and against density."""
+"""The picture of ``distopt volume``: bytes and seconds of an exchange against ranks, and against density."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,11 +15,11 @@ DENSITIES = [10 ** (k / 8 - 5) for k in range(41)]  # 0.00001 to 1
 
 
 class Curve(NamedTuple):
-    """Bytes on the wire and seconds of a step, by what lies across."""
+    """Bytes on the wire and seconds of an exchange, by what lies across."""
 
     across: list[float]
     sent: list[float]
-    step: list[float]
+    exchange: list[float]
 
 
 def draw(found: Sequence[Row], between: Sequence[Row], question: Question, model: str, path: Path) -> None:
@@ -46,7 +46,7 @@ def draw(found: Sequence[Row], between: Sequence[Row], question: Question, model
 
 def _over_ranks(found: Sequence[Row], mode: Mode) -> Curve:
     rows = sorted((row for row in found if row.mode.name == mode.name and row.ranks > 1), key=lambda row: row.ranks)
-    return Curve([row.ranks for row in rows], [row.sends.sent for row in rows], [row.takes.step for row in rows])
+    return Curve([row.ranks for row in rows], [row.sends.sent for row in rows], [row.takes.exchange for row in rows])
 
 
 def _densities(panels: Sequence[Any], there: Question, sparse: Sequence[Mode], styles: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ def _densities(panels: Sequence[Any], there: Question, sparse: Sequence[Mode], s
     curves = {kind: _over_density(there, mode) for kind, mode in kinds.items()}
     named = {kind: styles[mode.name] for kind, mode in kinds.items()}
     _pair(panels, f"density, on {there.ranks} ranks", curves, named, lambda d: f"{d:.5f}".rstrip("0").rstrip("."))
-    dense = forecast(there.buckets, DENSE, there.ranks).sent, there.predict(DENSE).step
+    dense = forecast(there.buckets, DENSE, there.ranks).sent, there.predict(DENSE).exchange
     for axes, level in zip(panels, dense, strict=True):
         axes.axhline(level, color=styles[DENSE.name]["color"], linewidth=1, label=DENSE.name)
     for kind, mode in kinds.items():
@@ -70,7 +70,7 @@ def _densities(panels: Sequence[Any], there: Question, sparse: Sequence[Mode], s
 def _over_density(there: Question, mode: Mode) -> Curve:
     modes = [mode.at_density(d) for d in DENSITIES]
     sent = [forecast(there.buckets, m, there.ranks).sent for m in modes]
-    return Curve(DENSITIES, sent, [there.predict(m).step for m in modes])
+    return Curve(DENSITIES, sent, [there.predict(m).exchange for m in modes])
 
 
 def _pair(
@@ -81,7 +81,7 @@ def _pair(
     unit: Callable[[Any], str],
 ) -> None:
     """Bytes at the left, seconds at the right."""
-    labels = ("wire bytes of one rank in a step", nbytes), ("predicted step time", seconds)
+    labels = ("wire bytes of one rank in a step", nbytes), ("predicted time of the exchange", seconds)
     for which, (axes, (label, shown)) in enumerate(zip(panels, labels, strict=True)):
         axes.set(xlabel=across, ylabel=label)
         for name, curve in curves.items():

@@ -5,7 +5,7 @@ from distopt.volume.break_even import Bounds
 from distopt.volume.compute import Compute, measure
 from distopt.volume.forecast import Forecast, Sending, forecast, observed, sendings, summary, written
 from distopt.volume.modes import DEFAULT, Mode, mode, modes
-from distopt.volume.network import Network, Wire, network
+from distopt.volume.network import Network, Wire, network, wire
 from distopt.volume.question import Prediction, Question
 from distopt.volume.shapes import buckets, shapes
 
@@ -33,5 +33,6 @@ __all__ = [
     "sendings",
     "shapes",
     "summary",
+    "wire",
     "written",
 ]

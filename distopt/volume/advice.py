@@ -4,41 +4,46 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from distopt.fit import Fit
 from distopt.numbers import number, whole
 from distopt.tables import Members
-from distopt.units import NONE, nbytes, rate, seconds, table
+from distopt.units import NONE, counted, nbytes, rate, seconds, table
 from distopt.volume import break_even, compute
-from distopt.volume.break_even import DENSE, MOST, Bounds
+from distopt.volume.break_even import DENSE, Bounds
 from distopt.volume.compute import Compute
 from distopt.volume.forecast import Forecast, forecast
 from distopt.volume.modes import DEFAULT, Mode, modes
 from distopt.volume.network import Network, Wire
 from distopt.volume.question import Computes, Prediction, Question
 
-HEAD = "mode", "payload", "wire", "wire time", "compute", "step", "dense takes"
+HEAD = "mode", "payload", "wire", "wire time", "compute"
 PAYS = "pays below density", "below link", "for ranks"
 DENSITIES = 1e-3, 1e-2, 1e-1  # at which compression is measured
-HARDLY = 1.05  # what a step is faster by, to be worth the trouble
+HARDLY = 1.05  # what an exchange is faster by, to be worth the trouble
+TOO_LITTLE = 1e-3  # seconds, of which a step of Python takes as many
+LONGEST = 1e6  # seconds of a backward pass
+CAVEAT = "What it does to learning, only training tells."
 
 
 class Choice(NamedTuple):
-    """A mode: what it sends, how long a step takes, and where it is faster than dense (``break_even``)."""
+    """A mode: what it sends, how long its exchange takes, and where that is faster than dense (``break_even``)."""
 
     mode: Mode
     sends: Forecast
     takes: Prediction
     density: float | None
     bandwidth: float | None
-    ranks: Bounds | None
+    ranks: Sequence[Bounds]
 
 
 class Advice(NamedTuple):
-    """All modes, the fastest first; ``print(advice)`` shows them.
+    """All modes, the fastest first; ``print(advice)`` shows them.  ``refused`` are names, and why they cannot be.
 
     It is about time alone: what compressing does to learning, only training tells.
     """
 
     choices: tuple[Choice, ...]
+    refused: tuple[tuple[str, str], ...]
     question: Question
     measured: bool  # is compute in it?
 
@@ -54,27 +59,33 @@ class Advice(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """One sentence, and another one if it is about a mode that changes what is learned."""
         best, dense = self.choices[0], self.dense.takes
         if self.question.ranks == 1:
             return "Do not compress: one rank sends nothing."
-        name, step = best.mode.name, best.takes.step
+        name, least = best.mode.name, best.takes.exchange
         if name == DENSE.name:
-            hidden = self.question.backward + dense.wire - step
+            hidden = self.question.backward + dense.wire - least
             behind = f", with {seconds(hidden)} of the exchange behind the backward pass" if hidden > 0 else ""
-            others = [f"; {c.mode.name} takes {seconds(c.takes.step)}" for c in self.choices[1:2]]
-            return f"Do not compress: dense takes {seconds(step)}{behind}{''.join(others)}."
-        if dense.step < HARDLY * step:
-            return f"Hardly worth it: {name} takes {seconds(step)}, and dense {seconds(dense.step)}."
-        return f"Use {name}: a step takes {seconds(step)}, and dense {dense.step / step:.3g} times as long."
+            others = [f"; {c.mode.name} takes {seconds(c.takes.exchange)}" for c in self.choices[1:2]]
+            return f"Do not compress: dense takes {seconds(least)}{behind}{''.join(others)}."
+        if dense.exchange < max(HARDLY * least, least + TOO_LITTLE):
+            return f"Hardly worth it: {name} takes {seconds(least)}, and dense {seconds(dense.exchange)}."
+        what = "backward pass and exchange take" if self.question.backward else "the exchange takes"
+        times = f"{dense.exchange / least:.3g}" if least else "infinitely"
+        return f"Use {name}: {what} {seconds(least)}, and dense {times} times as long. {CAVEAT}"
 
     def __str__(self) -> str:
-        rows = [(*HEAD, *PAYS), *(self._cells(choice) for choice in self.choices)]
-        about = f"{self.question.ranks} ranks, {described(self.question.wire)}"
+        rows = [(*self._head(), *PAYS), *(self._cells(choice) for choice in self.choices)]
+        about = f"{counted(self.question.ranks, 'rank')}, {described(self.question.wire, self.question.ranks)}"
         backward = f"; backward {seconds(self.question.backward)}" if self.question.backward else ""
-        dense = [line for c in self.choices for line in sent_dense(c.mode, c.sends)]
+        more = [line for c in self.choices for line in sent_dense(c.mode, c.sends)]
+        more += [f"  {name}: not here. {why}" for name, why in self.refused]
         head = f"{about}{backward}; bytes of one rank in a step"
-        return "\n".join([head, *table(rows), *dense, note(self.measured), self.verdict])
+        return "\n".join([head, *table(rows), *more, *notes(self.question.wire, self.measured), self.verdict])
+
+    def _head(self) -> tuple[str, ...]:
+        return (*HEAD, "backward + exchange" if self.question.backward else "exchange", "dense takes")
 
     def _cells(self, choice: Choice) -> list[str]:
         mode, sends, takes = choice.mode, choice.sends, choice.takes
@@ -85,8 +96,8 @@ class Advice(NamedTuple):
             nbytes(sends.sent),
             seconds(takes.wire),
             seconds(takes.compute) if self.measured else NONE,
-            seconds(takes.step),
-            f"{self.dense.takes.step / takes.step:.3g} x" if takes.step else NONE,
+            seconds(takes.exchange),
+            f"{self.dense.takes.exchange / takes.exchange:.3g} x" if takes.exchange else NONE,
             _bound(choice.density, 1.0, lambda density: f"{density:.2g}"),
             _bound(choice.bandwidth, math.inf, rate),
             _ranks(choice.ranks) if compressed else NONE,
@@ -100,24 +111,41 @@ def advise(
     names: str | Sequence[str] | None = None,
     backward: float = 0.0,
     measure: Callable[[Mode], Compute] | None = compute.measure,
+    overlap: bool = True,
+    check: Callable[[Mode], None] = lambda mode: None,
 ) -> Advice:
-    """Compare modes, dense among them, by the predicted time of a step of so many ranks.
+    """Compare modes, dense among them, by the predicted time of an exchange of so many ranks.
 
-    ``names`` are modes as ``mode`` reads them, by default ``DEFAULT``.  ``backward`` is how many seconds a backward
-    pass takes: buckets of modes without a memory travel behind it.  ``measure=None`` leaves out compressing.
+    ``names`` are modes as ``mode`` reads them, by default ``DEFAULT``; those for which ``check`` raises ValueError are
+    left out.  ``backward`` is how many seconds a backward pass takes: with ``overlap``, buckets of modes without a
+    memory travel behind it.  ``measure=None`` leaves out compressing.
 
-    Raises ValueError for a mode whose bytes depend on the data, for ranks below 1 and a negative ``backward``.
+    Raises ValueError for a mode whose bytes depend on the data, for ranks below 1, and for ``backward`` outside of
+    [0, 1e6].
     """
-    chosen = modes(DEFAULT if names is None else names)
+    chosen, refused = _allowed(modes(DEFAULT if names is None else names), check)
     if DENSE.name not in [m.name for m in chosen]:
         chosen.insert(0, DENSE)
-    question = Question(buckets, whole("ranks", ranks, least=1), wire, number("backward", backward))
+    backward = number("backward", backward, most=LONGEST)
+    question = Question(buckets, whole("ranks", ranks, least=1), wire, backward, overlap=overlap)
     for m in chosen:  # what cannot be told is refused before anything is measured
         question.predict(m)
     question = question._replace(computes=measured(chosen, measure))
     found = [_choice(question, m) for m in chosen]
-    found.sort(key=lambda c: (c.takes.step, c.mode.name != DENSE.name))
-    return Advice(tuple(found), question, measure is not None)
+    found.sort(key=lambda c: (c.takes.exchange, c.mode.name != DENSE.name))
+    return Advice(tuple(found), tuple(refused), question, measure is not None)
+
+
+def _allowed(chosen: list[Mode], check: Callable[[Mode], None]) -> tuple[list[Mode], list[tuple[str, str]]]:
+    """Those that pass, and the names of the others with what was raised."""
+    found, refused = [], []
+    for m in chosen:
+        try:
+            check(m)
+            found.append(m)
+        except ValueError as error:
+            refused.append((m.name, str(error)))
+    return found, refused
 
 
 def measured(chosen: Sequence[Mode], measure: Callable[[Mode], Compute] | None) -> Computes:
@@ -133,28 +161,36 @@ def measured(chosen: Sequence[Mode], measure: Callable[[Mode], Compute] | None) 
 
 def _choice(question: Question, mode: Mode) -> Choice:
     sends = forecast(question.buckets, mode, question.ranks, getattr(question.wire, "per_node", 1))
-    where = break_even.density, break_even.bandwidth, break_even.ranks
-    found = [None] * 3 if mode.name == DENSE.name else [look(question, mode) for look in where]
-    return Choice(mode, sends, question.predict(mode), *found)
+    density, bandwidth, pays = None, None, []
+    if mode.name != DENSE.name:
+        density, bandwidth = break_even.density(question, mode), break_even.bandwidth(question, mode)
+        pays = break_even.ranks(question, mode)
+    return Choice(mode, sends, question.predict(mode), density, bandwidth, pays)
 
 
-def described(wire: Wire) -> str:
-    """A network in a few words."""
-    shared = ""
-    if isinstance(wire, Network) and wire.per_node > 1:
-        shared = f" for the {wire.per_node} ranks of a node, {wire.inside.name} inside"
-    return f"{wire.link.name} ({rate(wire.link.bandwidth)}, {seconds(wire.link.latency)}){shared}"
+def described(wire: Wire, ranks: int | None = None) -> str:
+    """A network in a few words; and, of a fit, whether it is for other ranks than were measured."""
+    about = f"{wire.link.name} ({rate(wire.link.bandwidth)}, {seconds(wire.link.latency)})"
+    if isinstance(wire, Fit):
+        other = ", for others by formula" if ranks != wire.ranks else ""
+        return f"{about}, up to {nbytes(wire.most)}{other}"
+    shared = f" for the {wire.per_node} ranks of a node, {wire.inside.name} inside" if wire.per_node > 1 else ""
+    return about + shared
 
 
-def note(measured: bool) -> str:
-    """Where the two kinds of seconds come from."""
+def notes(wire: Wire, measured: bool) -> list[str]:
+    """Where the two kinds of seconds come from, and what is in neither; how the bytes are sent."""
     compute = "measured on one thread of this machine (a GPU takes another one)" if measured else "left out"
-    return f"wire time: predicted; compute: {compute}"
+    found = [f"wire time: predicted; compute: {compute}; the update and what else a step takes are in neither"]
+    if isinstance(wire, Network) and wire.per_node > 1:
+        found.append("wire bytes: each rank to all others; wire time: within nodes first, as MPI and NCCL do it")
+    return found
 
 
 def sent_dense(mode: Mode, sends: Forecast) -> list[str]:
     """A line about the buckets of a mode that break-even makes dense, if there are any."""
-    return [f"  {mode.name}: {len(sends.fallen)} buckets are sent as dense ones, which is less"] if sends.fallen else []
+    fallen = counted(len(sends.fallen), "bucket")
+    return [f"  {mode.name}: {fallen} sent as dense, which is less"] if sends.fallen else []
 
 
 def _bound(found: float | None, most: float, unit: Callable[[float], str]) -> str:
@@ -163,7 +199,6 @@ def _bound(found: float | None, most: float, unit: Callable[[float], str]) -> st
     return unit(found) if 0 < found < most else "any" if found else "none"
 
 
-def _ranks(found: Bounds | None) -> str:
-    if found is None:
-        return "none"
-    return f"{found.first} to {found.last}" if found.last < MOST // 2 else f"from {found.first}"
+def _ranks(found: Sequence[Bounds]) -> str:
+    texts = [f"from {b.first}" if b.last is None else f"{b.first} to {b.last}" for b in found]
+    return ", ".join(texts) or "none"

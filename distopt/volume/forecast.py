@@ -10,6 +10,7 @@ from distopt.compress.compressor import forecast as planned
 from distopt.cost import DIRECT
 from distopt.exchange.traffic import Message, traffic
 from distopt.ledger import Ledger, Purpose
+from distopt.numbers import whole
 from distopt.tables import Members
 from distopt.volume.modes import Mode
 
@@ -72,8 +73,8 @@ def summary(ledger: Ledger, buckets: Sequence[Members], mode: Mode, steps: int) 
 
 def written(buckets: Sequence[Members], mode: Mode, ranks: int, per_node: int = 1, break_even: bool = True) -> Ledger:
     """The ledger of such a step, of the first rank; but for what is in tensors, and ideal, which depend on the data."""
-    ledger = Ledger()
-    meter = Meter(0, ranks, [rank // per_node for rank in range(ranks)], DIRECT, ledger)
+    ledger, per_node = Ledger(), whole("per_node", per_node, least=1)
+    meter = Meter(0, whole("ranks", ranks, least=1), [rank // per_node for rank in range(ranks)], DIRECT, ledger)
     for number, bucket in enumerate(buckets):
         look = functools.partial(planned, mode.compressor, bucket.extent, bucket.dtype.itemsize, bucket)
         with meter.on_behalf_of(Purpose("gradients", 0, number)):
@@ -91,9 +92,9 @@ def messages(bucket: Members, mode: Mode, ranks: int, break_even: bool = True) -
             f"how much {mode.name} sends depends on the gradients: record some (distopt record) for "
             "distopt volume --gradients, or count those of distopt.simulate"
         )
-    whole, elements = _whole(compressor, bucket)
+    summed, elements = _whole(compressor, bucket)
     payloads = [payload - elements * itemsize] * ranks
-    return traffic(compressor, bucket.extent, itemsize, payloads, whole, break_even)
+    return traffic(compressor, bucket.extent, itemsize, payloads, summed, break_even)
 
 
 def sendings(buckets: Sequence[Members], mode: Mode, ranks: int, break_even: bool = True) -> list[Sending]:

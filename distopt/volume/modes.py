@@ -59,11 +59,6 @@ class Mode(NamedTuple):
         """May buckets travel while the backward pass goes on?  Not if a refused step would have changed a memory."""
         return not self.compressor.stateful
 
-    @property
-    def needs_gradients(self) -> bool:
-        """Does it depend on the data how much is sent?"""
-        return self.compressor.ragged
-
 
 def mode(text: str) -> Mode:
     """The mode of a text: ``kind[=number][+option]...``.
@@ -98,9 +93,9 @@ def mode(text: str) -> Mode:
 def modes(texts: str | Sequence[str]) -> list[Mode]:
     """The modes of a text with commas between them, or of a sequence of texts; ValueError for none, or one twice."""
     found = [mode(text) for text in (texts.split(",") if isinstance(texts, str) else texts)]
-    names = [m.name for m in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice or not names:
+    same = [(m.kind, m.density) for m in found]
+    twice = next((m.name for m in found if same.count((m.kind, m.density)) > 1), None)
+    if twice or not found:
         raise ValueError(f"mode {twice} is given twice" if twice else "modes must be one at least")
     return found
 

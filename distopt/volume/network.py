@@ -1,23 +1,14 @@
 """What joins the ranks: one link, or nodes of several ranks that share a link to the others."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from distopt import cost
 from distopt.cost import LINKS, Link
+from distopt.cost.links import checked
+from distopt.fit import Fit
 from distopt.numbers import whole
 
 INSIDE = LINKS["NVLink"]
-
-
-class Wire(Protocol):
-    """What predictions ask of a network; a ``fit.Fit`` is one too."""
-
-    @property
-    def link(self) -> Link:
-        """In short."""
-
-    def seconds(self, verb: str, nbytes: float, size: int) -> float:
-        """What a verb takes that is given so many bytes (``cost.time``) on so many ranks."""
 
 
 class Network(NamedTuple):
@@ -52,10 +43,21 @@ class Network(NamedTuple):
         return self._replace(link=self.link._replace(bandwidth=bandwidth))
 
 
-def network(link: str | Link, per_node: int = 1, inside: str | Link = INSIDE) -> Network:
-    """A network of links that are given by name or rate (``cost.link``).
+Wire = Network | Fit  # what predictions are asked of
 
-    Raises ValueError for a name that there is not, and for fewer than 1 rank in a node.
+
+def network(link: str | Link, per_node: int = 1, inside: str | Link = INSIDE) -> Network:
+    """A network of links, which may be given by name or rate (``cost.link``).
+
+    Raises ValueError for a name that there is not, for fewer than 1 rank in a node, and, as TypeError, for a link that
+    cannot be.
     """
-    between, within = (given if isinstance(given, Link) else cost.link(given) for given in (link, inside))
+    between, within = (checked(given) if isinstance(given, Link) else cost.link(given) for given in (link, inside))
     return Network(between, whole("per_node", per_node, least=1), within)
+
+
+def wire(given: str | Link | Wire) -> Wire:
+    """A network, or what measured one, from whatever says which; raises as ``network``."""
+    if isinstance(given, Fit):
+        return given
+    return network(*given) if isinstance(given, Network) else network(given)

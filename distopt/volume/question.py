@@ -17,24 +17,30 @@ Computes = Mapping[tuple[str, float], Compute]  # by kind of mode and density, 1
 
 
 class Prediction(NamedTuple):
-    """Seconds: of all messages, of compressing and decompressing, and from the start of the backward pass to the end.
+    """Seconds: of all messages, of compressing and decompressing, and of both with the backward pass.
 
-    ``wire`` is predicted by formula, ``compute`` measured on this machine, or 0.
+    ``wire`` is predicted by formula, ``compute`` measured on this machine, or 0.  ``exchange`` is from the start of the
+    backward pass, if it takes any time, to the mean of the last gradient: the update is not in it, nor what a step of
+    Python takes.
     """
 
     wire: float
     compute: float
-    step: float
+    exchange: float
 
 
 class Question(NamedTuple):
-    """Gradients in these buckets, on so many ranks; ``backward`` seconds go by until the last of them is there."""
+    """Gradients in these buckets, on so many ranks; ``backward`` seconds go by until the last of them is there.
+
+    ``overlap``: buckets of modes without a memory travel while the backward pass goes on.
+    """
 
     buckets: Sequence[Members]
     ranks: int
     wire: Wire
     backward: float = 0.0
     computes: Computes = MappingProxyType({})
+    overlap: bool = True
 
     def predict(self, mode: Mode) -> Prediction:
         """What a step takes in a mode."""
@@ -42,10 +48,13 @@ class Question(NamedTuple):
         return self.timed(sent, mode, self.compute(mode))
 
     def compute(self, mode: Mode) -> Compute:
-        """What a mode computes, between the densities at which its kind is known; nothing, if that is not known."""
+        """What a mode computes, between the densities at which its kind is known.
+
+        Where it is not known it is what a sum takes: the payloads that arrive are added up.
+        """
         known = sorted((math.log(d), found) for (kind, d), found in self.computes.items() if kind == mode.kind)
         if not known:
-            return FREE
+            return FREE if mode.compressor.summable else Compute(0.0, self.wire.link.reduction)
         densities, found = zip(*known, strict=True)
         aim = math.log(mode.density or 1.0)
         return Compute(*(float(np.interp(aim, densities, column)) for column in zip(*found, strict=True)))
@@ -55,7 +64,7 @@ class Question(NamedTuple):
         wire = [self._wire(sending) for sending in sent]
         own = [compute.seconds(sending) for sending in sent]
         each = [w + o for w, o in zip(wire, own, strict=True)]
-        end = self._behind(sent, each) if mode.hides else self.backward + sum(each)
+        end = self._behind(sent, each) if self.overlap and mode.hides else self.backward + sum(each)
         return Prediction(sum(wire), sum(own), end)
 
     def _wire(self, sending: Sending) -> float:
@@ -66,8 +75,8 @@ class Question(NamedTuple):
 
         These come at an even pace, element by element.
         """
-        total, there, end = sum(sending.elements for sending in sent), 0, 0.0
+        total, there, end = max(1, sum(sending.elements for sending in sent)), 0, 0.0
         for sending, seconds in zip(sent, each, strict=True):
             there += sending.elements
-            end = max(end, self.backward * there / total) + seconds
+            end = max(end, self.backward * (there / total)) + seconds
         return max(end, self.backward)
