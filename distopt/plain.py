@@ -3,10 +3,12 @@
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
+MOST = 1 << 26  # bytes of a file
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -38,6 +40,15 @@ def dumps(value: Any) -> str:
 def loads(text: str | bytes) -> Any:
     """What ``dumps`` was given.  Raises ValueError for what is no JSON, RecursionError for thousands of levels."""
     return _numbered(json.loads(text, parse_constant=_refuse))
+
+
+def text(path: str | Path) -> bytes:
+    """What stands in a file of JSON.  Raises OSError, and ValueError for more than 64 MiB."""
+    with open(path, "rb") as file:
+        found = file.read(MOST + 1)
+    if len(found) > MOST:
+        raise ValueError(f"{path} has more than {MOST} bytes")
+    return found
 
 
 def _worded(value: Any) -> Any:

@@ -132,15 +132,20 @@ def test_a_fraction_is_of_the_copy_in_the_same_round(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], "-n must be at least 1, the number of ranks, got None"),
+        ([], "-n must be at least 1, the number of ranks"),
         (["-n", "1", "--fit", "x"], "-n must be at least 2, the number of ranks, got 1"),
         (["-n", "2", "--verbs", "all_reduce,allgather"], "got 'allgather'; did you mean all_gather?"),
         (["-n", "2", "--dtype", "float23"], "got 'float23'; did you mean float32?"),
-        (["-n", "2", "--min", "8X"], "--min must be at least 1 byte, as 8, 64K, 1.5M or 2G, got '8X'"),
+        (["-n", "2", "--min", "8X"], "--min must be from 1 byte to 4294967296, as 8, 64K, 1.5M or 2G, got '8X'"),
         (["-n", "2", "--max", "4"], "--max must be at least --min, 8 bytes, got 4"),
         (["-n", "2", "--factor", "1"], "--factor must be above 1 and at most 1e9, got 1"),
         (["-n", "2", "--factor", "nan"], "--factor must be above 1 and at most 1e9, got nan"),
+        (["-n", "2", "--factor", "1.0000001"], "--factor 1 makes 159423860 sizes, of at most 1000"),
+        (["-n", "2", "--max", "1" + 400 * "0"], "--max must be from 1 byte"),
         (["-n", "2", "--fit", "/nowhere/fit.json"], "/nowhere/fit.json"),
+        (["-n", "2", "--json", "/nowhere/out.json"], "/nowhere/out.json"),
+        (["-n", "2", "--fit", "/"], "Is a directory"),
+        (["-n", "2", "--fit", "x", "--verbs", "nope"], "--fit measures what it needs: leave out --json, --verbs"),
         (["-n", "2", "--fit", "x", "--seconds", "0"], "seconds must be finite and above 0, got 0.0"),
     ],
 )
@@ -153,6 +158,15 @@ def test_bad_arguments(args, words, capsys, monkeypatch, tmp_path):
     assert words in said
     assert said.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_size_is_measured_once():
+    """However many round to the same number of elements."""
+
+    def rows(comm):
+        return [row["size"] for row in bench_ranks.collectives(comm, ["all_gather"], [8, 9, 10, 16], np.dtype("f4"))]
+
+    assert run_ranks(2, rows) == [[8, 16]] * 2
 
 
 def test_sizes():

@@ -169,3 +169,44 @@ def test_a_real_launcher_of_the_other_brand():
     code, output = finish([*started.command(2), sys.executable, "-c", script], 30, env=started.environment(2))
     assert code != 0, output
     assert "a world of" not in output
+
+
+ADVISE = [sys.executable, "-m", "distopt.cli", "advise", "--no-measure"]
+
+
+def test_who_reads_may_go_away():
+    """As head does."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(ADVISE, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (done.stderr, done.returncode) == (b"", 0)
+
+
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(ADVISE, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "distopt advise: [Errno 28] No space left on device\n")
+
+
+def test_a_terminal_without_these_letters(tmp_path):
+    (tmp_path / "\u00e9.json").write_text('{"a": [1000000]}')
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [*ADVISE, "--model", "\u00e9.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.partition(" on")[0]) == (0, r"\xe9.json")
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("distopt.cli.setting.wire", interrupted)
+    assert main(["volume"]) == 130
+
+
+def test_descriptions_have_no_markup(capsys):
+    for command in ("volume", "bench"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "``" not in capsys.readouterr().out

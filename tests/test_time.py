@@ -116,7 +116,7 @@ def test_links_by_name_and_rate():
         assert cost.link(text).name == text
     with pytest.raises(ValueError, match=r"got 'nvlinc'; did you mean NVLink\?"):
         cost.link("nvlinc")
-    with pytest.raises(ValueError, match=r"bandwidth must be finite and above 0, got 0.0"):
+    with pytest.raises(ValueError, match=r"rate of 0Mbit/s must be finite and above 0, got 0.0"):
         cost.link("0Mbit/s")
     with pytest.raises(ValueError, match=r"or a rate such as 300Mbit/s, got '-3Gbit/s'"):
         cost.link("-3Gbit/s")

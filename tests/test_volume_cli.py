@@ -1,8 +1,11 @@
 """distopt volume and distopt advise: what they print and write, and what they refuse before work starts."""
 
 import json
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -206,7 +209,10 @@ def test_a_network_that_was_measured(tmp_path, small, capsys):
         ("--modes dens", "did you mean dense?"),
         ("--modes threshold=0.1", "how much threshold=0.1 sends depends on the gradients"),
         ("--link 10GB", "did you mean 10GbE?"),
-        ("--inside NVLnk", "did you mean NVLink?"),
+        ("--inside NVLnk --per-node 2", "did you mean NVLink?"),
+        ("--inside PCIe5", "say how many with --per-node"),
+        ("--model=", "there is no model ''"),
+        ("--link=", "link must be one of"),
         ("--ranks 0", "--ranks must be whole numbers from 1 to 65536 with commas between them, got 0"),
         ("--ranks 65537", "--ranks must be whole numbers from 1 to 65536"),
         ("--modes topk=0.01,topk=0.010", "mode topk=0.01 is given twice"),
@@ -250,6 +256,35 @@ def test_files_that_cannot_be_written(monkeypatch, tmp_path, capsys, small):
     ):
         assert refused(monkeypatch, *arguments) == 2
         assert words in capsys.readouterr().err
+
+
+def test_nothing_that_is_read_is_overwritten(monkeypatch, tmp_path, capsys, small):
+    png = tmp_path / "a.png"
+    for arguments in (("--model", small, "--json", small), ("--json", png, "--plot", png)):
+        assert refused(monkeypatch, *arguments) == 2
+        assert "would be overwritten" in capsys.readouterr().err
+    assert json.loads(Path(small).read_text()) == SHAPES
+
+
+def test_a_pipe_is_opened_once(tmp_path, small):
+    os.mkfifo(tmp_path / "pipe")
+    command = [sys.executable, "-m", "distopt.cli", "volume", "--model", small, "--no-measure", "--json", "pipe"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as writer:
+        assert json.loads((tmp_path / "pipe").read_text())["model"] == small
+        assert writer.wait(60) == 0
+
+
+def test_names_are_no_markup(tmp_path):
+    """matplotlib would take dollars as mathematics, and leave out what begins with a line below."""
+    _, axes = picture.new("$x$", "across", "up")
+    for label in ("_hidden", "$x_{", "l" * 100):
+        axes.plot([1, 2], [1, 2], label=label)
+    axes.plot([1, 2], [2, 1])
+    picture.legend(axes)
+    texts = axes.get_legend().get_texts()
+    assert [t.get_text() for t in texts] == ["_hidden", "$x_{", "l" * 45 + "..."]
+    assert not any(t.get_parse_math() for t in (*texts, axes.title))
+    picture.save(axes.figure, tmp_path / "a.png")
 
 
 def test_without_matplotlib(monkeypatch, tmp_path, capsys):

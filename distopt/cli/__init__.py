@@ -1,6 +1,9 @@
 """The command line: one file per command."""
 
 import argparse
+import io
+import os
+import sys
 from collections.abc import Sequence
 
 from distopt.cli import advise, bench, compare, doctor, inspect, record, run, trace, volume
@@ -11,8 +14,24 @@ COMMANDS = (run, doctor, inspect, trace, record, compare, bench, volume, advise)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = argparse.ArgumentParser(prog="distopt", description="N processes train one model.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS:
         command.add_to(commands)
+    for parsed in commands.choices.values():
+        parsed.description = str(parsed.description).replace("``", "")
     given = parser.parse_args(argv)
-    return int(given.main(given))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that this terminal has no letters for
+    try:
+        code = int(given.main(given))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever reads has seen enough; nothing more is to be flushed there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print(f"distopt {given.command}: {error}", file=sys.stderr)
+        return 2

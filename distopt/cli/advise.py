@@ -22,7 +22,7 @@ def main(given: argparse.Namespace) -> int:
     try:
         network = setting.wire(given)
         numbers = setting.ranks(given, network)
-        model = given.model or setting.MODEL
+        model = setting.MODEL if given.model is None else given.model
         gradients = buckets(shapes(model)[::-1], given.threshold)
         measure = setting.computing(given)
         found = [advise(gradients, ranks, network, given.modes, given.backward, measure) for ranks in numbers]

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import math
 import re
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from distopt import fit, units
-from distopt.cli import bench_kernels, run
+from distopt.cli import bench_kernels, picture, run
 from distopt.comm.communicator import NUMBERS
 from distopt.cost import ALGORITHMS
 from distopt.numbers import positive
@@ -23,6 +24,8 @@ HEAD = [
     ("size", "count", "type", "redop", "time", "algbw", "busbw", "#wrong"),
     ("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", ""),
 ]
+USUAL = {"verbs": ",".join(ALGORITHMS), "min": "8", "max": "64M", "factor": 4.0, "dtype": "float32"}
+MOST, MANY = 1 << 32, 1000  # bytes, and sizes
 WIDTHS = (12, 12, 9, 6, 11, 8, 8, 7)
 
 
@@ -30,7 +33,7 @@ def add_to(commands: Any) -> None:
     """Declare the command."""
     parser = commands.add_parser("bench", help="time the collectives, or the kernels", description=__doc__)
     parser.add_argument("-n", "--ranks", type=int, help="number of ranks")
-    parser.add_argument("--verbs", default=",".join(ALGORITHMS), help="default: %(default)s")
+    parser.add_argument("--verbs", default=USUAL["verbs"], help="default: all, " + ", ".join(ALGORITHMS))
     parser.add_argument("--min", default="8", metavar="BYTES", help="the smallest size, default 8")
     parser.add_argument("--max", default="64M", metavar="BYTES", help="the largest one, default 64M")
     parser.add_argument("--factor", type=float, default=4.0, help="from one size to the next, default 4")
@@ -46,6 +49,7 @@ def add_to(commands: Any) -> None:
 def main(given: argparse.Namespace) -> int:
     """Print the tables; 1 if a result was wrong, 2 for a bad argument."""
     try:
+        picture.check_outputs(given.json, None, [])
         if given.kernels:
             return bench_kernels.show(given.json)
         ranks = _ranks(given.ranks, 2 if given.fit else 1)
@@ -56,12 +60,12 @@ def main(given: argparse.Namespace) -> int:
 
 
 def size_of(name: str, text: str) -> int:
-    """Bytes from '8', '64K', '1.5M' or '2G', in powers of 1024; ValueError that names the option for another text."""
+    """Bytes from '8', '64K', '1.5M' or '2G', in powers of 1024; ValueError that names the option for other texts."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)i?B?", text.strip(), re.IGNORECASE)
-    nbytes = int(float(found[1]) * UNITS[found[2].upper()]) if found else 0
-    if nbytes < 1:
-        raise ValueError(f"{name} must be at least 1 byte, as 8, 64K, 1.5M or 2G, got {text!r}")
-    return nbytes
+    nbytes = float(found[1]) * UNITS[found[2].upper()] if found else 0
+    if not 1 <= nbytes <= MOST:
+        raise ValueError(f"{name} must be from 1 byte to {MOST}, as 8, 64K, 1.5M or 2G, got {text!r:.60}")
+    return int(nbytes)
 
 
 def sizes(least: int, most: int, factor: float) -> list[int]:
@@ -70,11 +74,10 @@ def sizes(least: int, most: int, factor: float) -> list[int]:
         raise ValueError(f"--factor must be above 1 and at most 1e9, got {factor:g}")
     if most < least:
         raise ValueError(f"--max must be at least --min, {least} bytes, got {most}")
-    found, now = [], float(least)
-    while now <= most * (1 + 1e-9):
-        found += [round(now)] if round(now) not in found else []
-        now *= factor
-    return found
+    steps = math.floor(math.log(most / least, factor) + 1e-9)
+    if steps >= MANY:
+        raise ValueError(f"--factor {factor:g} makes {steps + 1} sizes, of at most {MANY}")
+    return list(dict.fromkeys(round(least * factor**k) for k in range(steps + 1)))
 
 
 def verbs_of(text: str) -> list[str]:
@@ -95,7 +98,8 @@ def _one_of(option: str, name: str, names: Sequence[str]) -> str:
 
 def _ranks(given: int | None, least: int) -> int:
     if given is None or given < least:
-        raise ValueError(f"-n must be at least {least}, the number of ranks, got {given}")
+        got = "" if given is None else f", got {given}"
+        raise ValueError(f"-n must be at least {least}, the number of ranks{got}")
     return given
 
 
@@ -133,8 +137,10 @@ def _line(cells: Sequence[str]) -> str:
 
 def _fit(given: argparse.Namespace, ranks: int) -> int:
     """Fit on ranks of their own, and say in short what was found."""
-    seconds = positive("seconds", given.seconds)
-    given.fit.touch()  # whoever cannot write there learns it now
+    seconds = positive("--seconds", given.seconds)
+    picture.check_place(given.fit)
+    if given.json or any(getattr(given, name) != usual for name, usual in USUAL.items()):
+        raise ValueError(f"--fit measures what it needs: leave out --json, {', '.join(f'--{name}' for name in USUAL)}")
     code, _ = _on_ranks(given, ranks, {"fit": str(given.fit.resolve()), "seconds": seconds})
     if code:
         return code

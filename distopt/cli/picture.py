@@ -5,7 +5,8 @@ Curves differ in colour (Okabe and Ito's, which the colour-blind tell apart), in
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ INSTALL = "pip install 'distopt[plot]'"
 KINDS = ".png", ".svg", ".pdf"
 SIZE = 6.4, 4.0  # inches
 DOTS = 130  # per inch
+LONGEST = 48  # letters of a label
 COLOURS = "#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
-MARKERS = "o", "s", "^", "D", "v", "P", "X"
+MARKERS = "o", "s", "^", "D", "v", "P"  # one fewer than colours: 42 curves differ
 DASHES = "-", "--", "-.", ":"
 
 
@@ -37,8 +39,24 @@ def check_picture(path: Path) -> None:
         raise RuntimeError(f"matplotlib draws pictures and cannot be imported ({error}): {INSTALL}") from error
 
 
+def check_outputs(json: Path | None, plot: Path | None, inputs: Iterable[str | Path | None]) -> None:
+    """Can both be written, and is neither an input, nor the same?  Raises as ``check_picture``, ValueError if not."""
+    outputs = [path for path in (json, plot) if path is not None]
+    for path in outputs:
+        check_place(path)
+    if plot is not None:
+        check_picture(plot)
+    taken = [os.path.realpath(path) for path in inputs if path is not None]
+    for place in map(os.path.realpath, outputs):
+        if place in taken:
+            raise ValueError(f"{place} would be overwritten: it is read, or written twice")
+        taken.append(place)
+
+
 def check_place(path: Path) -> None:
     """Raise OSError if this file cannot be written; what it holds stays, and a new one is not left behind."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return  # a pipe or a device: whoever opens it twice is somebody else to it
     new = not path.exists()
     with path.open("ab"):
         pass
@@ -64,7 +82,8 @@ def new(title: str, across: str, up: str) -> "tuple[Figure, Axes]":
 
     figure = Figure(SIZE, layout="constrained")
     axes = figure.add_subplot()
-    axes.set(title=title, xlabel=across, ylabel=up)
+    axes.set_title(title, parse_math=False)
+    axes.set(xlabel=across, ylabel=up)
     axes.grid(True, color="#dddddd", linewidth=0.6)
     return figure, axes
 
@@ -74,11 +93,21 @@ def panels(title: str, down: int, across: int) -> "tuple[Figure, list[Axes]]":
     from matplotlib.figure import Figure
 
     figure = Figure((SIZE[0] * across * 0.85, SIZE[1] * down * 0.9), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     found = [figure.add_subplot(down, across, k + 1) for k in range(down * across)]
     for axes in found:
         axes.grid(True, color="#dddddd", linewidth=0.6)
     return figure, found
+
+
+def legend(axes: "Axes") -> None:
+    """The curves' labels as they are, at the right of the axes; long ones end in dots."""
+    curves = [line for line in axes.lines if not str(line.get_label()).startswith("_child")]
+    labels = [str(line.get_label()) for line in curves]
+    short = [label if len(label) <= LONGEST else label[: LONGEST - 3] + "..." for label in labels]
+    found = axes.legend(curves, short, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    for text in found.get_texts():
+        text.set_parse_math(False)
 
 
 def log_axis(axes: "Axes", which: str, shown: Sequence[float], unit: Callable[[float], str]) -> None:

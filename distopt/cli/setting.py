@@ -6,18 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from distopt import fit
+from distopt.cost import LINKS
 from distopt.fit import Fit
+from distopt.models import MODELS
 from distopt.numbers import whole
 from distopt.volume import Compute, Mode, Network, Wire, measure, network
+from distopt.volume.forecast import MOST_RANKS
 
-MODEL = "resnet50"
-MOST = 65536  # ranks
+MODEL, LINK, INSIDE = "resnet50", "10GbE", "NVLink"
 
 
 def add_setting(parser: argparse.ArgumentParser, modes: str, ranks: str) -> None:
     """Declare it; the defaults are names and numbers with commas between them."""
     parser.set_defaults(usual=ranks)
-    parser.add_argument("--model", metavar="NAME", help=f"or a file of shapes that ends in .json; default {MODEL}")
+    models = ", ".join(MODELS)
+    parser.add_argument("--model", metavar="NAME", help=f"{models}, or a file of shapes, .json; default {MODEL}")
     parser.add_argument(
         "--modes",
         default=modes,
@@ -25,9 +28,9 @@ def add_setting(parser: argparse.ArgumentParser, modes: str, ranks: str) -> None
         help="kind[=number][+option]..., as topk=0.01+packed:int8 (distopt.volume.mode); default: %(default)s",
     )
     parser.add_argument("--ranks", metavar="P,Q", help=f"default: {ranks}, or those of a fit")
-    parser.add_argument("--link", metavar="NAME", help="or a rate, as 300Mbit/s; default 10GbE")
+    parser.add_argument("--link", metavar="NAME", help=f"{', '.join(LINKS)}, or a rate, as 300Mbit/s; default {LINK}")
     parser.add_argument("--per-node", type=int, default=1, metavar="M", help="ranks of a node, which share its link")
-    parser.add_argument("--inside", metavar="NAME", help="the link inside a node; default NVLink")
+    parser.add_argument("--inside", metavar="NAME", help=f"the link inside a node; default {INSIDE}")
     parser.add_argument("--fit", type=Path, metavar="FILE", help="a network that distopt bench --fit has measured")
     parser.add_argument("--threshold", type=int, default=2097152, metavar="N", help="elements that fill a bucket")
     parser.add_argument("--no-measure", action="store_true", help="leave out what it takes to compress")
@@ -36,8 +39,12 @@ def add_setting(parser: argparse.ArgumentParser, modes: str, ranks: str) -> None
 def wire(given: argparse.Namespace) -> Wire:
     """The network; ValueError if it is given twice."""
     if given.fit is None:
-        return network(given.link or "10GbE", whole("--per-node", given.per_node, least=1), given.inside or "NVLink")
-    if given.link or given.inside or given.per_node != 1:
+        if given.inside is not None and given.per_node == 1:
+            raise ValueError("--inside is a link within nodes of several ranks: say how many with --per-node")
+        between = LINK if given.link is None else given.link
+        inside = INSIDE if given.inside is None else given.inside
+        return network(between, whole("--per-node", given.per_node, least=1), inside)
+    if given.link is not None or given.inside is not None or given.per_node != 1:
         raise ValueError("--fit is a network: leave out --link, --inside and --per-node")
     return fit.read(given.fit)
 
@@ -46,8 +53,9 @@ def ranks(given: argparse.Namespace, network: Wire) -> list[int]:
     """Numbers that grow; ValueError for what is none, and for those that do not fill their nodes."""
     wanted = given.ranks or (str(network.ranks) if isinstance(network, Fit) else given.usual)
     texts = [text.strip() for text in wanted.split(",")]
-    if not all(re.fullmatch(r"\d{1,5}", text) and 1 <= int(text) <= MOST for text in texts):
-        raise ValueError(f"--ranks must be whole numbers from 1 to {MOST} with commas between them, got {given.ranks}")
+    if not all(re.fullmatch(r"\d{1,5}", text) and 1 <= int(text) <= MOST_RANKS for text in texts):
+        must = f"whole numbers from 1 to {MOST_RANKS} with commas between them"
+        raise ValueError(f"--ranks must be {must}, got {given.ranks:.60}")
     found = sorted({int(text) for text in texts})
     local = network.per_node if isinstance(network, Network) else 1
     odd = next((n for n in found if n > local and n % local), None)

@@ -45,10 +45,7 @@ def add_to(commands: Any) -> None:
 def main(given: argparse.Namespace) -> int:
     """Print the table, and write what is asked for; 2 if an argument or a file is wrong."""
     try:
-        if given.json:
-            picture.check_place(given.json)
-        if given.plot:
-            picture.check_picture(given.plot)
+        picture.check_outputs(given.json, given.plot, [given.model, given.fit, given.gradients])
         network, chosen = setting.wire(given), modes(given.modes)
         ranks = setting.ranks(given, network)
         replay, gradients = _gradients(given, chosen, ranks)
@@ -58,7 +55,7 @@ def main(given: argparse.Namespace) -> int:
                 question.predict(mode)
         question = question._replace(computes=measured(chosen, setting.computing(given)))
         found = rows(question, chosen, ranks, replay)
-        model = given.model or (given.gradients and given.gradients.name) or setting.MODEL
+        model = _model(given)
         print("\n".join([_title(question, model, replay), *_table(found, question, not given.no_measure)]))
         if given.json:
             given.json.write_text(plain.dumps(numbers(found, question, model, replay)) + "\n")
@@ -78,14 +75,20 @@ def _gradients(
     if given.gradients is None:
         if given.steps is not None:
             raise ValueError("--steps are those of a tape: give it with --gradients")
-        return None, buckets(shapes(given.model or setting.MODEL)[::-1], given.threshold)
+        return None, buckets(shapes(_model(given))[::-1], given.threshold)
     tape = Tape(given.gradients)
-    if given.model:
+    if given.model is not None:
         tape.check(shapes(given.model))
     steps = len(tape.steps) if given.steps is None else min(given.steps, len(tape.steps))
     replay = Replay(tape, given.steps, given.threshold, bar(steps * len(chosen) * len(ranks)))
     replay.check(chosen, ranks[-1])
     return replay, replay.buckets
+
+
+def _model(given: argparse.Namespace) -> str:
+    """Its name, or that of the tape."""
+    tape: Path | None = given.gradients
+    return given.model if given.model is not None else tape.name if tape else setting.MODEL
 
 
 def _title(question: Question, model: str, replay: Replay | None) -> str:
@@ -127,6 +130,7 @@ def numbers(found: Sequence[Row], question: Question, model: str, replay: Replay
     return {
         "model": model,
         "network": described(question.wire),
+        "link": question.wire.link._asdict(),
         "buckets": len(question.buckets),
         "steps": len(replay.steps) if replay else None,
         "rows": [
@@ -134,6 +138,7 @@ def numbers(found: Sequence[Row], question: Question, model: str, replay: Replay
                 "mode": row.mode.name,
                 "ranks": row.ranks,
                 **row.sends._asdict(),
+                "dense_sent": row.dense,
                 "wire_seconds": row.takes.wire,
                 "compute_seconds": row.takes.compute if question.computes else None,
                 "exchange_seconds": row.takes.exchange,

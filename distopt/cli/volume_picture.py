@@ -14,6 +14,9 @@ from distopt.volume.break_even import DENSE, density
 DENSITIES = [10 ** (k / 8 - 5) for k in range(41)]  # 0.00001 to 1
 
 
+NEAR = 1.4  # times a number of ranks: labels would meet
+
+
 class Curve(NamedTuple):
     """Bytes on the wire and seconds of an exchange, by what lies across."""
 
@@ -36,12 +39,21 @@ def draw(found: Sequence[Row], between: Sequence[Row], question: Question, model
     styles = {name: picture.style(k) for k, name in enumerate(dict.fromkeys((DENSE.name, *by_ranks)))}
     _pair(panels[:2], "ranks", by_ranks, styles, str)
     for axes in panels[:2]:
-        axes.set_xticks(ranks, map(str, ranks))
+        axes.set_xticks(_apart(ranks), map(str, _apart(ranks)))
         axes.minorticks_off()
     if sparse:
         there = question._replace(ranks=ranks[len(ranks) // 2])
         _densities(panels[2:], there, sparse, styles)
     picture.save(figure, path)
+
+
+def _apart(ranks: Sequence[int]) -> list[int]:
+    """Those that have room for a label."""
+    found: list[int] = []
+    for size in ranks:
+        if not found or size >= NEAR * found[-1]:
+            found.append(size)
+    return found
 
 
 def _over_ranks(found: Sequence[Row], mode: Mode) -> Curve:
@@ -63,8 +75,7 @@ def _densities(panels: Sequence[Any], there: Question, sparse: Sequence[Mode], s
         if DENSITIES[0] < edge < 1:
             label = f"{kind} as dense: {edge:.2g}"
             panels[1].axvline(edge, color=named[kind]["color"], linewidth=1, linestyle=":", label=label)
-    for axes in panels:
-        axes.legend(fontsize="small")
+    picture.legend(panels[-1])
 
 
 def _over_density(there: Question, mode: Mode) -> Curve:
@@ -90,4 +101,4 @@ def _pair(
         seen = [y for curve in curves.values() for y in curve[1 + which]]
         picture.log_axis(axes, "x", [x for curve in curves.values() for x in curve.across], unit)
         picture.log_axis(axes, "y", seen, shown)
-        axes.legend(fontsize="small")
+    picture.legend(panels[-1])

@@ -74,7 +74,8 @@ def link(text: str) -> Link:
         raise ValueError(f"link must be one of {', '.join(LINKS)}, or a rate such as 300Mbit/s, got {text!r}{hint}")
     digits, prefix, unit = rate.groups()
     bits = 1 if unit == "B" else 8
-    return checked(Link(wanted, UNKNOWN, float(digits) * UNITS[prefix.lower()] / bits))
+    bandwidth = positive(f"rate of {wanted}", float(digits) * UNITS[prefix.lower()] / bits)
+    return Link(wanted, UNKNOWN, bandwidth)
 
 
 def checked(given: Link) -> Link:

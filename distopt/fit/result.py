@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distopt import cost
+from distopt import cost, plain
 from distopt.comm import Communicator
 from distopt.cost import Link
 from distopt.cost.links import checked
@@ -112,17 +112,20 @@ def _line(points: list[Point]) -> Line:
 def read(path: str | Path) -> Fit:
     """What ``Fit.write`` has written; ValueError, with the path, for another file, OSError if there is none."""
     try:
-        found = json.loads(Path(path).read_text())
-        if found.pop("format") != FORMAT:
+        found = json.loads(plain.text(path))
+        if found.pop("format", None) != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
-        link = checked(Link(**found.pop("link")))
-        lines = {verb: _line_of(verb, given) for verb, given in found.pop("verbs").items()}
+        name, *figures = (found["link"][field] for field in Link._fields)
+        link = checked(Link(str(name), *figures))
+        lines = {verb: _line_of(verb, given) for verb, given in found["verbs"].items()}
         whole("ranks", found["ranks"], 2)
         if set(lines) != set(cost.ALGORITHMS):
             raise ValueError(f"its verbs are not {', '.join(cost.ALGORITHMS)}")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except KeyError as error:
+        raise ValueError(f"{path} is no fit: {error} is missing") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no fit: {error}") from error
-    return Fit(link, lines, found)
+    return Fit(link, lines, {name: value for name, value in found.items() if name not in ("link", "verbs")})
 
 
 def _line_of(verb: str, given: dict[str, Any]) -> Line:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from distopt.checkpoint.error import printable
 from distopt.fit import Fit
 from distopt.numbers import number, whole
 from distopt.tables import Members
@@ -18,7 +19,7 @@ from distopt.volume.question import Computes, Prediction, Question
 
 HEAD = "mode", "payload", "wire", "wire time", "compute"
 PAYS = "pays below density", "below link", "for ranks"
-DENSITIES = 1e-3, 1e-2, 1e-1  # at which compression is measured
+DENSITIES = 1e-3, 1e-2, 1e-1, 0.5  # at which compression is measured
 HARDLY = 1.05  # what an exchange is faster by, to be worth the trouble
 TOO_LITTLE = 1e-3  # seconds, of which a step of Python takes as many
 LONGEST = 1e6  # seconds of a backward pass
@@ -120,8 +121,8 @@ def advise(
     left out.  ``backward`` is how many seconds a backward pass takes: with ``overlap``, buckets of modes without a
     memory travel behind it.  ``measure=None`` leaves out compressing.
 
-    Raises ValueError for a mode whose bytes depend on the data, for ranks below 1, and for ``backward`` outside of
-    [0, 1e6].
+    Raises ValueError for a mode whose bytes depend on the data, for ranks outside of [1, 65536], and for ``backward``
+    outside of [0, 1e6].
     """
     chosen, refused = _allowed(modes(DEFAULT if names is None else names), check)
     if DENSE.name not in [m.name for m in chosen]:
@@ -170,7 +171,7 @@ def _choice(question: Question, mode: Mode) -> Choice:
 
 def described(wire: Wire, ranks: int | None = None) -> str:
     """A network in a few words; and, of a fit, whether it is for other ranks than were measured."""
-    about = f"{wire.link.name} ({rate(wire.link.bandwidth)}, {seconds(wire.link.latency)})"
+    about = f"{printable(wire.link.name)} ({rate(wire.link.bandwidth)}, {seconds(wire.link.latency)})"
     if isinstance(wire, Fit):
         other = ", for others by formula" if ranks != wire.ranks else ""
         return f"{about}, up to {nbytes(wire.most)}{other}"
@@ -200,5 +201,5 @@ def _bound(found: float | None, most: float, unit: Callable[[float], str]) -> st
 
 
 def _ranks(found: Sequence[Bounds]) -> str:
-    texts = [f"from {b.first}" if b.last is None else f"{b.first} to {b.last}" for b in found]
+    texts = [f"from {a}" if b is None else f"{a} to {b}" if a < b else f"{a}" for a, b in found]
     return ", ".join(texts) or "none"

@@ -36,13 +36,14 @@ def measure(mode: Mode, clock: Callable[[], float] = time.perf_counter) -> Compu
 
     A GPU takes other times, and shorter ones.
     """
-    buffers = Buffers(plan(["x"], [SHAPE[0] * SHAPE[1]], ["float32"], 0), {"x": np.zeros(SHAPE, "f4")}, np.zeros)
-    (buffer,) = buffers
-    compressor, x = mode.compressor, buffer.gradient
-    at = At(0, 0, 2, buffer.gradients, buffer.scratch, buffer.constant)
-    gradient = np.random.default_rng(0).standard_normal(x.size, np.float32)
+    compressor = mode.compressor
     if compressor.lossless:
         return FREE
+    buffers = Buffers(plan(["x"], [SHAPE[0] * SHAPE[1]], ["float32"], 0), {"x": np.zeros(SHAPE, "f4")}, np.zeros)
+    (buffer,) = buffers
+    x = buffer.gradient
+    at = At(0, 0, 2, buffer.gradients, buffer.scratch, buffer.constant)
+    gradient = np.random.default_rng(0).standard_normal(x.size, np.float32)
 
     def compress() -> float:
         x[:] = gradient
@@ -53,6 +54,8 @@ def measure(mode: Mode, clock: Callable[[], float] = time.perf_counter) -> Compu
     compressing = min(compress() for _ in range(TIMES))
     x[:] = gradient
     payload = compressor.compress(x, buffer.state, at).copy()
+    if not payload.size:  # all of it is summed as it is
+        return Compute(compressing / x.size)
     if compressor.summable:
         once = min(_timed(clock, lambda: compressor.decompress(payload, x, at)) for _ in range(TIMES))
         return Compute(compressing / x.size, once / payload.nbytes)

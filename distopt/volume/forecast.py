@@ -14,6 +14,8 @@ from distopt.numbers import whole
 from distopt.tables import Members
 from distopt.volume.modes import Mode
 
+MOST_RANKS = 65536  # whose messages are counted one by one
+
 
 class Sending(NamedTuple):
     """What one bucket is on the wire, for who asks how long that takes.
@@ -73,8 +75,10 @@ def summary(ledger: Ledger, buckets: Sequence[Members], mode: Mode, steps: int) 
 
 def written(buckets: Sequence[Members], mode: Mode, ranks: int, per_node: int = 1, break_even: bool = True) -> Ledger:
     """The ledger of such a step, of the first rank; but for what is in tensors, and ideal, which depend on the data."""
-    ledger, per_node = Ledger(), whole("per_node", per_node, least=1)
-    meter = Meter(0, whole("ranks", ranks, least=1), [rank // per_node for rank in range(ranks)], DIRECT, ledger)
+    ledger, ranks, per_node = Ledger(), whole("ranks", ranks, least=1), whole("per_node", per_node, least=1)
+    if ranks > MOST_RANKS:
+        raise ValueError(f"ranks must be at most {MOST_RANKS}, got {ranks}")
+    meter = Meter(0, ranks, [rank // per_node for rank in range(ranks)], DIRECT, ledger)
     for number, bucket in enumerate(buckets):
         look = functools.partial(planned, mode.compressor, bucket.extent, bucket.dtype.itemsize, bucket)
         with meter.on_behalf_of(Purpose("gradients", 0, number)):

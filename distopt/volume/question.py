@@ -1,6 +1,5 @@
 """How long a step takes: buckets that are compressed, sent and decompressed, some of them behind the backward pass."""
 
-import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -52,11 +51,11 @@ class Question(NamedTuple):
 
         Where it is not known it is what a sum takes: the payloads that arrive are added up.
         """
-        known = sorted((math.log(d), found) for (kind, d), found in self.computes.items() if kind == mode.kind)
+        known = sorted((d, found) for (kind, d), found in self.computes.items() if kind == mode.kind)
         if not known:
             return FREE if mode.compressor.summable else Compute(0.0, self.wire.link.reduction)
         densities, found = zip(*known, strict=True)
-        aim = math.log(mode.density or 1.0)
+        aim = mode.density or 1.0
         return Compute(*(float(np.interp(aim, densities, column)) for column in zip(*found, strict=True)))
 
     def timed(self, sent: Sequence[Sending], mode: Mode, compute: Compute) -> Prediction:

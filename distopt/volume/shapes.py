@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distopt import plain
 from distopt.buckets.plan import plan
 from distopt.models import MODELS, Shapes
 from distopt.numbers import whole
@@ -14,6 +15,11 @@ from distopt.tables import Members
 from distopt.units import unknown
 
 MOST = 2**40  # elements of a model: four terabytes of gradients
+LARGEST = 2**31 - 64  # of a tensor: indices are int32
+
+
+class Pairs(list[Any]):
+    """A JSON object as its pairs, of which two may have the same name; a list is none."""
 
 
 def shapes(model: str | Path) -> Shapes:
@@ -25,7 +31,7 @@ def shapes(model: str | Path) -> Shapes:
     name = str(model)
     if name.lower().endswith(".json"):
         try:
-            given = json.loads(Path(model).read_bytes(), object_pairs_hook=list)
+            given = json.loads(plain.text(model), object_pairs_hook=Pairs)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{model} is no JSON: {error}") from None
         try:
@@ -70,10 +76,10 @@ def _checked(given: Any) -> Shapes:
 
 def _shape(name: str, given: Any) -> tuple[int, ...]:
     flaw = f"{name} must have a list of whole numbers of at least 0 as its shape, got {given!r:.60}"
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) > 32:
+    if not isinstance(given, list) or isinstance(given, Pairs) or len(given) > 32:
         raise ValueError(flaw)
     if any(type(n) is not int or n < 0 for n in given):
         raise ValueError(flaw)
-    if math.prod(given) > MOST:
-        raise ValueError(f"{name} has {math.prod(given):,} elements: at most 2^40 are a model's")
+    if math.prod(given) > LARGEST:
+        raise ValueError(f"{name} has {math.prod(given):,} elements: a tensor has at most {LARGEST:,}")
     return tuple(given)
