@@ -10,7 +10,7 @@ lint: .venv
 	$(PYTHON) -m pip install -q ruff mypy && .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 bench: .venv
 	$(PYTHON) -m pip install -q torch
-	for table in exchange "exchange --ranks 4" optimizers select compression overhead link observe; do $(PYTHON) -m benchmarks.$$table --save; done
+	for table in exchange "exchange --ranks 4" optimizers select compression overhead link predict observe; do $(PYTHON) -m benchmarks.$$table --save; done
 	.venv/bin/distopt run -n 2 -m benchmarks.guard --save
 test-gpu: distopt/libdistopt.so  # from a bare checkout: $(GPU_PYTHON) needs numpy, ml_dtypes, cupy, mpi4py, pytest, hypothesis and CMake
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu

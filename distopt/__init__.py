@@ -3,7 +3,7 @@
 Pack the gradients, exchange what is worth sending, keep the rest, take the mean, step.
 """
 
-from distopt import comm, compress, optim
+from distopt import comm, compress, cost, experiment, fit, monitor, optim, volume
 from distopt.comm import run_ranks, world
 from distopt.dist_opt import DistOpt
 from distopt.gradients import Parameter
@@ -22,8 +22,13 @@ __all__ = [
     "__version__",
     "comm",
     "compress",
+    "cost",
+    "experiment",
+    "fit",
+    "monitor",
     "optim",
     "run_ranks",
     "simulate",
+    "volume",
     "world",
 ]

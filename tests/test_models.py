@@ -20,3 +20,18 @@ def test_sizes(name):
     shapes = MODELS[name]()
     assert (len(shapes), sum(math.prod(shape) for _, shape in shapes)) == COUNTED[name]
     assert len({name for name, _ in shapes}) == len(shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "shape"),
+    [
+        ("resnet50", "conv1.weight", (64, 3, 7, 7)),
+        ("resnet50", "layer1.0.downsample.0.weight", (256, 64, 1, 1)),
+        ("resnet50", "fc.weight", (1000, 2048)),
+        ("vgg16", "classifier.0.weight", (4096, 25088)),
+        ("alexnet", "classifier.6.weight", (1000, 4096)),
+    ],
+)
+def test_shapes(name, tensor, shape):
+    """Rows are outputs, as in the model zoos: a selector per tensor does not mind, a reader does."""
+    assert dict(MODELS[name]())[tensor] == shape

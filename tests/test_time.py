@@ -104,7 +104,10 @@ def test_seconds_refuse_what_makes_no_sense():
 
 def test_links_by_name_and_rate():
     assert cost.link("nvlink") is cost.link(" NVLink ") is LINKS["NVLink"]
-    assert LINKS["1GbE"].bandwidth == pytest.approx(117.5e6)
+    nominal = {"1GbE": 117.5e6, "10GbE": 1.175e9, "100GbE": 11.75e9, "NDR": 48.5e9, "PCIe4": 28.35e9, "PCIe5": 56.7e9}
+    for name, rate in nominal.items():
+        assert LINKS[name].bandwidth == pytest.approx(rate), name
+    assert cost.link("300Mbit/s").latency == 50e-6
     for text, rate in {
         "300Mbit/s": 37.5e6,
         "2.5Gbit/s": 312.5e6,

@@ -279,8 +279,36 @@ def test_compression_is_measured():
     half = measure(mode("half"), lambda: next(ticks))
     assert half == (pytest.approx(1 / 2**23), pytest.approx(1 / 2**24))
     assert measure(DENSE) == (0, 0)
-    for name in FIXED:
-        assert all(0 <= x < 1e-3 for x in measure(mode(name)))
+    assert measure(mode("dgc=1"), lambda: next(ticks)) == (pytest.approx(1 / 2**23), 0), "nothing is gathered"
+
+
+def test_what_each_payload_takes_is_apart(monkeypatch):
+    """A clock that goes on by a second for each byte that is decompressed, and by ten for each element compressed."""
+    now = [0.0]
+
+    def compress(self, x, state, at):
+        now[0] += 10 * x.size
+        return np.zeros(1000, np.uint8)
+
+    def decompress_all(compressor, payloads, out, at):
+        now[0] += sum(p.nbytes for p in payloads)
+
+    monkeypatch.setattr("distopt.compress.ErrorFeedback.compress", compress)
+    monkeypatch.setattr("distopt.volume.compute.decompress_all", decompress_all)
+    assert measure(mode("topk=0.01"), lambda: now[0]) == pytest.approx((10, 1))
+
+
+@pytest.mark.parametrize("name", ["topk=0.1", "dgc=0.1+packed", "1bit", "half"])
+def test_compression_takes_time(name):
+    found = measure(mode(name))
+    assert 1e-11 < found.per_element < 1e-6
+
+
+def test_densities_that_are_measured():
+    """Those asked for, and some more between which compute is known; others have none."""
+    seen = []
+    advise(MODEL, 8, network("1GbE"), "half,topk=0.02", measure=lambda m: seen.append(m.name) or Compute())
+    assert sorted(seen) == ["dense", "half", "topk=0.001", "topk=0.01", "topk=0.02", "topk=0.1", "topk=0.5"]
 
 
 def test_compute_between_densities():
@@ -384,6 +412,15 @@ def test_advice_in_words():
     assert "compute: left out" in text
     assert "wire bytes: each rank to all others; wire time: within nodes first" in text
     assert str(advise(MODEL, 1, network("1GbE"), measure=None)).startswith("1 rank, 1GbE")
+
+
+@pytest.mark.parametrize(("gain", "word"), [(1.04, "Hardly"), (1.06, "Use")])
+def test_what_is_hardly_worth_it(gain, word):
+    found = advise(MODEL, 8, network(Link("x", 0.0, 1e8, 0.0)), "half", measure=None)
+    dense = found.dense.takes.exchange
+    costs = Compute((dense / gain - dense / 2) / sum(b.extent for b in MODEL))
+    measure = {"dense": Compute(), "half": costs}
+    assert advise(MODEL, 8, found.question.wire, "half", measure=lambda m: measure[m.name]).verdict.startswith(word)
 
 
 def test_what_makes_no_difference_is_not_advised():

@@ -19,7 +19,7 @@ from distopt.cost import ALGORITHMS, Link
 from distopt.fit import Fit, Line, Piece
 from distopt.optim import SGD
 from distopt.tape import Tape, join, request
-from distopt.volume import buckets, forecast, mode, shapes
+from distopt.volume import advise, buckets, forecast, mode, network, shapes
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SHAPES = {"a": [30, 40], "b": [70]}
@@ -64,15 +64,24 @@ def test_json_has_the_bytes(small, tmp_path, capsys):
         expected = forecast(there, mode(row["mode"]), row["ranks"], 4)._asdict()
         assert {name: row[name] for name in expected} == expected | {"fallen": list(expected["fallen"])}
         assert row["exchange_seconds"] == pytest.approx(row["wire_seconds"] + row["compute_seconds"])
+        assert row["dense_sent"] == forecast(there, mode("dense"), row["ranks"], 4).sent
     assert {row["ranks"] for row in found["rows"]} == {1, 4, 64}
+    assert found["link"]["bandwidth"] == 1.175e9
     assert found["network"] == "10GbE (9.40 Gbit/s, 30.0 us) for the 4 ranks of a node, NVLink inside"
 
 
+def labels(figure):
+    return [axes.get_xlabel() for axes in figure.axes]
+
+
 @pytest.mark.parametrize("modes", ["dense,half", "topk=0.1,topk=0.01,dgc=0.01+packed"])
-def test_pictures(small, tmp_path, modes, capsys):
-    out = tmp_path / "out.png"
+def test_pictures(small, tmp_path, modes, capsys, monkeypatch):
+    out, drawn, save = tmp_path / "out.png", [], picture.save
+    monkeypatch.setattr(picture, "save", lambda figure, path: (drawn.extend(labels(figure)), save(figure, path)))
     assert volume("--model", small, "--modes", modes, "--ranks", "2,3,64", "--no-measure", "--plot", out) == 0
     assert out.read_bytes().startswith(PNG)
+    if modes != "dense,half":
+        assert drawn == ["ranks", "ranks", "density, on 3 ranks", "density, on 3 ranks"], "the middle one"
     assert volume("--model", small, "--ranks", "1", "--no-measure", "--plot", out) == 2
     assert "nothing to draw: one rank sends nothing" in capsys.readouterr().err
 
@@ -179,6 +188,16 @@ def test_advise(capsys):
     assert all("Use half: the exchange takes" in text for text in found)
     assert main(["advise", "--link", "NVLink", "--ranks", "8", "--backward", "0.1"]) == 0
     assert "Do not compress: dense takes 100 ms" in capsys.readouterr().out
+
+
+def test_advice_is_of_gradients_that_come_last_to_first(capsys):
+    """Which of a model's buckets are ready first decides what hides behind the backward pass."""
+    setting = ("--model", "bert-base", "--link", "10GbE", "--ranks", "8", "--modes", "half", "--backward", "0.3")
+    assert main(["advise", *setting, "--no-measure"]) == 0
+    there = buckets(shapes("bert-base")[::-1])
+    assert capsys.readouterr().out == f"bert-base on {advise(there, 8, network('10GbE'), 'half', 0.3, None)}\n"
+    turned = advise(there[::-1], 8, network("10GbE"), "half", 0.3, None)
+    assert turned.dense.takes.exchange != advise(there, 8, network("10GbE"), "half", 0.3, None).dense.takes.exchange
 
 
 def test_a_network_that_was_measured(tmp_path, small, capsys):
