@@ -2,9 +2,9 @@
 
 Two ranks are processes of MPI.  Their gradients are there: a step is the exchange and the update alone, of ResNet-50,
 and of a model that is small enough for Python to be all that takes time.  What the ledger takes is timed inside of it,
-a mean over all steps, and not as the difference of two steps, which vary by more.  Looked at is every step, in turn with
-steps that are not; of ``observe(every=100)`` it is one in a hundred.  A step of training has passes too: the last column adds
-0.1 s for them, as a GPU takes them for 32 images.  Times are the smallest, since the machine may be shared.
+a mean over all steps, and not as the difference of two steps, which vary by more.  Steps that are looked at take turns
+with others; of ``observe(every=100)`` they are one in a hundred.  A step of training has passes too: the last column
+adds 0.1 s for them, as a GPU takes for 32 images.  Times are the smallest, since the machine may be shared.
 """
 
 import argparse
