@@ -68,9 +68,10 @@ class Simulation(DistOpt):
     """A ``DistOpt`` for P ranks without P processes: a loss is a function of the rank.
 
     ``sim.step(losses, compressor)``, or any other step but a partial one, where ``losses(r)`` is what rank r would give
-    to its own.  The ranks are walked one after the other through the same pack, compress and decompress, bucket by
-    bucket; there is one copy of the parameters, of the optimizer's state, of gradients and of their sum, and only what
-    a compressor keeps is there P times.  Parameters have the bits that P ranks get with ``deterministic=True``.
+    to its own, with the same parameters for all.  The ranks are walked one after the other through the same pack,
+    compress and decompress, bucket by bucket; there is one copy of the parameters, of the optimizer's state, of
+    gradients and of their sum, and only what a compressor keeps is there P times.  Parameters have the bits that P
+    ranks get with ``deterministic=True``.
 
     ``ledger`` has the messages that rank 0 would exchange with the others, by direct exchange, ``hosts`` being where
     each rank sits (numbers, equal for one machine).  How long they would take is not measured but predicted
@@ -141,10 +142,23 @@ class Simulation(DistOpt):
         """The gradients of the rank whose turn it is come to their places."""
         rank = self._turn.rank
         self._memory.bad[:] = 0
+        first = self._collector.values.addresses
         self._collector.collect(lambda: losses(rank))
+        self._check_one_model(first)
         self._pack(compressor, self._packer(compressor, kind), 0)
         bad = self._refusal.in_gradients()
         self._nonfinite.judge(self._name, f"rank {rank}: {bad}" if bad else "")
+
+    def _check_one_model(self, first: np.ndarray) -> None:
+        """ValueError for a parameter of the rank whose turn it is, if not at its address of the first rank."""
+        order = list(self._collector.order.items())
+        for k in np.flatnonzero(self._collector.values.addresses != first):
+            name, known = order[k]
+            if known.value.nbytes:
+                raise ValueError(
+                    f"rank {self._turn.rank}: {name} is another array than rank 0's: virtual ranks have one model, "
+                    "whose parameters all their losses give"
+                )
 
     def _given(self, buffer: Buffer, turn: Turns, state: dict[str, np.ndarray], break_even: bool) -> Sum:
         """The sum over ranks of a bucket."""

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import laws
-from distopt import DistOpt, LossScaler, Parameter, Tape, Trainer, checkpoint, run_ranks, tape
+from distopt import DistOpt, LossScaler, Parameter, Tape, Trainer, checkpoint, run_ranks, simulate, tape
 from distopt.checkpoint import head
 from distopt.comm import LocalCommunicator
+from distopt.compress import DeepGradientCompression, Dense, ErrorFeedback, TopK
 from distopt.optim import SGD
 from doubles.ranks import on_gpus
 from launch import finish, needs_mpi
@@ -122,8 +123,9 @@ def test_record_a_script(tmp_path, mode, overlap, loss):
         replayed(found, tmp_path)
 
 
-def replayed(found, folder):
+def replayed(recorded, folder):
     def main(comm):
+        found = Tape(recorded._path)
         opt = DistOpt(SGD(lr=0.5), comm, threshold=40)
         for step in found.steps:
             loss = found.losses(step)(comm.rank)
@@ -370,10 +372,32 @@ def test_what_a_loss_returns_may_be_overwritten(small):
         view[...] = 7
 
 
-def test_parameters_belong_to_a_rank(small):
-    first, again, other = small.losses(0)(5), small.losses(6)(5), small.losses(0)(3)
-    assert [p for p, _ in first] == [p for p, _ in again]
-    assert not {id(p) for p, _ in first} & {id(p) for p, _ in other}
+def test_all_ranks_have_the_same_parameters(small):
+    for pairs in (small.losses(0)(5), small.losses(6)(3), small.gradients(3, 1)):
+        assert all(p is known for (p, _), known in zip(pairs, small.parameters, strict=True))
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [Dense(), ErrorFeedback(TopK(0.3)), DeepGradientCompression(TopK(0.3), weight_decay=0.5, exclude_1d=False)],
+    ids=["dense", "top-K", "DGC"],
+)
+def test_virtual_ranks_replay_what_threads_do(small, compressor):
+    def replay(opt, losses_of):
+        found = Tape(small._path)
+        for k, p in enumerate(found.parameters):
+            p.data += k + 1
+        for step in found.steps:
+            opt.step(losses_of(found, step), compressor)
+        return [p.data for p in found.parameters]
+
+    def main(comm):
+        return replay(DistOpt(SGD(0.1), comm, deterministic=True), lambda found, step: found.losses(step)(comm.rank))
+
+    virtual = replay(simulate(3, SGD(0.1)), lambda found, step: found.losses(step))
+    for real in run_ranks(3, main):
+        for x, y in zip(virtual, real, strict=True):
+            same(x, y)
 
 
 @pytest.mark.parametrize("mode", ["dense", "half", "sparse"])
@@ -410,8 +434,10 @@ def test_what_was_not_recorded(small):
         (lambda: small.losses(7), "step 7 was not recorded"),
         (lambda: small.gradients(0, 2), r"rank must be in 0\.\.1, got 2"),
         (lambda: small.losses(0)(-1), "rank must be at least 0, got -1"),
+        (lambda: small.losses("a"), "step must be an integer, got 'a'"),
+        (lambda: small.gradients(0, 1.0), r"rank must be an integer, got 1\.0"),
     ]:
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((ValueError, TypeError), match=text):
             wrong()
 
 

@@ -193,6 +193,31 @@ def test_what_is_not_finite_names_the_rank():
     assert np.isnan(params[1].data).all()
 
 
+@pytest.mark.parametrize("copied", ["parameters", "data"])
+def test_one_model_for_all(copied):
+    """A rank with parameters of its own, or that puts other arrays into them, would train them alone."""
+    params, sim = simulation()
+    own = [type(p)(p.name, p.data.copy()) for p in params]
+
+    def losses(rank):
+        if rank == 1 and copied == "data":
+            params[1].data = params[1].data.copy()
+        given = own if rank == 1 and copied == "parameters" else params
+        return [(p, np.ones_like(p.data)) for p in given]
+
+    with pytest.raises(ValueError, match=r"rank 1: p\d is another array than rank 0's: virtual ranks have one model"):
+        sim(losses)
+
+
+def test_parameters_may_be_made_anew_around_the_same_arrays():
+    params, sim = simulation()
+    before = [p.data.copy() for p in params]
+    for _ in range(2):
+        sim(lambda rank: [(type(p)(p.name, p.data[:]), np.full_like(p.data, rank)) for p in params])
+    for p, b in zip(params, before, strict=True):
+        np.testing.assert_allclose(b - p.data, np.full_like(b, 0.2), atol=1e-6)
+
+
 def test_what_cannot_be():
     params, sim = simulation()
     with pytest.raises(ValueError, match="size must be at least 1, got 0"):

@@ -10,6 +10,7 @@ import numpy as np
 from distopt import checkpoint
 from distopt.checkpoint import CheckpointError, Header, Tensor
 from distopt.gradients import PARAMETERS, Parameter
+from distopt.numbers import whole
 
 FORMAT = "distopt tape 1"
 DTYPES: dict[str, np.dtype[Any]] = {kind.name: kind for kind in PARAMETERS}
@@ -37,8 +38,11 @@ class Tape:
     there are zeros; a ``LossScaler``'s scale is in the gradients.
 
     Tensors are named ``/step/rank/parameter``, as JSON pointers, steps by their number in the script from 0.  The file
-    is mapped, not read.  ``ranks``: how many; ``steps``: their numbers; ``order``: the parameters, in plan order;
-    ``about``: what the recorder said besides, among it 'optimizer' and 'script'.
+    is mapped, not read.  ``ranks``: how many; ``steps``: their numbers; ``order``: what the parameters are, in plan
+    order; ``about``: what the recorder said besides, among it 'optimizer' and 'script'.
+
+    ``parameters`` come with the gradients, in plan order: zeros at first, the same objects at each call and for each
+    rank, so that an optimizer changes them.  For another run, or another rank that is a thread, open another Tape.
 
     Raises ValueError, which names file and field, for a file that is cut, forged, or no tape; OSError for one that
     cannot be read.  Checksums of the data are not looked at: ``distopt inspect`` does that.
@@ -55,34 +59,30 @@ class Tape:
         self._tensors = self._checked(found)
         self._bytes = np.memmap(path, np.uint8, "c")  # whatever writes there changes no file
         self._bytes.flags.writeable = False
-        self._params: dict[int, list[Parameter]] = {}
+        self.parameters = [Parameter(name, np.zeros(shape, kind)) for name, shape, kind in self.order]
 
     def gradients(self, step: int, rank: int) -> Pairs:
         """(parameter, gradient) pairs in plan order, as a loss would yield them.
 
-        The gradients are read-only arrays in the file's pages.  The parameters are zeros at first and belong to the
-        rank: the same objects at each call, so that an optimizer changes them; for another run open another Tape.
-        Raises ValueError for a step or a rank that was not recorded.
+        The gradients are read-only arrays in the file's pages.  Raises ValueError for a step or a rank that was not
+        recorded, TypeError for what is no integer.
         """
-        if rank not in range(self.ranks):
+        if whole("rank", rank, least=0) >= self.ranks:
             raise ValueError(f"rank must be in 0..{self.ranks - 1}, got {rank}")
-        return self._pairs(rank, self._position(step), rank)
+        return self._pairs(self._position(step), rank)
 
     def losses(self, step: int) -> Callable[[int], Pairs]:
         """The losses of one step for any number of virtual ranks: a callable of a rank, which returns its pairs.
 
         Virtual rank r has the gradients of the recorded rank r mod R, of the recorded step that is r div R steps
         further on the tape, which begins anew behind its last one.  Of S recorded steps, R S virtual ranks differ; r
-        and r + R S have the same.  The gradients are copies, which may be written over; each virtual rank has
-        parameters of its own, as in ``gradients``.  Raises ValueError for a step that was not recorded.
+        and r + R S have the same.  The gradients are copies, which may be written over.  Raises as ``gradients``.
         """
         first = self._position(step)
 
         def loss(rank: int) -> Pairs:
-            if rank < 0:
-                raise ValueError(f"rank must be at least 0, got {rank}")
-            further, recorded = divmod(rank, self.ranks)
-            pairs = self._pairs(rank, (first + further) % len(self.steps), recorded)
+            further, recorded = divmod(whole("rank", rank, least=0), self.ranks)
+            pairs = self._pairs((first + further) % len(self.steps), recorded)
             return [(param, grad.copy()) for param, grad in pairs]
 
         return loss
@@ -124,16 +124,14 @@ class Tape:
         return [tensors[entry.name] for entry in self.order]
 
     def _position(self, step: int) -> int:
-        if step not in self.steps:
+        if whole("step", step, least=0) not in self.steps:
             near = min(self.steps, key=lambda known: abs(known - step))
             raise ValueError(f"step {step} was not recorded: {len(self.steps)} were, the nearest is {near}")
         return self.steps.index(step)
 
-    def _pairs(self, owner: int, position: int, rank: int) -> Pairs:
-        """The gradients of a recorded rank, with the parameters of ``owner``."""
-        if owner not in self._params:
-            self._params[owner] = [Parameter(name, np.zeros(shape, kind)) for name, shape, kind in self.order]
-        return list(zip(self._params[owner], map(self._view, self._tensors[position][rank]), strict=True))
+    def _pairs(self, position: int, rank: int) -> Pairs:
+        """The gradients of a recorded rank."""
+        return list(zip(self.parameters, map(self._view, self._tensors[position][rank]), strict=True))
 
     def _view(self, tensor: Tensor) -> np.ndarray:
         data = self._bytes[self._start + tensor.begin : self._start + tensor.end]
