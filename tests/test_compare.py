@@ -269,6 +269,16 @@ def test_one_clear_line(arguments, said, runs, tmp_path, capsys):
     assert not out, "before anything is shown"
 
 
+@pytest.mark.parametrize(("flag", "name"), [("--json", "d.json"), ("--json", "link"), ("--plot", "d.png")])
+def test_a_record_is_not_overwritten(flag, name, runs, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(tmp_path / "d.json")
+    (tmp_path / "d.png").hardlink_to(tmp_path / "d.json")
+    before = (tmp_path / "d.json").read_bytes()
+    assert compare(*runs, flag, tmp_path / name) == 2
+    assert f"{flag} {tmp_path / name} is one of the records, which would be lost" in capsys.readouterr().err
+    assert (tmp_path / "d.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("ends", [(3, 3), (3, 4), (1, 1e3), (1, 1e12)])
 @pytest.mark.parametrize("unit", [text.nbytes, text.seconds])
 def test_a_logarithmic_axis_has_ticks_to_read(ends, unit):

@@ -132,6 +132,17 @@ def test_an_older_record_stays_until_the_new_one_is_whole(tmp_path, monkeypatch)
     assert read(path)["mode"] == "newer"
 
 
+def test_nothing_but_a_record_is_replaced(tmp_path):
+    mine, link, pipe = (tmp_path / name for name in ("mine", "link", "pipe"))
+    mine.write_text("precious")
+    link.symlink_to(record(tmp_path / "run.json"))
+    os.mkfifo(pipe)
+    for path, text in [(mine, "is there and is no record"), (link, "no regular file"), (pipe, "no regular file")]:
+        with pytest.raises(FileExistsError, match=f"{path} .*{text}"):
+            Experiment(path, "dense")
+    assert mine.read_text() == "precious"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

@@ -194,7 +194,7 @@ def test_a_script_without_a_step(tmp_path, script, wanted):
         ({"ranks": 0}, "-n must be at least 1, got 0"),
         ({"every": -1}, "every must be at least 1, got -1"),
         ({"out": "/no/such/folder/x"}, "No such file or directory: '/no/such/folder/"),
-        ({"out": "/"}, "--out must be a file, and / is a folder"),
+        ({"out": "/"}, "/ is a folder, and a tape is a file"),
     ],
 )
 def test_what_cannot_be_recorded(tmp_path, flags, text):
@@ -202,6 +202,27 @@ def test_what_cannot_be_recorded(tmp_path, flags, text):
     assert code == 2
     assert text in output
     assert len(output.splitlines()) == 1, "nothing has been run"
+
+
+def test_nothing_but_a_tape_is_replaced(small, tmp_path):
+    """The script itself, another checkpoint, a device, a link to a tape; a tape is."""
+    script, other, link = (tmp_path / name for name in ("script.py", "checkpoint", "link"))
+    script.write_text("pass")
+    checkpoint.write(other, {}, {})
+    link.symlink_to(small._path)
+    for path, text in [
+        (script, "is there and is no tape"),
+        (other, "is there and is no tape"),
+        (Path("/dev/null"), "is no regular file"),
+        (link, "is no regular file"),
+    ]:
+        with pytest.raises(FileExistsError, match=f"{path} {text}"):
+            tape.check_place(path)
+    tape.check_place(Path(small._path))
+    tape.check_place(tmp_path / "new")
+    code, output, _ = distopt_record(tmp_path, "print('ran')", out=script)
+    assert code == 2
+    assert output == f"distopt record: {script} is there and is no tape: it is not replaced\n"
 
 
 # ------------------------------------------------------------------------------------------------- what is recorded

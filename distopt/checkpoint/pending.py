@@ -8,7 +8,10 @@ import contextlib
 import fcntl
 import os
 import re
+import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 TEMPORARY = re.compile(r".*\.tmp\.\d+", re.DOTALL)
 
@@ -71,6 +74,23 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
         pending.discard()
         raise
     pending.commit()
+
+
+def check_place(path: str | os.PathLike[str], what: str, read: Callable[[str | os.PathLike[str]], Any]) -> None:
+    """Raise OSError if what is written there would take the place of anything but its like.
+
+    ``read`` raises ValueError for a file that is no ``what``.
+    """
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path} is a folder, and a {what} is a file")
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise FileExistsError(f"{path} is no regular file: a {what} would take its place")
+    try:
+        read(path)
+    except ValueError:
+        raise FileExistsError(f"{path} is there and is no {what}: it is not replaced") from None
 
 
 def sync(folder: Path) -> None:

@@ -66,6 +66,9 @@ def _check(given: argparse.Namespace) -> None:
     """What can be seen before a record is read."""
     if given.reach is not None and not math.isfinite(given.reach):
         raise ValueError(f"--reach must be finite, got {given.reach}")
+    for flag, place in (("--json", given.json), ("--plot", given.plot)):
+        if place and place.exists() and any(path.exists() and path.samefile(place) for path in given.paths):
+            raise ValueError(f"{flag} {place} is one of the records, which would be lost")
     if given.json:
         picture.check_place(given.json)
     if given.plot:

@@ -31,8 +31,7 @@ def main(given: argparse.Namespace) -> int:
         whole("-n", given.ranks, least=1)
         if not script:
             raise ValueError("wants a script")
-        if given.out.is_dir():
-            raise IsADirectoryError(f"--out must be a file, and {given.out} is a folder")
+        tape.check_place(given.out)
         # beside the result, where there is room for it
         with tempfile.TemporaryDirectory(prefix=".distopt-record-", dir=given.out.parent) as folder:
             code = run.start_given(given, tape.request(Path(folder), given.steps, given.every))

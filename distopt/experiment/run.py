@@ -37,7 +37,8 @@ class Experiment:
     ``mode`` is how gradients are exchanged: ``distopt compare`` takes the runs of one mode, number of ranks and
     settings for repetitions.  ``settings`` are texts, numbers, flags, None, and lists and dicts of these; a tuple
     comes back as a list.  If the block raises, what there is gets written, with the exception's name.
-    Raises TypeError or ValueError for a wrong argument, OSError at once if the file cannot be written.
+    Raises TypeError or ValueError for a wrong argument, OSError at once if the file cannot be written, or if it is
+    there and is no record.
     """
 
     def __init__(
@@ -55,8 +56,7 @@ class Experiment:
         if not mode:
             raise ValueError("mode must not be empty")
         self.path = Path(path)
-        if self.path.is_dir():
-            raise IsADirectoryError(f"{self.path} is a folder, and a record is a file")
+        pending.check_place(self.path, "record", record.read)
         pending.Pending(self.path).discard()  # what cannot be written fails now, and not after hours
         self._began, self._finished = _now(), False
         self._about = {

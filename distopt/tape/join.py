@@ -1,13 +1,14 @@
 """What the ranks have written, in one file."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from distopt import checkpoint
-from distopt.checkpoint import CheckpointError
+from distopt.checkpoint import CheckpointError, pending
 from distopt.tape.tape import FORMAT, dtype
 
 Places = list[int | None]  # of a step's gradients, in plan order
@@ -19,6 +20,11 @@ class Part(NamedTuple):
     head: dict[str, Any]
     steps: dict[int, Places]
     data: np.ndarray  # uint8
+
+
+def check_place(out: Path) -> None:
+    """Raise OSError if a tape there would take the place of anything but another one."""
+    pending.check_place(out, "tape", _check_tape)
 
 
 def join(folder: Path, out: Path, script: str) -> list[int]:
@@ -43,6 +49,12 @@ def join(folder: Path, out: Path, script: str) -> list[int]:
             steps = steps[: len(steps) * 9 // 10]
         else:
             return steps
+
+
+def _check_tape(path: str | os.PathLike[str]) -> None:
+    """ValueError for what is no tape, of however many steps and ranks."""
+    if checkpoint.header(path).about.get("format") != FORMAT:
+        raise ValueError(f"{path} is no tape")
 
 
 def _read(file: Path) -> Part:
