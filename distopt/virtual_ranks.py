@@ -1,6 +1,6 @@
 """Virtual ranks: P ranks that train one model, one after the other, in one process."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -79,7 +79,7 @@ class Simulation(DistOpt):
 
     What a compressor keeps is in no ``state_dict``, so the plan is fixed by the first step, and there are no
     checkpoints.  A loss that raises or is not finite ends the simulation if it is not the first rank's: those before it
-    have gone on.
+    have gone on.  A sum over ranks that is not finite is refused in any mode, and not in shared memory alone.
     """
 
     def __init__(
@@ -169,6 +169,15 @@ class Simulation(DistOpt):
         if finish:
             finish(x, state, at)
         return in_one_piece(x)
+
+    def _finite_sums(self, exchanged: Iterable[Sum]) -> list[Sum] | None:
+        """The sums of all buckets; here, where a pass over them is little, each is looked at."""
+        sums = list(exchanged)
+        bad = self._refusal.in_sums(sums)
+        if bad and self._compressor.stateful:
+            self._failure = f"what the ranks sent in step {self.step_counter + 1} is lost: {bad}; start anew"
+        self._nonfinite.judge(self._name, bad)
+        return sums
 
     def _checked_threshold(self, kind: Kind) -> int:
         """As of any step; ValueError for another one than that of the first."""

@@ -6,9 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import laws
-from distopt import DistOpt, run_ranks, simulate
+from distopt import DistOpt, Parameter, run_ranks, simulate
 from distopt.comm import Metered
-from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
+from distopt.compress import (
+    DeepGradientCompression,
+    Dense,
+    ErrorFeedback,
+    Half,
+    OneBit,
+    Packed,
+    Threshold,
+    TopK,
+    TwoBit,
+)
 from distopt.optim import LAMB, SGD, Adam
 from launch import needs_mpi, run_mpi
 
@@ -193,11 +203,33 @@ def test_what_is_not_finite_names_the_rank():
     assert np.isnan(params[1].data).all()
 
 
+def test_a_sum_that_overflows_is_refused():
+    """As by threads, which share memory; and nothing is applied."""
+    large = np.full(20, 3e38, np.float32)
+
+    def main(comm):
+        p = Parameter("p", np.ones(20, np.float32))
+        with pytest.raises(FloatingPointError, match=r"step 1 are not finite: the sum over ranks"):
+            DistOpt(SGD(0.1), comm)([(p, large.copy())])
+        return p.data
+
+    params, sim = simulation()
+    for data in run_ranks(3, main):
+        assert (data == 1).all()
+    before = params[0].data.copy()
+    for compressor in (Dense(), ErrorFeedback(TopK(0.5))):
+        with pytest.raises(FloatingPointError, match=r"step 1 are not finite: the sum over ranks \(\d+ entries\)"):
+            sim.step(lambda rank: [(params[0], large.copy())], compressor)
+        same([before], [params[0].data])
+    with pytest.raises(RuntimeError, match=r"what the ranks sent in step 1 is lost: .*; start anew"):
+        sim(lambda rank: [(params[0], large * 0)])
+
+
 @pytest.mark.parametrize("copied", ["parameters", "data"])
 def test_one_model_for_all(copied):
     """A rank with parameters of its own, or that puts other arrays into them, would train them alone."""
     params, sim = simulation()
-    own = [type(p)(p.name, p.data.copy()) for p in params]
+    own = [Parameter(p.name, p.data.copy()) for p in params]
 
     def losses(rank):
         if rank == 1 and copied == "data":
@@ -213,7 +245,7 @@ def test_parameters_may_be_made_anew_around_the_same_arrays():
     params, sim = simulation()
     before = [p.data.copy() for p in params]
     for _ in range(2):
-        sim(lambda rank: [(type(p)(p.name, p.data[:]), np.full_like(p.data, rank)) for p in params])
+        sim(lambda rank: [(Parameter(p.name, p.data[:]), np.full_like(p.data, rank)) for p in params])
     for p, b in zip(params, before, strict=True):
         np.testing.assert_allclose(b - p.data, np.full_like(b, 0.2), atol=1e-6)
 
