@@ -299,7 +299,7 @@ class Loop(Conditions):
         """
         algorithm, wire = choose(compressor, break_even), self._wire.beside if early else self._wire
         algorithm = self._observer.around(algorithm, compressor)
-        finish = getattr(compressor, "finish", None)
+        begin, finish = getattr(compressor, "begin", None), getattr(compressor, "finish", None)
 
         def exchange(buffer: Buffer, x: np.ndarray) -> Sum:
             if self._in_shares(compressor):
@@ -307,6 +307,9 @@ class Loop(Conditions):
                     return add_shares(buffer, wire)
             at = self._at_bucket(buffer, wire, self._rooms_for(compressor))
             with wire.on_behalf_of(at.purpose):
+                if begin:
+                    with wire.aside():
+                        begin(x, buffer.state, at)
                 algorithm(x, compressor, wire, buffer.state, at)
                 if finish:
                     with wire.aside():

@@ -123,6 +123,9 @@ class Simulation(DistOpt):
         buffers = list(self._memory)
         self._kept = self._kept or [[{} for _ in buffers] for _ in range(self.world_size)]
         turns = [self._observer.turns(compressor, buffer.scratch) for buffer in buffers]
+        if begin := getattr(compressor, "begin", None):
+            for buffer, state in zip(buffers, self._kept[0], strict=True):
+                begin(buffer.gradient, state, self._at_bucket(buffer, self._turn))
         try:
             for rank, kept in enumerate(self._kept):
                 self._turn.rank = rank

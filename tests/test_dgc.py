@@ -747,5 +747,8 @@ def test_a_density_that_always_changes_takes_no_more_memory():
 
 def test_decay_needs_parameters():
     """Which a call of one's own does not give."""
-    with pytest.raises(ValueError, match="needs the parameters' values for weight_decay: use a step"):
-        DeepGradientCompression(TopK(0.1), weight_decay=0.1).compress(np.zeros(5, np.float32), {}, At())
+    x = np.zeros(5, np.float32)
+    for in_gradient in (True, False):
+        compressor = DeepGradientCompression(TopK(0.1), weight_decay=0.1, decay_in_gradient=in_gradient)
+        with pytest.raises(ValueError, match="needs the parameters' values for weight_decay: use a step"):
+            (compressor.compress if in_gradient else compressor.begin)(x, {}, At())

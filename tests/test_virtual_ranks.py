@@ -137,6 +137,15 @@ def test_a_thousand():
     assert row["sent"] == row["payload"] * 1023
 
 
+def test_what_all_ranks_have_alike_is_kept_once():
+    """The momentum of DGC's weight decay; residual and velocity are each rank's own."""
+    params = laws.parameters([(20,), (30,)])
+    sim = simulate(3, SGD(0.1), threshold=0)
+    sim.step(lambda rank: laws.pairs(laws.Turn(rank, 3), params, 0), NESTEROV)
+    own = {"residual", "velocity"}
+    assert [set(state) for kept in sim._kept for state in kept] == 2 * [own | {"decay"}] + 4 * [own]
+
+
 def test_machines():
     """The second step too, of which ranks on several machines would send buckets before the last gradient comes."""
     params = laws.parameters([(100,)])

@@ -131,12 +131,23 @@ class DeepGradientCompression:
         selected = 0 if whole.all() else self.selector.payload_bytes(n, itemsize, members.only(~whole))
         return None if selected is None else selected + itemsize * elements
 
+    def begin(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> None:
+        """Bring the weight decay's momentum forward, before a bucket is compressed; it is the same on all ranks.
+
+        Here, and not when it is added: until all ranks have exchanged this bucket, none has changed parameters.
+        """
+        if self.weight_decay and not self.decay_in_gradient:
+            velocity = memory(state, DECAY, x)
+            numbers = self.momentum, self.nesterov, self.weight_decay
+            kernels.decay_momentum(self._parameters(at), velocity, self._added(velocity, at), *numbers, at.refused)
+
     def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
         """The payload of what is selected; members that are summed as they are stand in x."""
         members = table(x, at)
         whole, velocity, residual = self.whole(members, at), memory(state, VELOCITY, x), memory(state, "residual", x)
         self._clip(members, x, at)
-        self._decay(x, state, at)
+        if self.weight_decay and self.decay_in_gradient:  # of the sum, each rank's part
+            kernels.add_decay(self._parameters(at), x, self.weight_decay * at.divisor / at.size)
         alone = members.only(whole.host != 0)
         kernels.correct_momentum(alone, x, velocity, self.momentum, self.nesterov, at.refused)
         kernels.take_whole(alone, x, residual, at.refused)
@@ -163,18 +174,10 @@ class DeepGradientCompression:
         kernels.fold_partials(members, partial, squares, 1)
         kernels.clip_norms(members, x, squares, self.clip_norm * at.batches / math.sqrt(at.size))
 
-    def _decay(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> None:
-        """Here, and not when it is added: until all ranks have exchanged this bucket, none has changed parameters."""
-        if not self.weight_decay:
-            return
+    def _parameters(self, at: At) -> Members:
         if at.params is None:
             raise ValueError(f"{self!r} needs the parameters' values for weight_decay: use a step")
-        if self.decay_in_gradient:
-            kernels.add_decay(at.params, x, self.weight_decay * at.divisor / at.size)  # of the sum, each rank's part
-        else:
-            velocity = memory(state, DECAY, x)
-            numbers = self.momentum, self.nesterov, self.weight_decay
-            kernels.decay_momentum(at.params, velocity, self._added(velocity, at), *numbers, at.refused)
+        return at.params
 
     def _added(self, decay: np.ndarray, at: At) -> np.ndarray:
         """What is added of the weight decay; with Nesterov's momentum that is not what stays."""
