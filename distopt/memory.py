@@ -16,7 +16,7 @@ from distopt.gradients import Collector
 from distopt.guard import by_rank, fingerprint
 from distopt.ledger import Purpose
 from distopt.nonfinite import Policy, policy
-from distopt.numbers import whole
+from distopt.numbers import flag, whole
 from distopt.tables import FORMATS, Members
 from distopt.verbs import Verbs
 
@@ -63,7 +63,7 @@ class Memory(Verbs):
         self._options = [options, order, f"overlap={self._overlaps}"]
         self._nonfinite = policy(nonfinite)
         self._window = Window(whole("num_batches", num_batches, least=1), sync_on_apply)
-        self._collector = Collector(allow_missing, wire.gpu)
+        self._collector = Collector(flag("allow_missing", allow_missing), wire.gpu)
         self._recorder = tape.recorder(wire.rank, wire.size)  # of gradients, None if nobody asked for one
         self._observer = Observer()  # of what is sent
         self._buffers: Buffers | None = None

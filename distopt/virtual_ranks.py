@@ -1,8 +1,9 @@
 """Virtual ranks: P ranks that train one model, one after the other, in one process."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from distopt.compress import Compressor
 from distopt.conditions import Kind
 from distopt.dist_opt import DistOpt
 from distopt.exchange.walk import Turns
+from distopt.gradients import iterable
+from distopt.guard import by_rank
 from distopt.ledger import Ledger, Purpose
 from distopt.loop import Packed
 from distopt.numbers import whole
@@ -22,10 +25,14 @@ Losses = Callable[[int], Any]
 
 
 class VirtualControl(LocalControl):
-    """Votes of ranks that all say the same."""
+    """Votes of ranks that all say the same, but for the one whose turn it is."""
 
     def __init__(self, size: int):
         self.size = self.live = size
+
+    def gather(self, text: str) -> list[str]:
+        """Nothing of those before it."""
+        return [""] * self.rank + [text]
 
 
 class VirtualRanks(LocalCommunicator):
@@ -36,6 +43,10 @@ class VirtualRanks(LocalCommunicator):
         self.size, self._hosts, self.control = size, hosts, VirtualControl(size)
         self.ledger = Ledger(keep)
         self.meter = Meter(0, size, self.hosts, self.algorithm, self.ledger)
+
+    def take(self, rank: int) -> None:
+        """It is this rank's turn."""
+        self.rank = self.control.rank = rank
 
     def on_behalf_of(self, purpose: Purpose) -> AbstractContextManager[None]:
         """For the ledger."""
@@ -78,9 +89,12 @@ class Simulation(DistOpt):
     (``distopt.cost``).
 
     What a compressor keeps is in no ``state_dict``, so the plan is fixed by the first step, and there are no
-    checkpoints.  A loss that raises or is not finite ends the simulation if it is not the first rank's: those before it
-    have gone on.  A sum over ranks that is not finite is refused in any mode, and not in shared memory alone.
+    checkpoints, and no tape is recorded.  A loss that raises or is not finite raises what it does on P ranks, and ends
+    the simulation if it is not the first rank's: those before it have gone on.  A sum over ranks that is not finite is
+    refused in any mode, and not in shared memory alone.
     """
+
+    _in_loss = False  # is one asked for its gradients?
 
     def __init__(
         self,
@@ -95,12 +109,11 @@ class Simulation(DistOpt):
     ):
         if nonfinite not in ("raise", "propagate"):
             raise ValueError(f"nonfinite must be 'raise' or 'propagate' for virtual ranks, got {nonfinite!r}")
-        if len(hosts) not in (0, whole("size", size, least=1)):
-            raise ValueError(f"hosts must be one number per rank, {size} of them, got {len(hosts)}")
-        wire = VirtualRanks(size, hosts, keep)
+        wire = VirtualRanks(whole("size", size, least=1), _checked_hosts(hosts, size), keep)
         options: dict[str, Any] = {"threshold": threshold, "nonfinite": nonfinite, "allow_missing": allow_missing}
         super().__init__(opt, wire, overlap=False, **options)  # a bucket is sent when the last rank has brought its own
         self.ledger = wire.ledger
+        self._recorder = None  # a tape is of what real ranks do
         self._turn = wire
         self._kept: list[list[dict[str, np.ndarray]]] = []  # by a compressor, of each rank and bucket
 
@@ -110,13 +123,27 @@ class Simulation(DistOpt):
             raise TypeError(f"the losses of virtual ranks are a callable of the rank, got {type(loss).__name__}")
         return super()._step(loss, kind)
 
-    def _packed(self, loss: Losses, kind: Kind) -> Packed:
+    def _packed(self, loss: Any, kind: Kind) -> Packed:
         """The first rank's gradients are packed before the vote, the others' when their turn comes."""
-        error, exchange = super()._packed(lambda: loss(0), kind)
+        self._makes_plan = not self._collector.order
+        error, exchange = super()._packed(lambda: self._pairs(loss, 0), kind)
         if error is None:
             compressor = self._compressor
             exchange = lambda arrays: self._walk(loss, kind, compressor)  # noqa: E731
         return error, exchange
+
+    def _pairs(self, losses: Losses, rank: int) -> list[Any]:
+        """What the loss of a rank yields."""
+        self._in_loss = True
+        try:
+            return list(iterable(losses(rank)))
+        finally:
+            self._in_loss = False
+
+    def _check_open(self) -> None:
+        if self._in_loss:
+            raise RuntimeError("a loss of virtual ranks is asked for in the middle of a step: it cannot make another")
+        super()._check_open()
 
     def _walk(self, losses: Losses, kind: Kind, compressor: Compressor) -> Iterator[Sum]:
         """Bring one rank after the other, and take from each of its buckets what it sends."""
@@ -128,7 +155,7 @@ class Simulation(DistOpt):
                 begin(buffer.gradient, state, self._at_bucket(buffer, self._turn))
         try:
             for rank, kept in enumerate(self._kept):
-                self._turn.rank = rank
+                self._turn.take(rank)
                 if rank:
                     self._bring(losses, kind, compressor)
                 for buffer, turn, state in zip(buffers, turns, kept, strict=True):
@@ -138,30 +165,45 @@ class Simulation(DistOpt):
             self._failure += f" with {type(error).__name__}: {error}; start anew"
             raise
         finally:
-            self._turn.rank = 0
+            self._turn.take(0)
         return map(self._given, buffers, turns, self._kept[0], [kind.break_even] * len(buffers))
 
     def _bring(self, losses: Losses, kind: Kind, compressor: Compressor) -> None:
-        """The gradients of the rank whose turn it is come to their places."""
-        rank = self._turn.rank
+        """The gradients of the rank whose turn it is come to their places, or raise what they raise on P ranks."""
+        error, bad = None, ""
         self._memory.bad[:] = 0
-        first = self._collector.values.addresses
-        self._collector.collect(lambda: losses(rank))
-        self._check_one_model(first)
-        self._pack(compressor, self._packer(compressor, kind), 0)
-        bad = self._refusal.in_gradients()
-        self._nonfinite.judge(self._name, f"rank {rank}: {bad}" if bad else "")
+        try:
+            self._collect(self._pairs(losses, self._turn.rank))
+            self._pack(compressor, self._packer(compressor, kind), 0)
+            bad = self._refusal.in_gradients()
+        except Exception as e:
+            error = e
+        if error or bad:
+            self._nonfinite.judge(self._name, by_rank(self._vote(self._name, self._calls, error, bad)))
 
-    def _check_one_model(self, first: np.ndarray) -> None:
-        """ValueError for a parameter of the rank whose turn it is, if not at its address of the first rank."""
+    def _collect(self, pairs: list[Any]) -> None:
+        """Take in gradients of the parameters that the first rank has; in the step that makes the plan, in its order.
+
+        ValueError for a parameter that lies elsewhere than the first rank's, or comes elsewhere in that order.
+        """
+        first = self._collector.values.addresses
+        self._collector.collect(pairs)
         order = list(self._collector.order.items())
         for k in np.flatnonzero(self._collector.values.addresses != first):
             name, known = order[k]
             if known.value.nbytes:
                 raise ValueError(
-                    f"rank {self._turn.rank}: {name} is another array than rank 0's: virtual ranks have one model, "
-                    "whose parameters all their losses give"
+                    f"{name} is another array than rank 0's: virtual ranks have one model, whose parameters all their "
+                    "losses give"
                 )
+        if self._makes_plan:
+            self._check_order([self._collector.identify(param)[0] for param, _ in pairs])
+
+    def _check_order(self, given: list[str]) -> None:
+        pairs = itertools.zip_longest(self._collector.order, given, fillvalue="nothing")
+        for k, (first, own) in enumerate(pairs):
+            if own != first:
+                raise ValueError(f"ranks differ: rank 0 has parameter {k} = {first}, this one has {own}")
 
     def _given(self, buffer: Buffer, turn: Turns, state: dict[str, np.ndarray], break_even: bool) -> Sum:
         """The sum over ranks of a bucket."""
@@ -193,18 +235,29 @@ class Simulation(DistOpt):
         """ValueError: there are none."""
         raise ValueError("a partial step changes each rank's own parameters, of which virtual ranks have but one copy")
 
-    def state_dict(self) -> dict[str, Any]:
+    def _not_saved(self, *given: Any, **named: Any) -> NoReturn:
         """NotImplementedError."""
         raise NotImplementedError("a simulation is not saved: what compressors keep of all ranks is in no state")
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    state_dict = load_state_dict = save = load = save_when_stopped = _not_saved
+
+    def join(self) -> None:
         """NotImplementedError."""
-        self.state_dict()
+        raise NotImplementedError("virtual ranks have equally many batches: there is none that joins")
+
+
+def _checked_hosts(hosts: Sequence[int], size: int) -> list[int]:
+    found = hosts.tolist() if isinstance(hosts, np.ndarray) else hosts
+    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
+        raise TypeError(f"hosts must be a sequence of numbers, one per rank, got {hosts!r:.60}")
+    if len(found) not in (0, size):
+        raise ValueError(f"hosts must be one number per rank, {size} of them, got {len(found)}")
+    return [whole(f"hosts[{rank}]", host, least=0) for rank, host in enumerate(found)]
 
 
 def simulate(size: int, opt: Any = None, **options: Any) -> Simulation:
     """Virtual ranks, ``size`` of them, that train with one optimizer (default ``SGD()``): see ``Simulation``.
 
-    Raises ValueError for less than one rank, and for ``hosts`` that are not one number per rank.
+    Raises ValueError for less than one rank, ValueError or TypeError for ``hosts`` that are not one number per rank.
     """
     return Simulation(size, opt, **options)

@@ -187,12 +187,103 @@ def losses_of(params, bad):
 
 def test_a_loss_that_raises_ends_it():
     params, sim = simulation()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(RuntimeError, match=r"rank 2: ZeroDivisionError") as caught:
         sim(losses_of(params, lambda pairs: 1 / 0))
-    with pytest.raises(
-        RuntimeError, match=r"the ranks before rank 2 have done step 1, where that failed with ZeroDivi"
-    ):
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(RuntimeError, match=r"the ranks before rank 2 have done step 1, where that failed with .*ZeroD"):
         sim(losses_of(params, list))
+
+
+WRONG = {
+    "dtype": lambda pairs: [(pairs[0][0], pairs[0][1].astype("f8")), pairs[1]],
+    "shape": lambda pairs: [(pairs[0][0], pairs[0][1][1:]), pairs[1]],
+    "missing": lambda pairs: pairs[:1],
+    "twice": lambda pairs: [*pairs, pairs[0]],
+    "no pairs": lambda pairs: [1, 2],
+    "none": lambda pairs: None,
+    "what raises": lambda pairs: 1 / 0,
+    "not finite": lambda pairs: [(p, grad / np.float32(0)) for p, grad in pairs],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_it_raises_what_threads_raise(wrong, rank):
+    """In the second step, since in the first one the others' plans differ."""
+
+    def losses_of(params, step):
+        def losses(r):
+            pairs = list(laws.pairs(laws.Turn(r, 3), params, 0))
+            return WRONG[wrong](pairs) if (r, step) == (rank, 1) else pairs
+
+        return losses
+
+    def raised(params, opt, loss_of):
+        opt(loss_of(losses_of(params, 0)))
+        with pytest.raises((ValueError, TypeError, RuntimeError, FloatingPointError)) as caught:
+            opt(loss_of(losses_of(params, 1)))
+        return type(caught.value), str(caught.value)
+
+    def main(comm):
+        params = laws.parameters([(20,), (30,)])
+        return raised(params, DistOpt(SGD(0.1), comm), lambda losses: lambda: losses(comm.rank))
+
+    assert raised(*simulation(), lambda losses: losses) == run_ranks(3, main)[0]
+
+
+def test_the_order_of_the_first_step_is_the_plan():
+    """Not the later ones', nor that of a step behind ``gradient_views``."""
+    params, sim = simulation()
+
+    def mixed(rank):
+        return list(laws.pairs(laws.Turn(rank, 3), params, 0))[:: 1 - 2 * (rank % 2)]
+
+    sim.gradient_views(params)
+    assert sim(mixed)
+    params, sim = simulation()
+    sim(losses_of(params, list))
+    assert sim(mixed)
+    params, sim = simulation()
+    with pytest.raises(ValueError, match="rank 1: ranks differ: rank 0 has parameter 0 = p0, this one has p1"):
+        sim(mixed)
+    params, sim = simulation(allow_missing=True)
+    with pytest.raises(ValueError, match="rank 2: ranks differ: rank 0 has parameter 1 = p1, this one has nothing"):
+        sim(losses_of(params, lambda pairs: list(pairs)[:1]))
+
+
+class Loss:
+    def __init__(self, pairs):
+        self.pairs = pairs
+
+    def backward(self):
+        yield from self.pairs
+
+
+@pytest.mark.parametrize(
+    "form", [iter, Loss, lambda pairs: lambda: pairs, lambda pairs: lambda: Loss(pairs).backward()]
+)
+def test_a_loss_has_any_form(form):
+    params, sim = simulation()
+    expected, other = simulation()
+    sim(lambda rank: form(laws.pairs(laws.Turn(rank, 3), params, 0)))
+    other(lambda rank: laws.pairs(laws.Turn(rank, 3), expected, 0))
+    same([p.data for p in params], [p.data for p in expected])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_loss_makes_no_step(rank):
+    params, sim = simulation()
+
+    def losses(r):
+        if r == rank:
+            sim(losses_of(params, list))
+        return losses_of(params, list)(r)
+
+    with pytest.raises(
+        RuntimeError, match=f"rank {rank}: a loss of virtual ranks is asked for in the middle of a step"
+    ):
+        sim(losses)
 
 
 def test_the_first_rank_may_try_again():
@@ -259,6 +350,13 @@ def test_parameters_may_be_made_anew_around_the_same_arrays():
         np.testing.assert_allclose(b - p.data, np.full_like(b, 0.2), atol=1e-6)
 
 
+@pytest.mark.parametrize("hosts", [5, None, "ab", {0: 1, 1: 2}, np.array(5), [0.5, 1], [True, 1], [0, [1]], [-1, 0]])
+def test_hosts_are_numbers(hosts):
+    with pytest.raises((TypeError, ValueError), match=r"hosts(\[\d\])? must be"):
+        simulate(2, hosts=hosts)
+    assert simulate(2, hosts=np.array([0, 1])).communicator.hosts == [0, 1]
+
+
 def test_what_cannot_be():
     params, sim = simulation()
     with pytest.raises(ValueError, match="size must be at least 1, got 0"):
@@ -269,6 +367,8 @@ def test_what_cannot_be():
         simulate(4, hosts=[0, 1])
     with pytest.raises(ValueError, match="nonfinite must be 'raise' or 'propagate' for virtual ranks, got 'skip'"):
         simulate(4, nonfinite="skip")
+    with pytest.raises(TypeError, match="allow_missing must be True or False, got 'no'"):
+        simulate(4, allow_missing="no")
     with pytest.raises(TypeError, match="the losses of virtual ranks are a callable of the rank, got list"):
         sim([(params[0], params[0].data)])
     with pytest.raises(ValueError, match="a partial step changes each rank's own parameters"):
@@ -276,7 +376,10 @@ def test_what_cannot_be():
     sim(losses_of(params, list))
     with pytest.raises(ValueError, match="threshold must stay 2097152 with virtual ranks, got 5"):
         sim.backward_and_update(losses_of(params, list), threshold=5)
-    with pytest.raises(NotImplementedError, match="a simulation is not saved"):
-        sim.state_dict()
+    for unsaved in (sim.state_dict, lambda: sim.save("x", params), lambda: sim.load("x"), sim.save_when_stopped):
+        with pytest.raises(NotImplementedError, match="a simulation is not saved"):
+            unsaved()
+    with pytest.raises(NotImplementedError, match="virtual ranks have equally many batches"):
+        sim.join()
     with pytest.raises(NotImplementedError, match="virtual ranks take their turns"):
         sim.all_reduce(np.ones(3))
