@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import laws
 from distopt import DistOpt, LossScaler, Parameter, Tape, Trainer, checkpoint, run_ranks, simulate, tape
-from distopt.checkpoint import head
+from distopt.checkpoint import CheckpointError, head
 from distopt.comm import LocalCommunicator
 from distopt.compress import DeepGradientCompression, Dense, ErrorFeedback, TopK
 from distopt.optim import SGD
@@ -38,8 +39,7 @@ def record(folder, size, main, steps=10, every=1, ranks=run_ranks):
         for name, value in tape.request(folder, steps, every).items():
             patch.setenv(name, value)
         ranks(size, main)
-    tape.join(folder, folder / "tape", "main.py")
-    return Tape(folder / "tape")
+    return tape.join(folder, folder / "tape", "main.py")
 
 
 def same(found, wanted):
@@ -281,8 +281,8 @@ def test_a_rank_that_was_killed_while_it_wrote(tmp_path, line, steps):
         with pytest.raises(ValueError, match="nothing was recorded"):
             tape.join(tmp_path, tmp_path / "cut", "main.py")
         return
-    assert tape.join(tmp_path, tmp_path / "cut", "main.py") == list(steps)
-    found = Tape(tmp_path / "cut")
+    found = tape.join(tmp_path, tmp_path / "cut", "main.py")
+    assert found.steps == steps
     for step in steps:
         same(found.gradients(step, 1)[0][1], np.full(3, 10.0 * step + 1))
 
@@ -545,16 +545,70 @@ def test_a_checkpoint_that_is_no_tape(tmp_path, tree, about, field):
         Tape(path)
 
 
-def test_more_steps_than_a_head_can_name(tmp_path, monkeypatch):
-    """The first ones are kept."""
+@pytest.mark.parametrize(("limit", "most"), [("LONGEST", 4000), ("VALUES", 400)])
+def test_more_steps_than_a_head_can_name(tmp_path, monkeypatch, limit, most):
+    """The first ones are kept, as many as there is room for, and what is too much is not tried again and again."""
 
     def main(comm):
         opt, p = DistOpt(SGD(), comm), Parameter("p", np.zeros(1))
-        for step in range(40):
+        for step in range(400):
             opt([(p, np.full(1, float(step)))])
 
-    monkeypatch.setattr(head, "LONGEST", 2500)
-    found = record(tmp_path, 1, main, steps=40)
-    assert 5 < len(found.steps) < 40
+    tries = []
+    monkeypatch.setattr(head, limit, most)
+    monkeypatch.setattr(checkpoint, "prepare", lambda *a: tries.append(a) or checkpoint.file.prepare(*a))
+    found = record(tmp_path, 1, main, steps=400)
+    assert len(tries) <= 4
+    assert 5 < len(found.steps) < 400
+    assert found.about["recorded"] == 400
     assert found.steps == tuple(range(len(found.steps)))
     assert found.gradients(found.steps[-1], 0)[0][1] == found.steps[-1]
+    (_, tree, about), more = tries[0], range(len(found.steps) * 5 // 4)
+    with pytest.raises(CheckpointError):
+        checkpoint.file.prepare(tmp_path / "more", {str(k): tree[str(k)] for k in more}, about | {"steps": list(more)})
+
+
+MORE = """
+import numpy as np
+import distopt
+
+w = distopt.Parameter("w", np.zeros(5))
+
+def simulated():
+    distopt.simulate(4)(lambda rank: [(w, np.full(5, 1.0 + rank))])
+
+def main(comm, *optimizers):
+    params = [distopt.Parameter("w", np.zeros(5)) for _ in optimizers]
+    for step in range(2):
+        for opt, p in zip(optimizers, params):
+            opt([(p, np.full(5, float(comm.rank)))])
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("simulated()", "nothing was recorded: .*; those of virtual ranks are not"),
+        ("distopt.run_ranks(3, lambda c: main(c, distopt.DistOpt(None, c)))", "2 steps, .* of 3 ranks, in "),
+        (
+            "main(distopt.world(), distopt.DistOpt(), distopt.DistOpt())",
+            "of 1 ranks, of the first of several optimizers",
+        ),
+    ],
+)
+def test_it_says_what_is_on_the_tape(tmp_path, script, said):
+    code, output, path = distopt_record(tmp_path, MORE + script)
+    assert code == (0 if path.exists() else 2)
+    assert re.search(f"distopt record: .*{said}", output), output
+
+
+def test_virtual_ranks_leave_the_tape_to_real_ones(tmp_path):
+    def main(comm):
+        p = Parameter("p", np.zeros(3))
+        simulate(4)(lambda rank: [(p, np.full(3, 9.0))])
+        DistOpt(SGD(), comm)([(p, np.full(3, 10.0 + comm.rank))])
+
+    found = record(tmp_path, 2, main)
+    assert (found.ranks, found.steps, found.about["others"]) == (2, (0,), False)
+    same(found.gradients(0, 1)[0][1], np.full(3, 11.0))

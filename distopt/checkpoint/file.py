@@ -101,7 +101,8 @@ def _without_arrays(about: dict[str, Any]) -> Any:
 def _check(text: bytes, tensors: list[Tensor]) -> int:
     """The length of a head that can be read again."""
     if len(text) > head.LONGEST:
-        raise Misfit("header", f"takes {len(text)} bytes, more than {head.LONGEST}; put what is large into arrays")
+        reason = f"takes {len(text)} bytes, more than {head.LONGEST}; put what is large into arrays"
+        raise Misfit("header", reason, head.LONGEST / len(text))
     head.decode(text, len(text) + max((t.end for t in tensors), default=0))
     return len(text)
 
@@ -180,4 +181,4 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except Misfit as error:
-        raise CheckpointError(path, error.field, error.reason) from None
+        raise CheckpointError(path, error.field, error.reason, error.fits) from None

@@ -14,8 +14,9 @@ TOKEN = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 
 def parse(text: str, field: str, most: int) -> Any:
     """A JSON text of at most ``most`` values, in which no name comes twice."""
-    if sum(map(text.count, "{[,")) > most:
-        raise Misfit(field, f"has more than {most} values")
+    values = sum(map(text.count, "{[,"))
+    if values > most:
+        raise Misfit(field, f"has more than {most} values", most / values)
     if _depth(text) > NESTED:
         raise Misfit(field, f"is nested deeper than {NESTED}")
     try:

@@ -35,13 +35,16 @@ def main(given: argparse.Namespace) -> int:
         # beside the result, where there is room for it
         with tempfile.TemporaryDirectory(prefix=".distopt-record-", dir=given.out.parent) as folder:
             code = run.start_given(given, tape.request(Path(folder), given.steps, given.every))
-            steps = tape.join(Path(folder), given.out, Path(script[0]).name)
+            found = tape.join(Path(folder), given.out, Path(script[0]).name)
     except (OSError, ValueError) as error:
         _say(str(error))
         return code or 2
-    fewer = f", and not {given.steps}" * (len(steps) < given.steps)
+    steps, recorded = len(found.steps), found.about["recorded"]
+    fewer = f", and not {given.steps}" * (steps < given.steps)
+    fewer += f" (of {recorded} that were made a file's head can name no more)" * (steps < recorded)
+    first = ", of the first of several optimizers" * found.about["others"]
     size = f"{given.out.stat().st_size:,} bytes"
-    _say(f"{len(steps)} steps{fewer}, of {given.ranks} ranks, in {given.out}: {size}")
+    _say(f"{steps} steps{fewer}, of {found.ranks} ranks{first}, in {given.out}: {size}")
     return code
 
 

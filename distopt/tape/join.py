@@ -9,7 +9,7 @@ import numpy as np
 
 from distopt import checkpoint
 from distopt.checkpoint import CheckpointError, pending
-from distopt.tape.tape import FORMAT, dtype
+from distopt.tape.tape import FORMAT, Tape, dtype
 
 Places = list[int | None]  # of a step's gradients, in plan order
 
@@ -27,28 +27,35 @@ def check_place(out: Path) -> None:
     pending.check_place(out, "tape", _check_tape)
 
 
-def join(folder: Path, out: Path, script: str) -> list[int]:
-    """Make one tape of what recorders left in a folder; returns its steps, those that all ranks have.
+def join(folder: Path, out: Path, script: str) -> Tape:
+    """Make one tape of what recorders left in a folder, of the steps that all ranks have.
 
-    They are fewer if the head of a file cannot name so many tensors (some 50,000).  Raises ValueError if there is no
-    such step, OSError if the file cannot be written; it is there as a whole or not at all.
+    Its ``about`` has their number as 'recorded', which is more than those on the tape if the head of a file cannot name
+    all: it has 8 MB of text and, beside one for every 512 bytes, 100,000 values, of which a tensor takes ten or so.
+    And 'others': is there another optimizer, of which nothing was recorded?
+
+    Raises ValueError if there is no such step, OSError if the file cannot be written; it is there as a whole or not at
+    all.
     """
     found = {int(file.stem): _read(file) for file in folder.glob("*.steps")}
     parts = [found[rank] for rank in sorted(found) if found[rank].head]
     steps = sorted(set.intersection(*(set(part.steps) for part in parts))) if parts else []
     if not steps or len(parts) < parts[0].head["ranks"]:
-        raise ValueError("nothing was recorded: there is no step of a DistOpt or Trainer that all ranks have made")
+        raise ValueError(
+            "nothing was recorded: there is no step of a DistOpt or Trainer that all ranks have made; "
+            "those of virtual ranks are not recorded"
+        )
+    about = {"format": FORMAT, "script": script, "recorded": len(steps), "others": any(folder.glob("*.others"))}
     while True:
         tree = {str(s): {str(rank): _gradients(part, s) for rank, part in enumerate(parts)} for s in steps}
-        about = {"format": FORMAT, "script": script, "steps": steps, **parts[0].head}
         try:
-            checkpoint.prepare(out, tree, about).commit()
-        except CheckpointError:  # before anything was written
-            if len(steps) == 1:
+            checkpoint.prepare(out, tree, about | parts[0].head | {"steps": steps}).commit()
+        except CheckpointError as error:  # before anything was written
+            if not error.fits or len(steps) == 1:
                 raise
-            steps = steps[: len(steps) * 9 // 10]
+            steps = steps[: max(1, int(len(steps) * min(error.fits, 0.9)))]
         else:
-            return steps
+            return Tape(out)
 
 
 def _check_tape(path: str | os.PathLike[str]) -> None:

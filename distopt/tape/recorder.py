@@ -3,6 +3,7 @@
 ``RANK.bytes`` has them in the order of their arrival; ``RANK.steps`` has one JSON text per line: who this is and its
 parameters in plan order, then, for each step that all ranks agreed on, where its gradients lie.  A line without an end
 was not finished, and bytes that no line speaks of belong to no step: a rank may be killed at any time.
+``RANK.others`` is there if another optimizer wanted to be recorded too.
 """
 
 import json
@@ -79,10 +80,11 @@ class Recorder:
             self.over = True
 
     def _claim(self) -> bool:
-        """Make this rank's file; False if another optimizer has it."""
+        """Make this rank's file; False if another optimizer has it, which is noted."""
         try:
             self._bytes = os.open(self._place.with_suffix(".bytes"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
+            self._place.with_suffix(".others").touch()
             return False
         return True
 
