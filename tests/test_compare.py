@@ -110,13 +110,44 @@ def test_without_a_dense_run_the_first_is_the_base(runs, tmp_path):
     assert [row["ratio"] for row in found["rows"]] == [1, 10]
 
 
-def test_ranks_are_compared_with_as_many(tmp_path):
-    """100 bytes of dense on 2 ranks, 160 on 8; there is none on 4."""
+def test_like_is_compared_with_like(tmp_path, capsys):
+    """On as many ranks, with what both were set to; of what one alone was set to nothing is asked."""
     out = tmp_path / "n.json"
-    given = [("dense", 2, 100), ("dense", 8, 160), ("topk", 2, 10), ("topk", 8, 80), ("topk", 4, 50)]
-    paths = [train(tmp_path / f"{m}{r}", m, 1, [n], ranks=r, results={}) for m, r, n in given]
+    given = [
+        ("dense", 2, 100, {"model": "A"}),
+        ("dense", 2, 40, {"model": "B", "lr": 0.1}),
+        ("dense", 8, 160, {}),
+        ("topk", 2, 10, {"model": "A", "density": 0.1}),
+        ("topk", 2, 10, {"model": "B", "lr": 0.1}),
+        ("topk", 8, 80, {"model": "A"}),
+        ("topk", 2, 10, {"model": "B", "lr": 0.2}),
+        ("dgc", 4, 50, {}),
+        ("dgc", None, 50, {}),
+    ]
+    paths = [train(tmp_path / f"{k}", m, 1, [n], ranks=r, results={}, **s) for k, (m, r, n, s) in enumerate(given)]
     assert compare(*paths, "--json", out) == 0
-    assert [row["ratio"] for row in json.loads(out.read_text())["rows"]] == [1, 1, 10, 2, 2]
+    assert [row["ratio"] for row in json.loads(out.read_text())["rows"]] == [1, 1, 1, 10, 4, None, 2, None, None]
+    lines = capsys.readouterr().out.splitlines()
+    assert [cells(line)[-1] for line in lines[1:10]] == ["1 x", "1 x", "1 x", "10 x", "4 x", "-", "2 x", "-", "-"]
+    assert lines[10:] == [
+        'topk lr=0.2 model="B": no dense run with the same lr to compare it with',
+        "dgc: no dense run on 4 ranks to compare it with",
+        "dgc: no dense run without a number of ranks to compare it with",
+    ]
+
+
+def test_what_is_not_finite_is_not_drawn(runs, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    kept = []
+    monkeypatch.setattr(picture, "save", lambda figure, path: kept.append(figure))
+    lost = train(tmp_path / "lost", "lost", 1, [5] * 3, [(1, math.nan), (2, math.inf), (3, -math.inf)], results={})
+    part = train(tmp_path / "part", "part", 1, [5] * 3, [(1, 0.5), (2, math.nan), (3, 0.25)], results={})
+    assert compare(runs[2], lost, part, "--plot", tmp_path / "out.png") == 0
+    assert [line.get_xydata().tolist() for line in kept[0].axes[0].lines[1:]] == [[[5, 0.5], [15, 0.25]]]
+    assert capsys.readouterr().out.splitlines()[4:] == [
+        f"{lost}: 3 of 3 values of accuracy are not finite",
+        f"{part}: 1 of 3 values of accuracy are not finite",
+    ]
 
 
 def test_settings_and_ranks_tell_rows_apart(tmp_path, capsys):
@@ -129,7 +160,7 @@ def test_settings_and_ranks_tell_rows_apart(tmp_path, capsys):
         train(tmp_path / "5", "topk", None, ranks=None, density=0.5, **fields),
     ]
     assert compare(*paths) == 0
-    rows = [cells(line)[:3] for line in capsys.readouterr().out.splitlines()[1:]]
+    rows = [cells(line)[:3] for line in capsys.readouterr().out.splitlines()[1:5]]
     assert rows == [
         ["topk density=0.1", "2", "1, 2"],
         ["topk density=0.2", "2", "1"],
@@ -144,8 +175,9 @@ def test_a_loss_is_reached_from_above(tmp_path, capsys):
         run.log(step, loss=loss, wire=1000 * step)
     run.finish({"all_reduce": {"calls": 5, "payload": 5000, "wire": 5000}})
     assert compare(tmp_path / "a", "--curve", "loss", "--reach", "0.4") == 0
-    head, row = map(cells, capsys.readouterr().out.splitlines())
-    assert (head[-1], row[-1]) == ("wire to loss <= 0.4", "4.00 kB")
+    head, row, note = capsys.readouterr().out.splitlines()
+    assert (cells(head)[-1], cells(row)[-1]) == ("wire to loss <= 0.4", "4.00 kB")
+    assert note == f"{tmp_path}/a: 1 of 5 values of loss are not finite"
 
 
 def test_what_begins_beyond_the_aim_has_reached_it(runs, tmp_path, capsys):
@@ -298,7 +330,10 @@ def test_nothing_to_draw(runs, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     lone = train(tmp_path / "lone", "lone", 1, [0, 0], [(1, 0.5)], ranks=1, results={})
     assert compare(lone, "--plot", tmp_path / "out.png") == 2
-    assert "nothing to draw: no run has the curves accuracy and wire, with bytes above 0" in capsys.readouterr().err
+    assert (
+        "nothing to draw: no run has the curves accuracy and wire, finite and with bytes above 0"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out.png").exists()
 
 

@@ -18,11 +18,13 @@ from distopt.cli.comparison import (
     Spread,
     aim_at,
     base,
+    baseless,
     missing,
     per_step,
     points,
     ratio,
     reached,
+    references,
     rows,
     spread,
     total,
@@ -50,8 +52,10 @@ def main(given: argparse.Namespace) -> int:
         curve = _curve(given, records)
         aim = None if curve is None or given.reach is None else aim_at(curve, given.reach, records)
         found = rows(records)
-        lines = [missing(str(path), record, curve, aim) for path, record in zip(given.paths, records, strict=True)]
-        print("\n".join([*table(found, aim), *(printable(line) for run in lines for line in run)]))
+        lines = baseless(found)
+        for path, record in zip(given.paths, records, strict=True):
+            lines += missing(str(path), record, curve, aim)
+        print("\n".join([*table(found, aim), *map(printable, lines)]))
         if given.json:
             given.json.write_text(plain.dumps(numbers(found, aim)) + "\n")
         if curve is not None and given.plot:
@@ -97,11 +101,11 @@ def _curve(given: argparse.Namespace, records: Sequence[Record]) -> str | None:
 def table(found: Sequence[Row], aim: Aim | None) -> list[str]:
     """Its lines; bytes are those of the rank that wrote the record."""
     results = result_names(found)
-    head = [*HEAD, f"{base(found, found[0]).mode} sends", *results, *([f"wire to {aim}"] if aim else [])]
+    head = [*HEAD, f"{references(found)[0].mode} sends", *results, *([f"wire to {aim}"] if aim else [])]
     return text.table([head, *(_cells(row, base(found, row), results, aim) for row in found)])
 
 
-def _cells(row: Row, against: Row, results: Sequence[str], aim: Aim | None) -> list[str]:
+def _cells(row: Row, against: Row | None, results: Sequence[str], aim: Aim | None) -> list[str]:
     seeds = ["?" if r["seed"] is None else str(r["seed"]) for r in row.records]
     times = ratio(row, against)
     return [
@@ -149,14 +153,15 @@ def numbers(found: Sequence[Row], aim: Aim | None) -> dict[str, Any]:
             for unit, of in (("per_step", per_step), ("total", total))
         }
         reach = {"reached": spread(reached(r, aim) for r in row.records)} if aim else {}
+        against = base(found, row)
         spreads = {"steps": _of(row, "steps")} | counts | reach
         return {
             "label": row.label,
             "mode": row.mode,
             "ranks": row.ranks,
             "seeds": [record["seed"] for record in row.records],
-            "base": base(found, row).label,
-            "ratio": ratio(row, base(found, row)),
+            "base": against and against.label,
+            "ratio": ratio(row, against),
             **{name: x and x._asdict() for name, x in spreads.items()},
             "results": {name: (x := result(row, name)) and x._asdict() for name in result_names(found)},
         }
@@ -166,10 +171,10 @@ def numbers(found: Sequence[Row], aim: Aim | None) -> dict[str, Any]:
 
 def draw(found: Sequence[Row], curve: str, path: Path) -> None:
     """The curve over the wire bytes, a line per run, runs of one row alike.  Raises ValueError if there is no point."""
-    drawn = [[[p for p in points(r, curve) if p[0] > 0] for r in row.records] for row in found]
+    drawn = [[[p for p in points(r, curve) if p[0] > 0 and math.isfinite(p[1])] for r in row.records] for row in found]
     seen = [nbytes for runs in drawn for run in runs for nbytes, _ in run]
     if not seen:
-        raise ValueError(f"nothing to draw: no run has the curves {curve} and wire, with bytes above 0")
+        raise ValueError(f"nothing to draw: no run has the curves {curve} and wire, finite and with bytes above 0")
     figure, axes = picture.new(f"{curve} by bytes sent", "wire bytes of one rank (log)", curve)
     picture.log_axis(axes, "x", seen, text.nbytes)
     many = len({row.ranks for row in found}) > 1

@@ -68,11 +68,41 @@ def _texts(record: Record) -> dict[str, str]:
     return {name: plain.dumps(value) for name, value in record["settings"].items()}
 
 
-def base(found: Sequence[Row], row: Row) -> Row:
-    """What a row is compared with: the first that is dense, on as many ranks if there is one, else the first of all."""
-    dense = [other for other in found if other.mode == "dense"]
-    alike = [other for other in dense if other.ranks == row.ranks]
-    return [*alike, *dense, *found][0]
+def references(found: Sequence[Row]) -> list[Row]:
+    """What rows are compared with: those that are dense, else the first of all."""
+    return [row for row in found if row.mode == "dense"] or list(found[:1])
+
+
+def base(found: Sequence[Row], row: Row) -> Row | None:
+    """The first reference on as many ranks, with equal values of what both were set to; None if there is none."""
+    return next((other for other in references(found) if _is_alike(row, other)), None)
+
+
+def baseless(found: Sequence[Row]) -> list[str]:
+    """Which rows cannot be compared, though their bytes are known, and why, one line each."""
+    known = [row for row in found if any(per_step(record, "wire") for record in row.records)]
+    return [f"{row.label}: {_unlike(row, references(found))}" for row in known if not base(found, row)]
+
+
+def _is_alike(row: Row, other: Row) -> bool:
+    return row.ranks == other.ranks and not _differences(row, other)
+
+
+def _differences(row: Row, other: Row) -> list[str]:
+    """The settings of both that differ."""
+    own, theirs = (_texts(r.records[0]) for r in (row, other))
+    return [name for name in sorted(own) if name in theirs and theirs[name] != own[name]]
+
+
+def _unlike(row: Row, others: Sequence[Row]) -> str:
+    """Why a row is like none of the references."""
+    alike = [other for other in others if other.ranks == row.ranks]
+    if not alike:
+        where = "without a number of ranks" if row.ranks is None else f"on {row.ranks} ranks"
+        return f"no {others[0].mode} run {where} to compare it with"
+    own = _texts(row.records[0]).items()
+    closest = max(alike, key=lambda other: len(own & _texts(other.records[0]).items()))
+    return f"no {closest.mode} run with the same {', '.join(_differences(row, closest))} to compare it with"
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -105,8 +135,10 @@ def per_step(record: Record, count: str) -> float | None:
     return None if found is None or not record["steps"] else found / record["steps"]
 
 
-def ratio(row: Row, against: Row) -> float | None:
+def ratio(row: Row, against: Row | None) -> float | None:
     """How many times fewer wire bytes a step takes than the other's, both as means."""
+    if against is None:
+        return None
     own, other = (spread(per_step(record, "wire") for record in r.records) for r in (row, against))
     return other.mean / own.mean if own and other and own.mean > 0 else None
 
@@ -150,6 +182,8 @@ def missing(name: str, record: Record, curve: str | None, aim: Aim | None) -> li
         found.append(f"no curve {' and no curve '.join(lacking)}")
     elif aim and reached(record, aim) is None:
         found.append(f"does not come to {aim} where bytes are known")
+    if curve and (strange := sum(not math.isfinite(x) for x in record["curves"].get(curve, {}).get("values", ()))):
+        found.append(f"{strange} of {len(record['curves'][curve]['values'])} values of {curve} are not finite")
     if curve and "wire" in record["curves"]:
         last, whole = record["curves"]["wire"]["values"][-1], total(record, "wire")
         if whole is not None and last != whole:
