@@ -534,6 +534,11 @@ GOOD = {"format": "distopt tape 1", "ranks": 1, "steps": [0], "order": [["w", [2
         ({}, {"order": [["w", [2], "float32"]] * 2}, "about"),
         ({}, {"order": [["w", [2]]]}, "about"),
         ({}, {"order": [[["w"], 2, "float32"]]}, "about"),
+        ({}, {"order": [[5, [2], "float32"]]}, "about"),
+        ({}, {"order": [["w", [2.0], "float32"]]}, "about"),
+        ({}, {"order": [["w", [True], "float32"]]}, "about"),
+        ({"0": {"0": {"w": np.ones(2, np.float32)}}}, {"ranks": 10**15}, "/0"),
+        ({"0": {"0": {"w": np.ones(2, np.float32)}}}, {"ranks": 10**30}, "/0"),
     ],
 )
 def test_a_checkpoint_that_is_no_tape(tmp_path, tree, about, field):

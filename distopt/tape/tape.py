@@ -1,8 +1,9 @@
 """Recorded gradients: one file in the layout of a checkpoint, which any safetensors tool can read."""
 
 import difflib
+import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,15 +109,15 @@ class Tape:
     def _checked(self, found: Header) -> list[list[list[Tensor]]]:
         """The tensors by position of step, rank and place in plan order; CheckpointError for one that is not there."""
         tree = found.tree
-        _same_keys(self._path, "the tree", tree, map(str, self.steps))
+        _same_keys(self._path, "the tree", tree, self.steps)
         steps = []
         for step in map(str, self.steps):
-            _same_keys(self._path, f"/{step}", tree[step], map(str, range(self.ranks)))
+            _same_keys(self._path, f"/{step}", tree[step], range(self.ranks))
             steps.append([self._of_rank(f"/{step}/{rank}", tree[step][str(rank)]) for rank in range(self.ranks)])
         return steps
 
     def _of_rank(self, at: str, tensors: Any) -> list[Tensor]:
-        _same_keys(self._path, at, tensors, (entry.name for entry in self.order))
+        _same_keys(self._path, at, tensors, [entry.name for entry in self.order])
         for name, shape, kind in self.order:
             tensor = tensors[name]
             if type(tensor) is not Tensor or (tensor.shape, tensor.dtype) != (shape, kind):
@@ -148,12 +149,18 @@ def _understood(about: Mapping[str, Any]) -> tuple[int, tuple[int, ...], tuple[E
     if not steps or any(type(s) is not int or s < 0 for s in steps) or sorted(set(steps)) != list(steps):
         raise ValueError(f"steps must be growing integers of at least 0, got {steps!r:.40}")
     order = tuple(Entry(name, tuple(shape), dtype(kind)) for name, shape, kind in about["order"])
+    for name, shape, _ in order:
+        if type(name) is not str or any(type(n) is not int or n < 0 for n in shape):
+            raise ValueError(
+                f"a parameter must have a text and integers as name and shape, got {name!r:.40} {shape!r:.40}"
+            )
     if len({entry.name for entry in order}) < len(order):
         raise ValueError("a name is twice in the order")
     return ranks, steps, order
 
 
-def _same_keys(path: str, field: str, tree: Any, keys: Iterable[str]) -> None:
-    wanted = list(keys)
-    if type(tree) is not dict or list(tree) != wanted:
-        raise CheckpointError(path, field, f"has not what the order says: {', '.join(wanted[:5])}")
+def _same_keys(path: str, field: str, tree: Any, keys: Sequence[Any]) -> None:
+    """CheckpointError for another tree; of keys, however many a forger claims, no more are made than it has."""
+    if type(tree) is not dict or any(a != b for a, b in itertools.zip_longest(tree, map(str, keys))):
+        wanted = ", ".join(map(str, keys[:5]))
+        raise CheckpointError(path, field, f"has not what the order says: {wanted}")
