@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,26 +10,37 @@ from typing import Any, NoReturn
 import numpy as np
 
 MOST = 1 << 26  # bytes of a file
+LARGEST = sys.float_info.max
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def plain(name: str, given: Any) -> Any:
     """``given`` as texts, numbers, flags, None, and lists and dicts of these; a copy, of which nobody else has parts.
 
-    Raises TypeError that names the field for anything else, ValueError for a text that stands for a number in JSON.
+    Raises TypeError that names the field for anything else, ValueError for a text that stands for a number in JSON, for
+    an integer that no float can hold, and for what contains itself.
     """
+    try:
+        return _plain(name, given)
+    except RecursionError:
+        raise ValueError(f"{name} must not be nested so deep, nor contain itself") from None
+
+
+def _plain(name: str, given: Any) -> Any:
     if isinstance(given, np.generic):
         given = given.item()
     if isinstance(given, Mapping):
         if not all(isinstance(key, str) for key in given):
             raise TypeError(f"{name} must have texts as keys, got {given!r:.60}")
-        return {str(key): plain(f"{name}.{key}", value) for key, value in given.items()}
+        return {str(key): _plain(f"{name}.{key}", value) for key, value in given.items()}
     if isinstance(given, list | tuple):
-        return [plain(f"{name}[{k}]", value) for k, value in enumerate(given)]
+        return [_plain(f"{name}[{k}]", value) for k, value in enumerate(given)]
     if isinstance(given, str) and given in WORDS:
         raise ValueError(f"{name} must not be the text {given!r}: it stands for the number in JSON")
     if given is not None and not isinstance(given, str | int | float):
         raise TypeError(f"{name} must be a text, number, flag, None, list or dict, got {given!r:.60}")
+    if isinstance(given, int) and abs(given) > LARGEST:
+        raise ValueError(f"{name} must be a number that a float can hold, got one that is too large")
     return given
 
 

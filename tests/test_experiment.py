@@ -29,6 +29,9 @@ CURVES = st.dictionaries(
     st.dictionaries(st.integers(0, 2**53), NUMBERS, min_size=1, max_size=5),
     max_size=4,
 )
+HUGE = 10**400
+LOOP: list = []
+LOOP.append(LOOP)
 COUNTS = st.dictionaries(NAMES, st.dictionaries(NAMES, st.integers(0, 2**63)), max_size=3)
 
 
@@ -103,6 +106,20 @@ def test_a_run_that_raises_is_written_and_raises(tmp_path):
     assert found["curves"] == {"loss": {"steps": [7], "values": [0.5]}}
 
 
+def test_what_a_run_raises_is_raised_though_its_record_cannot_be_written(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def lost():
+        with Experiment(folder / "run.json", "dense"):
+            folder.rmdir()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        lost()
+    assert caught.value.__notes__[0].startswith("and the record was not written: [Errno 2]")
+
+
 def test_it_is_finished_once(tmp_path):
     path = tmp_path / "run.json"
     with Experiment(path, "dense") as run:
@@ -155,6 +172,10 @@ def test_nothing_but_a_record_is_replaced(tmp_path):
         ({"model": {"lr": object}}, TypeError, "settings.model.lr must be a text, number, flag, None, list or dict"),
         ({"layers": [{1: 2}]}, TypeError, r"settings.layers\[0\] must have texts as keys"),
         ({"clip": "NaN"}, ValueError, "settings.clip must not be the text 'NaN'"),
+        ({"mode": "NaN"}, ValueError, "mode must not be the text 'NaN'"),
+        ({"seed": HUGE}, ValueError, "seed must be a number that a float can hold"),
+        ({"lr": [HUGE]}, ValueError, r"settings.lr\[0\] must be a number that a float can hold"),
+        ({"net": LOOP}, ValueError, "settings must not be nested so deep, nor contain itself"),
     ],
 )
 def test_wrong_arguments(arguments, error, text, tmp_path):
@@ -182,6 +203,15 @@ def test_wrong_points_and_totals_change_nothing(tmp_path):
         run.finish(steps=1)
     with pytest.raises(TypeError, match="accuracy must be a number, got 'good'"):
         run.finish(accuracy="good")
+    for name, wrong in {
+        "step": lambda: run.log(HUGE, loss=1.0),
+        "wire": lambda: run.log(3, wire=HUGE),
+        "steps": lambda: run.finish(steps=HUGE),
+        "totals.x.wire": lambda: run.finish({"x": {"wire": HUGE}}),
+        "accuracy": lambda: run.finish(accuracy=HUGE),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name} must be a number that a float can hold"):
+            wrong()
     run.finish()
     found = read(tmp_path / "run.json")
     assert found["curves"] == {name: {"steps": [2], "values": [x]} for name, x in (("loss", 1.0), ("wire", 100))}
@@ -212,6 +242,11 @@ def test_wrong_points_and_totals_change_nothing(tmp_path):
         ("curves", {"loss": {"steps": [], "values": []}}),
         ("curves", {"loss": {"steps": [0.5], "values": [1.0]}}),
         ("curves", {"wire": {"steps": [1, 2], "values": [9, 8]}}),
+        ("seed", HUGE),
+        ("steps", HUGE),
+        ("totals", {"all_reduce": {"wire": HUGE}}),
+        ("results", {"accuracy": -HUGE}),
+        ("curves", {"loss": {"steps": [1], "values": [HUGE]}}),
     ],
 )
 def test_reading_names_the_file_and_the_field(field, value, tmp_path):
@@ -222,6 +257,12 @@ def test_reading_names_the_file_and_the_field(field, value, tmp_path):
     del found[field]
     path.write_text(json.dumps(found))
     with pytest.raises(ValueError, match=f"run.json: {field} must be "):
+        read(path)
+
+
+def test_a_curve_ends_where_the_steps_do(tmp_path):
+    path = record(tmp_path / "run.json", steps=1, curves={"loss": {"steps": [1, 2], "values": [0.5, 0.25]}})
+    with pytest.raises(ValueError, match=r"run.json: steps must be at least 2, the last of curve 'loss', got 1"):
         read(path)
 
 

@@ -42,15 +42,19 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     for name, (right, what) in FIELDS.items():
         if name not in found or not right(found[name]):
             raise ValueError(f"{path}: {name} must be {what}, got {found.get(name)!r:.60}")
+    for name, curve in found["curves"].items():
+        if curve["steps"][-1] > found["steps"]:
+            last = f"{curve['steps'][-1]}, the last of curve {name!r}"
+            raise ValueError(f"{path}: steps must be at least {last}, got {found['steps']}")
     return dict(found)
 
 
 def _is_whole(x: Any, least: int = 0) -> bool:
-    return type(x) is int and x >= least
+    return type(x) is int and least <= x <= plain.LARGEST
 
 
 def _is_number(x: Any) -> bool:
-    return type(x) in (int, float)
+    return type(x) is float or (type(x) is int and abs(x) <= plain.LARGEST)
 
 
 def _is_time(x: Any) -> bool:

@@ -36,7 +36,8 @@ class Experiment:
 
     ``mode`` is how gradients are exchanged: ``distopt compare`` takes the runs of one mode, number of ranks and
     settings for repetitions.  ``settings`` are texts, numbers, flags, None, and lists and dicts of these; a tuple
-    comes back as a list.  If the block raises, what there is gets written, with the exception's name.
+    comes back as a list.  If the block raises, what there is gets written, with the exception's name, or the exception
+    gets a note that says why not.
     Raises TypeError or ValueError for a wrong argument, OSError at once if the file cannot be written, or if it is
     there and is no record.
     """
@@ -60,8 +61,8 @@ class Experiment:
         pending.Pending(self.path).discard()  # what cannot be written fails now, and not after hours
         self._began, self._finished = _now(), False
         self._about = {
-            "mode": mode,
-            "seed": None if seed is None else whole("seed", seed, 0),
+            "mode": plain.plain("mode", mode),
+            "seed": plain.plain("seed", None if seed is None else whole("seed", seed, 0)),
             "settings": plain.plain("settings", settings),
             "topology": {
                 "ranks": None if ranks is None else whole("ranks", ranks, 1),
@@ -82,7 +83,7 @@ class Experiment:
         """The same for names that are no Python words: ``run(step, {"loss/test": 0.5})``."""
         self._must_go_on()
         points = checked(step, numbers)
-        at = points.pop("step")
+        at = plain.plain("step", points.pop("step"))
         for name, value in points.items():
             curve = self._curves.get(name)
             if curve and at <= curve["steps"][-1]:
@@ -104,7 +105,7 @@ class Experiment:
         self._must_go_on()
         done = self._last_step()
         found = {
-            "steps": done if steps is None else whole("steps", steps, done),
+            "steps": done if steps is None else plain.plain("steps", whole("steps", steps, done)),
             "totals": None if totals is None else _counts(totals),
             "results": {name: figure(name, value) for name, value in results.items()},
         }
@@ -117,7 +118,11 @@ class Experiment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and not self._finished:
-            self._write({"steps": self._last_step(), "totals": None, "results": {}}, kind.__name__)
+            try:
+                self._write({"steps": self._last_step(), "totals": None, "results": {}}, kind.__name__)
+            except OSError as failed:  # what was raised is worth more
+                if error:
+                    error.add_note(f"and the record was not written: {failed}")
         elif not self._finished:
             self.finish()
 
