@@ -39,6 +39,8 @@ def _in_words(kind: Kind, compressor: Compressor) -> str:
 class Loop(Conditions):
     """The steps of one model."""
 
+    _remedy = "load a checkpoint to go on"  # after an update that failed halfway
+
     def observe(self, callback: Callback | None = None, every: int = 100) -> None:
         """From now on ``callback(step, numbers)`` learns, behind every ``every``-th step, how good what it sent is.
 
@@ -352,7 +354,7 @@ class Loop(Conditions):
         except Exception as error:
             self._failure = (
                 f"the update of step {self.step_counter + 1} failed halfway with {type(error).__name__}: {error}; "
-                "load a checkpoint to go on"
+                f"{self._remedy}"
             )
             raise
         finally:

@@ -94,6 +94,7 @@ class Simulation(DistOpt):
     refused in any mode, and not in shared memory alone.
     """
 
+    _remedy = "start anew"
     _in_loss = False  # is one asked for its gradients?
 
     def __init__(
@@ -162,7 +163,7 @@ class Simulation(DistOpt):
                     turn.add(buffer.gradient, state, self._at_bucket(buffer, self._turn))
         except BaseException as error:
             self._failure = f"the ranks before rank {rank} have done step {self.step_counter + 1}, where that failed"
-            self._failure += f" with {type(error).__name__}: {error}; start anew"
+            self._failure += f" with {type(error).__name__}: {error}; {self._remedy}"
             raise
         finally:
             self._turn.take(0)
@@ -220,7 +221,7 @@ class Simulation(DistOpt):
         sums = list(exchanged)
         bad = self._refusal.in_sums(sums)
         if bad and self._compressor.stateful:
-            self._failure = f"what the ranks sent in step {self.step_counter + 1} is lost: {bad}; start anew"
+            self._failure = f"what the ranks sent in step {self.step_counter + 1} is lost: {bad}; {self._remedy}"
         self._nonfinite.judge(self._name, bad)
         return sums
 

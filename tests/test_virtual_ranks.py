@@ -194,6 +194,19 @@ def test_a_loss_that_raises_ends_it():
         sim(losses_of(params, list))
 
 
+def test_an_update_that_fails_ends_it():
+    class Moody:
+        def update(self, param, grad):
+            raise OSError("mood")
+
+    params, _ = simulation()
+    sim = simulate(3, Moody())
+    with pytest.raises(OSError, match="mood"):
+        sim(losses_of(params, list))
+    with pytest.raises(RuntimeError, match="the update of step 1 failed halfway with OSError: mood; start anew"):
+        sim(losses_of(params, list))
+
+
 WRONG = {
     "dtype": lambda pairs: [(pairs[0][0], pairs[0][1].astype("f8")), pairs[1]],
     "shape": lambda pairs: [(pairs[0][0], pairs[0][1][1:]), pairs[1]],
