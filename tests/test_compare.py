@@ -285,6 +285,7 @@ def test_many_points_are_a_small_file(tmp_path):
         (["--json", "{}"], "Is a directory"),
         (["--json", "{}/d.json/out.json"], "Not a directory"),
         (["{}/d.json"], "d.json is given twice"),
+        (["{}/copy.json"], "copy.json is a copy of {}/d.json, and no other run"),
         (["{}/gone.json"], "No such file or directory: '{}/gone.json'"),
         (["{}/other.json"], "other.json is no experiment's record"),
         (["{}/new.json"], "new.json: format must be 'distopt experiment 1'"),
@@ -292,6 +293,7 @@ def test_many_points_are_a_small_file(tmp_path):
 )
 def test_one_clear_line(arguments, said, runs, tmp_path, capsys):
     (tmp_path / "other.json").write_text('{"format": "some other"}')
+    (tmp_path / "copy.json").write_bytes((tmp_path / "d.json").read_bytes())
     (tmp_path / "new.json").write_text('{"format": "distopt experiment 99"}')
     assert compare(*runs, *(a.replace("{}", str(tmp_path)) for a in arguments)) == 2
     out, err = capsys.readouterr()

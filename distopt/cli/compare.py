@@ -84,7 +84,12 @@ def _read(paths: Sequence[Path]) -> list[Record]:
     twice = next((path for path, place in zip(paths, places, strict=True) if places.count(place) > 1), None)
     if twice:
         raise ValueError(f"{twice} is given twice")
-    return [experiment.read(path) for path in paths]
+    records = [experiment.read(path) for path in paths]
+    first: dict[str, Path] = {}
+    for path, record in zip(paths, records, strict=True):
+        if (other := first.setdefault(plain.dumps(record), path)) is not path:
+            raise ValueError(f"{path} is a copy of {other}, and no other run")
+    return records
 
 
 def _curve(given: argparse.Namespace, records: Sequence[Record]) -> str | None:
