@@ -190,10 +190,10 @@ def test_a_script_without_a_step(tmp_path, script, wanted):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"steps": 0}, "--steps must be at least 1, got 0"),
         ({"ranks": 0}, "-n must be at least 1, got 0"),
-        ({"every": -1}, "every must be at least 1, got -1"),
-        ({"out": "/no/such/folder/x"}, "No such file or directory: '/no/such/folder/"),
+        ({"every": -1}, "--every must be at least 1, got -1"),
+        ({"out": "/no/such/folder/x"}, "No such file or directory: '/no/such/folder/x'"),
         ({"out": "/"}, "/ is a folder, and a tape is a file"),
     ],
 )

@@ -5,6 +5,7 @@ ended, however that ended and whatever other process has its number by then.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -77,10 +78,12 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def check_place(path: str | os.PathLike[str], what: str, read: Callable[[str | os.PathLike[str]], Any]) -> None:
-    """Raise OSError if what is written there would take the place of anything but its like.
+    """Raise OSError if there is no such folder, or what is written would take the place of anything but its like.
 
     ``read`` raises ValueError for a file that is no ``what``.
     """
+    if not Path(path).parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path} is a folder, and a {what} is a file")
     if not os.path.lexists(path):

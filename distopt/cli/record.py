@@ -28,7 +28,8 @@ def main(given: argparse.Namespace) -> int:
     """Run it; the exit code is the script's, but 2 for a success of which nothing could be recorded."""
     code, script = 0, given.module or given.script
     try:
-        whole("-n", given.ranks, least=1)
+        for flag, number in (("-n", given.ranks), ("--steps", given.steps), ("--every", given.every)):
+            whole(flag, number, least=1)
         if not script:
             raise ValueError("wants a script")
         tape.check_place(given.out)
