@@ -20,8 +20,8 @@ from digits import MODELS, TRAINING, accuracy, backward, digits, forward, loss_a
 from threadpoolctl import threadpool_limits
 
 import distopt
-from distopt import compress
-from distopt.cli import picture, text
+from distopt import compress, units
+from distopt.cli import picture
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Packed, TopK
 from distopt.experiment import Experiment
 from distopt.optim import SGD, Cosine
@@ -139,10 +139,12 @@ def table(ranks, runs):
         payload, wire = (statistics.fmean(getattr(e[-1], n) / e[-1].step for e in seeds) for n in ("payload", "wire"))
         good = [reached(epochs) for epochs in seeds]
         accuracies = " ".join(f"{epochs[-1].accuracy:.3f}" for epochs in seeds)
-        steps = " ".join(str(epoch.step) if epoch else text.NONE for epoch in good)
-        until = text.nbytes(statistics.fmean(epoch.wire for epoch in good)) if all(good) else text.NONE
-        rows.append((mode, accuracies, text.nbytes(payload), text.nbytes(wire), f"{dense / wire:.3g} x", steps, until))
-    return text.table(rows)
+        steps = " ".join(str(epoch.step) if epoch else units.NONE for epoch in good)
+        until = units.nbytes(statistics.fmean(epoch.wire for epoch in good)) if all(good) else units.NONE
+        rows.append(
+            (mode, accuracies, units.nbytes(payload), units.nbytes(wire), f"{dense / wire:.3g} x", steps, until)
+        )
+    return units.table(rows)
 
 
 def plot(path, found):
@@ -153,7 +155,7 @@ def plot(path, found):
     panels = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
     shown = [epoch.wire for runs in found.values() for seeds in runs.values() for epochs in seeds for epoch in epochs]
     for axes, (ranks, runs) in zip(panels, found.items(), strict=True):
-        picture.log_axis(axes, "x", shown, text.nbytes)
+        picture.log_axis(axes, "x", shown, units.nbytes)
         axes.grid(True, color="#dddddd", linewidth=0.6)
         axes.set(title=f"{ranks} ranks", xlabel="bytes sent by a rank (log)", ylim=(0.8, 1.0))
         for k, (mode, seeds) in enumerate(runs.items()):

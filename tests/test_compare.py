@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distopt.cli import main, picture, text
+from distopt import units
+from distopt.cli import main, picture
 from distopt.experiment import Experiment
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -126,11 +127,11 @@ def test_like_is_compared_with_like(tmp_path, capsys):
     ]
     paths = [train(tmp_path / f"{k}", m, 1, [n], ranks=r, results={}, **s) for k, (m, r, n, s) in enumerate(given)]
     assert compare(*paths, "--json", out) == 0
-    assert [row["ratio"] for row in json.loads(out.read_text())["rows"]] == [1, 1, 1, 10, 4, None, 2, None, None]
+    assert [row["ratio"] for row in json.loads(out.read_text())["rows"]] == [1, 1, 1, 10, 4, 4, 2, None, None]
     lines = capsys.readouterr().out.splitlines()
-    assert [cells(line)[-1] for line in lines[1:10]] == ["1 x", "1 x", "1 x", "10 x", "4 x", "-", "2 x", "-", "-"]
+    assert [cells(line)[-1] for line in lines[1:10]] == ["1 x", "1 x", "1 x", "10 x", "4 x", "4 x", "2 x", "-", "-"]
     assert lines[10:] == [
-        'topk lr=0.2 model="B": no dense run with the same lr to compare it with',
+        'topk lr=0.2 model="B": compared with dense lr=0.1 model="B", which has another lr',
         "dgc: no dense run on 4 ranks to compare it with",
         "dgc: no dense run without a number of ranks to compare it with",
     ]
@@ -309,12 +310,12 @@ def test_a_record_is_not_overwritten(flag, name, runs, tmp_path, capsys):
     (tmp_path / "d.png").hardlink_to(tmp_path / "d.json")
     before = (tmp_path / "d.json").read_bytes()
     assert compare(*runs, flag, tmp_path / name) == 2
-    assert f"{flag} {tmp_path / name} is one of the records, which would be lost" in capsys.readouterr().err
+    assert f"{flag} {tmp_path / name} is a file that is read: it would be lost" in capsys.readouterr().err
     assert (tmp_path / "d.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("ends", [(3, 3), (3, 4), (1, 1e3), (1, 1e12)])
-@pytest.mark.parametrize("unit", [text.nbytes, text.seconds])
+@pytest.mark.parametrize("unit", [units.nbytes, units.seconds])
 def test_a_logarithmic_axis_has_ticks_to_read(ends, unit):
     pytest.importorskip("matplotlib")
     figure, axes = picture.new("", "", "")
@@ -377,20 +378,20 @@ def test_what_stands_in_a_place_stays_until_it_is_written(tmp_path):
     ],
 )
 def test_bytes(n, shown):
-    assert text.nbytes(n) == shown
+    assert units.nbytes(n) == shown
 
 
 def test_seconds():
-    shown = [text.seconds(t) for t in (0, 5e-9, 1.25e-6, 0.045, 1, 870.4, 12_345)]
+    shown = [units.seconds(t) for t in (0, 5e-9, 1.25e-6, 0.045, 1, 870.4, 12_345)]
     assert shown == ["0 ns", "5 ns", "1.25 us", "45.0 ms", "1.00 s", "870 s", "12345 s"]
 
 
 @given(st.floats(1, 1e17))
 def test_three_digits_say_it_to_half_a_percent(n):
-    number, unit = text.nbytes(n).split()
+    number, unit = units.nbytes(n).split()
     assert float(number) * 1000 ** ("B", "kB", "MB", "GB", "TB", "PB").index(unit) == pytest.approx(n, rel=0.0051)
     assert len(number.replace(".", "")) <= 3
 
 
 def test_a_table_is_safe_to_print():
-    assert text.table([["a", "long"], ["\x1b[31mred", "1"]]) == ["  a            long", "  \\x1b[31mred     1"]
+    assert units.table([["a", "long"], ["\x1b[31mred", "1"]]) == ["  a            long", "  \\x1b[31mred     1"]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distopt import experiment, plain
+from distopt import experiment, plain, units
 from distopt.checkpoint.error import printable
-from distopt.cli import picture, text
+from distopt.cli import picture
 from distopt.cli.comparison import (
     Aim,
     Record,
@@ -18,13 +18,13 @@ from distopt.cli.comparison import (
     Spread,
     aim_at,
     base,
-    baseless,
     missing,
     per_step,
     points,
     ratio,
     reached,
     references,
+    remarks,
     rows,
     spread,
     total,
@@ -52,7 +52,7 @@ def main(given: argparse.Namespace) -> int:
         curve = _curve(given, records)
         aim = None if curve is None or given.reach is None else aim_at(curve, given.reach, records)
         found = rows(records)
-        lines = baseless(found)
+        lines = remarks(found)
         for path, record in zip(given.paths, records, strict=True):
             lines += missing(str(path), record, curve, aim)
         print("\n".join([*table(found, aim), *map(printable, lines)]))
@@ -70,13 +70,7 @@ def _check(given: argparse.Namespace) -> None:
     """What can be seen before a record is read."""
     if given.reach is not None and not math.isfinite(given.reach):
         raise ValueError(f"--reach must be finite, got {given.reach}")
-    for flag, place in (("--json", given.json), ("--plot", given.plot)):
-        if place and place.exists() and any(path.exists() and path.samefile(place) for path in given.paths):
-            raise ValueError(f"{flag} {place} is one of the records, which would be lost")
-    if given.json:
-        picture.check_place(given.json)
-    if given.plot:
-        picture.check_picture(given.plot)
+    picture.check_outputs(given.json, given.plot, given.paths)
 
 
 def _read(paths: Sequence[Path]) -> list[Record]:
@@ -99,7 +93,7 @@ def _curve(given: argparse.Namespace, records: Sequence[Record]) -> str | None:
     curve = given.curve or "accuracy"
     known = {name for record in records for name in record["curves"]}
     if curve not in known:
-        raise ValueError(text.unknown("curve", curve, known))
+        raise ValueError(units.unknown("curve", curve, known))
     return str(curve)
 
 
@@ -107,7 +101,7 @@ def table(found: Sequence[Row], aim: Aim | None) -> list[str]:
     """Its lines; bytes are those of the rank that wrote the record."""
     results = result_names(found)
     head = [*HEAD, f"{references(found)[0].mode} sends", *results, *([f"wire to {aim}"] if aim else [])]
-    return text.table([head, *(_cells(row, base(found, row), results, aim) for row in found)])
+    return units.table([head, *(_cells(row, base(found, row), results, aim) for row in found)])
 
 
 def _cells(row: Row, against: Row | None, results: Sequence[str], aim: Aim | None) -> list[str]:
@@ -115,14 +109,14 @@ def _cells(row: Row, against: Row | None, results: Sequence[str], aim: Aim | Non
     times = ratio(row, against)
     return [
         row.label,
-        text.NONE if row.ranks is None else str(row.ranks),
+        units.NONE if row.ranks is None else str(row.ranks),
         ", ".join(seeds),
-        _shown(_of(row, "steps"), text.number),
-        *(_shown(spread(per_step(r, count) for r in row.records), text.nbytes) for count in ("payload", "wire")),
-        _shown(spread(total(r, "wire") for r in row.records), text.nbytes),
-        text.NONE if times is None else f"{times:.3g} x" if times < 1000 else f"{times:,.0f} x",
-        *(_shown(result(row, name), text.number) for name in results),
-        *([_shown(spread(reached(r, aim) for r in row.records), text.nbytes)] if aim else []),
+        _shown(_of(row, "steps"), units.number),
+        *(_shown(spread(per_step(r, count) for r in row.records), units.nbytes) for count in ("payload", "wire")),
+        _shown(spread(total(r, "wire") for r in row.records), units.nbytes),
+        units.NONE if times is None else f"{times:.3g} x" if times < 1000 else f"{times:,.0f} x",
+        *(_shown(result(row, name), units.number) for name in results),
+        *([_shown(spread(reached(r, aim) for r in row.records), units.nbytes)] if aim else []),
     ]
 
 
@@ -133,7 +127,7 @@ def _of(row: Row, field: str) -> Spread | None:
 def _shown(found: Spread | None, unit: Callable[[float], str]) -> str:
     """The mean, and the range where runs differ."""
     if found is None:
-        return text.NONE
+        return units.NONE
     mean, low, high = map(unit, found)
     return mean if low == high else f"{mean} ({low} to {high})"
 
@@ -181,12 +175,12 @@ def draw(found: Sequence[Row], curve: str, path: Path) -> None:
     if not seen:
         raise ValueError(f"nothing to draw: no run has the curves {curve} and wire, finite and with bytes above 0")
     figure, axes = picture.new(f"{curve} by bytes sent", "wire bytes of one rank (log)", curve)
-    picture.log_axis(axes, "x", seen, text.nbytes)
+    picture.log_axis(axes, "x", seen, units.nbytes)
     many = len({row.ranks for row in found}) > 1
     for k, (row, runs) in enumerate(zip(found, drawn, strict=True)):
         label: str | None = f"{row.label}, ranks {row.ranks or 'unknown'}" if many else row.label
         for run in filter(None, runs):
             axes.plot(*zip(*run, strict=True), label=label, markevery=0.05, **picture.style(k))
             label = None  # once
-    axes.legend(fontsize="small")
+    picture.legend(axes)
     picture.save(figure, path)

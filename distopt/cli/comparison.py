@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from distopt import plain
-from distopt.cli.text import nbytes
+from distopt.units import nbytes
 
 Record = dict[str, Any]
 Point = tuple[float, float]  # wire bytes so far, and a curve's value
@@ -74,35 +74,35 @@ def references(found: Sequence[Row]) -> list[Row]:
 
 
 def base(found: Sequence[Row], row: Row) -> Row | None:
-    """The first reference on as many ranks, with equal values of what both were set to; None if there is none."""
-    return next((other for other in references(found) if _is_alike(row, other)), None)
+    """The reference on as many ranks that is most alike in the settings; None if there is none on so many."""
+
+    def apart(other: Row) -> tuple[int, int]:
+        same = _texts(row.records[0]).items() & _texts(other.records[0]).items()
+        return len(_differences(row, other)), -len(same)
+
+    return min((other for other in references(found) if other.ranks == row.ranks), key=apart, default=None)
 
 
-def baseless(found: Sequence[Row]) -> list[str]:
-    """Which rows cannot be compared, though their bytes are known, and why, one line each."""
-    known = [row for row in found if any(per_step(record, "wire") for record in row.records)]
-    return [f"{row.label}: {_unlike(row, references(found))}" for row in known if not base(found, row)]
-
-
-def _is_alike(row: Row, other: Row) -> bool:
-    return row.ranks == other.ranks and not _differences(row, other)
+def remarks(found: Sequence[Row]) -> list[str]:
+    """A line for each row whose bytes are known, and which is compared with nothing, or with what was set otherwise."""
+    lines = []
+    for row in found:
+        against = base(found, row)
+        if against is None:
+            where = "without a number of ranks" if row.ranks is None else f"on {row.ranks} ranks"
+            why = f"no {references(found)[0].mode} run {where} to compare it with"
+        else:
+            why = f"compared with {against.label}, which has another {', '.join(_differences(row, against))}"
+        known = any(per_step(record, "wire") for record in row.records)
+        if known and (against is None or _differences(row, against)):
+            lines.append(f"{row.label}: {why}")
+    return lines
 
 
 def _differences(row: Row, other: Row) -> list[str]:
     """The settings of both that differ."""
     own, theirs = (_texts(r.records[0]) for r in (row, other))
     return [name for name in sorted(own) if name in theirs and theirs[name] != own[name]]
-
-
-def _unlike(row: Row, others: Sequence[Row]) -> str:
-    """Why a row is like none of the references."""
-    alike = [other for other in others if other.ranks == row.ranks]
-    if not alike:
-        where = "without a number of ranks" if row.ranks is None else f"on {row.ranks} ranks"
-        return f"no {others[0].mode} run {where} to compare it with"
-    own = _texts(row.records[0]).items()
-    closest = max(alike, key=lambda other: len(own & _texts(other.records[0]).items()))
-    return f"no {closest.mode} run with the same {', '.join(_differences(row, closest))} to compare it with"
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:

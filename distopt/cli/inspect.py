@@ -12,7 +12,7 @@ from distopt.checkpoint import CheckpointError, Header, Tensor, folder
 from distopt.checkpoint.error import printable
 from distopt.checkpoint.pending import TEMPORARY
 from distopt.checkpoint.tree import below
-from distopt.cli.text import table
+from distopt.units import table
 
 NESTS = dict, list, tuple, Tensor
 

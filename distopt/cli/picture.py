@@ -40,17 +40,20 @@ def check_picture(path: Path) -> None:
 
 
 def check_outputs(json: Path | None, plot: Path | None, inputs: Iterable[str | Path | None]) -> None:
-    """Can both be written, and is neither an input, nor the same?  Raises as ``check_picture``, ValueError if not."""
-    outputs = [path for path in (json, plot) if path is not None]
-    for path in outputs:
-        check_place(path)
-    if plot is not None:
+    """Can both be written, and is neither one of the files that are read, nor the same?
+
+    Raises as ``check_place`` and ``check_picture``, and ValueError that names the flag.
+    """
+    read = [Path(path) for path in inputs if path is not None]
+    for flag, place in (("--json", json), ("--plot", plot)):
+        if place and place.exists() and any(path.exists() and path.samefile(place) for path in read):
+            raise ValueError(f"{flag} {place} is a file that is read: it would be lost")
+    if json and plot and os.path.realpath(json) == os.path.realpath(plot):
+        raise ValueError(f"--json and --plot are both {json}")
+    if json:
+        check_place(json)
+    if plot:
         check_picture(plot)
-    taken = [os.path.realpath(path) for path in inputs if path is not None]
-    for place in map(os.path.realpath, outputs):
-        if place in taken:
-            raise ValueError(f"{place} would be overwritten: it is read, or written twice")
-        taken.append(place)
 
 
 def check_place(path: Path) -> None:
@@ -111,7 +114,7 @@ def legend(axes: "Axes") -> None:
 
 
 def log_axis(axes: "Axes", which: str, shown: Sequence[float], unit: Callable[[float], str]) -> None:
-    """Make the axis ``which``, 'x' or 'y', logarithmic for these numbers, all above 0; ``unit`` as in ``cli.text``."""
+    """Make the axis ``which``, 'x' or 'y', logarithmic for these numbers, all above 0; ``unit`` as in ``units``."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set(**{f"{which}scale": "log"})
