@@ -1,14 +1,14 @@
 """Gluon's words for things: parameters in a dict, optimizers by name, compression in a dict, names of kvstores."""
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distopt import optim
 from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, OneBit, TopK, TwoBit
 from distopt.gradients import Parameter
+from distopt.names import nearest
 from distopt.optim import Optimizer
 
 KVSTORES = ("device", "local", "dist_sync")  # all of them are the ranks that there are
@@ -70,7 +70,7 @@ def optimizer(given: Any, params: Mapping[str, Any] | None) -> Any:
         return given
     rules = {name.lower(): rule for name in optim.__all__ if _is_rule(rule := getattr(optim, name))}
     if given not in rules:
-        raise ValueError(f"optimizer must be one of {sorted(rules)}, got {given!r}{_near(given.lower(), rules)}")
+        raise ValueError(f"optimizer must be one of {sorted(rules)}, got {given!r}{nearest(given.lower(), rules)}")
     return rules[given](**_arguments(given, rules[given], params))
 
 
@@ -85,18 +85,13 @@ def _arguments(name: str, rule: type[Optimizer], params: Mapping[str, Any]) -> d
     for given, value in params.items():
         own = ALIASES.get(given, given)
         if own not in known:
-            near = _near(str(given), [*known, *ALIASES])
+            near = nearest(given, [*known, *ALIASES], 3)
             raise ValueError(f"{name} has the optimizer_params {sorted({*known})}, got {given!r}{near}")
         if own in found:
             both = [other for other in params if ALIASES.get(other, other) == own]
             raise ValueError(f"optimizer_params: {' and '.join(both)} are one thing, {own}: give one of them")
         found[own] = value
     return found
-
-
-def _near(given: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(given, list(known), 3)
-    return f"; did you mean {' or '.join(near)}?" * bool(near)
 
 
 # --------------------------------------------------------------------------------------------------- compression

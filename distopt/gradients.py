@@ -1,6 +1,5 @@
 """From a "loss" to gradients by parameter name, in the order of their arrival."""
 
-import difflib
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
@@ -10,6 +9,7 @@ import numpy as np
 
 from distopt import device
 from distopt.device import describe, is_array
+from distopt.names import nearest
 from distopt.tables import FORMATS, Layout
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
@@ -223,8 +223,7 @@ class Collector:
             param, grad = pair
             name, value = self.identify(param)
             if self.order and name not in self.order:
-                near = "".join(f"; did you mean {n}?" for n in difflib.get_close_matches(str(name), self.order, 1))
-                raise ValueError(f"{name}: not a parameter of the first step{near}")
+                raise ValueError(f"{name}: not a parameter of the first step{nearest(name, self.order)}")
             if name in found:
                 places = f"positions {list(found).index(name)} and {len(found)}"
                 raise ValueError(f"{name}: given twice, at {places}; names must be unique")

@@ -1,7 +1,6 @@
-"""What is printed: units, aligned columns, and the words that a user may have meant."""
+"""What is printed: units, and aligned columns."""
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from distopt.checkpoint.error import printable
 
@@ -42,13 +41,6 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
         "  " + "  ".join(f"{c:{s}{w}}" for c, s, w in zip(cells, signs, widths, strict=True)).rstrip()
         for cells in shown
     ]
-
-
-def unknown(what: str, given: str, known: Iterable[str]) -> str:
-    """The words for a name that there is not: those there are, and the closest."""
-    names = sorted(known)
-    near = "".join(f"; did you mean {n}?" for n in difflib.get_close_matches(given, names, 1))
-    return f"there is no {what} {given!r}: there are {', '.join(names) or 'none'}{near}"
 
 
 def _scaled(x: float, units: tuple[str, ...]) -> str:

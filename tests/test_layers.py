@@ -8,7 +8,7 @@ import distopt
 from distopt.texts import NATIVE
 
 ROWS = [  # from the ground up
-    "texts device version numbers job signals watch models plain",
+    "texts device version names numbers job signals watch models plain",
     "tables monitor",
     "kernels cost guard checkpoint",
     "units",

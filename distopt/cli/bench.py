@@ -1,7 +1,6 @@
 """``distopt bench -n N``: what collectives take, and whether their results are right; or the kernels with --kernels."""
 
 import argparse
-import difflib
 import json
 import math
 import re
@@ -17,6 +16,7 @@ from distopt import fit, units
 from distopt.cli import bench_kernels, picture, run
 from distopt.comm.communicator import NUMBERS
 from distopt.cost import ALGORITHMS
+from distopt.names import one_of
 from distopt.numbers import positive
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -84,16 +84,8 @@ def verbs_of(text: str) -> list[str]:
     """Names with commas between them; ValueError, with the closest one, for a name that is no verb."""
     found = [name.strip() for name in text.split(",")]
     for name in found:
-        _one_of("--verbs", name, list(ALGORITHMS))
+        one_of("--verbs", name, ALGORITHMS)
     return found
-
-
-def _one_of(option: str, name: str, names: Sequence[str]) -> str:
-    if name not in names:
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"{option} must be of {', '.join(names)}, got {name!r}{hint}")
-    return name
 
 
 def _ranks(given: int | None, least: int) -> int:
@@ -109,7 +101,7 @@ def _collectives(given: argparse.Namespace, ranks: int) -> int:
     wanted: dict[str, Any] = {
         "verbs": verbs_of(given.verbs),
         "sizes": sizes(least, most, given.factor),
-        "dtype": _one_of("--dtype", given.dtype, [np.dtype(d).name for d in NUMBERS]),
+        "dtype": one_of("--dtype", given.dtype, [np.dtype(d).name for d in NUMBERS]),
     }
     code, found = _on_ranks(given, ranks, wanted)
     if code:

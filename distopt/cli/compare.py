@@ -29,6 +29,7 @@ from distopt.cli.comparison import (
     spread,
     total,
 )
+from distopt.names import unknown
 
 HEAD = "mode", "ranks", "seeds", "steps", "payload/step", "wire/step", "wire"
 
@@ -93,7 +94,7 @@ def _curve(given: argparse.Namespace, records: Sequence[Record]) -> str | None:
     curve = given.curve or "accuracy"
     known = {name for record in records for name in record["curves"]}
     if curve not in known:
-        raise ValueError(units.unknown("curve", curve, known))
+        raise ValueError(unknown("curve", curve, known))
     return str(curve)
 
 

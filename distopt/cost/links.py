@@ -1,9 +1,9 @@
 """What a link is to the models of time: a latency, a bandwidth, and what adding up costs at its ends."""
 
-import difflib
 import re
 from typing import NamedTuple
 
+from distopt.names import nearest
 from distopt.numbers import number, positive, whole
 
 ON_HOST = 1e-10  # seconds per byte added up: two reads and a write at 30 GB/s
@@ -69,9 +69,8 @@ def link(text: str) -> Link:
         return named[wanted.lower()]
     rate = RATE.fullmatch(wanted)
     if rate is None:
-        close = difflib.get_close_matches(wanted.lower(), named, 1, 0.4)
-        hint = f"; did you mean {named[close[0]].name}?" if close else ""
-        raise ValueError(f"link must be one of {', '.join(LINKS)}, or a rate such as 300Mbit/s, got {text!r}{hint}")
+        near = nearest(wanted, LINKS, least=0.4)
+        raise ValueError(f"link must be one of {', '.join(LINKS)}, or a rate such as 300Mbit/s, got {text!r}{near}")
     digits, prefix, unit = rate.groups()
     bits = 1 if unit == "B" else 8
     bandwidth = positive(f"rate of {wanted}", float(digits) * UNITS[prefix.lower()] / bits)

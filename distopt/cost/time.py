@@ -9,11 +9,11 @@ algorithms and their costs are those of Chan et al., "Collective communication: 
 all ranks together.  ``size`` is the number of ranks P, any from 1 on; one rank alone takes no time.
 """
 
-import difflib
 import math
 from collections.abc import Callable
 
 from distopt.cost.links import Link, checked
+from distopt.names import one_of
 from distopt.numbers import number, whole
 
 Algorithm = Callable[[float, int, Link], float]
@@ -132,11 +132,7 @@ ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
 
 def algorithms(verb: str) -> tuple[Algorithm, ...]:
     """Those by which a verb of a communicator can be done; ValueError for another verb."""
-    if verb not in ALGORITHMS:
-        close = difflib.get_close_matches(str(verb), ALGORITHMS, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"verb must be one of {', '.join(ALGORITHMS)}, got {verb!r}{hint}")
-    return ALGORITHMS[verb]
+    return ALGORITHMS[one_of("verb", verb, ALGORITHMS)]
 
 
 def seconds(verb: str, nbytes: float, size: int, link: Link) -> float:

@@ -1,6 +1,5 @@
 """Recorded gradients: one file in the layout of a checkpoint, which any safetensors tool can read."""
 
-import difflib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ import numpy as np
 from distopt import checkpoint
 from distopt.checkpoint import CheckpointError, Header, Tensor
 from distopt.gradients import PARAMETERS, Parameter
+from distopt.names import nearest
 from distopt.numbers import whole
 
 FORMAT = "distopt tape 1"
@@ -94,8 +94,7 @@ class Tape:
         names = list(left)
         for name, shape, _ in self.order:
             if name not in left:
-                near = "".join(f"; did you mean {n}?" for n in difflib.get_close_matches(name, names, 1))
-                raise ValueError(f"{self._path}: {name} is on the tape, and not in the model{near}")
+                raise ValueError(f"{self._path}: {name} is on the tape, and not in the model{nearest(name, names)}")
             if tuple(left[name]) != shape:
                 raise ValueError(f"{self._path}: {name} is {shape} on the tape, and {tuple(left[name])} in the model")
             del left[name]

@@ -17,7 +17,7 @@ from distopt.compress import (
     TwoBit,
 )
 from distopt.compress.sparse import Sparse
-from distopt.units import unknown
+from distopt.names import unknown
 
 DEFAULT = "dense", "half", "2bit", "topk=0.01", "dgc=0.001", "dgc=0.001+packed"
 PLAIN: dict[str, Callable[[], Compressor]] = {

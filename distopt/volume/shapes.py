@@ -10,9 +10,9 @@ from typing import Any
 from distopt import plain
 from distopt.buckets.plan import plan
 from distopt.models import MODELS, Shapes
+from distopt.names import unknown
 from distopt.numbers import whole
 from distopt.tables import Members
-from distopt.units import unknown
 
 MOST = 2**40  # elements of a model: four terabytes of gradients
 LARGEST = 2**31 - 64  # of a tensor: indices are int32
