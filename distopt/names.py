@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 
 def nearest(given: object, known: Iterable[str], most: int = 1, least: float = 0.6) -> str:
-    """'; did you mean ...?' with up to ``most`` names, empty if none is as close as ``least`` (0 to 1)."""
-    near = difflib.get_close_matches(str(given), list(known), most, least)
+    """'; did you mean ...?' with up to ``most`` names, in whatever case; empty if none is as close as ``least``."""
+    names = {name.lower(): name for name in known}
+    near = [names[name] for name in difflib.get_close_matches(str(given).lower(), names, most, least)]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

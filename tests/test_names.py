@@ -10,6 +10,7 @@ def test_the_closest():
     assert nearest("topk", ["top", "topk2", "dense"], 2) == "; did you mean topk2 or top?"
     assert nearest("x", ["dense"]) == nearest("x", []) == ""
     assert nearest(5, ["5"]) == "; did you mean 5?"
+    assert nearest("nvlinc", ["NVLink"]) == "; did you mean NVLink?"
 
 
 def test_one_of_some():
