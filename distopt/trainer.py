@@ -325,14 +325,15 @@ class Trainer(Saving):
             raise agreed(ValueError(freshness.complaint(stale)), self._wire.rank == 0)
 
     def _use_up(self, do: Callable[[], bool], used_up: Callable[[], None]) -> bool:
-        """Use gradients, applied or refused; they are not used up if it raises for another reason."""
+        """Use gradients, applied or refused; they are not used up if it raises for another reason before that."""
+        before = self.step_counter
         try:
             done = do()
-        except FloatingPointError:
-            used_up()
-            raise
-        except Exception:
-            self._make_overwritten_stale()
+        except BaseException as error:
+            if isinstance(error, FloatingPointError) or self.step_counter > before:  # what raised came behind the step
+                used_up()
+            else:
+                self._make_overwritten_stale()
             raise
         used_up()
         return done

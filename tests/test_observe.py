@@ -474,6 +474,28 @@ def test_a_trainer_may_be_looked_at():
     assert seen == [(1, 0.3), (2, 0.3)]  # what was kept is sent too
 
 
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("error", [OSError, FloatingPointError, KeyboardInterrupt])
+def test_a_callback_that_raises_leaves_no_gradient_behind(halves, error):
+    """The step is done when it raises: its gradient is not applied again."""
+
+    def callback(step, numbers):
+        raise error
+
+    p = Parameter("p", np.zeros(4, np.float32))
+    trainer = Trainer([p], "sgd", {"learning_rate": 1.0}, communicator=LocalCommunicator())
+    trainer.observe(callback, every=1)
+    p.grad = np.ones(4, np.float32)
+    if halves:
+        trainer.allreduce_grads()
+    step, again = (trainer.update, RuntimeError) if halves else (trainer.step, ValueError)
+    with pytest.raises(error):
+        step(1)
+    with pytest.raises(again, match=r"stale since the last step|update applies what allreduce_grads has summed"):
+        step(1)
+    assert p.data.tolist() == [-1, -1, -1, -1]
+
+
 def test_what_sends_no_gradients_is_left_out():
     seen, params = [], laws.parameters(SHAPES)
     opt = DistOpt(SGD(0.1), LocalCommunicator(), nonfinite="skip")
