@@ -7,7 +7,7 @@ import numpy as np
 
 from distopt import device, kernels, volume
 from distopt.capture import Captured
-from distopt.comm import Communicator, NcclCommunicator, Ordered, world
+from distopt.comm import Communicator, NcclCommunicator, in_rank_order, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
 from distopt.conditions import Kind
 from distopt.cost import Link
@@ -85,10 +85,9 @@ class DistOpt(Saving):
     ):
         made = _from_id(communicator, nccl_id, local_rank, world_size)
         self.communicator, self._made = made or communicator or world(), made
-        rank_ordered = not deterministic or self.communicator.rank_ordered
         super().__init__(
             SGD() if opt is None else opt,
-            self.communicator if rank_ordered else Ordered(self.communicator),
+            in_rank_order(self.communicator) if deterministic else self.communicator,
             threshold=threshold,
             overlap=overlap,
             broadcast=broadcast,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import laws
 from distopt import DistOpt, run_ranks
-from distopt.comm import Metered
+from distopt.comm import Metered, Ordered
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
 from distopt.ledger import REST, share_out
 from distopt.optim import SGD
@@ -52,6 +52,7 @@ def test_every_verb(kind, size, n, root, dtype):
         own = np.arange(n + comm.rank).astype(dtype)
         calls = (
             lambda: metered.all_reduce(np.ones(n, dtype)),
+            lambda: metered.around(Ordered(comm)).all_reduce(np.ones(n, dtype)),
             lambda: metered.all_gather(own, ragged=True),
             lambda: metered.all_to_all([np.ones(3 * r + n % (k + 1), dtype) for k, r in enumerate(range(size))], True),
             lambda: metered.broadcast(np.ones(n, dtype), root % size),

@@ -6,7 +6,7 @@ from distopt.comm.metered import Metered
 from distopt.comm.mpi import MpiCommunicator
 from distopt.comm.nccl import NcclCommunicator
 from distopt.comm.nccl_library import nccl_unique_id
-from distopt.comm.ordered import Ordered
+from distopt.comm.ordered import Ordered, in_rank_order
 from distopt.comm.threads import ThreadCommunicator, run_ranks
 from distopt.comm.world import world
 
@@ -18,6 +18,7 @@ __all__ = [
     "NcclCommunicator",
     "Ordered",
     "ThreadCommunicator",
+    "in_rank_order",
     "nccl_unique_id",
     "run_ranks",
     "world",

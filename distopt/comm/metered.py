@@ -26,6 +26,12 @@ class Metered(Wrapper):
         self.ledger = Ledger(keep)
         self._meter = Meter(self.rank, self.size, self.hosts, self.algorithm, self.ledger)
 
+    def around(self, comm: Communicator) -> "Metered":
+        """The same ranks on another communicator, and their messages in the same ledger."""
+        twin = Metered(comm)
+        twin.ledger = twin._meter.ledger = self.ledger
+        return twin
+
     @contextlib.contextmanager
     def on_behalf_of(self, purpose: Purpose) -> Iterator[None]:
         """What is exchanged in this context is part of something."""
