@@ -39,6 +39,8 @@ Look = Callable[[], Anatomy]  # at something that may be gone: what had to be se
 class Purpose(NamedTuple):
     """What goes over the wire is part of something: a phase of a step, and there a bucket, with its members.
 
+    Steps count from 1; what goes before the first, or belongs to none, is step 0.
+
     ``look`` is at a payload that is gathered; whatever is summed consists of values.
     """
 
@@ -53,7 +55,7 @@ class Purpose(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One message of one rank: bytes, but for ``ideal``, which are bits.
+    """One message of one rank: bytes, but for ``ideal``, which are bits.  Steps count from 1; 0 is no step.
 
     *Payload* is measured: what this rank handed to the collective; ``values`` and ``indices`` are parts of it.  What
     was *sent* and *received*, and of that *between* hosts, is by formula (``cost.wire``).  ``names`` are the tensors in

@@ -331,7 +331,7 @@ class Loop(Conditions):
 
     def _purpose(self, buffer: Buffer) -> Purpose:
         """What a ledger calls the exchange of a bucket."""
-        return Purpose("gradients", self.step_counter, buffer.number, buffer.gradients)
+        return Purpose("gradients", self.step_counter + 1, buffer.number, buffer.gradients)
 
     def _finite(self, sums: list[Sum], compressor: Compressor) -> bool:
         """Are the sums to be applied?  In shared memory all ranks have added up theirs when this returns."""
@@ -369,6 +369,7 @@ class Loop(Conditions):
         self._optimizer.update(self._memory, self._collector.order, sums, scale, self._refusal.number, together)
 
     def _average_parameters(self, buffer: Buffer) -> None:
+        """Of one bucket, behind the update, which has been counted."""
         tables, masters = [buffer.parameters], self._optimizer.masters(buffer)
         if masters is not None:  # from which the parameters follow
             tables.insert(0, buffer.means.point_to(list(buffer.views(masters).values())))

@@ -87,7 +87,8 @@ def test_every_mode(kind, mode, size):
         for entry in entries:
             assert 0 <= entry.values + entry.indices <= entry.payload
             assert sum(entry.parts) <= entry.values + entry.indices
-        assert {e.step for e in entries if e.phase == "gradients"} == {0, 1, 2}
+        assert {e.step for e in entries if e.phase == "gradients"} == {1, 2, 3}
+        assert {e.step for e in entries if e.phase == "parameters"} == {0, 4}  # broadcast first, and averaged last
         assert {e.phase for e in entries} == {"gradients", "parameters"}
         return True
 
@@ -206,7 +207,7 @@ def test_totals_outlive_what_is_kept(tmp_path):
     assert ledger.total()["payload"] == metered.report()["all_reduce"]["payload"] == 10 * 4 * 30
     assert sorted(ledger.tensors().items()) == sorted({"p0": 400, "p1": 800, REST: 0}.items())
     by_step = ledger.by("step")
-    assert [row["step"] for row in by_step] == [7, 8, 9]
+    assert [row["step"] for row in by_step] == [8, 9, 10]
     assert sum(row["payload"] for row in ledger.by("bucket", "verb")) == 1200
     with pytest.raises(ValueError, match="columns are step, phase, bucket, verb, got tensor"):
         ledger.by("tensor")
@@ -218,7 +219,7 @@ def test_totals_outlive_what_is_kept(tmp_path):
     with open(tmp_path / "a.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["payload"]) for row in rows] == [e.payload for e in ledger.entries]
-    assert rows[-1]["step"] == "9"
+    assert rows[-1]["step"] == "10"
     table = ledger.table("bucket")
     assert table.splitlines()[-1].split()[:3] == ["total", "20", "1,200"]
     metered.reset()
