@@ -365,8 +365,13 @@ class Loop(Conditions):
 
     def _update_with(self, sums: Iterable[Sum], scale: float) -> None:
         """Update all parameters by ``scale`` times their sums."""
-        together = self._wire.all_reduce if self._sharded else None
+        together = self._add_norms if self._sharded else None
         self._optimizer.update(self._memory, self._collector.order, sums, scale, self._refusal.number, together)
+
+    def _add_norms(self, partial: np.ndarray) -> None:
+        """Of shares of parameters, which layer-wise optimizers want of whole ones."""
+        with self._wire.on_behalf_of(Purpose("update", self.step_counter + 1)):
+            self._wire.all_reduce(partial)
 
     def _average_parameters(self, buffer: Buffer) -> None:
         """Of one bucket, behind the update, which has been counted."""

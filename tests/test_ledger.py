@@ -14,7 +14,7 @@ from distopt import DistOpt, run_ranks
 from distopt.comm import Metered, Ordered
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
 from distopt.ledger import REST, share_out
-from distopt.optim import SGD
+from distopt.optim import LARS, SGD
 from doubles.counted import Around, Everyone, run_counted
 
 KINDS = (Everyone, Around)
@@ -93,6 +93,21 @@ def test_every_mode(kind, mode, size):
         return True
 
     assert all(run_counted(size, kind, main))
+
+
+def test_norms_of_shared_parameters_are_part_of_the_update():
+    def main(comm):
+        metered, params = Metered(comm), laws.parameters([(30,), (50,)])
+        opt = DistOpt(LARS(0.1), metered, broadcast=False)
+        for p, view in zip(params, opt.parameter_views(params), strict=True):
+            p.data = view
+        for step in range(2):
+            opt(laws.pairs(comm, params, step))
+        return metered.ledger
+
+    for ledger in run_ranks(3, main):
+        found = [(row["step"], row["phase"], row["verb"]) for row in ledger.by("step", "phase", "verb")]
+        assert found == [(k, phase, "all_reduce") for k in (1, 2) for phase in ("gradients", "update")]
 
 
 def test_hosts_are_told_apart():
