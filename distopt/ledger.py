@@ -83,7 +83,7 @@ FIRST = Entry._fields.index(VOLUME[0])
 
 
 class Ledger:
-    """All entries of the last ``keep`` messages, and the sums of all that ever were.
+    """All entries of the last ``keep`` messages, and the sums of all that ever were; any thread may read them.
 
     Entries are made many at a time, which costs a fifth of making each behind its message, where no cache knows how.
     """
@@ -96,22 +96,23 @@ class Ledger:
         self._tensors: dict[tuple[str, tuple[str, ...]], np.ndarray] = {}
 
     @property
-    def entries(self) -> Sequence[Entry]:
-        """The messages that are kept, in their order."""
-        self._make()
-        return self._entries
+    def entries(self) -> list[Entry]:
+        """The messages that are kept, in their order, as of now."""
+        with self._lock:
+            self._make()
+            return list(self._entries)
 
     def write(self, draft: Callable[[], Entry]) -> None:
         """Write down one message, which is made when it is asked for."""
         self._drafts.append(draft)
         if len(self._drafts) >= MANY:
-            self._make()
+            with self._lock:
+                self._make()
 
     def _make(self) -> None:
-        """Make the entries that are drafts."""
-        with self._lock:
-            while self._drafts:
-                self._add(self._drafts.popleft()())
+        """Make the entries that are drafts; the lock is held."""
+        while self._drafts:
+            self._add(self._drafts.popleft()())
 
     def _add(self, entry: Entry) -> None:
         self._entries.append(entry)
@@ -124,10 +125,9 @@ class Ledger:
 
     def clear(self) -> None:
         """Begin anew."""
-        self._drafts.clear()
-        self._entries.clear()
-        self._totals.clear()
-        self._tensors.clear()
+        with self._lock:
+            for kept in (self._drafts, self._entries, self._totals, self._tensors):
+                kept.clear()
 
     def by(self, *columns: str) -> list[dict[str, Any]]:
         """Sums of all messages, by any of phase, bucket and verb; with 'step' only of those that are kept.
@@ -151,8 +151,10 @@ class Ledger:
     def tensors(self, phase: str = "gradients") -> dict[str, int]:
         """Payload bytes of every tensor, in all messages of a phase; what belongs to no tensor comes last."""
         found: Counter[str] = Counter()
-        self._make()
-        for (here, names), parts in self._tensors.items():
+        with self._lock:
+            self._make()
+            tensors = list(self._tensors.items())
+        for (here, names), parts in tensors:
             if here == phase:
                 found.update(dict(zip(names, parts.tolist(), strict=True)))
         whole = sum(row["payload"] for row in self.by("phase") if row["phase"] == phase)
@@ -162,7 +164,7 @@ class Ledger:
         """Everything, ready for JSON."""
         return {
             "totals": self.by("phase", "bucket", "verb"),
-            "tensors": {phase: self.tensors(phase) for phase in dict.fromkeys(key[0] for key in self._tensors)},
+            "tensors": {phase: self.tensors(phase) for phase in dict.fromkeys(key[0] for key in list(self._tensors))},
             "entries": [dict(zip((*KEYS, *VOLUME), entry, strict=False)) for entry in self.entries],
         }
 
@@ -191,8 +193,9 @@ class Ledger:
         """Every message that is kept, or the sums of all."""
         if each:
             return [entry._asdict() | {"calls": 1} for entry in self.entries]
-        self._make()
-        totals = list(self._totals.items())  # another thread may add some
+        with self._lock:
+            self._make()
+            totals = list(self._totals.items())
         names = *KEYS[1:], "calls", *VOLUME
         return [dict(zip(names, (*key, *total), strict=True)) for key, total in totals]
 

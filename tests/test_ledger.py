@@ -1,8 +1,11 @@
 """The ledger, byte for byte against a transport that counts its messages, and against what compressors say."""
 
 import csv
+import itertools
 import json
 import math
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ import laws
 from distopt import DistOpt, run_ranks
 from distopt.comm import Metered, Ordered
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
-from distopt.ledger import REST, share_out
+from distopt.ledger import REST, Entry, Ledger, share_out
 from distopt.optim import LARS, SGD
 from doubles.counted import Around, Everyone, run_counted
 
@@ -240,6 +243,33 @@ def test_totals_outlive_what_is_kept(tmp_path):
     metered.reset()
     assert ledger.total()["payload"] == 0
     assert ledger.by("verb") == []
+
+
+def test_any_thread_may_read():
+    """While another one writes, a reader finds what there was at one moment, and nobody fails."""
+    ledger, stop = Ledger(keep=3), threading.Event()
+    reads = (lambda: ledger.entries[-3:], lambda: ledger.by("step"), ledger.by, ledger.tensors, ledger.as_dict)
+
+    def write():
+        for k in itertools.takewhile(lambda k: not stop.is_set(), itertools.count()):
+            ledger.write(lambda k=k: Entry(k, "gradients", k % 101, "all_reduce", *[8] * 8, (f"p{k % 103}",), [8]))
+            if k % 500 == 499:
+                ledger.clear()
+
+    writer = threading.Thread(target=write)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    writer.start()
+    try:
+        for _ in range(80):
+            for read in reads:
+                read()
+            steps = [entry.step for entry in ledger.entries]
+            assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True
+    finally:
+        stop.set()
+        writer.join()
+        sys.setswitchinterval(interval)
 
 
 @given(total=st.integers(0, 10**12), counts=st.lists(st.integers(0, 10**6), max_size=20))
