@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import laws
 from distopt import DistOpt, run_ranks
 from distopt.comm import Metered, Ordered
-from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
+from distopt.compress import At, DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
+from distopt.compress.compressor import look
 from distopt.ledger import REST, Entry, Ledger, share_out
 from distopt.optim import LARS, SGD
 from doubles.counted import Around, Everyone, run_counted
@@ -164,21 +165,41 @@ def test_values_indices_and_what_they_could_be():
     assert (entry.payload, entry.values) == (4 + 252, 252)
 
 
-def test_what_codes_could_be_coded_to():
-    """An element is 0 with probability 3 / 4, +1 or -1 with 1 / 8 each: Shannon says 1.06 bits, two are sent."""
-    n = 1 << 16
-    rng = np.random.default_rng(3)
-    x = rng.choice([0, 0, 0, 0, 0, 0, 1, -1], n).astype(np.float32)
-    two, one = TwoBit(1.0), OneBit()
-    from distopt.compress import At
-    from distopt.compress.compressor import look
+def shannon(codes):
+    """Bits that as many symbols have together, each of them counted."""
+    _, counts = np.unique(codes, return_counts=True)
+    return float(counts @ np.log2(codes.size / counts)) + 0.0
 
-    payload = two.compress(x.copy(), {}, At())
-    expected = -(0.75 * math.log2(0.75) + 0.25 * math.log2(0.125))
-    assert look(two, payload, x, At())().ideal == pytest.approx(n * expected, rel=0.05)
-    assert look(two, two.compress(0 * x, {}, At()), x, At())().ideal == 0
-    payload = one.compress(rng.standard_normal(n, np.float32), {}, At())
-    assert look(one, payload, x, At())().ideal == pytest.approx(n, rel=0.01)
+
+def ideal(compressor, x):
+    payload = compressor.compress(x.copy(), {}, At())
+    return look(compressor, payload, x, At())().ideal
+
+
+def columns(rows, width, first, last):
+    """A matrix of zeros, but for +1 and -1 in some columns."""
+    x = np.zeros((rows, width), np.float32)
+    x[:, first:last] = np.random.default_rng(width).choice([-1, 1], (rows, last - first))
+    return x.reshape(-1)
+
+
+@pytest.mark.parametrize("rows", [20, 333])
+@pytest.mark.parametrize("width", [16, 64, 100, 256, 1000, 1024, 2048, 4096])
+def test_what_codes_could_be_coded_to(rows, width):
+    """Every element is counted here, and some are there: whichever columns are alike."""
+    for first, last in ((0, width // 8), (width // 2, width // 2 + width // 16), (width // 16, width)):
+        x = columns(rows, width, first, last)
+        assert ideal(TwoBit(1.0), x) == pytest.approx(shannon(np.sign(x)), rel=0.05)
+        assert ideal(OneBit(0.5), x) == pytest.approx(shannon(x > 0.5) + 32, rel=0.05)
+        assert ideal(OneBit(0.5, scale="unit"), x) == pytest.approx(shannon(x > 0.5), rel=0.05)
+
+
+@given(n=st.integers(0, 3000), seed=st.integers(0, 9))
+def test_few_codes_are_all_counted(n, seed):
+    x = np.random.default_rng(seed).choice(np.float32([0, 1, -1]), n, p=[0.8, 0.1, 0.1])
+    assert ideal(TwoBit(1.0), x) == round(shannon(x))
+    assert ideal(OneBit(0.5, scale="unit"), x) == round(shannon(x > 0))
+    assert ideal(OneBit(), np.ones(n, np.float32)) == 32
 
 
 @pytest.mark.parametrize("mode", [m for m in MODES if m not in ("dense", "half", "2 bits", "1 bit")])
@@ -261,7 +282,7 @@ def test_any_thread_may_read():
     sys.setswitchinterval(1e-5)
     writer.start()
     try:
-        for _ in range(80):
+        for _ in range(40):
             for read in reads:
                 read()
             steps = [entry.step for entry in ledger.entries]

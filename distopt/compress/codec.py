@@ -1,8 +1,8 @@
 """Send every element as a code of one bit or two: the direction that it has, and no more."""
 
 import abc
+import functools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,11 +12,8 @@ from distopt.ledger import Anatomy, Look
 from distopt.numbers import real
 from distopt.tables import Members
 
-SAMPLED = 256  # a ledger looks at so many words
-CODES = np.array(
-    [[sum(b >> s & 3 == code for s in (0, 2, 4, 6)) for code in range(4)] for b in range(256)]
-)  # in a byte
-ONES = np.array([b.bit_count() for b in range(256)])
+SAMPLED = 4096  # a ledger looks at so many bytes
+GOLDEN = (math.sqrt(5) - 1) / 2
 LEAST, MOST = (float(x) for x in (np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max))
 
 
@@ -27,6 +24,7 @@ class Codec(abc.ABC):
     """
 
     summable = ragged = lossless = stateful = may_overflow = False
+    bits: int  # of a code
     _header = 0  # bytes
 
     @abc.abstractmethod
@@ -49,21 +47,26 @@ class Codec(abc.ABC):
         """Move codes to a payload of zeros; ``add`` is x if nothing is given."""
 
     def look(self, payload: np.ndarray, x: np.ndarray, at: At) -> Look:
-        """Codes, behind a header; a host finds out from some of the words what they could be coded to."""
-        n, codes = x.size, payload[self._header :]
+        """Codes, behind a header; a host estimates from some of them what all could be coded to."""
+        n, codes, header = x.size, payload[self._header :], 8 * self._header
         nbytes = codes.nbytes
         if device.on_gpu(codes):
             return lambda: Anatomy(nbytes)
-        words = sampled(codes.view(np.uint32))
-        return lambda: Anatomy(nbytes, ideal=round(self.entropy(words) * n))
+        seen = codes[sampled(-(-n * self.bits // 8))]
+        return lambda: Anatomy(nbytes, ideal=header + round(n * shannon(self._counts(seen, n))))
+
+    def _counts(self, seen: np.ndarray, n: int) -> np.ndarray:
+        """How often each code is in some bytes, or in those of all n elements, whose last one may have room for more.
+
+        That is filled with zeros.
+        """
+        found: np.ndarray = np.bincount(seen, minlength=256) @ in_a_byte(self.bits)
+        found[0] -= max(0, 8 // self.bits * seen.size - n)
+        return found
 
     def forecast(self, n: int, itemsize: int, bucket: Members) -> Anatomy:
         """Codes, behind a header."""
         return Anatomy(self.payload_bytes(n, itemsize, bucket) - self._header)
-
-    @abc.abstractmethod
-    def entropy(self, words: np.ndarray) -> float:
-        """Bits of information in an element, as these words of codes have it."""
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """Add what the codes stand for to ``out``."""
@@ -85,15 +88,28 @@ class Codec(abc.ABC):
         """Overwrite ``out`` by the sum of payloads at these addresses."""
 
 
-def sampled(words: np.ndarray) -> np.ndarray:
-    """A copy of every so many-th of them, ``SAMPLED`` or a few more, all if there are no more."""
-    return words[:: max(1, words.size // SAMPLED)].copy()
+@functools.lru_cache(256)
+def sampled(size: int) -> np.ndarray:
+    """The places of ``SAMPLED`` of so many bytes, all if there are no more.
+
+    The golden section's multiples are spread evenly, and in step with no width of a matrix (Weyl, 1916).
+    """
+    if size <= SAMPLED:
+        return np.arange(size)
+    return (np.arange(SAMPLED) * GOLDEN % 1 * size).astype(np.int64)
 
 
-def shannon(counts: Sequence[int]) -> float:
+@functools.cache
+def in_a_byte(bits: int) -> np.ndarray:
+    """How often each code of so many bits is in a byte, by the byte's value."""
+    codes = [[byte >> place & (1 << bits) - 1 for place in range(0, 8, bits)] for byte in range(256)]
+    return np.array([np.bincount(row, minlength=1 << bits) for row in codes])
+
+
+def shannon(counts: np.ndarray) -> float:
     """Bits of information in one symbol, of symbols that were counted so often (Shannon, 1948)."""
-    whole = sum(counts)
-    return sum(count / whole * math.log2(whole / count) for count in counts if count)
+    shares = counts[counts > 0] / max(1, counts.sum())
+    return float(-shares @ np.log2(shares))
 
 
 def _words(bits: int) -> int:
@@ -113,6 +129,8 @@ class TwoBit(Codec):
     Raises ValueError for a threshold that is not a positive float32, TypeError for one that is no number.
     """
 
+    bits = 2
+
     def __init__(self, threshold: float = 0.5):
         self.threshold: float = real("threshold", threshold)
         if not LEAST <= self.threshold <= MOST:
@@ -125,11 +143,6 @@ class TwoBit(Codec):
     def take(self, x: np.ndarray, add: np.ndarray, given: bool, payload: np.ndarray, at: At) -> None:
         """One pass."""
         kernels.take_two_bits(x, add, given, payload, self.threshold, at.refused)
-
-    def entropy(self, words: np.ndarray) -> float:
-        """Of +threshold, -threshold and 0; the gaps of a bucket are zeros too."""
-        codes = np.bincount(words.view(np.uint8), minlength=256) @ CODES
-        return shannon(codes.tolist())
 
     def give(self, payloads: device.Mirror, out: np.ndarray, at: At) -> None:
         """One pass."""
@@ -154,6 +167,8 @@ class OneBit(Codec):
     number.
     """
 
+    bits = 1
+
     def __init__(self, threshold: float = 0.0, scale: str = "mean"):
         self.threshold: float = real("threshold", threshold)
         if not math.isfinite(self.threshold):
@@ -177,11 +192,6 @@ class OneBit(Codec):
             kernels.mean_of_partials(partial[:chunks], payload[:4].view(np.float32), elements, at.refused)
             add, given = x, False
         kernels.take_one_bit(members, x, add, given, payload, self._header, self.threshold, at.refused)
-
-    def entropy(self, words: np.ndarray) -> float:
-        """Of the signs."""
-        ones = int(np.bincount(words.view(np.uint8), minlength=256) @ ONES)
-        return shannon([ones, 32 * words.size - ones])
 
     def give(self, payloads: device.Mirror, out: np.ndarray, at: At) -> None:
         """One pass over the members; what lies between them stays."""
