@@ -12,11 +12,11 @@ import laws
 from distopt import DistOpt, Parameter, device, kernels, run_ranks
 from distopt.comm import LocalCommunicator, Metered
 from distopt.compress import At, ErrorFeedback, Packed, Threshold, TopK
-from distopt.compress.compressor import decompress_all
+from distopt.compress.compressor import decompress_all, look
 from distopt.compress.packed import HEADER, VALUES, check_header, packing
 from distopt.compress.sparse import unpack_entries
 from distopt.optim import SGD
-from distopt.tables import CHUNK
+from distopt.tables import CHUNK, Members
 from test_dist_opt import texts_of
 
 REALS = ["float32", "float64"]
@@ -605,3 +605,26 @@ def test_a_header_that_the_host_has_to_read_is_looked_at_on_a_gpu_too(there):
     at, out, bad = there(np.zeros(1000, np.float32), damaged)
     with pytest.raises(ValueError, match="header is damaged"):
         compressor.decompress(bad, out, at)
+
+
+@given(
+    density=st.sampled_from([1e-3, 0.01, 0.1, 0.6, 1.0]),
+    sizes=st.lists(st.integers(0, 3000), min_size=2, max_size=8),
+    seed=st.integers(0, 99),
+)
+def test_a_ledger_tells_entries_apart(density, sizes, seed):
+    """To the entry, where 16 or fewer neighbours share an upper part; else but for those at a tensor's start."""
+    starts = np.cumsum([0] + [-(-n // 16) * 16 for n in sizes])
+    members = Members([f"p{k}" for k in range(len(sizes))], [(n,) for n in sizes], starts[:-1].tolist(), "float32")
+    x = np.zeros(members.extent, np.float32)
+    for start, n in zip(starts, sizes, strict=False):
+        x[start : start + n] = np.random.default_rng([seed, start]).laplace(1, 1, n)
+    packed, at = Packed(TopK(density)), At(bucket=members)
+    payload = packed.compress(x, {}, at)
+    counts = look(packed, payload, x, at)().counts
+    index = packed.decode([payload], x, at)[0][0]
+    assert counts.sum() == index.size
+    reach = 1 << max(0, math.floor(math.log2(x.size / index.size))) if index.size else 1
+    for start, before in zip(starts, np.cumsum(counts) - counts, strict=False):
+        off = reach if reach > 16 else 0
+        assert np.sum(index < start - off) <= before <= np.sum(index < start + off)

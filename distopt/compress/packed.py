@@ -9,7 +9,7 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.compress.compressor import At, column, table
-from distopt.compress.sparse import INDEX, Growth, Sparse, by_member, described, payload_size, unpack_entries
+from distopt.compress.sparse import INDEX, Growth, Sparse, described, payload_size, unpack_entries
 from distopt.ledger import Anatomy, Look
 from distopt.tables import CHUNK, Members
 from distopt.texts import struct
@@ -18,6 +18,11 @@ HEADER = 16  # bytes
 MAGIC = 0x45460100  # "EF", and the version of what stands behind the header; the format of values makes it complete
 VALUES = {"float16": (1, 2), "bfloat16": (2, 2), "int8": (3, 1)}  # the number of a format (packed.cu), and its bytes
 GROUP = 64  # entries that share a scale (packed.cu)
+ZEROS = np.array([8 - byte.bit_count() for byte in range(256)], np.int32)  # in a byte, by its value
+PLACES = np.zeros((256, 8), np.int64)  # of its zeros, the last one first
+for _byte in range(256):
+    _found = [place for place in range(7, -1, -1) if not _byte >> place & 1]
+    PLACES[_byte, : len(_found)] = _found
 
 
 class Packed(Sparse):
@@ -93,16 +98,19 @@ class Packed(Sparse):
         return payload
 
     def look(self, payload: np.ndarray, x: np.ndarray, at: At) -> Look:
-        """Values with their scales; upper parts, jumps and lower parts of the indices; the rest is the header."""
-        members, n, itemsize, seen = table(x, at), x.size, x.itemsize, None
-        known = self._places_in(payload, x, at) if self.ragged else None
-        if not self.tells(members) and not device.on_gpu(x):
-            seen = by_member(self.decode([payload], x, at)[0][0], members)
+        """Values with their scales; upper parts, jumps and lower parts of the indices; the rest is the header.
+
+        Entries are told apart by their upper parts: neighbours that share one count as the nearer member's.
+        """
+        members, n, upper, here = table(x, at), x.size, None, not device.on_gpu(x)
+        places = int(payload[:HEADER].view(np.uint32)[2]) if here else self._places_in(payload, x, at)
+        layout = packing(n, places, self.value)
+        if here and not self.tells(members):
+            upper = payload[int(layout["high"][0]) : int(layout["jumps"][0])].copy()
 
         def found() -> Anatomy:
-            places = self._places(n, itemsize, members) if known is None else known
-            counts = self.known_counts(places or 0, members) if seen is None else seen
-            return self._described(n, places or 0, members)._replace(counts=counts)
+            counts = self.known_counts(places, members) if upper is None else by_upper_part(upper, layout, members)
+            return self._described(n, places, members)._replace(counts=counts)
 
         return found
 
@@ -185,6 +193,22 @@ def packing(n: int, places: int, value: str) -> np.ndarray:
     found = np.array([(MAGIC + number, number, n, places, bits, words, *starts, -(-end // 8) * 8)], struct("Packing"))
     found.flags.writeable = False
     return found
+
+
+def by_upper_part(upper: np.ndarray, layout: np.ndarray, members: Members) -> np.ndarray:
+    """How many entries belong to each member, but for those of 2^L neighbours at a start of one.
+
+    Before the z-th zero stand as many ones as entries have an upper part below z.
+    """
+    k, bits = int(layout["places"][0]), int(layout["bits"][0])
+    wanted = (members.rows["offset"].astype(np.int64) + (1 << bits >> 1)) >> bits
+    if not k:
+        return np.zeros_like(wanted)
+    zeros = np.cumsum(ZEROS[upper], dtype=np.int32)
+    byte = np.minimum(np.searchsorted(zeros, wanted), upper.size - 1)
+    last = PLACES[upper[byte], np.clip(zeros[byte] - wanted, 0, 7)]
+    before = np.where(wanted > 0, np.minimum(8 * byte + last + 1 - wanted, k), 0)
+    return np.diff(before, append=k)
 
 
 def _value_bytes(places: int, value: str) -> int:
