@@ -165,6 +165,21 @@ def test_values_indices_and_what_they_could_be():
     assert (entry.payload, entry.values) == (4 + 252, 252)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", ["bucket", "tensor", "DGC"])
+def test_a_choice_of_each_tensor_is_less_than_one_of_all(mode, packed):
+    shapes = [(1, 1)] * 50 + [(30, 100), (40, 50)]
+    selector = TopK(0.01, per_tensor=mode == "tensor")
+    selector = Packed(selector, value="bfloat16") if packed else selector
+    compressor = DeepGradientCompression(selector) if mode == "DGC" else ErrorFeedback(selector)
+    entry = ledger_of(compressor, shapes).entries[-1]
+    ones = 0 if mode == "DGC" else 50  # of DGC they are sent whole
+    sent = {"bucket": [(5050, 51)], "tensor": [(1, 1)] * ones + [(3000, 30), (2000, 20)]}
+    chosen = sent["bucket" if mode == "bucket" else "tensor"]
+    assert entry.verb == "all_gather"
+    assert entry.ideal - 8 * entry.values == pytest.approx(sum(math.log2(math.comb(*nk)) for nk in chosen), abs=2)
+
+
 def shannon(codes):
     """Bits that as many symbols have together, each of them counted."""
     _, counts = np.unique(codes, return_counts=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.compress.compressor import At, column, table
-from distopt.compress.sparse import INDEX, Growth, Sparse, described, payload_size, unpack_entries
+from distopt.compress.sparse import INDEX, Growth, Sparse, payload_size, unpack_entries
 from distopt.ledger import Anatomy, Look
 from distopt.tables import CHUNK, Members
 from distopt.texts import struct
@@ -122,13 +122,17 @@ class Packed(Sparse):
         """The selector's."""
         return self.selector.known_counts(k, members)
 
+    def choice(self, k: int, members: Members) -> int:
+        """The selector's."""
+        return self.selector.choice(k, members)
+
     def forecast(self, n: int, itemsize: int, bucket: Members) -> Anatomy:
         """The same."""
         return self._described(n, self._places(n, itemsize, bucket) or 0, bucket)
 
     def _described(self, n: int, places: int, members: Members) -> Anatomy:
         start = int(packing(n, places, self.value)["values"][0])
-        return described(_value_bytes(places, self.value), start - HEADER, places, members)
+        return self.described(_value_bytes(places, self.value), start - HEADER, places, members)
 
     def decode(self, payloads: list[np.ndarray], out: np.ndarray, at: At) -> list[tuple[np.ndarray, np.ndarray]]:
         """One call for payloads of one size.  ValueError for one that was damaged, as far as the host can see it."""

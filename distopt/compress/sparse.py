@@ -83,9 +83,17 @@ class Sparse(abc.ABC):
 
         def found() -> Anatomy:
             counts = self.known_counts(k, members) if seen is None else seen
-            return described(k * itemsize, k * INDEX, k, members)._replace(counts=counts)
+            return self.described(k * itemsize, k * INDEX, k, members)._replace(counts=counts)
 
         return found
+
+    def described(self, values: int, indices: int, k: int, members: Members) -> Anatomy:
+        """So many bytes of k values and of their indices, which can be no less than such choices have bits."""
+        return Anatomy(values, indices, self.choice(k, members) + 8 * values)
+
+    def choice(self, k: int, members: Members) -> int:
+        """Bits that tell which entries they are, any k of all."""
+        return choices(int(members.rows["size"].sum()), k)
 
     def tells(self, members: Members) -> bool:
         """Does ``known_counts`` know?"""
@@ -116,11 +124,6 @@ class Sparse(abc.ABC):
         )
 
 
-def described(values: int, indices: int, k: int, members: Members) -> Anatomy:
-    """So many bytes of k values and of their indices, which can be no less than the number of such choices has bits."""
-    return Anatomy(values, indices, choices(int(members.rows["size"].sum()), k) + 8 * values)
-
-
 def by_member(index: np.ndarray, members: Members) -> np.ndarray:
     """How many of these indices, on the host, belong to each; they ascend from member to member."""
     starts, sizes = (members.rows[name].astype(index.dtype) for name in ("offset", "size"))
@@ -132,6 +135,12 @@ def by_member(index: np.ndarray, members: Members) -> np.ndarray:
 def choices(n: int, k: int) -> int:
     """Bits that tell which k of n: the logarithm of the binomial coefficient."""
     return round((math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2))
+
+
+@functools.lru_cache(256)
+def choices_each(sizes: bytes, counts: bytes) -> int:
+    """The same of several choices, each of as many entries; int64."""
+    return sum(map(choices, *(np.frombuffer(numbers, np.int64).tolist() for numbers in (sizes, counts))))
 
 
 def check_size(n: int) -> None:
@@ -199,7 +208,7 @@ class TopK(Sparse):
     def forecast(self, n: int, itemsize: int, bucket: Members) -> Anatomy:
         """The two planes."""
         k = int(self.counts(self._parts(sizes_of(n, bucket))).sum())
-        return described(k * itemsize, k * INDEX, k, bucket)
+        return self.described(k * itemsize, k * INDEX, k, bucket)
 
     def take(self, x: np.ndarray, add: Growth, at: At) -> np.ndarray:
         """The largest entries, from a first guess of how large those are (select.cu, sift.cu)."""
@@ -231,6 +240,13 @@ class TopK(Sparse):
         if not self.per_tensor:
             return super().known_counts(k, members)
         return self.counts(members.rows["size"].astype(np.int64))
+
+    def choice(self, k: int, members: Members) -> int:
+        """Of each tensor its own, if they are chosen so."""
+        if not self.per_tensor:
+            return super().choice(k, members)
+        sizes = members.rows["size"].astype(np.int64)
+        return choices_each(sizes.tobytes(), self.counts(sizes).tobytes())
 
     def _parts(self, sizes: np.ndarray) -> np.ndarray:
         """The sizes of what entries are chosen from, of members of these sizes."""
