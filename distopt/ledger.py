@@ -79,6 +79,7 @@ class Entry(NamedTuple):
     parts: Sequence[int] | np.ndarray = ()
 
 
+KEEP = 10_000  # entries, by default: less than 100 MB, if a thousand tensors are in each
 MANY = 1000  # entries that are made at once, at the latest
 FIRST = Entry._fields.index(VOLUME[0])
 
@@ -89,7 +90,7 @@ class Ledger:
     Entries are made many at a time, which costs a fifth of making each behind its message, where no cache knows how.
     """
 
-    def __init__(self, keep: int = 100_000):
+    def __init__(self, keep: int = KEEP):
         self._entries: deque[Entry] = deque(maxlen=keep)
         self._drafts: deque[Callable[[], Entry]] = deque()
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ from distopt.dist_opt import DistOpt
 from distopt.exchange.walk import Turns
 from distopt.gradients import iterable
 from distopt.guard import by_rank
-from distopt.ledger import Ledger, Purpose
+from distopt.ledger import KEEP, Ledger, Purpose
 from distopt.loop import Packed
 from distopt.numbers import whole
 
@@ -106,7 +106,7 @@ class Simulation(DistOpt):
         nonfinite: str = "raise",
         allow_missing: bool = False,
         hosts: Sequence[int] = (),
-        keep: int = 100_000,
+        keep: int = KEEP,
     ):
         if nonfinite not in ("raise", "propagate"):
             raise ValueError(f"nonfinite must be 'raise' or 'propagate' for virtual ranks, got {nonfinite!r}")

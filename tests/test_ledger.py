@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from distopt import DistOpt, run_ranks
 from distopt.comm import Metered, Ordered
 from distopt.compress import At, DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
 from distopt.compress.compressor import look
-from distopt.ledger import REST, Entry, Ledger, share_out
+from distopt.ledger import KEEP, REST, Entry, Ledger, share_out
 from distopt.optim import LARS, SGD
 from doubles.counted import Around, Everyone, run_counted
 
@@ -279,6 +280,25 @@ def test_totals_outlive_what_is_kept(tmp_path):
     metered.reset()
     assert ledger.total()["payload"] == 0
     assert ledger.by("verb") == []
+
+
+def test_a_thousand_tensors_take_few_megabytes():
+    """Of whole buckets, once for all messages: the default number of entries, traced."""
+
+    def main(comm):
+        metered, params = Metered(comm), laws.parameters([(2,)] * 1000)
+        opt = DistOpt(SGD(0.1), metered, broadcast=False)
+        opt(laws.pairs(comm, params, 0))
+        purpose = opt._purpose(next(iter(opt._memory)))
+        tracemalloc.start()
+        with metered.on_behalf_of(purpose):
+            for _ in range(KEEP):
+                metered._meter.all_reduce(purpose.members.extent, 4)
+        assert len(metered.ledger.entries) == KEEP
+        assert tracemalloc.get_traced_memory()[0] < 1000 * KEEP  # a number of each tensor would be 8 times as much
+        tracemalloc.stop()
+
+    run_ranks(1, main)
 
 
 def test_any_thread_may_read():

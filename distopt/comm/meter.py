@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -94,7 +95,19 @@ class Meter:
 
 def parts_of(members: Members, anatomy: Anatomy, n: int | None, itemsize: int) -> np.ndarray:
     """The bytes of each member: of a flat array of n elements its own, of entries in proportion to their number."""
-    sizes: np.ndarray = members.rows["size"]
     if n == members.extent:
-        return sizes * itemsize
-    return share_out(anatomy.values + anatomy.indices, sizes if anatomy.counts is None else anatomy.counts)
+        return whole_parts(members, itemsize)
+    counts = members.rows["size"] if anatomy.counts is None else anatomy.counts
+    return share_out(anatomy.values + anatomy.indices, counts)
+
+
+def whole_parts(members: Members, itemsize: int) -> np.ndarray:
+    """The bytes of each member, at so many an element: one array for all entries, of which a ledger keeps thousands."""
+    known = _whole_parts.setdefault(members, {})
+    if itemsize not in known:
+        known[itemsize] = members.rows["size"] * itemsize
+        known[itemsize].flags.writeable = False
+    return known[itemsize]
+
+
+_whole_parts: WeakKeyDictionary[Members, dict[int, np.ndarray]] = WeakKeyDictionary()

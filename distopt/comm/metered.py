@@ -8,7 +8,7 @@ import numpy as np
 
 from distopt.comm.communicator import Communicator, Wrapper
 from distopt.comm.meter import Meter
-from distopt.ledger import Ledger, Purpose
+from distopt.ledger import KEEP, Ledger, Purpose
 from distopt.tables import Members
 
 
@@ -21,7 +21,7 @@ class Metered(Wrapper):
     transport adds: headers, and the lengths that a ragged verb needs.
     """
 
-    def __init__(self, comm: Communicator, keep: int = 100_000):
+    def __init__(self, comm: Communicator, keep: int = KEEP):
         super().__init__(comm)
         self.ledger = Ledger(keep)
         self._meter = Meter(self.rank, self.size, self.hosts, self.algorithm, self.ledger)
