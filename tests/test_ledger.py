@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import laws
 from distopt import DistOpt, run_ranks
-from distopt.comm import Metered, Ordered
+from distopt.comm import LocalCommunicator, Metered, Ordered
 from distopt.compress import At, DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
 from distopt.compress.compressor import look
 from distopt.ledger import KEEP, REST, Entry, Ledger, share_out
@@ -264,19 +265,21 @@ def test_totals_outlive_what_is_kept(tmp_path):
     by_step = ledger.by("step")
     assert [row["step"] for row in by_step] == [8, 9, 10]
     assert sum(row["payload"] for row in ledger.by("bucket", "verb")) == 1200
-    with pytest.raises(ValueError, match="columns are step, phase, bucket, verb, got tensor"):
-        ledger.by("tensor")
     ledger.write_json(tmp_path / "a.json")
     ledger.write_csv(tmp_path / "a.csv")
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["totals"][0]["calls"] == 10
     assert found["tensors"]["gradients"] == ledger.tensors()
+    assert [entry["tensors"] for entry in found["entries"]] == [{"p1": 80}, {"p0": 40}] * 2 + [{"p1": 80}]
     with open(tmp_path / "a.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["payload"]) for row in rows] == [e.payload for e in ledger.entries]
     assert rows[-1]["step"] == "10"
     table = ledger.table("bucket")
     assert table.splitlines()[-1].split()[:3] == ["total", "20", "1,200"]
+    *lines, rest, total = ledger.table("step", "bucket").splitlines()
+    assert rest.split()[:4] == ["(not", "kept)", "15", "880"]
+    assert sum(int(line.split()[2]) for line in lines[-5:]) + 15 == int(total.split()[1])
     metered.reset()
     assert ledger.total()["payload"] == 0
     assert ledger.by("verb") == []
@@ -317,7 +320,7 @@ def test_any_thread_may_read():
     sys.setswitchinterval(1e-5)
     writer.start()
     try:
-        for _ in range(40):
+        for _ in range(15):
             for read in reads:
                 read()
             steps = [entry.step for entry in ledger.entries]
@@ -326,6 +329,43 @@ def test_any_thread_may_read():
         stop.set()
         writer.join()
         sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_tensors_add_up(mode, tmp_path):
+    """By step or not: to the payload of their messages, and to what ``tensors`` says."""
+    ledger = ledger_of(MODES[mode], SHAPES, size=2, steps=3, threshold=500)
+    whole = {row["phase"]: row["payload"] for row in ledger.by("phase")}
+    for columns in (("phase",), ("step", "phase"), ("step", "phase", "bucket", "verb")):
+        sums = Counter()
+        for row in ledger.by(*columns, "tensor"):
+            assert list(row) == [*columns, "tensor", "calls", "payload"]
+            sums[row["phase"]] += row["payload"]
+        assert sums == whole
+    names = {f"p{k}" for k in range(len(SHAPES))}
+    found = {row["tensor"]: row["payload"] for row in ledger.by("tensor")}
+    assert {REST: 0} | found == ledger.tensors()
+    assert set(found) - {REST} == names
+    path = tmp_path / "steps.csv"
+    ledger.write_csv(path, "step", "tensor")
+    with open(path, newline="") as file:
+        assert list(csv.DictReader(file)) == [{k: str(v) for k, v in r.items()} for r in ledger.by("step", "tensor")]
+    assert ledger.table("tensor").splitlines()[0].split() == ["tensor", "calls", "payload"]
+
+
+def test_what_cannot_be(tmp_path):
+    for keep, error in ((-1, ValueError), ("a", TypeError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="keep must be"):
+            Metered(LocalCommunicator(), keep=keep)
+    ledger = Ledger()
+    for columns, text in (((1,), "1"), (("stp", "bucket"), "stp"), ((None,), "None")):
+        for method in (ledger.by, ledger.table, lambda *columns: ledger.write_csv(tmp_path / "a.csv", *columns)):
+            with pytest.raises(ValueError, match=f"columns are step, phase, bucket, verb, tensor, got {text}"):
+                method(*columns)
+    assert not (tmp_path / "a.csv").exists()
+    with pytest.raises(ValueError, match=r"phase must be one of gradients, parameters, .*, got 'gradient'"):
+        ledger.tensors("gradient")
+    assert ledger.tensors() == ledger.tensors("update") == {REST: 0}
 
 
 @given(total=st.integers(0, 10**12), counts=st.lists(st.integers(0, 10**6), max_size=20))
