@@ -46,6 +46,19 @@ def test_a_nan_counts_as_its_bits():
     run_ranks(2, main)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_parameters_of_any_dtype_are_compared(dtype):
+    def main(comm):
+        params = laws.parameters([(3, 5), (0,), ()], dtype)
+        opt = DistOpt(communicator=comm, check_every=1)
+        opt(laws.pairs(comm, params, 0))
+        params[0].data[0, 0] += comm.rank
+        with pytest.raises(RuntimeError, match="ranks have diverged after step 2: p0 differs on rank 1"):
+            opt(laws.pairs(comm, params, 1))
+
+    run_ranks(2, main)
+
+
 @pytest.mark.parametrize("options", [{}, {"check_every": 0}, {"num_batches": 2, "steps": 5}])
 def test_who_is_left_alone(options):
     flip = [] if not options else [1]

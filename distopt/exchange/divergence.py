@@ -18,7 +18,8 @@ def refuse_divergence(control: Control, values: Mapping[str, np.ndarray], when: 
     no gradient ever brings them together again.  Raises RuntimeError, on every rank alike, that names the first
     parameter that differs and the ranks in the minority.  What is on a GPU is copied to the host.
     """
-    sums = [zlib.crc32((device.host_copy(v) if device.on_gpu(v) else v).data) for v in values.values()]
+    here = [device.host_copy(v) if device.on_gpu(v) else v for v in values.values()]
+    sums = [zlib.crc32(v.reshape(-1).view(np.uint8).data) for v in here]
     name = f"comparing parameters {when}"
     digests = control.vote(name, 0, list, report=f"{fingerprint(map(str, sums)):x}")
     if len(set(digests)) > 1:
