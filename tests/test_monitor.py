@@ -59,6 +59,15 @@ def test_csv_refuses_new_columns_and_writes_nothing(tmp_path):
     assert path.read_text() == "step,loss\n1,1.0\n2,0.5\n"
 
 
+def test_csv_waits_for_numbers_to_name_its_columns(tmp_path):
+    path = tmp_path / "run.csv"
+    with closing(CsvFile(path)) as callback:
+        callback(1, {})
+        callback(2, {"loss": 0.5})
+        callback(3, {})
+    assert path.read_text() == "step,loss\n2,0.5\n3,\n"
+
+
 def test_json_lines(tmp_path):
     path = tmp_path / "run.jsonl"
     with closing(JsonLines(path)) as callback:
@@ -105,6 +114,9 @@ def test_what_is_no_step_and_no_number(kind, tmp_path):
         callback(1, {"loss": "1.0"})
     with pytest.raises(ValueError, match="named 'step'"):
         callback(1, {"step": 2})
+    for numbers in ({3: 1.0}, None):
+        with pytest.raises(TypeError, match="numbers must have texts as names, got"):
+            callback(1, numbers)
     assert not path.exists() or path.read_text() == ""
     if kind in ("csv", "json"):
         callback.close()

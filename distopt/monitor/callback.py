@@ -15,6 +15,8 @@ class Callback(Protocol):
 
 def checked(step: int, numbers: Mapping[str, float]) -> dict[str, int | float]:
     """A call's arguments in one dict, the step first.  Raises TypeError or ValueError that names what is wrong."""
+    if not isinstance(numbers, Mapping) or not all(isinstance(name, str) for name in numbers):
+        raise TypeError(f"numbers must have texts as names, got {numbers!r:.60}")
     if "step" in numbers:
         raise ValueError("numbers must not have one named 'step', which is the call's first argument")
     return {"step": whole("step", step, 0)} | {name: figure(name, x) for name, x in numbers.items()}

@@ -10,8 +10,9 @@ from distopt.monitor.callback import checked
 class CsvFile:
     """A callback that writes one line per call; what the file held before is gone.
 
-    The first call names the columns, ``step`` before them; a number that a later call lacks is an empty cell.  Each
-    line is in the file when the call returns.  Raises OSError at once if the file cannot be written.
+    The first call that has numbers names the columns, ``step`` before them, and none before it is written; a number
+    that a later call lacks is an empty cell.  Each line is in the file when the call returns.  Raises OSError at once
+    if the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -21,6 +22,8 @@ class CsvFile:
     def __call__(self, step: int, numbers: Mapping[str, float], /) -> None:
         """Write a line.  Raises ValueError that names the numbers which are no columns; nothing is written then."""
         cells = checked(step, numbers)
+        if not numbers and not self._columns:
+            return
         if not self._columns:
             self._columns = list(cells)
             self._lines.writerow(self._columns)
