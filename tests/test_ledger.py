@@ -19,7 +19,7 @@ from distopt import DistOpt, run_ranks
 from distopt.comm import LocalCommunicator, Metered, Ordered
 from distopt.compress import At, DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
 from distopt.compress.compressor import look
-from distopt.ledger import KEEP, REST, Entry, Ledger, share_out
+from distopt.ledger import KEEP, REST, Anatomy, Entry, Ledger, share_out
 from distopt.optim import LARS, SGD
 from doubles.counted import Around, Everyone, run_counted
 
@@ -351,6 +351,22 @@ def test_rows_of_tensors_add_up(mode, tmp_path):
     with open(path, newline="") as file:
         assert list(csv.DictReader(file)) == [{k: str(v) for k, v in r.items()} for r in ledger.by("step", "tensor")]
     assert ledger.table("tensor").splitlines()[0].split() == ["tensor", "calls", "payload"]
+
+
+class Sharp(TopK):
+    """A compressor of a user's own, which looks with numpy."""
+
+    def look(self, payload, x, at):
+        numbers = np.array([payload.nbytes, 0], np.int32)
+        return lambda: Anatomy(*numbers, ideal=np.float64(12.0), counts=np.array([1, 2], np.uint8))
+
+
+def test_a_look_may_be_numpys(tmp_path):
+    ledger = ledger_of(Sharp(0.1), [(20,), (30,)])
+    ledger.write_json(tmp_path / "a.json")
+    (entry,) = json.loads((tmp_path / "a.json").read_text())["entries"]
+    assert (entry["values"], entry["indices"], entry["ideal"]) == (entry["payload"], 0, 12)
+    assert entry["tensors"] == {"p0": 13, "p1": 27}
 
 
 def test_what_cannot_be(tmp_path):

@@ -87,7 +87,8 @@ class Meter:
             parts = () if members is None else parts_of(members, anatomy, n, itemsize)
             between = to.between(self._hosts, self.rank) if self._spans else (0, 0)
             ideal = 8 * payload if anatomy.ideal is None else anatomy.ideal
-            volume = payload, anatomy.values, anatomy.indices, ideal, sum(to.sent), sum(to.received), *between
+            values, indices, ideal = int(anatomy.values), int(anatomy.indices), int(ideal)  # a user's may be numpy's
+            volume = payload, values, indices, ideal, sum(to.sent), sum(to.received), *between
             return Entry(now.step, now.phase, now.bucket, verb, *volume, members.names if members else (), parts)
 
         self.ledger.write(entry)
