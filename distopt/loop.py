@@ -51,8 +51,8 @@ class Loop(Conditions):
         The numbers are ``energy``, ``residual``, ``residual_ratio``, ``age`` and ``density``, of this rank or the mean
         over virtual ones, and ``cosine``, of all ranks (``distopt.exchange.Quality`` says what they are); and with a
         ``Metered`` communicator ``payload`` and ``wire``, bytes since the start, as an ``Experiment`` wants them.  The
-        training gets the same bits as without.  A step that is looked at has one dense all-reduce more, which is the
-        phase 'quality' of a ledger, but none of those bytes.
+        training gets the same bits as without.  A step that is looked at has one dense all-reduce more, each of its
+        calls with ``sync_on_apply=False``, which is the phase 'quality' of a ledger, but none of those bytes.
 
         What a callback raises is raised behind the step, which is done.  Raises TypeError for what cannot be called,
         TypeError or ValueError for ``every``, and ValueError on a GPU, where nobody looks.
@@ -160,7 +160,8 @@ class Loop(Conditions):
         error: Exception | None = None
         overlap: Overlap | None = None
         exchange: Exchange = as_they_are
-        self._observer.begin(self.step_counter + 1, kind.sent)
+        if not self._window.batches:
+            self._observer.begin(self.step_counter + 1, kind.sent, self._window.exchanges)
         try:
             threshold = self._checked_threshold(kind)
             compressor = self._at_this_step(kind.make())

@@ -310,6 +310,77 @@ def test_a_window_is_one_step(sync_on_apply):
     assert run_ranks(2, main) == [[2], [2]]
 
 
+def test_every_exchange_of_a_window_counts():
+    """Its norms are root mean squares, and its density and energy are those of both calls together."""
+
+    def main(comm, num_batches):
+        seen, params = [], laws.parameters(SHAPES)
+        opt = DistOpt(SGD(0.1), comm, num_batches=num_batches, sync_on_apply=False)
+        opt.observe(lambda *call: seen.append(call), every=1)
+        for step in range(4):
+            opt.step(laws.pairs(comm, params, step), ErrorFeedback(Threshold(1.5)))
+        return seen
+
+    alone, windows = (run_ranks(2, lambda comm, n=n: main(comm, n)) for n in (1, 2))
+    for rank in range(2):
+        steps = [numbers for _, numbers in alone[rank]]
+        assert [step for step, _ in windows[rank]] == [1, 2]
+        for (_, found), calls in zip(windows[rank], (steps[:2], steps[2:]), strict=True):
+            kept = np.array([numbers["residual"] for numbers in calls])
+            had = np.array([numbers["residual"] / numbers["residual_ratio"] for numbers in calls])
+            before = [k**2 / (1 - numbers["energy"]) for k, numbers in zip(kept, calls, strict=True)]
+            assert found["residual"] == pytest.approx(math.sqrt(np.mean(kept**2)))
+            assert found["residual_ratio"] == pytest.approx(math.sqrt(np.sum(kept**2) / np.sum(had**2)))
+            assert found["energy"] == pytest.approx(1 - np.sum(kept**2) / np.sum(before))
+            assert found["density"] == pytest.approx(np.mean([numbers["density"] for numbers in calls]))
+
+
+def test_a_rank_that_has_joined_has_no_gradient(tmp_path):
+    """Its residual is still being sent; monitors can write what that is in units of nothing."""
+
+    def main(comm):
+        params, seen = laws.parameters([(40,)]), []
+        lines, table = JsonLines(tmp_path / f"{comm.rank}.json"), CsvFile(tmp_path / f"{comm.rank}.csv")
+        opt = DistOpt(SGD(0.1), comm)
+        opt.observe(lambda *call: [callback(*call) for callback in (lambda *c: seen.append(c), lines, table)], every=1)
+        for step in range(1 + comm.rank):
+            opt.step(laws.pairs(comm, params, step), ErrorFeedback(TopK(0.1)))
+        opt.join()
+        lines.close()
+        table.close()
+        return [(math.isnan(numbers["residual_ratio"]), numbers["residual"] > 0) for _, numbers in seen]
+
+    assert run_ranks(2, main) == [[(False, True), (True, True)], [(False, True), (False, True)]]
+    assert [json.loads(line)["residual_ratio"] == "NaN" for line in (tmp_path / "0.json").read_text().splitlines()] == [
+        False,
+        True,
+    ]
+    assert (tmp_path / "0.csv").read_text().splitlines()[-1].split(",")[3] == "nan"
+
+
+class Elsewhere(ErrorFeedback):
+    """A memory that has a name of its own."""
+
+    def compress(self, x, state, at):
+        state["residual"] = state.pop("mine", np.zeros_like(x))
+        payload = super().compress(x, state, at)
+        state["mine"] = state.pop("residual")
+        return payload
+
+
+def test_what_is_kept_elsewhere_is_not_known():
+    seen, params = [], laws.parameters(SHAPES)
+    opt = DistOpt(SGD(0.1), LocalCommunicator())
+    opt.observe(lambda step, numbers: seen.append(numbers), every=1)
+    opt.step(laws.pairs(opt.communicator, params, 0), Elsewhere(TopK(0.1)))
+    assert {name for name, value in seen[0].items() if math.isnan(value)} == {
+        "energy",
+        "residual",
+        "residual_ratio",
+        "age",
+    }
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_virtual_ranks_are_the_same(mode):
     found = []

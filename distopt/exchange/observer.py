@@ -27,9 +27,9 @@ class Observer:
         self._callback, self.every = callback, whole("every", every, least=0)
         self._quality: Quality | None = None  # of a step that is looked at
 
-    def begin(self, step: int, sent: bool) -> None:
-        """Step number ``step``, from 1, begins; are gradients ``sent`` in it?"""
-        self._quality = Quality() if sent and self.every and step % self.every == 0 else None
+    def begin(self, step: int, sent: bool, exchanges: int = 1) -> None:
+        """Step number ``step``, from 1, begins; are gradients ``sent`` in it, and how often?"""
+        self._quality = Quality(exchanges) if sent and self.every and step % self.every == 0 else None
 
     def around(self, algorithm: Algorithm, compressor: Compressor) -> Algorithm:
         """How a bucket is exchanged in this step."""

@@ -45,7 +45,7 @@ class Probe:
         spent = np.may_share_memory(payload, x)
         carried = x.copy() if spent else self._carried(payload, x, at)
         left = np.zeros_like(x) if spent else x
-        kept = state.get("residual", left) if self._compressor.stateful else left
+        kept = state.get("residual", np.full_like(x, np.nan)) if self._compressor.stateful else left
         share.sent(members, carried, kept)
         return payload
 

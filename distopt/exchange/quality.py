@@ -33,13 +33,13 @@ class Share:
         self._before += _squares(members, sent)
         self._elements += int(members.rows["size"].sum())
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self, exchanges: int) -> dict[str, float]:
         """Those of this rank."""
-        residual = math.sqrt(self._kept)
+        residual = math.sqrt(self._kept / exchanges)
         return {
             "energy": 1 - _ratio(self._kept, self._before),
             "residual": residual,
-            "residual_ratio": _ratio(residual, math.sqrt(self._gradient)),
+            "residual_ratio": _ratio(residual, math.sqrt(self._gradient / exchanges), of_nothing=math.nan),
             "age": _ratio(self._waiting, self._leaving),
             "density": self._entries / self._elements if self._elements else 1.0,
         }
@@ -51,17 +51,22 @@ class Quality:
     * ``energy``: how much of what there was to send was sent, 1 - |kept|^2 / |sent + kept|^2.  There was the gradient,
       and what was kept of earlier ones; for DGC, the velocities.  Below 0 if more is kept than there was.
     * ``residual``: the norm of what is kept, in units of the local, un-averaged gradient; what a compressor without
-      memory drops.  ``residual_ratio``: that over the gradient's norm.
+      memory drops.  ``residual_ratio``: that over the gradient's norm; NaN if something is kept and the gradient is
+      zeros, as that of a rank that has joined.
     * ``age``: |kept| / |sent|, sums of magnitudes: how many steps' worth of what is sent waits, and in a steady state
       the mean number of steps that it waits (Little, "A proof for the queuing formula L = lambda W", 1961).
     * ``density``: the fraction of the elements for which anything but zero was sent.
     * ``cosine``: of the angle between the sum over ranks of what was sent and that of their gradients.  A momentum in
       the compressor turns the sum too.
 
-    If nothing was looked at, because everything is sent, they are 1, 0, 0, 0, 1 and 1.
+    If nothing was looked at, because everything is sent, they are 1, 0, 0, 0, 1 and 1.  What a compressor keeps in
+    another state than 'residual' nobody knows: all that depends on it is NaN.
+
+    A step of several ``exchanges`` is looked at as a whole; its norms are root mean squares over these.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exchanges: int = 1) -> None:
+        self._exchanges = exchanges
         self._shares: defaultdict[int, Share] = defaultdict(Share)
         self._along = self._total = self._dense = 0.0  # the product of both sums, and their squares
 
@@ -77,7 +82,7 @@ class Quality:
 
     def numbers(self) -> dict[str, float]:
         """Means over the ranks that are here, and the cosine."""
-        found = [share.numbers() for share in self._shares.values()] or [Share().numbers()]
+        found = [share.numbers(self._exchanges) for share in self._shares.values() or [Share()]]
         means = {name: sum(numbers[name] for numbers in found) / len(found) for name in found[0]}
         return means | {"cosine": self._cosine()}
 
@@ -112,6 +117,6 @@ def _product(x: np.ndarray, y: np.ndarray) -> float:
         return sum(float(x[piece].astype(np.float64) @ y[piece].astype(np.float64)) for piece in pieces)
 
 
-def _ratio(a: float, b: float) -> float:
+def _ratio(a: float, b: float, of_nothing: float = math.inf) -> float:
     """a / b; 0 / 0 is 0: of nothing, nothing is left."""
-    return a / b if b else math.inf if a else 0.0
+    return a / b if b else of_nothing if a else 0.0

@@ -21,6 +21,11 @@ class Window:
         self.batches = 0  # calls since the last step
         self.contributions = 0.0  # of ranks, in these and the present call
 
+    @property
+    def exchanges(self) -> int:
+        """Of a step."""
+        return 1 if self.sync_on_apply else self.num_batches
+
     def add(
         self, buffers: Buffers, exchange: Exchange, wait: Callable[[], None], refused: np.ndarray | None = None
     ) -> Iterator[Sum] | None:
