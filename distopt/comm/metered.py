@@ -15,10 +15,12 @@ from distopt.tables import Members
 class Metered(Wrapper):
     """A communicator with a ``ledger``, in which every message is an entry; the last ``keep`` of them stay.
 
-    *Payload* is measured: what this rank handed to the collective.  *Wire* is by formula (``cost.wire``), exact for
-    this rank: each rank talks to all others in what is distopt's own, along a ring in NCCL's; what an MPI library does
-    with a sum of float32 is its own choice, and seldom less.  Not counted are votes (64 bytes a step), and what a
-    transport adds: headers, and the lengths that a ragged verb needs.
+    *Payload* is measured: what this rank handed to the collective.  *Wire* is by formula (``cost.wire``).  That is
+    exact for this rank where distopt or NCCL says who sends what: gathers, all-to-alls, reduce-scatters, sums of
+    halves and those of ``deterministic=True`` go straight from each rank to each other one, NCCL's along a ring.  How
+    an MPI library broadcasts, or adds up other dtypes, is its own choice: there the formula is the least that all ranks
+    together need, and some may send several times as much.  Not counted are votes (64 bytes a step), and
+    what a transport adds: headers, and the lengths that a ragged verb needs.
     """
 
     def __init__(self, comm: Communicator, keep: int = KEEP):
