@@ -38,6 +38,8 @@ class VirtualControl(LocalControl):
 class VirtualRanks(LocalCommunicator):
     """Where the ranks would be that take their turns; the ledger is that of rank 0."""
 
+    may_overlap = False  # a bucket is sent when the last rank has brought its own
+
     def __init__(self, size: int, hosts: Sequence[int], keep: int):
         super().__init__(why="virtual ranks")
         self.size, self._hosts, self.control = size, hosts, VirtualControl(size)
@@ -112,7 +114,7 @@ class Simulation(DistOpt):
             raise ValueError(f"nonfinite must be 'raise' or 'propagate' for virtual ranks, got {nonfinite!r}")
         wire = VirtualRanks(whole("size", size, least=1), _checked_hosts(hosts, size), keep)
         options: dict[str, Any] = {"threshold": threshold, "nonfinite": nonfinite, "allow_missing": allow_missing}
-        super().__init__(opt, wire, overlap=False, **options)  # a bucket is sent when the last rank has brought its own
+        super().__init__(opt, wire, **options)
         self.ledger = wire.ledger
         self._recorder = None  # a tape is of what real ranks do
         self._turn = wire

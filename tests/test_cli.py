@@ -210,3 +210,9 @@ def test_descriptions_have_no_markup(capsys):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert "``" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "nan"])
+def test_a_time_limit_is_one(limit, capsys):
+    assert main(["run", "-n", "1", "--timeout", limit, "script.py"]) == 2
+    assert f"--timeout must be above 0, got {limit}" in capsys.readouterr().err

@@ -173,6 +173,9 @@ def test_a_bar_for_a_terminal(capsys, monkeypatch):
     first, second = capsys.readouterr().err.split("\r")[1:]
     assert f"[{'#' * 15}{' ' * 15}] 1/2 dense" in first
     assert f"[{'#' * 30}] 2/2 half\n" in second
+    monkeypatch.setenv("COLUMNS", "40")
+    bar(1)("a long name")
+    assert capsys.readouterr().err == f"\r\x1b[K[{'#' * 30}] 1/1 a\n", "which does not wrap"
 
 
 # ------------------------------------------------------------------------------------------------------------ advice

@@ -1,6 +1,7 @@
 """Recorded gradients, sent by virtual ranks: what they are in bytes where that depends on the data."""
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 
@@ -60,7 +61,8 @@ def bar(total: int) -> Callable[[str], None]:
         done += 1
         if sys.stderr.isatty():
             filled = "#" * (WIDTH * done // total)
+            line = f"[{filled:{WIDTH}}] {done}/{total} {text}"[: shutil.get_terminal_size().columns - 1]
             end = "\n" if done == total else ""
-            print(f"\r\x1b[K[{filled:{WIDTH}}] {done}/{total} {text}", end=end, file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{line}", end=end, file=sys.stderr, flush=True)
 
     return tick

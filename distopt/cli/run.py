@@ -53,6 +53,9 @@ def start_given(given: argparse.Namespace, variables: Mapping[str, str]) -> int:
     if given.restarts < 0:
         _say(f"--restarts must be at least 0, got {given.restarts}")
         return 2
+    if given.timeout is not None and not given.timeout > 0:
+        _say(f"--timeout must be above 0, got {given.timeout:g}")
+        return 2
     return start(script, given.ranks, given.timeout, given.restarts, variables)
 
 

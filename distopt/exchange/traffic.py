@@ -1,4 +1,4 @@
-"""Which messages the exchange of a bucket is: decided here for those who send them and those who count them."""
+"""Which messages the exchange of a bucket is, for those who count them and send none; tests hold it to those who do."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
