@@ -175,7 +175,7 @@ def test_a_bar_for_a_terminal(capsys, monkeypatch):
     assert f"[{'#' * 30}] 2/2 half\n" in second
     monkeypatch.setenv("COLUMNS", "40")
     bar(1)("a long name")
-    assert capsys.readouterr().err == f"\r\x1b[K[{'#' * 30}] 1/1 a\n", "which does not wrap"
+    assert capsys.readouterr().err == f"\r\x1b[K[{'#' * 30}] 1/1 a \n", "which does not wrap"
 
 
 # ------------------------------------------------------------------------------------------------------------ advice
