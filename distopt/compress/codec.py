@@ -12,7 +12,7 @@ from distopt.ledger import Anatomy, Look
 from distopt.numbers import real
 from distopt.tables import Members
 
-SAMPLED = 4096  # a ledger looks at so many bytes
+SAMPLED = 2048  # a ledger looks at so many bytes
 GOLDEN = (math.sqrt(5) - 1) / 2
 LEAST, MOST = (float(x) for x in (np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max))
 

@@ -159,9 +159,13 @@ class DeepGradientCompression:
             kernels.mask(velocity, unpack_entries(planes, x.dtype)[0])
         return self.selector.encode(planes, residual, at)
 
+    def _selected(self, members: Members, at: At) -> np.ndarray:
+        """Which members entries are selected from."""
+        return np.asarray(self.whole(members, at).host == 0)
+
     def _among(self, members: Members, at: At) -> At:
         """A call for the members that entries are selected from, with constants under names of its own."""
-        selected = members.only(self.whole(members, at).host == 0)
+        selected = members.only(self._selected(members, at))
         return at._replace(bucket=selected, constant=lambda name, make: at.constant(f"{name} in {self._text}", make))
 
     def _clip(self, members: Members, x: np.ndarray, at: At) -> None:
@@ -191,14 +195,14 @@ class DeepGradientCompression:
     def look(self, payload: np.ndarray, x: np.ndarray, at: At) -> Look:
         """That of the selector, whose members are some of x's."""
         members = table(x, at)
-        seen = look(self.selector, payload, x, self._among(members, at))
+        selected, seen = self._selected(members, at), look(self.selector, payload, x, self._among(members, at))
 
         def found() -> Anatomy:
             anatomy = seen()
             if anatomy.counts is None:
                 return anatomy
             counts = np.zeros(len(members.names), np.int64)
-            counts[self.whole(members, At()).host == 0] = anatomy.counts
+            counts[selected] = anatomy.counts
             return anatomy._replace(counts=counts)
 
         return found

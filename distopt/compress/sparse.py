@@ -125,10 +125,9 @@ class Sparse(abc.ABC):
 
 
 def by_member(index: np.ndarray, members: Members) -> np.ndarray:
-    """How many of these indices, on the host, belong to each; they ascend from member to member."""
-    starts, sizes = (members.rows[name].astype(index.dtype) for name in ("offset", "size"))
-    found: np.ndarray = np.searchsorted(index, starts + sizes) - np.searchsorted(index, starts)
-    return found
+    """How many of these indices, on the host, belong to each; they ascend, and none is in a gap."""
+    starts = members.rows["offset"].astype(index.dtype)
+    return np.diff(np.searchsorted(index, starts), append=index.size)
 
 
 @functools.lru_cache(1024)
@@ -137,10 +136,19 @@ def choices(n: int, k: int) -> int:
     return round((math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2))
 
 
+def counted(density: float, sizes: np.ndarray) -> np.ndarray:
+    """A fraction of so many entries each: one at least, if there is one."""
+    exact = density * sizes
+    wanted = np.ceil(exact - 1e-9 * np.maximum(1.0, exact)).astype(np.int64)
+    return np.clip(wanted, np.minimum(sizes, 1), sizes)
+
+
 @functools.lru_cache(256)
-def choices_each(sizes: bytes, counts: bytes) -> int:
-    """The same of several choices, each of as many entries; int64."""
-    return sum(map(choices, *(np.frombuffer(numbers, np.int64).tolist() for numbers in (sizes, counts))))
+def of_each(density: float, sizes: bytes) -> tuple[np.ndarray, int]:
+    """The same of sizes that are the bytes of int64, and the bits that tell which these are."""
+    all_of = np.frombuffer(sizes, np.int64)
+    counts = counted(density, all_of)
+    return counts, sum(map(choices, all_of.tolist(), counts.tolist()))
 
 
 def check_size(n: int) -> None:
@@ -196,9 +204,7 @@ class TopK(Sparse):
 
     def counts(self, sizes: np.ndarray) -> np.ndarray:
         """How many entries of each part are sent, if entries are chosen from parts of these sizes."""
-        exact = self.density * sizes
-        wanted = np.ceil(exact - 1e-9 * np.maximum(1.0, exact)).astype(np.int64)
-        return np.clip(wanted, np.minimum(sizes, 1), sizes)
+        return counted(self.density, sizes)
 
     def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int:
         """A value and an index for each of k entries; ValueError for buckets that are too large."""
@@ -237,16 +243,14 @@ class TopK(Sparse):
 
     def known_counts(self, k: int, members: Members) -> np.ndarray | None:
         """As many of each tensor as its size says, if they are chosen so."""
-        if not self.per_tensor:
-            return super().known_counts(k, members)
-        return self.counts(members.rows["size"].astype(np.int64))
+        return self._of_each(members)[0] if self.per_tensor else super().known_counts(k, members)
 
     def choice(self, k: int, members: Members) -> int:
         """Of each tensor its own, if they are chosen so."""
-        if not self.per_tensor:
-            return super().choice(k, members)
-        sizes = members.rows["size"].astype(np.int64)
-        return choices_each(sizes.tobytes(), self.counts(sizes).tobytes())
+        return self._of_each(members)[1] if self.per_tensor else super().choice(k, members)
+
+    def _of_each(self, members: Members) -> tuple[np.ndarray, int]:
+        return of_each(self.density, members.rows["size"].astype(np.int64).tobytes())
 
     def _parts(self, sizes: np.ndarray) -> np.ndarray:
         """The sizes of what entries are chosen from, of members of these sizes."""

@@ -12,7 +12,7 @@ class Anatomy(NamedTuple):
     """What a payload consists of: bytes of values and of indices; the rest are headers and scales.
 
     ``ideal`` is the information in it, in bits: how many ways there are to choose so many entries, and the values as
-    they are; of codes of a bit or two an estimate, from 4096 bytes of them.  ``counts`` are the entries of each member,
+    they are; of codes of a bit or two an estimate, from 2048 bytes of them.  ``counts`` are the entries of each member,
     None if all of them are sent.
     """
 
