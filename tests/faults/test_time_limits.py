@@ -34,8 +34,8 @@ def job(tmp_path):
     return run
 
 
-def checked(code, output):
-    """The same, if all ranks that said who they are have gone, soon after the fault."""
+def checked(code, output, stopped=0):
+    """The same, if all ranks that said who they are have gone, soon after the fault and ``stopped`` seconds of rest."""
     ended, pids = time.time(), [int(pid) for pid in re.findall(r"pid (\d+)", output)]
     left = [pid for pid in pids if runs(pid)]
     for pid in left:
@@ -43,7 +43,7 @@ def checked(code, output):
     assert not left, output
     assert "without a word" not in output  # the report was one
     for fault in re.findall(r"fault at ([\d.]+)", output):
-        assert ended - float(fault) < LIMIT + 3, output
+        assert ended - float(fault) < LIMIT + 3 + stopped, output
     return code, output
 
 
@@ -183,11 +183,12 @@ def test_a_job_that_was_stopped_as_a_whole_has_not_waited(tmp_path):
     pids = [int(pid) for pid in re.findall(r"pid (\d+)", "".join(lines))]
     assert len(pids) == 2, lines
     time.sleep(0.7)  # one waits, the other sleeps
-    for number, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 0)):
+    stopped = 4
+    for number, seconds in ((signal.SIGSTOP, stopped), (signal.SIGCONT, 0)):
         for pid in pids:
             os.kill(pid, number)
         time.sleep(seconds)
-    _, output = checked(0, "".join(lines) + job.communicate(timeout=30)[0])
+    _, output = checked(0, "".join(lines) + job.communicate(timeout=30)[0], stopped)
     assert job.returncode == 0, output
     assert "distopt: rank" not in output
 
