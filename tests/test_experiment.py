@@ -323,3 +323,14 @@ def test_of_two_ranks(tmp_path):
     assert found["topology"]["ranks"] == 2
     assert found["versions"]["mpi"].startswith(("MPICH ", "Open MPI "))
     assert found["results"]["w"] == pytest.approx(-0.3)
+
+
+def test_others_may_read_it(tmp_path):
+    """As far as the user's mask lets them: records are compared by colleagues, which checkpoints are not."""
+    before = os.umask(0o027)
+    try:
+        with Experiment(tmp_path / "a.json", "dense", 1, ranks=2) as run:
+            run.finish(None)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o640

@@ -20,15 +20,16 @@ TEMPORARY = re.compile(r".*\.tmp\.\d+", re.DOTALL)
 class Pending:
     """A file beside its final name: ``write``, ``finish``, then ``commit`` gives it the name; or ``discard``.
 
-    Raises OSError, FileExistsError if something that no ended process left has the temporary name.
+    It is its owner's alone, but for a ``mode`` that lets others read.  Raises OSError, FileExistsError if something
+    that no ended process left has the temporary name.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], mode: int = 0o600):
         self.path = Path(path)
         self.nbytes, self.digest = 0, ""  # when it is finished
         self._temporary = self.path.with_name(f"{self.path.name}.tmp.{os.getpid()}")
         _remove_if_abandoned(self._temporary)  # by a process that had our number, as they have in containers
-        self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
         with contextlib.suppress(OSError):  # a file system without locks: nobody sweeps there
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -65,9 +66,9 @@ class Pending:
         os.close(file)
 
 
-def write(path: str | os.PathLike[str], data: bytes) -> None:
+def write(path: str | os.PathLike[str], data: bytes, mode: int = 0o600) -> None:
     """A small file, whole or not at all, and on the disk when this returns.  Raises OSError."""
-    pending = Pending(path)
+    pending = Pending(path, mode)
     try:
         pending.write(data, 0)
         pending.finish()

@@ -16,7 +16,7 @@ from distopt.cost.links import Link, checked
 from distopt.names import one_of
 from distopt.numbers import number, whole
 
-Algorithm = Callable[[float, int, Link], float]
+Formula = Callable[[float, int, Link], float]
 
 
 def _message(link: Link, nbytes: float, times: float = 1.0) -> float:
@@ -116,7 +116,7 @@ def hierarchical_all_reduce(nbytes: float, ranks: int, nodes: int, inside: Link,
     )
 
 
-ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
+ALGORITHMS: dict[str, tuple[Formula, ...]] = {
     "all_reduce": (
         ring_all_reduce,
         halving_doubling_all_reduce,
@@ -130,7 +130,7 @@ ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
 }
 
 
-def algorithms(verb: str) -> tuple[Algorithm, ...]:
+def algorithms(verb: str) -> tuple[Formula, ...]:
     """Those by which a verb of a communicator can be done; ValueError for another verb."""
     return ALGORITHMS[one_of("verb", verb, ALGORITHMS)]
 
