@@ -17,7 +17,7 @@ COUNTS = "payload", "wire"  # curves of bytes since the start
 
 
 def write(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
-    """Write plain values, whole or not at all, one line per field, for all whom the umask lets read.  Raises OSError."""
+    """Write plain values, whole or not at all, one line per field; the umask says who may read it.  Raises OSError."""
     lines = (f" {plain.dumps(name)}: {plain.dumps(value)}" for name, value in ({"format": FORMAT} | record).items())
     pending.write(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode(), 0o666)
 
