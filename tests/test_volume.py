@@ -409,7 +409,7 @@ def test_advice_in_words():
     text = str(advise(MODEL, 64, network("10GbE", 8), None, 0.05, None))
     assert "64 ranks, 10GbE (9.40 Gbit/s, 30.0 us) for the 8 ranks of a node, NVLink inside; backward 50.0 ms" in text
     assert f"2bit: {len(MODEL)} buckets sent as dense, which is less" in text
-    assert "compute: left out" in text
+    assert "compute: adding up alone" in text
     assert "wire bytes: each rank to all others; wire time: within nodes first" in text
     assert str(advise(MODEL, 1, network("1GbE"), measure=None)).startswith("1 rank, 1GbE")
 

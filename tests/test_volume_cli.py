@@ -50,7 +50,7 @@ def test_the_table(capsys):
     assert rows[0][:6] == ["dense", "2", "102 MB", "102 MB", "1 x", "92.8 ms"]
     assert rows[1][:5] == ["half", "2", "51.1 MB", "51.1 MB", "2 x"]
     assert [row[:2] for row in rows[2:]] == [["dense", "8"], ["half", "8"]]
-    assert note[0].startswith("wire time: predicted; compute: left out; the update")
+    assert note[0].startswith("wire time: predicted; compute: adding up alone; the update")
 
 
 def test_json_has_the_bytes(small, tmp_path, capsys):

@@ -181,7 +181,7 @@ def described(wire: Wire, ranks: int | None = None) -> str:
 
 def notes(wire: Wire, measured: bool) -> list[str]:
     """Where the two kinds of seconds come from, and what is in neither; how the bytes are sent."""
-    compute = "measured on one thread of this machine (a GPU takes another one)" if measured else "left out"
+    compute = "measured on one thread of this machine (a GPU takes another one)" if measured else "adding up alone"
     found = [f"wire time: predicted; compute: {compute}; the update and what else a step takes are in neither"]
     if isinstance(wire, Network) and wire.per_node > 1:
         found.append("wire bytes: each rank to all others; wire time: within nodes first, as MPI and NCCL do it")
