@@ -224,19 +224,18 @@ def controls(size, secrets, sizes=None, ranks=None):
 
 
 def test_sockets_of_those_who_do_not_belong_together():
-    ones, twos = b"1" * 128, b"2" * 128
-    for error in controls(2, [ones] * 2, sizes=[2, 3]):
+    for error in controls(2, [os.urandom(128)] * 2, sizes=[2, 3]):
         assert str(error) == "rank 1 was told world_size=3, rank 0 2"
-    for error in controls(3, [ones] * 3, ranks=[0, 1, 1]):
+    for error in controls(3, [os.urandom(128)] * 3, ranks=[0, 1, 1]):
         assert str(error) == "two processes were told local_rank=1"
-    strangers = controls(2, [ones, twos])
+    strangers = controls(2, [os.urandom(128), os.urandom(128)])
     assert "rank 1 of 2 did not come within 1 s" in str(strangers[0])
     assert "rank 0 did not come within 1 s" in str(strangers[1])
 
 
 def test_a_stranger_at_the_door():
     """Somebody knocks who knows the sockets' name but not the secret: the ranks meet all the same."""
-    secret, names = b"3" * 128, []
+    secret, names = os.urandom(128), []
     listener = sockets.Listener
 
     def note(name, **options):
