@@ -19,10 +19,8 @@ MAGIC = 0x45460100  # "EF", and the version of what stands behind the header; th
 VALUES = {"float16": (1, 2), "bfloat16": (2, 2), "int8": (3, 1)}  # the number of a format (packed.cu), and its bytes
 GROUP = 64  # entries that share a scale (packed.cu)
 ZEROS = np.array([8 - byte.bit_count() for byte in range(256)], np.int32)  # in a byte, by its value
-PLACES = np.zeros((256, 8), np.int64)  # of its zeros, the last one first
-for _byte in range(256):
-    _found = [place for place in range(7, -1, -1) if not _byte >> place & 1]
-    PLACES[_byte, : len(_found)] = _found
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # the last one first
+PLACES = np.where(np.arange(8) < ZEROS[:, None], 7 - np.argsort(BITS, axis=1, kind="stable"), 0)  # of its zeros, so too
 
 
 class Packed(Sparse):

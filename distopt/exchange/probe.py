@@ -44,10 +44,14 @@ class Probe:
         payload = self._compressor.compress(x, state, at)
         spent = np.may_share_memory(payload, x)
         carried = x.copy() if spent else self._carried(payload, x, at)
-        left = np.zeros_like(x) if spent else x
-        kept = state.get("residual", np.full_like(x, np.nan)) if self._compressor.stateful else left
-        share.sent(members, carried, kept)
+        share.sent(members, carried, self._kept(x, spent, state))
         return payload
+
+    def _kept(self, x: np.ndarray, spent: bool, state: dict[str, np.ndarray]) -> np.ndarray:
+        """What has not left x, of which all has if it is ``spent``; NaN if only the compressor knows."""
+        if not self._compressor.stateful:
+            return np.zeros_like(x) if spent else x
+        return state["residual"] if "residual" in state else np.full_like(x, np.nan)
 
     def _carried(self, payload: np.ndarray, x: np.ndarray, at: At) -> np.ndarray:
         """What a payload stands for; members that are summed as they are stand in x."""

@@ -123,7 +123,9 @@ class Ledger:
         """Step, phase, bucket, verb, and what was sent of it: every message that is kept, or the sums of all."""
         if each:
             return [(entry[: len(KEYS)], NOTHING.plus(entry)) for entry in self.entries]
-        return [((None, *key[:-1]), total) for key, total in self.copy()._sums.items()]
+        with self._lock:
+            self._make()
+            return [((None, *key[:-1]), total) for key, total in self._sums.items()]
 
     def total(self) -> dict[str, int]:
         """Sums of all messages."""
@@ -175,7 +177,8 @@ class Ledger:
         With 'step', what is kept no more is a row of its own.
         """
         columns, now = columns or ("phase", "verb"), self.copy()
-        total, kept = now.total(), Counter(now.total())
+        total = now.total()
+        kept = Counter(total)
         shown = [c for c in _amounts(columns) if total["sent_between"] or total["received_between"] or c not in BETWEEN]
 
         def line(first: Sequence[str], row: Mapping[str, int]) -> tuple[str, ...]:
