@@ -10,7 +10,7 @@ from distopt.cost import LINKS
 from distopt.fit import Fit
 from distopt.models import MODELS
 from distopt.numbers import whole
-from distopt.volume import Compute, Mode, Network, Wire, measure, network
+from distopt.volume import Compute, Mode, Wire, measure, network
 from distopt.volume.forecast import MOST_RANKS
 
 MODEL, LINK, INSIDE = "resnet50", "10GbE", "NVLink"
@@ -57,7 +57,7 @@ def ranks(given: argparse.Namespace, network: Wire) -> list[int]:
         must = f"whole numbers from 1 to {MOST_RANKS} with commas between them"
         raise ValueError(f"--ranks must be {must}, got {given.ranks:.60}")
     found = sorted({int(text) for text in texts})
-    local = network.per_node if isinstance(network, Network) else 1
+    local = network.per_node
     odd = next((n for n in found if n > local and n % local), None)
     if odd:
         raise ValueError(f"--ranks must fill nodes of {local}, got {odd}")

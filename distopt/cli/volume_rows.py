@@ -20,7 +20,7 @@ class Row(NamedTuple):
 
 def rows(question: Question, chosen: Sequence[Mode], ranks: Sequence[int], replay: Replay | None) -> list[Row]:
     """By number of ranks, then by mode; the question's own number does not matter."""
-    per_node, found = getattr(question.wire, "per_node", 1), []
+    per_node, found = question.wire.per_node, []
     for size in ranks:
         there = question._replace(ranks=size)
         dense = forecast(question.buckets, DENSE, size).sent
@@ -36,6 +36,6 @@ def rows(question: Question, chosen: Sequence[Mode], ranks: Sequence[int], repla
 
 def between(ranks: Sequence[int], network: Wire) -> list[int]:
     """Powers of two from the first number of ranks to the last, as many nodes as that."""
-    local = getattr(network, "per_node", 1)
+    local = network.per_node
     nodes = [1 << k for k in range(ranks[-1].bit_length())]
     return [n * local for n in nodes if ranks[0] < n * local < ranks[-1] and n * local not in ranks]

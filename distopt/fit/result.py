@@ -44,6 +44,11 @@ class Fit(NamedTuple):
         return int(self.about["ranks"])
 
     @property
+    def per_node(self) -> int:
+        """What was measured between nodes and within them is one thing here, as if each had one rank."""
+        return 1
+
+    @property
     def most(self) -> int:
         """The bytes up to which every verb was measured."""
         return min(max(nbytes for nbytes, _ in line.points) for line in self.lines.values())

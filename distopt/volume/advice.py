@@ -14,7 +14,7 @@ from distopt.volume.break_even import DENSE, Bounds
 from distopt.volume.compute import Compute
 from distopt.volume.forecast import Forecast, forecast
 from distopt.volume.modes import DEFAULT, Mode, modes
-from distopt.volume.network import Network, Wire
+from distopt.volume.network import Wire
 from distopt.volume.question import Computes, Prediction, Question
 
 HEAD = "mode", "payload", "wire", "wire time", "compute"
@@ -161,7 +161,7 @@ def measured(chosen: Sequence[Mode], measure: Callable[[Mode], Compute] | None) 
 
 
 def _choice(question: Question, mode: Mode) -> Choice:
-    sends = forecast(question.buckets, mode, question.ranks, getattr(question.wire, "per_node", 1))
+    sends = forecast(question.buckets, mode, question.ranks, question.wire.per_node)
     density, bandwidth, pays = None, None, []
     if mode.name != DENSE.name:
         density, bandwidth = break_even.density(question, mode), break_even.bandwidth(question, mode)
@@ -183,7 +183,7 @@ def notes(wire: Wire, measured: bool) -> list[str]:
     """Where the two kinds of seconds come from, and what is in neither; how the bytes are sent."""
     compute = "measured on one thread of this machine (a GPU takes another one)" if measured else "adding up alone"
     found = [f"wire time: predicted; compute: {compute}; the update and what else a step takes are in neither"]
-    if isinstance(wire, Network) and wire.per_node > 1:
+    if wire.per_node > 1:
         found.append("wire bytes: each rank to all others; wire time: within nodes first, as MPI and NCCL do it")
     return found
 

@@ -62,7 +62,7 @@ def ranks(question: Question, mode: Mode) -> list[Bounds]:
     The question's number is looked at, and 1, 2, 3, 4, 6, 8, 12, ... nodes; and where two of these differ, between them
     for the edge.
     """
-    unit = getattr(question.wire, "per_node", 1)
+    unit = question.wire.per_node
 
     def faster(size: int) -> bool:
         return pays(question._replace(ranks=size), mode)
