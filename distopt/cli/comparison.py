@@ -85,18 +85,17 @@ def base(found: Sequence[Row], row: Row) -> Row | None:
 
 def remarks(found: Sequence[Row]) -> list[str]:
     """A line for each row whose bytes are known, and which is compared with nothing, or with what was set otherwise."""
-    lines = []
-    for row in found:
-        against = base(found, row)
-        if against is None:
-            where = "without a number of ranks" if row.ranks is None else f"on {row.ranks} ranks"
-            why = f"no {references(found)[0].mode} run {where} to compare it with"
-        else:
-            why = f"compared with {against.label}, which has another {', '.join(_differences(row, against))}"
-        known = any(per_step(record, "wire") for record in row.records)
-        if known and (against is None or _differences(row, against)):
-            lines.append(f"{row.label}: {why}")
-    return lines
+    known = [row for row in found if any(per_step(record, "wire") for record in row.records)]
+    return [f"{row.label}: {why}" for row in known if (why := _remark(found, row))]
+
+
+def _remark(found: Sequence[Row], row: Row) -> str:
+    against = base(found, row)
+    if against is None:
+        where = "without a number of ranks" if row.ranks is None else f"on {row.ranks} ranks"
+        return f"no {references(found)[0].mode} run {where} to compare it with"
+    other = ", ".join(_differences(row, against))
+    return f"compared with {against.label}, which has another {other}" if other else ""
 
 
 def _differences(row: Row, other: Row) -> list[str]:
