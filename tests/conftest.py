@@ -8,9 +8,28 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE)]
 sys.path.append(str(HERE.parent))  # benchmarks/, whose lists of models the tests use too
 
-# The machine's speed says nothing about the code.
-settings.register_profile("any-machine", deadline=None, derandomize=True, max_examples=40)
-settings.load_profile("any-machine")
+import tiers  # noqa: E402
+from launch import has_mpi  # noqa: E402
+
+# The machine's speed says nothing about the code.  The second one is for --hypothesis-profile.
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=10)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=40)
+settings.load_profile("quick")
+
+
+def pytest_configure(config):
+    tiers.install(config)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    no_mpi = [] if has_mpi() else [pytest.mark.skip(reason="mpi4py or mpiexec is missing: pip install 'distopt[mpi]'")]
+    for item in items:
+        if "doubles" in item.fixturenames:
+            item.add_marker(pytest.mark.device)
+        if tiers.RANKS & tiers.tiers_of(item):
+            for mark in no_mpi:
+                item.add_marker(mark)
 
 
 @pytest.fixture

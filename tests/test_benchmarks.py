@@ -9,6 +9,7 @@ from distopt.device import zeros
 from distopt.tables import Members
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 def test_the_floor_of_an_update_is_that_update(rule):
     rng = np.random.default_rng(0)
@@ -28,6 +29,7 @@ def test_the_floor_of_an_update_is_that_update(rule):
         np.testing.assert_allclose(mine, p, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_read_pass_reads():
     x = np.random.default_rng(0).standard_normal(64 * 1000).astype(np.float32)
     assert floor.read_pass(x) == pytest.approx(x.sum(dtype=np.float64), rel=1e-3, abs=0.1)

@@ -11,6 +11,7 @@ PROJECT = Path(__file__).parent.parent
 needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not on PATH")
 
 
+@pytest.mark.thorough
 @needs_cmake
 def test_a_missing_compiler_ends_the_build_with_what_to_install(tmp_path):
     env = dict(os.environ) | {"CXX": "/bin/false"}

@@ -461,6 +461,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tree", LARGE, ids=["dicts", "wide keys", "a long text", "bytes"])
 def test_what_parsing_takes_is_bounded(tree, small):
     small.write_bytes(said(tree=tree)(small.read_bytes()))
@@ -477,6 +478,7 @@ def test_a_header_of_64_tib(small):
         checkpoint.read(small)
 
 
+@pytest.mark.thorough
 def test_data_larger_than_memory(small):
     """A file with a hole is as long as it says; what cannot be allocated is an error of its own."""
     entries, _ = taken_apart(small.read_bytes())
@@ -577,6 +579,7 @@ def test_a_name_that_cannot_be_taken(tmp_path):
         checkpoint.write(tmp_path / "no" / "x", SMALL, ABOUT)
 
 
+@pytest.mark.thorough
 def test_a_full_disk(small):
     program = f"""
 import resource, signal
@@ -638,6 +641,7 @@ print(last, "written,", len(left), "swept")
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_writer(tmp_path):
     code, output = finish([sys.executable, "-c", KILLED, str(tmp_path / "x")], 60)
     assert code == 0, output

@@ -45,6 +45,7 @@ def test_doctor_on_open_mpi_between_hosts():
     assert warning not in doctor(env=launcher.OPEN_MPI_TCP)[1]
 
 
+@pytest.mark.thorough
 def test_doctor_without_mpi(tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ImportError('gone')")
     code, output = doctor(env={"PYTHONPATH": str(tmp_path), "PATH": str(tmp_path)})
@@ -174,6 +175,7 @@ def test_a_real_launcher_of_the_other_brand():
 ADVISE = [sys.executable, "-m", "distopt.cli", "advise", "--no-measure"]
 
 
+@pytest.mark.thorough
 def test_who_reads_may_go_away():
     """As head does."""
     read, write = os.pipe()
@@ -183,12 +185,14 @@ def test_who_reads_may_go_away():
     assert (done.stderr, done.returncode) == (b"", 0)
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run(ADVISE, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (2, "distopt advise: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.thorough
 def test_a_terminal_without_these_letters(tmp_path):
     (tmp_path / "\u00e9.json").write_text('{"a": [1000000]}')
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}

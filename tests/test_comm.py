@@ -189,6 +189,7 @@ def test_a_launcher_of_another_brand_is_refused():
     assert "distopt run -n N" in output
 
 
+@pytest.mark.thorough
 def test_a_launcher_without_mpi4py_says_what_to_install():
     script = "import sys; sys.modules['mpi4py'] = None; import distopt; distopt.world()"
     code, output = finish([sys.executable, "-c", script], 30, env={"PMI_SIZE": "2"})
@@ -196,6 +197,7 @@ def test_a_launcher_without_mpi4py_says_what_to_install():
     assert "pip install 'distopt[mpi]'" in output
 
 
+@pytest.mark.thorough
 def test_one_rank_needs_no_mpi():
     script = (
         "import sys; sys.modules['mpi4py'] = None; import numpy as np, distopt; p = np.ones(3);"
@@ -205,6 +207,7 @@ def test_one_rank_needs_no_mpi():
     assert done.stdout == "[0.5 0.5 0.5]\n"
 
 
+@pytest.mark.thorough
 def test_nothing_heavy_is_imported_before_it_is_used():
     script = "import sys, distopt; print([m for m in ('mpi4py', 'cupy', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)

@@ -137,6 +137,7 @@ def test_like_is_compared_with_like(tmp_path, capsys):
     ]
 
 
+@pytest.mark.plot
 def test_what_is_not_finite_is_not_drawn(runs, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     kept = []
@@ -236,6 +237,7 @@ def test_a_curve_of_wire_that_is_none_of_the_whole_run(tmp_path, capsys):
     assert f"{tmp_path}/a: the curve wire ends at 4.00 kB of 12.0 kB" in capsys.readouterr().out
 
 
+@pytest.mark.plot
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
 def test_a_picture(kind, runs, tmp_path):
     pytest.importorskip("matplotlib")
@@ -246,6 +248,7 @@ def test_a_picture(kind, runs, tmp_path):
     assert len(drawn) < 100_000
 
 
+@pytest.mark.plot
 def test_what_is_drawn(runs, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     kept = []
@@ -264,6 +267,7 @@ def test_what_is_drawn(runs, tmp_path, monkeypatch):
     assert all(a != b for a, b in zip(styles[0], styles[2], strict=True)), "in grey too"
 
 
+@pytest.mark.plot
 def test_many_points_are_a_small_file(tmp_path):
     pytest.importorskip("matplotlib")
     steps = 3000
@@ -314,6 +318,7 @@ def test_a_record_is_not_overwritten(flag, name, runs, tmp_path, capsys):
     assert (tmp_path / "d.json").read_bytes() == before
 
 
+@pytest.mark.plot
 @pytest.mark.parametrize("ends", [(3, 3), (3, 4), (1, 1e3), (1, 1e12)])
 @pytest.mark.parametrize("unit", [units.nbytes, units.seconds])
 def test_a_logarithmic_axis_has_ticks_to_read(ends, unit):
@@ -329,6 +334,7 @@ def test_a_logarithmic_axis_has_ticks_to_read(ends, unit):
     assert all(" " in label and ".00" not in label for label in shown)
 
 
+@pytest.mark.plot
 def test_nothing_to_draw(runs, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     lone = train(tmp_path / "lone", "lone", 1, [0, 0], [(1, 0.5)], ranks=1, results={})

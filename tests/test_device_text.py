@@ -27,6 +27,7 @@ from simt.build import build, sanitized
 from simt.device import on
 from test_kernels import REALS, SIZES, members
 
+pytestmark = pytest.mark.device
 SANITIZE = "DISTOPT_SANITIZED_KERNELS"  # in the environment of the run under the sanitizers
 GRIDS = [(3, 64, 1), (1, 256, 0), (7, 128, 2), (2, 256, 3)]  # blocks, threads, seed
 if SANITIZE in os.environ:

@@ -13,10 +13,10 @@ import pytest
 
 from distopt import DistOpt, experiment, run_ranks, simulate
 from distopt.comm import Metered
-from launch import distopt_run, needs_mpi
+from launch import distopt_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-pytestmark = needs_mpi
+pytestmark = pytest.mark.mpi
 
 
 def accuracy(output):

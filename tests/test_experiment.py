@@ -284,6 +284,7 @@ def test_reading_what_is_no_record(tmp_path):
         read(tmp_path / "gone.json")
 
 
+@pytest.mark.thorough
 def test_it_starts_no_mpi(tmp_path):
     script = "import sys; from distopt.experiment import Experiment; Experiment(sys.argv[1], 'dense').finish(); "
     script += "assert not {n for n in sys.modules if n.startswith(('mpi4py', 'matplotlib'))}"

@@ -22,7 +22,7 @@ cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt
 gpu, nccl = (pytest.importorskip(f"doubles.{name}") for name in ("gpu", "nccl"))
 
 
-pytestmark = pytest.mark.usefixtures("doubles")
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("doubles")]
 
 
 @pytest.mark.parametrize("dtype", laws.TOLERANCE)

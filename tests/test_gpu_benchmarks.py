@@ -7,7 +7,7 @@ gpu = pytest.importorskip("doubles.gpu")
 
 from benchmarks import gpu_kernels, gpu_models  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("doubles")
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("doubles")]
 
 
 @pytest.mark.parametrize("cases", [gpu_kernels.elementwise, gpu_kernels.selection])

@@ -11,9 +11,9 @@ from distopt import DistOpt, Parameter
 from distopt.comm import MpiCommunicator
 from distopt.guard import Control, PeerLeft, fingerprint
 from distopt.optim import SGD
-from launch import distopt_run, find_launcher, finish, needs_mpi, run_mpi
+from launch import distopt_run, find_launcher, finish, run_mpi
 
-pytestmark = needs_mpi
+pytestmark = pytest.mark.mpi
 
 
 def all_errors(comm):

@@ -294,6 +294,7 @@ def levels():
     return ["x86-64"] + ["x86-64-v3"] * ("avx2" in flags) + ["x86-64-v4"] * ("avx512vl" in flags)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="SIMD levels are those of x86-64")
 def test_every_simd_level_gives_the_same_bits(tmp_path):
     results = set()
@@ -376,6 +377,7 @@ def _packed(function, x, value):
     return payload, kept, places, values
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", levels())
 def test_no_kernel_reads_or_writes_outside_of_its_arrays(level, tmp_path):
     """A driver of its own under the address and undefined-behaviour sanitizers, at edge sizes."""

@@ -64,7 +64,7 @@ def test_conservation_with_a_threshold_that_is_a_power_of_two(dtype, x, power, m
     laws.conservation(TwoBit(2.0**power), x.astype(dtype) * 2.0 ** (power + multiple))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [pytest.param(n, marks=[pytest.mark.thorough] * (n != 3)) for n in (1, 2, 3, 4, 8)])
 def test_on_threads(size):
     run_ranks(size, laws.all_of_them)
 

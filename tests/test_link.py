@@ -8,9 +8,9 @@ import pytest
 import distopt
 from benchmarks.namespaces import missing, two_hosts
 from distopt.compress import Dense, ErrorFeedback, Half, TopK
-from launch import finish, needs_mpi, run_mpi
+from launch import finish, run_mpi
 
-pytestmark = needs_mpi
+pytestmark = pytest.mark.mpi
 FEATURES, OUTPUTS, STEPS = 3000, 1000, 3
 
 

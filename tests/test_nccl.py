@@ -26,6 +26,8 @@ from distopt.guard import PeerLeft
 from doubles import gpu, nccl, shim
 from launch import finish, needs_mpi, run_mpi
 
+pytestmark = pytest.mark.device
+
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch):

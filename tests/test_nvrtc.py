@@ -27,7 +27,10 @@ def nvrtc():
     return None
 
 
-pytestmark = pytest.mark.skipif(nvrtc() is None, reason="NVRTC is missing: pip install 'distopt[nvrtc]'")
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(nvrtc() is None, reason="NVRTC is missing: pip install 'distopt[nvrtc]'"),
+]
 
 
 # What loads and stores 16 bytes a thread.

@@ -24,6 +24,7 @@ def test_block(block, tmp_path):
     assert code == 0, output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("block", range(len(BLOCKS)))
 def test_block_alone(block, tmp_path):
     """Without a launcher, as one rank."""

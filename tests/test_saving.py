@@ -577,6 +577,7 @@ for step in range(10):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("which", "code", "found"), [("first", 143, ["000001-step-6"]), ("second", -15, [])])
 def test_a_signal_in_a_loop_by_hand(which, code, found, tmp_path):
     """And one that was asked for twice."""

@@ -9,6 +9,7 @@ import pytest
 
 from simt.build import HERE, build, sanitized
 
+pytestmark = pytest.mark.device
 ROWS = 16
 
 

@@ -187,6 +187,7 @@ def test_a_script_without_a_step(tmp_path, script, wanted):
     assert not path.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -204,6 +205,7 @@ def test_what_cannot_be_recorded(tmp_path, flags, text):
     assert len(output.splitlines()) == 1, "nothing has been run"
 
 
+@pytest.mark.thorough
 def test_nothing_but_a_tape_is_replaced(small, tmp_path):
     """The script itself, another checkpoint, a device, a link to a tape; a tape is."""
     script, other, link = (tmp_path / name for name in ("script.py", "checkpoint", "link"))
@@ -481,6 +483,7 @@ def test_a_stranger_reads_it(small):
         assert (x == 100 * int(step) + int(rank)).all()
 
 
+@pytest.mark.thorough
 def test_the_safetensors_package_reads_it(small):
     read = pytest.importorskip("safetensors.numpy")
     found = read.load_file(small._path)

@@ -74,6 +74,7 @@ def labels(figure):
     return [axes.get_xlabel() for axes in figure.axes]
 
 
+@pytest.mark.plot
 @pytest.mark.parametrize("modes", ["dense,half", "topk=0.1,topk=0.01,dgc=0.01+packed"])
 def test_pictures(small, tmp_path, modes, capsys, monkeypatch):
     out, drawn, save = tmp_path / "out.png", [], picture.save
@@ -288,6 +289,7 @@ def test_nothing_that_is_read_is_overwritten(monkeypatch, tmp_path, capsys, smal
     assert json.loads(Path(small).read_text()) == SHAPES
 
 
+@pytest.mark.thorough
 def test_a_pipe_is_opened_once(tmp_path, small):
     os.mkfifo(tmp_path / "pipe")
     command = [sys.executable, "-m", "distopt.cli", "volume", "--model", small, "--no-measure", "--json", "pipe"]
@@ -296,6 +298,7 @@ def test_a_pipe_is_opened_once(tmp_path, small):
         assert writer.wait(60) == 0
 
 
+@pytest.mark.plot
 def test_names_are_no_markup(tmp_path):
     """matplotlib would take dollars as mathematics, and leave out what begins with a line below."""
     _, axes = picture.new("$x$", "across", "up")

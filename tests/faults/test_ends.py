@@ -9,9 +9,9 @@ import pytest
 
 from distopt import job
 from distopt.cli.run import Job
-from launch import distopt_run, find_launcher, finish, needs_mpi
+from launch import distopt_run, find_launcher, finish
 
-pytestmark = needs_mpi
+pytestmark = pytest.mark.faults
 
 SCRIPT = """
 import os, signal, sys, threading, time

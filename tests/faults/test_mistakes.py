@@ -11,9 +11,9 @@ from distopt import DistOpt, Parameter
 from distopt.comm import MpiCommunicator
 from distopt.compress import ErrorFeedback, Threshold, TopK
 from distopt.optim import SGD, Adam
-from launch import needs_mpi, run_mpi
+from launch import run_mpi
 
-pytestmark = needs_mpi
+pytestmark = pytest.mark.mpi
 
 
 def good(params, step):

@@ -15,9 +15,9 @@ import pytest
 from distopt.checkpoint import folder, header
 from distopt.cli.launcher import find_launcher
 from distopt.cli.run import descendants
-from launch import distopt_run, finish, needs_mpi
+from launch import distopt_run, finish
 
-pytestmark = needs_mpi
+pytestmark = pytest.mark.faults
 TRAINING = Path(__file__).parent / "training.py"
 KILLS = int(os.environ.get("DISTOPT_KILLS", 2))
 STEPS = 100 * KILLS  # more than there can be between two of them

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
-from launch import distopt_run, needs_mpi
+import pytest
+
+from launch import distopt_run
 
 
-@needs_mpi
+@pytest.mark.faults
 def test_refused_steps_leave_no_trace():
     code, output = distopt_run(3, Path(__file__).with_name("soak.py"), 400, timeout=60)
     assert code == 0, output

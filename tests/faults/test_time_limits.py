@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import distopt_run, find_launcher, finish, needs_mpi
+from launch import distopt_run, find_launcher, finish
 
-pytestmark = needs_mpi
+pytestmark = pytest.mark.faults
 SCRIPT = Path(__file__).with_name("train.py")
 LIMIT = 1.5
 NO_ANSWER = "no answer (stopped, dead, or holding the interpreter lock)"

@@ -1,0 +1,85 @@
+"""The tiers of the tests: marks of ``pyproject.toml``, all of which a bare ``pytest`` leaves out.
+
+A test without such a mark is of the default tier, which is to be quick and whole on every machine: it starts no
+process (``test_two_ranks.py`` has those that do), and it is not skipped.  ``conftest.py`` has pytest see to both.
+"""
+
+import ast
+import re
+import sys
+
+import pytest
+
+TWO_RANKS = "test_two_ranks.py"
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}  # audit events
+RANKS = {"mpi", "faults"}  # the tiers that need MPI
+TIERS: set[str] = set()
+_running = None  # the test of the default tier that runs now, if it may start no process
+
+
+def default_expression(config):
+    """What ``-m`` is if nobody says otherwise."""
+    addopts = config.getini("addopts")
+    return addopts[addopts.index("-m") + 1]
+
+
+def names(expression):
+    """The marks that an expression names."""
+    return set(re.findall(r"\w+", expression)) - {"not", "and", "or"}
+
+
+def tiers_of(item):
+    """The tiers that a test is in; none of them is the default."""
+    return TIERS & {mark.name for mark in item.iter_markers()}
+
+
+def module_marks(text):
+    """The marks that a test module's ``pytestmark`` gives to all of its tests, read without importing it."""
+    found = set()
+    for node in ast.parse(text).body if "pytestmark" in text else ():
+        if isinstance(node, ast.Assign) and any(getattr(to, "id", None) == "pytestmark" for to in node.targets):
+            found |= {part.attr for part in ast.walk(node.value) if isinstance(part, ast.Attribute)}
+    return found
+
+
+def _no_processes(event, details):
+    if _running is not None and event in STARTS and details[:1] != ("uname",):  # platform.platform() asks it
+        pytest.fail(
+            f"{_running} is in the default tier and starts a process: mark it mpi, faults, torch, device or thorough, "
+            f"or move what every machine should try to {TWO_RANKS}"
+        )
+
+
+class DefaultTier:
+    """A plugin that holds tests without a tier's mark to what the default tier promises."""
+
+    def pytest_ignore_collect(self, collection_path, config):
+        """Leave out modules that are another tier as a whole: what they import need not be there."""
+        if collection_path.suffix == ".py" and config.option.markexpr == default_expression(config):
+            return bool(TIERS & module_marks(collection_path.read_text())) or None
+        return None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        global _running
+        _running = None if tiers_of(item) or item.path.name == TWO_RANKS else item.nodeid
+        try:
+            return (yield)
+        finally:
+            _running = None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item):
+        report = yield
+        if report.skipped and not hasattr(report, "wasxfail") and not tiers_of(item):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} is in the default tier, where nothing is skipped: mark it.  {reason}"
+        return report
+
+
+def install(config):
+    """Learn the tiers, and hold the default one to its promises."""
+    TIERS.update(names(default_expression(config)))
+    config.pluginmanager.register(DefaultTier(), "default-tier")
+    sys.addaudithook(_no_processes)
