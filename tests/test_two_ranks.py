@@ -1,0 +1,124 @@
+"""Two real ranks, as everyone starts them: the part of the tiers ``mpi`` and ``faults`` that every machine tries.
+
+A process takes long to start, so all that two healthy ranks do is one job; each fault is a job of its own.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import comm_checks
+import laws
+from distopt import run_ranks
+from launch import distopt_run, run_mpi
+
+PROJECT = Path(__file__).parent.parent
+TRAINING = Path(__file__).parent / "faults" / "training.py"
+README_BLOCKS = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.S)
+
+
+def digests_of_modes(comm):
+    """A digest of the parameters after four steps of each mode, without what is the transport's own: its sums."""
+    return [laws.digest(laws.train(comm, mode=mode, deterministic=True)[0]) for mode in laws.MODES]
+
+
+def refused_together(comm):
+    """The error of every rank for a NaN of the last one, and whether the next step is fine."""
+    params, opt = laws.train(comm, steps=1)
+    grads = laws.gradients(params, 1, comm.rank)
+    grads[0][0] = np.nan if comm.rank == comm.size - 1 else 0
+    try:
+        opt(zip(params, grads, strict=True))
+        text = "no error"
+    except FloatingPointError as error:
+        text = str(error)
+    laws.train(comm, steps=2, start=1, params=params, opt=opt)
+    return [text, laws.digest(params)]
+
+
+def healthy(comm):
+    """Every verb, every mode, the laws of dense training, and an error of one rank."""
+    comm_checks.verbs(comm)
+    laws.ranks_agree_with_whole_batch(comm)
+    laws.modes_agree(comm)
+    laws.nothing_is_lost(comm, "topk")
+    laws.resume(comm, "topk")
+    return {"modes": np.array(digests_of_modes(comm)), "refused": np.array(refused_together(comm))}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_mpi(2, healthy, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def threads():
+    return run_ranks(2, digests_of_modes)
+
+
+@pytest.mark.parametrize("mode", laws.MODES)
+def test_processes_have_the_bits_of_threads(mode, ranks, threads):
+    k = list(laws.MODES).index(mode)
+    assert [found["modes"][k] for found in ranks] == [digests[k] for digests in threads]
+
+
+def test_an_error_of_one_rank_is_raised_by_all_and_training_goes_on(ranks):
+    texts, digests = zip(*(found["refused"] for found in ranks), strict=True)
+    assert texts[0] == texts[1]
+    assert re.search(r"rank 1: .*p0", texts[0])
+    assert digests[0] == digests[1]
+
+
+ENDS = {  # what rank 1 does after its first step: the exit code, and what is said
+    "raise ValueError('no shard')": (1, "ValueError: no shard"),
+    "os.kill(os.getpid(), signal.SIGKILL)": (None, "rank 1"),
+    "sys.exit()": (1, "PeerLeft: rank 1 left after step 1, before step 2"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_ends_ends_the_job_and_is_named(end, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"""
+import os, signal, sys
+import numpy as np
+import distopt
+world = distopt.world()
+opt, w = distopt.DistOpt(distopt.optim.SGD(0.1)), distopt.Parameter("w", np.zeros(3))
+for step in range(10):
+    if step and world.rank == 1:
+        {end}
+    opt([(w, np.ones(3))])
+""")
+    code, output = distopt_run(2, script, timeout=60)
+    wanted, text = ENDS[end]
+    assert code == wanted if wanted is not None else code != 0, output
+    assert text in output
+
+
+def test_a_run_that_stopped_goes_on_with_the_bits_of_one_that_did_not(tmp_path):
+    def digests(folder, steps, every):
+        code, output = distopt_run(2, TRAINING, tmp_path / folder, steps, every, timeout=60)
+        assert code == 0, output
+        assert (f"from step {10 * (steps == 20 and folder == 'stopped')} with" in output), output
+        return re.findall(r"digest (\w+) after", output)
+
+    unbroken = digests("unbroken", 20, 0)
+    digests("stopped", 10, 10)
+    assert len(unbroken) == 2
+    assert digests("stopped", 20, 0) == unbroken
+
+
+def test_the_first_block_of_the_readme(tmp_path):
+    script = tmp_path / "block.py"
+    script.write_text(README_BLOCKS[0])
+    code, output = distopt_run(2, script, timeout=60)
+    assert code == 0, output
+
+
+def test_an_example_learns():
+    code, output = distopt_run(2, PROJECT / "examples" / "digits.py", "--epochs", 4, "--mode", "topk", timeout=60)
+    assert code == 0, output
+    assert float(re.search(r"test accuracy (\S+)$", output, re.M)[1]) > 0.9
