@@ -1,4 +1,4 @@
-"""Train scikit-learn's digits by Deep Gradient Compression, with the options that MoXing has for it.
+"""Train handwritten digits by Deep Gradient Compression, with the options that MoXing has for it.
 
     distopt run -n 2 examples/dgc.py [--use_fp16=True] [--plot dgc.png]
     distopt run -n 2 examples/dgc.py --variable_update=distributed_replicated --momentum=0.9

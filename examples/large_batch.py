@@ -1,4 +1,4 @@
-"""Train scikit-learn's digits with a batch so large that plain SGD loses accuracy, and with what keeps it.
+"""Train handwritten digits with a batch so large that plain SGD loses accuracy, and with what keeps it.
 
     distopt run -n 2 examples/large_batch.py [--macrobatch-size 512] [--warmup-strategy sqrt] [--plot large_batch.png]
 

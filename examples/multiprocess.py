@@ -1,4 +1,4 @@
-"""Train a small network on scikit-learn's digits, one process per GPU, without MPI.
+"""Train a small network on handwritten digits, one process per GPU, without MPI.
 
     python examples/multiprocess.py [--ranks 2] [--epochs 10]
 
