@@ -1,11 +1,11 @@
 """Average gradients over ranks, then let the wrapped optimizer use them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distopt import device, kernels, volume
+from distopt import device, kernels
 from distopt.capture import Captured
 from distopt.comm import Communicator, NcclCommunicator, in_rank_order, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
@@ -16,7 +16,10 @@ from distopt.nonfinite import Policy
 from distopt.numbers import flag
 from distopt.optim import SGD
 from distopt.saving import Saving
-from distopt.volume import Advice, Wire, compute, wire
+
+if TYPE_CHECKING:
+    from distopt import volume
+    from distopt.volume import Advice, Wire
 
 
 def _from_id(
@@ -188,12 +191,12 @@ class DistOpt(Saving):
 
     def advise(
         self,
-        link: str | Link | Wire,
+        link: "str | Link | Wire",
         ranks: int | None = None,
         modes: str | Sequence[str] | None = None,
         backward: float = 0.0,
         measure: bool = True,
-    ) -> Advice:
+    ) -> "Advice":
         """Which mode makes the exchange of this plan the fastest, and where it begins to pay; printable (``volume``).
 
         ``link``: a name or a rate (``cost.link``), a ``Link``, a ``volume.Network``, or a ``fit.Fit``.  ``ranks``: by
@@ -205,12 +208,14 @@ class DistOpt(Saving):
         Raises RuntimeError before there is a plan, ValueError for a name that there is not, or for a link that cannot
         be, TypeError for what is none.
         """
-        network, timed = wire(link), compute.measure if flag("measure", measure) else None
+        from distopt import volume  # most trainings never ask
+
+        network, timed = volume.wire(link), volume.compute.measure if flag("measure", measure) else None
         buckets = [buffer.gradients for buffer in self._memory]
         asked = self.world_size if ranks is None else ranks
         overlap = self._wants_overlap and self._window.num_batches == 1
 
-        def check(mode: volume.Mode) -> None:
+        def check(mode: "volume.Mode") -> None:
             self._at_this_step(mode.compressor)
 
         return volume.advise(buckets, asked, network, modes, backward, timed, overlap, check)

@@ -102,7 +102,7 @@ def test_a_run_that_stopped_goes_on_with_the_bits_of_one_that_did_not(tmp_path):
     def digests(folder, steps, every):
         code, output = distopt_run(2, TRAINING, tmp_path / folder, steps, every, timeout=60)
         assert code == 0, output
-        assert (f"from step {10 * (steps == 20 and folder == 'stopped')} with" in output), output
+        assert f"from step {10 * (steps == 20 and folder == 'stopped')} with" in output, output
         return re.findall(r"digest (\w+) after", output)
 
     unbroken = digests("unbroken", 20, 0)
