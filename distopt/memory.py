@@ -284,7 +284,7 @@ class Memory(Verbs):
     def _send_parameters(self) -> None:
         """Rank 0's parameters to all, once."""
         if self._broadcast_due:
-            with self._wire.on_behalf_of(Purpose("parameters", self.step_counter)):
+            with self._wire.on_behalf_of(Purpose("start", self.step_counter)):
                 for known in self._collector.order.values():
                     self._wire.broadcast(known.value)
             self._wire.wait()

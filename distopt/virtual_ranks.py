@@ -120,6 +120,10 @@ class Simulation(DistOpt):
         self._turn = wire
         self._kept: list[list[dict[str, np.ndarray]]] = []  # by a compressor, of each rank and bucket
 
+    def report(self) -> dict[str, dict[str, int]]:
+        """Bytes that rank 0 would have exchanged since the start, with the lines of ``Metered.report()``."""
+        return self.ledger.report()
+
     def _step(self, loss: Any, kind: Kind) -> bool:
         """One step of all ranks; ``loss`` is a callable of the rank."""
         if not callable(loss):

@@ -299,14 +299,14 @@ import distopt
 from distopt.experiment import Experiment
 
 world = distopt.comm.Metered(distopt.world())
-opt = distopt.DistOpt(distopt.optim.SGD(0.1), world, broadcast=False)
+opt = distopt.DistOpt(distopt.optim.SGD(0.1), world)
 w = distopt.Parameter("w", np.zeros(1000, np.float32))
 if world.rank == 0:
     run = Experiment(sys.argv[1], "dense", ranks=world.size, lr=0.1)
 for step in range(1, 4):
     opt([(w, np.ones(1000, np.float32))])
     if world.rank == 0:
-        run.log(step, wire=sum(verb["wire"] for verb in world.report().values()), w=w.data[0])
+        run.log(step, wire=world.ledger.total_of_steps()["sent"], w=w.data[0])
 if world.rank == 0:
     run.finish(world.report(), w=w.data[0])
 """
@@ -319,7 +319,10 @@ def test_of_two_ranks(tmp_path):
     code, output = distopt_run(2, script, path)
     assert code == 0, output
     found = read(path)
-    assert found["totals"] == {"all_reduce": {"calls": 3, "payload": 12000, "wire": 12000}}, "2 (P - 1) / P of each"
+    assert found["totals"] == {
+        "all_reduce": {"calls": 3, "payload": 12000, "wire": 12000},  # 2 (P - 1) / P of each
+        "start broadcast": {"calls": 1, "payload": 4000, "wire": 4000},
+    }
     assert found["curves"]["wire"] == {"steps": [1, 2, 3], "values": [4000, 8000, 12000]}
     assert found["topology"]["ranks"] == 2
     assert found["versions"]["mpi"].startswith(("MPICH ", "Open MPI "))

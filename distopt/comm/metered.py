@@ -21,6 +21,9 @@ class Metered(Wrapper):
     an MPI library broadcasts, or adds up other dtypes, is its own choice: there the formula is the least that all ranks
     together need, and some may send several times as much.  Not counted are votes (64 bytes a step), and
     what a transport adds: headers, and the lengths that a ragged verb needs.
+
+    Bytes of steps and all others are told apart (``Ledger.total_of_steps``, ``Ledger.report``).  A script that sums up
+    gradients by itself says so: ``with comm.on_behalf_of(Purpose("gradients", step)): comm.all_reduce(gradient)``.
     """
 
     def __init__(self, comm: Communicator, keep: int = KEEP):
@@ -77,9 +80,8 @@ class Metered(Wrapper):
         self._meter.all_reduce(own.size, own.itemsize)
 
     def report(self) -> dict[str, dict[str, int]]:
-        """``{verb: {'calls', 'payload', 'wire'}}`` since the start or the last ``reset``; 'wire' is what was sent."""
-        rows = sorted(self.ledger.by("verb"), key=lambda row: str(row["verb"]))
-        return {r["verb"]: {"calls": r["calls"], "payload": r["payload"], "wire": r["sent"]} for r in rows}
+        """Bytes since the start or the last ``reset``, steps' and others apart, as ``Ledger.report`` has them."""
+        return self.ledger.report()
 
     def reset(self) -> None:
         """Start counting anew."""

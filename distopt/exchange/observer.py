@@ -54,12 +54,12 @@ class Observer:
 
 
 def _volume(wire: Communicator) -> dict[str, float]:
-    """What this rank has sent since the start, but for the sake of observing, if somebody counts."""
+    """Bytes of this rank's steps since the start, if somebody counts."""
     ledger = _ledger(wire)
     if ledger is None:
         return {}
-    rows = [row for row in ledger.by("phase") if row["phase"] != "quality"]
-    return {"payload": sum(row["payload"] for row in rows), "wire": sum(row["sent"] for row in rows)}
+    total = ledger.total_of_steps()
+    return {"payload": total["payload"], "wire": total["sent"]}
 
 
 def _ledger(wire: Communicator | None) -> Ledger | None:

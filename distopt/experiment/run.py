@@ -29,7 +29,7 @@ class Experiment:
         with mine or contextlib.nullcontext():
             ...
             if mine:
-                mine.log(step, loss=loss, wire=sum(verb["wire"] for verb in world.report().values()))
+                mine.log(step, loss=loss, wire=world.ledger.total_of_steps()["sent"])
             ...
             if mine:
                 mine.finish(totals=world.report(), accuracy=accuracy)
@@ -74,8 +74,9 @@ class Experiment:
     def log(self, step: int, /, **numbers: float) -> None:
         """Append a point to each of the curves that are named; ``step`` is the number of updates done so far.
 
-        ``payload`` and ``wire`` are bytes since the start, as ``Metered`` counts them.  Raises ValueError for a step
-        that a curve has already passed and for bytes that fall, RuntimeError after ``finish``; nothing is logged then.
+        ``payload`` and ``wire`` are bytes since the start: ``payload`` and ``sent`` of ``Ledger.total_of_steps()``.
+        Raises ValueError for a step that a curve has already passed and for bytes that fall, RuntimeError after
+        ``finish``; nothing is logged then.
         """
         self(step, numbers)
 
@@ -98,7 +99,8 @@ class Experiment:
     def finish(self, totals: Mapping[str, Any] | None = None, steps: int | None = None, **results: float) -> None:
         """Write the record, whole or not at all.
 
-        ``totals`` is what ``Metered.report()`` returns: counts and bytes by verb.  ``steps`` are the updates done, by
+        ``totals`` is what ``report()`` of a ``Metered`` or a ``Simulation`` returns: calls and bytes, in a line for
+        each verb of steps, and in lines of their own what was sent outside of them.  ``steps`` are the updates done, by
         default the last step that was logged.  ``results`` are final numbers: accuracy, loss.  Raises OSError, and
         RuntimeError the second time.
         """

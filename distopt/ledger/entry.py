@@ -26,9 +26,12 @@ Look = Callable[[], Anatomy]  # at something that may be gone: what had to be se
 
 
 class Purpose(NamedTuple):
-    """What goes over the wire is part of something: a phase of a step, and there a bucket, with its members.
+    """The reason why messages are sent: a phase of a step, and there a bucket, with its members.
 
-    Steps count from 1; what goes before the first, or belongs to none, is step 0.
+    Phases of steps are 'gradients', 'parameters' (the mean of a partial step's) and 'update' (norms of shared ones);
+    all else is counted apart: 'start' (rank 0's parameters), 'quality' (of ``DistOpt.observe``), and 'other', which is
+    what a script sends by the verbs of a communicator or of a ``DistOpt``.  Steps count from 1; what goes before the
+    first, or belongs to none, is step 0.
 
     ``look`` is at a payload that is gathered; whatever is summed consists of values.
     """

@@ -18,7 +18,8 @@ from distopt.numbers import whole
 COLUMNS = *KEYS, "tensor"
 AMOUNTS = "calls", *VOLUME
 BETWEEN = VOLUME[-2:]
-PHASES = "gradients", "parameters", "update", "quality", "other"
+STEPS = "gradients", "parameters", "update"  # phases of what steps exchange: the last are norms of shared parameters
+PHASES = *STEPS, "start", "quality", "other"
 REST = "(gaps, headers)"  # what belongs to no tensor
 KEEP = 10_000  # entries, by default: less than 100 MB, if a thousand tensors are in each
 MANY = 1000  # entries that are made at once, at the latest
@@ -128,9 +129,30 @@ class Ledger:
             return [((None, *key[:-1]), total) for key, total in self._sums.items()]
 
     def total(self) -> dict[str, int]:
-        """Sums of all messages."""
+        """Sums of all messages, of steps and of everything else."""
         rows = self.by()
         return rows[0] if rows else dict.fromkeys(AMOUNTS, 0)
+
+    def total_of_steps(self) -> dict[str, int]:
+        """Sums of the messages of steps: gradients, parameters of partial steps, norms of shared parameters.
+
+        Not among them are rank 0's parameters at the start, looks at quality, and messages that a script sends by hand.
+        """
+        rows = [row for row in self.by("phase") if row["phase"] in STEPS]
+        return {name: sum(row[name] for row in rows) for name in AMOUNTS}
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """Sums of all messages, ``{line: {'calls', 'payload', 'wire'}}``; 'wire' is what was sent.
+
+        Messages of steps have a line for each verb, named by it.  All others have lines of their own behind these,
+        named by phase and verb: 'start broadcast', 'quality all_reduce', 'other broadcast'.
+        """
+        found: dict[str, Counter[str]] = {}
+        for row in self.by("phase", "verb"):
+            line = row["verb"] if row["phase"] in STEPS else f"{row['phase']} {row['verb']}"
+            counts = {"calls": row["calls"], "payload": row["payload"], "wire": row["sent"]}
+            found.setdefault(line, Counter()).update(counts)
+        return {line: dict(found[line]) for line in sorted(found, key=lambda line: (not of_steps(line), line))}
 
     def tensors(self, phase: str = "gradients") -> dict[str, int]:
         """Payload bytes of every tensor, in all messages of a phase; what belongs to no tensor comes last.
@@ -191,6 +213,11 @@ class Ledger:
             lines += [line(["(not kept)"], kept)] if kept["calls"] else []
         lines.append(line(["total"], total))
         return "\n".join(units.table(lines, left=len(columns)))
+
+
+def of_steps(line: str) -> bool:
+    """Whether a line of a ``report`` counts messages of steps; no step broadcasts, nor did one of older versions."""
+    return " " not in line and line != "broadcast"
 
 
 def _amounts(columns: Sequence[str]) -> tuple[str, ...]:
