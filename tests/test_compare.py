@@ -52,7 +52,7 @@ def test_the_table(runs, capsys):
     assert compare(*runs, "--reach", "0.7") == 0
     head, *rows = map(cells, capsys.readouterr().out.splitlines())
     assert head == [
-        *("mode", "ranks", "seeds", "steps", "payload/step", "wire/step", "wire"),
+        *("mode", "ranks", "seeds", "steps", "payload/step", "wire/step", "wire", "outside steps"),
         *("dense sends", "accuracy", "wire to accuracy >= 0.7"),
     ]
     topk, dense = rows
@@ -65,10 +65,11 @@ def test_the_table(runs, capsys):
             "375 B (250 B to 500 B)",
             "750 B (500 B to 1.00 kB)",
             "1.50 kB (1.00 kB to 2.00 kB)",
+            "0 B",
         ),
         *("66.7 x", "0.85 (0.8 to 0.9)", "800 B (600 B to 1.00 kB)"),
     ]
-    assert dense == ["dense", "2", "1", "3", "25.0 kB", "50.0 kB", "150 kB", "1 x", "0.95", "150 kB"]
+    assert dense == ["dense", "2", "1", "3", "25.0 kB", "50.0 kB", "150 kB", "0 B", "1 x", "0.95", "150 kB"]
 
 
 def test_columns_are_aligned(runs, capsys):
@@ -95,6 +96,8 @@ def test_json_has_the_same_numbers(runs, tmp_path):
         "payload_total": {"mean": 750, "low": 500, "high": 1000},
         "wire_per_step": {"mean": 750, "low": 500, "high": 1000},
         "wire_total": {"mean": 1500, "low": 1000, "high": 2000},
+        "payload_outside_steps": {"mean": 0, "low": 0, "high": 0},
+        "wire_outside_steps": {"mean": 0, "low": 0, "high": 0},
         "reached": {"mean": 800, "low": 600, "high": 1000},
         "results": {"accuracy": {"mean": pytest.approx(0.85), "low": 0.8, "high": 0.9}},
     }
@@ -214,7 +217,7 @@ def test_what_is_missing_is_said(runs, tmp_path, capsys):
         raise FloatingPointError
     assert compare(runs[2], bare, idle, part, broken, "--reach", "0.9") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert cells(lines[2]) == ["bare", "2", "1", "0", "-", "-", "-", "-", "-", "1.5", "-"]
+    assert cells(lines[2]) == ["bare", "2", "1", "0", "-", "-", "-", "-", "-", "-", "1.5", "-"]
     assert lines[6:] == [
         f"{bare}: totals do not say payload and wire, so bytes are unknown",
         f"{bare}: no curve accuracy and no curve wire",

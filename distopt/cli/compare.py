@@ -19,6 +19,7 @@ from distopt.cli.comparison import (
     aim_at,
     base,
     missing,
+    outside,
     per_step,
     points,
     ratio,
@@ -31,7 +32,7 @@ from distopt.cli.comparison import (
 )
 from distopt.names import unknown
 
-HEAD = "mode", "ranks", "seeds", "steps", "payload/step", "wire/step", "wire"
+HEAD = "mode", "ranks", "seeds", "steps", "payload/step", "wire/step", "wire", "outside steps"
 
 
 def add_to(commands: Any) -> None:
@@ -99,7 +100,7 @@ def _curve(given: argparse.Namespace, records: Sequence[Record]) -> str | None:
 
 
 def table(found: Sequence[Row], aim: Aim | None) -> list[str]:
-    """Its lines; bytes are those of the rank that wrote the record."""
+    """Its lines; bytes are those of the rank that wrote the record, of steps but for the last column of them."""
     results = result_names(found)
     head = [*HEAD, f"{references(found)[0].mode} sends", *results, *([f"wire to {aim}"] if aim else [])]
     return units.table([head, *(_cells(row, base(found, row), results, aim) for row in found)])
@@ -114,7 +115,7 @@ def _cells(row: Row, against: Row | None, results: Sequence[str], aim: Aim | Non
         ", ".join(seeds),
         _shown(_of(row, "steps"), units.number),
         *(_shown(spread(per_step(r, count) for r in row.records), units.nbytes) for count in ("payload", "wire")),
-        _shown(spread(total(r, "wire") for r in row.records), units.nbytes),
+        *(_shown(spread(of(r, "wire") for r in row.records), units.nbytes) for of in (total, outside)),
         units.NONE if times is None else f"{times:.3g} x" if times < 1000 else f"{times:,.0f} x",
         *(_shown(result(row, name), units.number) for name in results),
         *([_shown(spread(reached(r, aim) for r in row.records), units.nbytes)] if aim else []),
@@ -150,7 +151,7 @@ def numbers(found: Sequence[Row], aim: Aim | None) -> dict[str, Any]:
         counts = {
             f"{count}_{unit}": spread(of(r, count) for r in row.records)
             for count in ("payload", "wire")
-            for unit, of in (("per_step", per_step), ("total", total))
+            for unit, of in (("per_step", per_step), ("total", total), ("outside_steps", outside))
         }
         reach = {"reached": spread(reached(r, aim) for r in row.records)} if aim else {}
         against = base(found, row)

@@ -3,10 +3,11 @@
 import bisect
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from distopt import plain
+from distopt.ledger import of_steps
 from distopt.units import nbytes
 
 Record = dict[str, Any]
@@ -50,12 +51,17 @@ class Row(NamedTuple):
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
-    """Runs that differ in nothing but the seed are one row; in the order in which they come."""
+    """Runs that differ in nothing but the seed are one row; the rows of a mode are neighbours, few ranks before many.
+
+    Modes come in the order in which they are given, and so do settings of a mode on as many ranks.
+    """
     found: dict[tuple[str, int | None], dict[str, list[Record]]] = {}
     for record in records:
         kinds = found.setdefault((record["mode"], record["topology"]["ranks"]), {})
         kinds.setdefault(plain.dumps(dict(sorted(record["settings"].items()))), []).append(record)
-    return [Row(_label(runs[0], kinds), runs) for kinds in found.values() for runs in kinds.values()]
+    made = [Row(_label(runs[0], kinds), runs) for kinds in found.values() for runs in kinds.values()]
+    modes = list(dict.fromkeys(row.mode for row in made))
+    return sorted(made, key=lambda row: (modes.index(row.mode), math.inf if row.ranks is None else row.ranks))
 
 
 def _label(record: Record, kinds: dict[str, list[Record]]) -> str:
@@ -117,19 +123,24 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def total(record: Record, count: str) -> int | None:
-    """The bytes of a run, ``count`` being 'payload' or 'wire': over all verbs; None if the record does not say."""
-    if record["totals"] is None:
+    """Bytes of all steps of a run, ``count`` being 'payload' or 'wire'; None if the record does not say."""
+    return _sum_of_lines(record, count, of_steps)
+
+
+def outside(record: Record, count: str) -> int | None:
+    """Bytes that are no step's: parameters at the start, looks at quality, what was sent by hand."""
+    return _sum_of_lines(record, count, lambda line: not of_steps(line))
+
+
+def _sum_of_lines(record: Record, count: str, wanted: Callable[[str], bool]) -> int | None:
+    totals = record["totals"]
+    if totals is None or not all(isinstance(x, dict) and isinstance(x.get(count), int) for x in totals.values()):
         return None
-    found = 0
-    for verb in record["totals"].values():
-        if not isinstance(verb, dict) or not isinstance(verb.get(count), int):
-            return None
-        found += verb[count]
-    return found
+    return sum(int(counts[count]) for line, counts in totals.items() if wanted(line))
 
 
 def per_step(record: Record, count: str) -> float | None:
-    """The same by step."""
+    """Mean bytes of a step."""
     found = total(record, count)
     return None if found is None or not record["steps"] else found / record["steps"]
 
@@ -176,6 +187,8 @@ def missing(name: str, record: Record, curve: str | None, aim: Aim | None) -> li
         found.append("totals do not say payload and wire, so bytes are unknown")
     elif not record["steps"]:
         found.append("no steps, so bytes per step are unknown")
+    elif not total(record, "wire") and (by_hand := outside(record, "wire")):
+        found.append(f"its steps sent nothing; the {nbytes(by_hand)} outside of them are not compared")
     lacking = [n for n in (curve, "wire") if n is not None and n not in record["curves"]] if curve else []
     if lacking:
         found.append(f"no curve {' and no curve '.join(lacking)}")
@@ -184,7 +197,15 @@ def missing(name: str, record: Record, curve: str | None, aim: Aim | None) -> li
     if curve and (strange := sum(not math.isfinite(x) for x in record["curves"].get(curve, {}).get("values", ()))):
         found.append(f"{strange} of {len(record['curves'][curve]['values'])} values of {curve} are not finite")
     if curve and "wire" in record["curves"]:
-        last, whole = record["curves"]["wire"]["values"][-1], total(record, "wire")
-        if whole is not None and last != whole:
-            found.append(f"the curve wire ends at {nbytes(last)} of {nbytes(whole)}")
+        found += _odd_end(record)
     return [f"{name}: {line}" for line in found]
+
+
+def _odd_end(record: Record) -> list[str]:
+    """How the curve of wire bytes disagrees with the totals, in a line."""
+    last, whole, more = record["curves"]["wire"]["values"][-1], total(record, "wire"), outside(record, "wire")
+    if whole is None or more is None or last == whole:
+        return []
+    if last == whole + more:
+        return [f"the curve wire has also the {nbytes(more)} sent outside of steps"]
+    return [f"the curve wire ends at {nbytes(last)} of {nbytes(whole)}"]
