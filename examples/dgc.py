@@ -13,7 +13,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from digits import MODELS, TRAINING, accuracy, backward, digits, forward, loss_and_slope, traffic
+from digits import MODELS, TRAINING, accuracy, backward, digits, forward, loss_and_slope
 
 import distopt
 from distopt.compress import DeepGradientCompression, Dense, Half, Packed, TopK
@@ -47,8 +47,8 @@ def train(opt, compressor, layers, rng, batch, epochs):
         for mine in order[:, world.rank]:
             _, slope = loss_and_slope(forward(layers, images[mine]), labels[mine])
             opt.step(backward(layers, slope), compressor)
-        wire, payload = traffic(world)
-        yield Epoch(accuracy(layers, *test), payload, wire)
+        traffic = world.ledger.total_of_steps()
+        yield Epoch(accuracy(layers, *test), traffic["payload"], traffic["sent"])
 
 
 def deep_gradient_compression(given, ranks):

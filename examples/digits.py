@@ -158,12 +158,6 @@ def accuracy(layers, images, labels):
     return float((forward(layers, images).argmax(1) == labels).mean())
 
 
-def traffic(world):
-    """(wire, payload): bytes that a metered communicator has counted, but for rank 0's parameters at the start."""
-    counted = [row for row in world.ledger.by("verb") if row["verb"] != "broadcast"]
-    return tuple(sum(row[column] for row in counted) for column in ("sent", "payload"))
-
-
 def average(opt, params):
     """Replace parameters by their mean over ranks."""
     values = [p.data for p in params]
@@ -231,7 +225,8 @@ def main():
             loss, slope = loss_and_slope(forward(layers, images[mine]), labels[mine])
             MODES[given.mode](opt, backward(layers, slope))
             total += loss
-        wire, payload = traffic(world)
+        traffic = world.ledger.total_of_steps()
+        wire, payload = traffic["sent"], traffic["payload"]
         opt.all_reduce(total)
         losses.append(float(total[0]) / steps / world.size)
         bytes_sent.append(wire)

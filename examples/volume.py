@@ -4,7 +4,7 @@
 
 Ranks are virtual: one after the other computes and compresses its share of the batch, and a ledger counts what rank 0
 would send to the others, byte for byte.  The network is the wide one of digits.py.  A record of each run goes to --out,
-where ``distopt compare`` finds it.  Rank 0's parameters at the start, the same in all modes, are not counted.
+where ``distopt compare`` finds it.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Run(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """What is known after it; bytes are those of gradients, and rank 0's since the start."""
+    """What is known after it; bytes are those of rank 0's steps so far."""
 
     step: int
     accuracy: float
@@ -101,14 +101,8 @@ def train(run, layers, step, ledger):
         order = rng.permutation(TRAINING)[: STEPS * BATCH]
         for mine in order.reshape(STEPS, run.ranks, BATCH // run.ranks):
             step(lambda rank, mine=mine: gradients(layers, images[mine[rank]], labels[mine[rank]], losses), compressor)
-        payload, wire = (sum(verb[count] for verb in report(ledger).values()) for count in ("payload", "wire"))
-        yield Epoch(epoch * STEPS, accuracy(layers, *test), statistics.fmean(losses), payload, wire)
-
-
-def report(ledger):
-    """Calls and bytes by verb, of gradients alone."""
-    rows = [row for row in ledger.by("phase", "verb") if row["phase"] == "gradients"]
-    return {row["verb"]: {"calls": row["calls"], "payload": row["payload"], "wire": row["sent"]} for row in rows}
+        sent = ledger.total_of_steps()
+        yield Epoch(epoch * STEPS, accuracy(layers, *test), statistics.fmean(losses), sent["payload"], sent["sent"])
 
 
 def record(run, folder):
@@ -120,7 +114,7 @@ def record(run, folder):
             found.append(epoch)
             numbers = epoch._asdict()
             experiment(numbers.pop("step"), numbers)
-        experiment.finish(report(sim.ledger), accuracy=epoch.accuracy)
+        experiment.finish(sim.report(), accuracy=epoch.accuracy)
     return found
 
 
