@@ -154,8 +154,7 @@ def plot(path, found):
         axes.set(title=f"{ranks} ranks", xlabel="bytes sent by a rank (log)", ylim=(0.8, 1.0))
         for k, (mode, seeds) in enumerate(runs.items()):
             line = [(mean(epochs, "wire"), mean(epochs, "accuracy")) for epochs in zip(*seeds, strict=True)]
-            fill = "none" if mode.startswith("dgc") else "full"  # there are more modes than colours
-            axes.plot(*zip(*line, strict=True), label=mode, fillstyle=fill, **picture.style(k))
+            axes.plot(*zip(*line, strict=True), label=mode, **picture.style(k))
     panels[0].set_ylabel("test accuracy")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     figure.savefig(path, dpi=picture.DOTS)

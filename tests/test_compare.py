@@ -1,6 +1,7 @@
 """distopt compare: numbers from records, against arithmetic by hand; pictures; and what is said of what is missing."""
 
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -265,9 +266,65 @@ def test_what_is_drawn(runs, tmp_path, monkeypatch):
     ]
     assert axes.get_xscale() == "log"
     assert [label.get_text() for label in axes.get_legend().get_texts()] == ["topk", "dense"], "one for both seeds"
-    styles = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.lines]
+    styles = [(line.get_color(), line.get_marker()) for line in axes.lines]
     assert styles[0] == styles[1]
     assert all(a != b for a, b in zip(styles[0], styles[2], strict=True)), "in grey too"
+    assert len({line.get_linestyle() for line in axes.lines}) == 1, "all on two ranks"
+
+
+def test_a_mode_has_one_colour_and_a_number_of_ranks_its_dashes(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="pictures need distopt[plot]")
+    kept, modes, ranks = [], "abcdefghijkl", (64, 2, 8)
+    monkeypatch.setattr(picture, "save", lambda figure, path: kept.append(figure))
+    for mode in modes:
+        for n in ranks:
+            train(tmp_path / f"{mode}{n}", mode, 1, [n, n], [(1, 0.1), (2, 0.9)], ranks=n, results={})
+    train(tmp_path / "m", "m", 1, results={})  # of which there is nothing to draw
+    assert compare(*sorted(tmp_path.iterdir()), "--plot", tmp_path / "out.png") == 0
+    (axes,) = kept[0].axes
+    assert len(axes.lines) == 36
+    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.lines]
+    assert len(set(looks)) == 36
+    assert len({colour for colour, _, _ in looks}) == len(modes)
+    for k in range(12):
+        assert len({look[:2] for look in looks[3 * k : 3 * k + 3]}) == 1, "its marker too"
+        assert [look[2] for look in looks[3 * k : 3 * k + 3]] == [look[2] for look in looks[:3]]
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == [*modes, "2 ranks", "8 ranks", "64 ranks"]
+
+
+@pytest.mark.parametrize("label", ["short", "as long as a label can be, and longer than that, so that it ends in dots"])
+@pytest.mark.parametrize("low", [1, 120_000, 499_000])
+@pytest.mark.parametrize("times", [1, 1.2, 2, 4.9, 6.1, 10, 40, 99, 101, 700, 1e4, 1e6, 1e9, 1e12])
+def test_labels_of_ticks_do_not_meet(label, low, times):
+    pytest.importorskip("matplotlib", reason="pictures need distopt[plot]")
+    figure, axes = picture.new("", "", "")
+    axes.plot([low, low * times], [1, 2], label=label, **picture.style(0))
+    picture.log_axis(axes, "x", [low, low * times], units.nbytes)
+    picture.legend(axes)
+    picture.make_room(figure)
+    figure.draw_without_rendering()
+    left, right = axes.get_xlim()
+    ticks = [t for t, at in zip(axes.get_xticklabels(), axes.get_xticks(), strict=True) if left <= at <= right]
+    boxes = [tick.get_window_extent() for tick in ticks]
+    assert boxes
+    assert all(b.x0 - a.x1 >= 8 for a, b in itertools.pairwise(boxes)), [tick.get_text() for tick in ticks]
+
+
+@pytest.mark.parametrize("labels", [["a"], ["long label " * 5] * 3, [f"mode {k}" for k in range(40)]])
+def test_a_legend_takes_nothing_from_the_curves(labels):
+    pytest.importorskip("matplotlib", reason="pictures need distopt[plot]")
+    figure, axes = picture.new("title", "across", "up")
+    for k, label in enumerate(labels):
+        axes.plot([1, 2], [k, k + 1], label=label, **picture.style(k))
+    picture.legend(axes)
+    picture.make_room(figure)
+    figure.draw_without_rendering()
+    curves, legend, page = axes.get_window_extent(), axes.get_legend().get_window_extent(), figure.bbox
+    assert curves.width >= 4.5 * figure.dpi
+    assert curves.x1 <= legend.x0
+    assert legend.x1 <= page.x1
+    assert page.y0 <= legend.y0 < legend.y1 <= page.y1
 
 
 @pytest.mark.plot

@@ -19,6 +19,7 @@ from distopt.cli.comparison import (
     aim_at,
     base,
     missing,
+    number_of_ranks,
     outside,
     per_step,
     points,
@@ -171,18 +172,26 @@ def numbers(found: Sequence[Row], aim: Aim | None) -> dict[str, Any]:
 
 
 def draw(found: Sequence[Row], curve: str, path: Path) -> None:
-    """The curve over the wire bytes, a line per run, runs of one row alike.  Raises ValueError if there is no point."""
+    """The curve over the wire bytes, a line per run: a colour for each mode, dashes for each number of ranks.
+
+    Raises ValueError if there is no point.
+    """
     drawn = [[[p for p in points(r, curve) if p[0] > 0 and math.isfinite(p[1])] for r in row.records] for row in found]
     seen = [nbytes for runs in drawn for run in runs for nbytes, _ in run]
     if not seen:
         raise ValueError(f"nothing to draw: no run has the curves {curve} and wire, finite and with bytes above 0")
     figure, axes = picture.new(f"{curve} by bytes sent", "wire bytes of one rank (log)", curve)
     picture.log_axis(axes, "x", seen, units.nbytes)
-    many = len({row.ranks for row in found}) > 1
-    for k, (row, runs) in enumerate(zip(found, drawn, strict=True)):
-        label: str | None = f"{row.label}, ranks {row.ranks or 'unknown'}" if many else row.label
+    shown = [row for row, runs in zip(found, drawn, strict=True) if any(runs)]
+    labels = list(dict.fromkeys(row.label for row in shown))
+    ranks = list(dict.fromkeys(row.ranks for row in sorted(shown, key=number_of_ranks)))
+    unnamed = set(labels)
+    for row, runs in zip(found, drawn, strict=True):
         for run in filter(None, runs):
-            axes.plot(*zip(*run, strict=True), label=label, markevery=0.05, **picture.style(k))
-            label = None  # once
-    picture.legend(axes)
+            style = picture.style(labels.index(row.label), ranks.index(row.ranks))
+            label = row.label if row.label in unnamed else None  # once
+            axes.plot(*zip(*run, strict=True), label=label, markevery=0.05, **style)
+            unnamed.discard(row.label)
+    variants = ["ranks unknown" if n is None else units.counted(n, "rank") for n in ranks]
+    picture.legend(axes, picture.dashes(variants) if len(ranks) > 1 else [])
     picture.save(figure, path)

@@ -61,7 +61,12 @@ def rows(records: Iterable[Record]) -> list[Row]:
         kinds.setdefault(plain.dumps(dict(sorted(record["settings"].items()))), []).append(record)
     made = [Row(_label(runs[0], kinds), runs) for kinds in found.values() for runs in kinds.values()]
     modes = list(dict.fromkeys(row.mode for row in made))
-    return sorted(made, key=lambda row: (modes.index(row.mode), math.inf if row.ranks is None else row.ranks))
+    return sorted(made, key=lambda row: (modes.index(row.mode), number_of_ranks(row)))
+
+
+def number_of_ranks(row: Row) -> float:
+    """To sort rows by; those that do not say come last."""
+    return math.inf if row.ranks is None else row.ranks
 
 
 def _label(record: Record, kinds: dict[str, list[Record]]) -> str:
@@ -75,8 +80,8 @@ def _texts(record: Record) -> dict[str, str]:
 
 
 def references(found: Sequence[Row]) -> list[Row]:
-    """What rows are compared with: those that are dense, else the first of all."""
-    return [row for row in found if row.mode == "dense"] or list(found[:1])
+    """The rows that others are compared with: those that are dense, else the first, on any number of ranks."""
+    return [row for row in found if row.mode == "dense"] or [row for row in found if row.label == found[0].label]
 
 
 def base(found: Sequence[Row], row: Row) -> Row | None:

@@ -1,6 +1,7 @@
 """Pictures that commands draw, without a screen: matplotlib is imported when one is wanted.
 
-Curves differ in colour (Okabe and Ito's, which the colour-blind tell apart), in marker and in dashes, and so in grey.
+Modes differ in colour and in marker, and so in grey; curves of one mode in their dashes.  The first seven colours are
+those of Okabe and Ito, which the colour-blind tell apart.
 """
 
 import contextlib
@@ -13,15 +14,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 INSTALL = "pip install 'distopt[plot]'"
 KINDS = ".png", ".svg", ".pdf"
-SIZE = 6.4, 4.0  # inches
+SIZE = 5.6, 4.0  # inches, without a legend
 DOTS = 130  # per inch
 LONGEST = 48  # letters of a label
-COLOURS = "#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
-MARKERS = "o", "s", "^", "D", "v", "P"  # one fewer than colours: 42 curves differ
-DASHES = "-", "--", "-.", ":"
+COLOURS = (
+    *("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
+    *("#882255", "#999933", "#332288", "#8C564B", "#7F7F7F"),
+)
+MARKERS = "o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*"  # one fewer than colours: 132 modes differ
+DASHES: "tuple[str | tuple[int, tuple[int, ...]], ...]" = "-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)), (0, (1, 4))
+TICKS = 6  # with labels as wide as '500 kB', on an axis as wide as a picture without a legend
 
 
 def check_picture(path: Path) -> None:
@@ -68,15 +74,23 @@ def check_place(path: Path) -> None:
             path.unlink()
 
 
-def style(k: int) -> dict[str, Any]:
-    """How the k-th curve is drawn: arguments for ``Axes.plot``."""
+def style(mode: int, variant: int = 0) -> dict[str, Any]:
+    """How a curve of the n-th mode is drawn, and those of its variants: arguments for ``Axes.plot``."""
     return {
-        "color": COLOURS[k % len(COLOURS)],
-        "marker": MARKERS[k % len(MARKERS)],
-        "linestyle": DASHES[k % len(DASHES)],
+        "color": COLOURS[mode % len(COLOURS)],
+        "marker": MARKERS[mode % len(MARKERS)],
+        "linestyle": DASHES[variant % len(DASHES)],
         "markersize": 4,
         "linewidth": 1.4,
     }
+
+
+def dashes(variants: Sequence[str]) -> "list[Line2D]":
+    """Lines for a legend that tells the variants of all modes apart."""
+    from matplotlib.lines import Line2D
+
+    grey = {"color": "#555555", "marker": ""}
+    return [Line2D([], [], label=label, **style(0, k) | grey) for k, label in enumerate(variants)]
 
 
 def new(title: str, across: str, up: str) -> "tuple[Figure, Axes]":
@@ -103,9 +117,9 @@ def panels(title: str, down: int, across: int) -> "tuple[Figure, list[Axes]]":
     return figure, found
 
 
-def legend(axes: "Axes") -> None:
-    """The curves' labels as they are, at the right of the axes; long ones end in dots."""
-    curves = [line for line in axes.lines if not str(line.get_label()).startswith("_child")]
+def legend(axes: "Axes", more: "Sequence[Line2D]" = ()) -> None:
+    """The labels of curves, and of ``more`` lines, as they are, at the right of the axes; long ones end in dots."""
+    curves = [line for line in (*axes.lines, *more) if not str(line.get_label()).startswith("_child")]
     labels = [str(line.get_label()) for line in curves]
     short = [label if len(label) <= LONGEST else label[: LONGEST - 3] + "..." for label in labels]
     found = axes.legend(curves, short, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -115,18 +129,33 @@ def legend(axes: "Axes") -> None:
 
 def log_axis(axes: "Axes", which: str, shown: Sequence[float], unit: Callable[[float], str]) -> None:
     """Make the axis ``which``, 'x' or 'y', logarithmic for these numbers, all above 0; ``unit`` as in ``units``."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     axes.set(**{f"{which}scale": "log"})
     axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
-    steps = (1,) if max(shown) > 1000 * min(shown) else (1, 2, 5)
-    axis.set_major_locator(LogLocator(subs=steps))
+    times = max(shown) / min(shown)
+    if 1 < times < TICKS:
+        axis.set_major_locator(MaxNLocator(TICKS - 1))
+    else:
+        steps = (1, 2, 5) if times <= 100 else (1, 3) if times <= 1000 else (1,)
+        axis.set_major_locator(LogLocator(subs=steps, numticks=TICKS))
     axis.set_major_formatter(lambda n, _: unit(n).replace(".00 ", " ").replace(".0 ", " "))
     axis.set_minor_formatter(NullFormatter())
 
 
+def make_room(figure: "Figure") -> None:
+    """Make a picture wider by its widest legend, and as high as the highest, so that axes keep their size."""
+    found = [shown.get_window_extent() for axes in figure.axes if (shown := axes.get_legend())]
+    if found:
+        wide, high = figure.get_size_inches()
+        rows = max(1, round(high / SIZE[1]))
+        needed = rows * (max(box.height for box in found) / figure.dpi + 0.6)  # a title, and the axis below
+        figure.set_size_inches(wide + max(box.width for box in found) / figure.dpi, max(high, needed))
+
+
 def save(figure: "Figure", path: Path) -> None:
     """Write it, all at once; the name's end says in which format.  Raises OSError."""
+    make_room(figure)
     kind = path.suffix.lower()
     drawn = io.BytesIO()
     figure.savefig(drawn, format=kind[1:], dpi=DOTS)
