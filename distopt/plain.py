@@ -9,7 +9,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from distopt import files
+
 MOST = 1 << 26  # bytes of a file
+CONTAINERS, VALUES = 1 << 18, 1 << 22  # objects and lists, and commas, of a text: what parsing it takes is bounded
 LARGEST = sys.float_info.max
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -50,17 +53,29 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """What ``dumps`` was given.  Raises ValueError for what is no JSON, RecursionError for thousands of levels."""
-    return _numbered(json.loads(text, parse_constant=_refuse))
+    """What ``dumps`` was given.  Raises as ``parse``."""
+    return _numbered(parse(text, parse_constant=_refuse))
 
 
-def text(path: str | Path) -> bytes:
-    """What stands in a file of JSON.  Raises OSError, and ValueError for more than 64 MiB."""
-    with open(path, "rb") as file:
-        found = file.read(MOST + 1)
-    if len(found) > MOST:
-        raise ValueError(f"{path} has more than {MOST} bytes")
-    return found
+def read(path: str | Path, **hooks: Any) -> Any:
+    """What a file of JSON says; raises OSError, and as ``files.read``, of 64 MiB at most, and ``parse``."""
+    return parse(files.read(path, MOST), **hooks)
+
+
+def parse(text: str | bytes, **hooks: Any) -> Any:
+    """``json.loads`` for the text of a stranger; the hooks are its own.
+
+    Raises ValueError for what is no JSON or is not ``readable``, RecursionError for thousands of levels.
+    """
+    found = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    if not readable(found):
+        raise ValueError(f"it must have at most {MOST} bytes, {CONTAINERS} objects and lists, and {VALUES} values")
+    return json.loads(text, **hooks)
+
+
+def readable(text: bytes) -> bool:
+    """Is a text of JSON one that ``parse`` takes?"""
+    return len(text) <= MOST and text.count(b"{") + text.count(b"[") <= CONTAINERS and text.count(b",") <= VALUES
 
 
 def _worded(value: Any) -> Any:

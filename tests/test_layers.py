@@ -8,8 +8,9 @@ import distopt
 from distopt.texts import NATIVE
 
 ROWS = [  # from the ground up
-    "texts device version names numbers job signals watch models plain",
-    "tables monitor",
+    "files",
+    "texts device version names numbers job signals models plain",
+    "tables monitor watch",
     "kernels cost guard checkpoint",
     "units",
     "ledger",

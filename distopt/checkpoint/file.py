@@ -6,13 +6,13 @@ before anything of it is returned.  Nothing in it is executed.
 
 import contextlib
 import os
-import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from distopt import files
 from distopt.checkpoint import head
 from distopt.checkpoint.error import CheckpointError, Misfit
 from distopt.checkpoint.head import Header, Tensor
@@ -165,15 +165,12 @@ def _header(file: int) -> Header:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A file's descriptor; what is no file, and might let us wait, is refused."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    """The descriptor of a file, whose faults are named."""
     try:
-        with _naming(path):
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise Misfit("file", "is not a regular file")
+        with files.opened(path) as file, _naming(path):
             yield file
-    finally:
-        os.close(file)
+    except files.NotRegularError:
+        raise CheckpointError(path, "file", "is not a regular file") from None
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
 """``distopt trace``: the ranks' flight records, merged: the first operation at which they part."""
 
 import argparse
+import fnmatch
 import sys
 from pathlib import Path
 from typing import Any
 
+from distopt.checkpoint.error import printable
 from distopt.watch import flight
 from distopt.watch.merge import tell
 
@@ -23,9 +25,9 @@ def main(given: argparse.Namespace) -> int:
         if len({r["rank"] for r in records}) < len(records):
             raise ValueError("several records of one rank: give those of one job")
     except (OSError, ValueError) as error:
-        print(f"distopt trace: {error}", file=sys.stderr)
+        print(f"distopt trace: {printable(str(error))}", file=sys.stderr)
         return 1
-    print("\n".join(tell(records)))
+    print("\n".join(map(printable, tell(records))))
     return 0
 
 
@@ -33,7 +35,7 @@ def _files(path: Path) -> list[Path]:
     """A file, or the records in a folder; ValueError if there are none."""
     if not path.is_dir():
         return [path]
-    found = sorted(path.glob("distopt-flight.*.json"))
+    found = sorted(file for file in path.iterdir() if fnmatch.fnmatchcase(file.name, "distopt-flight.*.json"))
     if not found:
         raise ValueError(f"there are no flight records in {path}")
     return found

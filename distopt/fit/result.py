@@ -117,7 +117,7 @@ def _line(points: list[Point]) -> Line:
 def read(path: str | Path) -> Fit:
     """What ``Fit.write`` has written; ValueError, with the path, for another file, OSError if there is none."""
     try:
-        found = json.loads(plain.text(path))
+        found = plain.read(path)
         if found.pop("format", None) != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         name, *figures = (found["link"][field] for field in Link._fields)

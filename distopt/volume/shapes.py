@@ -1,6 +1,5 @@
 """The tensors of a model, by its name or from a file of shapes; and the buckets that they make."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ def shapes(model: str | Path) -> Shapes:
     name = str(model)
     if name.lower().endswith(".json"):
         try:
-            given = json.loads(plain.text(model), object_pairs_hook=Pairs)
+            given = plain.read(model, object_pairs_hook=Pairs)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{model} is no JSON: {error}") from None
         try:

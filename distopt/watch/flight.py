@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distopt import files, plain
 from distopt.watch import place
 from distopt.watch.recorder import Recorder
 
@@ -66,15 +67,13 @@ def write_if_wanted(recorder: Recorder, rank: int, reason: str) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """A record; ValueError for a file that is none, OSError for one that cannot be read."""
-    with path.open("rb") as file:
-        raw = file.read(LARGEST + 1)
     try:
-        found: dict[str, Any] | None = json.loads(raw) if len(raw) <= LARGEST else None
+        found = plain.parse(files.read(path, LARGEST))
     except (ValueError, RecursionError):
         found = None
-    if found is None or not _is_record(found):
+    if not _is_record(found):
         raise ValueError(f"{path} is no flight record")
-    return found
+    return dict(found)
 
 
 def _is_record(x: Any) -> bool:
