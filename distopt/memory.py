@@ -377,6 +377,10 @@ class Memory(Verbs):
 
     # ------------------------------------------------------------------------------------------------- state
 
+    def _half_applied(self) -> RuntimeError | None:
+        """The error of whoever wants to go on with, or to keep, what an update has left that failed halfway."""
+        return RuntimeError(self._failure) if self._failure else None
+
     def _states(self) -> States:
         """What outlives a step: that of a checkpoint until all ranks have agreed on a plan."""
         return self._memory.states() if self._number else self._restored
@@ -386,14 +390,18 @@ class Memory(Verbs):
 
         The wrapped optimizer's own ``state_dict()`` or ``get_states()`` is in it, parameters are not.  Collective if
         parameters are shared (``parameter_views``), since each rank has its share of the optimizer's state then.
+
+        Raises RuntimeError after an update that failed halfway, until a checkpoint has been loaded.
         """
         self._catch_up()
-        states = self._states()
+        states, failed = self._states(), self._half_applied()
         if self._sharded:
             self._check_open()
             self._describe("state_dict")
             self._numbers = ()  # of a step
-            self._vote("state_dict", ~self.step_counter)
+            self._vote("state_dict", ~self.step_counter, failed)
+        elif failed:
+            raise failed
         return {
             "step_counter": self.step_counter,
             "num_batches": self._window.num_batches,

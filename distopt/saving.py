@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from distopt import device, job, signals
-from distopt.checkpoint import CheckpointError, Pending, file, folder, ranks
+from distopt.checkpoint import CheckpointError, Pending, file, folder, lock, ranks
 from distopt.compress.dgc import DECAY
 from distopt.device import is_array
 from distopt.guard import agreed, fingerprint
@@ -21,6 +21,7 @@ from distopt.numbers import whole
 from distopt.uneven import Uneven
 
 LONGEST = 2000  # characters of an optimizer's text
+MOST_LOCKS = 8  # that one DistOpt holds: each is an open file
 WINDOW = "window"  # of gradients, which are sums over ranks if each batch was exchanged
 
 
@@ -28,6 +29,8 @@ class Saving(Uneven):
     """What outlives the process."""
 
     _last_wish: tuple[str | Path, list[Any] | None, Any, int] | None = None  # what to save when a signal comes
+    _locks: tuple[lock.Held, ...] = ()  # on rank 0, of the last folders
+    _unlocked: tuple[Path, ...] = ()  # folders in which there are no locks
 
     def save(self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2) -> Path:
         """Save everything that changes between steps in a new checkpoint in the folder ``path``; collective.
@@ -39,11 +42,13 @@ class Saving(Uneven):
 
         A checkpoint is a folder of files in safetensors' layout, each with checksums, of which one is written per rank
         and one for all.  It is one when its manifest appears, after all files have reached the disk; until then the
-        older ones are what ``load`` finds, of which the newest ``keep`` - 1 stay.  Hosts must share the folder.
-        Returns the checkpoint's folder.
+        older ones are what ``load`` finds, of which the newest ``keep`` - 1 stay.  Hosts must share the folder, and
+        other jobs must not save there before this one has ended, or ``close`` was called: rank 0 holds a lock in it.
+        Returns the checkpoint's folder, which ``load`` takes too.
 
         Raises, on every rank alike, and leaves no new checkpoint: TypeError for what cannot be saved, ValueError for a
-        bare array as a parameter before the first step, RuntimeError with the OSError of a rank that cannot write.
+        bare array as a parameter before the first step, RuntimeError with the OSError of a rank that cannot write,
+        where another job saves in this folder, and after an update that failed halfway.
         """
         self._check_open()
         self._settle()
@@ -66,12 +71,30 @@ class Saving(Uneven):
                 folder.discard(place)
             raise
         # only now: until all have agreed, the new one may be taken back
-        self._together("keeping", self._alone, folder.keep, place.parent, keep)
+        self._together("keeping", self._alone, folder.keep, place, keep)
         return place
 
     def _prepared_folder(self, path: str | Path, keep: int) -> None:
+        """A folder for what can be saved, which is this job's alone to save in."""
         whole("keep", keep, least=1)
-        Path(path).mkdir(parents=True, exist_ok=True)
+        if failed := self._half_applied():
+            raise failed
+        place = Path(path)
+        place.mkdir(parents=True, exist_ok=True)
+        self._alone(self._hold, place)
+
+    def _hold(self, place: Path) -> None:
+        held = lock.hold(place)
+        if held:
+            self._locks = (*(other for other in self._locks if other is not held), held)[-MOST_LOCKS:]
+        elif place not in self._unlocked:
+            self._unlocked += (place,)
+            self._note(f"{place}: no locks in this file system: nothing keeps two jobs from saving there at once")
+
+    def close(self) -> None:
+        """As DistOpt's; other jobs may save where this one did."""
+        self._locks = ()
+        super().close()
 
     def _next_checkpoint(self, path: Path) -> str:
         """Rank 0 says what the checkpoint is called, and what only its files have in common."""
@@ -140,9 +163,11 @@ class Saving(Uneven):
         ``distopt run`` passes signals on to the ranks, and so does MPICH's mpiexec.  Open MPI's mpirun kills its ranks
         half a second later, and only what was saved before is left.
 
-        Raises ValueError, on every rank alike, where one is not the main thread of its process.
+        Raises, on every rank alike, ValueError where one is not the main thread of its process, and RuntimeError where
+        ``save`` would, since it is too late then.
         """
         self._check_open()
+        self._together("preparing to save", self._prepared_folder, path, keep)
         self._together("listening for signals, to save", signals.listen)
         job.mark(job.STOPS)
         self._last_wish = path, None if params is None else list(params), extra, keep
@@ -159,18 +184,20 @@ class Saving(Uneven):
     # ------------------------------------------------------------------------------------------------- load
 
     def load(self, path: str | Path, params: Iterable[Any] | None = None) -> Any:
-        """Go on from the newest good checkpoint in the folder ``path``; collective.
+        """Go on from the newest good checkpoint in the folder ``path``, or from the one that it is; collective.
 
         Writes the saved parameters, by name, into ``params`` (those that this DistOpt knows already, if there are any,
         need not be given), and returns this rank's ``extra``, {} if there was none; None, and nothing is changed, if
-        there is no checkpoint.  A checkpoint that a rank cannot read is passed over, on all ranks, with a warning.
+        there is no checkpoint, which rank 0 says on stderr.  A checkpoint that a rank cannot read is passed over, on
+        all ranks, with a warning.
 
         Other ranks than N may go on, with M of them: the pending mean over ranks stays, each rank's residual and window
         being the sum of those of every M-th saved rank, times M / N; what partial steps let differ is averaged; extra
         is that of a rank modulo N.
 
-        Raises, on every rank alike, CheckpointError if there are checkpoints and none is good, and ValueError, before
-        anything changes, for one of other parameters, of parameters that were not given, of another kind of optimizer,
+        Raises, on every rank alike, CheckpointError if there are checkpoints and none is good, RuntimeError with the
+        OSError of rank 0 if it cannot look into the folder, and ValueError, before anything changes, for a file, and
+        for one of other parameters, of parameters that were not given, of another kind of optimizer,
         or of a window that is open with another ``num_batches`` or ``sync_on_apply``.
         """
         self._check_open()
@@ -185,6 +212,7 @@ class Saving(Uneven):
             self._warn(f"passed over the checkpoint {given / name}: {_first(bad)}")
         if found:
             raise agreed(CheckpointError(given, "checkpoints", "none is good"), self._wire.rank == 0)
+        self._note(f"there is no checkpoint in {given}: nothing was loaded")
         return None
 
     def _checkpoints(self, path: Path) -> str:
@@ -206,9 +234,9 @@ class Saving(Uneven):
         saved, rank, size = about["world_size"], self._wire.rank, self._wire.size
 
         def read(number: int | None) -> Any:
-            tree, said = file.read(folder.file_of(place, number))
-            if said.get("save") != about["save"]:
-                raise CheckpointError(folder.file_of(place, number), "save", "belongs to another checkpoint")
+            path = folder.file_of(place, number)
+            tree, said = file.read(path)
+            folder.compare(path, said, about)
             return tree
 
         ours, mine = read(None), read(rank % saved)

@@ -7,10 +7,11 @@ ended, however that ended and whatever other process has its number by then.
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,15 @@ class Pending:
     def write(self, data: bytes | memoryview, at: int) -> None:
         """Put bytes at a place."""
         rest = memoryview(data)
-        while rest:
-            count = os.pwrite(self._file, rest, at)
-            rest, at = rest[count:], at + count
+        with self._named():
+            while rest:
+                count = os.pwrite(self._file, rest, at)
+                rest, at = rest[count:], at + count
 
     def finish(self, digest: str = "") -> None:
         """Wait until all of it is on the disk; ``digest`` stands for what is in it."""
-        os.fsync(self._file)
+        with self._named():
+            os.fsync(self._file)
         self.nbytes, self.digest = os.fstat(self._file).st_size, digest
 
     def commit(self) -> None:
@@ -55,19 +58,64 @@ class Pending:
         self._close()
         sync(self.path.parent)
 
+    def commit_as(self, kind: str, read: Callable[[str | os.PathLike[str]], Any]) -> None:
+        """Give it its name, unless something has come there meanwhile that is no ``kind`` (``check_place``).
+
+        Raises FileExistsError then: that stays, and this file has a free name beside it, which the error says.
+        """
+        try:
+            while True:
+                check_place(self.path, kind, read)
+                if os.path.lexists(self.path):
+                    self.commit()
+                    return
+                if self._take(self.path):
+                    return
+        except OSError as error:
+            if self._file < 0:
+                raise
+            names = (self.path.with_stem(f"{self.path.stem}-{k}") for k in itertools.count(1))
+            place = next(filter(self._take, names))
+            raise FileExistsError(f"{error}; the {kind} is in {place}") from None
+
     def discard(self) -> None:
         """Leave no trace of it, unless it was committed."""
         if self._file >= 0:
             self._temporary.unlink(missing_ok=True)
             self._close()
 
+    def _take(self, place: Path) -> bool:
+        """Give it a name that nothing has; False if something has it."""
+        try:
+            os.link(self._temporary, place)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without links
+            if os.path.lexists(place):
+                return False
+            os.replace(self._temporary, place)
+        else:
+            self._temporary.unlink()
+        self._close()
+        sync(place.parent)
+        return True
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of a descriptor say which file it is."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
+
     def _close(self) -> None:
         file, self._file = self._file, -1
         os.close(file)
 
 
-def write(path: str | os.PathLike[str], data: bytes, mode: int = 0o600) -> None:
-    """A small file, whole or not at all, and on the disk when this returns.  Raises OSError."""
+def prepare(path: str | os.PathLike[str], data: bytes, mode: int = 0o600) -> Pending:
+    """A small file, on the disk, that waits for its name.  Raises OSError."""
     pending = Pending(path, mode)
     try:
         pending.write(data, 0)
@@ -75,7 +123,7 @@ def write(path: str | os.PathLike[str], data: bytes, mode: int = 0o600) -> None:
     except BaseException:
         pending.discard()
         raise
-    pending.commit()
+    return pending
 
 
 def check_place(path: str | os.PathLike[str], what: str, read: Callable[[str | os.PathLike[str]], Any]) -> None:

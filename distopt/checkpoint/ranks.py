@@ -27,9 +27,9 @@ def _only(states: States, names: Sequence[str]) -> States:
     return {state: arrays for state, arrays in states.items() if state in names}
 
 
-def heirs(rank: int, size: int, saved: int) -> list[int]:
+def heirs(rank: int, size: int, saved: int) -> range:
     """The saved ranks whose states a rank takes over: every ``size``-th, so that each has one heir."""
-    return list(range(rank, saved, size))
+    return range(rank, saved, size)
 
 
 def inherited(states: Sequence[States], factor: float) -> States:

@@ -3,23 +3,29 @@
 import datetime
 import itertools
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-from distopt import plain
+from distopt import files, plain
 from distopt.checkpoint import pending
 from distopt.version import __version__
 
 FAMILY = "distopt experiment"
 FORMAT = f"{FAMILY} 1"
-LARGEST = 256 << 20  # bytes
 COUNTS = "payload", "wire"  # curves of bytes since the start
 
 
 def write(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
-    """Write plain values, whole or not at all, one line per field; the umask says who may read it.  Raises OSError."""
+    """Write plain values, whole or not at all, one line per field; the umask says who may read it.
+
+    Raises OSError; FileExistsError if something that is no record has come to its place, and the record is beside it.
+    """
     lines = (f" {plain.dumps(name)}: {plain.dumps(value)}" for name, value in ({"format": FORMAT} | record).items())
-    pending.write(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode(), 0o666)
+    text = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    pending.prepare(path, text, 0o666).commit_as("record", read)
+    if not plain.readable(text):
+        warnings.warn(f"{path} is too large to be read again: log fewer points", RuntimeWarning, stacklevel=2)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -28,10 +34,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     A curve is ``{"steps": [...], "values": [...]}``.  Raises OSError for a file that cannot be read, and ValueError
     that names file and field for one that is no such record, is cut off, or of another version of the format.
     """
-    with open(path, "rb") as file:
-        text = file.read(LARGEST + 1)
     try:
-        found: Any = plain.loads(text) if len(text) <= LARGEST else None
+        found: Any = plain.loads(files.read(path, plain.MOST))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no experiment's record: {error}") from None
     said = found.get("format") if isinstance(found, dict) else None

@@ -102,7 +102,8 @@ class Experiment:
         ``totals`` is what ``report()`` of a ``Metered`` or a ``Simulation`` returns: calls and bytes, in a line for
         each verb of steps, and in lines of their own what was sent outside of them.  ``steps`` are the updates done, by
         default the last step that was logged.  ``results`` are final numbers: accuracy, loss.  Raises OSError, and
-        RuntimeError the second time.
+        RuntimeError the second time.  Something that is no record and has come to its place meanwhile stays there; the
+        record is beside it then, and FileExistsError says where.
         """
         self._must_go_on()
         done = self._last_step()
@@ -130,7 +131,11 @@ class Experiment:
 
     def _write(self, found: dict[str, Any], raised: str | None) -> None:
         times = {"started": self._began, "ended": _now(), "raised": raised}
-        record.write(self.path, self._about | times | _surroundings() | found | {"curves": self._curves})
+        try:
+            record.write(self.path, self._about | times | _surroundings() | found | {"curves": self._curves})
+        except FileExistsError:  # it is beside, once
+            self._finished = True
+            raise
         self._finished = True
 
     def _last_step(self) -> int:

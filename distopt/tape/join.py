@@ -35,7 +35,7 @@ def join(folder: Path, out: Path, script: str) -> Tape:
     And 'others': is there another optimizer, of which nothing was recorded?
 
     Raises ValueError if there is no such step, OSError if the file cannot be written; it is there as a whole or not at
-    all.
+    all.  FileExistsError if something that is no tape has come to its place, and the tape is beside it.
     """
     found = {int(file.stem): _read(file) for file in folder.glob("*.steps")}
     parts = [found[rank] for rank in sorted(found) if found[rank].head]
@@ -49,12 +49,13 @@ def join(folder: Path, out: Path, script: str) -> Tape:
     while True:
         tree = {str(s): {str(rank): _gradients(part, s) for rank, part in enumerate(parts)} for s in steps}
         try:
-            checkpoint.prepare(out, tree, about | parts[0].head | {"steps": steps}).commit()
+            written = checkpoint.prepare(out, tree, about | parts[0].head | {"steps": steps})
         except CheckpointError as error:  # before anything was written
             if not error.fits or len(steps) == 1:
                 raise
             steps = steps[: max(1, int(len(steps) * min(error.fits, 0.9)))]
         else:
+            written.commit_as("tape", _check_tape)
             return Tape(out)
 
 
