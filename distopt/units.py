@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from distopt.checkpoint.error import printable
 
+FORMULA = "=", "+", "-", "@", "\t", "\r"
 NONE = "-"  # in the place of a number that is not known
 
 
@@ -41,6 +42,11 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
         "  " + "  ".join(f"{c:{s}{w}}" for c, s, w in zip(cells, signs, widths, strict=True)).rstrip()
         for cells in shown
     ]
+
+
+def cell(value: object) -> object:
+    """What a spreadsheet shows as it is: a text that it would take for a formula begins with an apostrophe."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def _scaled(x: float, units: tuple[str, ...]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from distopt.checkpoint.error import printable
 from distopt.tables import wide
 
 ALIGNMENT = 64  # bytes at multiples of which a member starts: vector loads of every SIMD level stay aligned
@@ -56,7 +57,7 @@ class Plan:
             f"{'bucket':>6}  {'dtype':7}  {'tensors':>7}  {'elements':>12}  {'payload':>10}  {'dense':>10}  members",
         ]
         for k, b in enumerate(self.buckets):
-            members = b.names[0] if len(b.names) == 1 else f"{b.names[0]} .. {b.names[-1]}"
+            members = " .. ".join(map(printable, dict.fromkeys((b.names[0], b.names[-1]))))
             payload = self.payload[k] if self.payload else b.nbytes
             lines.append(
                 f"{k:>6}  {b.dtype!s:7}  {len(b.names):>7}  {sum(b.sizes):>12,}  {_bytes(payload):>10}  "

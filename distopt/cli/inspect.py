@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distopt import checkpoint
-from distopt.checkpoint import CheckpointError, Header, Tensor, folder
+from distopt.checkpoint import CheckpointError, Header, Tensor, folder, lock
 from distopt.checkpoint.error import printable
 from distopt.checkpoint.pending import TEMPORARY
 from distopt.checkpoint.tree import below
@@ -25,7 +25,7 @@ def add_to(commands: Any) -> None:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Print it; 1 if something is damaged or cannot be read."""
+    """Print it; 1 if something is damaged, not whole, or cannot be read."""
     try:
         return show_folder(given.path) if given.path.is_dir() else show_file(given.path)
     except (CheckpointError, OSError) as error:
@@ -34,26 +34,35 @@ def main(given: argparse.Namespace) -> int:
 
 
 def show_folder(given: Path) -> int:
-    """Its checkpoints, the newest first, or the one that it is; and a line per file, by what their headers say."""
-    places = [given / name for name in folder.names(given)] or [given]
-    return max(map(show_checkpoint, places))
-
-
-def show_checkpoint(place: Path) -> int:
-    """Is it complete, and what do its files say?"""
-    files = [f for f in place.rglob("*") if f.is_file() and f.suffix != ".json" and not TEMPORARY.fullmatch(f.name)]
-    wrong = 0
-    if (place / folder.MANIFEST).exists():
-        wrong = attempt(lambda: complete(place))
-    for file in sorted(files, key=lambda f: f.stat().st_mtime_ns, reverse=True):
-        wrong |= attempt(lambda file=file: summary(file, checkpoint.header(file)))  # type: ignore[misc]
+    """Its checkpoints, the newest first, or the one that it is: are they whole?  And a line per file, by its header."""
+    names = folder.names(given)
+    wrong = 0 if names else show_files(given)
+    for place in (given / name for name in names):
+        wrong |= attempt(lambda place=place: complete(place)) | show_files(place)  # type: ignore[misc]
+    for name in folder.uncompleted(given):
+        print(f"{printable(str(given / name))}: never completed")
     return wrong
 
 
 def complete(place: Path) -> str:
-    """A checkpoint in one line; CheckpointError if its manifest is damaged."""
-    said = folder.manifest(place)
+    """A checkpoint in one line, after all of it has been read; CheckpointError if it is not whole."""
+    try:
+        said = folder.verify(place)
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(place, "not whole", str(error)) from error
     return f"{printable(str(place))}: complete, of {said['world_size']} ranks after step {said['step']}"
+
+
+def show_files(place: Path) -> int:
+    """What the files in a folder say, the newest first."""
+    found = [f for f in place.rglob("*") if f.is_file() and f.suffix != ".json" and not hidden(f.name)]
+    newest = sorted(found, key=lambda f: f.stat().st_mtime_ns, reverse=True)
+    return max((attempt(lambda f=f: summary(f, checkpoint.header(f))) for f in newest), default=0)  # type: ignore[misc]
+
+
+def hidden(name: str) -> bool:
+    """Is it nobody's file: half-written, or a folder's lock?"""
+    return name == lock.NAME or TEMPORARY.fullmatch(name) is not None
 
 
 def attempt(describe: Callable[[], str]) -> int:

@@ -185,13 +185,16 @@ class Ledger:
         Path(path).write_text(json.dumps(self.as_dict()) + "\n")
 
     def write_csv(self, path: str | Path, *columns: str) -> None:
-        """The messages that are kept, one in a line; or sums by some columns, as ``by``."""
+        """The messages that are kept, one in a line; or sums by some columns, as ``by``.
+
+        A name that a spreadsheet would take for a formula begins with an apostrophe.
+        """
         names = (*columns, *_amounts(columns)) if columns else (*KEYS, *VOLUME)
         rows = [[row[name] for name in names] for row in self.by(*columns)] if columns else self.entries
         with open(path, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(names)
-            writer.writerows(row[: len(names)] for row in rows)
+            writer.writerows(map(units.cell, row[: len(names)]) for row in rows)
 
     def table(self, *columns: str) -> str:
         """Sums by some of the columns, default phase and verb, as text; bytes, and bits for what is ideal.
