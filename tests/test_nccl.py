@@ -1,12 +1,10 @@
 """The NCCL communicator on doubles of GPUs and of NCCL: every verb, every order of streams, and what goes wrong."""
 
 import argparse
-import contextlib
 import multiprocessing
 import os
 import re
 import sys
-import threading
 import time
 
 import numpy as np
@@ -20,8 +18,7 @@ import laws
 import nccl_checks
 from distopt import DistOpt, device, run_ranks, world
 from distopt.cli import doctor
-from distopt.comm import LocalCommunicator, Metered, NcclCommunicator, Ordered, mpi_control, nccl_unique_id, sockets
-from distopt.comm.sockets import SocketControl
+from distopt.comm import LocalCommunicator, Metered, NcclCommunicator, Ordered, mpi_control, nccl_unique_id
 from distopt.guard import PeerLeft
 from doubles import gpu, nccl, shim
 from launch import finish, needs_mpi, run_mpi
@@ -204,60 +201,6 @@ def test_a_process_that_closes_nothing_ends(tmp_path):
 def test_arguments_of_a_process(arguments, kind, text):
     with pytest.raises(kind, match=text):
         NcclCommunicator.from_id(*arguments)
-
-
-def controls(size, secrets, sizes=None, ranks=None):
-    """What comes of SocketControls that threads make: a control, or an error."""
-    found = [None] * len(secrets)
-
-    def make(k):
-        try:
-            found[k] = SocketControl(secrets[k], ranks[k] if ranks else k, sizes[k] if sizes else size, patience=1.0)
-        except Exception as error:
-            found[k] = error
-
-    threads = [threading.Thread(target=make, args=(k,)) for k in range(len(secrets))]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(20)
-        assert not t.is_alive()
-    return found
-
-
-def test_sockets_of_those_who_do_not_belong_together():
-    for error in controls(2, [os.urandom(128)] * 2, sizes=[2, 3]):
-        assert str(error) == "rank 1 was told world_size=3, rank 0 2"
-    for error in controls(3, [os.urandom(128)] * 3, ranks=[0, 1, 1]):
-        assert str(error) == "two processes were told local_rank=1"
-    strangers = controls(2, [os.urandom(128), os.urandom(128)])
-    assert "rank 1 of 2 did not come within 1 s" in str(strangers[0])
-    assert "rank 0 did not come within 1 s" in str(strangers[1])
-
-
-def test_a_stranger_at_the_door():
-    """Somebody knocks who knows the sockets' name but not the secret: the ranks meet all the same."""
-    secret, names = os.urandom(128), []
-    listener = sockets.Listener
-
-    def note(name, **options):
-        names.append(name)
-        opened = listener(name, **options)
-        for key in (b"guess", None):
-            threading.Thread(target=knock, args=(name, key), daemon=True).start()
-        return opened
-
-    def knock(name, key):
-        with contextlib.suppress(Exception):
-            sockets.Client(name, family="AF_UNIX", authkey=key).close()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sockets, "Listener", note)
-        found = controls(3, [secret] * 3)
-    assert names[0].startswith("\0distopt-")
-    assert [c.rank for c in found] == [0, 1, 2]
-    for c in found:
-        c.close()
 
 
 def test_the_example_without_a_gpu():

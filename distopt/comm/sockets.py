@@ -1,7 +1,8 @@
 """Votes between the processes of one machine without MPI: a star of local sockets, whose centre is rank 0.
 
-Sockets have names that only who knows the job's secret can guess, and both ends prove that they know it.  There is no
-port and no file, and what is sent are plain bytes: nothing that is received is ever executed.
+Both ends of a socket belong to one user, as the kernel says, and prove that they know the job's secret
+(``distopt.comm.door``).  There is no port and no file, and what is sent are plain bytes: nothing that is received is
+ever executed.
 """
 
 import contextlib
@@ -12,20 +13,20 @@ import json
 import multiprocessing.util
 import os
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 
 import numpy as np
 
+from distopt.comm.door import REFUSED, WELCOME, Door, enter
 from distopt.guard import Control, PeerLeft, agreed
 from distopt.numbers import whole
 from distopt.watch import Log, Watchman, limits, recorder
 
-MAXIMUM, GATHER, LEFT, CRASHED, WELCOME, REFUSED = b"M", b"G", b"L", b"C", b"W", b"R"  # what a message is
+MAXIMUM, GATHER, LEFT, CRASHED = b"M", b"G", b"L", b"C"  # what a message is
 
 
 class SocketControl(Control):
@@ -66,21 +67,12 @@ class SocketControl(Control):
 
     def _call(self, name: str, key: bytes, patience: float, deadline: float) -> Connection:
         """Connect to rank 0, when it is there, and hear that all others are."""
-        while True:
-            try:
-                line = Client(name, family="AF_UNIX", authkey=key)
-                break
-            except (ConnectionError, FileNotFoundError, EOFError):
-                if time.monotonic() > deadline:
-                    raise self._absent(patience) from None
-                time.sleep(0.02)
-            except AuthenticationError as error:
-                raise RuntimeError(f"rank {self.rank}: who answers for rank 0 does not know the id") from error
-        line.send_bytes(json.dumps([self.rank, self.size]).encode())
-        answer = b""
-        with contextlib.suppress(EOFError, ConnectionError):
-            if line.poll(max(0.0, deadline - time.monotonic()) + 1.0):  # rank 0 knows who is missing
-                answer = line.recv_bytes()
+        try:
+            line, answer = enter(name, key, self.rank, self.size, deadline)
+        except TimeoutError:
+            raise self._absent(patience) from None
+        except AuthenticationError as error:
+            raise RuntimeError(f"rank {self.rank}: who answers for rank 0 does not know the id: {error}") from error
         if answer[:1] == REFUSED:
             raise agreed(RuntimeError(answer[1:].decode()), speaks=False)
         if answer[:1] != WELCOME:
@@ -195,60 +187,6 @@ class SocketControl(Control):
         for line in self._lines.values():
             line.close()
         self._lines = {}
-
-
-class Door:
-    """Where rank 0 waits for the others.  Listens in a thread, since a listener has no time limit."""
-
-    def __init__(self, name: str, key: bytes, size: int, patience: float):
-        self._name, self._size, self._patience = name, size, patience
-        self._came: list[tuple[int, Connection]] = []
-        self._wrong, self._closed = "", False
-        self._changed = threading.Condition()
-        try:
-            self._listener = Listener(name, family="AF_UNIX", backlog=size, authkey=key)
-        except OSError as error:
-            raise RuntimeError(f"two processes were told local_rank=0, or the id is used again: {error}") from error
-        threading.Thread(target=self._listen, name="votes' door", daemon=True).start()
-
-    def guests(self, deadline: float) -> dict[int, Connection]:
-        """The lines to all other ranks, when they have come; RuntimeError here and there if they have not in time."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._wrong or len(self._came) == self._size - 1, deadline - time.monotonic()
-            )
-            missing = sorted(set(range(1, self._size)) - {rank for rank, _ in self._came})
-            self._closed = True
-        self._stop_listening()
-        if missing and not self._wrong:
-            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            self._wrong = f"{names} of {self._size} did not come within {self._patience:g} s: see what they printed"
-        for _, line in self._came:
-            with contextlib.suppress(OSError):  # one that has ended meanwhile is missed at the first vote
-                line.send_bytes(REFUSED + self._wrong.encode() if self._wrong else WELCOME)
-        if self._wrong:
-            raise agreed(RuntimeError(self._wrong), speaks=True)
-        return dict(sorted(self._came))
-
-    def _listen(self) -> None:
-        while not self._closed:
-            try:
-                line = self._listener.accept()
-                rank, size = json.loads(line.recv_bytes())
-            except (AuthenticationError, EOFError, OSError):  # a stranger, or the door's own end
-                continue
-            with self._changed:
-                if size != self._size:
-                    self._wrong = f"rank {rank} was told world_size={size}, rank 0 {self._size}"
-                elif rank in [0, *(other for other, _ in self._came)]:
-                    self._wrong = f"two processes were told local_rank={rank}"
-                self._came.append((rank, line))
-                self._changed.notify()
-
-    def _stop_listening(self) -> None:
-        with contextlib.suppress(OSError):
-            Client(self._name, family="AF_UNIX").close()  # wakes the thread
-        self._listener.close()
 
 
 def _maximum(messages: list[bytes]) -> bytes:
