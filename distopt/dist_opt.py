@@ -101,6 +101,7 @@ class DistOpt(Saving):
             sync_on_apply=sync_on_apply,
             buffSize=buffSize,
         )
+        self._options_given["deterministic"] = deterministic
 
     def close(self) -> None:
         """Refuse everything from now on; a communicator stays open, unless it was made from ``nccl_id``: collective.

@@ -1,5 +1,6 @@
 """What a model is to all ranks: its parameters, their plan, the memory of both, and the vote that keeps them equal."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,11 +30,19 @@ class AllJoinedError(Exception):
     """No rank has batches left."""
 
 
+class NoPlanError(RuntimeError, AttributeError):
+    """There is no plan yet; an AttributeError too, so that ``hasattr`` and ``inspect.getmembers`` can ask."""
+
+
 Agreed = tuple[Buffers | None, Blind, Rooms | None]
 
 
 class Memory(Verbs):
     """The parameters of one model, and everything that outlives a step."""
+
+    opt: Any
+    threshold: int
+    step_counter: int  # updates applied
 
     def __init__(
         self,
@@ -53,7 +62,18 @@ class Memory(Verbs):
         super().__init__(wire, whole("buffSize", buffSize, least=1))
         self.opt, self._optimizer = opt, adapt(opt)
         self.threshold = whole("threshold", threshold, least=0)
-        self.step_counter = 0  # updates applied
+        self.step_counter = 0
+        self._options_given: dict[str, Any] = {
+            "threshold": threshold,
+            "overlap": overlap,
+            "broadcast": broadcast,
+            "nonfinite": nonfinite,
+            "allow_missing": allow_missing,
+            "check_every": check_every,
+            "num_batches": num_batches,
+            "sync_on_apply": sync_on_apply,
+            "buffSize": buffSize,
+        }
         self._check_every = whole("check_every", check_every, least=0)
         self._wants_overlap = overlap is not False
         self._overlaps = wire.size > 1 and _overlaps(overlap, wire)
@@ -94,15 +114,25 @@ class Memory(Verbs):
         return self._nonfinite.skipped
 
     @property
-    def plan(self) -> Plan:
-        """Which parameters share a bucket; printable.  RuntimeError before the first step or ``gradient_views``."""
+    def plan(self) -> Plan | None:
+        """Which parameters share a bucket; printable.  None before the first step or ``gradient_views``."""
+        if self._buffers is None:
+            return None
         flats = ((b.gradient.size, b.gradient.itemsize, b.gradients) for b in self._memory)
         return self._memory.plan.sending([self._compressor.payload_bytes(*flat) for flat in flats])
+
+    def __repr__(self) -> str:
+        """One line: the optimizer with its numbers as they are now, the rank, the steps so far, the chosen options."""
+        state = [f"rank {self._wire.rank} of {self._wire.size}", f"{self.step_counter} steps"]
+        usual = inspect.signature(type(self)).parameters
+        chosen = [f"{n}={v!r}" for n, v in self._options_given.items() if n in usual and v != usual[n].default]
+        optimizer = str(self._optimizer).removeprefix("optimizer ")
+        return f"{type(self).__name__}({', '.join([optimizer, *state, *chosen])}{', closed' * self._closed})"
 
     @property
     def _memory(self) -> Buffers:
         if self._buffers is None:
-            raise RuntimeError("there is no plan yet: the first step makes it, or gradient_views(params)")
+            raise NoPlanError("there is no plan yet: the first step makes it, or gradient_views(params)")
         return self._buffers
 
     def _follow_plan(self, threshold: int) -> None:
@@ -209,8 +239,7 @@ class Memory(Verbs):
         order = self._collector.order.items()
         parameters = [f"parameter {k} = {n} {p.value.shape} {p.value.dtype}" for k, (n, p) in enumerate(order)]
         options = [f"threshold={self._memory.plan.threshold}", *self._options, repr(self._observer)]
-        options.append(repr(self._optimizer))
-        self._lines = [what, *parameters, *options]
+        self._lines = [what, *parameters, *options, *self._optimizer.lines()]
         self._mark = fingerprint(self._lines)
         return True
 
@@ -238,7 +267,7 @@ class Memory(Verbs):
                     name + part,
                     own,
                     f"the loss scale {scale}",
-                    repr(self._optimizer),
+                    *self._optimizer.lines(),
                     f"an update with the numbers {self._numbers}",
                 ],
                 error,

@@ -96,6 +96,7 @@ class Trainer(Saving):
             sync_on_apply=True,
             buffSize=4194304,
         )
+        self._options_given["loss_scaler"] = loss_scaler
 
     # ------------------------------------------------------------------------------------------------- what it has
 

@@ -259,7 +259,7 @@ def test_bounds_that_are_none():
 def test_ranks_that_differ_in_an_option_learn_it_before_anything_moves(makes, text):
     def main(comm):
         w = Parameter("w", np.ones(3))
-        with pytest.raises(ValueError, match=rf"ranks differ: rank 0 has optimizer .*, rank 1 has .*{text}"):
+        with pytest.raises(ValueError, match=rf"ranks differ: rank 0 has .*, rank 1 has .*{text}"):
             DistOpt(makes[comm.rank](), comm)([(w, np.ones(3))])
         return w.data.tolist()
 

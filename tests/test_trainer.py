@@ -1032,7 +1032,7 @@ def test_learning_rates():
         p.grad = np.ones(1)
         trainer.step(2)
 
-    assert "rank 0 has optimizer SGD(lr=0.25" in same_error(2, main)
+    assert "rank 0 has SGD's lr=0.25, rank 1 has SGD's lr=1.25" in same_error(2, main)
     wrapped = make(LocalCommunicator(), [], BatchGradients(SGD(0.5), 2))
     wrapped.set_learning_rate(0.25)
     assert wrapped.learning_rate == 0.25

@@ -129,5 +129,9 @@ class Adapter(abc.ABC):
         if load and state is not None:
             load(state)
 
+    def lines(self) -> list[str]:
+        """The optimizer, and what ranks must agree on at every step, a line for each: ranks compare them."""
+        return self.opt.lines() if isinstance(self.opt, Optimizer | Wrapper) else [repr(self)]
+
     def __repr__(self) -> str:
         return f"optimizer {type(self.opt).__name__}"

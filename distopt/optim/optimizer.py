@@ -11,7 +11,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.numbers import flag, limit, multipliers, number, whole
 from distopt.optim.arrays import check, check_states, widened
-from distopt.optim.schedules import Number, hyper
+from distopt.optim.schedules import Hyper, Number
 from distopt.tables import Members, Numbers
 
 State = dict[str, Any]
@@ -92,7 +92,7 @@ class Optimizer(abc.ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         """A hyper-parameter becomes a schedule whose values are checked; other numbers are checked at once."""
         checked = CHECKS[name](name, value) if name in CHECKS else value
-        super().__setattr__(name, hyper(name, value, *self.hypers[name]) if name in self.hypers else checked)
+        super().__setattr__(name, Hyper(name, value, *self.hypers[name]) if name in self.hypers else checked)
         if name in self.hypers:
             self._scheduled = self._scheduled - {name} | ({name} if callable(value) else set())
 
@@ -187,9 +187,17 @@ class Optimizer(abc.ABC):
         self.step()
 
     def __repr__(self) -> str:
-        """The rule, its hyper-parameters as they are now, and its options: ranks compare it."""
+        """The rule, its hyper-parameters as they are now, and its options."""
+        return f"{type(self).__name__}({', '.join(self._fields())})"
+
+    def lines(self) -> list[str]:
+        """The rule, and each hyper-parameter and option in a line of its own: ranks compare them."""
+        rule = type(self).__name__
+        return [f"optimizer {rule}", *(f"{rule}'s {field}" for field in self._fields())]
+
+    def _fields(self) -> list[str]:
         all_of_them = {name: self.at(name) for name in self.hypers} | {n: getattr(self, n) for n in self.options}
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in all_of_them.items())})"
+        return [f"{name}={value}" for name, value in all_of_them.items()]
 
     def get_states(self, whole: Callable[[Members, np.ndarray], np.ndarray] = lambda members, flat: flat) -> State:
         """Everything that changes between steps: the ``counters``, and per slot a dict of arrays by parameter name.

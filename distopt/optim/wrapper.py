@@ -132,6 +132,14 @@ class Wrapper(abc.ABC):
         inner = repr(self.opt) if isinstance(self.opt, Optimizer | Wrapper) else type(self.opt).__name__
         return f"{type(self).__name__}({inner}, {self._says()})"
 
+    def lines(self) -> list[str]:
+        """The wrapper, its numbers, and the lines of what is in it: ranks compare them."""
+        rule = type(self).__name__
+        inner = (
+            self.opt.lines() if isinstance(self.opt, Optimizer | Wrapper) else [f"optimizer {type(self.opt).__name__}"]
+        )
+        return [f"optimizer {rule}", f"{rule}'s {self._says()}", *inner]
+
     def _hand_over(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
         """Let the inner optimizer update a parameter, by a gradient that it may change."""
         if callable(getattr(self.opt, "apply", None)):

@@ -2,7 +2,7 @@
 
 from distopt.optim.schedules.decline import Cosine, Poly, resnet50_32k
 from distopt.optim.schedules.factor import Factor, MultiFactor
-from distopt.optim.schedules.scheduler import Constant, DecayScheduler, ExponentialDecay, Number, Schedule, hyper
+from distopt.optim.schedules.scheduler import Constant, DecayScheduler, ExponentialDecay, Hyper, Number, Schedule
 from distopt.optim.schedules.strategy import Strategy, from_strategy
 
 __all__ = [
@@ -11,12 +11,12 @@ __all__ = [
     "DecayScheduler",
     "ExponentialDecay",
     "Factor",
+    "Hyper",
     "MultiFactor",
     "Number",
     "Poly",
     "Schedule",
     "Strategy",
     "from_strategy",
-    "hyper",
     "resnet50_32k",
 ]

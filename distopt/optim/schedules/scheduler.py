@@ -53,24 +53,30 @@ class ExponentialDecay(DecayScheduler):
         return float(self.init_value * self.decay_rate**exponent)
 
 
-def hyper(name: str, given: Number, least: float = 0.0, most: float = math.inf) -> Schedule:
-    """A number or a schedule, as a schedule whose every value is checked.
+class Hyper:
+    """A hyper-parameter: a schedule, or a number for ever, whose every value is checked.
 
-    Raises TypeError for anything else, and ValueError for a value outside [least, most] or not finite: at once, or when
-    the schedule says it.
+    Raises TypeError for what is no number, and ValueError for a value outside [least, most] or not finite: at once, or
+    when the schedule gives it.
     """
-    if not callable(given) and (isinstance(given, bool) or not isinstance(given, Real)):
-        raise TypeError(f"{name} must be a number or a schedule k -> number, got {type(given).__name__}")
 
-    def value(k: int) -> float:
-        found = given(k) if callable(given) else given
+    def __init__(self, name: str, given: Number, least: float = 0.0, most: float = math.inf):
+        if not callable(given) and (isinstance(given, bool) or not isinstance(given, Real)):
+            raise TypeError(f"{name} must be a number or a schedule k -> number, got {type(given).__name__}")
+        self._name, self._given, self._least, self._most = name, given, least, most
+        self(0)
+
+    def __call__(self, k: int) -> float:
+        """The value for update number k."""
+        found = self._given(k) if callable(self._given) else self._given
         try:
             v = float(found)
         except (TypeError, ValueError):
-            raise TypeError(f"{name} must be a number at update {k}, got {found!r}") from None
-        if not (least <= v <= most and math.isfinite(v)):
-            raise ValueError(f"{name} must be finite and in [{least}, {most}], got {v} at update {k}")
+            raise TypeError(f"{self._name} must be a number at update {k}, got {found!r}") from None
+        if not (self._least <= v <= self._most and math.isfinite(v)):
+            raise ValueError(f"{self._name} must be finite and in [{self._least}, {self._most}], got {v} at update {k}")
         return v
 
-    value(0)
-    return value
+    def __repr__(self) -> str:
+        """The schedule, or the number that it is for ever."""
+        return repr(self._given) if callable(self._given) else f"constant {self(0)}"

@@ -1,0 +1,112 @@
+"""What an interactive user sees of an optimizer: its text, its attributes, its types."""
+
+import inspect
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+
+from distopt import DistOpt, LossScaler, Parameter, Trainer, run_ranks, simulate
+from distopt.optim import SGD, Adam, BatchGradients, Cosine, LarsWrapper
+
+
+def params():
+    return [Parameter("w", np.ones(3)), Parameter("b", np.ones(2))]
+
+
+def pairs(given):
+    return [(p, np.ones_like(p.data)) for p in given]
+
+
+def test_repr_says_in_one_line_what_trains_where_and_how_far():
+    def main(comm):
+        opt, given = DistOpt(SGD(lambda k: 0.5 / (k + 1), momentum=0.9), comm, num_batches=2, check_every=7), params()
+        for _ in range(2):
+            opt(pairs(given))
+        return repr(opt)
+
+    for rank, text in enumerate(run_ranks(2, main)):
+        assert "\n" not in text
+        assert text.startswith("DistOpt(SGD(lr=0.25, weight_decay=0.0, momentum=0.9, ")
+        assert text.endswith(f"), rank {rank} of 2, 1 steps, check_every=7, num_batches=2)")
+
+
+def test_repr_has_only_the_options_that_were_chosen():
+    assert repr(DistOpt(Stranger())) == "DistOpt(Stranger, rank 0 of 1, 0 steps)"
+    assert repr(DistOpt(Stranger(), deterministic=True, threshold=5)).endswith(
+        " steps, threshold=5, deterministic=True)"
+    )
+    assert repr(simulate(4, Stranger())) == "Simulation(Stranger, rank 0 of 4, 0 steps)"
+    assert repr(Trainer(params(), Stranger())) == "Trainer(Stranger, rank 0 of 1, 0 steps)"
+    scaled = Trainer(params(), Stranger(), loss_scaler=LossScaler(4.0))
+    assert "loss_scaler=LossScaler(init_scale=4.0, " in repr(scaled)
+    opt = DistOpt(BatchGradients(Stranger(), 2))
+    opt.close()
+    assert repr(opt) == "DistOpt(BatchGradients(Stranger, num_batches=2), rank 0 of 1, 0 steps, closed)"
+
+
+class Stranger:
+    def apply(self, name, value, grad):
+        value -= grad
+
+
+def test_a_hyper_parameter_reads_as_the_number_or_schedule_that_it_is():
+    opt = Adam(lr=0.1, beta_1=Cosine(0.5, 10))
+    assert repr(opt.lr) == "constant 0.1"
+    assert repr(opt.beta_1) == repr(Cosine(0.5, 10))
+    opt.lr = np.float64(0.25)
+    assert repr(opt.lr) == "constant 0.25"
+    assert (opt.lr_value, opt.lr(3)) == (0.25, 0.25)
+
+
+def test_the_plan_is_none_until_there_is_one_and_every_attribute_can_be_asked_for():
+    for opt in (DistOpt(), Trainer(params(), "sgd"), simulate(2)):
+        assert hasattr(opt, "plan")
+        assert opt.plan is None
+        assert "plan" in dict(inspect.getmembers(opt))
+    opt = DistOpt()
+    with pytest.raises(RuntimeError, match="there is no plan yet: the first step makes it, or gradient_views"):
+        opt.advise("10GbE")
+    opt(pairs(params()))
+    assert opt.plan.buckets[0].names == ("w", "b")
+
+
+@pytest.mark.parametrize(
+    ("makes", "text"),
+    [
+        ([lambda: SGD(0.1), lambda: SGD(0.2)], "rank 0 has SGD's lr=0.1, rank 1 has SGD's lr=0.2"),
+        ([lambda: SGD(0.1), lambda: Adam(0.1)], "rank 0 has optimizer SGD, rank 1 has optimizer Adam"),
+        (
+            [lambda: SGD(0.1, 0.9), lambda: SGD(0.1, 0.9, nesterov=True)],
+            "rank 0 has SGD's nesterov=False, rank 1 has SGD's nesterov=True",
+        ),
+        (
+            [lambda: LarsWrapper(SGD(0.1)), lambda: LarsWrapper(SGD(0.2))],
+            "rank 0 has SGD's lr=0.1, rank 1 has SGD's lr=0.2",
+        ),
+        (
+            [lambda: BatchGradients(SGD(0.1), 2), lambda: BatchGradients(SGD(0.1), 3)],
+            "rank 0 has BatchGradients's num_batches=2, rank 1 has BatchGradients's num_batches=3",
+        ),
+        (
+            [lambda: BatchGradients(Stranger(), 2), lambda: BatchGradients(SGD(), 2)],
+            "rank 0 has optimizer Stranger, rank 1 has optimizer SGD",
+        ),
+    ],
+)
+def test_ranks_whose_optimizers_differ_are_told_the_field_that_differs(makes, text):
+    def main(comm):
+        given = params()
+        with pytest.raises(ValueError, match=f"^ranks differ: {text}$"):
+            DistOpt(makes[comm.rank](), comm)(pairs(given))
+        return given[0].data.tolist()
+
+    assert run_ranks(2, main) == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("kind", [DistOpt, Trainer])
+def test_public_attributes_are_declared_with_their_types(kind):
+    declared = {name: hint for base in kind.__mro__ for name, hint in get_type_hints(base).items()}
+    assert declared["step_counter"] is int
+    assert declared["threshold"] is int
+    assert declared["opt"] is Any
