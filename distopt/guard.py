@@ -33,6 +33,7 @@ from distopt.watch import flight, recorder, silent
 FINGERPRINT, MINUS_FINGERPRINT, ERROR, REPORT, LEAVING, STAYING, STOP, JOINED = range(8)
 LEAVE = (0, 0, False, False, True, False, 0, False)  # what a rank whose script has ended votes
 
+NO_TEXT = "\0no text: "  # before the type of what is none
 RAISED = (ValueError, TypeError, FloatingPointError, MemoryError, RuntimeError)  # on every rank, if one has it
 
 Describe = Callable[[], list[str]]
@@ -53,7 +54,7 @@ def fingerprint(lines: Iterable[str]) -> int:
 class Control(abc.ABC):
     """Small host messages between the ranks of one communicator; never NCCL, and nothing but votes.
 
-    A communicator implements the two verbs ``maximum`` and ``gather``.
+    A communicator implements the two verbs ``maximum`` and ``_gather``.
     """
 
     rank: int
@@ -72,8 +73,18 @@ class Control(abc.ABC):
         """Replace an int64 vector by its elementwise maximum over ranks."""
 
     @abc.abstractmethod
-    def gather(self, text: str) -> list[str]:
+    def _gather(self, text: str) -> list[str]:
         """One text per rank, in rank order."""
+
+    def gather(self, text: str) -> list[str]:
+        """One text per rank, in rank order.  Raises TypeError, on every rank alike, if one gives anything else."""
+        texts = self._gather(text if isinstance(text, str) else NO_TEXT + type(text).__name__)
+        for rank, found in enumerate(texts):
+            if found.startswith(NO_TEXT):
+                remedy = "broadcast_object takes other plain values"
+                error = TypeError(f"rank {rank}: gather must be given a text, got {found[len(NO_TEXT) :]}; {remedy}")
+                raise agreed(error, self.rank == rank)
+        return texts
 
     def log(self, name: str) -> Waits:
         """What records operations that all ranks have alike.  Called where all of them are; by default nobody looks."""

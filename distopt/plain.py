@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +14,9 @@ from distopt import files
 MOST = 1 << 26  # bytes of a file
 CONTAINERS, VALUES = 1 << 18, 1 << 22  # objects and lists, and commas, of a text: what parsing it takes is bounded
 LARGEST = sys.float_info.max
+LEVELS = 100  # of lists and dicts in each other
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+Check = Callable[[str, Any], object]
 
 
 def plain(name: str, given: Any) -> Any:
@@ -23,28 +25,44 @@ def plain(name: str, given: Any) -> Any:
     Raises TypeError that names the field for anything else, ValueError for a text that stands for a number in JSON, for
     an integer that no float can hold, and for what contains itself.
     """
+    return copied(name, given, _in_json)
+
+
+def copied(name: str, given: Any, check: Check) -> Any:
+    """``given`` as texts, numbers, flags, None, and lists and dicts of these, each of which passes ``check``; a copy.
+
+    Raises TypeError that names the field for anything else, ValueError for more than 100 levels of lists and dicts, and
+    what ``check`` raises.
+    """
     try:
-        return _plain(name, given)
+        return _copied(name, given, check, LEVELS)
     except RecursionError:
         raise ValueError(f"{name} must not be nested so deep, nor contain itself") from None
 
 
-def _plain(name: str, given: Any) -> Any:
+def _copied(name: str, given: Any, check: Check, levels: int) -> Any:
+    if levels < 0:
+        raise RecursionError
     if isinstance(given, np.generic):
         given = given.item()
     if isinstance(given, Mapping):
         if not all(isinstance(key, str) for key in given):
             raise TypeError(f"{name} must have texts as keys, got {given!r:.60}")
-        return {str(key): _plain(f"{name}.{key}", value) for key, value in given.items()}
+        return {str(key): _copied(f"{name}.{key}", value, check, levels - 1) for key, value in given.items()}
     if isinstance(given, list | tuple):
-        return [_plain(f"{name}[{k}]", value) for k, value in enumerate(given)]
-    if isinstance(given, str) and given in WORDS:
-        raise ValueError(f"{name} must not be the text {given!r}: it stands for the number in JSON")
+        return [_copied(f"{name}[{k}]", value, check, levels - 1) for k, value in enumerate(given)]
     if given is not None and not isinstance(given, str | int | float):
         raise TypeError(f"{name} must be a text, number, flag, None, list or dict, got {given!r:.60}")
+    check(name, given)
+    return given
+
+
+def _in_json(name: str, given: Any) -> None:
+    """ValueError for what a file of JSON, and who reads it, takes for something else."""
+    if isinstance(given, str) and given in WORDS:
+        raise ValueError(f"{name} must not be the text {given!r}: it stands for the number in JSON")
     if isinstance(given, int) and abs(given) > LARGEST:
         raise ValueError(f"{name} must be a number that a float can hold, got one that is too large")
-    return given
 
 
 def dumps(value: Any) -> str:

@@ -1,14 +1,17 @@
 """The verbs that a step is made of, for those who write the loop themselves: SINGA's names, each with its vote."""
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Integral, Real
+from typing import Any, overload
 
 import numpy as np
 
 from distopt import device
 from distopt.buckets import Staging
-from distopt.comm import Communicator
+from distopt.comm import Communicator, objects
 from distopt.comm.communicator import checked
 from distopt.compress import At, ErrorFeedback, Half, Threshold, TopK
 from distopt.exchange.gather import gather
@@ -28,10 +31,30 @@ class Verbs:
         self._staging = Staging(capacity)
         self._closed = self._in_backward = False
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        """Replace an array, in place, by its sum over ranks."""
+    @overload
+    def all_reduce(self, x: int) -> int: ...
+    @overload
+    def all_reduce(self, x: float) -> float: ...
+    @overload
+    def all_reduce(self, x: np.ndarray) -> None: ...
+    def all_reduce(self, x: Any) -> Any:
+        """Replace an array, in place, by its sum over ranks, or return the sum of numbers.
+
+        Integers have an exact sum, an int; floats are added in rank order, as float64.
+        """
+        if isinstance(x, Real) and not isinstance(x, bool | np.bool_):
+            return self._sum_of_numbers(x)
         for array in self._agree_on_arrays("all_reduce", [x]):
             self._wire.all_reduce(array)
+
+    def _sum_of_numbers(self, x: Any) -> int | float:
+        self._check_open()
+        kind, convert = ("an int", int) if isinstance(x, Integral) else ("a float", float)
+        lines = ["all_reduce", f"all_reduce of {kind}"]
+        numbers: Iterator[int | float] = map(
+            objects.decode, self._wire.gather_texts(lines, lambda: objects.encode(convert(x)))
+        )
+        return functools.reduce(operator.add, numbers)  # sum() compensates for rounding from Python 3.12 on
 
     def fused_all_reduce(self, xs: Iterable[np.ndarray], send: bool = True) -> None:
         """Replace arrays, in place, by their sums over ranks, in messages of ``buffSize`` elements.
@@ -125,6 +148,11 @@ class Verbs:
         values = (p if device.is_array(p) else getattr(p, "data", p) for p in params)
         for value in self._agree_on_arrays("broadcast", values):
             self._wire.broadcast(value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Rank ``root``'s plain value, on every rank, as ``Communicator.broadcast_object``."""
+        self._check_open()
+        return self._wire.broadcast_object(value, root)
 
     def close(self) -> None:
         """Refuse everything from now on; the communicator stays open."""

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from distopt.buckets import Buffer, Sum, in_one_piece
-from distopt.comm import LocalCommunicator
+from distopt.comm import LocalCommunicator, objects
+from distopt.comm.communicator import checked_root
 from distopt.comm.local import LocalControl
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
@@ -30,7 +31,7 @@ class VirtualControl(LocalControl):
     def __init__(self, size: int):
         self.size = self.live = size
 
-    def gather(self, text: str) -> list[str]:
+    def _gather(self, text: str) -> list[str]:
         """Nothing of those before it."""
         return [""] * self.rank + [text]
 
@@ -72,6 +73,15 @@ class VirtualRanks(LocalCommunicator):
         """NotImplementedError."""
         self.all_reduce(parts[0])
         return []
+
+    def gather_texts(self, lines: Sequence[str], make: Callable[[], str]) -> list[str]:
+        """NotImplementedError."""
+        raise NotImplementedError("virtual ranks take their turns in the steps of a simulation; they have no verbs")
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """All have the one copy."""
+        checked_root(root, self.size)
+        return objects.decode(objects.encode(value))
 
     def peers(self, x: np.ndarray) -> None:  # type: ignore[override]
         """None of the others."""

@@ -4,7 +4,7 @@ import abc
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -13,9 +13,10 @@ import ml_dtypes
 import numpy as np
 
 from distopt import device, kernels
+from distopt.comm import objects
 from distopt.cost import DIRECT, Algorithm
 from distopt.device import describe
-from distopt.guard import Control
+from distopt.guard import Control, fingerprint
 from distopt.ledger import Purpose
 from distopt.tables import Members
 
@@ -101,6 +102,36 @@ class Communicator(abc.ABC):
         """This rank's slice (see ``slices``) of the sum over ranks of x, added in rank order."""
         flat = checked(x, writable=False, gpu=device.place(x))
         return sum_in_rank_order(self.all_to_all([flat[s] for s in slices(x.size, self.size)]))
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Rank ``root``'s plain value, on every rank; what the other ranks give does not matter.
+
+        Plain are None, flags, numbers and texts, and lists and dicts, with texts as keys, of these.  Integers are
+        exact, floats are to the bit, a tuple becomes a list.  The ranks agree first that all of them are here.
+
+        Raises, on every rank alike, TypeError for what is not plain; ValueError for ranks that are elsewhere or name
+        another root, for a root that is no rank, for more than 100 levels, an integer of more than 8,192 bits, or more
+        than 2^20 characters of JSON: send large data as arrays.
+        """
+
+        def text() -> str:
+            checked_root(root, self.size)
+            return objects.encode(value) if self.rank == root else ""
+
+        return objects.decode(self.gather_texts([f"broadcast_object from rank {root}"], text)[root])
+
+    def gather_texts(self, lines: Sequence[str], make: Callable[[], str]) -> list[str]:
+        """One text per rank, of which one at least is not empty, in rank order, if all ranks bring the same ``lines``.
+
+        Raises what ``make`` raises on one of them, and ValueError for lines that differ, on every rank alike.
+        """
+        error, text = None, ""
+        try:
+            text = make()
+        except Exception as e:
+            error = e
+        verb = lines[0].split()[0]
+        return self.control.vote(verb, fingerprint(lines), lambda: list(lines), error, text)
 
     def lengths(self, n: int) -> list[int]:
         """Every rank's n, in rank order."""

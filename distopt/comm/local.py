@@ -18,7 +18,7 @@ class LocalControl(Control):
     def maximum(self, votes: np.ndarray) -> None:
         """Nothing to do."""
 
-    def gather(self, text: str) -> list[str]:
+    def _gather(self, text: str) -> list[str]:
         """This rank's text."""
         return [text]
 

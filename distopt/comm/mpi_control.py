@@ -157,13 +157,13 @@ class MpiControl(Control):
         with self._votes("closing"):
             self._comm.Free()
 
-    def gather(self, text: str) -> list[str]:
+    def _gather(self, text: str) -> list[str]:
         """One text per rank, in rank order."""
         mine = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
         with self._votes("gather"):
-            return self._gather(mine)
+            return self._all_gather(mine)
 
-    def _gather(self, mine: np.ndarray) -> list[str]:
+    def _all_gather(self, mine: np.ndarray) -> list[str]:
         sizes = np.empty(self.size, np.int64)
         self._comm.Allgather(np.array([mine.size]), sizes)
         everyone = np.empty(int(sizes.sum()), np.uint8)

@@ -95,7 +95,7 @@ class SocketControl(Control):
         """Replace an int64 vector by its elementwise maximum over ranks."""
         votes[:] = np.frombuffer(self._meet(MAXIMUM, votes.tobytes(), _maximum), np.int64)
 
-    def gather(self, text: str) -> list[str]:
+    def _gather(self, text: str) -> list[str]:
         """One text per rank, in rank order."""
         mine = json.dumps(text.encode(errors="backslashreplace").decode()).encode()
         return list(json.loads(self._meet(GATHER, mine, _gather)))

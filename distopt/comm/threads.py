@@ -75,7 +75,7 @@ class ThreadControl(Control):
             self.rank, "a vote", votes.copy(), lambda offers: [np.maximum.reduce(offers)] * self.size
         )
 
-    def gather(self, text: str) -> list[str]:
+    def _gather(self, text: str) -> list[str]:
         """One text per rank, in rank order."""
         return list(self._meeting.meet(self.rank, "a vote's details", text, lambda offers: [tuple(offers)] * self.size))
 
