@@ -61,6 +61,9 @@ class Conditions(Memory):
         """ValueError for a step that cannot be captured."""
         if self._recorder:
             raise ValueError("distopt record: the gradients of a captured step are seen by the GPU alone")
+        if self._clip_norm is not None or self._gradient_hook:
+            name = "gradient_hook" if self._gradient_hook else "clip_norm"
+            raise ValueError(f"{name}: the host works on every mean, which a captured step could not wait for")
         if self._wire.gpu is None:
             raise ValueError(f"a step is captured on a GPU; {self._wire!r} carries arrays on the host")
         if self._wire.rank_ordered and self._wire.size > 1:

@@ -12,6 +12,7 @@ from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, 
 from distopt.conditions import Kind
 from distopt.cost import Link
 from distopt.gradients import checked_gradient
+from distopt.memory import GradientHook
 from distopt.nonfinite import Policy
 from distopt.numbers import flag
 from distopt.optim import SGD
@@ -59,6 +60,16 @@ class DistOpt(Saving):
     * ``num_batches``: this many calls are one step: their gradients are averaged, and exchanged once at the last call
       (``sync_on_apply=False``: exchanged at every call, before they are added).
     * ``buffSize``: elements of the staging memory of the fused verbs.
+    * ``clip_norm``: the mean gradient is multiplied by ``min(1, clip_norm / (norm + 1e-6))``, norm being its L2 norm
+      over all parameters in float64, as ``torch.nn.utils.clip_grad_norm_`` does; in a partial step that of this rank's
+      own gradients.  It is a factor that the optimizer's kernel takes, before ``rescale_grad`` and ``clip_gradient``.
+      ``gradient_norm`` is the last norm before clipping; ``math.inf`` only measures it.  Costs one more look at the
+      sums; on a GPU the host waits for the norm.
+    * ``gradient_hook``: called before each update, and before clipping, with a list of (param, mean gradient) in the
+      plan's order; it may change the means in place, on all ranks alike (``check_every`` finds out), and returns None.
+      16-bit parameters have float32 means.  What it raises on one rank, or leaves not finite, all ranks raise, and no
+      parameter has changed.  Costs one more pass over the means and one more vote; one that changes nothing changes no
+      bit, but for the rounding of a mean where norms are taken (clipping, LARS, LANS) or a ``rescale_grad`` is given.
     * ``nccl_id``, ``local_rank``, ``world_size``, in the place of ``communicator``: SINGA's form for processes of one
       machine without MPI, each with a GPU of its own (``NcclCommunicator.from_id``); ``close()`` closes what it made.
 
@@ -82,6 +93,8 @@ class DistOpt(Saving):
         num_batches: int = 1,
         sync_on_apply: bool = True,
         buffSize: int = 4194304,
+        clip_norm: float | None = None,
+        gradient_hook: GradientHook | None = None,
         nccl_id: bytes | None = None,
         local_rank: int | None = None,
         world_size: int | None = None,
@@ -100,6 +113,8 @@ class DistOpt(Saving):
             num_batches=num_batches,
             sync_on_apply=sync_on_apply,
             buffSize=buffSize,
+            clip_norm=clip_norm,
+            gradient_hook=gradient_hook,
         )
         self._options_given["deterministic"] = deterministic
 
@@ -243,12 +258,16 @@ class DistOpt(Saving):
     def update(self, param: Any, grad: np.ndarray) -> None:
         """Take the mean of a summed gradient, in place, and apply it to one parameter.
 
-        Raises ValueError with a ``LossScaler`` or with shared parameters, which need whole steps.
+        Raises ValueError with a ``LossScaler``, ``clip_norm``, ``gradient_hook`` or shared parameters, which need whole
+        steps.
         """
         self._check_open()
         self._settle()
         if self._nonfinite.adapts:
             raise ValueError("update by hand knows nothing of a loss scale: use a step")
+        if self._clip_norm is not None or self._gradient_hook:
+            name = "gradient_hook" if self._gradient_hook else "clip_norm"
+            raise ValueError(f"update by hand changes one parameter, but {name} wants the gradients of all: use a step")
         if self._sharded:
             raise ValueError("update changes a parameter on every rank, but all ranks share it: use a step")
         name, value = self._collector.identify(param)

@@ -1,13 +1,14 @@
 """Collect, check, vote, exchange, update: one step, whatever is sent in it."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 
 from distopt import device, kernels
-from distopt.buckets import Buffer, Sum, in_one_piece, own
+from distopt.buckets import Buffer, Sum, global_norm, in_one_piece, own
 from distopt.comm import Communicator
 from distopt.compress import At, Compressor, Dense
 from distopt.conditions import Conditions, Kind
@@ -16,11 +17,13 @@ from distopt.exchange import Callback, Observer, Overlap, Rooms, add_shares, cho
 from distopt.exchange.shares import describe, nonfinite
 from distopt.guard import by_rank
 from distopt.ledger import Purpose
+from distopt.memory import GradientHook
 from distopt.watch import recorder
 
 One = Callable[[Buffer, np.ndarray], Sum]  # bucket's exchange
 Exchange = Callable[[list[np.ndarray]], Iterator[Sum]]  # that of all
 Packed = tuple[Exception | None, Exchange]  # what went wrong meanwhile; how the buckets are exchanged
+EPSILON = 1e-6  # beside a norm, by which is divided: as torch.nn.utils.clip_grad_norm_ has it
 T = TypeVar("T")
 
 
@@ -76,7 +79,7 @@ class Loop(Conditions):
             self._decided()
             return False
         in_shares = self._in_shares(self._compressor)
-        if self._sharded and in_shares and not self._nonfinite.looks:
+        if self._sharded and in_shares and not self._nonfinite.looks and not self._gradient_hook:
             self._apply(exchanged, self._divisor)  # bucket by bucket: each rank needs but its own share
             return True
         sums = self._finite_sums(exchanged)
@@ -95,6 +98,8 @@ class Loop(Conditions):
         decided = self._decided()
         if sums is not None and decided:
             if self._joined:  # its own parameters stay, but for what others average
+                if self._gradient_hook:
+                    self._agree_on_hook(None)
                 self._window.start(self._memory, self._refusal.number)
                 self._finish()
             else:
@@ -348,10 +353,16 @@ class Loop(Conditions):
 
     def _apply(self, sums: Iterable[Sum], divisor: float, others_read: bool = False) -> None:
         """Divide the sums and hand the mean to the optimizer; ``others_read`` these sums."""
+        scale = 1.0 / divisor
+        if self._gradient_hook:
+            sums, scale = self._hooked(self._gradient_hook, list(sums), scale), 1.0
+        if self._clip_norm is not None:
+            sums = list(sums)
+            scale = self._clipped(sums, scale, self._clip_norm)
         if self._sharded:
             sums = (own(total, self._wire.rank, self._wire.size) for total in sums)
         try:
-            self._update_with(sums, 1.0 / divisor)
+            self._update_with(sums, scale)
         except Exception as error:
             self._failure = (
                 f"the update of step {self.step_counter + 1} failed halfway with {type(error).__name__}: {error}; "
@@ -363,6 +374,48 @@ class Loop(Conditions):
                 self._wire.barrier()  # until here others may read this rank's sums, and write what all read
         self._window.start(self._memory, self._refusal.number)
         self._finish()
+
+    @property
+    def _untouched(self) -> Collection[str]:
+        """Parameters that the present step leaves alone."""
+        return ()
+
+    def _hooked(self, hook: GradientHook, sums: list[Sum], scale: float) -> list[Sum]:
+        """``scale`` times the sums, as the hook leaves them; raises on every rank what it raises on one."""
+        flats = [buffer.flat_mean(total, scale) for buffer, total in zip(self._memory, sums, strict=True)]
+        means: dict[str, np.ndarray] = {}
+        for buffer, flat in zip(self._memory, flats, strict=True):
+            means |= buffer.views(flat)
+        order, error = self._collector.order, None
+        try:
+            returned = hook([(known.param, means[name]) for name, known in order.items()])
+            if returned is not None:
+                got = type(returned).__name__
+                raise TypeError(f"gradient_hook must change the gradients in place and return None, got {got}")
+            if self._nonfinite.looks and (bad := _count_nonfinite(flats)):
+                raise FloatingPointError(f"gradient_hook left {bad} entries that are not finite")
+        except Exception as e:
+            error = e
+        self._agree_on_hook(error)
+        return [in_one_piece(flat) for flat in flats]
+
+    def _agree_on_hook(self, error: Exception | None) -> None:
+        """Has the hook of no rank raised?  Else nothing has been updated anywhere, and the window begins anew."""
+        try:
+            self._vote(self._name, ~self._calls, error, part=", its gradient hook")
+        except Exception:
+            self._window.start(self._memory, self._refusal.number)
+            raise
+
+    def _clipped(self, sums: list[Sum], scale: float, most: float) -> float:
+        """What to multiply the sums by: ``scale``, or less, so that the norm is at most ``most``."""
+        wire = self._wire
+        norm = global_norm(self._memory, sums, wire.rank, wire.size, self._add_norms, self._untouched) * abs(scale)
+        self._gradient_norm = norm
+        if most == math.inf:
+            return scale
+        share = most / (norm + EPSILON)
+        return scale if share >= 1 else scale * share  # NaN stays NaN
 
     def _update_with(self, sums: Iterable[Sum], scale: float) -> None:
         """Update all parameters by ``scale`` times their sums."""
@@ -436,3 +489,12 @@ class Loop(Conditions):
         self.step_counter += 1
         recorder.first = False
         self._optimizer.step()
+
+
+def _count_nonfinite(flats: Iterable[np.ndarray]) -> int:
+    """On a GPU 0: the host does not wait."""
+    count = np.zeros(1, np.int64)
+    for flat in flats:
+        if not device.on_gpu(flat):
+            kernels.count_nonfinite(flat, count)
+    return int(count[0])

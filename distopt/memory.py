@@ -17,7 +17,7 @@ from distopt.gradients import Collector
 from distopt.guard import by_rank, fingerprint
 from distopt.ledger import Purpose
 from distopt.nonfinite import Policy, policy
-from distopt.numbers import flag, whole
+from distopt.numbers import bound, flag, whole
 from distopt.tables import FORMATS, Members
 from distopt.verbs import Verbs
 
@@ -34,6 +34,7 @@ class NoPlanError(RuntimeError, AttributeError):
     """There is no plan yet; an AttributeError too, so that ``hasattr`` and ``inspect.getmembers`` can ask."""
 
 
+GradientHook = Callable[[list[tuple[Any, np.ndarray]]], object]
 Agreed = tuple[Buffers | None, Blind, Rooms | None]
 
 
@@ -58,6 +59,8 @@ class Memory(Verbs):
         num_batches: int,
         sync_on_apply: bool,
         buffSize: int,
+        clip_norm: float | None,
+        gradient_hook: GradientHook | None,
     ):
         super().__init__(wire, whole("buffSize", buffSize, least=1))
         self.opt, self._optimizer = opt, adapt(opt)
@@ -73,6 +76,8 @@ class Memory(Verbs):
             "num_batches": num_batches,
             "sync_on_apply": sync_on_apply,
             "buffSize": buffSize,
+            "clip_norm": clip_norm,
+            "gradient_hook": gradient_hook,
         }
         self._check_every = whole("check_every", check_every, least=0)
         self._wants_overlap = overlap is not False
@@ -80,7 +85,15 @@ class Memory(Verbs):
         self._background = Background() if wire.gpu is None else Inline()
         options = f"{broadcast=}, {nonfinite=}, {num_batches=}, {sync_on_apply=}, {allow_missing=}, {check_every=}"
         order = "sums in rank order" if wire.rank_ordered else "sums in any order"
-        self._options = [options, order, f"overlap={self._overlaps}"]
+        self._clip_norm = None if clip_norm is None else bound("clip_norm", clip_norm)
+        if gradient_hook is not None and not callable(gradient_hook):
+            raise TypeError(
+                f"gradient_hook must be callable with (param, mean) pairs, or None, got {gradient_hook!r:.60}"
+            )
+        self._gradient_hook = gradient_hook
+        self._gradient_norm: float | None = None
+        changes = [f"clip_norm={self._clip_norm}", "a gradient hook" if gradient_hook else "no gradient hook"]
+        self._options = [options, order, f"overlap={self._overlaps}", *changes]
         self._nonfinite = policy(nonfinite)
         self._window = Window(whole("num_batches", num_batches, least=1), sync_on_apply)
         self._collector = Collector(flag("allow_missing", allow_missing), wire.gpu)
@@ -112,6 +125,16 @@ class Memory(Verbs):
     def skipped(self) -> int:
         """Calls dropped so far under ``nonfinite='skip'``, or by a LossScaler."""
         return self._nonfinite.skipped
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The bound of the global norm of an update's gradients; None: there is none."""
+        return self._clip_norm
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The global norm of the last update's mean gradient before it was clipped; None without ``clip_norm``."""
+        return self._gradient_norm
 
     @property
     def plan(self) -> Plan | None:

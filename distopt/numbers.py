@@ -52,6 +52,14 @@ def positive(name: str, given: Any) -> float:
     return value
 
 
+def bound(name: str, given: Any) -> float:
+    """``given`` as a float above 0, infinity for none; TypeError or ValueError that names the field for others."""
+    value = real(name, given)
+    if not value > 0:
+        raise ValueError(f"{name} must be above 0, got {given}")
+    return value
+
+
 def flag(name: str, given: Any) -> bool:
     """``given`` itself; TypeError that names the field for what is neither True nor False."""
     if not isinstance(given, bool):

@@ -40,6 +40,7 @@ class Trainer(Saving):
     * ``threshold``: elements that fill a bucket (``buckets.plan``).
     * ``loss_scaler``: a ``LossScaler``, by whose scale gradients are divided before they are summed; None: gradients
       that are not finite raise FloatingPointError on every rank.
+    * ``clip_norm``: as DistOpt's, of the sums divided by ``batch_size``, without parameters that are left alone.
 
     A gradient is *fresh* once it was assigned or touched (``Parameter``), and stale after a step, one that was refused
     too.  Before any data moves all ranks agree on what is fresh where, on ``batch_size``, and on what they do; errors
@@ -65,6 +66,7 @@ class Trainer(Saving):
         communicator: Communicator | None = None,
         threshold: int = 2097152,
         loss_scaler: LossScaler | None = None,
+        clip_norm: float | None = None,
     ):
         if update_on_kvstore is not None and update_on_kvstore is not False:
             raise ValueError(f"update_on_kvstore must be None or False: no server updates, got {update_on_kvstore!r}")
@@ -95,6 +97,8 @@ class Trainer(Saving):
             num_batches=1,
             sync_on_apply=True,
             buffSize=4194304,
+            clip_norm=clip_norm,
+            gradient_hook=None,
         )
         self._options_given["loss_scaler"] = loss_scaler
 

@@ -20,6 +20,7 @@ from distopt.gradients import iterable
 from distopt.guard import by_rank
 from distopt.ledger import KEEP, Ledger, Purpose
 from distopt.loop import Packed
+from distopt.memory import GradientHook
 from distopt.numbers import whole
 
 Losses = Callable[[int], Any]
@@ -117,14 +118,23 @@ class Simulation(DistOpt):
         threshold: int = 2097152,
         nonfinite: str = "raise",
         allow_missing: bool = False,
+        clip_norm: float | None = None,
+        gradient_hook: GradientHook | None = None,
         hosts: Sequence[int] = (),
         keep: int = KEEP,
     ):
         if nonfinite not in ("raise", "propagate"):
             raise ValueError(f"nonfinite must be 'raise' or 'propagate' for virtual ranks, got {nonfinite!r}")
         wire = VirtualRanks(whole("size", size, least=1), _checked_hosts(hosts, size), keep)
-        options: dict[str, Any] = {"threshold": threshold, "nonfinite": nonfinite, "allow_missing": allow_missing}
-        super().__init__(opt, wire, **options)
+        super().__init__(
+            opt,
+            wire,
+            threshold=threshold,
+            nonfinite=nonfinite,
+            allow_missing=allow_missing,
+            clip_norm=clip_norm,
+            gradient_hook=gradient_hook,
+        )
         self.ledger = wire.ledger
         self._recorder = None  # a tape is of what real ranks do
         self._turn = wire

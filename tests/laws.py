@@ -342,8 +342,9 @@ def share(params, opt):
 SHARDED = (  # who updates what does not depend on what was sent: most modes are tried with one of these
     {},
     {"nonfinite": "propagate"},
-    {"overlap": True},
+    {"overlap": True, "clip_norm": 2.0},
     {"dtype": "float64", "num_batches": 2, "deterministic": True},
+    {"nonfinite": "propagate", "clip_norm": 2.0},
 )
 
 

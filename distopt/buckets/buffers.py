@@ -95,15 +95,18 @@ class Buffer:
 
     def mean(self, total: Sum, scale: float) -> dict[str, np.ndarray]:
         """``scale`` times a sum, by name; in place, unless other ranks may still read it."""
+        return self.views(self.flat_mean(total, scale))
+
+    def flat_mean(self, total: Sum, scale: float) -> np.ndarray:
+        """The same in one flat array."""
         if len(total) == 1:
             flat = total[0].flat
         else:
             flat = self.scratch("mean", self.bucket.nbytes).view(self.bucket.dtype)
-        views = self.views(flat)
-        self.means.point_to(list(views.values()))
+        self.means.point_to(list(self.views(flat).values()))
         for piece in total:
             kernels.unpack(self.means.share(piece.number, piece.of), piece.flat, scale)
-        return views
+        return flat
 
 
 class Buffers:
