@@ -1,6 +1,6 @@
 """Average gradients over ranks, then let the wrapped optimizer use them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +11,11 @@ from distopt.comm import Communicator, NcclCommunicator, in_rank_order, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
 from distopt.conditions import Kind
 from distopt.cost import Link
-from distopt.gradients import checked_gradient
+from distopt.gradients import Loss, checked_gradient
 from distopt.memory import GradientHook
 from distopt.nonfinite import Policy
 from distopt.numbers import flag
-from distopt.optim import SGD
+from distopt.optim import SGD, AnyOptimizer
 from distopt.saving import Saving
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class DistOpt(Saving):
 
     def __init__(
         self,
-        opt: Any = None,
+        opt: AnyOptimizer | None = None,
         communicator: Communicator | None = None,
         *,
         threshold: int = 2097152,
@@ -145,11 +145,11 @@ class DistOpt(Saving):
         """This process among those of its node."""
         return self.communicator.local_rank
 
-    def __call__(self, loss: Any) -> bool:
+    def __call__(self, loss: Loss) -> bool:
         """``backward_and_update(loss)``."""
         return self.backward_and_update(loss)
 
-    def backward_and_update(self, loss: Any, threshold: int | None = None) -> bool:
+    def backward_and_update(self, loss: Loss, threshold: int | None = None) -> bool:
         """One step with the mean of all ranks' gradients; True if an update was applied.
 
         ``loss`` is an iterable of (param, grad) pairs (a generator too), a callable that returns one, or an object
@@ -158,7 +158,7 @@ class DistOpt(Saving):
         return self._step(loss, Kind(Dense, threshold))
 
     def backward_and_update_half(
-        self, loss: Any, threshold: int | None = None, clipping: bool = False, clip_Value: float = 100
+        self, loss: Loss, threshold: int | None = None, clipping: bool = False, clip_Value: float = 100
     ) -> bool:
         """The same with float16 on the wire (``compress.Half``): half the bytes.
 
@@ -166,7 +166,7 @@ class DistOpt(Saving):
         """
         return self._step(loss, Kind(Half, threshold, float(clip_Value) if clipping else None))
 
-    def backward_and_partial_update(self, loss: Any, threshold: int | None = None) -> bool:
+    def backward_and_partial_update(self, loss: Loss, threshold: int | None = None) -> bool:
         """Update with this rank's own gradients; then average the *parameters* of one bucket, round-robin.
 
         So each parameter is averaged once in as many steps as there are buckets.  Optimizer state stays local.
@@ -174,7 +174,7 @@ class DistOpt(Saving):
         return self._partial_step(loss, threshold)
 
     def backward_and_sparse_update(
-        self, loss: Any, threshold: int | None = None, spars: float = 0.05, topK: bool = False, corr: bool = True
+        self, loss: Loss, threshold: int | None = None, spars: float = 0.05, topK: bool = False, corr: bool = True
     ) -> bool:
         """Send only what is large.
 
@@ -189,7 +189,7 @@ class DistOpt(Saving):
 
         return self._step(loss, Kind(make, threshold))
 
-    def step(self, loss: Any = None, compressor: Compressor | None = None, break_even: bool = True) -> bool:
+    def step(self, loss: Loss | None = None, compressor: Compressor | None = None, break_even: bool = True) -> bool:
         """One step with any compressor (default ``Dense()``); True if an update was applied.
 
         ``break_even``: a bucket whose payloads would be more wire bytes than dense is all-reduced as a dense array of
@@ -237,7 +237,7 @@ class DistOpt(Saving):
         return volume.advise(buckets, asked, network, modes, backward, timed, overlap, check)
 
     def capture(
-        self, loss: Callable[[], Any], compressor: Compressor | None = None, break_even: bool = True
+        self, loss: Callable[[], Iterable[Sequence[Any]]], compressor: Compressor | None = None, break_even: bool = True
     ) -> Captured:
         """A step as a CUDA graph: calling what this returns is the next ``step(loss, compressor)``.
 

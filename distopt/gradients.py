@@ -2,8 +2,8 @@
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,6 +18,16 @@ LOSSES = (
     "loss must be an iterable of (param, grad) pairs (a generator too), a callable that returns one, "
     "or an object whose backward() yields one"
 )
+
+
+class SupportsBackward(Protocol):
+    """A loss that has its gradients itself."""
+
+    def backward(self) -> Iterable[Sequence[Any]]:
+        """(param, grad) pairs, in the order in which they come."""
+
+
+Loss = Iterable[Sequence[Any]] | Callable[..., Any] | SupportsBackward
 
 
 class Parameter:

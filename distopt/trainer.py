@@ -16,7 +16,7 @@ from distopt.loop import Packed, as_they_are
 from distopt.memory import AllJoinedError
 from distopt.nonfinite import LossScaler
 from distopt.numbers import real
-from distopt.optim import Optimizer, Wrapper
+from distopt.optim import AnyOptimizer, Optimizer, Wrapper
 from distopt.saving import Saving
 
 LEAST, MOST = 2.0**-126, 2.0**126  # of a batch, so that 1 / batch_size is a normal float32
@@ -57,7 +57,7 @@ class Trainer(Saving):
     def __init__(
         self,
         params: Any,
-        optimizer: Any,
+        optimizer: str | AnyOptimizer,
         optimizer_params: Mapping[str, Any] | None = None,
         kvstore: Any = None,
         compression_params: Mapping[str, Any] | None = None,

@@ -22,6 +22,7 @@ from distopt.ledger import KEEP, Ledger, Purpose
 from distopt.loop import Packed
 from distopt.memory import GradientHook
 from distopt.numbers import whole
+from distopt.optim import AnyOptimizer
 
 Losses = Callable[[int], Any]
 
@@ -113,7 +114,7 @@ class Simulation(DistOpt):
     def __init__(
         self,
         size: int,
-        opt: Any = None,
+        opt: AnyOptimizer | None = None,
         *,
         threshold: int = 2097152,
         nonfinite: str = "raise",
@@ -282,7 +283,7 @@ def _checked_hosts(hosts: Sequence[int], size: int) -> list[int]:
     return [whole(f"hosts[{rank}]", host, least=0) for rank, host in enumerate(found)]
 
 
-def simulate(size: int, opt: Any = None, **options: Any) -> Simulation:
+def simulate(size: int, opt: AnyOptimizer | None = None, **options: Any) -> Simulation:
     """Virtual ranks, ``size`` of them, that train with one optimizer (default ``SGD()``): see ``Simulation``.
 
     Raises ValueError for less than one rank, ValueError or TypeError for ``hosts`` that are not one number per rank.

@@ -1,13 +1,14 @@
 """What an interactive user sees of an optimizer: its text, its attributes, its types."""
 
 import inspect
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 
 from distopt import DistOpt, LossScaler, Parameter, Trainer, run_ranks, simulate
-from distopt.optim import SGD, Adam, BatchGradients, Cosine, LarsWrapper
+from distopt.gradients import Loss
+from distopt.optim import SGD, Adam, BatchGradients, Cosine, LarsWrapper, SupportsApply, SupportsUpdate
 
 
 def params():
@@ -110,3 +111,19 @@ def test_public_attributes_are_declared_with_their_types(kind):
     assert declared["step_counter"] is int
     assert declared["threshold"] is int
     assert declared["opt"] is Any
+
+
+@pytest.mark.parametrize(
+    ("function", "parameter", "allowed"),
+    [
+        (DistOpt.__init__, "opt", {SupportsApply, SupportsUpdate, type(None)}),
+        (type(simulate(1)).__init__, "opt", {SupportsApply, SupportsUpdate, type(None)}),
+        (Trainer.__init__, "optimizer", {SupportsApply, SupportsUpdate, str}),
+        (BatchGradients.__init__, "opt", {SupportsApply, SupportsUpdate}),
+        (LarsWrapper.__init__, "opt", {SupportsApply, SupportsUpdate}),
+        (DistOpt.__call__, "loss", set(get_args(Loss))),
+        (DistOpt.step, "loss", {*get_args(Loss), type(None)}),
+    ],
+)
+def test_type_checkers_know_what_is_an_optimizer_and_what_a_loss(function, parameter, allowed):
+    assert set(get_args(get_type_hints(function)[parameter])) == allowed

@@ -13,6 +13,7 @@ from distopt.optim.lars import LARS
 from distopt.optim.lars_wrapper import LarsWrapper
 from distopt.optim.lbsgd import LBSGD
 from distopt.optim.optimizer import Optimizer
+from distopt.optim.protocols import AnyOptimizer, SupportsApply, SupportsUpdate
 from distopt.optim.rmsprop import RMSProp
 from distopt.optim.schedules import (
     Constant,
@@ -36,6 +37,7 @@ __all__ = [
     "AdaGrad",
     "Adam",
     "AdamW",
+    "AnyOptimizer",
     "BatchGradients",
     "Constant",
     "Cosine",
@@ -47,6 +49,8 @@ __all__ = [
     "Optimizer",
     "Poly",
     "RMSProp",
+    "SupportsApply",
+    "SupportsUpdate",
     "Wrapper",
     "from_strategy",
 ]

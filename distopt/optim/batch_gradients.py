@@ -1,13 +1,12 @@
 """Several batches to an update, in front of any optimizer."""
 
-from typing import Any
-
 import numpy as np
 
 from distopt import device, kernels
 from distopt.numbers import whole
 from distopt.optim.arrays import check, check_states, widened
 from distopt.optim.optimizer import State
+from distopt.optim.protocols import AnyOptimizer
 from distopt.optim.wrapper import Wrapper
 from distopt.tables import Members, wide
 
@@ -28,7 +27,7 @@ class BatchGradients(Wrapper):
 
     own = ("batches", "sums")
 
-    def __init__(self, opt: Any, num_batches: int):
+    def __init__(self, opt: AnyOptimizer, num_batches: int):
         super().__init__(opt)
         self.num_batches = whole("num_batches", num_batches, least=1)
         self.batches = 0  # complete ones in the open window

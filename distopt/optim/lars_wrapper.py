@@ -1,7 +1,5 @@
 """Layer-wise adaptive rates around any optimizer."""
 
-from typing import Any
-
 import numpy as np
 
 from distopt import device, kernels
@@ -9,6 +7,7 @@ from distopt.numbers import number, positive
 from distopt.optim.arrays import check, widened
 from distopt.optim.exclude import SUFFIXES, Exclude, described, left_out, predicate
 from distopt.optim.norms import Norms
+from distopt.optim.protocols import AnyOptimizer
 from distopt.optim.wrapper import Wrapper
 from distopt.tables import Members
 
@@ -34,7 +33,7 @@ class LarsWrapper(Wrapper):
 
     def __init__(
         self,
-        opt: Any,
+        opt: AnyOptimizer,
         ratio: float = 0.001,
         weight_decay: float = 1e-4,
         epsilon: float = 0.0,

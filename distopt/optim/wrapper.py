@@ -9,6 +9,7 @@ import numpy as np
 
 from distopt import device
 from distopt.optim.optimizer import Optimizer, State
+from distopt.optim.protocols import AnyOptimizer
 from distopt.tables import Members
 
 
@@ -31,11 +32,11 @@ class Wrapper(abc.ABC):
 
     own: tuple[str, ...] = ()  # states beside the inner one's
 
-    def __init__(self, opt: Any):
+    def __init__(self, opt: AnyOptimizer):
         if isinstance(opt, type) or not any(callable(getattr(opt, way, None)) for way in ("apply", "update")):
             got = f"the class {opt.__name__}" if isinstance(opt, type) else device.describe(opt)
             raise TypeError(f"opt must have apply(name, value, grad) or update(param, grad), got {got}")
-        self.opt = opt
+        self.opt: Any = opt
         self._params: dict[str, Named] = {}
 
     @abc.abstractmethod
