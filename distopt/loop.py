@@ -1,5 +1,6 @@
 """Collect, check, vote, exchange, update: one step, whatever is sent in it."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -15,7 +16,7 @@ from distopt.conditions import Conditions, Kind
 from distopt.device import Graph
 from distopt.exchange import Callback, Observer, Overlap, Rooms, add_shares, choose, refuse_divergence
 from distopt.exchange.shares import describe, nonfinite
-from distopt.guard import by_rank
+from distopt.guard import PeerLeft, by_rank
 from distopt.ledger import Purpose
 from distopt.memory import GradientHook
 from distopt.watch import recorder
@@ -69,11 +70,30 @@ class Loop(Conditions):
         exchange = self._begun(lambda: self._ready(lambda: self._packed(loss, kind)))
         if exchange is None:
             return False
-        applied = self._exchange_and_apply(exchange)
+        with self._indivisible():
+            applied = self._exchange_and_apply(exchange)
         self._ended(applied)
         return applied
 
+    @contextlib.contextmanager
+    def _indivisible(self) -> Iterator[None]:
+        """The part of a step, behind its vote, that must be done as a whole.
+
+        Whatever ends it early, Ctrl-C too, leaves residuals, counters or parameters that only a checkpoint makes right;
+        but for what all ranks refuse alike before anything is applied: a sum that is not finite, a gradient hook's error.
+        """
+        step = self.step_counter + 1
+        try:
+            yield
+        except BaseException as error:
+            refused = hasattr(error, "agreed") and not isinstance(error, PeerLeft)
+            if not refused and not self._failure:
+                what = f"{type(error).__name__}: {error}".removesuffix(": ")
+                self._failure = f"the update of step {step} failed halfway with {what}; {self._remedy}"
+            raise
+
     def _exchange_and_apply(self, exchange: Exchange) -> bool:
+        self._window.contributions += self._live
         exchanged = self._window.add(self._memory, exchange, self._wire.wait, self._refusal.number)
         if exchanged is None:
             self._decided()
@@ -94,22 +114,28 @@ class Loop(Conditions):
         exchange = self._begun(lambda: self._ready(lambda: self._packed(loss, kind)))
         if exchange is None:
             return False
+        with self._indivisible():
+            applied = self._apply_and_average(exchange)
+        self._ended(applied)
+        return applied
+
+    def _apply_and_average(self, exchange: Exchange) -> bool:
+        self._window.contributions += self._live
         sums = self._window.add(self._memory, exchange, self._wire.wait, self._refusal.number)
-        decided = self._decided()
-        if sums is not None and decided:
-            if self._joined:  # its own parameters stay, but for what others average
-                if self._gradient_hook:
-                    self._agree_on_hook(None)
-                self._window.start(self._memory, self._refusal.number)
-                self._finish()
-            else:
-                self._apply(sums, self._window.num_batches)
-            buffers = list(self._memory)
-            if buffers:
-                self._average_parameters(buffers[self._partial % len(buffers)])
-            self._partial += 1
-        self._ended(sums is not None and decided)
-        return sums is not None and decided
+        if not self._decided() or sums is None:
+            return False
+        if self._joined:  # its own parameters stay, but for what others average
+            if self._gradient_hook:
+                self._agree_on_hook(None)
+            self._window.start(self._memory, self._refusal.number)
+            self._finish()
+        else:
+            self._apply(sums, self._window.num_batches)
+        buffers = list(self._memory)
+        if buffers:
+            self._average_parameters(buffers[self._partial % len(buffers)])
+        self._partial += 1
+        return True
 
     def _own_parameters(self) -> Compressor:
         """Nothing is sent of gradients; ValueError if the parameters are not this rank's own."""
@@ -149,7 +175,6 @@ class Loop(Conditions):
         self._record()
         self._send_parameters()
         self._before = self._counts
-        self._window.contributions += self._live
         self._refusal.agree()
         return exchange
 
@@ -363,12 +388,6 @@ class Loop(Conditions):
             sums = (own(total, self._wire.rank, self._wire.size) for total in sums)
         try:
             self._update_with(sums, scale)
-        except Exception as error:
-            self._failure = (
-                f"the update of step {self.step_counter + 1} failed halfway with {type(error).__name__}: {error}; "
-                f"{self._remedy}"
-            )
-            raise
         finally:
             if others_read or self._sharded:
                 self._wire.barrier()  # until here others may read this rank's sums, and write what all read
@@ -479,10 +498,11 @@ class Loop(Conditions):
 
     def _replay(self, graph: Graph) -> None:
         """Enqueue a captured step, with the numbers of this one."""
-        self._write_numbers()
-        graph.replay()
-        self._refusal.expect()
-        self._finish()
+        with self._indivisible():
+            self._write_numbers()
+            graph.replay()
+            self._refusal.expect()
+            self._finish()
         self._ended(applied=True)
 
     def _finish(self) -> None:

@@ -12,7 +12,7 @@ from distopt.comm import Communicator, world
 from distopt.conditions import Kind
 from distopt.gradients import Parameter, checked_gradient
 from distopt.guard import agreed, fingerprint
-from distopt.loop import Packed, as_they_are
+from distopt.loop import Exchange, Packed, as_they_are
 from distopt.memory import AllJoinedError
 from distopt.nonfinite import LossScaler
 from distopt.numbers import real
@@ -217,7 +217,13 @@ class Trainer(Saving):
     def _sum_up(self) -> bool:
         """Gradients are sums over ranks from now on, if those are finite."""
         exchange = self._begun(lambda: self._ready(lambda: self._packed(self._fresh_pairs(), self._kind)))
-        sums = None if exchange is None else self._finite_sums(exchange([b.gradient for b in self._memory]))
+        if exchange is None:
+            return False
+        with self._indivisible():
+            return self._leave_sums(exchange)
+
+    def _leave_sums(self, exchange: Exchange) -> bool:
+        sums = self._finite_sums(exchange([b.gradient for b in self._memory]))
         if sums is None:
             return False
         touched = [p for p in self._active if p.name in self._touched]
@@ -251,7 +257,8 @@ class Trainer(Saving):
         exchange = self._begun(lambda: self._ready(self._packed_sums))
         if exchange is None or not self._decided():
             return False
-        self._apply(list(exchange([b.gradient for b in self._memory])), self._divisor)
+        with self._indivisible():
+            self._apply(list(exchange([b.gradient for b in self._memory])), self._divisor)
         self._ended(applied=True)
         return True
 
