@@ -74,8 +74,9 @@ class DistOpt(Saving):
       machine without MPI, each with a GPU of its own (``NcclCommunicator.from_id``); ``close()`` closes what it made.
 
     The order of the first step is the plan; ranks that differ in it, or in these options, all raise a ValueError that
-    names the first difference.  Later gradients may arrive in any order.  After a step the contents of the gradients
-    are undefined.
+    names the first difference.  Later gradients may arrive in any order.  What a loss yields must stay as it is until
+    the step returns: a generator that writes two gradients into one array is refused.  After a step the contents of the
+    gradients are undefined.
     """
 
     def __init__(

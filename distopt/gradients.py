@@ -2,18 +2,19 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from distopt import device
-from distopt.device import describe, is_array
+from distopt.device import describe, is_array, remedy
 from distopt.names import nearest
 from distopt.tables import FORMATS, Layout
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 PARAMETERS = (*FLOATS, *FORMATS)
+Watch = Callable[[Iterable[Any]], Iterable[Any]]  # passes on the pairs of a loss, as they come
 LOSSES = (
     "loss must be an iterable of (param, grad) pairs (a generator too), a callable that returns one, "
     "or an object whose backward() yields one"
@@ -82,14 +83,22 @@ class Gradient(NamedTuple):
 
 
 def iterable(loss: Any) -> Iterable[Any]:
-    """What yields the (param, grad) pairs of a loss; TypeError for what is no loss."""
+    """What yields the (param, grad) pairs of a loss; TypeError for what is no loss, before its backward() is called."""
     if callable(getattr(loss, "backward", None)):
+        if remedy(loss):
+            raise TypeError(f"{LOSSES}; got {describe(loss)}; call its backward(), then give the pairs")
         loss = loss.backward()
     elif callable(loss):
         loss = loss()
-    if not isinstance(loss, Iterable):
+    if isinstance(loss, list | tuple | Iterator):
+        return loss
+    if not isinstance(loss, Iterable) or is_array(loss) or remedy(loss):
         raise TypeError(f"{LOSSES}; got {describe(loss)}")
     return loss
+
+
+class Yielded(list[Any]):
+    """The pairs of a loss that computes one after the other, as a generator does: it may write over what it yielded."""
 
 
 class Arrays:
@@ -115,7 +124,7 @@ class Collector:
     ``grads`` are their arrays and gradients in that order.
 
     A step that brings the parameters of the last one in the same order costs a tenth of a microsecond for each; any
-    other is looked at by name.  An array that was resized in place since, or got another dtype, is not noticed.
+    other is looked at by name.
     """
 
     def __init__(self, allow_missing: bool = False, gpu: int | None = None):
@@ -127,6 +136,7 @@ class Collector:
         self._arrived: list[Any] = []  # and gradients, as they arrived
         self._places: list[int] | None = None  # where each of the plan is among those that arrive, None if in order
         self._layout = Layout([])
+        self._apart = -1  # the version of ``grads`` of which no two are in one place
 
     def identify(self, param: Any) -> tuple[str, np.ndarray]:
         """The name and the array of a parameter.
@@ -139,26 +149,44 @@ class Collector:
                     raise ValueError("a bare array that was not there on the first step: use distopt.Parameter")
                 self._bare[id(param)] = f"parameter {len(self._bare)}", param
             return self._bare[id(param)]
-        if not hasattr(param, "name") or not hasattr(param, "data"):
+        if remedy(param) or not hasattr(param, "name") or not hasattr(param, "data"):
             raise TypeError(f"a parameter is an array, or has name and data (distopt.Parameter), got {describe(param)}")
         if not isinstance(param.name, str):
             raise TypeError(f"a parameter's name must be a string, got {param.name!r}")
         return param.name, param.data
 
-    def collect(self, loss: Any) -> None:
-        """Take in the gradients of a loss.
+    def collect(self, loss: Any, *watches: Watch) -> None:
+        """Take in the gradients of a loss, whose pairs pass ``watches`` on their way.
 
         Raises TypeError and ValueError that name the parameter: for a name given twice, not known or without gradient,
-        for parameters that are not writable C-contiguous float32 or float64 or that overlap, and for gradients of
-        another shape or dtype.
+        for parameters that are not writable C-contiguous float32 or float64 or that overlap, for gradients of another
+        shape or dtype, and for those of a generator that lie in each other's memory.
         """
-        given = list(iterable(loss))
-        if not self._recognise(given):
-            self._take(self._read(given))
+        given = self.read(loss, *watches)
+        if self._recognise(given):
+            self._refuse_changed()
+            if isinstance(given, Yielded):
+                self._refuse_reused()
+        else:
+            found = self._read(given)
+            if isinstance(given, Yielded):
+                _refuse_overwritten(list(found), [grad for _, grad in given])
+            self._take(found)
+            self._refuse_changed()
+
+    def read(self, loss: Any, *watches: Watch) -> list[Any]:
+        """The pairs of a loss; no more of them than tell that one is given twice, if it yields without end."""
+        pairs = iterable(loss)
+        complete = isinstance(pairs, list | tuple) and not isinstance(pairs, Yielded)
+        for watch in watches:
+            pairs = watch(pairs)
+        if complete:
+            return list(pairs)
+        return Yielded(itertools.islice(pairs, len(self.order) + 1) if self.order else _until_repeated(pairs))
 
     def enroll(self, params: Iterable[Any]) -> list[str]:
         """The names of parameters, which come without gradients; raises what ``collect`` raises."""
-        found = self._read([(param, None) for param in params])
+        found = self._read((param, None) for param in params)
         self._refuse_new_overlap(found)
         self._learn(found)
         self._last = [], []  # the arrays that were there then may be others now
@@ -199,6 +227,26 @@ class Collector:
         self._arrived = arrived
         self.grads.become(grads, addresses)
         return True
+
+    def _refuse_changed(self) -> None:
+        """ValueError for a parameter whose array is the object that it was, but changed in place, as to read-only."""
+        changed = self._layout.changed()
+        if changed is not None:
+            name, known = list(self.order.items())[changed]
+            _checked_value(name, known.value, self.gpu)
+            raise ValueError(
+                f"{name}: the parameter's array got another dtype or shape in place, {describe(known.value)} now: assign "
+                "another array instead"
+            )
+
+    def _refuse_reused(self) -> None:
+        """ValueError for two gradients at one address, of a loss that may have written over the first."""
+        if self._apart == self.grads.version:
+            return
+        same = self._layout.repeated(self.grads.addresses)
+        if same:
+            raise _one_memory(*(list(self.order)[k] for k in same))
+        self._apart = self.grads.version
 
     def _take(self, found: dict[str, Gradient]) -> None:
         """Take in gradients by name."""
@@ -261,6 +309,40 @@ class Collector:
         self.order.clear()
         self._bare.clear()
         self._last = [], []
+
+
+def _until_repeated(pairs: Iterable[Any]) -> Iterator[Any]:
+    """Pairs, until one comes whose parameter came before, or a second thing that is no pair."""
+    seen: set[object] = set()
+    for pair in pairs:
+        yield pair
+        param = pair[0] if isinstance(pair, tuple | list) and pair else None
+        name = getattr(param, "name", None)
+        who = name if isinstance(name, str) else type(pair) if param is None else id(param)
+        if who in seen:
+            return
+        seen.add(who)
+
+
+def _one_memory(first: str, second: str) -> ValueError:
+    return ValueError(
+        f"{first} and {second} have gradients in the same memory: what a generator yields must stay as it is until the "
+        "step returns; yield arrays of their own (grad.copy()), or give a list, if they are meant to be equal"
+    )
+
+
+def _refuse_overwritten(names: Sequence[str], grads: Sequence[Any]) -> None:
+    """ValueError for gradients of a generator that overlap, of which the first may be gone; of strided ones, which may
+    be interleaved, the first elements count.
+    """
+    there = [(name, g) for name, g in zip(names, grads, strict=True) if is_array(g) and g.size]
+    starts = np.array([device.address(g) for _, g in there], np.uintp)
+    lengths = np.array([g.nbytes if g.flags.c_contiguous else g.itemsize for _, g in there], np.uintp)
+    order = np.argsort(starts, kind="stable")
+    inside = np.flatnonzero(starts[order][1:] < (starts + lengths)[order][:-1])
+    if inside.size:
+        first, second = sorted(order[inside[0] : inside[0] + 2].tolist())
+        raise _one_memory(there[first][0], there[second][0])
 
 
 def _checked_value(name: str, value: Any, gpu: int | None) -> np.ndarray:

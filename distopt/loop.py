@@ -16,6 +16,7 @@ from distopt.conditions import Conditions, Kind
 from distopt.device import Graph
 from distopt.exchange import Callback, Observer, Overlap, Rooms, add_shares, choose, refuse_divergence
 from distopt.exchange.shares import describe, nonfinite
+from distopt.gradients import Watch
 from distopt.guard import PeerLeft, by_rank
 from distopt.ledger import Purpose
 from distopt.memory import GradientHook
@@ -199,15 +200,16 @@ class Loop(Conditions):
             one, pack = self._exchanger(compressor, kind.break_even, early), self._packer(compressor, kind)
             what = _in_words(kind, compressor)
             self._take_numbers(compressor)
+            watches: list[Watch] = []
             if self._recorder:
-                loss = self._recorder.watch(loss)  # before packing or sending may write over what it yields
+                watches.append(self._recorder.watch)  # before packing or sending may write over what a loss yields
             if early:
                 self._describe(what)
                 overlap = self._overlap(pack, one)
-                loss = overlap.watch(loss)
+                watches.append(overlap.watch)
             elif kind.sent:
                 exchange = self._all(compressor, one)
-            self._collector.collect(loss)
+            self._collector.collect(loss, *watches)
             self._follow_plan(threshold)
             if self._describe(what):
                 self._check_sizes(compressor)

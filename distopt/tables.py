@@ -17,6 +17,8 @@ from distopt.texts import NATIVE, library, struct
 MEMBER = struct("Member")
 _HEADER = (NATIVE / "portable.h").read_text()
 CHUNK, HALF, BFLOAT16 = (int(re.findall(rf"#define {n} (\d+)", _HEADER)[0]) for n in ("CHUNK", "HALF", "BFLOAT16"))
+CONTIGUOUS, WRITABLE = 0x1 | 0x100, 0x400  # and aligned: flags of numpy's arrays (ndarraytypes.h)
+READABLE = sys.implementation.name == "cpython"  # where an id is an address
 FORMATS = {np.dtype(np.float16): HALF, np.dtype(ml_dtypes.bfloat16): BFLOAT16}  # of 16 bits
 
 
@@ -146,25 +148,57 @@ class Layout:
 
     def __init__(self, arrays: Sequence[np.ndarray], dtype: np.dtype | None = None):
         self._gpus = {device.place(a) for a in arrays}
+        self._found = np.empty(len(arrays), np.uintp)  # addresses that nobody asks for
+        self._looked_at = np.fromiter(map(id, arrays), np.uintp, len(arrays))  # whoever made this holds the arrays
+        self._sizes = np.array([a.size for a in arrays], np.int64)
         self._shapes_there = [a.shape for a in arrays]
         self._dtypes = [dtype or a.dtype for a in arrays]  # holds the objects whose ids are compared
         self._ids = np.array([id(d) for d in self._dtypes], np.uintp)
         self._dimensions = np.array([a.ndim for a in arrays], np.int64)
         self._shapes = np.array([n for a in arrays for n in a.shape], np.int64)
+        self._expected = [a.ctypes.data for a in (self._ids, self._dimensions, self._shapes)]
+        self._own = self._looked_at.ctypes.data, self._found.ctypes.data
 
     def addresses(self, arrays: Sequence[Any]) -> np.ndarray | None:
         """Where each array's elements are; None if one of them is not as expected."""
         count = len(self._dtypes)
-        if len(arrays) != count or sys.implementation.name != "cpython":  # where an id is an address
+        if len(arrays) != count or not READABLE:
             return None
-        if self._gpus and self._gpus != {None}:
+        if self._on_gpu:
             return self._addresses_there(arrays)
         objects, found = np.fromiter(map(id, arrays), np.uintp, count), np.empty(count, np.uintp)
-        expected = (self._ids.ctypes.data, self._dimensions.ctypes.data, self._shapes.ctypes.data)
-        fitting = library().locate(
-            count, objects.ctypes.data, object.__basicsize__, id(np.ndarray), *expected, found.ctypes.data
-        )
+        fitting = self._locate(objects.ctypes.data, found.ctypes.data, id(np.ndarray), CONTIGUOUS)
         return found if fitting == count else None
+
+    def changed(self) -> int | None:
+        """The first of the very arrays given here that was made read-only in place, or got another dtype or shape; None
+        if none was.  Some nanoseconds for each; arrays on a GPU are not looked at.
+        """
+        if not READABLE or self._on_gpu:
+            return None
+        first = self._locate(*self._own, None, CONTIGUOUS | WRITABLE)
+        return first if first < len(self._dtypes) else None
+
+    def repeated(self, addresses: np.ndarray) -> tuple[int, int] | None:
+        """Two arrays, like those given here, that begin at the same address; None if there are none."""
+        bits = max(1, (2 * len(addresses)).bit_length())
+        seen = np.zeros(1 << bits, np.uintp)
+        second = library().repeated(
+            len(addresses), addresses.ctypes.data, self._sizes.ctypes.data, bits, seen.ctypes.data
+        )
+        if second == len(addresses):
+            return None
+        same = np.flatnonzero((addresses == addresses[second]) & (self._sizes > 0))
+        return int(same[0]), second
+
+    @property
+    def _on_gpu(self) -> bool:
+        return bool(self._gpus) and self._gpus != {None}
+
+    def _locate(self, objects: int, found: int, kind: int | None, flags: int) -> int:
+        """How many of these objects, from the first on, are as expected; where they keep their elements is found."""
+        count, header = len(self._dtypes), object.__basicsize__
+        return int(library().locate(count, objects, header, kind, flags, *self._expected, found))
 
     def _addresses_there(self, arrays: Sequence[Any]) -> np.ndarray | None:
         """The same for arrays on a GPU."""

@@ -95,7 +95,8 @@ def library() -> ctypes.CDLL:
             host = ctypes.CDLL(str(path))
             host.source_hash.restype = host.simd_level.restype = ctypes.c_char_p
             number, pointer = ctypes.c_longlong, ctypes.c_void_p
-            host.locate.argtypes = [number, pointer, number, *[pointer] * 5]
-            host.locate.restype = number
+            host.locate.argtypes = [number, pointer, number, pointer, ctypes.c_int, *[pointer] * 4]
+            host.repeated.argtypes = [number, pointer, pointer, ctypes.c_int, pointer]
+            host.locate.restype = host.repeated.restype = number
             return host
     raise ImportError("libdistopt.so is not built: pip install -e . in the project's folder (needs a C++ compiler)")

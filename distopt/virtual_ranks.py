@@ -16,7 +16,6 @@ from distopt.compress import Compressor
 from distopt.conditions import Kind
 from distopt.dist_opt import DistOpt
 from distopt.exchange.walk import Turns
-from distopt.gradients import iterable
 from distopt.guard import by_rank
 from distopt.ledger import KEEP, Ledger, Purpose
 from distopt.loop import Packed
@@ -164,7 +163,7 @@ class Simulation(DistOpt):
         """What the loss of a rank yields."""
         self._in_loss = True
         try:
-            return list(iterable(losses(rank)))
+            return self._collector.read(losses(rank))
         finally:
             self._in_loss = False
 

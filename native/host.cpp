@@ -22,21 +22,33 @@ struct Array {
   const void *base, *dtype;
   int flags;
 };
-static const int CONTIGUOUS_AND_ALIGNED = 0x1 | 0x100;
 
-// address[i] <- where array i keeps its elements.  Returns how many, from the first on, are contiguous arrays of exactly
-// the type, dtype and shape that is expected of them; `shapes` has all shapes in one row.  An object's last header word
-// is its type, so that nothing but an array is taken for one.
-extern "C" long long locate(long long count, const char *const *objects, long long header, const void *type,
+// address[i] <- where array i keeps its elements.  Returns how many, from the first on, have all of these `flags`, and
+// are of exactly the type, dtype and shape that is expected of them; `shapes` has all shapes in one row.  An object's
+// last header word is its type, so that nothing but an array is taken for one; a null `type` takes any array.
+extern "C" long long locate(long long count, const char *const *objects, long long header, const void *type, int flags,
                             const void *const *dtypes, const long long *dimensions, const long long *shapes,
                             void **address) {
   for (long long i = 0; i < count; shapes += dimensions[i++]) {
     const Array *a = (const Array *)(objects[i] + header);
-    if (((const void *const *)a)[-1] != type || a->dtype != dtypes[i] || a->dimensions != dimensions[i]) return i;
-    if ((a->flags & CONTIGUOUS_AND_ALIGNED) != CONTIGUOUS_AND_ALIGNED) return i;
+    if (type && ((const void *const *)a)[-1] != type) return i;
+    if (a->dtype != dtypes[i] || a->dimensions != dimensions[i] || (a->flags & flags) != flags) return i;
     for (int d = 0; d < a->dimensions; ++d)
       if (a->shape[d] != shapes[d]) return i;
     address[i] = a->data;
+  }
+  return count;
+}
+
+// The first array that begins where an earlier one does, or `count`; those without elements, or at no address, are passed
+// over.  `seen` is 2^bits addresses, all null and more than `count`: a hash table.
+extern "C" long long repeated(long long count, void *const *address, const long long *sizes, int bits, void **seen) {
+  for (long long i = 0; i < count; ++i) {
+    if (!address[i] || !sizes[i]) continue;
+    unsigned long long slot = ((unsigned long long)address[i] * 0x9E3779B97F4A7C15ull) >> (64 - bits);
+    while (seen[slot] && seen[slot] != address[i]) slot = (slot + 1) & ((1ull << bits) - 1);
+    if (seen[slot]) return i;
+    seen[slot] = address[i];
   }
   return count;
 }

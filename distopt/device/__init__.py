@@ -4,7 +4,7 @@ An array is numpy's, or cupy's on one GPU; what is done with one on a GPU is *en
 stream comes to it, and the host goes on.
 """
 
-from distopt.device.arrays import address, check_place, describe, is_array, on_gpu, place, writable
+from distopt.device.arrays import address, check_place, describe, is_array, on_gpu, place, remedy, writable
 from distopt.device.copies import DEVICE_TO_DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, contiguous, copied, copy, host_copy
 from distopt.device.gpus import (
     NO_CUPY,
@@ -68,6 +68,7 @@ __all__ = [
     "on_gpu",
     "owned_by",
     "place",
+    "remedy",
     "use_gpu",
     "writable",
     "zeros",

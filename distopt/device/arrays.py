@@ -5,6 +5,18 @@ from typing import Any
 
 import numpy as np
 
+# What to write for the arrays of other libraries, by the root of the module and the name of one of their classes.
+REMEDIES = {
+    ("torch", "Tensor"): (
+        "torch: distopt.Parameter(name, p.detach().numpy()) shares the memory of p, and its gradient is p.grad.numpy()"
+    ),
+    ("jaxlib", "ArrayImpl"): (
+        "jax, whose arrays cannot be changed in place: distopt.Parameter(name, np.array(p)) keeps a copy, "
+        "jnp.asarray(parameter.data) is the next step's p, and a gradient is np.asarray(g)"
+    ),
+    ("numpy", "MaskedArray"): "the mask would be lost: x.filled(0) is an array without one",
+}
+
 
 def on_gpu(x: Any) -> bool:
     """Is it an array on a GPU?"""
@@ -14,7 +26,13 @@ def on_gpu(x: Any) -> bool:
 
 def is_array(x: Any) -> bool:
     """Is it an array that this library knows?"""
-    return isinstance(x, np.ndarray) or on_gpu(x)
+    return (isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)) or on_gpu(x)
+
+
+def remedy(x: Any) -> str:
+    """What to write in the place of an array that this library does not know; '' for what is none."""
+    classes = ((c.__module__.partition(".")[0], c.__name__) for c in type(x).__mro__)
+    return next((REMEDIES[c] for c in classes if c in REMEDIES), "")
 
 
 def place(x: Any) -> int | None:
@@ -35,7 +53,8 @@ def writable(x: Any) -> bool:
 def describe(x: Any) -> str:
     """What an argument is, for the text of an error."""
     if not is_array(x):
-        return f"{type(x).__name__}: {x!r:.60}"
+        advice = f" ({remedy(x)})" if remedy(x) else ""
+        return f"{type(x).__name__}: {' '.join(repr(x).split()):.60}{advice}"
     flaws = ", not contiguous" * (not x.flags.c_contiguous) + ", read-only" * (not writable(x))
     gpu = f" on GPU {place(x)}" if on_gpu(x) else ""
     return f"an array {x.shape} {x.dtype if x.dtype.isnative else x.dtype.str}{gpu}{flaws}"

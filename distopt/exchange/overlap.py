@@ -1,14 +1,14 @@
 """Buckets that travel while the gradients of the next ones are still being computed."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from distopt import device
 from distopt.buckets import Buffer, Buffers
 from distopt.comm import Communicator
 from distopt.exchange.background import Background, Inline
-from distopt.gradients import Collector, iterable
+from distopt.gradients import Collector
 
 # Seconds between two looks at an exchange, while gradients are being computed: fewer take a core away from them, more
 # let the network idle (1 Gbit/s: 77 to 100 % of what can be hidden is, with either MPI).
@@ -38,13 +38,13 @@ class Overlap:
         wire.be_patient(PATIENCE)
         background.start(agree)  # before data moves, all ranks are in the same step
 
-    def watch(self, loss: Any) -> Iterator[Any]:
+    def watch(self, pairs: Iterable[Any]) -> Iterator[Any]:
         """The pairs of a loss, as they come; behind the last one of a bucket it is sent."""
         places = [p.tolist() for p in self._memory.places]
         ends = list(itertools.accumulate(map(self._collector.arrives_last, places), max))
         given: list[Any] = []
         as_before = True
-        for pair in iterable(loss):
+        for pair in pairs:
             given.append(pair)
             yield pair
             while as_before and self.sent < len(ends) and ends[self.sent] < len(given):

@@ -8,14 +8,14 @@ was not finished, and bytes that no line speaks of belong to no step: a rank may
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from distopt import device
-from distopt.gradients import PARAMETERS, Collector, iterable
+from distopt.gradients import PARAMETERS, Collector
 from distopt.numbers import whole
 
 VARIABLE = "DISTOPT_RECORD"  # how many steps, of how many one, and the folder: "10:1:/path"
@@ -55,12 +55,12 @@ class Recorder:
         self._arrived: list[tuple[Any, int | None]] | None = None  # parameters of a step, and where their gradients lie
         self.over = False
 
-    def watch(self, loss: Any) -> Any:
-        """A loss with the same pairs; gradients are written before anybody else sees them."""
+    def watch(self, pairs: Iterable[Any]) -> Iterable[Any]:
+        """The same pairs of a loss; gradients are written before anybody else sees them."""
         self._arrived = []
         if self._bytes < 0 and not self._claim():
             self.over = True
-        return loss if self.over or self._count % self._every else self._written(loss, self._arrived)
+        return pairs if self.over or self._count % self._every else self._written(pairs, self._arrived)
 
     def keep(self, collector: Collector, optimizer: Any) -> None:
         """The ranks have agreed on what was watched: it is a step.  Raises OSError."""
@@ -88,10 +88,10 @@ class Recorder:
             return False
         return True
 
-    def _written(self, loss: Any, arrived: list[tuple[Any, int | None]]) -> Iterator[Any]:
+    def _written(self, pairs: Iterable[Any], arrived: list[tuple[Any, int | None]]) -> Iterator[Any]:
         """The pairs; what is no pair, or no gradient, is for the collector to refuse."""
         at = self._end
-        for pair in iterable(loss):
+        for pair in pairs:
             if isinstance(pair, tuple | list) and len(pair) == 2:
                 param, grad = pair
                 data = _data(grad)
