@@ -17,7 +17,7 @@ test-gpu: distopt/libdistopt.so  # from a bare checkout: $(GPU_PYTHON) needs num
 bench-gpu: distopt/libdistopt.so
 	for table in gpu_kernels gpu_models; do PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.$$table --save; done
 distopt/libdistopt.so: $(wildcard native/*) CMakeLists.txt
-	cmake -S . -B build/here -DCMAKE_BUILD_TYPE=Release && cmake --build build/here && cp build/here/libdistopt.so $@
+	cmake -S . -B build/here -DCMAKE_BUILD_TYPE=Release && cmake --build build/here && cp build/here/libdistopt*.so distopt
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
 .PHONY: run test test-mpi lint bench test-gpu bench-gpu

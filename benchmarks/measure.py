@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from distopt import kernels
+from distopt.texts import simd_level
 
 RESULTS = Path(__file__).parent / "results"
 # With glibc's defaults every large temporary is mapped and unmapped anew, which slows MPI, the anchor, by 2.6 x.
@@ -77,7 +77,7 @@ def versions(*packages: str) -> str:
             f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M}, {cpu or platform.machine()}, "
             f"{os.cpu_count()} cores",
             f"Python {platform.python_version()}, {', '.join(found)}",
-            f"kernels at {kernels.library().simd_level().decode()}",
+            f"kernels at {simd_level()}",
         ]
     )
 

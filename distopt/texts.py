@@ -7,7 +7,9 @@ structs that they share with Python by their fields.
 import ctypes
 import functools
 import hashlib
+import os
 import pathlib
+import platform
 import re
 from typing import Any, NamedTuple
 
@@ -22,6 +24,9 @@ CUDA_FLAGS = (
     *("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"),
     "--device-as-default-execution-space",
 )
+
+LEVELS = ("v1", "v2", "v3", "v4")  # of x86-64
+SIMD_NAMES = {"v1": "x86-64 (SSE2)", "v3": "x86-64-v3 (AVX2)", "v4": "x86-64-v4 (AVX-512)"}  # that are built
 
 KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)(?:\s*BLOCKS\((\w+)\))?", re.M)
 _PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)((?:const\s*\*)?)\s*(\w+)\s*")
@@ -81,22 +86,50 @@ def struct(name: str) -> np.dtype:
     return np.dtype(fields)
 
 
+def simd_limit() -> str:
+    """The highest SIMD level that the host library may use: DISTOPT_SIMD, or the highest that there is.
+
+    Raises ValueError for another text.
+    """
+    limit = os.environ.get("DISTOPT_SIMD", LEVELS[-1])
+    if limit not in LEVELS:
+        raise ValueError(f"DISTOPT_SIMD must be one of {', '.join(LEVELS)}, or not set, got {limit!r}")
+    return limit
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The host library, found beside this package.
+    """The host library of the highest SIMD level that this CPU has and ``simd_limit`` allows.
 
-    Raises ImportError if the package was never built.
+    Raises ImportError if the package was never built, ValueError for a level that there is not.
     """
+    limit, host = simd_limit(), _opened("")
+    if host is None:
+        raise ImportError("libdistopt.so is not built: pip install -e . in the project's folder (needs a C++ compiler)")
+    best = min(host.cpu_level().decode(), limit)
+    found = (_opened(f"-{level}") for level in reversed(LEVELS) if level <= best)
+    return next((better for better in found if better is not None), host)
+
+
+def simd_level() -> str:
+    """The level at which the host's kernels run."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return "the compiler's default"
+    return SIMD_NAMES[library().simd_level().decode()]
+
+
+def _opened(suffix: str) -> ctypes.CDLL | None:
+    """One of the libraries beside this package, None if it was not built."""
     import distopt
 
     for folder in distopt.__path__:
-        path = pathlib.Path(folder) / "libdistopt.so"
+        path = pathlib.Path(folder) / f"libdistopt{suffix}.so"
         if path.exists():
             host = ctypes.CDLL(str(path))
-            host.source_hash.restype = host.simd_level.restype = ctypes.c_char_p
+            host.source_hash.restype = host.simd_level.restype = host.cpu_level.restype = ctypes.c_char_p
             number, pointer = ctypes.c_longlong, ctypes.c_void_p
             host.locate.argtypes = [number, pointer, number, pointer, ctypes.c_int, *[pointer] * 4]
             host.repeated.argtypes = [number, pointer, pointer, ctypes.c_int, pointer]
             host.locate.restype = host.repeated.restype = number
             return host
-    raise ImportError("libdistopt.so is not built: pip install -e . in the project's folder (needs a C++ compiler)")
+    return None

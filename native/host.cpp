@@ -1,16 +1,30 @@
-// What only the host library has: the sources it was built from, the SIMD level that it runs at here, and a reader of
-// numpy's arrays.
+// What only a host library has: the sources and the SIMD level that it was built from, the level of this CPU, and a
+// reader of numpy's arrays.
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 extern "C" const char *source_hash() { return SOURCE_HASH; }
 
-extern "C" const char *simd_level() {
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
+extern "C" const char *simd_level() { return SIMD_LEVEL; }
+
+// Has this CPU all that the compiler takes for granted at the levels x86-64-v3 and -v4, and the system their registers?
+extern "C" const char *cpu_level() {
+#if defined(__x86_64__)
+  unsigned eax, ebx, ecx = 0, edx, more = 0;
+  const unsigned fma = 1 << 12, movbe = 1 << 22, f16c = 1 << 29, lzcnt = 1 << 5, v3 = fma | movbe | f16c;
+  __get_cpuid(1, &eax, &ebx, &ecx, &edx);
+  __get_cpuid(0x80000001, &eax, &ebx, &more, &edx);
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512vl") ? "x86-64-v4 (AVX-512)"
-         : __builtin_cpu_supports("avx2")   ? "x86-64-v3 (AVX2)"
-                                            : "x86-64 (SSE2)";
-#else
-  return "the compiler's default";
+  if ((ecx & v3) == v3 && more & lzcnt && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+      __builtin_cpu_supports("bmi2"))
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                   __builtin_cpu_supports("avx512vl")
+               ? "v4"
+               : "v3";
 #endif
+  return "v1";
 }
 
 // How numpy lays out an array behind the header that all Python objects have (PyArrayObject_fields in ndarraytypes.h).

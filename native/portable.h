@@ -207,19 +207,10 @@ INLINE void add(long long *total, long long n) {
 #define HOST 1
 #include <cstring>
 
-#ifdef EVERY_SIMD_LEVEL  // given on the command line, to compile for one level only
-#define ONE_SIMD_LEVEL
-#elif defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define EVERY_SIMD_LEVEL __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#else
-#define EVERY_SIMD_LEVEL
-#endif
-// Of lanes.h: a function that only a CPU with AVX-512 may run.
-#if defined(__x86_64__) && defined(__GNUC__) && (defined(__AVX512VL__) || !defined(ONE_SIMD_LEVEL))
+#if defined(__F16C__) || defined(__AVX512VL__)
 #include <immintrin.h>
-#define AVX512 __attribute__((target("avx512f,avx512vl")))
 #endif
-#define KERNEL(name) extern "C" EVERY_SIMD_LEVEL void PASTE(name, real)
+#define KERNEL(name) extern "C" void PASTE(name, real)
 #define INLINE static inline __attribute__((always_inline))
 // Iterations are independent: an array may be read and written at the same index, never at another.
 #ifdef __clang__

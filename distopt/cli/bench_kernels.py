@@ -21,7 +21,7 @@ import numpy as np
 from distopt import device, kernels, optim
 from distopt.compress import At, DeepGradientCompression, ErrorFeedback, OneBit, Packed, Threshold, TopK, TwoBit
 from distopt.tables import Members
-from distopt.texts import library
+from distopt.texts import simd_level
 
 N = 1 << 24  # elements of float32: no cache holds them
 ROUNDS = 7
@@ -38,7 +38,7 @@ RULES: dict[str, tuple[Callable[[], optim.Optimizer], int]] = {  # arrays that a
 def show(file: Path | None, n: int = N) -> int:
     """Measure and print them; ``file`` gets the same as JSON."""
     rows = fractions(passes(n) | selection(n), ROUNDS)
-    print(f"# {n:,} float32 on one thread, {library().simd_level().decode()}; bytes are those that the memory moves")
+    print(f"# {n:,} float32 on one thread, {simd_level()}; bytes are those that the memory moves")
     print(f"#{'':27} {'time (ms)':>10} {'GB/s':>8} {'of copy':>8}")
     for row in rows:
         gigabytes = row["bytes"] / row["seconds"] / 1e9

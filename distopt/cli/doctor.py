@@ -64,7 +64,7 @@ def host_library() -> Iterator[Finding]:
     if library.source_hash().decode() != texts.source_hash():
         yield Finding("fail", f"{library._name} was built from other texts than native/ holds now", rebuild)
     else:
-        yield Finding("ok", f"host library {library._name}, runs at {library.simd_level().decode()}")
+        yield Finding("ok", f"host library {library._name}, runs at {texts.simd_level()}")
 
 
 def mpi() -> Iterator[Finding]:
