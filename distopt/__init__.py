@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from distopt import comm, compress, cost, optim
 from distopt.comm import run_ranks, world
+from distopt.comm.mpi_start import guard_start
 from distopt.dist_opt import DistOpt
 from distopt.gradients import Parameter
 from distopt.nonfinite import LossScaler
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from distopt import experiment, fit, monitor, volume
     from distopt.trainer import Trainer
     from distopt.virtual_ranks import simulate
+
+guard_start()
 
 __all__ = [
     "DistOpt",

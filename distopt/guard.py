@@ -28,6 +28,7 @@ import numpy as np
 from distopt import job, signals
 from distopt.version import __version__
 from distopt.watch import flight, recorder, silent
+from distopt.watch.watchman import say
 
 # The entries of a vote, an int64 vector of which each rank gets the maximum over ranks.
 FINGERPRINT, MINUS_FINGERPRINT, ERROR, REPORT, LEAVING, STAYING, STOP, JOINED = range(8)
@@ -197,9 +198,22 @@ def by_rank(reports: list[str]) -> str:
 
 
 def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
-    """From now on an exception that nobody catches, in any thread, ends the whole job: peers must not wait for ever."""
+    """From now on an exception that nobody catches, in any thread, ends the whole job: peers must not wait for ever.
+
+    A hook that was there is called too, before the job ends, and it alone in a forked child, which is no rank.
+    """
+    process, before, before_in_thread = os.getpid(), sys.excepthook, threading.excepthook
+    chained = before is not sys.__excepthook__
 
     def end(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        if os.getpid() != process:
+            _tell(before, kind, error, trace)
+            return
+        if _ending.is_set():  # by the hook that this one has called, or in another thread
+            if chained:
+                _tell(before, kind, error, trace)
+            return
+        _ending.set()
         flight.write_if_wanted(recorder, rank, f"{kind.__name__}: {error}")
         speaks, patience = getattr(error, "agreed", (True, 0.0))
         if speaks:
@@ -208,19 +222,32 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
         else:
             _say(f"rank {rank}: {kind.__name__}: {error}\n")
             time.sleep(5)  # the rank that speaks prints where, and ends the job
+        if chained:
+            _tell(before, kind, error, trace)
         code = 130 if kind is KeyboardInterrupt else 1
         _wait_until_read(patience=2)
         abort(code)
         time.sleep(5)  # MPI_Abort may return before the launcher ends this process, which must not go on meanwhile
         os._exit(code)
 
-    sys.excepthook = end
-
     def end_thread(args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is not SystemExit:  # which ends a thread, not the process
+        if os.getpid() != process:
+            before_in_thread(args)
+        elif args.exc_type is not SystemExit:  # which ends a thread, not the process
             end(args.exc_type, args.exc_value, args.exc_traceback)
 
-    threading.excepthook = end_thread
+    sys.excepthook, threading.excepthook = end, end_thread
+
+
+_ending = threading.Event()  # this process ends the job
+
+
+def _tell(hook: Callable[..., Any], *error: Any) -> None:
+    """Another library's hook, which must not stop the end of the job."""
+    try:
+        hook(*error)
+    except Exception as failure:
+        _say(f"the hook for exceptions failed: {type(failure).__name__}: {failure}\n")
 
 
 def announce_exit(rank: int) -> None:
@@ -248,15 +275,16 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
 def _wait_until_read(patience: float) -> None:
     """A launcher that hears of the end before it has read the reason throws the reason away: wait while it reads."""
     deadline = time.monotonic() + patience
-    with contextlib.suppress(OSError, ValueError):  # no such file any more, or one that cannot tell
-        while stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode) and time.monotonic() < deadline:
-            (unread,) = struct.unpack("i", fcntl.ioctl(sys.stderr, termios.FIONREAD, bytes(4)))
+    with contextlib.suppress(OSError):  # no such file any more, or one that cannot tell
+        while stat.S_ISFIFO(os.fstat(2).st_mode) and time.monotonic() < deadline:
+            (unread,) = struct.unpack("i", fcntl.ioctl(2, termios.FIONREAD, bytes(4)))
             if unread == 0:
                 break
             time.sleep(0.01)
 
 
 def _say(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(text)  # one write: lines of different ranks stay whole
-    sys.stderr.flush()
+    """To the standard error of this process, whatever ``sys.stderr`` is meanwhile."""
+    with contextlib.suppress(OSError, ValueError):  # closed
+        sys.stdout.flush()
+    say(text)

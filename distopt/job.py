@@ -1,39 +1,47 @@
-"""What ``distopt run`` knows of its ranks: who they are, and how they came to their ends.
+"""What ``distopt run`` knows of its ranks: who they are, how far they came, and how they came to their ends.
 
 Each rank leaves marks, empty files in a folder that the launcher made: a rank that is gone without a mark has been
-killed, or has left by ``os._exit``, whatever its exit code says.  How far it came stands on a page that both see.
+killed, or was left by an exit of C's.  How far it came stands on a page that both see.
 """
 
 import atexit
+import ctypes
 import mmap
 import os
+import signal
 import struct
 from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = "DISTOPT_JOB"  # the environment variable that names it
-PID, VOTES, DONE, SPOKEN, STOPS = "pid", "votes", "done", "spoken", "stops"
+PID, VOTES, SEGMENT = "pid", "votes", "segment"
+MPI, DONE, SPOKEN, STOPS, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops", "exit", "os_exit"
 
 HEAD, PAGE = struct.Struct("<qq"), 256  # a page: votes, the length of the last one's name, the name
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 _rank: int | None = None  # among all of the job
+_folder: Path | None = None
+_process = 0  # children leave no marks
 _page: mmap.mmap | None = None
 _votes = 0
 
 
-def enter(rank: int) -> None:
-    """This process is a rank from here on; once is enough."""
-    global _rank, _page
-    if _rank is not None:
-        return
-    _rank, folder = rank, _folder()
-    if folder is not None:
-        handle = os.open(folder / f"{rank}.{VOTES}", os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(handle, PAGE)
-        _page = mmap.mmap(handle, PAGE)
-        os.close(handle)
-        mark(f"{PID}.{os.getpid()}")
-        atexit.register(mark, DONE)
+def enter(rank: int, folder: Path) -> None:
+    """This process is a rank of ``distopt run`` from here on."""
+    global _rank, _folder, _process, _page
+    _rank, _folder, _process = rank, folder, os.getpid()
+    handle = os.open(folder / f"{rank}.{VOTES}", os.O_RDWR | os.O_CREAT, 0o600)
+    os.ftruncate(handle, PAGE)
+    _page = mmap.mmap(handle, PAGE)
+    os.close(handle)
+    mark(PID, _process)
+    atexit.register(mark, DONE)
+
+
+def is_rank() -> bool:
+    """Is this process a rank of ``distopt run``?"""
+    return _folder is not None and os.getpid() == _process
 
 
 def note(vote: str) -> None:
@@ -45,11 +53,14 @@ def note(vote: str) -> None:
         _page[: HEAD.size + len(text)] = HEAD.pack(_votes, len(text)) + text
 
 
-def mark(what: str) -> None:
-    """``DONE``: its interpreter came to its end; ``SPOKEN``: it has said why it fails; ``STOPS``: it takes signals."""
-    folder = _folder()
-    if folder is not None and _rank is not None and os.getpid() == _process:
-        (folder / f"{_rank}.{what}").touch(mode=0o600)
+def mark(what: str, detail: object = "") -> None:
+    """Leave a mark, if this is a rank.
+
+    ``MPI``: it came to MPI's start; ``DONE``: its interpreter came to its end; ``SPOKEN``: it has said why it fails;
+    ``STOPS``: it takes signals; ``EXIT``, ``OS_EXIT``: it ends with this code; ``SEGMENT``: it maps this shared memory.
+    """
+    if _folder is not None and is_rank():
+        (_folder / f"{_rank}.{what}.{detail}").touch(mode=0o600)
 
 
 class Rank(NamedTuple):
@@ -57,27 +68,45 @@ class Rank(NamedTuple):
 
     rank: int
     pid: int
-    marks: frozenset[str]
+    marks: dict[str, set[str]]  # the details of each
     votes: int
     last: str  # vote
 
 
 def entered(folder: Path) -> list[Rank]:
     """All ranks that have entered."""
-    names = [f.name.split(".") for f in folder.iterdir()]
-    found = []
-    for rank, kind, *rest in names:
-        if kind == PID:
-            page = (folder / f"{rank}.{VOTES}").read_bytes()
-            votes, length = HEAD.unpack_from(page)
-            last = page[HEAD.size : HEAD.size + length].decode(errors="replace")
-            marks = frozenset(n[1] for n in names if n[0] == rank)
-            found.append(Rank(int(rank), int(rest[0]), marks, votes, last))
-    return sorted(found)
+    marks: dict[int, dict[str, set[str]]] = {}
+    for name in os.listdir(folder):
+        rank, kind, *detail = name.split(".", 2)
+        marks.setdefault(int(rank), {}).setdefault(kind, set()).update(detail)
+    return [_rank_of(rank, found, folder) for rank, found in sorted(marks.items()) if PID in found]
 
 
-def _folder() -> Path | None:
-    return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
+def _rank_of(rank: int, marks: dict[str, set[str]], folder: Path) -> Rank:
+    page = (folder / f"{rank}.{VOTES}").read_bytes()
+    votes, length = HEAD.unpack_from(page)
+    (pid,) = marks[PID]
+    return Rank(rank, int(pid), marks, votes, page[HEAD.size : HEAD.size + length].decode(errors="replace"))
 
 
-_process = os.getpid()  # children leave no marks
+def absent() -> str:
+    """Lines on the ranks of ``distopt run`` that have not come to MPI's start, where others wait for them."""
+    ranks = entered(_folder) if _folder else []
+    told = {"T": "stopped", "t": "stopped", "X": "dead", "Z": "dead"}
+    missing = [(rank.rank, told.get(state(rank.pid), "it runs")) for rank in ranks if MPI not in rank.marks]
+    return "\n".join(f"  rank {rank}: has not come to it ({how})" for rank, how in missing)
+
+
+def state(pid: int) -> str:
+    """The letter that ps(1) shows for a process; 'X' if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def end_with_parent() -> None:
+    """From now on the end of the process that started this one ends this one too; Linux alone can do that."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,5 +1,6 @@
-// What only a host library has: the sources and the SIMD level that it was built from, the level of this CPU, and a
-// reader of numpy's arrays.
+// What only a host library has: the sources and the SIMD level that it was built from, the level of this CPU, a reader of
+// numpy's arrays, and the end of MPI.
+#include <unistd.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -65,4 +66,20 @@ extern "C" long long repeated(long long count, void *const *address, const long 
     seen[slot] = address[i];
   }
   return count;
+}
+
+// What ends MPI at the very end of the interpreter: in the process that has called the first function, not in a forked
+// child of it, where it would wait for ever, and once only.
+static int (*mpi_initialized)(int *), (*mpi_finalized)(int *), (*mpi_finalize)();
+static pid_t mpi_process;
+
+extern "C" void end_mpi_with(int (*initialized)(int *), int (*finalized)(int *), int (*finalize)()) {
+  mpi_initialized = initialized, mpi_finalized = finalized, mpi_finalize = finalize;
+  mpi_process = getpid();
+}
+
+extern "C" void end_mpi() {
+  int begun = 0, ended = 1;
+  if (getpid() != mpi_process || mpi_initialized(&begun) || !begun || mpi_finalized(&ended) || ended) return;
+  mpi_finalize();
 }

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from distopt.cli import advise, bench, compare, doctor, inspect, record, run, trace, volume
+from distopt.version import __version__
 
 COMMANDS = (run, doctor, inspect, trace, record, compare, bench, volume, advise)
 
@@ -14,6 +15,7 @@ COMMANDS = (run, doctor, inspect, trace, record, compare, bench, volume, advise)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = argparse.ArgumentParser(prog="distopt", description="N processes train one model.")
+    parser.add_argument("--version", action="version", version=f"distopt {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS:
         command.add_to(commands)

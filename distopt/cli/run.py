@@ -15,10 +15,16 @@ from types import MappingProxyType
 from typing import Any
 
 from distopt import job
+from distopt.cli import segments
+from distopt.cli.ends import Ends, Fault, exit_code
 from distopt.cli.launcher import check_brands, find_launcher
 
+RANK = Path(job.__file__).with_name("rank.py")
 TIMED_OUT = 124  # the exit code of timeout(1)
 GRACE = 5.0  # seconds between asking a job to end and ending it
+LOOK = 0.2  # seconds between two looks at the ranks
+PATIENCE = 0.7  # seconds for a launcher to end a job after one of its ranks, and again when it is told to
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what asks a job to end
 
 
 def add_to(commands: Any) -> None:
@@ -73,13 +79,12 @@ def start(
     except RuntimeError as error:
         _say(str(error))
         return 2
-    # -m mpi4py makes a non-zero exit of one rank the end of all
-    command = [*launcher.command(ranks), sys.executable, "-m", "mpi4py", *script]
+    command = [*launcher.command(ranks), sys.executable, str(RANK), *script]
     for attempt in range(restarts + 1):
         with tempfile.TemporaryDirectory(prefix="distopt-") as folder:
             env = launcher.environment(ranks) | dict(variables)
             env |= {job.FOLDER: folder, "DISTOPT_RESTART": str(attempt)}
-            code, final = Job(command, env, Path(folder)).supervise(timeout)
+            code, final = Job(command, env, Path(folder), ranks).supervise(timeout)
         if final or attempt == restarts:
             break
         _say(f"exit code {code}; restart {attempt + 1} of {restarts}")
@@ -87,18 +92,21 @@ def start(
 
 
 class Job:
-    """A launcher in a session of its own, and the ranks that it has started."""
+    """A launcher in a session of its own, which ends with this process, and the ranks that it has started."""
 
-    def __init__(self, command: Sequence[str], env: dict[str, str], folder: Path):
+    def __init__(self, command: Sequence[str], env: dict[str, str], folder: Path, size: int):
         self._folder, self._asked = folder, 0
-        self._process = subprocess.Popen(command, env=env, start_new_session=True)
+        self._process = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=job.end_with_parent)
+        self._ends = Ends(folder, size, self._process.pid)
+        self._fault: Fault | None = None
 
     def supervise(self, timeout: float | None) -> tuple[int, bool]:
         """Wait for the end; the exit code, and is it the last word, as after a success, a signal or a time limit?"""
-        before = {s: signal.signal(s, lambda number, _: self._ask(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+        before = {s: signal.signal(s, lambda number, _: self._ask(number)) for s in ASKING}
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            while not self._ended(0.2):
+            while self._process.poll() is None:
+                self._look()
                 if time.monotonic() > deadline:
                     _say(f"not done after {timeout:g} s; ending the job")
                     end(self._process)
@@ -108,30 +116,32 @@ class Job:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+        self._look()
+        self._ends.close()
         code = self._judge(self._process.returncode)
+        if code:
+            segments.sweep(job.entered(self._folder))
         return code, code == 0 or self._asked > 0
 
-    def _ended(self, patience: float) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience)
-        return self._process.returncode is not None
+    def _look(self) -> None:
+        """See whether the job can go on; a launcher that does not find out by itself is told."""
+        ranks = self._ends.look(LOOK)
+        if self._fault is None and not self._asked:
+            self._fault = self._ends.fault(ranks)
+            if self._fault:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(PATIENCE)
+                end(self._process, PATIENCE)
 
-    def _judge(self, code: int) -> int:
+    def _judge(self, status: int) -> int:
         """The exit code; a rank that was gone without a word is named, and is no success."""
-        code = code if code >= 0 else 128 - code
-        ranks = job.entered(self._folder)
-        lost = [rank for rank in ranks if not rank.marks & {job.DONE, job.SPOKEN}]
-        said = {mark for rank in ranks for mark in rank.marks}
-        if job.SPOKEN in said and code == 128 + signal.SIGSEGV:
-            return 1  # Open MPI's launcher may crash over an abort; a rank has said why it ends
-        explained = job.SPOKEN in said or (job.DONE in said and 0 < code < 128)
-        if not lost or explained or self._asked:
+        code = exit_code(status)
+        if self._fault is None:
             return code
-        first = min(rank.votes for rank in lost)  # the others, which waited for it, were ended by the launcher
-        names = " or ".join(f"rank {rank.rank}" for rank in lost if rank.votes == first)
-        last = next(rank.last for rank in lost if rank.votes == first)
-        _say(f"{names} ended without a word after {last or 'its start'}: killed, or left by os._exit")
-        return code or 1
+        if self._fault.text:
+            _say(self._fault.text)
+        killed = 128 * (code in set(signal.Signals))  # MPICH's launcher has the signal's number alone
+        return self._fault.code or code + killed or 1
 
     def _ask(self, number: int) -> None:
         """Pass a signal on: to the ranks if all of them wait for one, else to the launcher, which ends them soon."""
@@ -151,12 +161,12 @@ def _say(text: str) -> None:
     print(f"distopt run: {text}", file=sys.stderr, flush=True)
 
 
-def end(process: "subprocess.Popen[Any]") -> None:
-    """Ask a job to end; whatever of it is left after ``GRACE`` seconds is killed, ranks that ignore signals too."""
+def end(process: "subprocess.Popen[Any]", grace: float = GRACE) -> None:
+    """Ask a job to end; whatever of it is left after ``grace`` seconds is killed, ranks that ignore signals too."""
     family = descendants(process.pid)  # launchers start ranks in sessions of their own
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
+        process.wait(grace)
     for pid in [*family, *descendants(process.pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

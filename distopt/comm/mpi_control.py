@@ -1,6 +1,7 @@
-"""How MPI processes meet: who started them, their votes, their mail, and their end."""
+"""How MPI processes meet: their votes, their mail, and their end."""
 
 import atexit
+import contextlib
 import functools
 import io
 import itertools
@@ -8,64 +9,33 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from distopt import job
+from distopt.comm.mpi_start import abort, any_thread, brand, check_launcher, launched, mails, mpi, runs, watch
 from distopt.guard import LEAVE, Control, abort_on_exception, announce_exit
-from distopt.watch import Log, Watchman, limits, recorder
+from distopt.watch import Log, recorder
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# How each launcher tells a process the size of the world that it started.
-LAUNCHERS = {
-    "OMPI_COMM_WORLD_SIZE": "an Open MPI mpirun",
-    "PMI_SIZE": "an MPICH-like mpiexec",
-    "SLURM_STEP_NUM_TASKS": "srun",
-}
-
-
-def launched(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """The world size that a launcher announced in the environment, and how; None if there was no launcher."""
-    for variable, launcher in LAUNCHERS.items():
-        if environ.get(variable, "").isdigit():
-            return int(environ[variable]), f"{launcher} set {variable}={environ[variable]}"
-    return None
-
-
-@functools.cache
-def mpi() -> Any:
-    """mpi4py's MPI, which starts MPI.  ImportError that says what to do if it is not usable."""
-    try:
-        from mpi4py import MPI
-    except ImportError as error:
-        raise ImportError(f"MPI is not usable here ({error}): pip install 'distopt[mpi]'") from error
-    return MPI
-
-
-def brand() -> str:
-    """The MPI library that mpi4py runs on, as 'MPICH 5.0.2'."""
-    MPI = mpi()
-    name, version = MPI.get_vendor()
-    return f"{name} {'.'.join(map(str, version))}"
-
-
-def check_launcher(size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """RuntimeError if the launcher started another number of processes than the MPI library sees.
-
-    That happens when ``mpirun`` and the MPI library are of different brands: N processes would each train alone.
-    """
-    world = launched(environ)
-    if world and world[0] != size:
-        raise RuntimeError(
-            f"the launcher started {world[0]} processes ({world[1]}), but the MPI library of mpi4py, {brand()}, sees "
-            f"{size}: launcher and library are of different brands, and every process would train alone. "
-            "Start with this environment's own launcher: distopt run -n N script.py (distopt doctor shows both)"
-        )
+__all__ = [
+    "Membership",
+    "MpiControl",
+    "any_thread",
+    "brand",
+    "check_launcher",
+    "finish",
+    "join",
+    "launched",
+    "mpi",
+    "world_comm",
+]
 
 
 class Waiter(Protocol):
@@ -152,8 +122,8 @@ class MpiControl(Control):
             _controls.remove(self)
         if self.mail:
             self.mail.close()
-            if self.mail in _mails:
-                _mails.remove(self.mail)
+            if self.mail in mails:
+                mails.remove(self.mail)
         with self._votes("closing"):
             self._comm.Free()
 
@@ -172,13 +142,7 @@ class MpiControl(Control):
 
 
 _controls: list[MpiControl] = []
-_mails: list[MpiMail] = []  # that the watchman reads
 _names = itertools.count()
-
-
-def any_thread() -> bool:
-    """May any thread call MPI at any time?"""
-    return bool(mpi().Query_thread() == mpi().THREAD_MULTIPLE)
 
 
 def world_ranks(comm: "MPI.Comm") -> list[int]:
@@ -199,7 +163,7 @@ def _agree_on_name(comm: "MPI.Comm") -> str:
 
 def _leave() -> None:
     """At exit: tell the ranks that still want to exchange that this one is gone, on whichever communicator they are."""
-    if not mpi().Is_initialized() or mpi().Is_finalized():
+    if not runs():
         return
     votes = {control: np.array(LEAVE, np.int64) for control in _controls if not control.broken}
     waiting = {control: control.start(vote) for control, vote in votes.items()}
@@ -214,27 +178,41 @@ def _leave() -> None:
 def _farewell() -> AbstractContextManager[None]:
     """Who has ended waits for the others as long as they need: they may train on, or evaluate."""
     rank = mpi().COMM_WORLD.rank
-    return Log(recorder, f"the end of rank {rank}", [rank], limited=False)("the end of the others")
+    mail = mails[0] if mails else None
+    return Log(recorder, f"the end of rank {rank}", [rank], mail, limited=False)("the end of the others")
 
 
 @functools.cache
-def _join(abort: Any, rank: int) -> None:
+def _join(rank: int) -> None:
     """Once per process: an exception ends the job, an exit is announced, time limits begin, output leaves by lines."""
     if os.environ.get("DISTOPT_RUN") and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-
-    def end(code: int) -> None:
-        job.mark(job.SPOKEN)
-        abort(code)
-
-    abort_on_exception(rank, end)
+    abort_on_exception(rank, abort)
     announce_exit(rank)
-    allowed = limits()
-    if allowed:
-        watchman = Watchman(rank, recorder, allowed, end if any_thread() else None, _mails)
-        atexit.register(watchman.stop)  # after the farewell, before MPI's own end
+    watch(rank)
+    for segment in _segments():
+        job.mark(job.SEGMENT, segment)
     atexit.register(_leave)
+    MPI = mpi()
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_end_with_mpi), None)
     os.register_at_fork(after_in_child=_controls.clear)  # a child is no rank, and must not vote as one
+
+
+def _end_with_mpi(*_: object) -> None:
+    """As MPI_Finalize begins, which a script may call itself: at the end of the interpreter all of it has been done."""
+    _leave()
+    for control in _controls:
+        if control.mail:
+            control.mail.close()
+    mails.clear()
+
+
+def _segments() -> set[str]:
+    """The names of the shared memory that MPICH has made for the ranks of this host."""
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return {line.rpartition("/")[2] for line in maps if "/dev/shm/mpich_shm_" in line}
+    return set()
 
 
 class Membership(NamedTuple):
@@ -263,9 +241,8 @@ def join(comm: "MPI.Comm") -> Membership:
     if comm.size > 1:
         _controls.append(control)
         if control.mail:
-            _mails.append(control.mail)
-        _join(MPI.COMM_WORLD.Abort, MPI.COMM_WORLD.rank)
-    job.enter(MPI.COMM_WORLD.rank)
+            mails.append(control.mail)
+        _join(MPI.COMM_WORLD.rank)
     control.meet()
     return Membership(control, local_rank, tuple(hosts.tolist()))
 

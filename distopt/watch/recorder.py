@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 KEPT = 256  # operations
 EQUAL_BYTES = ("all_reduce", "all_gather", "broadcast")  # verbs to which all ranks bring as many
+START = "MPI's start"  # the verb that comes before all votes
 NOTHING = contextlib.nullcontext()
 # An operation without its end, and the end of the one before in the same log: one tuple is what costs least.
 Row = tuple["Log", int, str, int, str, str, float, float]
@@ -52,6 +53,8 @@ def text(verb: str, purpose: str, nbytes: int, step: str) -> str:
     """An operation in words."""
     if verb == "vote":
         return f"the vote on {purpose}"
+    if verb == START:
+        return f"{verb}, to which all ranks must come"
     if purpose:
         return f"{verb} of {purpose} in {step.removeprefix('the start of ')}"
     size = f" of {nbytes} bytes" if verb in EQUAL_BYTES else ""
@@ -62,10 +65,19 @@ class Log:
     """Operations that all ``ranks`` have alike, in the same order, so that their numbers can be compared.
 
     One thread at a time has one at a time: ``with log("barrier"):``.  ``mail`` is the way to those ranks, or None; what
-    is not ``limited`` may take for ever.
+    is not ``limited`` may take for ever.  ``others`` says in lines what else is known of ranks that have no mail.
     """
 
-    def __init__(self, recorder: "Recorder", name: str, ranks: Sequence[int], mail: Any = None, limited: bool = True):
+    def __init__(
+        self,
+        recorder: "Recorder",
+        name: str,
+        ranks: Sequence[int],
+        mail: Any = None,
+        limited: bool = True,
+        others: Callable[[], str] = str,
+    ):
+        self.others = others
         self.recorder, self.name, self.ranks, self.mail, self.limited = recorder, name, list(ranks), mail, limited
         self.now: Row | None = None
         self.count, self.ended = 0, 0.0

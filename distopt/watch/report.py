@@ -61,3 +61,9 @@ def names(ranks: Iterable[int]) -> str:
     one = len(rows) == len(rows[0]) == 1
     texts = [f"{row[0]} to {row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows]
     return f"rank{'' if one else 's'} {', '.join(texts)}"
+
+
+def waiting(ranks: Iterable[int]) -> str:
+    """'rank 3 waits', 'ranks 0, 2 wait'."""
+    found = names(ranks)
+    return f"{found} {'waits' if found.startswith('rank ') else 'wait'}"

@@ -93,12 +93,14 @@ class Watchman:
 
     def _look(self, now: float, passed: float) -> None:
         """Count how long operations take, and find one that takes too long."""
-        known, lasting = self._waited, [o for o in self._recorder.open() if o.log.limited]
+        known, lasting = self._waited, self._recorder.open()
         self._waited = {o.key: known.get(o.key, 0.0) + min(passed, now - o.began) for o in lasting}
         limit = self._limits.first if self._recorder.first else self._limits.usual
         for operation in lasting:
             seconds = self._waited[operation.key]
-            if seconds >= limit and now >= self._quiet_until:
+            if not operation.log.limited:
+                self._miss(operation, seconds, limit, now)
+            elif seconds >= limit and now >= self._quiet_until:
                 self._finish(operation, seconds, limit)
             elif limit >= WARN_FROM and seconds >= limit / 10 and now >= self._warned + WARN_EVERY:
                 self._warn(operation, seconds, limit)
@@ -111,6 +113,17 @@ class Watchman:
             end = f"the job ends when this has taken {limit:g} s ({VARIABLE})"
             say(report(self.rank, operation, seconds, self._ranks(operation), self._answers, end))
 
+    def _miss(self, operation: Operation, seconds: float, limit: float, now: float) -> None:
+        """Who may take as long as it needs must still answer; who does not is named, from time to time."""
+        patience = limit / 10 if limit >= WARN_FROM else limit
+        if seconds < patience or now < self._warned + WARN_EVERY:
+            return
+        self._warned = time.monotonic()
+        ranks = self._ranks(operation)
+        if self._ask(operation.log.mail, HOW) and len(self._answers) < len(ranks):
+            end = "it waits for them without a limit; who gives no answer may never come"
+            say(report(self.rank, operation, seconds, ranks, self._answers, end))
+
     def _finish(self, operation: Operation, seconds: float, limit: float) -> None:
         mail = operation.log.mail
         if not self._ask(mail, WHY):
@@ -120,6 +133,7 @@ class Watchman:
         reason = f"{operation} took more than {limit:g} s"
         self._let_write(mail, reason)
         end = f"the limit is {limit:g} s ({VARIABLE}); {self._records()}"
+        end = "\n".join(filter(None, (operation.log.others(), end)))
         self._end(report(self.rank, operation, seconds, self._ranks(operation), answers, end))
 
     def _ranks(self, operation: Operation) -> Sequence[int]:
@@ -220,5 +234,7 @@ class Watchman:
 
 def say(text: str) -> None:
     """One write, past the locks of ``sys.stderr``, which a thread may hold that is stuck."""
+    left = text.encode(errors="backslashreplace")
     with contextlib.suppress(OSError, ValueError):
-        os.write(2, text.encode(errors="backslashreplace"))
+        while left:  # a pipe that nobody waits for takes a part
+            left = left[os.write(2, left) :]

@@ -9,12 +9,12 @@ import time
 import numpy as np
 
 import distopt
-from distopt.comm import mpi_control
+from distopt.comm import mpi_start
 from distopt.watch import Limits
 
 fault, culprit = sys.argv[1], int(sys.argv[2])
 if fault.startswith("slow"):
-    mpi_control.limits = lambda: Limits(usual=1.0, first=20.0)
+    mpi_start.limits = lambda: Limits(usual=1.0, first=20.0)
 world = distopt.world()
 opt = distopt.DistOpt(threshold=4, overlap=fault == "stop halfway")
 params = [distopt.Parameter(f"p{k}", np.ones(8)) for k in range(3)]
