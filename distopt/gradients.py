@@ -235,8 +235,8 @@ class Collector:
             name, known = list(self.order.items())[changed]
             _checked_value(name, known.value, self.gpu)
             raise ValueError(
-                f"{name}: the parameter's array got another dtype or shape in place, {describe(known.value)} now: assign "
-                "another array instead"
+                f"{name}: the parameter's array got another dtype or shape in place, {describe(known.value)} now: "
+                "assign another array instead"
             )
 
     def _refuse_reused(self) -> None:

@@ -81,7 +81,7 @@ class Loop(Conditions):
         """The part of a step, behind its vote, that must be done as a whole.
 
         Whatever ends it early, Ctrl-C too, leaves residuals, counters or parameters that only a checkpoint makes right;
-        but for what all ranks refuse alike before anything is applied: a sum that is not finite, a gradient hook's error.
+        but for what all ranks refuse alike, before anything is applied: a sum that is not finite, a hook's error.
         """
         step = self.step_counter + 1
         try:

@@ -9,8 +9,8 @@ from distopt.texts import NATIVE
 
 ROWS = [  # from the ground up
     "files",
-    "texts device version names numbers job rank signals watch models plain",
-    "tables monitor",
+    "texts device version names numbers rank signals models plain",
+    "tables monitor watch job",
     "kernels cost guard checkpoint",
     "units",
     "ledger",
