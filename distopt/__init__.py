@@ -13,6 +13,7 @@ from distopt.dist_opt import DistOpt
 from distopt.gradients import Parameter
 from distopt.nonfinite import LossScaler
 from distopt.tape import Tape
+from distopt.texts import check_not_shadowing
 from distopt.version import __version__
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from distopt.trainer import Trainer
     from distopt.virtual_ranks import simulate
 
+check_not_shadowing()
 guard_start()
 
 __all__ = [

@@ -11,6 +11,7 @@ import os
 import pathlib
 import platform
 import re
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,6 +98,27 @@ def simd_limit() -> str:
     return limit
 
 
+def _library_path(suffix: str = "") -> pathlib.Path | None:
+    """Where the build has put one of the host libraries, None if there is none."""
+    import distopt
+
+    paths = (pathlib.Path(folder) / f"libdistopt{suffix}.so" for folder in distopt.__path__)
+    return next((path for path in paths if path.exists()), None)
+
+
+def check_not_shadowing() -> None:
+    """Raise ImportError if this is a source folder that was never built and hides a distopt that is installed."""
+    if _library_path():
+        return
+    for folder in sys.path:
+        if (pathlib.Path(folder) / "distopt" / "libdistopt.so").exists():
+            source = NATIVE.parent
+            raise ImportError(
+                f"the sources in {source} are not built, and hide the distopt that is installed in {folder}: "
+                f"start Python in another folder, set PYTHONSAFEPATH=1, or pip install -e {source}"
+            )
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The host library of the highest SIMD level that this CPU has and ``simd_limit`` allows.
@@ -120,16 +142,13 @@ def simd_level() -> str:
 
 def _opened(suffix: str) -> ctypes.CDLL | None:
     """One of the libraries beside this package, None if it was not built."""
-    import distopt
-
-    for folder in distopt.__path__:
-        path = pathlib.Path(folder) / f"libdistopt{suffix}.so"
-        if path.exists():
-            host = ctypes.CDLL(str(path))
-            host.source_hash.restype = host.simd_level.restype = host.cpu_level.restype = ctypes.c_char_p
-            number, pointer = ctypes.c_longlong, ctypes.c_void_p
-            host.locate.argtypes = [number, pointer, number, pointer, ctypes.c_int, *[pointer] * 4]
-            host.repeated.argtypes = [number, pointer, pointer, ctypes.c_int, pointer]
-            host.locate.restype = host.repeated.restype = number
-            return host
-    return None
+    path = _library_path(suffix)
+    if path is None:
+        return None
+    host = ctypes.CDLL(str(path))
+    host.source_hash.restype = host.simd_level.restype = host.cpu_level.restype = ctypes.c_char_p
+    number, pointer = ctypes.c_longlong, ctypes.c_void_p
+    host.locate.argtypes = [number, pointer, number, pointer, ctypes.c_int, *[pointer] * 4]
+    host.repeated.argtypes = [number, pointer, pointer, ctypes.c_int, pointer]
+    host.locate.restype = host.repeated.restype = number
+    return host

@@ -8,6 +8,11 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE)]
 sys.path.append(str(HERE.parent))  # benchmarks/, whose lists of models the tests use too
 
+import installation  # noqa: E402
+
+if flaw := installation.flaw():
+    pytest.exit(flaw, returncode=pytest.ExitCode.USAGE_ERROR)
+
 import tiers  # noqa: E402
 from launch import has_mpi  # noqa: E402
 
