@@ -1,23 +1,31 @@
 PYTHON = .venv/bin/python
 GPU_PYTHON = python3
-run: .venv
+help: ## say what there is
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+run: .venv ## train the digits on two ranks
 	.venv/bin/distopt run -n 2 examples/digits.py
-test: .venv
+test: .venv ## the default tier: in process, and a dozen runs of two ranks; 90 s on two cores
 	$(PYTHON) -m pytest -q
-test-mpi: .venv
-	$(PYTHON) -m pytest -q tests/test_comm.py tests/test_guard.py tests/test_laws.py
-lint: .venv
+test-mpi: .venv ## the tiers of MPI processes and of faults
+	$(PYTHON) -m pytest -q -m "(mpi or faults) and not (device or torch or slow or gpu)"
+test-all: .venv ## every tier but slow and gpu; half an hour
+	$(PYTHON) -m pytest -q -m "not (slow or gpu)" --hypothesis-profile thorough
+test-slow: .venv ## what needs gigabytes of memory or many minutes
+	$(PYTHON) -m pytest -q -m "slow and not gpu"
+soak: .venv ## thousands of steps with faults, on four ranks
+	.venv/bin/distopt run -n 4 tests/faults/soak.py
+lint: .venv ## ruff and mypy
 	$(PYTHON) -m pip install -q ruff mypy && .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
-bench: .venv
+bench: .venv ## the tables of benchmarks/results anew
 	$(PYTHON) -m pip install -q torch
 	for table in exchange "exchange --ranks 4" optimizers select compression overhead link predict observe; do $(PYTHON) -m benchmarks.$$table --save; done
 	.venv/bin/distopt run -n 2 -m benchmarks.guard --save
-test-gpu: distopt/libdistopt.so  # from a bare checkout: $(GPU_PYTHON) needs numpy, ml_dtypes, cupy, mpi4py, pytest, hypothesis and CMake
+test-gpu: distopt/libdistopt.so ## the laws on a real GPU, from a bare checkout: GPU_PYTHON needs numpy, ml_dtypes, cupy, mpi4py, pytest, hypothesis and CMake
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
-bench-gpu: distopt/libdistopt.so
+bench-gpu: distopt/libdistopt.so ## the tables of a GPU
 	for table in gpu_kernels gpu_models; do PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.$$table --save; done
 distopt/libdistopt.so: $(wildcard native/*) CMakeLists.txt
 	cmake -S . -B build/here -DCMAKE_BUILD_TYPE=Release && cmake --build build/here && cp build/here/libdistopt*.so distopt
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
-.PHONY: run test test-mpi lint bench test-gpu bench-gpu
+.PHONY: help run test test-mpi test-all test-slow soak lint bench test-gpu bench-gpu

@@ -5,6 +5,8 @@ process (``test_two_ranks.py`` has those that do), and it is not skipped.  ``con
 """
 
 import ast
+import collections
+import os
 import re
 import sys
 
@@ -50,6 +52,21 @@ def _no_processes(event, details):
         )
 
 
+class SlowestFiles:
+    """A plugin for CI: how many seconds the slowest files took, and all of them."""
+
+    def __init__(self):
+        self.seconds = collections.Counter()
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter):
+        terminalreporter.write_line(f"{sum(self.seconds.values()):.0f} s in tests; the slowest files:")
+        for file, seconds in self.seconds.most_common(10):
+            terminalreporter.write_line(f"{seconds:7.1f} s  {file}")
+
+
 class DefaultTier:
     """A plugin that holds tests without a tier's mark to what the default tier promises."""
 
@@ -83,3 +100,5 @@ def install(config):
     TIERS.update(names(default_expression(config)))
     config.pluginmanager.register(DefaultTier(), "default-tier")
     sys.addaudithook(_no_processes)
+    if os.environ.get("CI"):
+        config.pluginmanager.register(SlowestFiles())
