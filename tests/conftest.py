@@ -1,8 +1,11 @@
+import os
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # ranks are threads here, and would start BLAS's each
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE)]

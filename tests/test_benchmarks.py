@@ -80,6 +80,7 @@ def test_bytes_of_dgc_are_entries_and_biases():
     assert compression.digits_bytes("DGC 0.1 %", 2)[0] == pytest.approx(4 * (weights + biases) / sent, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_packed_dgc_of_all_tensors_is_a_thousandth():
     """Even where headers weigh most, of the small tensors of ResNet-50."""
     payload, wire = compression.resnet_bytes(compression.ALL, 8)
@@ -94,6 +95,7 @@ def test_each_mode_can_be_timed(mode):
     assert 0 < step().nbytes <= 8 * 64 * 64
 
 
+@pytest.mark.thorough
 def test_a_run_tells_accuracy_and_steps(monkeypatch):
     monkeypatch.setattr(compression, "EPOCHS", 8)
     accuracy, steps = compression.digits_run("dense", 1)

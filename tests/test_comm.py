@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import comm_checks
+import tiers
 from distopt import run_ranks, world
 from distopt.comm import LocalCommunicator, Metered, MpiCommunicator, ThreadCommunicator
 from distopt.comm.mpi_control import launched
@@ -24,7 +25,7 @@ def test_local():
     assert comm.peers(x)[0] is x
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", tiers.one_by_default(3, of=(1, 2, 3, 4, 8)))
 def test_threads(size):
     run_ranks(size, comm_checks.everything)
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import laws
+import tiers
 from distopt import DistOpt, Parameter, device, run_ranks
 from distopt.comm import Metered
 from distopt.compress import At, DeepGradientCompression, Dense, ErrorFeedback, Packed, Threshold, TopK, sparse
@@ -118,7 +119,7 @@ def test_it_is_the_paper(ranks, options, reference):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("in_gradient", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", tiers.one_by_default(2, of=(1, 2, 4)))
 def test_density_1_is_dense_momentum_sgd(ranks, nesterov, in_gradient):
     """Over 100 steps, weight decay included (Paddle lost 2 % where it came after the exchange)."""
     options = {"weight_decay": 0.01, "nesterov": nesterov}

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import laws
+import tiers
 from distopt import run_ranks
 from distopt.buckets import plan
 from distopt.compress import Dense, Half, OneBit, Packed, Threshold, TopK, TwoBit
@@ -64,7 +65,7 @@ def test_conservation_with_a_threshold_that_is_a_power_of_two(dtype, x, power, m
     laws.conservation(TwoBit(2.0**power), x.astype(dtype) * 2.0 ** (power + multiple))
 
 
-@pytest.mark.parametrize("size", [pytest.param(n, marks=[pytest.mark.thorough] * (n != 3)) for n in (1, 2, 3, 4, 8)])
+@pytest.mark.parametrize("size", tiers.one_by_default(3, of=(1, 2, 3, 4, 8)))
 def test_on_threads(size):
     run_ranks(size, laws.all_of_them)
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import laws
+import tiers
 from distopt import DistOpt, run_ranks
 from distopt.comm import LocalCommunicator, Metered, Ordered
 from distopt.compress import At, DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
@@ -77,7 +78,7 @@ def test_every_verb(kind, size, n, root, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", tiers.one_by_default(3, of=(2, 3, 5)))
 def test_every_mode(kind, mode, size):
     """All of a training, parameters that are broadcast and averaged among it; and each entry is made of its parts."""
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import laws
+import tiers
 from distopt import DistOpt, LossScaler, Parameter, device, run_ranks
 from distopt.comm import LocalCommunicator
 from distopt.compress import ErrorFeedback, Half, TopK
@@ -107,7 +108,7 @@ def test_one_scaler_for_one_model():
 # ----------------------------------------------------------------------------------------------- to the bit
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", tiers.one_by_default(2, of=(1, 2, 3)))
 @pytest.mark.parametrize("mode", laws.MODES)
 def test_a_scale_changes_no_bit(size, mode):
     """Clips, thresholds and residuals meet gradients that have been divided, whatever the scale was and becomes."""

@@ -6,6 +6,7 @@ import pytest
 
 import laws
 import reference
+import tiers
 from distopt import DistOpt, Parameter, run_ranks
 from distopt.compress import ErrorFeedback, Half, TopK
 from distopt.optim import LAMB, LANS, LARS, LBSGD, SGD, AdaGrad, Adam, AdamW, BatchGradients, RMSProp
@@ -160,7 +161,7 @@ def narrow_laws(comm):
     return {"digest": np.array(laws.digest(train(comm, np.float16, True)[0]))}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", tiers.one_by_default(2, of=(1, 2, 3)))
 def test_laws_on_threads(size):
     run_ranks(size, narrow_laws)
 

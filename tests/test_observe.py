@@ -255,6 +255,7 @@ def test_in_a_constant_stream_everything_waits_for_its_turn(density):
         assert numbers["density"] == density
 
 
+@pytest.mark.thorough
 def test_the_age_is_how_long_gradients_have_waited():
     """Some 50 times as large as others; every gradient's wait is counted, from what moves the parameters."""
     gradient = np.random.default_rng(3).lognormal(0, 1, 200).clip(0.2, 10)

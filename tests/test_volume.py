@@ -271,6 +271,7 @@ def test_nodes_share_their_link():
         wire.seconds("broadcast", 800, 4)
 
 
+@pytest.mark.thorough
 def test_compression_is_measured():
     """By a clock of our own: each call takes a second, so nothing depends on the number of payloads."""
     ticks = iter(range(10**6))
@@ -514,6 +515,7 @@ def test_bad_questions():
         advise(MODEL, 2, network("1GbE"), "half,threshold=1", measure=never)
 
 
+@pytest.mark.thorough
 def test_dist_opt_advises():
     """On its own plan, for its ranks or others."""
     params = laws.parameters([(300, 40), (70,)])

@@ -53,6 +53,7 @@ def test_the_table(capsys):
     assert note[0].startswith("wire time: predicted; compute: adding up alone; the update")
 
 
+@pytest.mark.thorough
 def test_json_has_the_bytes(small, tmp_path, capsys):
     out = tmp_path / "out.json"
     arguments = ("--model", small, "--modes", "dense,topk=0.1,dgc=0.1,2bit", "--ranks", "1,4,64", "--per-node", 4)
@@ -182,6 +183,7 @@ def test_a_bar_for_a_terminal(capsys, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------ advice
 
 
+@pytest.mark.thorough
 def test_advise(capsys):
     assert (
         main(["advise", "--model", "vgg16", "--link", "1GbE", "--ranks", "2,16", "--modes", "half", "--no-measure"])

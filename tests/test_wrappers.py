@@ -6,6 +6,7 @@ import pytest
 
 import laws
 import reference
+import tiers
 from distopt import DistOpt, Parameter, kernels, run_ranks
 from distopt.comm import LocalCommunicator
 from distopt.optim import SGD, Adam, BatchGradients, ExponentialDecay, LarsWrapper
@@ -488,7 +489,7 @@ def test_a_restored_window_waits_for_its_parameters():
 # ------------------------------------------------------------------------------------------------------- ranks
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", tiers.one_by_default(3, of=(1, 2, 3, 4)))
 @pytest.mark.parametrize("make", laws.WRAPPERS.values(), ids=laws.WRAPPERS)
 def test_ranks_agree_with_one_and_resume(make, size):
     def main(comm):

@@ -19,6 +19,12 @@ TIERS: set[str] = set()
 _running = None  # the test of the default tier that runs now, if it may start no process
 
 
+def one_by_default(chosen, of):
+    """A test's parameters, of which the default tier tries one and the thorough tier the others."""
+    assert chosen in of
+    return [pytest.param(value, marks=() if value == chosen else pytest.mark.thorough) for value in of]
+
+
 def default_expression(config):
     """What ``-m`` is if nobody says otherwise."""
     addopts = config.getini("addopts")
