@@ -257,6 +257,14 @@ def test_rows_of_a_mode_are_neighbours_and_ranks_grow_as_numbers(tmp_path, capsy
     ]
 
 
+def test_without_a_dense_run_the_first_mode_is_the_base_on_any_number_of_ranks(tmp_path, capsys):
+    given = [("fp16", 2, 800), ("fp16", 8, 1600), ("topk", 2, 80), ("topk", 8, 400)]
+    paths = [record(tmp_path / f"{m}-{r}", m, {"all_reduce": line(20, n, n)}, ranks=r) for m, r, n in given]
+    rows, remarks = compared(capsys, *paths)
+    assert [row["fp16 sends"] for row in rows] == ["1 x", "1 x", "10 x", "4 x"]
+    assert not remarks
+
+
 # ----------------------------------------------------------------------------------------------- processes
 
 SCRIPT = """

@@ -26,7 +26,7 @@ COLOURS = (
     *("#882255", "#999933", "#332288", "#8C564B", "#7F7F7F"),
 )
 MARKERS = "o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*"  # one fewer than colours: 132 modes differ
-DASHES: "tuple[str | tuple[int, tuple[int, ...]], ...]" = "-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)), (0, (1, 4))
+DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = "-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)), (0, (1, 4))
 TICKS = 6  # with labels as wide as '500 kB', on an axis as wide as a picture without a legend
 
 
