@@ -272,6 +272,7 @@ def test_what_is_drawn(runs, tmp_path, monkeypatch):
     assert len({line.get_linestyle() for line in axes.lines}) == 1, "all on two ranks"
 
 
+@pytest.mark.plot
 def test_a_mode_has_one_colour_and_a_number_of_ranks_its_dashes(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="pictures need distopt[plot]")
     kept, modes, ranks = [], "abcdefghijkl", (64, 2, 8)
@@ -293,13 +294,13 @@ def test_a_mode_has_one_colour_and_a_number_of_ranks_its_dashes(tmp_path, monkey
     assert names == [*modes, "2 ranks", "8 ranks", "64 ranks"]
 
 
-@pytest.mark.parametrize("label", ["short", "as long as a label can be, and longer than that, so that it ends in dots"])
-@pytest.mark.parametrize("low", [1, 120_000, 499_000])
-@pytest.mark.parametrize("times", [1, 1.2, 2, 4.9, 6.1, 10, 40, 99, 101, 700, 1e4, 1e6, 1e9, 1e12])
-def test_labels_of_ticks_do_not_meet(label, low, times):
+@pytest.mark.plot
+@pytest.mark.parametrize("low", [1, 499_000])
+@pytest.mark.parametrize("times", [1, 1.2, 4.9, 6.1, 10, 40, 99, 101, 700, 1e4, 1e6, 1e9])
+def test_labels_of_ticks_do_not_meet(low, times):
     pytest.importorskip("matplotlib", reason="pictures need distopt[plot]")
     figure, axes = picture.new("", "", "")
-    axes.plot([low, low * times], [1, 2], label=label, **picture.style(0))
+    axes.plot([low, low * times], [1, 2], label="long " * 9, **picture.style(0))
     picture.log_axis(axes, "x", [low, low * times], units.nbytes)
     picture.legend(axes)
     picture.make_room(figure)
@@ -311,6 +312,7 @@ def test_labels_of_ticks_do_not_meet(label, low, times):
     assert all(b.x0 - a.x1 >= 8 for a, b in itertools.pairwise(boxes)), [tick.get_text() for tick in ticks]
 
 
+@pytest.mark.plot
 @pytest.mark.parametrize("labels", [["a"], ["long label " * 5] * 3, [f"mode {k}" for k in range(40)]])
 def test_a_legend_takes_nothing_from_the_curves(labels):
     pytest.importorskip("matplotlib", reason="pictures need distopt[plot]")
