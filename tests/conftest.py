@@ -1,3 +1,4 @@
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -50,3 +51,9 @@ def doubles(monkeypatch):
     monkeypatch.setattr("distopt.kernels.THREADS", 32)  # a fiber each
     yield gpu
     cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
+
+
+@pytest.fixture
+def arithmetic(doubles, monkeypatch):
+    """Arrays on the doubles of GPUs calculate too."""
+    importlib.import_module("doubles.arithmetic").install(monkeypatch.setattr)

@@ -3,11 +3,13 @@
 Arrays are real cupy arrays, whose memory is the host's.  What is enqueued is done when the host waits, or looks at an
 event: of several streams that could go on, ``order`` chooses the next one, so that a test can let each of them lag as
 far behind as events allow.  Where an event is missing, some order gives other bits, or reads memory that is not
-written yet (fresh memory is poisoned).  As in cupy's pool, freed memory is others' to use as soon as the stream that
-was current when it was allocated comes to that point, whatever other streams still do with it: it is poisoned then.
+written yet (fresh memory is poisoned).  As in cupy's pool, freed memory is that of the next array of its size that is
+made in the stream that was current when it was allocated, whatever other streams, or graphs, still do with it; it is
+poisoned when that stream comes to the point where it was freed.
 
-Each thread has a GPU of its own, so that threads can be ranks.  ``log`` has what was enqueued, by stream.  Where one
-GPU waits for others, they go on although their hosts do something else.
+Each thread has a GPU of its own, so that threads can be ranks; streams and events belong to the GPU of the thread that
+made them, whichever thread uses them.  ``log`` has what was enqueued, by stream.  Where one GPU waits for others, they
+go on although their hosts do something else.
 """
 
 import contextlib
@@ -51,6 +53,7 @@ class Machine:
         self.order = None  # a function of the numbers of streams that could go on; None does everything at once
         self.behind: dict[int, bool] = {}  # streams whose captured work nobody has waited for
         self.current: list[Stream] = [Stream.null]
+        self.pool = MemoryPool()
         self.memory = 1 << 40  # bytes beyond which one allocation fails
         self.patience = 4.0  # seconds to wait for other GPUs
         self.lock = threading.RLock()  # other threads let this GPU go on
@@ -76,7 +79,7 @@ class Machine:
                 pass
 
     def forbid(self, what):
-        """The host allocates or waits, which a capture forbids."""
+        """The host waits, or allocates on the host, which a capture forbids."""
         if self.capture:
             raise RuntimeError(f"{what} while a stream is being captured")
         self.host.append(what)
@@ -141,6 +144,43 @@ class Machine:
 machines: weakref.WeakSet[Machine] = weakref.WeakSet()  # of this process
 
 
+class MemoryPool:
+    """cupy.cuda.MemoryPool, of poisoned host memory."""
+
+    def __init__(self):
+        self.idle: dict[tuple[int, int], list] = {}  # by stream and bytes
+
+    def malloc(self, nbytes):
+        m = machine()
+        m.host.append("allocate")
+        if nbytes > m.memory:
+            raise cupy.cuda.memory.OutOfMemoryError(nbytes, 0)
+        key = m.current[-1].ptr, -(-nbytes // 512) * 512
+        idle = self.idle.get(key)
+        raw = idle.pop() if idle else np.full(key[1] + 512, POISON, np.uint8)
+        start, block = raw.ctypes.data + -raw.ctypes.data % 512, Block()
+        owner = next(owners)
+        allocations[owner] = start, nbytes
+        weakref.finalize(block, self.free, m, key, raw, owner).atexit = False
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(start, nbytes, block, _local.number), 0)
+
+    def free(self, gpu, key, raw, owner):
+        def release():
+            del allocations[owner]
+            raw.fill(POISON)
+
+        gpu.push(Op("free", key[0], (), release, lambda: True))
+        self.idle.setdefault(key, []).append(raw)
+
+
+class Block:
+    """Somebody's piece of memory."""
+
+
+owners = itertools.count(1)
+allocations: dict[int, tuple[int, int]] = {}  # address and bytes by owner, of all GPUs of this process
+
+
 class Local(threading.local):
     def __init__(self):
         self.machine, self.number = Machine(), 0
@@ -179,6 +219,12 @@ class Stream:
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
         self.ptr = 0 if null else next(self._numbers)
+        self._machine = None if null else machine()
+
+    @property
+    def machine(self):
+        """Of the null stream that of the thread."""
+        return self._machine or machine()
 
     def __enter__(self):
         machine().current.append(self)
@@ -192,7 +238,7 @@ class Stream:
         return self
 
     def wait_event(self, event):
-        record, m = event.last, machine()
+        record, m = event.last, self.machine
         if event.captured is not None and event.captured in m.capture.values():
             m.capture.setdefault(self.ptr, event.captured)  # joins the capture
             m.behind.pop(event.stream if event.stream != self.ptr else None, None)
@@ -206,19 +252,19 @@ class Stream:
         return event
 
     def synchronize(self):
-        machine().forbid("synchronize")
-        machine().finish(self.ptr)
+        self.machine.forbid("synchronize")
+        self.machine.finish(self.ptr)
 
     @property
     def done(self):
-        return machine().look(lambda: not machine().queues.get(self.ptr))
+        return self.machine.look(lambda: not self.machine.queues.get(self.ptr))
 
     def begin_capture(self, mode=None):
         assert self.ptr, "the null stream cannot be captured"
-        machine().capture[self.ptr] = []
+        self.machine.capture[self.ptr] = []
 
     def end_capture(self):
-        m = machine()
+        m = self.machine
         ops = m.capture[self.ptr]
         unjoined = [s for s, joined in m.capture.items() if joined is ops and s in m.behind and s != self.ptr]
         m.behind.clear()
@@ -227,7 +273,7 @@ class Stream:
         return Graph(ops)
 
     def is_capturing(self):
-        return self.ptr in machine().capture
+        return self.ptr in self.machine.capture
 
 
 Stream.null = Stream(null=True)
@@ -251,10 +297,11 @@ class Event:
         self.known[self.ptr] = self
         self.last = Record(reached=True)
         self.captured = None  # the capture in which it was recorded
-        self.stream = 0
+        self.stream, self.machine = 0, machine()
 
     def record(self, stream=None):
-        stream, m = stream or machine().current[-1], machine()
+        stream = stream or machine().current[-1]
+        self.machine = m = stream.machine
         self.captured, self.stream = m.capture.get(stream.ptr), stream.ptr
         if self.captured is not None:
             return
@@ -268,11 +315,11 @@ class Event:
     @property
     def done(self):
         assert self.captured is None, "a captured event cannot be looked at"
-        return machine().look(lambda: self.last.reached)
+        return self.machine.look(lambda: self.last.reached)
 
     def synchronize(self):
-        machine().forbid("wait for an event")
-        machine().wait(lambda: self.last.reached)
+        self.machine.forbid("wait for an event")
+        self.machine.wait(lambda: self.last.reached)
 
 
 class Graph:
@@ -307,35 +354,13 @@ class Device:
 
 
 def allocate(nbytes):
-    """For cupy.cuda.set_allocator: poisoned host memory."""
-    machine().forbid("allocate")
-    if nbytes > machine().memory:
-        raise cupy.cuda.memory.OutOfMemoryError(nbytes, 0)
-    raw = np.full(nbytes + 512, POISON, np.uint8)
-    start, block = raw.ctypes.data + -raw.ctypes.data % 512, Block()
-    allocations[start] = nbytes
-    weakref.finalize(block, free, machine(), machine().current[-1].ptr, start, raw).atexit = False
-    return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(start, nbytes, block, _local.number), 0)
-
-
-class Block:
-    """Somebody's piece of memory."""
-
-
-def free(gpu, stream, start, raw):
-    def release():
-        allocations.pop(start)
-        raw.fill(POISON)
-
-    gpu.push(Op("free", stream, (), release, lambda: True))
-
-
-allocations: dict[int, int] = {}  # bytes by address, of all GPUs of this process
+    """For cupy.cuda.set_allocator: of this GPU's own pool."""
+    return machine().pool.malloc(nbytes)
 
 
 def allocated(pointer, nbytes):
     """Does a piece of memory lie in something that was allocated and is still in use?"""
-    return any(start <= pointer and pointer + nbytes <= start + n for start, n in allocations.copy().items())
+    return any(start <= pointer and pointer + nbytes <= start + n for start, n in allocations.copy().values())
 
 
 def event_query(pointer):
@@ -432,7 +457,7 @@ def install(patch=setattr):
     cuda.set_allocator(allocate)
     for owner, doubles in (
         (cuda, {"Stream": Stream, "Event": Event, "Device": Device, "nvrtc": Nvrtc(), "alloc_pinned_memory": Pinned}),
-        (cuda, {"get_current_stream": lambda: machine().current[-1]}),
+        (cuda, {"get_current_stream": lambda: machine().current[-1], "MemoryPool": MemoryPool}),
         (cuda.function, {"Module": Module}),
         (cuda.driver, {"launchKernel": launch_kernel}),
         (runtime, {"memsetAsync": memset, "memcpyAsync": memcpy, "eventQuery": event_query}),
@@ -454,7 +479,8 @@ def numpy_view(x):
 
 def array(values, dtype=None):
     """A cupy array with these values."""
-    values = np.ascontiguousarray(values, dtype)
+    values = np.array(values, dtype, order="C")
     x = cupy.empty(values.shape, values.dtype)
-    numpy_view(x)[...] = values
+    pointer = x.data.ptr
+    machine().enqueue("array", lambda: ctypes.memmove(pointer, values.ctypes.data, values.nbytes))
     return x
