@@ -46,6 +46,14 @@ _ARRAYS = {
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
+class _Lent(ctypes.c_void_p):
+    """The address of a mirror that is kept until the launch: its memory would be the next list's otherwise."""
+
+    def __init__(self, mirror: Mirror, gpu: int | None):
+        super().__init__(mirror.address(gpu))
+        self._mirror = mirror
+
+
 class Kernel:
     """One kernel of native/: its C text has the parameters ``declared``, of which a caller gives ``parameters``."""
 
@@ -93,7 +101,7 @@ class Kernel:
         addresses = [self._address(p, a, real, gpu, fits) for a in arrays]
         if gpu is None:
             return (ctypes.c_void_p * len(addresses))(*addresses)
-        return Mirror(np.array(addresses, np.uintp)).address(gpu)
+        return _Lent(Mirror(np.array(addresses, np.uintp)), gpu)
 
     def _scalar(self, p: Parameter, value: Any) -> Any:
         """A number as it is, and of a refusal the address."""
