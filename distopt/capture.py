@@ -1,12 +1,27 @@
 """A step as a CUDA graph: recorded once, then done again with one call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from distopt import device
 from distopt.conditions import Kind
+from distopt.gradients import iterable
 from distopt.guard import fingerprint
 from distopt.loop import Loop
+
+UNRECORDED = (
+    "a captured loss can only enqueue kernels, and cupy records no matrix product and no random number ({}): let "
+    "forward and backward pass go before, into opt.gradient_views(params), and capture the rest: "
+    "step = opt.capture(lambda: pairs)"
+)
+
+
+def _recorded(loss: Callable[[], Any]) -> Iterator[Any]:
+    """The pairs of a loss that is being captured.  RuntimeError where cupy refuses to record what it calls."""
+    try:
+        yield from iterable(loss)
+    except NotImplementedError as error:
+        raise RuntimeError(UNRECORDED.format(error)) from error
 
 
 class Captured:
@@ -27,7 +42,7 @@ class Captured:
             opt._settle()
             opt._write_numbers()
             with self._graph.capture():
-                opt._step(loss, kind)
+                opt._step(_recorded(loss), kind)
             opt._take_back()
             self._changes, self._lines = opt._all_changes, ["a captured step", *opt._lines]
             self._mark = fingerprint(self._lines)

@@ -406,28 +406,45 @@ def test_buckets_travel_while_gradients_come():
         assert seen[-1] == buckets - 1 > 0  # all but the last
 
 
-def test_a_loss_may_use_the_communicator_in_any_order():
-    """As batch normalization does; buckets have a wire of their own."""
+def with_statistics(comm, orders):
+    """Steps whose loss sums over ranks in the middle, as batch normalization does; an order of gradients for each."""
+    params = laws.there(comm, [Parameter(f"p{k}", np.zeros(8, np.float32)) for k in range(4)])
+    opt = DistOpt(SGD(1.0), comm, threshold=0, broadcast=False)
+    [stat] = laws.put(comm, [np.full(8, 100, np.float32)])
+
+    def loss(step, order):
+        first, *rest = [(params[k], laws.put(comm, [np.full(8, k + 1, np.float32)])[0]) for k in order]
+        yield first
+        if step:
+            comm.all_reduce(stat)
+            comm.wait()
+        yield from rest
+
+    for step, order in enumerate(orders):
+        opt(loss(step, order))
+    return [device.host_copy(x)[0] for x in (*(p.data for p in params), stat)]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [1, 0, 2, 3]])
+def test_a_loss_may_use_the_communicator(order):
+    """Buckets that were sent before are on the same wire."""
 
     def main(comm):
-        params = laws.there(comm, [Parameter(f"p{k}", np.zeros(8, np.float32)) for k in range(4)])
-        opt = DistOpt(SGD(1.0), comm, threshold=0, broadcast=False)
-        [stat] = laws.put(comm, [np.full(8, 100, np.float32)])
-
-        def loss(step):
-            order = [1, 0, 2, 3] if step and comm.rank else range(4)
-            first, *rest = [(params[k], laws.put(comm, [np.full(8, k + 1, np.float32)])[0]) for k in order]
-            yield first
-            if step:
-                comm.all_reduce(stat)
-                comm.wait()
-            yield from rest
-
-        for step in range(2):
-            opt(loss(step))
-        return [device.host_copy(x)[0] for x in (*(p.data for p in params), stat)]
+        return with_statistics(comm, [range(4), order])
 
     assert on_gpus(2, main) == run_ranks(2, main) == [[-2, -4, -6, -8, 200]] * 2
+
+
+def test_a_loss_that_uses_the_communicator_elsewhere_on_one_rank_is_an_error_on_all():
+    """NCCL would add one rank's statistics to another one's gradients."""
+
+    def main(comm):
+        with pytest.raises(
+            ValueError, match=r"ranks differ: rank 0 has enqueued collectives .* same gradients on every"
+        ):
+            with_statistics(comm, [range(4), [1, 0, 2, 3] if comm.rank else range(4)])
+
+    on_gpus(2, main)
 
 
 @pytest.mark.parametrize("stage", [0, 3, 7])
@@ -792,6 +809,64 @@ def test_what_cannot_be_captured():
         DistOpt(SGD(0.1), LocalCommunicator()).capture(list)
 
 
+def test_a_captured_loss_has_temporary_arrays_of_its_own():
+    """A replay writes to them although they were freed after the capture: nobody else may have got their memory."""
+
+    def main(comm):
+        n = 1003
+        w, x = laws.put(comm, [np.zeros(n, np.float32), np.full(n, 3, np.float32)])
+        opt = DistOpt(SGD(1.0), comm)
+        param, [view] = Parameter("w", w), opt.gradient_views([Parameter("w", w)])
+
+        def loss():
+            temporary = device.empty(n, np.float32, like=x)
+            device.copy(temporary, x)
+            kernels.scale(temporary, 2.0)
+            device.copy(view, temporary)
+            return [(param, view)]
+
+        step = opt.capture(loss)
+        with step._stream:  # in which a temporary array's memory would be the next one's
+            others = laws.put(comm, [np.full(n, k, np.float32) for k in range(8)])
+        device.finish(step._stream)
+        step()
+        assert [device.host_copy(other).tolist() for other in others] == [[k] * n for k in range(8)]
+        return set(device.host_copy(w).tolist())
+
+    assert on_gpus(2, main) == [{-12.0}] * 2
+
+
+def test_a_captured_loss_that_multiplies_matrices_is_told_what_to_capture_instead(arithmetic):
+    def main(comm):
+        w, x = laws.put(comm, [np.zeros((3, 3), np.float32), np.ones((3, 3), np.float32)])
+        param, opt = Parameter("w", w), DistOpt(SGD(1.0), comm)
+        with pytest.raises(
+            RuntimeError, match=r"rank 0: a captured loss .* no matrix product .*cuBLAS.*gradient_views"
+        ):
+            opt.capture(lambda: [(param, x @ x)])
+        [view] = opt.gradient_views([param])
+        pairs = [(param, view)]
+        device.copy(view, x @ x)
+        step = opt.capture(lambda: pairs)
+        for _ in range(2):
+            device.copy(view, x @ x)
+            step()
+        return device.host_copy(w).ravel().tolist()
+
+    found = on_gpus(2, main)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 1
+
+
+def test_a_kernel_takes_two_lists_of_arrays():
+    """Their addresses go up one after the other, and both must still be there at the launch."""
+    n, out = 6, gpu.array(np.ones(6, np.float32))
+    indices = [gpu.array(np.array(i, np.int32)) for i in ([0, 2], [2, 5])]
+    entries = [gpu.array(np.array(e, np.float32)) for e in ([1, 2], [3, 4])]
+    kernels.give_all(out, indices, entries, gpu.array(np.array([2, 2])))
+    assert device.host_copy(out).tolist() == [1, 0, 5, 0, 0, 4][:n]
+
+
 # ----------------------------------------------------------------------------------------------- bad input
 
 
@@ -835,7 +910,7 @@ def test_an_error_of_nccl_in_the_middle_of_a_run_ends_it():
     def main(comm):
         params, opt = laws.train(comm, steps=2)
         comm.barrier()
-        nccl.faults.asynchronous[comm.rank] = (0, nccl.REMOTE_ERROR)
+        nccl.faults.asynchronous[comm.rank, 0] = (0, nccl.REMOTE_ERROR)
         more = list(laws.pairs(comm, params, 2))
         try:
             for _ in range(3):

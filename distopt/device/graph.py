@@ -5,18 +5,20 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from distopt.device.gpus import current_gpu
+from distopt.device.gpus import cupy, current_gpu
 from distopt.device.streams import current_stream
 
 
 class Graph:
     """What was enqueued in a context, to be enqueued again as a whole (a CUDA graph).
 
-    In the context nothing may be allocated, uploaded or waited for, and the current stream must not be the null one.
+    In the context nothing may be uploaded or waited for, and the current stream must not be the null one.  Memory that
+    is allocated in it comes from a pool of the graph's own: every replay writes to it, even if it was freed since.
     """
 
     def __init__(self) -> None:
         self._graph: Any = None
+        self._pool = cupy().cuda.MemoryPool()
         self.gpu = current_gpu()
         _graphs.add(self)
 
@@ -35,7 +37,8 @@ class Graph:
         stream = current_stream()
         stream.begin_capture()
         try:
-            yield
+            with cupy().cuda.using_allocator(self._pool.malloc):
+                yield
         except BaseException:
             with contextlib.suppress(Exception):  # of a capture that is broken already
                 stream.end_capture()
