@@ -6,6 +6,16 @@ import sys
 from types import ModuleType
 
 MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
+# By the error that the runtime answers when it is asked for GPUs: what it means, and what to do.
+REMEDIES = {
+    35: "no CUDA driver, or one too old for this cupy: it takes a machine with an NVIDIA GPU and a driver of that CUDA",
+    100: "the CUDA driver sees no GPU: check CUDA_VISIBLE_DEVICES, and that nvidia-smi lists one here",
+    802: "the GPUs are not ready: start nvidia-fabricmanager, of the driver's version, and look again",
+    803: "driver and kernel module are of different versions: restart the machine, or load the module anew",
+    804: "this GPU cannot run a newer CUDA than its driver's: install cupy for the driver's CUDA",
+    999: "the CUDA driver fails: nvidia-smi and dmesg say why; often nvidia-uvm is not loaded, or the GPU was reset",
+}
+OTHERWISE = "CUDA does not start: it takes a machine with an NVIDIA GPU and its driver; nvidia-smi says more"
 NO_CUPY = "cupy is not installed: pip install 'distopt[cuda13]' (or [cuda12])"
 
 
@@ -32,9 +42,10 @@ def gpu_state() -> str:
     except ImportError as error:
         return f"cupy is broken: {error}"
     except Exception as error:  # cupy's own CUDARuntimeError; its class lives in the module that may have failed
-        name = str(error).partition(":")[0]
-        return f"no CUDA driver ({name}): it takes a machine with an NVIDIA GPU and its driver"
-    return "ok" if count else "the CUDA driver sees no device: check CUDA_VISIBLE_DEVICES"
+        status, name = int(getattr(error, "status", 0)), str(error).partition(":")[0]
+        cause, _, remedy = REMEDIES.get(status, OTHERWISE).partition(": ")
+        return f"{cause} ({name}): {remedy}"
+    return "ok" if count else REMEDIES[100]
 
 
 def gpu_count() -> int:
