@@ -330,7 +330,7 @@ class Loop(Conditions):
     def _exchanger(self, compressor: Compressor, break_even: bool, early: bool) -> One:
         """How a bucket's flat array becomes the sum over ranks of what the compressor takes from it.
 
-        What goes ``early`` has a wire of its own: a backward pass may use this one, as batch normalization does.
+        What goes ``early`` may have a wire of its own: a backward pass uses this one too, as batch normalization does.
         """
         algorithm, wire = choose(compressor, break_even), self._wire.beside if early else self._wire
         algorithm = self._observer.around(algorithm, compressor)

@@ -279,8 +279,8 @@ class Memory(Verbs):
         ``part`` is what of the call the vote is about, if it has several.
         """
         control, lines, own = self._wire.control, self._lines, f"DistOpt {self._number}"
-        scale = self._nonfinite.divisor
-        mark = self._mark ^ number ^ self._number << 40 ^ hash((scale, self._numbers)) & HASH
+        scale, history = self._nonfinite.divisor, self._wire.bare.history
+        mark = self._mark ^ number ^ self._number << 40 ^ hash((scale, self._numbers, history)) & HASH
         try:
             reports = control.vote(
                 name,
@@ -292,6 +292,8 @@ class Memory(Verbs):
                     f"the loss scale {scale}",
                     *self._optimizer.lines(),
                     f"an update with the numbers {self._numbers}",
+                    f"enqueued collectives of the fingerprint {history:08x} (a loss that uses the communicator must do "
+                    "so between the same gradients on every rank; this run cannot go on)",
                 ],
                 error,
                 report,

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import sys
+import threading
 import time
 
 import numpy as np
@@ -19,6 +20,7 @@ import nccl_checks
 from distopt import DistOpt, device, run_ranks, world
 from distopt.cli import doctor
 from distopt.comm import LocalCommunicator, Metered, NcclCommunicator, Ordered, mpi_control, nccl_unique_id
+from distopt.comm.nccl import end_all
 from distopt.guard import PeerLeft
 from doubles import gpu, nccl, shim
 from launch import finish, needs_mpi, run_mpi
@@ -118,7 +120,7 @@ def test_wrappers_pass_on_what_streams_need():
         with wrapped.aside():
             assert device.current_stream() is comm._stream
         wrapped.check()
-        assert wrapped.beside.comm.comm is comm.beside is not comm
+        assert wrapped.beside.comm.comm is comm.beside is comm
         assert wrapped.xp is cupy
         assert wrapped.peers(comm.alloc(3, np.float32)) is None
         assert "Metered(Ordered(<NcclCommunicator, rank" in repr(wrapped)
@@ -247,7 +249,7 @@ def test_no_driver_on_one_rank(rank, monkeypatch):
         NcclCommunicator(threads.control)
 
     monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", count)
-    text = rf"rank {rank}: no GPU for NCCL: no CUDA driver \(cudaErrorInsufficientDriver\): .*; or use device='cpu'"
+    text = rf"rank {rank}: no GPU for NCCL: no CUDA driver, .* \(cudaErrorInsufficientDriver\): .*; or use device='cpu'"
     alike(raised(3, main, RuntimeError), text)
 
 
@@ -342,7 +344,7 @@ def test_ranks_that_do_not_find_each_other(monkeypatch):
 
 def test_an_asynchronous_error():
     """A collective that never ends is found by whoever looks while it waits, and nothing is enqueued afterwards."""
-    nccl.faults.asynchronous = {1: (2, nccl.REMOTE_ERROR)}
+    nccl.faults.asynchronous = {(1, 0): (2, nccl.REMOTE_ERROR)}
 
     def main(threads):
         comm = NcclCommunicator(threads.control)
@@ -375,7 +377,7 @@ def test_an_asynchronous_error():
 @pytest.mark.parametrize(("status", "fails"), [(nccl.IN_PROGRESS, False), (8, True)])
 def test_states_that_cupy_has_no_name_for(status, fails):
     def main(comm):
-        nccl.faults.asynchronous = {0: (0, status)}
+        nccl.faults.asynchronous = {(0, 0): (0, status)}
         comm._comm.calls = 1
         if fails:
             with pytest.raises(RuntimeError, match="rank 0: NCCL failed on GPU 0 in its start, or before: status 8, a"):
@@ -385,6 +387,23 @@ def test_states_that_cupy_has_no_name_for(status, fails):
         nccl.faults.asynchronous = {}
 
     with_nccl(1, main)
+
+
+def test_an_error_of_the_communicator_that_carries_the_buckets_is_seen():
+    def main(comm):
+        wire = comm.beside
+        wire.all_reduce(gpu.array(np.ones(9, np.float32)))
+        comm.control.vote("the sum", 1, list)
+        nccl.faults.asynchronous = {(0, wire._comm.number): (0, nccl.REMOTE_ERROR)}
+        if comm.rank == 0:
+            with pytest.raises(
+                RuntimeError, match="rank 0: NCCL failed on GPU 0 in all_reduce of 9 float32, or before"
+            ):
+                comm.check()
+        comm.control.vote("the look", 1, list)
+        nccl.faults.asynchronous = {}
+
+    with_nccl(2, main)
 
 
 def test_a_call_that_nccl_refuses():
@@ -431,6 +450,64 @@ def test_an_abort_that_hangs():
         assert time.monotonic() - started < 1
         with pytest.raises(RuntimeError, match="rank 0: the communicator was aborted"):
             comm.all_reduce(gpu.array(np.ones(2, np.float32)))
+
+    run_ranks(1, main)
+
+
+def test_at_exit_what_a_dead_peer_owes_is_aborted(monkeypatch):
+    """And nobody waits longer than half of the deadline for it."""
+    monkeypatch.setattr(sys.modules["distopt.comm.nccl"], "_alive", [])
+
+    def main(threads):
+        comm = NcclCommunicator(threads.control)
+        inner = comm._comm
+        if comm.rank == 1:
+            comm.abort()  # as a process that is gone
+        threads.control.vote("rank 1 is gone", 1, list)
+        if comm.rank == 0:
+            comm.all_reduce(gpu.array(np.ones(9, np.float32)))
+            started = time.monotonic()
+            end_all(1.0)
+            assert time.monotonic() - started < 5
+        assert inner.aborted
+        assert not inner.destroyed
+        threads.control.vote("all have ended", 1, list)
+
+    run_ranks(2, main)
+
+
+def test_at_exit_what_is_done_is_destroyed(monkeypatch):
+    """Peers may still read what an abort would take from them."""
+    monkeypatch.setattr(sys.modules["distopt.comm.nccl"], "_alive", [])
+    together = threading.Barrier(2)
+
+    def main(threads):
+        comm = NcclCommunicator(threads.control)
+        inner = comm._comm
+        comm.all_reduce(gpu.array(np.ones(9, np.float32)))
+        threads.control.vote("both have summed", 1, list)
+        together.wait(20)
+        if comm.rank == 0:
+            end_all(20.0)
+        together.wait(20)
+        assert inner.destroyed
+        assert not inner.aborted
+
+    run_ranks(2, main)
+
+
+def test_a_helper_that_is_stuck_is_replaced_while_a_thread_can_be_started(monkeypatch):
+    def main(threads):
+        first, second = (NcclCommunicator(threads.control) for _ in range(2))
+        nccl.faults.abort = 1.0
+        assert not first.abort(0.1)
+        nccl.faults.abort = 0.0
+
+        def start(self):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        assert second.abort(10.0)
 
     run_ranks(1, main)
 
@@ -535,6 +612,26 @@ def test_one_rank_carries_arrays_of_both_kinds():
     nccl_checks.in_rank_order(LocalCommunicator())
 
 
+CAUSES = {
+    35: r"no CUDA driver, or one too old for this cupy \(cudaErrorInsufficientDriver\): it takes a machine",
+    100: r"the CUDA driver sees no GPU \(cudaErrorNoDevice\): check CUDA_VISIBLE_DEVICES",
+    802: r"the GPUs are not ready \(cudaErrorSystemNotReady\): start nvidia-fabricmanager",
+    999: r"the CUDA driver fails \(cudaErrorUnknown\): nvidia-smi and dmesg say why",
+    2: r"CUDA does not start \(cudaErrorMemoryAllocation\): it takes a machine with an NVIDIA GPU",
+}
+
+
+@pytest.mark.parametrize("status", CAUSES)
+def test_every_cause_of_no_gpu_has_its_remedy(status, monkeypatch):
+    def count():
+        raise cupy.cuda.runtime.CUDARuntimeError(status)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", count)
+    assert re.match(CAUSES[status], device.gpu_state())
+    cause, _, remedy = device.gpu_state().partition(": ")
+    assert ("warn", f"no GPU: {cause}", remedy) in list(doctor.gpu())
+
+
 @needs_mpi
 def test_worlds_under_a_launcher(tmp_path):
     run_mpi(2, nccl_checks.worlds_over_mpi, tmp_path)
@@ -565,9 +662,9 @@ def test_auto_takes_a_gpu_only_for_a_script_that_uses_cupy(fresh_world):
 
 def test_a_world_without_a_gpu(fresh_world):
     fresh_world.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 0)
-    with pytest.raises(RuntimeError, match="device='cuda': the CUDA driver sees no device: check CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(RuntimeError, match="device='cuda': the CUDA driver sees no GPU: check CUDA_VISIBLE_DEVICES"):
         world("cuda")
-    assert "numpy: no MPI launcher; the CUDA driver sees no device" in repr(world("auto"))
+    assert "numpy: no MPI launcher; the CUDA driver sees no GPU" in repr(world("auto"))
 
 
 def test_doctor_on_gpus():

@@ -48,6 +48,7 @@ class Communicator(abc.ABC):
     may_overlap = True  # may a thread exchange while another one computes?
     _beside: "Communicator | None" = None
     _hosts: Sequence[int] = ()
+    history = 0  # a fingerprint of what was enqueued, for votes to compare: a GPU does not see when ranks differ
     _purpose = ""  # of what goes over the wire, for those who ask why it takes so long
 
     def on_behalf_of(self, purpose: Purpose) -> AbstractContextManager[None]:
@@ -181,7 +182,7 @@ class Communicator(abc.ABC):
     def beside(self) -> "Communicator":
         """The same ranks on a wire of its own, for a thread that exchanges while this one is in use.
 
-        Collective when it is first asked for.
+        Collective when it is first asked for.  Itself where one thread enqueues everything.
         """
         if self._beside is None:  # no cached_property, whose lock all ranks of this process would share
             self._beside = self._duplicate()

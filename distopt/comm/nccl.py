@@ -7,8 +7,9 @@ import os
 import queue
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -153,7 +154,7 @@ class NcclCommunicator(Communicator):
                 thread.join(0.01)
         except Exception:
             for comm in made:
-                _within(5.0, comm.abort)
+                _within(5.0, comm.abort, comm)
             raise
         return made[0]
 
@@ -274,6 +275,7 @@ class NcclCommunicator(Communicator):
         self._check_thread()
         self._order(device.current_stream(), self._stream)
         self._verb = f"{verb} of {arrays[0].size} {arrays[0].dtype}"
+        self.history = zlib.crc32(f"{verb} {arrays[0].dtype} {self._purpose}".encode(), self.history)
         self._kept += arrays
         nccl = binding()
         try:
@@ -292,8 +294,6 @@ class NcclCommunicator(Communicator):
     def wait(self) -> None:
         """The caller's current stream waits for all collectives so far; the host does not."""
         stream = device.current_stream()
-        if self._beside not in (None, self):
-            cast(NcclCommunicator, self._beside).wait()
         unused = stream.is_capturing() and not self._stream.is_capturing()  # by what is being captured
         if stream.ptr != self._stream.ptr and not unused:
             # inside of aside() everything is in order, but not yet for the caller
@@ -333,9 +333,8 @@ class NcclCommunicator(Communicator):
         return [x[start : start + self.CHUNK] for start in range(0, x.size, self.CHUNK)]
 
     def _duplicate(self) -> Communicator:
-        if self.size == 1:
-            return self
-        return NcclCommunicator(self.control, self.gpu, self.local_rank, "beside another", hosts=self._hosts)
+        """Itself: one thread enqueues everything, and without an order NCCL may deadlock between two communicators."""
+        return self
 
     # ------------------------------------------------------------------------------------------- ends
 
@@ -359,13 +358,9 @@ class NcclCommunicator(Communicator):
 
     def abort(self, deadline: float = 5.0) -> bool:
         """Stop what is under way on this rank, not collective; did NCCL come back within ``deadline`` seconds?"""
-        device.drop_graphs(self.gpu)
-        comm, self._comm = self._comm, None
+        comm, kept = self._give_up()
         self._failure = self._failure or "the communicator was aborted"
-        self._forget()
-        if self._beside not in (None, self):
-            cast(NcclCommunicator, self._beside).abort(deadline)
-        return comm is None or _within(deadline, comm.abort, comm)
+        return comm is None or _within(deadline, comm.abort, (comm, kept))
 
     def close(self) -> None:
         """Wait for what is under way, and give back what NCCL and ``control`` hold; collective.
@@ -374,42 +369,23 @@ class NcclCommunicator(Communicator):
         """
         if self._comm is None:
             return
-        device.drop_graphs(self.gpu)
-        beside = None if self._beside is self else cast("NcclCommunicator | None", self._beside)
-        if self._failure or (beside and beside._failure):
+        if self._failure:
             self.abort()
         else:
-            for wire in filter(None, (beside, self)):
-                wire._close_wire()
+            with self._log("closing"):
+                device.drop_graphs(self.gpu)
+                device.finish(self._stream, self.check)
+                self._give_up()[0].destroy()
         self.control.close()
 
-    def _close_wire(self) -> None:
-        if self._comm is not None:
-            with self._log("closing"):
-                device.finish(self._stream, self.check)
-                comm, self._comm = self._comm, None
-                self._forget()
-                comm.destroy()
-
-    def end(self, deadline: float = 10.0) -> None:
-        """At exit: let the other ranks have what they still wait for from this one, but not at any price."""
+    def _give_up(self) -> tuple[Any, list[np.ndarray]]:
+        """cupy's communicator, None if it was given up already, and the arrays that it may still use."""
         device.drop_graphs(self.gpu)
-        comm, failed = self._comm, bool(self._failure)
-
-        def settle() -> None:
-            device.use_gpu(self.gpu)
-            if not failed:
-                device.finish(self._stream)
-            comm.abort()
-
-        self._comm = None
-        self._forget()
-        _within(deadline, settle, comm)
-
-    def _forget(self) -> None:
-        self._kept.clear()
+        given = self._comm, self._kept
+        self._comm, self._kept = None, []
         if self in _alive:
             _alive.remove(self)
+        return given
 
 
 @functools.cache
@@ -447,7 +423,7 @@ def _helper() -> "queue.SimpleQueue[Callable[[], object]]":
     return jobs
 
 
-def _within(seconds: float, end: Callable[[], object], owner: Any = None) -> bool:
+def _within(seconds: float, end: Callable[[], object], owner: Any) -> bool:
     """Call ``end`` in the helper's thread; has it come back in time?  If not, its owner must never be collected."""
     done = threading.Event()
 
@@ -458,16 +434,45 @@ def _within(seconds: float, end: Callable[[], object], owner: Any = None) -> boo
 
     with contextlib.suppress(RuntimeError):  # a thread that cannot be started any more
         _helper().put(job)
-    if not done.wait(seconds):
-        _left_alone.append(owner)
-        _helper.cache_clear()  # that one is stuck
-    return done.is_set()
+        if done.wait(seconds):
+            return True
+        _helper.cache_clear()  # that one is stuck; while there can be another one, let it be there
+        _helper()
+    _left_alone.append(owner)
+    return False
 
 
-def end_all() -> None:
-    """At exit: what was never closed."""
-    for comm in _alive[:]:
-        comm.end()
+def end_all(deadline: float = 10.0) -> None:
+    """At exit, for what was never closed: let other ranks have what they still wait for, but not at any price.
+
+    What is not done after half of the ``deadline`` never will be, as a rank is gone: its kernels are told to stop.
+    """
+    found = [(c, *c._give_up()) for c in _alive[:]]
+    half = time.monotonic() + deadline / 2
+
+    def look() -> None:
+        if time.monotonic() > half:
+            raise TimeoutError
+
+    def settle() -> None:
+        stuck, done = [], []
+        for owner, comm, _ in found:
+            try:
+                device.use_gpu(owner.gpu)
+                if owner._failure:
+                    raise RuntimeError(owner._failure)
+                device.finish(owner._stream, look)
+            except Exception:
+                stuck.append(comm)
+            else:
+                done.append(comm)
+        for comm in stuck:  # first: while one spins, ending another one may wait for it
+            comm.abort()
+        for comm in done:
+            comm.destroy()
+
+    if found:
+        _within(deadline, settle, found)
 
 
 atexit.register(end_all)  # before MPI's hooks, and so called after them, when all ranks have said good-bye

@@ -6,6 +6,7 @@ All ranks must make the same calls, on memory that is allocated then and when th
 a ring: each part of an array starts at another rank, and halves are rounded at every hop.
 """
 
+import collections
 import contextlib
 import ctypes
 import json
@@ -43,7 +44,7 @@ class Faults:
         self.id = False  # making one fails
         self.start = None  # the rank on which a communicator cannot be made
         self.never = None  # the rank on which making one never comes back
-        self.asynchronous = {}  # rank -> (after how many calls, which status)
+        self.asynchronous = {}  # rank and number of one of its communicators -> (after how many calls, which status)
         self.refuses = None  # a rank whose next call is refused
         self.abort = 0.0  # seconds that an abort takes
         self.patience = 20.0  # seconds for all ranks to meet
@@ -53,6 +54,7 @@ faults = Faults()
 boards = None  # a function of an id
 _memory_lock = threading.Lock()
 _memory: dict[bytes, dict] = {}
+_made = collections.Counter()  # communicators, by rank
 _group = threading.local()
 
 
@@ -153,6 +155,8 @@ class NcclCommunicator:
         if faults.start == rank:
             raise real.NcclError(2)
         self._n, self._rank, self._device = ndev, rank, gpu._local.number
+        self.number = _made[rank]  # of this rank's communicators
+        _made[rank] += 1
         self.board = boards(commId)
         self.collectives = self.calls = 0
         self.messages: dict[tuple, int] = {}
@@ -319,14 +323,14 @@ class NcclCommunicator:
     # ------------------------------------------------------------------------------------------- ends
 
     def _failing(self):
-        after, _ = faults.asynchronous.get(self._rank, (1 << 60, 0))
+        after, _ = faults.asynchronous.get((self._rank, self.number), (1 << 60, 0))
         return self.calls > after
 
     def check_async_error(self):
         assert not self.aborted
         assert not self.destroyed
         if self._failing():
-            status = faults.asynchronous[self._rank][1]
+            status = faults.asynchronous[self._rank, self.number][1]
             raise KeyError(status) if status >= IN_PROGRESS else real.NcclError(status)
 
     def abort(self):
@@ -378,6 +382,7 @@ def install(patch=setattr, processes=False):
     global boards
     faults.__init__()
     _memory.clear()
+    _made.clear()
     boards = Folder if processes else Memory
     for double in (NcclCommunicator, get_unique_id, groupStart, groupEnd):
         patch(real, double.__name__, double)
