@@ -44,7 +44,7 @@ def train(opt, compressor, layers, rng, batch, epochs):
     for _ in range(epochs):
         world.reset()
         order = np.resize(rng.permutation(len(labels)), (steps, world.size, batch))
-        for mine in order[:, world.rank]:
+        for mine in map(world.xp.asarray, order[:, world.rank]):
             _, slope = loss_and_slope(forward(layers, images[mine]), labels[mine])
             opt.step(backward(layers, slope), compressor)
         traffic = world.ledger.total_of_steps()
@@ -161,7 +161,7 @@ def main():
     given = arguments()
     world = distopt.comm.Metered(distopt.world(given.device))
     rng = np.random.default_rng(given.seed)
-    layers = MODELS[given.model_name](rng)
+    layers = MODELS[given.model_name](rng, world.xp)
     steps = steps_of(TRAINING, given.batch_size, world.size)
     rate = from_strategy(given.learning_rate_strategy, steps, given.lr_warmup_strategy)
     if given.variable_update == "distributed_replicated_dgc":

@@ -22,12 +22,12 @@ from distopt.compress import ErrorFeedback, OneBit, TwoBit
 
 
 class Dense:
-    """y = x w + b for x (batch, inputs)."""
+    """y = x w + b for x (batch, inputs); ``xp`` is numpy, or cupy for parameters on a GPU."""
 
-    def __init__(self, name, inputs, outputs, rng):
-        scale = np.sqrt(2 / inputs)
-        self.w = distopt.Parameter(f"{name}.w", (scale * rng.standard_normal((inputs, outputs))).astype(np.float32))
-        self.b = distopt.Parameter(f"{name}.b", np.zeros(outputs, np.float32))
+    def __init__(self, name, inputs, outputs, rng, xp):
+        w = (np.sqrt(2 / inputs) * rng.standard_normal((inputs, outputs))).astype(np.float32)
+        self.w = distopt.Parameter(f"{name}.w", xp.asarray(w))
+        self.b = distopt.Parameter(f"{name}.b", xp.zeros(outputs, np.float32))
         self.params = [self.w, self.b]
 
     def forward(self, x):
@@ -42,15 +42,14 @@ class Dense:
 class Conv:
     """3 x 3 convolution with zero padding for x (batch, channels, height, width), as one matrix product."""
 
-    def __init__(self, name, channels, filters, rng):
-        self.product = Dense(name, 9 * channels, filters, rng)
+    def __init__(self, name, channels, filters, rng, xp):
+        self.product, self.xp = Dense(name, 9 * channels, filters, rng, xp), xp
         self.params = self.product.params
 
     def forward(self, x):
-        xp = distopt.world().xp
         self.shape = batch, channels, height, width = x.shape
-        padded = xp.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
-        windows = xp.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
+        padded = self.xp.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+        windows = self.xp.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
         columns = windows.transpose(0, 2, 3, 1, 4, 5).reshape(batch * height * width, 9 * channels)
         return self.product.forward(columns).reshape(batch, height, width, -1).transpose(0, 3, 1, 2)
 
@@ -58,7 +57,7 @@ class Conv:
         batch, channels, height, width = self.shape
         dcolumns, pairs = self.product.backward(dy.transpose(0, 2, 3, 1).reshape(batch * height * width, -1))
         dwindows = dcolumns.reshape(batch, height, width, channels, 3, 3).transpose(4, 5, 0, 3, 1, 2)
-        padded = distopt.world().xp.zeros((batch, channels, height + 2, width + 2), np.float32)
+        padded = self.xp.zeros((batch, channels, height + 2, width + 2), np.float32)
         for i in range(3):
             for j in range(3):
                 padded[:, :, i : i + height, j : j + width] += dwindows[i, j]
@@ -96,16 +95,16 @@ class MaxPool:
 
 TRAINING = 1437  # images; 360 are left to test
 MODELS = {
-    "mlp": lambda rng: [Dense("hidden", 64, 128, rng), Relu(), Dense("out", 128, 10, rng)],
-    "wide": lambda rng: [
-        *(Dense("hidden1", 64, 512, rng), Relu()),
-        *(Dense("hidden2", 512, 512, rng), Relu()),
-        Dense("out", 512, 10, rng),
+    "mlp": lambda rng, xp=np: [Dense("hidden", 64, 128, rng, xp), Relu(), Dense("out", 128, 10, rng, xp)],
+    "wide": lambda rng, xp=np: [
+        *(Dense("hidden1", 64, 512, rng, xp), Relu()),
+        *(Dense("hidden2", 512, 512, rng, xp), Relu()),
+        Dense("out", 512, 10, rng, xp),
     ],
-    "cnn": lambda rng: [
-        *(Conv("conv1", 1, 16, rng), Relu(), MaxPool()),
-        *(Conv("conv2", 16, 32, rng), Relu(), MaxPool()),
-        Dense("out", 128, 10, rng),
+    "cnn": lambda rng, xp=np: [
+        *(Conv("conv1", 1, 16, rng, xp), Relu(), MaxPool()),
+        *(Conv("conv2", 16, 32, rng, xp), Relu(), MaxPool()),
+        Dense("out", 128, 10, rng, xp),
     ],
 }
 
@@ -210,9 +209,10 @@ def arguments():
 def main():
     given = arguments()
     world = distopt.comm.Metered(distopt.world(given.device))
-    (images, labels), (test_images, test_labels) = digits(world.xp)
+    xp = world.xp
+    (images, labels), (test_images, test_labels) = digits(xp)
     rng = np.random.default_rng(given.seed)
-    layers = MODELS[given.model](rng)
+    layers = MODELS[given.model](rng, xp)
     opt = distopt.DistOpt(distopt.optim.SGD(given.lr, momentum=0.9, weight_decay=1e-4), world)
 
     share = max(1, given.batch // world.size)
@@ -220,14 +220,15 @@ def main():
     losses, bytes_sent, good_after = [], [], 0
     for epoch in range(given.epochs):
         order = rng.permutation(len(labels))[: steps * share * world.size].reshape(steps, world.size, share)
-        total = np.zeros(1)
-        for mine in order[:, world.rank]:
+        total = xp.zeros(1)
+        for mine in map(xp.asarray, order[:, world.rank]):
             loss, slope = loss_and_slope(forward(layers, images[mine]), labels[mine])
             MODES[given.mode](opt, backward(layers, slope))
             total += loss
         traffic = world.ledger.total_of_steps()
         wire, payload = traffic["sent"], traffic["payload"]
         opt.all_reduce(total)
+        opt.wait()
         losses.append(float(total[0]) / steps / world.size)
         bytes_sent.append(wire)
         if accuracy(layers, test_images, test_labels) >= 0.95:

@@ -86,7 +86,7 @@ def train(given, world, make, large, seed):
     """One run: test accuracy after every epoch, updates, and calls that brought gradients."""
     (images, labels), test = digits(world.xp)
     rng = np.random.default_rng(seed)
-    layers = MODELS[given.network](rng)
+    layers = MODELS[given.network](rng, world.xp)
     share = min(given.batch_size, len(labels) // world.size)
     calls = len(labels) // (share * world.size)  # in an epoch
     scale = min(calls, math.ceil(given.macrobatch_size / (share * world.size))) if large else 1
@@ -97,7 +97,7 @@ def train(given, world, make, large, seed):
     curve = []
     for _ in range(given.num_epochs):
         order = rng.permutation(len(labels))[: updates * scale * share * world.size]
-        for mine in order.reshape(updates * scale, world.size, share)[:, world.rank]:
+        for mine in map(world.xp.asarray, order.reshape(updates * scale, world.size, share)[:, world.rank]):
             _, slope = loss_and_slope(forward(layers, images[mine]), labels[mine])
             dist(backward(layers, slope))
         curve.append(accuracy(layers, *test))

@@ -24,10 +24,7 @@ def train(nccl_id, rank, ranks, given):
     xp = opt.communicator.xp
     (images, labels), (test_images, test_labels) = digits(xp)
     rng = np.random.default_rng(given.seed)
-    layers = MODELS["mlp"](rng)
-    for layer in layers:
-        for p in layer.params:
-            p.data = xp.asarray(p.data)
+    layers = MODELS["mlp"](rng, xp)
 
     share = max(1, given.batch // ranks)
     steps = len(labels) // (share * ranks)

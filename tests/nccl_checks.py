@@ -14,11 +14,11 @@ import pytest
 import comm_checks
 import distopt
 import laws
-from distopt import device, dist_opt, kernels
+from distopt import device, kernels
 from distopt.comm import Metered, NcclCommunicator, Ordered
 from distopt.comm.communicator import NUMBERS, Wrapper, all_reduce_in_rank_order
 from distopt.compress import ErrorFeedback, TopK
-from doubles import gpu, nccl
+from doubles import arithmetic, gpu, nccl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -275,26 +275,12 @@ def forgotten(comm):
     return "done"
 
 
-class AsIfOnHost(Host):
-    """For a script whose own arithmetic takes a GPU, which the doubles have not."""
-
-    def __init__(self, comm):
-        super().__init__(comm)
-        self.xp, self.gpu = np, None
-
-    def aside(self):
-        return contextlib.nullcontext()
-
-    def peers(self, x):
-        return None
-
-
 def example(unique_id, rank, size, given, folder):
     """A child of examples/multiprocess.py: its training loop, DistOpt's three arguments, sockets, and NCCL."""
     install(processes=True)
+    arithmetic.install()
     sys.path.insert(0, str(EXAMPLES))
-    multiprocess, from_id = importlib.import_module("multiprocess"), dist_opt._from_id
-    dist_opt._from_id = lambda *given: AsIfOnHost(from_id(*given))
+    multiprocess = importlib.import_module("multiprocess")
     with (folder / str(rank)).open("w") as out, contextlib.redirect_stdout(out):
         multiprocess.train(unique_id, rank, size, given)
 

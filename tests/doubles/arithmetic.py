@@ -151,7 +151,8 @@ def asnumpy(x):
     return look(*place(x)).copy()
 
 
-def asarray(x, dtype=None):
+def asarray(x, dtype=None, copy=None, subok=False):
+    assert not copy
     return x if isinstance(x, cupy.ndarray) else gpu.array(x, dtype)
 
 
@@ -186,6 +187,7 @@ def install(patch=setattr):
     }.items():
         patch(array, name, double)
     for name, double in {
+        "array": asarray,
         "asarray": asarray,
         "asnumpy": asnumpy,
         "zeros": zeros,
