@@ -20,12 +20,21 @@ bench: .venv ## the tables of benchmarks/results anew
 	$(PYTHON) -m pip install -q torch
 	for table in exchange "exchange --ranks 4" optimizers select compression overhead link predict observe; do $(PYTHON) -m benchmarks.$$table --save; done
 	.venv/bin/distopt run -n 2 -m benchmarks.guard --save
-test-gpu: distopt/libdistopt.so ## the laws on a real GPU, from a bare checkout: GPU_PYTHON needs numpy, ml_dtypes, cupy, mpi4py, pytest, hypothesis and CMake
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
-bench-gpu: distopt/libdistopt.so ## the tables of a GPU
-	for table in gpu_kernels gpu_models; do PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.$$table --save; done
+# From a bare checkout: $(GPU_PYTHON) needs numpy, ml_dtypes, cupy, pytest, hypothesis and CMake; mpi4py if there is MPI.
+# Each piece ends within ten minutes.
+test-gpu: test-gpu-kernels test-gpu-nccl test-gpu-laws ## kernels, NCCL and the laws on a real GPU
+test-gpu-kernels: distopt/libdistopt.so ## every kernel against the host, on a real GPU
+	PYTHONPATH=. timeout 590 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu/test_real.py
+test-gpu-nccl: distopt/libdistopt.so ## NCCL between processes, with and without MPI
+	PYTHONPATH=. timeout 590 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu/test_ranks.py
+test-gpu-laws: distopt/libdistopt.so ## the laws on a real GPU
+	PYTHONPATH=. timeout 590 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu/test_laws.py
+bench-gpu: bench-gpu-kernels bench-gpu-models ## the tables of a GPU
+bench-gpu-kernels bench-gpu-models: bench-gpu-%: distopt/libdistopt.so
+	PYTHONPATH=. timeout 590 $(GPU_PYTHON) -m benchmarks.gpu_$* --save
 distopt/libdistopt.so: $(wildcard native/*) CMakeLists.txt
 	cmake -S . -B build/here -DCMAKE_BUILD_TYPE=Release && cmake --build build/here && cp build/here/libdistopt*.so distopt
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
-.PHONY: help run test test-mpi test-all test-slow soak lint bench test-gpu bench-gpu
+.PHONY: help run test test-mpi test-all test-slow soak lint bench
+.PHONY: test-gpu test-gpu-kernels test-gpu-nccl test-gpu-laws bench-gpu bench-gpu-kernels bench-gpu-models

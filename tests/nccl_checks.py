@@ -211,18 +211,6 @@ def over_mpi(comm):
 # ------------------------------------------------------------------------------- processes of one machine, without MPI
 
 
-def process(main, unique_id, rank, size, folder):
-    """What a child does: ``main(comm)`` on the doubles; its result, or its error, goes into a file."""
-    install(processes=True)
-    try:
-        comm = NcclCommunicator.from_id(unique_id, rank, size, patience=20.0 if main is not never else 1.0)
-        found = str(main(comm))
-        comm.close()
-    except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    (folder / str(rank)).write_text(found)
-
-
 def trained(comm):
     """Two streams, and a run of DistOpt."""
     streams(comm)

@@ -17,6 +17,7 @@ import cupy
 
 import laws
 import nccl_checks
+import spawned
 from distopt import DistOpt, device, run_ranks, world
 from distopt.cli import doctor
 from distopt.comm import LocalCommunicator, Metered, NcclCommunicator, Ordered, mpi_control, nccl_unique_id
@@ -131,20 +132,9 @@ def test_wrappers_pass_on_what_streams_need():
 # ----------------------------------------------------------------------------------------------------- processes
 
 
-def run_processes(main, size, folder, ranks=None):
-    """What ``main(comm)`` returned or raised in each process that ended by itself."""
-    spawn, unique_id = multiprocessing.get_context("spawn"), nccl_unique_id()
-    ranks = range(size) if ranks is None else ranks
-    children = [
-        spawn.Process(target=nccl_checks.process, args=(main, unique_id, rank, size, folder), daemon=True)
-        for rank in ranks
-    ]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(30)
-        assert child.exitcode is not None, "a process does not end"
-    return {f.name: f.read_text() for f in sorted(folder.iterdir())}
+def run_processes(main, size, folder, **options):
+    """What came of each rank, a process, that ended by itself."""
+    return spawned.run(main, size, folder, spawned.on_doubles, **options)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -175,13 +165,13 @@ def test_a_process_that_fails_after_a_vote(tmp_path):
 
 
 def test_a_process_that_never_comes(tmp_path):
-    found = run_processes(nccl_checks.never, 3, tmp_path, ranks=(0, 1))
+    found = run_processes(nccl_checks.never, 3, tmp_path, ranks=(0, 1), patience=1.0)
     text = "RuntimeError: rank 2 of 3 did not come within 1 s: see what they printed"
     assert found == {"0": text, "1": text}
 
 
 def test_the_first_process_never_comes(tmp_path):
-    found = run_processes(nccl_checks.never, 2, tmp_path, ranks=(1,))
+    found = run_processes(nccl_checks.never, 2, tmp_path, ranks=(1,), patience=1.0)
     assert found["1"].startswith("RuntimeError: rank 1 of 2: rank 0 did not come within 1 s; were all ranks started")
 
 

@@ -1,13 +1,12 @@
-"""On a real GPU: make test-gpu.  The same laws run in CI on doubles (tests/test_gpu.py)."""
+"""One real GPU: make test-gpu-kernels.  The same laws run in CI on doubles (tests/test_gpu.py)."""
 
 import numpy as np
 import pytest
 
 import laws
-from distopt import device, run_ranks
+from distopt import device
 from distopt.comm import LocalCommunicator
 from distopt.compress import At, ErrorFeedback, Threshold, TopK
-from launch import needs_mpi, run_mpi
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +48,3 @@ def test_selection_of_every_size(gpu, compressor, n):
 def test_a_replay_is_the_step(gpu, compressor):
     laws.capture_changes_no_bit(gpu, compressor)
     laws.capture_changes_no_bit(gpu, compressor, make=laws.OPTIMIZERS["adam"], nonfinite="skip", nan_at=(2, 4))
-
-
-@needs_mpi
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_laws_over_nccl(size, tmp_path):
-    """A collective of several ranks on one GPU takes some ten milliseconds, most of them for taking turns."""
-    import workers
-
-    found = run_mpi(size, workers.every_law if size < 4 else workers.some_laws, tmp_path, timeout=560)
-    expected = run_ranks(size, laws.independence)
-    assert [r["digests"].tolist() for r in found] == expected
-
-
-@needs_mpi
-@pytest.mark.parametrize("size", [1, 2])
-def test_captured_steps_over_nccl(size, tmp_path):
-    import workers
-
-    run_mpi(size, workers.captured, tmp_path, timeout=300)

@@ -1,0 +1,18 @@
+"""Every law over NCCL on a real GPU: make test-gpu-laws."""
+
+import pytest
+import workers
+
+import laws
+import spawned
+from distopt import run_ranks
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_law(size, tmp_path, monkeypatch):
+    """Some 11,000 collectives a rank."""
+    for name, value in workers.SEVERAL_ON_ONE.items():
+        monkeypatch.setenv(name, value)
+    found = spawned.run(spawned.every_law, size, tmp_path, workers.a_host_of_its_own, timeout=480.0)
+    expected = run_ranks(size, laws.independence)
+    assert found == {str(rank): str(digests) for rank, digests in enumerate(expected)}
