@@ -242,21 +242,23 @@ class DistOpt(Saving):
     ) -> Captured:
         """A step as a CUDA graph: calling what this returns is the next ``step(loss, compressor)``.
 
-        ``loss`` is a callable that returns (param, grad) pairs, always with the same arrays.  What a model wants is
-        exchange and update in the graph, behind a forward and a backward pass that stay outside and write into views:
+        ``loss`` is a callable that returns (param, grad) pairs, always with the same arrays.  For most models they are
+        views, which forward and backward pass have written anew, outside of the graph, before each step::
 
-            pairs = list(zip(params, opt.gradient_views(params)))
-            step = opt.capture(lambda: pairs)  # after a first backward pass
-            ...
-            backward(into=pairs); step()
+            views = opt.gradient_views(params)
+            pairs = list(zip(params, views))
+            ...  # the first batch's gradients go into the views
+            step = opt.capture(lambda: pairs)
 
         A loss may also enqueue its own work on the current stream, as far as cupy records it: elementwise functions and
         kernels, but no matrix product (cuBLAS), no solver and no random numbers, and nothing may wait.  Its temporary
         arrays are the graph's own.  The loss is called twice here: for an ordinary step, which counts, and for the
-        capture.  Collective.  Not captured are ``Threshold``, whose payloads are as
-        long as the data want, a warm-up, whose density changes, and a partial step, which averages another bucket each
-        time; and the optimizer is one of distopt's own.  A ``Metered`` communicator does not see what a replay sends.
-        Each rank needs a process of its own: NCCL may deadlock when one process launches the graphs of several.
+        capture.  Collective.
+
+        Not captured are ``Threshold``, whose payloads are as long as the data want, a warm-up, whose density changes,
+        and a partial step, which averages another bucket each time; and the optimizer is one of distopt's own.  A
+        ``Metered`` communicator does not see what a replay sends.  Each rank needs a process of its own: NCCL may
+        deadlock when one process launches the graphs of several.
 
         Raises ValueError for a step that cannot be captured, and RuntimeError on every rank for a loss that calls what
         cupy does not record.

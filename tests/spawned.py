@@ -8,7 +8,7 @@ import nccl_checks
 from distopt.comm import NcclCommunicator, nccl_unique_id
 
 
-def run(main, size, folder, begin, ranks=None, timeout=30.0, patience=20.0):
+def run(main, size, folder, begin, ranks=None, timeout=120.0, patience=60.0):
     """What ``main(comm)`` returned or raised, by rank, in each process that ended by itself.
 
     ``begin(rank)`` comes first in a process, before CUDA and NCCL are called; here, nothing but the id is made.
