@@ -23,6 +23,10 @@ LEAST, MOST = 2.0**-126, 2.0**126  # of a batch, so that 1 / batch_size is a nor
 Pairs = list[tuple[Parameter, np.ndarray | None]]
 
 
+class NoLearningRateError(TypeError, AttributeError):
+    """The optimizer is not distopt's; an AttributeError too, so that ``hasattr`` and ``inspect.getmembers`` can ask."""
+
+
 class Trainer(Saving):
     """Apply an optimizer to parameters, with the gradients of all ranks: ``step(batch_size)`` after each backward pass.
 
@@ -133,7 +137,7 @@ class Trainer(Saving):
         while isinstance(rule, Wrapper):
             rule = rule.opt
         if not isinstance(rule, Optimizer):
-            raise TypeError(f"{what} needs an optimizer of distopt.optim, got {type(rule).__name__}")
+            raise NoLearningRateError(f"{what} needs an optimizer of distopt.optim, got {type(rule).__name__}")
         return rule
 
     @property

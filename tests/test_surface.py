@@ -61,7 +61,7 @@ def test_a_hyper_parameter_reads_as_the_number_or_schedule_that_it_is():
 
 
 def test_the_plan_is_none_until_there_is_one_and_every_attribute_can_be_asked_for():
-    for opt in (DistOpt(), Trainer(params(), "sgd"), simulate(2)):
+    for opt in (DistOpt(), Trainer(params(), "sgd"), Trainer(params(), Stranger()), simulate(2)):
         assert hasattr(opt, "plan")
         assert opt.plan is None
         assert "plan" in dict(inspect.getmembers(opt))
