@@ -1,7 +1,7 @@
 PYTHON = .venv/bin/python
 GPU_PYTHON = python3
 help: ## say what there is
-	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 run: .venv ## train the digits on two ranks
 	.venv/bin/distopt run -n 2 examples/digits.py
 test: .venv ## the default tier: in process, and a dozen runs of two ranks; 90 s on two cores

@@ -57,13 +57,19 @@ class Conditions(Memory):
             return self._threshold if self._sharded else self.threshold
         return whole("threshold", kind.threshold, least=0)
 
+    @property
+    def _needs_all_means(self) -> str:
+        """The option that looks at the mean gradients of all parameters before an update; '' if none does."""
+        return "gradient_hook" if self._gradient_hook else "" if self._clip_norm is None else "clip_norm"
+
     def _check_capture(self, compressor: Compressor) -> None:
         """ValueError for a step that cannot be captured."""
         if self._recorder:
             raise ValueError("distopt record: the gradients of a captured step are seen by the GPU alone")
-        if self._clip_norm is not None or self._gradient_hook:
-            name = "gradient_hook" if self._gradient_hook else "clip_norm"
-            raise ValueError(f"{name}: the host works on every mean, which a captured step could not wait for")
+        if self._needs_all_means:
+            raise ValueError(
+                f"{self._needs_all_means}: the host works on every mean, which a captured step could not wait for"
+            )
         if self._wire.gpu is None:
             raise ValueError(f"a step is captured on a GPU; {self._wire!r} carries arrays on the host")
         if self._wire.rank_ordered and self._wire.size > 1:

@@ -68,8 +68,10 @@ class DistOpt(Saving):
     * ``gradient_hook``: called before each update, and before clipping, with a list of (param, mean gradient) in the
       plan's order; it may change the means in place, on all ranks alike (``check_every`` finds out), and returns None.
       16-bit parameters have float32 means.  What it raises on one rank, or leaves not finite, all ranks raise, and no
-      parameter has changed.  Costs one more pass over the means and one more vote; one that changes nothing changes no
-      bit, but for the rounding of a mean where norms are taken (clipping, LARS, LANS) or a ``rescale_grad`` is given.
+      parameter has changed; what a compressor has sent in that step is lost.  On a GPU it is called for a step that
+      turns out to be refused too, and what it leaves is not looked at.  Costs one more pass over the means and one more
+      vote; one that changes nothing changes no bit, but for the rounding of a mean where norms are taken (clipping,
+      LARS, LANS) or a ``rescale_grad`` is given.
     * ``nccl_id``, ``local_rank``, ``world_size``, in the place of ``communicator``: SINGA's form for processes of one
       machine without MPI, each with a GPU of its own (``NcclCommunicator.from_id``); ``close()`` closes what it made.
 
@@ -256,9 +258,9 @@ class DistOpt(Saving):
         capture.  Collective.
 
         Not captured are ``Threshold``, whose payloads are as long as the data want, a warm-up, whose density changes,
-        and a partial step, which averages another bucket each time; and the optimizer is one of distopt's own.  A
-        ``Metered`` communicator does not see what a replay sends.  Each rank needs a process of its own: NCCL may
-        deadlock when one process launches the graphs of several.
+        a partial step, which averages another bucket each time, ``clip_norm`` and ``gradient_hook``; and the optimizer
+        is one of distopt's own.  A ``Metered`` communicator does not see what a replay sends.  Each rank needs a
+        process of its own: NCCL may deadlock when one process launches the graphs of several.
 
         Raises ValueError for a step that cannot be captured, and RuntimeError on every rank for a loss that calls what
         cupy does not record.
@@ -278,9 +280,9 @@ class DistOpt(Saving):
         self._settle()
         if self._nonfinite.adapts:
             raise ValueError("update by hand knows nothing of a loss scale: use a step")
-        if self._clip_norm is not None or self._gradient_hook:
-            name = "gradient_hook" if self._gradient_hook else "clip_norm"
-            raise ValueError(f"update by hand changes one parameter, but {name} wants the gradients of all: use a step")
+        if self._needs_all_means:
+            option = self._needs_all_means
+            raise ValueError(f"update by hand is of one parameter, but {option} needs the gradients of all: use a step")
         if self._sharded:
             raise ValueError("update changes a parameter on every rank, but all ranks share it: use a step")
         name, value = self._collector.identify(param)

@@ -403,22 +403,27 @@ class Loop(Conditions):
 
     def _hooked(self, hook: GradientHook, sums: list[Sum], scale: float) -> list[Sum]:
         """``scale`` times the sums, as the hook leaves them; raises on every rank what it raises on one."""
-        flats = [buffer.flat_mean(total, scale) for buffer, total in zip(self._memory, sums, strict=True)]
-        means: dict[str, np.ndarray] = {}
-        for buffer, flat in zip(self._memory, flats, strict=True):
-            means |= buffer.views(flat)
-        order, error = self._collector.order, None
+        flats: list[np.ndarray] = []
+        error: Exception | None = None
         try:
-            returned = hook([(known.param, means[name]) for name, known in order.items()])
-            if returned is not None:
-                got = type(returned).__name__
-                raise TypeError(f"gradient_hook must change the gradients in place and return None, got {got}")
-            if self._nonfinite.looks and (bad := _count_nonfinite(flats)):
-                raise FloatingPointError(f"gradient_hook left {bad} entries that are not finite")
+            flats = [buffer.flat_mean(total, scale) for buffer, total in zip(self._memory, sums, strict=True)]
+            self._run_hook(hook, flats)
         except Exception as e:
             error = e
         self._agree_on_hook(error)
         return [in_one_piece(flat) for flat in flats]
+
+    def _run_hook(self, hook: GradientHook, flats: list[np.ndarray]) -> None:
+        """Let the hook change the means; raises what it raises, and TypeError or FloatingPointError for what it did."""
+        means: dict[str, np.ndarray] = {}
+        for buffer, flat in zip(self._memory, flats, strict=True):
+            means |= buffer.views(flat)
+        returned = hook([(known.param, means[name]) for name, known in self._collector.order.items()])
+        if returned is not None:
+            got = type(returned).__name__
+            raise TypeError(f"gradient_hook must change the gradients in place and return None, got {got}")
+        if self._nonfinite.looks and (bad := _count_nonfinite(flats)):
+            raise FloatingPointError(f"gradient_hook left {bad} entries that are not finite")
 
     def _agree_on_hook(self, error: Exception | None) -> None:
         """Has the hook of no rank raised?  Else nothing has been updated anywhere, and the window begins anew."""
@@ -444,7 +449,7 @@ class Loop(Conditions):
         self._optimizer.update(self._memory, self._collector.order, sums, scale, self._refusal.number, together)
 
     def _add_norms(self, partial: np.ndarray) -> None:
-        """Of shares of parameters, which layer-wise optimizers want of whole ones."""
+        """Sum squares of pieces over ranks: layer-wise optimizers and clipping want those of whole parameters."""
         with self._wire.on_behalf_of(Purpose("update", self.step_counter + 1)):
             self._wire.all_reduce(partial)
 
