@@ -51,6 +51,7 @@ class Conditions(Memory):
         """The threshold of this step; raises what forbids a step of this kind."""
         if self._failure:
             raise RuntimeError(self._failure)
+        self._window.check(kind.sent)
         if kind.clip is not None and not kind.clip >= 0:
             raise ValueError(f"clip_Value must be at least 0, got {kind.clip}")
         if kind.threshold is None:

@@ -62,7 +62,7 @@ class Control(abc.ABC):
     size: int
     progress = "the start"  # what this rank voted for last
     part = ""  # of it
-    optimizers = 0  # DistOpts that have voted here
+    optimizers = 0  # that were made here
     stop = 0  # the signal by which a rank was asked to end, as of the last vote
     live = 0  # ranks that had not joined, as of the last vote
     waits: Waits = staticmethod(silent)  # records what this rank alone waits for

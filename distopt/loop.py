@@ -95,6 +95,7 @@ class Loop(Conditions):
 
     def _exchange_and_apply(self, exchange: Exchange) -> bool:
         self._window.contributions += self._live
+        self._window.sent = True
         exchanged = self._window.add(self._memory, exchange, self._wire.wait, self._refusal.number)
         if exchanged is None:
             self._decided()
@@ -122,6 +123,7 @@ class Loop(Conditions):
 
     def _apply_and_average(self, exchange: Exchange) -> bool:
         self._window.contributions += self._live
+        self._window.sent = False
         sums = self._window.add(self._memory, exchange, self._wire.wait, self._refusal.number)
         if not self._decided() or sums is None:
             return False
@@ -228,7 +230,8 @@ class Loop(Conditions):
     def _take_numbers(self, compressor: Compressor) -> None:
         """On which all ranks must agree."""
         rooms = self._rooms_for(compressor)
-        self._numbers = (*self._optimizer.numbers(), *(rooms.state() if rooms else ()))
+        places = [f"room for {n} entries of bucket {k}" for k, n in enumerate(rooms.state())] if rooms else []
+        self._agree_on(self._optimizer.numbers() + places)
 
     def _pack(self, compressor: Compressor, pack: Callable[[Buffer], None], sent: int) -> None:
         """All gradients are known: pack them, but for so many buckets that were sent already."""
@@ -253,7 +256,7 @@ class Loop(Conditions):
 
     def _may_overlap(self, compressor: Compressor, threshold: int) -> bool:
         """May buckets be sent before the vote on this step?  Then they are the last step's, and nothing outlives it."""
-        same_plan = self._number > 0 and threshold == self._threshold
+        same_plan = self._started and threshold == self._threshold
         stays = compressor.stateful or self._rooms_for(compressor) is not None
         return self._overlaps and same_plan and self._window.num_batches == 1 and not stays
 
@@ -492,7 +495,7 @@ class Loop(Conditions):
                 if known.param is not known.value and known.param.data is not known.value:
                     raise RuntimeError(f"{name}: its data is another array than when the step was captured")
             self._at_this_step(self._compressor)
-            self._numbers = self._optimizer.numbers()
+            self._agree_on(self._optimizer.numbers())
         except Exception as e:
             error = e
         self._lines, self._mark = lines, mark

@@ -21,7 +21,6 @@ from distopt.numbers import bound, flag, whole
 from distopt.tables import FORMATS, Members
 from distopt.verbs import Verbs
 
-HASH = 2**62 - 1  # the bits of a hash that fit into a vote; Python's hash of numbers is the same in every process
 COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
 ENTRIES = (*COUNTS, "contributions", "loss_scale", "rooms", "states", "optimizer")  # of a state_dict
 
@@ -110,16 +109,19 @@ class Memory(Verbs):
         self._restored: States = {}  # of a checkpoint, until there are buffers
         self._lines: list[str] = []  # what a step is, for the vote
         self._mark = 0
-        self._number = 0  # among those that have made a step on this communicator, from 1; 0 before the first
+        self._started = False  # have all ranks agreed on a plan?
         self._broadcast_due = broadcast
         self._joined = False  # does this rank only keep the others company?
         self._live = wire.size  # ranks that do not
         self._failure = ""  # of an update, which may have been applied in part
-        self._numbers: tuple[float, ...] = ()  # the optimizer's, for the next update
+        self._numbers: list[str] = []  # what a rank may change from step to step, and all must have alike
+        self._numbers_mark = 0  # of these
         self._partial = 0  # partial steps so far
         self._compressor: Compressor = Dense()  # of the last step
         self._threshold = self.threshold  # of the plan that all ranks have
         self._nonfinite.serve(wire.rank, self._learn)  # last, since a LossScaler serves once
+        wire.control.optimizers += 1
+        self._number = wire.control.optimizers  # among those that were made on this communicator, from 1
 
     @property
     def skipped(self) -> int:
@@ -262,9 +264,14 @@ class Memory(Verbs):
         order = self._collector.order.items()
         parameters = [f"parameter {k} = {n} {p.value.shape} {p.value.dtype}" for k, (n, p) in enumerate(order)]
         options = [f"threshold={self._memory.plan.threshold}", *self._options, repr(self._observer)]
-        self._lines = [what, *parameters, *options, *self._optimizer.lines()]
+        self._lines = [what, *parameters, *options, repr(self._optimizer)]
         self._mark = fingerprint(self._lines)
         return True
+
+    def _agree_on(self, numbers: list[str]) -> None:
+        """These numbers, and the loss scale, must be the same on all ranks in the votes that follow."""
+        self._numbers = [f"the loss scale {self._nonfinite.divisor!r}", *numbers]
+        self._numbers_mark = fingerprint(self._numbers)
 
     def _vote(
         self,
@@ -278,23 +285,17 @@ class Memory(Verbs):
 
         ``part`` is what of the call the vote is about, if it has several.
         """
-        control, lines, own = self._wire.control, self._lines, f"DistOpt {self._number}"
-        scale, history = self._nonfinite.divisor, self._wire.bare.history
-        mark = self._mark ^ number ^ self._number << 40 ^ hash((scale, self._numbers, history)) & HASH
+        control, lines, history = self._wire.control, self._lines, self._wire.bare.history
+        own = f"{type(self).__name__} {self._number} of those made on this communicator"
+        enqueued = (
+            f"enqueued collectives of the fingerprint {history:08x} (a loss that uses the communicator must do so between "
+            "the same gradients on every rank; this run cannot go on)"
+        )
         try:
             reports = control.vote(
                 name,
-                mark,
-                lambda: [
-                    *lines,
-                    name + part,
-                    own,
-                    f"the loss scale {scale}",
-                    *self._optimizer.lines(),
-                    f"an update with the numbers {self._numbers}",
-                    f"enqueued collectives of the fingerprint {history:08x} (a loss that uses the communicator must do "
-                    "so between the same gradients on every rank; this run cannot go on)",
-                ],
+                self._mark ^ number ^ self._number << 40 ^ self._numbers_mark ^ history,
+                lambda: [own, *lines[:-1], name + part, *self._numbers, *lines[-1:], enqueued],  # the whole optimizer last
                 error,
                 report,
                 part,
@@ -306,9 +307,8 @@ class Memory(Verbs):
         self._live = control.live
         if not self._live:
             raise AllJoinedError
-        if not self._number:
-            control.optimizers += 1
-            self._number, self._restored = control.optimizers, {}
+        if not self._started:
+            self._started, self._restored = True, {}
         if self._agreed[0] is not self._buffers:
             self._change_plan()
         return reports
@@ -330,10 +330,11 @@ class Memory(Verbs):
 
     def _forget_what_was_refused(self) -> None:
         """The plan is the last that all ranks agreed on; if there is none, the next step may bring other parameters."""
-        if not self._number:
+        self._lines = []  # in which something may be put right
+        if not self._started:
             self._collector.forget()
         if self._agreed[0] is not self._buffers:
-            (self._buffers, self._refusal, self._rooms), self._lines = self._agreed, []
+            self._buffers, self._refusal, self._rooms = self._agreed
 
     def _send_parameters(self) -> None:
         """Rank 0's parameters to all, once."""
@@ -418,7 +419,7 @@ class Memory(Verbs):
             check(names)
             self._follow_plan(self._threshold)
             self._describe(verb)
-            self._numbers = ()  # of a step
+            self._agree_on([])  # of a step
         except Exception as e:
             error = e
         self._vote(verb, 0, error)
@@ -437,7 +438,7 @@ class Memory(Verbs):
 
     def _states(self) -> States:
         """What outlives a step: that of a checkpoint until all ranks have agreed on a plan."""
-        return self._memory.states() if self._number else self._restored
+        return self._memory.states() if self._started else self._restored
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes between steps, as copies: plain numbers, and numpy arrays by parameter name.
@@ -452,7 +453,7 @@ class Memory(Verbs):
         if self._sharded:
             self._check_open()
             self._describe("state_dict")
-            self._numbers = ()  # of a step
+            self._agree_on([])  # of a step
             self._vote("state_dict", ~self.step_counter, failed)
         elif failed:
             raise failed
@@ -490,9 +491,9 @@ class Memory(Verbs):
         states = self._checked_state(state)
         self._changes += 1
         self._optimizer.load_state_dict(state["optimizer"])
-        if self._number:
+        if self._started:
             self._memory.restore(states)
-        self._restored, self._broadcast_due, self._failure = {} if self._number else states, False, ""
+        self._restored, self._broadcast_due, self._failure = {} if self._started else states, False, ""
         self.step_counter, self._refused = state["step_counter"], 0
         self._window.batches, contributions = state["batches"], state["contributions"] * self._wire.size
         counted = float(round(contributions))  # a number of gradients, unless other ranks saved it
@@ -528,7 +529,7 @@ class Memory(Verbs):
             if not isinstance(given, dict):
                 raise ValueError(f"states must be a dict of dicts of arrays, got {type(given).__name__}")
         states = {s: {n: np.array(a) for n, a in arrays.items()} for s, arrays in state["states"].items()}
-        if self._number:
+        if self._started:
             self._memory.check(states)
         return states
 

@@ -181,7 +181,8 @@ def test_two_optimizers_on_one_communicator():
         return [float(params[0].data[0]) for params in models]
 
     assert run_ranks(2, lambda comm: main(comm, False)) == [[-2.0, -3.0]] * 2
-    assert texts_of(2, lambda comm: main(comm, True)) == "ranks differ: rank 0 has DistOpt 1, rank 1 has DistOpt 2"
+    text = texts_of(2, lambda comm: main(comm, True))
+    assert text.startswith("ranks differ: rank 0 has DistOpt 1 of those made on this communicator, rank 1 has Dist")
 
 
 def test_a_parameter_that_changes_its_shape():
@@ -249,7 +250,7 @@ def test_ranks_whose_hyper_parameters_drift_apart():
         opt(pairs([p]))
 
     text = texts_of(2, main, ValueError)
-    assert text == "ranks differ: rank 0 has SGD's lr=0.2, rank 1 has SGD's lr=0.3"
+    assert text.startswith("ranks differ: rank 0 has SGD's lr=0.2, rank 1 has SGD's lr=0.3")
     bad = SGD(lambda k: np.nan if k else 1.0)
     opt, p = DistOpt(bad), Parameter("p", np.zeros(1))
     opt(pairs([p]))
@@ -470,7 +471,7 @@ def test_optimizers_that_have_made_different_numbers_of_updates():
         laws.train(comm, steps=1, params=params, opt=opt)
 
     text = texts_of(2, main, ValueError)
-    assert text.startswith("ranks differ: rank 0 has an update with the numbers (0.1,"), text
+    assert text == "ranks differ: rank 0 has SGD's step_counter=1, rank 1 has SGD's step_counter=2"
 
 
 def test_a_rank_that_refused_a_step_early_has_the_views_of_the_others():

@@ -47,9 +47,9 @@ class Adapter(abc.ABC):
         """The float32 values of a bucket's 16-bit parameters, flat and up to date; None if none are kept."""
         return None
 
-    def numbers(self) -> tuple[float, ...]:
-        """The hyper-parameters of the next update, on which all ranks must agree."""
-        return ()
+    def numbers(self) -> list[str]:
+        """What all ranks must have alike for the next update, in a text for each number."""
+        return []
 
     def update(
         self,
@@ -128,10 +128,6 @@ class Adapter(abc.ABC):
         load = getattr(self.opt, "load_state_dict", getattr(self.opt, "set_states", None))
         if load and state is not None:
             load(state)
-
-    def lines(self) -> list[str]:
-        """The optimizer, and what ranks must agree on at every step, a line for each: ranks compare them."""
-        return self.opt.lines() if isinstance(self.opt, Optimizer | Wrapper) else [repr(self)]
 
     def __repr__(self) -> str:
         return f"optimizer {type(self.opt).__name__}"

@@ -40,9 +40,9 @@ class ByBucket(Adapter):
         found: np.ndarray | None = self.opt.masters(buffer.parameters, buffer.gradient)
         return found
 
-    def numbers(self) -> tuple[float, ...]:
+    def numbers(self) -> list[str]:
         """As the optimizer."""
-        return tuple(self.opt.numbers())
+        return list(self.opt.numbers())
 
     def update(
         self,

@@ -30,9 +30,9 @@ class ByName(Adapter):
         """Those of what a wrapper of ours wraps."""
         return self.opt.masters(buffer.parameters, buffer.gradient) if isinstance(self.opt, Wrapper) else None
 
-    def numbers(self) -> tuple[float, ...]:
+    def numbers(self) -> list[str]:
         """As a wrapper of ours says, and what it wraps; a stranger is not asked."""
-        return self.opt.numbers() if isinstance(self.opt, Wrapper) else ()
+        return self.opt.numbers() if isinstance(self.opt, Wrapper) else []
 
     def __repr__(self) -> str:
         return f"optimizer {self.opt!r}" if isinstance(self.opt, Wrapper) else super().__repr__()

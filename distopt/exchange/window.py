@@ -20,11 +20,21 @@ class Window:
         self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
         self.batches = 0  # calls since the last step
         self.contributions = 0.0  # of ranks, in these and the present call
+        self.sent = True  # were the gradients of these calls summed over ranks?
 
     @property
     def exchanges(self) -> int:
         """Of a step."""
         return 1 if self.sync_on_apply else self.num_batches
+
+    def check(self, sent: bool) -> None:
+        """ValueError for a call whose gradients cannot be added to those of the calls since the last step."""
+        if self.batches and not self.sync_on_apply and sent != self.sent:
+            first, now = (("partial", "whole")[kind] for kind in (self.sent, sent))
+            raise ValueError(
+                f"sync_on_apply=False: the {self.num_batches} calls of a step must be of one kind, got a {now} one "
+                f"behind a {first} one: change between steps, or use sync_on_apply=True"
+            )
 
     def add(
         self, buffers: Buffers, exchange: Exchange, wait: Callable[[], None], refused: np.ndarray | None = None

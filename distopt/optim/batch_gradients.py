@@ -116,8 +116,8 @@ class BatchGradients(Wrapper):
             began = f"{kept.shape} {kept.dtype}"
             raise ValueError(f"{name}: the window began with {began}, the parameter's gradients are {shape} {dtype}")
 
-    def _numbers(self) -> tuple[float, ...]:
-        return self.num_batches, self.batches
+    def _numbers(self) -> dict[str, float]:
+        return {"num_batches": self.num_batches, "batches": self.batches}
 
     def _says(self) -> str:
         return f"num_batches={self.num_batches}"

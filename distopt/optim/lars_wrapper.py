@@ -84,9 +84,9 @@ class LarsWrapper(Wrapper):
             inner = f"weight_decay of the {type(opt).__name__} inside"
             raise ValueError(f"weight decay belongs to LarsWrapper: {inner} must be 0, got {decay}")
 
-    def _numbers(self) -> tuple[float, ...]:
+    def _numbers(self) -> dict[str, float]:
         self._refuse_decay_inside()
-        return self.ratio, self.weight_decay, self.epsilon
+        return {"ratio": self.ratio, "weight_decay": self.weight_decay, "epsilon": self.epsilon}
 
     def _says(self) -> str:
         numbers = f"ratio={self.ratio}, weight_decay={self.weight_decay}, epsilon={self.epsilon}"

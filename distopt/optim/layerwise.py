@@ -28,7 +28,8 @@ class Layerwise(Optimizer):
     """
 
     kinds: int
-    options = (*Optimizer.options, "exclude", "left_out")
+    planned = ("exclude", "left_out")
+    options = (*Optimizer.options, *planned)
 
     def __init__(self, lr: Number, weight_decay: Number, exclude: Exclude, **options: Any):
         self._excluded = predicate(exclude)

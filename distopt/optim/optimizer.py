@@ -19,6 +19,7 @@ Pieces = Sequence[tuple[int, int, np.ndarray]]  # of a sum: share ``number`` of 
 Part = tuple[Members, np.ndarray]  # a share of a table, and the flat array that has its gradients
 Together = Callable[[np.ndarray], None]  # what each rank has of float64 numbers becomes their sum over ranks
 MASTER = "master"
+MULTIPLIERS = ("lr_mult", "wd_mult")  # of options
 CHECKS: dict[str, Callable[[str, Any], Any]] = {  # of options that may be assigned
     "rescale_grad": functools.partial(number, least=-math.inf),
     "clip_gradient": limit,
@@ -58,7 +59,8 @@ class Optimizer(abc.ABC):
     counters: tuple[str, ...] = ("step_counter",)
     struct = "Update"  # of the kernel's text
     same_each_step = True  # are the same kernels called at every update?
-    options: tuple[str, ...] = ("rescale_grad", "clip_gradient", "multi_precision", "lr_mult", "wd_mult")
+    options: tuple[str, ...] = ("rescale_grad", "clip_gradient", "multi_precision", *MULTIPLIERS)
+    planned: tuple[str, ...] = ()  # those of the options that only another plan changes
     clip_gradient: Any  # a number; infinity for none
     lr_mult: Any  # dicts
     wd_mult: Any
@@ -87,6 +89,7 @@ class Optimizer(abc.ABC):
         self._wide: np.ndarray | None = None  # where parameters of 16 bits are updated that have no master
         self._tables: dict[str, Members] = {}
         self._now = Numbers(self.struct)
+        self._multiplied: tuple[list[dict[str, float]], list[str]] = [], []  # multipliers, and what ``numbers`` says
         self.version = 0  # grows when states move to other memory
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -187,17 +190,10 @@ class Optimizer(abc.ABC):
         self.step()
 
     def __repr__(self) -> str:
-        """The rule, its hyper-parameters as they are now, and its options."""
-        return f"{type(self).__name__}({', '.join(self._fields())})"
-
-    def lines(self) -> list[str]:
-        """The rule, and each hyper-parameter and option in a line of its own: ranks compare them."""
-        rule = type(self).__name__
-        return [f"optimizer {rule}", *(f"{rule}'s {field}" for field in self._fields())]
-
-    def _fields(self) -> list[str]:
+        """The rule, its hyper-parameters as they are now, and its options: ranks compare it."""
         all_of_them = {name: self.at(name) for name in self.hypers} | {n: getattr(self, n) for n in self.options}
-        return [f"{name}={value}" for name, value in all_of_them.items()]
+        all_of_them |= {n: dict(sorted(all_of_them[n].items())) for n in MULTIPLIERS}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in all_of_them.items())})"
 
     def get_states(self, whole: Callable[[Members, np.ndarray], np.ndarray] = lambda members, flat: flat) -> State:
         """Everything that changes between steps: the ``counters``, and per slot a dict of arrays by parameter name.
@@ -252,13 +248,23 @@ class Optimizer(abc.ABC):
         """``set_states(states)``."""
         self.set_states(states)
 
-    def numbers(self) -> tuple[float, ...]:
-        """All hyper-parameters for the next update: what ranks must agree on.  ValueError for one out of range."""
-        chosen = self.rescale_grad, self.clip_gradient, *self.lr_mult.values(), *self.wd_mult.values()
-        return (*map(self.at, self.hypers), *chosen, *self._counts())
+    def numbers(self) -> list[str]:
+        """What ranks must have alike for the next update, in a text for each: hyper-parameters, options and counters.
 
-    def _counts(self) -> list[float]:
-        return [float(getattr(self, name)) for name in self.counters]
+        ValueError for a hyper-parameter out of range.
+        """
+        whose = f"{type(self).__name__}'s"
+        found = [f"{whose} {name}={self.at(name)!r}" for name in self.hypers]
+        assigned = [n for n in (*self.options, *self.counters) if n not in self.planned and n not in MULTIPLIERS]
+        return found + [f"{whose} {name}={getattr(self, name)!r}" for name in assigned] + self._multipliers(whose)
+
+    def _multipliers(self, whose: str) -> list[str]:
+        """The part of ``numbers`` that is as long as the model has parameters, and hardly ever changes."""
+        if self._multiplied[0] != [self.lr_mult, self.wd_mult]:
+            given = {field: dict(sorted(getattr(self, field).items())) for field in MULTIPLIERS}
+            texts = [f"{whose} {field} of {n}={value!r}" for field in MULTIPLIERS for n, value in given[field].items()]
+            self._multiplied = list(given.values()), texts
+        return self._multiplied[1]
 
     def reserve(self, members: Members, like: np.ndarray) -> None:
         """Make the state of a bucket's parameters, where ``like`` is; MemoryError if there is no room."""

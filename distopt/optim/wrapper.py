@@ -116,13 +116,14 @@ class Wrapper(abc.ABC):
         """As ``Optimizer.masters``, of the inner one; None for a stranger."""
         return self.opt.masters(members, like) if isinstance(self.opt, Optimizer | Wrapper) else None
 
-    def numbers(self) -> tuple[float, ...]:
-        """All that ranks must agree on for the next update; ValueError for a number out of range."""
-        return (*self._numbers(), *(self.opt.numbers() if isinstance(self.opt, Optimizer | Wrapper) else ()))
+    def numbers(self) -> list[str]:
+        """What ranks must have alike for the next update, in a text for each; ValueError for a number out of range."""
+        own = [f"{type(self).__name__}'s {name}={value!r}" for name, value in self._numbers().items()]
+        return own + (self.opt.numbers() if isinstance(self.opt, Optimizer | Wrapper) else [])
 
     @abc.abstractmethod
-    def _numbers(self) -> tuple[float, ...]:
-        """The wrapper's own part of ``numbers``."""
+    def _numbers(self) -> dict[str, float]:
+        """The wrapper's own part of ``numbers``, by name."""
 
     @abc.abstractmethod
     def _says(self) -> str:
@@ -132,14 +133,6 @@ class Wrapper(abc.ABC):
         """The wrapper, what is in it, and their numbers; the same text on every rank."""
         inner = repr(self.opt) if isinstance(self.opt, Optimizer | Wrapper) else type(self.opt).__name__
         return f"{type(self).__name__}({inner}, {self._says()})"
-
-    def lines(self) -> list[str]:
-        """The wrapper, its numbers, and the lines of what is in it: ranks compare them."""
-        rule = type(self).__name__
-        inner = (
-            self.opt.lines() if isinstance(self.opt, Optimizer | Wrapper) else [f"optimizer {type(self.opt).__name__}"]
-        )
-        return [f"optimizer {rule}", f"{rule}'s {self._says()}", *inner]
 
     def _hand_over(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
         """Let the inner optimizer update a parameter, by a gradient that it may change."""
