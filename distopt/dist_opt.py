@@ -45,7 +45,7 @@ class DistOpt(Saving):
 
     * ``opt``: None (a new ``SGD()``), or any object with ``apply(name, value, grad)`` and ``step()``, or with
       ``update(param, grad)``.  distopt's own optimizers take the sum of a whole bucket in one kernel call.
-    * ``communicator``: None is ``distopt.world()``.
+    * ``communicator``: None is ``distopt.world()``, in ``run_ranks`` that of the thread.
     * ``threshold``: elements that fill a bucket (``buckets.plan``).
     * ``deterministic``: sums are added in rank order on every transport.
     * ``overlap``: buckets are exchanged, by a thread, while the loss still yields the gradients of the next ones; the
@@ -80,6 +80,8 @@ class DistOpt(Saving):
     the step returns: a generator that writes two gradients into one array is refused.  After a step the contents of the
     gradients are undefined.
     """
+
+    _updated = False  # a parameter, by hand, since the last step?
 
     def __init__(
         self,
@@ -202,6 +204,12 @@ class DistOpt(Saving):
             kind = Kind(lambda: Dense() if compressor is None else compressor, break_even=break_even)
             return self._step(loss, kind)
         self._check_open()
+        if not self._updated:
+            raise RuntimeError(
+                "step() without a loss ends a step made by hand, but nothing was updated since the last one: "
+                "opt(loss) or opt.step(loss) is a whole step; by hand, all_reduce and update come before step()"
+            )
+        self._updated = False
         self._settle()
         self._observer.begin(self.step_counter + 1, sent=False)
         self._finish()
@@ -295,3 +303,4 @@ class DistOpt(Saving):
         else:
             grad /= self.world_size
         self._optimizer.apply(name, param, value, grad)
+        self._updated = True

@@ -10,6 +10,7 @@ from distopt.compress import Compressor, Dense, ErrorFeedback, Half, OneBit, Top
 from distopt.gradients import Parameter
 from distopt.names import nearest
 from distopt.optim import Optimizer
+from distopt.optim.arguments import arguments
 
 KVSTORES = ("device", "local", "dist_sync")  # all of them are the ranks that there are
 ALIASES = {"learning_rate": "lr", "lr_scheduler": "lr", "wd": "weight_decay", "beta1": "beta_1", "beta2": "beta_2"}
@@ -80,7 +81,7 @@ def _is_rule(thing: Any) -> bool:
 
 def _arguments(name: str, rule: type[Optimizer], params: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a rule, by distopt's names."""
-    known = [p for part in (rule, Optimizer) for p in inspect.signature(part).parameters if p != "options"]
+    known = arguments(rule, Optimizer)
     found: dict[str, Any] = {}
     for given, value in params.items():
         own = ALIASES.get(given, given)

@@ -285,17 +285,22 @@ class Memory(Verbs):
 
         ``part`` is what of the call the vote is about, if it has several.
         """
-        control, lines, history = self._wire.control, self._lines, self._wire.bare.history
-        own = f"{type(self).__name__} {self._number} of those made on this communicator"
-        enqueued = (
-            f"enqueued collectives of the fingerprint {history:08x} (a loss that uses the communicator must do so between "
-            "the same gradients on every rank; this run cannot go on)"
-        )
+        control, history = self._wire.control, self._wire.bare.history
+
+        def describe() -> list[str]:
+            own = f"{type(self).__name__} {self._number} of those made on this communicator"
+            enqueued = (
+                f"enqueued collectives of the fingerprint {history:08x} (a loss that uses the communicator must do so "
+                "between the same gradients on every rank; this run cannot go on)"
+            )
+            *lines, optimizer = self._lines or [""]  # the whole optimizer last: one of its numbers says more
+            return [own, *lines, name + part, *self._numbers, optimizer, enqueued]
+
         try:
             reports = control.vote(
                 name,
                 self._mark ^ number ^ self._number << 40 ^ self._numbers_mark ^ history,
-                lambda: [own, *lines[:-1], name + part, *self._numbers, *lines[-1:], enqueued],  # the whole optimizer last
+                describe,
                 error,
                 report,
                 part,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from distopt.adapters.first_update import FirstUpdate
 from distopt.buckets import Buffer, Buffers, Sum
 from distopt.gradients import Known
 from distopt.optim import Wrapper
@@ -28,14 +29,19 @@ class Adapter(abc.ABC):
     def __init__(self, opt: Any):
         self.opt = opt
 
-    @staticmethod
-    @abc.abstractmethod
-    def fits(opt: Any) -> bool:
-        """Does this object speak this adapter's protocol?"""
+        self._first = None if isinstance(opt, Optimizer | Wrapper) else FirstUpdate(opt)
 
-    @abc.abstractmethod
     def apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> None:
         """Update one parameter: ``param`` as the caller gave it, ``value`` its array."""
+        if self._first is None:
+            self._apply(name, param, value, mean)
+        else:
+            self._first.look(param, value, mean)
+            self._first.check_returned(name, value, self._apply(name, param, value, mean))
+
+    @abc.abstractmethod
+    def _apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> Any:
+        """Let the optimizer update one parameter; what it returns."""
 
     def check(self, buffers: Buffers) -> None:  # noqa: B027  strangers are not asked
         """Raise now what would fail in the middle of an update with these buffers."""
@@ -103,6 +109,8 @@ class Adapter(abc.ABC):
         """All parameters have been updated."""
         if hasattr(self.opt, "step"):
             self.opt.step()
+        if self._first and self._first.finish():
+            self._first = None
 
     def prepare(self, scale: float, gpu: int | None) -> None:  # noqa: B027  for those that look
         """Put the numbers of the next update where kernels find them."""

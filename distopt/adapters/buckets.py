@@ -16,14 +16,9 @@ class ByBucket(Adapter):
 
     updates_shares = looks = True
 
-    @staticmethod
-    def fits(opt: Any) -> bool:
-        """Is it one of ours?"""
-        return callable(getattr(opt, "update_bucket", None))
-
-    def apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> None:
+    def _apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> Any:
         """The same kernel for one parameter."""
-        self.opt.apply(name, value, mean)
+        return self.opt.apply(name, value, mean)
 
     def check(self, buffers: Buffers) -> None:
         """Does the state that there is fit?"""

@@ -12,14 +12,9 @@ from distopt.optim import Wrapper
 class ByName(Adapter):
     """``apply(name, value, grad)`` for every parameter, then ``step()``."""
 
-    @staticmethod
-    def fits(opt: Any) -> bool:
-        """Has it ``apply``?"""
-        return callable(getattr(opt, "apply", None))
-
-    def apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> None:
+    def _apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> Any:
         """Update one parameter."""
-        self.opt.apply(name, value, mean)
+        return self.opt.apply(name, value, mean)
 
     def check(self, buffers: Buffers) -> None:
         """Does what a wrapper of ours has fit?"""

@@ -10,6 +10,7 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.numbers import flag, limit, multipliers, number, whole
+from distopt.optim.arguments import arguments, complaint
 from distopt.optim.arrays import check, check_states, widened
 from distopt.optim.schedules import Hyper, Number
 from distopt.tables import Members, Numbers
@@ -77,7 +78,10 @@ class Optimizer(abc.ABC):
         multi_precision: bool = False,
         lr_mult: Mapping[str, float] | None = None,
         wd_mult: Mapping[str, float] | None = None,
+        **unknown: Any,
     ):
+        if unknown:
+            raise TypeError(complaint(type(self).__name__, unknown, arguments(type(self), Optimizer)))
         self.lr, self.weight_decay = lr, weight_decay
         self.rescale_grad, self.clip_gradient = rescale_grad, clip_gradient
         self.lr_mult, self.wd_mult = lr_mult, wd_mult

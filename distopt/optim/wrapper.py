@@ -10,6 +10,7 @@ import numpy as np
 from distopt import device
 from distopt.optim.optimizer import Optimizer, State
 from distopt.optim.protocols import AnyOptimizer
+from distopt.optim.strangers import way
 from distopt.tables import Members
 
 
@@ -27,16 +28,14 @@ class Wrapper(abc.ABC):
     The inner one is distopt's, another wrapper, or any object with ``apply(name, value, grad)`` or ``update(param,
     grad)``, and with ``step()`` if it wants to be told.  ``lr`` is the inner one's, and may be assigned.
 
-    Raises TypeError for an ``opt`` that has neither.
+    Raises TypeError for an ``opt`` that has neither, or takes other arguments.
     """
 
     own: tuple[str, ...] = ()  # states beside the inner one's
 
     def __init__(self, opt: AnyOptimizer):
-        if isinstance(opt, type) or not any(callable(getattr(opt, way, None)) for way in ("apply", "update")):
-            got = f"the class {opt.__name__}" if isinstance(opt, type) else device.describe(opt)
-            raise TypeError(f"opt must have apply(name, value, grad) or update(param, grad), got {got}")
         self.opt: Any = opt
+        self._way = way(opt)
         self._params: dict[str, Named] = {}
 
     @abc.abstractmethod
@@ -136,7 +135,7 @@ class Wrapper(abc.ABC):
 
     def _hand_over(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
         """Let the inner optimizer update a parameter, by a gradient that it may change."""
-        if callable(getattr(self.opt, "apply", None)):
+        if self._way == "apply":
             self.opt.apply(name, value, grad)
             return
         param = self._params.setdefault(name, Named(name, value))
