@@ -175,6 +175,7 @@ class Loop(Conditions):
         bad = "" if error else self._refusal.in_gradients()
         if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
             return None
+        self._refuse_shared_values()
         self._record()
         self._send_parameters()
         self._before = self._counts

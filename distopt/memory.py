@@ -14,7 +14,7 @@ from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense
 from distopt.exchange import Background, Blind, Inline, Observer, Refusal, Rooms, Seen, Window
 from distopt.gradients import Collector
-from distopt.guard import by_rank, fingerprint
+from distopt.guard import agreed, by_rank, fingerprint
 from distopt.ledger import Purpose
 from distopt.nonfinite import Policy, policy
 from distopt.numbers import bound, flag, whole
@@ -111,6 +111,7 @@ class Memory(Verbs):
         self._mark = 0
         self._started = False  # have all ranks agreed on a plan?
         self._broadcast_due = broadcast
+        self._apart: Buffers | None = None  # of which no two ranks have a parameter in one place
         self._joined = False  # does this rank only keep the others company?
         self._live = wire.size  # ranks that do not
         self._failure = ""  # of an update, which may have been applied in part
@@ -332,6 +333,29 @@ class Memory(Verbs):
             error = e
         self._agreed, self._threshold = (memory, self._refusal, self._rooms), memory.plan.threshold
         self._wire.control.vote("making the optimizer's state", 1, lambda: ["the optimizer's state"], error)
+
+    def _refuse_shared_values(self) -> None:
+        """ValueError, on all ranks alike, for a parameter in the memory of another thread's, which updates it too.
+
+        Looked at in the first step of a plan; ``parameter_views`` are meant to be shared.
+        """
+        if not self._wire.one_process or self._apart is self._buffers or self._sharded:
+            return
+        lengths = [known.value.nbytes for known in self._collector.order.values()]
+        starts = np.stack(self._wire.bare.all_gather(self._collector.values.addresses.view(np.int64)))
+        ends = starts + np.array(lengths, np.int64)
+        ranks, rows = np.nonzero(ends > starts)
+        starts, ends = starts[ranks, rows], ends[ranks, rows]
+        order = np.argsort(starts, kind="stable")
+        inside = np.flatnonzero(starts[order][1:] < ends[order][:-1])
+        if inside.size:
+            names = list(self._collector.order)
+            first, second = (f"{names[rows[k]]} of rank {ranks[k]}" for k in order[inside[0] :][:2])
+            text = (
+                f"{first} and {second} are in one memory: each rank must make parameters of its own, inside main(comm)"
+            )
+            raise agreed(ValueError(text), self._wire.rank == 0)
+        self._apart = self._buffers
 
     def _forget_what_was_refused(self) -> None:
         """The plan is the last that all ranks agreed on; if there is none, the next step may bring other parameters."""

@@ -42,6 +42,7 @@ class Communicator(abc.ABC):
     control: Control
     xp: ModuleType = np
     gpu: int | None = None  # where the arrays are that it carries; None: on the host
+    one_process = False  # are all ranks threads of one process, which might share what each must have of its own?
     rank_ordered = False  # does all_reduce add in rank order: ((x0 + x1) + x2) + ...?
     why = ""
     algorithm: Algorithm = DIRECT  # how collectives are done
@@ -205,6 +206,7 @@ class Wrapper(Communicator):
     def __init__(self, comm: Communicator):
         self.comm, self.rank, self.size, self.local_rank = comm, comm.rank, comm.size, comm.local_rank
         self.control, self.xp, self.gpu, self.rank_ordered = comm.control, comm.xp, comm.gpu, comm.rank_ordered
+        self.one_process = comm.one_process
         self._hosts, self.may_overlap, self.algorithm = comm.hosts, comm.may_overlap, comm.algorithm
 
     def on_behalf_of(self, purpose: Purpose) -> AbstractContextManager[None]:  # noqa: D102

@@ -9,6 +9,7 @@ import numpy as np
 from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root, sum_in_rank_order
 from distopt.guard import Control, PeerLeft
 
+_thread = threading.local()  # has the ``rank`` that a thread is, if run_ranks started it
 T = TypeVar("T")
 Action = Callable[[list[Any]], list[Any]]
 
@@ -83,7 +84,7 @@ class ThreadControl(Control):
 class ThreadCommunicator(Communicator):
     """One of the ranks that ``run_ranks`` starts."""
 
-    rank_ordered = True
+    rank_ordered = one_process = True
 
     def __init__(self, rank: int, size: int, meetings: list[Meeting]):
         self.rank = self.local_rank = rank
@@ -160,9 +161,16 @@ def _rank_of_cause(error: BaseException) -> int:
     return 2 if isinstance(error, SystemExit) else 1 if isinstance(error, PeerLeft) else 0
 
 
+def current_rank() -> ThreadCommunicator | None:
+    """The communicator of this thread, if it is a rank that ``run_ranks`` started."""
+    return getattr(_thread, "rank", None)
+
+
 def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
     """Call ``main(comm)`` on ``size`` threads and return their results in rank order.
 
+    In ``main``, ``distopt.world()`` and what is made without a communicator have ``comm`` too; parameters are made in
+    ``main``, since each rank has its own.
     If ranks raise, the error of the first one to do so is raised here; a rank that waits for one that has ended gets
     PeerLeft, so that nobody waits for ever.
     """
@@ -174,7 +182,8 @@ def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
 
     def run(rank: int) -> None:
         try:
-            results[rank] = main(ThreadCommunicator(rank, size, meetings))
+            _thread.rank = ThreadCommunicator(rank, size, meetings)
+            results[rank] = main(_thread.rank)
         except BaseException as error:
             errors.append(error)
         for meeting in meetings:

@@ -9,6 +9,7 @@ from distopt.comm.local import LocalCommunicator
 from distopt.comm.mpi import MpiCommunicator
 from distopt.comm.nccl import NcclCommunicator
 from distopt.comm.nccl_library import nccl_state
+from distopt.comm.threads import current_rank
 
 _worlds: dict[str, Communicator] = {}
 
@@ -17,7 +18,8 @@ def world(device: str = "auto") -> Communicator:
     """The communicator of all ranks that the launcher started, the same object at every call; its repr says why.
 
     Under ``mpirun``, ``srun`` or ``distopt run`` the ranks find each other by MPI; a process that nobody launched is
-    one rank alone, and MPI is not even imported.  ``device``:
+    one rank alone, and MPI is not even imported.  A thread of ``run_ranks`` is the rank that it was started as, with
+    numpy arrays.  ``device``:
 
     * 'cpu': numpy arrays, which travel over MPI.
     * 'cuda': cupy arrays, which travel over NCCL; every rank has a GPU of its own.
@@ -25,10 +27,15 @@ def world(device: str = "auto") -> Communicator:
 
     Raises ImportError if there is a launcher but no mpi4py; RuntimeError if launcher and MPI library do not belong
     together, or if ``device='cuda'`` and there is no cupy, driver, GPU or NCCL; ValueError for another device, and if
-    two ranks are on one GPU.
+    two ranks are on one GPU; and for a GPU in ``run_ranks``.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
+    rank = current_rank()
+    if rank is not None:
+        if device == "cuda":
+            raise ValueError("device must be 'auto' or 'cpu' in run_ranks, whose ranks have numpy arrays, got 'cuda'")
+        return rank
     if device not in _worlds:
         _worlds[device] = _pick(device)
     return _worlds[device]
