@@ -329,7 +329,7 @@ def test_ranks_at_different_steps():
     def main(comm, **options):
         opt = DistOpt(SGD(0.1), comm, **options)
         if comm.rank == 1:
-            ahead = DistOpt(SGD(0.1), **options)
+            ahead = DistOpt(SGD(0.1), LocalCommunicator(), **options)
             ahead(pairs(three()))
             opt.load_state_dict(ahead.state_dict())
         opt(pairs(three()))
@@ -555,7 +555,7 @@ def test_nonfinite_propagate():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"opt": SGD}, TypeError, "opt must be an optimizer, got the class SGD: make an instance of it"),
+        ({"opt": SGD}, TypeError, "opt must have apply.*, got the class SGD: make an instance of it"),
         ({"opt": 3}, TypeError, r"opt must have apply\(name, value, grad\) or update\(param, grad\), got int"),
         (
             {"nonfinite": "ignore"},
