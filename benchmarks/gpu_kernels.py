@@ -38,8 +38,8 @@ def elementwise(n):
     table = Members(["x"], [(n,)], [0], "float32").point_to([x])
     home = Members(["y"], [(n,)], [0], "float32").point_to([y])
     cases = {
-        "pack": (8 * n, lambda: kernels.pack(table, y, 1.0, bad)),
-        "pack, a view: look only": (4 * n, lambda: kernels.pack(home, y, 1.0, bad)),
+        "pack": (8 * n, lambda: kernels.pack(table, y, 1.0, bad, np.inf)),
+        "pack, a view: look only": (4 * n, lambda: kernels.pack(home, y, 1.0, bad, np.inf)),
         "unpack": (8 * n, lambda: kernels.unpack(table, y, 0.5)),
         "accumulate": (12 * n, lambda: kernels.accumulate(x, y)),
         "clip": (8 * n, lambda: kernels.clip(x, 3.0)),

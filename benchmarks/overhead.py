@@ -63,7 +63,7 @@ def foreign_calls(opt):
         grad, table = buffer.gradient.ctypes.data, buffer.parameters.table(None)
         moments = opt.opt._kept[buffer.parameters.key].state["moments"].ctypes.data
         bad, gradients = buffer.bad.ctypes.data, buffer.gradients.table(None)
-        yield lambda t=gradients, g=grad, b=bad: pack(t, g, 1.0, b)
+        yield lambda t=gradients, g=grad, b=bad: pack(t, g, 1.0, b, 1e30)
         yield lambda t=table, g=grad, m=moments: momentum(t, g, m, now, None)
 
 

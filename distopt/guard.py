@@ -31,8 +31,8 @@ from distopt.watch import flight, recorder, silent
 from distopt.watch.watchman import say
 
 # The entries of a vote, an int64 vector of which each rank gets the maximum over ranks.
-FINGERPRINT, MINUS_FINGERPRINT, ERROR, REPORT, LEAVING, STAYING, STOP, JOINED = range(8)
-LEAVE = (0, 0, False, False, True, False, 0, False)  # what a rank whose script has ended votes
+FINGERPRINT, MINUS_FINGERPRINT, ERROR, REPORT, LEAVING, STAYING, STOP, JOINED, DOUBTS = range(9)
+LEAVE = (0, 0, False, False, True, False, 0, False, False)  # what a rank whose script has ended votes
 
 NO_TEXT = "\0no text: "  # before the type of what is none
 RAISED = (ValueError, TypeError, FloatingPointError, MemoryError, RuntimeError)  # on every rank, if one has it
@@ -65,6 +65,7 @@ class Control(abc.ABC):
     optimizers = 0  # that were made here
     stop = 0  # the signal by which a rank was asked to end, as of the last vote
     live = 0  # ranks that had not joined, as of the last vote
+    doubted = False  # does a rank doubt that the sums will be finite, as of the last vote?
     waits: Waits = staticmethod(silent)  # records what this rank alone waits for
     _gone: PeerLeft | None = None
     _process = 0  # that votes
@@ -106,12 +107,14 @@ class Control(abc.ABC):
         report: str = "",
         part: str = "",
         joined: bool = False,
+        doubts: bool = False,
     ) -> list[str]:
         """Agree that every rank is about to do the same thing, and that no rank has an error.
 
         ``mark`` is the fingerprint of what this rank is about to do, and ``describe`` lists it in lines when ranks
         differ; ``name`` says it in a word, and ``part`` what of it, if it has several votes.  ``joined``: this rank
-        only keeps the others company.  Returns the ranks' reports, one text per rank, or [] if none has any.
+        only keeps the others company.  ``doubts``: sums of what it brings may overflow.  Returns the ranks' reports,
+        one text per rank, or [] if none has any.
 
         Raises on every rank alike: the error of the lowest rank that has one; ValueError naming the first line that
         differs; PeerLeft if a rank has ended.
@@ -124,7 +127,8 @@ class Control(abc.ABC):
             self._process = os.getpid()
         self.progress, self.part, encoded = name, part, _encode(error)
         job.note(name)
-        votes = np.array([mark, -mark, error is not None, bool(report), False, True, signals.asked, joined], np.int64)
+        flags = (error is not None, bool(report), False, True, signals.asked, joined, doubts)
+        votes = np.array([mark, -mark, *flags], np.int64)
         self.maximum(votes)
         if votes[LEAVING]:
             self._gone = self._peer_left(self.gather(""))
@@ -134,7 +138,7 @@ class Control(abc.ABC):
         if votes[FINGERPRINT] != -votes[MINUS_FINGERPRINT]:
             plans = [json.loads(t) for t in self.gather(json.dumps(describe()))]
             raise agreed(ValueError(_first_difference(plans)), speaks=self.rank == 0)
-        self.stop = int(votes[STOP])
+        self.stop, self.doubted = int(votes[STOP]), bool(votes[DOUBTS])
         self.live = self.gather("joined" * joined).count("") if votes[JOINED] else self.size
         return self.gather(report) if votes[REPORT] else []
 

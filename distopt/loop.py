@@ -96,7 +96,16 @@ class Loop(Conditions):
     def _exchange_and_apply(self, exchange: Exchange) -> bool:
         self._window.contributions += self._live
         self._window.sent = True
-        exchanged = self._window.add(self._memory, exchange, self._wire.wait, self._refusal.number)
+        if self._window.exchanges > 1:
+            called = list(exchange([b.gradient for b in self._memory]))
+            self._wire.wait()
+            bad = self._refusal.in_sums(called, self._compressor.may_overflow)
+            if bad:  # the window stays as it was before this call
+                self._window.contributions -= self._live
+            if not self._nonfinite.accepts(self._name, bad):
+                return False
+            exchange = as_they_are
+        exchanged = self._window.add(self._memory, exchange, self._refusal.number)
         if exchanged is None:
             self._decided()
             return False
@@ -124,7 +133,7 @@ class Loop(Conditions):
     def _apply_and_average(self, exchange: Exchange) -> bool:
         self._window.contributions += self._live
         self._window.sent = False
-        sums = self._window.add(self._memory, exchange, self._wire.wait, self._refusal.number)
+        sums = self._window.add(self._memory, exchange, self._refusal.number)
         if not self._decided() or sums is None:
             return False
         if self._joined:  # its own parameters stay, but for what others average
@@ -173,13 +182,15 @@ class Loop(Conditions):
             device.clear(self._buffers.bad)
         error, exchange = packed()
         bad = "" if error else self._refusal.in_gradients()
-        if not self._nonfinite.accepts(self._name, by_rank(self._vote(self._name, self._calls, error, bad))):
+        reports = self._vote(self._name, self._calls, error, bad, doubts=self._refusal.doubts)
+        doubted = self._wire.control.doubted
+        if not self._nonfinite.accepts(self._name, by_rank(reports)):
             return None
         self._refuse_shared_values()
         self._record()
         self._send_parameters()
         self._before = self._counts
-        self._refusal.agree()
+        self._refusal.agree(doubted, self._compressor.stateful)
         return exchange
 
     def _record(self) -> None:
@@ -249,7 +260,8 @@ class Loop(Conditions):
 
         def pack(buffer: Buffer) -> None:
             seen_later = kind.sent and self._in_shares(compressor)
-            buffer.pack(self._nonfinite.looks and not seen_later, 1.0 / self._nonfinite.divisor)
+            headroom = 1.0 if seen_later else self._refusal.headroom
+            buffer.pack(self._nonfinite.looks and not seen_later, 1.0 / self._nonfinite.divisor, headroom)
             if kind.clip is not None:
                 kernels.clip(buffer.gradient, kind.clip)
 
@@ -377,9 +389,11 @@ class Loop(Conditions):
             reports = self._vote(self._name, ~self._calls, report=found, part=", its sums")
             bad = describe(reports, self._collector.order)
         else:
-            bad = self._refusal.in_sums(sums) if compressor.may_overflow else ""
+            bad = self._refusal.in_sums(sums, compressor.may_overflow)
         if bad:
             self._window.start(self._memory)
+        else:
+            self._refusal.passed()
         return self._nonfinite.accepts(self._name, bad)
 
     def _apply(self, sums: Iterable[Sum], divisor: float, others_read: bool = False) -> None:
@@ -462,7 +476,7 @@ class Loop(Conditions):
         tables, masters = [buffer.parameters], self._optimizer.masters(buffer)
         if masters is not None:  # from which the parameters follow
             tables.insert(0, buffer.means.point_to(list(buffer.views(masters).values())))
-        kernels.pack(tables[0], buffer.gradient, 1.0, buffer.bad)
+        kernels.pack(tables[0], buffer.gradient, 1.0, buffer.bad, buffer.largest)
         if self._joined:
             device.clear(buffer.gradient)
         with self._wire.on_behalf_of(Purpose("parameters", self.step_counter, buffer.number, buffer.parameters)):

@@ -177,7 +177,8 @@ class Memory(Verbs):
         buffers.restore(states)
         self._buffers, self._lines = buffers, []
         if self._nonfinite.looks:
-            self._refusal = Seen(buffers) if self._wire.gpu is None else Refusal(buffers, self._wire)
+            gradients = self._wire.size * self._window.num_batches
+            self._refusal = Seen(buffers, gradients) if self._wire.gpu is None else Refusal(buffers, self._wire)
         if self._wire.gpu is not None:
             self._rooms = Rooms(buffers, self._wire)
             self._rooms.restore(self._restored_rooms)
@@ -281,10 +282,11 @@ class Memory(Verbs):
         error: Exception | None = None,
         report: str = "",
         part: str = "",
+        doubts: bool = False,
     ) -> list[str]:
         """The ranks' reports, if all are at the same call, agree on what ``_describe`` said, and none has an error.
 
-        ``part`` is what of the call the vote is about, if it has several.
+        ``part`` is what of the call the vote is about, if it has several; ``doubts`` as ``Control.vote`` has it.
         """
         control, history = self._wire.control, self._wire.bare.history
 
@@ -306,6 +308,7 @@ class Memory(Verbs):
                 report,
                 part,
                 self._joined,
+                doubts,
             )
         except Exception:
             self._forget_what_was_refused()
@@ -506,7 +509,7 @@ class Memory(Verbs):
         found = np.zeros(members.extent, members.dtype)
         views = [members.view(flat, row) for row in range(len(members.names))]
         here = Members(members.names, members.shapes, members.rows["offset"].tolist(), members.dtype).point_to(views)
-        kernels.pack(here.share(rank, size), found, 1.0, np.zeros(len(views), np.int64))
+        kernels.pack(here.share(rank, size), found, 1.0, np.zeros(len(views), np.int64), math.inf)
         self._wire.all_reduce(found.view(f"i{found.itemsize}"))  # as integers: adding zero must not change a bit
         return found
 
@@ -522,6 +525,7 @@ class Memory(Verbs):
         self._optimizer.load_state_dict(state["optimizer"])
         if self._started:
             self._memory.restore(states)
+            self._refusal.start_again()
         self._restored, self._broadcast_due, self._failure = {} if self._started else states, False, ""
         self.step_counter, self._refused = state["step_counter"], 0
         self._window.batches, contributions = state["batches"], state["contributions"] * self._wire.size

@@ -245,7 +245,7 @@ class Simulation(DistOpt):
     def _finite_sums(self, exchanged: Iterable[Sum]) -> list[Sum] | None:
         """The sums of all buckets; here, where a pass over them is little, each is looked at."""
         sums = list(exchanged)
-        bad = self._refusal.in_sums(sums)
+        bad = self._refusal.in_sums(sums, True)
         if bad and self._compressor.stateful:
             self._failure = f"what the ranks sent in step {self.step_counter + 1} is lost: {bad}; {self._remedy}"
         self._nonfinite.judge(self._name, bad)

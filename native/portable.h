@@ -302,6 +302,9 @@ INLINE long long magnitude(double x) { return bits(x) & 0x7fffffffffffffff; }
 // x - x is 0 for every finite x and NaN for the others.
 INLINE bool is_finite(real x) { return x - x == 0; }
 
+// Is |x| at most so much?  NaN is not.
+INLINE bool within(real x, real most) { return (x <= most) & (x >= -most); }
+
 // NaN stays NaN.
 INLINE real clamp(real x, real limit) { return x > limit ? limit : x < -limit ? -limit : x; }
 

@@ -1,10 +1,10 @@
 // What stands between a gradient and the wire.
 #include "portable.h"
 
-// flat[offset + i] <- scale data[i] for every member; bad[row] grows by the member's count of entries that are not finite.
-// A member that already lies at its place in `flat` is not copied.
-KERNEL(pack)(Table table, real *flat, double scale, long long *bad) {
-  const real factor = (real)scale;
+// flat[offset + i] <- scale data[i] for every member; bad[row] grows by the member's count of entries that are not at most
+// `most` in magnitude, as NaN is not.  A member that already lies at its place in `flat` is not copied.
+KERNEL(pack)(Table table, real *flat, double scale, long long *bad, double most) {
+  const real factor = (real)scale, limit = (real)most;
   FOR_EACH_CHUNK(c, table) {
     const Member m = member(table, c);
     const real *from = (const real *)m.data;
@@ -13,24 +13,24 @@ KERNEL(pack)(Table table, real *flat, double scale, long long *bad) {
     real *to = flat + m.offset;
     int found = 0;
     if (m.format == WIDE && from == to && factor == 1) {
-      FOR_EACH_IN(i, c, from) { found += !is_finite(from[i]); };
+      FOR_EACH_IN(i, c, from) { found += !within(from[i], limit); };
     } else if (m.format == WIDE) {
       FOR_EACH_IN(i, c, from, to) {
         const real x = factor * from[i];
         to[i] = x;
-        found += !is_finite(x);
+        found += !within(x, limit);
       };
     } else if (m.format == HALF) {
       FOR_EACH_IN(i, c, half, to) {
         const real x = factor * value_of_half(half[i]);
         to[i] = x;
-        found += !is_finite(x);
+        found += !within(x, limit);
       };
     } else {
       FOR_EACH_IN(i, c, upper, to) {
         const real x = factor * value_of_bfloat16(upper[i]);
         to[i] = x;
-        found += !is_finite(x);
+        found += !within(x, limit);
       };
     }
     add(&bad[c.row], found);

@@ -86,7 +86,7 @@ def tables(dtype, by):
     table.point_to(arrays)
     arrays[5][3] = np.nan
     flat, bad = np.zeros(table.extent, dtype), np.zeros(len(arrays), np.int64)
-    kernels.pack(table, flat, 0.3, bad)
+    kernels.pack(table, flat, 0.3, bad, 1.0)
     states = [np.abs(flat) for _ in range(4)]
     common = {"scale": 1.0, "limit": 2.0, "lr": 0.1, "decay": 0.01}
     moments = {"b1": 0.9, "fade1": 0.1, "bias1": 0.1, "b2": 0.99, "fade2": 0.01, "bias2": 0.01, "epsilon": 1e-8}
@@ -123,7 +123,7 @@ def narrow_tables(dtype, stored, by):
     narrow.dtype = np.dtype(dtype)  # any of the two
     narrow.point_to(arrays)
     flat, bad = np.zeros(table.extent, dtype), np.zeros(len(arrays), np.int64)
-    kernels.pack(narrow, flat, 0.3, bad)
+    kernels.pack(narrow, flat, 0.3, bad, 1.0)
     wide, states = flat / dtype(0.3), [np.abs(flat) for _ in range(6)]
     wide[::3] *= dtype(1 + 1e-6)  # the same bits when rounded, mostly
     common = {"scale": 1.0, "limit": 2.0, "lr": 0.1, "decay": 0.01}
@@ -157,7 +157,7 @@ def narrow_tables(dtype, stored, by):
         kernels.lbsgd_lars(narrow, flat, states[5], states[0], sums, lbsgd)
         kernels.lbsgd(narrow, flat, states[5], states[0], lbsgd)
     packed = np.zeros_like(flat)
-    kernels.pack(narrow, packed, 0.3, bad)
+    kernels.pack(narrow, packed, 0.3, bad, 1.0)
     kernels.unpack(narrow, packed, 2.0)
     return flat, wide, bad, *states, partial, sums, squares, packed, *arrays
 

@@ -33,6 +33,11 @@ def members(sizes, dtype="float32", seed=0):
     return table.point_to(arrays), arrays
 
 
+def largest(dtype):
+    """The largest finite number."""
+    return float(np.finfo(dtype).max)
+
+
 def test_the_library_was_built_from_these_texts():
     assert kernels.library().source_hash().decode() == source_hash()
 
@@ -49,7 +54,7 @@ def test_the_text_is_the_signature():
 def test_pack_and_unpack(dtype, sizes, scale):
     table, arrays = members(sizes, dtype)
     flat, bad = zeros(table.extent, dtype), np.zeros(len(sizes), np.int64)
-    kernels.pack(table, flat, scale, bad)
+    kernels.pack(table, flat, scale, bad, largest(dtype))
     for row, a in enumerate(arrays):
         np.testing.assert_array_equal(table.view(flat, row), a * a.dtype.type(scale))
     assert not bad.any()
@@ -68,7 +73,7 @@ def test_pack_counts_what_is_not_finite():
     arrays[1][[0, CHUNK, CHUNK + 2]] = np.inf, np.nan, -np.inf
     arrays[2][6] = np.nan
     bad = np.zeros(3, np.int64)
-    kernels.pack(table, zeros(table.extent, "float32"), 1.0, bad)
+    kernels.pack(table, zeros(table.extent, "float32"), 1.0, bad, largest("float32"))
     assert bad.tolist() == [0, 3, 1]
 
 
@@ -81,7 +86,7 @@ def test_pack_of_members_that_live_in_the_bucket(scale):
         v[:] = a
     views[1][7] = np.inf
     before, bad = flat.copy(), np.zeros(2, np.int64)
-    kernels.pack(table.point_to(views), flat, scale, bad)
+    kernels.pack(table.point_to(views), flat, scale, bad, largest("float32"))
     np.testing.assert_array_equal(flat, before * np.float32(scale))
     assert bad.tolist() == [0, 1]
 
@@ -147,7 +152,7 @@ def squares_in_order(x):
 def test_sums_of_squares_have_one_order(dtype, shares):
     table, arrays = members(SIZES, dtype, seed=2)
     flat, bad = zeros(table.extent, dtype), np.zeros(len(arrays), np.int64)
-    kernels.pack(table, flat, 1.0, bad)
+    kernels.pack(table, flat, 1.0, bad, largest(dtype))
     partial, sums = np.zeros(table.span[1] + len(arrays)), np.zeros(len(arrays))
     for share in range(shares):
         kernels.partial_squares(table.share(share, shares), flat, partial)
@@ -249,7 +254,7 @@ def test_flat_arguments_are_checked():
     with pytest.raises(TypeError, match="not contiguous"):
         kernels.scale(np.zeros(8, np.float32)[::2], 1.0)
     with pytest.raises(ValueError, match="pack: flat has 3 elements"):
-        kernels.pack(members([5])[0], np.zeros(3, np.float32), 1.0, np.zeros(1, np.int64))
+        kernels.pack(members([5])[0], np.zeros(3, np.float32), 1.0, np.zeros(1, np.int64), 1.0)
 
 
 def test_a_table_is_checked_when_its_arrays_change():
@@ -277,18 +282,8 @@ def compiled(folder, name, *flags):
     units = []
     for text in ("codec", "packed", "reduce", "select", "sgd", "wire"):
         unit = folder / f"{name}-{text}.o"
-        flags_here = [
-            "-x",
-            "c++",
-            "-std=c++17",
-            "-O3",
-            "-fPIC",
-            "-ffp-contract=off",
-            "-fno-trapping-math",
-            "-Dreal=float",
-            *flags,
-        ]
-        subprocess.run([compiler(), *flags_here, "-c", NATIVE / f"{text}.cu", "-o", unit], check=True)
+        plain = ["-x", "c++", "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-trapping-math", "-Dreal=float"]
+        subprocess.run([compiler(), *plain, *flags, "-c", NATIVE / f"{text}.cu", "-o", unit], check=True)
         units.append(unit)
     library = folder / f"{name}.so"
     subprocess.run([compiler(), "-shared", "-o", library, *units], check=True)

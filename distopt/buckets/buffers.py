@@ -44,6 +44,8 @@ class Buffer:
         self.wide_layout = Layout(list(self.views(gradient).values()))  # of their sums
         self.home = (device.address(gradient) + self.gradients.rows["offset"] * bucket.dtype.itemsize).astype(np.uintp)
         self.at_home = False  # do all gradients live here?
+        self.largest = float(np.finfo(bucket.dtype).max)
+        self.near_overflow = False  # did the last look find a gradient above the headroom that it was asked for?
         self.bad_parts = np.zeros((1, len(bucket.names)), np.int64)  # per rank, and in the last row of the sum
         self._scratch: dict[str, list[np.ndarray]] = {}
         self._constants: dict[str, device.Mirror] = {}
@@ -85,13 +87,18 @@ class Buffer:
             device.clear(self.gradients.view(self.gradient, row))
         self.at_home = bool(((addresses == self.home) | (self.gradients.rows["size"] == 0)).all())
 
-    def pack(self, look_at_home: bool, scale: float = 1.0) -> None:
+    def pack(self, look_at_home: bool, scale: float = 1.0, headroom: float = 1.0) -> None:
         """Bring ``scale`` times the gradients to their places, unless they live there as they are.
 
-        ``bad`` grows by what is not finite.
+        ``bad`` grows by what is not finite.  On the host ``near_overflow`` becomes whether a gradient, times
+        ``headroom``, is not finite: one pass finds both, and another one tells them apart where there is such a one.
         """
         if look_at_home or not self.at_home or scale != 1.0:
-            kernels.pack(self.gradients, self.gradient, scale, self.bad)
+            kernels.pack(self.gradients, self.gradient, scale, self.bad, self.largest / headroom)
+        self.near_overflow = headroom > 1 and bool(self.bad.any())
+        if self.near_overflow:
+            for row in np.flatnonzero(self.bad).tolist():
+                self.bad[row] = np.count_nonzero(~np.isfinite(self.gradients.view(self.gradient, row)))
 
     def mean(self, total: Sum, scale: float) -> dict[str, np.ndarray]:
         """``scale`` times a sum, by name; in place, unless other ranks may still read it."""
@@ -269,6 +276,19 @@ class Buffers:
                     raise ValueError(f"state {state} of {name} has shape {a.shape}; here is shape {here.shape}")
                 if a.dtype != here.dtype:
                     raise ValueError(f"state {state} of {name} has dtype {a.dtype}; here is {here.dtype}")
+
+    def copied_states(self) -> list[dict[str, np.ndarray]]:
+        """What outlives a step, per bucket, for ``put_back``."""
+        return [{state: device.copied(flat) for state, flat in buffer.state.items()} for buffer in self]
+
+    def put_back(self, copies: list[dict[str, np.ndarray]]) -> None:
+        """Let what outlives a step be as it was; what was not there then is zeros."""
+        for buffer, states in zip(self, copies, strict=True):
+            for state, flat in buffer.state.items():
+                if state in states:
+                    device.copy(flat, states[state])
+                else:
+                    device.clear(flat)
 
     def restore(self, states: States) -> None:
         """Let ``states`` be what outlives a step; they come from another plan, or from a checkpoint."""

@@ -39,7 +39,7 @@ def take(buffers: Buffers, sums: Mapping[str, Any], check: Check) -> None:
     given = [_apart(buffers, buffer, sums, check) for buffer in buffers]  # before a bucket is packed over another's
     for buffer, arrays in zip(buffers, given, strict=True):
         buffer.sums.rows["data"] = _addresses(buffer, arrays)
-        kernels.pack(buffer.sums, buffer.gradient, 1.0, buffer.bad)
+        kernels.pack(buffer.sums, buffer.gradient, 1.0, buffer.bad, buffer.largest)
 
 
 def _apart(buffers: Buffers, buffer: Buffer, sums: Mapping[str, Any], check: Check) -> list[np.ndarray]:

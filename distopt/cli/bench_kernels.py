@@ -80,8 +80,8 @@ def passes(n: int) -> dict[str, Case]:
     home = Members(["y"], [(n,)], [0], np.float32).point_to([y])
     cases: dict[str, Case] = {
         "copy": (12 * n, lambda: np.copyto(y, x)),
-        "pack": (12 * n, lambda: kernels.pack(table, y, 1.0, bad)),
-        "pack, in place": (4 * n, lambda: kernels.pack(home, y, 1.0, bad)),
+        "pack": (12 * n, lambda: kernels.pack(table, y, 1.0, bad, np.inf)),
+        "pack, in place": (4 * n, lambda: kernels.pack(home, y, 1.0, bad, np.inf)),
         "unpack": (12 * n, lambda: kernels.unpack(table, y, 1.0)),
         "accumulate": (12 * n, lambda: kernels.accumulate(x, y)),
     }

@@ -1,5 +1,7 @@
 """A bucket of which some members are summed as they are, while payloads of the others are gathered."""
 
+import math
+
 import numpy as np
 
 from distopt import kernels
@@ -22,7 +24,7 @@ class Apart:
             self.members = members.only(chosen).closely(x)
             self.flat = at.scratch("whole", self.members.extent * x.itemsize).view(x.dtype)
             found = at.scratch("whole and not finite", 8 * chosen.size).view(np.int64)
-            kernels.pack(self.members, self.flat, 1.0, found)
+            kernels.pack(self.members, self.flat, 1.0, found, math.inf)
 
     def put_back(self) -> None:
         """Let x have them."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from distopt import kernels
-from distopt.buckets import Buffers, Sum, in_one_piece
+from distopt.buckets import Buffers, Sum
 
 Exchange = Callable[[list[np.ndarray]], Iterator[Sum]]  # of an array per bucket
 
@@ -36,10 +36,8 @@ class Window:
                 f"behind a {first} one: change between steps, or use sync_on_apply=True"
             )
 
-    def add(
-        self, buffers: Buffers, exchange: Exchange, wait: Callable[[], None], refused: np.ndarray | None = None
-    ) -> Iterator[Sum] | None:
-        """Take in this call's gradients, unless ``refused`` (compress.At); ``wait`` is the communicator's.
+    def add(self, buffers: Buffers, exchange: Exchange, refused: np.ndarray | None = None) -> Iterator[Sum] | None:
+        """Take in this call's gradients, or their sum over ranks, unless ``refused`` (compress.At).
 
         Returns per bucket the sum over ranks and over the window, each exchanged when it is asked for, or None as long
         as the window is open.
@@ -47,9 +45,6 @@ class Window:
         gradients = [b.gradient for b in buffers]
         if self.num_batches == 1:
             return exchange(gradients)
-        if not self.sync_on_apply:
-            list(exchange(gradients))
-            wait()
         self.batches += 1
         closes = self.batches == self.num_batches
         for buffer in buffers:
@@ -60,7 +55,7 @@ class Window:
                 kernels.accumulate(buffer.gradient, window, refused)
         if not closes:
             return None
-        return exchange(gradients) if self.sync_on_apply else map(in_one_piece, gradients)
+        return exchange(gradients)
 
     def start(self, buffers: Buffers, refused: np.ndarray | None = None) -> None:
         """The step has been applied: begin the next window."""

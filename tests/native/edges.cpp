@@ -34,7 +34,7 @@ int main() {
   const Table table = {rows.data(), count, 0, first};
   std::vector<real> flat(offset), state(offset), peer(offset);
   std::vector<long long> bad(count), wrong(3 * count);
-  pack_float(table, flat.data(), 0.5, bad.data());
+  pack_float(table, flat.data(), 0.5, bad.data(), 1);
   const Update plain = {1, INFINITY, 0.1, 0.01};
   const Momentum momentum = {plain, 0.9, 1};
   const AdaGrad adagrad = {plain, 1e-8};
@@ -62,7 +62,7 @@ int main() {
       m.format = format;
       if (format != WIDE) m.data = narrow.back().data();
     }
-    pack_float(table, flat.data(), 0.5, bad.data());
+    pack_float(table, flat.data(), 0.5, bad.data(), 1);
     unpack_float(table, flat.data(), 2, nullptr);
     widen_float(table, peer.data(), nullptr);
     sgd_float(table, flat.data(), &plain, nullptr);
