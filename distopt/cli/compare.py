@@ -70,7 +70,7 @@ def main(given: argparse.Namespace) -> int:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """What can be seen before a record is read."""
+    """Refuse wrong arguments before a record is read."""
     if given.reach is not None and not math.isfinite(given.reach):
         raise ValueError(f"--reach must be finite, got {given.reach}")
     picture.check_outputs(given.json, given.plot, given.paths)
@@ -90,7 +90,7 @@ def _read(paths: Sequence[Path]) -> list[Record]:
 
 
 def _curve(given: argparse.Namespace, records: Sequence[Record]) -> str | None:
-    """The one that is asked for, None if none is; ValueError if no run has it."""
+    """The curve that is asked for, None if none is; ValueError if no run has it."""
     if given.curve is None and given.reach is None and given.plot is None:
         return None
     curve = given.curve or "accuracy"
@@ -101,7 +101,7 @@ def _curve(given: argparse.Namespace, records: Sequence[Record]) -> str | None:
 
 
 def table(found: Sequence[Row], aim: Aim | None) -> list[str]:
-    """Its lines; bytes are those of the rank that wrote the record, of steps but for the last column of them."""
+    """Lines of the table; bytes are those of the rank that wrote a record, and of steps where nothing else is said."""
     results = result_names(found)
     head = [*HEAD, f"{references(found)[0].mode} sends", *results, *([f"wire to {aim}"] if aim else [])]
     return units.table([head, *(_cells(row, base(found, row), results, aim) for row in found)])
@@ -128,7 +128,7 @@ def _of(row: Row, field: str) -> Spread | None:
 
 
 def _shown(found: Spread | None, unit: Callable[[float], str]) -> str:
-    """The mean, and the range where runs differ."""
+    """A spread as text: the mean, and the range where runs differ."""
     if found is None:
         return units.NONE
     mean, low, high = map(unit, found)
@@ -136,7 +136,7 @@ def _shown(found: Spread | None, unit: Callable[[float], str]) -> str:
 
 
 def result_names(found: Sequence[Row]) -> list[str]:
-    """Those that any run has, in the order in which they come."""
+    """Names of final numbers that any run has, in the order in which they come."""
     return list(dict.fromkeys(name for row in found for record in row.records for name in record["results"]))
 
 
@@ -146,7 +146,7 @@ def result(row: Row, name: str) -> Spread | None:
 
 
 def numbers(found: Sequence[Row], aim: Aim | None) -> dict[str, Any]:
-    """What the table shows, for programs: a range as {mean, low, high}, null for what is not known."""
+    """The table for programs: ranges as {mean, low, high}, null for what is not known."""
 
     def entry(row: Row) -> dict[str, Any]:
         counts = {

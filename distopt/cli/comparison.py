@@ -1,4 +1,4 @@
-"""What ``distopt compare`` knows of the records that it is given: rows of numbers, and what is missing."""
+"""The numbers of ``distopt compare``: rows of runs, what each is compared with, and what is missing."""
 
 import bisect
 import math
@@ -23,7 +23,7 @@ class Spread(NamedTuple):
 
 
 class Aim(NamedTuple):
-    """What a curve should come to: at least ``value`` if it rises, as accuracy does, else at most."""
+    """A value for a curve to reach: at least ``value`` if it rises, as accuracy does, else at most."""
 
     curve: str
     value: float
@@ -41,17 +41,17 @@ class Row(NamedTuple):
 
     @property
     def ranks(self) -> int | None:
-        """Of each run; None if they do not say."""
+        """Number of ranks of each run; None if they do not say."""
         return self.records[0]["topology"]["ranks"]  # type: ignore[no-any-return]
 
     @property
     def mode(self) -> str:
-        """Of each run."""
+        """Mode of each run."""
         return str(self.records[0]["mode"])
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
-    """Runs that differ in nothing but the seed are one row; the rows of a mode are neighbours, few ranks before many.
+    """Make one row of runs that differ in nothing but the seed; rows of a mode are neighbours, few ranks before many.
 
     Modes come in the order in which they are given, and so do settings of a mode on as many ranks.
     """
@@ -65,7 +65,7 @@ def rows(records: Iterable[Record]) -> list[Row]:
 
 
 def number_of_ranks(row: Row) -> float:
-    """To sort rows by; those that do not say come last."""
+    """A key that sorts rows by ranks; those that do not say come last."""
     return math.inf if row.ranks is None else row.ranks
 
 
@@ -110,13 +110,13 @@ def _remark(found: Sequence[Row], row: Row) -> str:
 
 
 def _differences(row: Row, other: Row) -> list[str]:
-    """The settings of both that differ."""
+    """Names of settings that both rows have, and that differ."""
     own, theirs = (_texts(r.records[0]) for r in (row, other))
     return [name for name in sorted(own) if name in theirs and theirs[name] != own[name]]
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Of numbers; None if one of them is not known."""
+    """Mean and range of numbers; None if one of them is not known."""
     found = list(values)
     known = [x for x in found if x is not None]
     if not found or len(known) < len(found):
@@ -172,7 +172,7 @@ def points(record: Record, curve: str) -> list[Point]:
 
 
 def aim_at(curve: str, value: float, records: Iterable[Record]) -> Aim:
-    """A curve falls if more runs end below where they began than above."""
+    """An aim for a curve, which falls if more runs end below where they began than above."""
     shown = [[x for x in r["curves"][curve]["values"] if not math.isnan(x)] for r in records if curve in r["curves"]]
     return Aim(curve, value, sum((x[-1] > x[0]) - (x[-1] < x[0]) for x in shown if x) >= 0)
 
@@ -184,7 +184,7 @@ def reached(record: Record, aim: Aim) -> float | None:
 
 
 def missing(name: str, record: Record, curve: str | None, aim: Aim | None) -> list[str]:
-    """What cannot be said of a run, and why, one line each."""
+    """Lines that say what is not known of a run, and why."""
     found = []
     if record["raised"]:
         found.append(f"ended by {record['raised']} after step {record['steps']}")

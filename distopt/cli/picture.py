@@ -31,7 +31,7 @@ TICKS = 6  # with labels as wide as '500 kB', on an axis as wide as a picture wi
 
 
 def check_picture(path: Path) -> None:
-    """Can a picture be drawn, and there?  To be asked before long work.
+    """Check, before long work, that a picture can be drawn and written there.
 
     Raises ValueError for another kind than .png, .svg and .pdf, OSError for a place that cannot be written,
     RuntimeError that says what to install if matplotlib is missing.
@@ -46,7 +46,7 @@ def check_picture(path: Path) -> None:
 
 
 def check_outputs(json: Path | None, plot: Path | None, inputs: Iterable[str | Path | None]) -> None:
-    """Can both be written, and is neither one of the files that are read, nor the same?
+    """Check that both can be written, are not the same, and are none of the files that are read.
 
     Raises as ``check_place`` and ``check_picture``, and ValueError that names the flag.
     """
@@ -75,7 +75,7 @@ def check_place(path: Path) -> None:
 
 
 def style(mode: int, variant: int = 0) -> dict[str, Any]:
-    """How a curve of the n-th mode is drawn, and those of its variants: arguments for ``Axes.plot``."""
+    """Arguments for ``Axes.plot``: a colour and a marker for each mode, dashes for each of its variants."""
     return {
         "color": COLOURS[mode % len(COLOURS)],
         "marker": MARKERS[mode % len(MARKERS)],
@@ -154,7 +154,7 @@ def make_room(figure: "Figure") -> None:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write it, all at once; the name's end says in which format.  Raises OSError."""
+    """Write a picture, all at once; the name's end says in which format.  Raises OSError."""
     make_room(figure)
     kind = path.suffix.lower()
     drawn = io.BytesIO()

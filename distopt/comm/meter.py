@@ -1,4 +1,4 @@
-"""What one rank writes into its ledger for every verb."""
+"""Write a rank's messages into its ledger, one entry for every call of a collective."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,14 @@ from distopt.tables import Members
 
 
 class Meter:
-    """Rank ``rank`` of ``size``, of which each sits on one of ``hosts``; ``algorithm`` is how collectives are done."""
+    """The writer of one rank's ledger.
+
+    Args:
+        rank, size: whose messages are written, and among how many.
+        hosts: where each rank sits, as numbers that are equal for ranks of one machine.
+        algorithm: how collectives move bytes, from which those on the wire follow.
+        ledger: where entries go.
+    """
 
     def __init__(self, rank: int, size: int, hosts: Sequence[int], algorithm: Algorithm, ledger: Ledger):
         self.rank, self.size, self._algorithm, self.ledger = rank, size, algorithm, ledger
@@ -21,7 +28,7 @@ class Meter:
 
     @contextlib.contextmanager
     def on_behalf_of(self, purpose: Purpose) -> Iterator[None]:
-        """What is written in this context is part of something."""
+        """Write all messages of this context with a phase, a step and a bucket."""
         before, self._now = self._now, purpose
         try:
             yield
@@ -29,35 +36,35 @@ class Meter:
             self._now = before
 
     def look(self, payload: np.ndarray) -> Look:
-        """What a payload that is gathered consists of."""
+        """A function that tells what a gathered payload consists of, once somebody asks."""
         nbytes = payload.nbytes
         return self._now.look(payload) if self._now.look else lambda: Anatomy(nbytes)
 
     def all_reduce(self, n: int, itemsize: int) -> None:
-        """n elements; on the wire their slices, which are added up and sent to all."""
+        """Write an all-reduce of n elements; on the wire are slices, which are added up and sent to all."""
         self._sum("all_reduce", n, itemsize, lambda: self._algorithm.all_reduce(self._slices(n, itemsize), self.rank))
 
     def reduce_scatter(self, n: int, itemsize: int) -> None:
-        """n elements; on the wire all slices but this rank's."""
+        """Write a reduce-scatter of n elements; on the wire are all slices but this rank's."""
         parts = self._slices
         self._sum("reduce_scatter", n, itemsize, lambda: self._algorithm.reduce_scatter(parts(n, itemsize), self.rank))
 
     def broadcast(self, n: int, itemsize: int, root: int) -> None:
-        """n elements, which all ranks but the last one pass on."""
+        """Write a broadcast of n elements, which all ranks but the last one pass on."""
         nbytes = n * itemsize
         self._sum("broadcast", n, itemsize, lambda: self._algorithm.broadcast(nbytes, self.size, root, self.rank))
 
     def all_gather(self, sizes: Sequence[int], look: Look) -> None:
-        """A payload of every rank, of these sizes in bytes; what this rank's consists of."""
+        """Write an all-gather of payloads of these ``sizes`` in bytes; ``look`` tells what this rank's consists of."""
         self._write("all_gather", sizes[self.rank], lambda: self._algorithm.all_gather(sizes, self.rank), look)
 
     def all_to_all(self, sizes: Sequence[int], got: Sequence[int]) -> None:
-        """Parts of these sizes in bytes; on the wire those for others."""
+        """Write an all-to-all of parts of these ``sizes`` in bytes; on the wire are those for other ranks."""
         moved = self._algorithm.all_to_all(sizes, got, self.rank)
         self._write("all_to_all", sum(sizes), lambda: moved, lambda: Anatomy(sum(sizes)), spread=False)
 
     def lengths(self) -> None:
-        """8 bytes, which are no values, to every other rank."""
+        """Write an exchange of lengths: 8 bytes, which are no values, to every other rank."""
         moved = self._algorithm.all_gather([8] * self.size, self.rank)
         self._write("lengths", 8, lambda: moved, lambda: Anatomy(0), spread=False)
 
@@ -78,7 +85,7 @@ class Meter:
         itemsize: int = 1,
         spread: bool = True,
     ) -> None:
-        """Here only what must be known now; the entry is made when it is asked for, many at a time."""
+        """Keep only what must be known now: entries are made when somebody asks for them, many at a time."""
         now = self._now._replace(look=None)  # which may hold on to buffers
 
         def entry() -> Entry:

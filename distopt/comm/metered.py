@@ -1,4 +1,4 @@
-"""Count what goes over the wire, by wrapping the wire."""
+"""Count the bytes of a communicator, by wrapping it."""
 
 import contextlib
 import copy
@@ -32,14 +32,14 @@ class Metered(Wrapper):
         self._meter = Meter(self.rank, self.size, self.hosts, self.algorithm, self.ledger)
 
     def around(self, comm: Communicator) -> "Metered":
-        """The same ranks on another communicator, and their messages in the same ledger."""
+        """Meter another communicator of the same ranks, with the same ledger."""
         twin = Metered(comm)
         twin.ledger = twin._meter.ledger = self.ledger
         return twin
 
     @contextlib.contextmanager
     def on_behalf_of(self, purpose: Purpose) -> Iterator[None]:
-        """What is exchanged in this context is part of something."""
+        """Count all messages of this context with a phase, a step and a bucket."""
         with self._meter.on_behalf_of(purpose), self.comm.on_behalf_of(purpose):
             yield
 
@@ -74,13 +74,13 @@ class Metered(Wrapper):
         return found
 
     def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:
-        """Counted as the all-reduce that it stands for, although in shared memory nothing goes over a wire."""
+        """Count a sum in shared memory as the all-reduce that it stands for, although nothing goes over a wire."""
         self.comm.add_parts(members, parts, bad)
         own = parts[self.rank]
         self._meter.all_reduce(own.size, own.itemsize)
 
     def report(self) -> dict[str, dict[str, int]]:
-        """Bytes since the start or the last ``reset``, steps' and others apart, as ``Ledger.report`` has them."""
+        """Calls and bytes since the start or the last ``reset``, steps' and others apart, as in ``Ledger.report``."""
         return self.ledger.report()
 
     def reset(self) -> None:

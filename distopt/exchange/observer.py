@@ -63,7 +63,7 @@ def _volume(wire: Communicator) -> dict[str, float]:
 
 
 def _ledger(wire: Communicator | None) -> Ledger | None:
-    """Of the first communicator that has one, from the outside."""
+    """The ledger of the first communicator that has one, from the outside."""
     while wire is not None and not hasattr(wire, "ledger"):
         wire = getattr(wire, "comm", None)
     return getattr(wire, "ledger", None)

@@ -1,4 +1,4 @@
-"""What the record of a run has, and how it is written and read."""
+"""Write and read the record of a run."""
 
 import datetime
 import itertools
@@ -29,7 +29,7 @@ def write(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A record: ``mode seed settings topology started ended raised versions machine steps totals results curves``.
+    """Read a record: ``mode seed settings topology started ended raised versions machine steps totals results curves``.
 
     A curve is ``{"steps": [...], "values": [...]}``.  Raises OSError for a file that cannot be read, and ValueError
     that names file and field for one that is no such record, is cut off, or of another version of the format.

@@ -1,4 +1,4 @@
-"""A run that is recorded."""
+"""Record a run in a file."""
 
 import datetime
 import math
@@ -81,7 +81,7 @@ class Experiment:
         self(step, numbers)
 
     def __call__(self, step: int, numbers: Mapping[str, float], /) -> None:
-        """The same for names that are no Python words: ``run(step, {"loss/test": 0.5})``."""
+        """Log numbers whose names are no Python words: ``run(step, {"loss/test": 0.5})``."""
         self._must_go_on()
         points = checked(step, numbers)
         at = plain.plain("step", points.pop("step"))
@@ -162,7 +162,7 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _counts(totals: Mapping[str, Any]) -> Any:
-    """A copy; TypeError or ValueError that names what is no whole number of at least 0."""
+    """A copy of totals; TypeError or ValueError that names what is no whole number of at least 0."""
     if not isinstance(totals, Mapping):
         raise TypeError(f"totals must have counts by name, got {totals!r:.60}")
     found = plain.plain("totals", totals)

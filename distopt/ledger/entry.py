@@ -1,4 +1,4 @@
-"""What a ledger has of one message: what it was for, what it was made of, and what went over the wire."""
+"""One message in a ledger: its purpose, what it was made of, and its bytes on the wire."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from distopt.tables import Members
 
 
 class Anatomy(NamedTuple):
-    """What a payload consists of: bytes of values and of indices; the rest are headers and scales.
+    """The make-up of a payload: bytes of values and of indices; the rest are headers and scales.
 
     ``ideal`` is the information in it, in bits: how many ways there are to choose so many entries, and the values as
     they are; of codes of a bit or two an estimate, from 2048 bytes of them.  ``counts`` are the entries of each member,
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
 
     @property
     def volume(self) -> tuple[int, ...]:
-        """All numbers but the step's and the bucket's."""
+        """All amounts, in the order of ``VOLUME``."""
         return self[len(KEYS) : -2]  # type: ignore[return-value]
 
 
@@ -79,7 +79,7 @@ KEYS, VOLUME = Entry._fields[:4], Entry._fields[4:-2]
 
 
 def share_out(total: int, counts: Sequence[int] | np.ndarray) -> np.ndarray:
-    """``total`` bytes among members in proportion to their counts, whole numbers that add up to it."""
+    """Share out ``total`` bytes among members in proportion to their counts, as whole numbers that add up to it."""
     ends = np.cumsum(np.asarray(counts, np.int64))
     whole = int(ends[-1]) if ends.size else 0
     if not whole:

@@ -33,17 +33,17 @@ class Sum(NamedTuple):
     parts: Sequence[int] | np.ndarray = ()
 
     def plus(self, entry: Entry) -> "Sum":
-        """With one message more, of the same tensors."""
+        """Add one message of the same tensors."""
         volume = tuple(map(operator.add, self.volume, (1, *entry.volume)))
         parts = np.asarray(entry.parts, np.int64)
         return Sum(volume, entry.names, self.parts + parts if self.volume[0] else parts)
 
     def amounts(self) -> dict[str, int]:
-        """By name."""
+        """All amounts by name."""
         return dict(zip(AMOUNTS, self.volume, strict=True))
 
     def by_tensor(self) -> Iterator[tuple[str, dict[str, int]]]:
-        """Calls and payload of each, and at last of what belongs to none."""
+        """Calls and payload of each tensor, and at last of bytes that belong to none."""
         calls, payload = self.volume[:2]
         parts = np.asarray(self.parts).tolist()
         for name, part in zip((*self.names, REST), (*parts, payload - sum(parts)), strict=True):
@@ -77,7 +77,7 @@ class Ledger:
             return list(self._entries)
 
     def copy(self) -> "Ledger":
-        """All there is now."""
+        """A ledger with all there is now."""
         twin = Ledger()
         with self._lock:
             self._make()
@@ -100,7 +100,7 @@ class Ledger:
             self._sums[key] = self._sums.get(key, NOTHING).plus(entry)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Drop all entries and sums."""
         with self._lock:
             for kept in (self._drafts, self._entries, self._sums):
                 kept.clear()
@@ -121,7 +121,7 @@ class Ledger:
         return [dict(zip(columns, key, strict=True)) | sums for key, sums in found.items()]
 
     def _all(self, each: bool) -> list[tuple[tuple[Any, ...], Sum]]:
-        """Step, phase, bucket, verb, and what was sent of it: every message that is kept, or the sums of all."""
+        """Step, phase, bucket and verb with their sums: of every message that is kept, or of all there ever were."""
         if each:
             return [(entry[: len(KEYS)], NOTHING.plus(entry)) for entry in self.entries]
         with self._lock:
@@ -168,7 +168,7 @@ class Ledger:
         return found | {REST: rest}
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """All sums, tensors and entries, ready for JSON."""
         now = self.copy()
         return {
             "totals": now.by("phase", "bucket", "verb"),
@@ -181,11 +181,11 @@ class Ledger:
         }
 
     def write_json(self, path: str | Path) -> None:
-        """Everything, as one object."""
+        """Write all sums, tensors and entries as one JSON object."""
         Path(path).write_text(json.dumps(self.as_dict()) + "\n")
 
     def write_csv(self, path: str | Path, *columns: str) -> None:
-        """The messages that are kept, one in a line; or sums by some columns, as ``by``.
+        """Write the messages that are kept, one in a line; or sums by some columns, as ``by``.
 
         A name that a spreadsheet would take for a formula begins with an apostrophe.
         """
@@ -224,5 +224,5 @@ def of_steps(line: str) -> bool:
 
 
 def _amounts(columns: Sequence[str]) -> tuple[str, ...]:
-    """What rows by these columns have."""
+    """Names of the amounts in rows by these columns."""
     return AMOUNTS[:2] if "tensor" in columns else AMOUNTS
