@@ -1,5 +1,5 @@
 // What stands between a gradient and the wire.
-#include "portable.h"
+#include "half.h"
 
 // flat[offset + i] <- scale data[i] for every member; bad[row] grows by the member's count of entries that are not at most
 // `most` in magnitude, as NaN is not.  A member that already lies at its place in `flat` is not copied.
@@ -119,46 +119,117 @@ KERNEL(clip)(long long n, real *x, double limit) {
   FOR_EACH(i, n, x) { x[i] = clamp(x[i], most); };
 }
 
-// What a half can hold moves to the wire, times scale, and x keeps the rest: the rounding error, and what lies beyond
-// +-most.  An x that is not finite moves as it is.  [scale is a power of two, so that both parts are exact]
-KERNEL(take_half)(long long n, real *x, half_t *wire, double scale, double most, Unless refused) {
+// What a number of 16 bits can hold of x, times scale: what lies beyond +-most is held there, and what is not finite stays
+// so.  [scale is a power of two, so that only rounding loses anything]
+template <class Format, class X>
+INLINE auto sent(const Format &format, const X &x, real factor, real limit) {
+  return format.of(clamp_finite(x, limit) * factor);
+}
+
+// That moves to the wire, and x keeps the rest: the rounding error, and what lies beyond; of what is not finite, nothing.
+template <class Format>
+INLINE void take(long long n, real *x, typename Format::Bits *wire, double scale, double most, Unless refused) {
   const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
   if (holds(refused)) {
     FOR_EACH(i, n, wire) { wire[i] = 0; };
     return;
   }
-  FOR_EACH(i, n, x, wire) {
-    const real now = x[i], sent = is_finite(now) ? clamp(now, limit) : now;
-    const half_t h = half_of(sent * factor);
-    wire[i] = h;
-    x[i] = is_finite(now) ? now - value_of_half(h) * back : 0;
-  };
+  FOR_EACH_PIECE(c, n)
+    each_half<Format>(c, x, wire, [=](const auto &format, auto &now, auto &bits) {
+      bits = sent(format, now, factor, limit);
+      now = if_finite(now, now - format.value(bits) * back);
+    });
+}
+KERNEL(take_half)(long long n, real *x, half_t *wire, double scale, double most, Unless refused) {
+  take<Float16>(n, x, wire, scale, most, refused);
+}
+KERNEL(take_bfloat16)(long long n, real *x, bfloat16_t *wire, double scale, double most, Unless refused) {
+  take<Brain16>(n, x, wire, scale, most, refused);
+}
+
+// The same, but x stays as it is.
+template <class Format>
+INLINE void copy(long long n, const real *x, typename Format::Bits *wire, double scale, double most, Unless refused) {
+  const real factor = (real)scale, limit = (real)most;
+  if (holds(refused)) {
+    FOR_EACH(i, n, wire) { wire[i] = 0; };
+    return;
+  }
+  FOR_EACH_PIECE(c, n)
+    each_half<Format>(c, x, wire, [=](const auto &format, const auto &now, auto &bits) {
+      bits = sent(format, now, factor, limit);
+    });
+}
+KERNEL(copy_half)(long long n, const real *x, half_t *wire, double scale, double most, Unless refused) {
+  copy<Float16>(n, x, wire, scale, most, refused);
+}
+KERNEL(copy_bfloat16)(long long n, const real *x, bfloat16_t *wire, double scale, double most, Unless refused) {
+  copy<Brain16>(n, x, wire, scale, most, refused);
 }
 
 // x <- wire / scale
-KERNEL(give_half)(long long n, const half_t *wire, real *x, double scale) {
+template <class Format>
+INLINE void give(long long n, const typename Format::Bits *wire, real *x, double scale) {
   const real back = (real)(1 / scale);
-  FOR_EACH(i, n, wire, x) { x[i] = value_of_half(wire[i]) * back; };
+  FOR_EACH_PIECE(c, n)
+    each_half<Format>(c, x, wire, [=](const auto &format, auto &now, const auto &bits) {
+      now = format.value(bits) * back;
+    });
 }
+KERNEL(give_half)(long long n, const half_t *wire, real *x, double scale) { give<Float16>(n, wire, x, scale); }
+KERNEL(give_bfloat16)(long long n, const bfloat16_t *wire, real *x, double scale) { give<Brain16>(n, wire, x, scale); }
 
-// The same for bfloat16, whose range is that of float.
-KERNEL(take_bfloat16)(long long n, real *x, bfloat16_t *wire, double scale, double most, Unless refused) {
-  const real factor = (real)scale, back = (real)(1 / scale), limit = (real)most;
-  if (holds(refused)) {
-    FOR_EACH(i, n, wire) { wire[i] = 0; };
-    return;
+// total <- (part[0] + part[1]) + ... of a chunk that starts at `at` in every part
+template <class Format>
+INLINE void add_up(const Chunk &c, long long at, long long parts, const typename Format::Bits *const *part, real *total) {
+  for (long long k = 0; k < parts; ++k) {
+    const auto *const next = global(part[k]) + at;
+    if (k == 0)
+      each_half<Format>(c, total, next, [](const auto &format, auto &sum, const auto &bits) { sum = format.value(bits); });
+    else
+      each_half<Format>(c, total, next, [](const auto &format, auto &sum, const auto &bits) { sum += format.value(bits); });
   }
-  FOR_EACH(i, n, x, wire) {
-    const real now = x[i], sent = is_finite(now) ? clamp(now, limit) : now;
-    const bfloat16_t b = bfloat16_of(sent * factor);
-    wire[i] = b;
-    x[i] = is_finite(now) ? now - value_of_bfloat16(b) * back : 0;
-  };
 }
 
-KERNEL(give_bfloat16)(long long n, const bfloat16_t *wire, real *x, double scale) {
+// sum <- (part[0] + part[1]) + ..., added as reals and rounded once; sum may be one of them.
+template <class Format>
+INLINE void add_halves(long long n, typename Format::Bits *sum, long long parts,
+                       const typename Format::Bits *const *part) {
+  FOR_EACH_PIECE(c, n) {
+    SCRATCH real room[CHUNK];
+    real *const total = room - c.begin;
+    add_up<Format>(c, 0, parts, part, total);
+    each_half<Format>(c, total, sum, [](const auto &format, const auto &x, auto &bits) { bits = format.of(x); });
+  }
+}
+KERNEL(sum_half)(long long n, half_t *sum, long long parts, const half_t *const *part) {
+  add_halves<Float16>(n, sum, parts, part);
+}
+KERNEL(sum_bfloat16)(long long n, bfloat16_t *sum, long long parts, const bfloat16_t *const *part) {
+  add_halves<Brain16>(n, sum, parts, part);
+}
+
+// sum <- ((part[0] + part[1]) + ...) / scale, as above: flat arrays of the bucket.
+template <class Format>
+INLINE void add_shares(const Table &table, long long parts, const typename Format::Bits *const *part, real *sum,
+                       double scale) {
   const real back = (real)(1 / scale);
-  FOR_EACH(i, n, wire, x) { x[i] = value_of_bfloat16(wire[i]) * back; };
+  FOR_EACH_CHUNK(c, table) {
+    SCRATCH real room[CHUNK];
+    SCRATCH typename Format::Bits rounded[CHUNK];
+    const long long at = table.rows[c.row].offset;
+    real *const total = room - c.begin, *const to = sum + at;
+    typename Format::Bits *const bits = rounded - c.begin;
+    add_up<Format>(c, at, parts, part, total);
+    each_half<Format>(c, total, bits, [](const auto &format, const auto &x, auto &h) { h = format.of(x); });
+    each_half<Format>(c, to, bits, [=](const auto &format, auto &x, const auto &h) { x = format.value(h) * back; });
+  }
+}
+KERNEL(add_half_parts)(Table table, long long parts, const half_t *const *part, real *sum, double scale) {
+  add_shares<Float16>(table, parts, part, sum, scale);
+}
+KERNEL(add_bfloat16_parts)(Table table, long long parts, const bfloat16_t *const *part, real *sum, double scale) {
+  add_shares<Brain16>(table, parts, part, sum, scale);
 }
 
 // Add one rank's entries; indices are distinct within a rank, and negative where there is no entry.
@@ -229,27 +300,29 @@ KERNEL(sum_counts)(long long n, const long long *count, long long one, long long
   add(total, found);
 }
 
-KERNEL(to_half)(long long n, const real *x, half_t *wire) {
-  FOR_EACH(i, n, x, wire) { wire[i] = half_of(x[i]); };
+// wire <- x
+template <class Format>
+INLINE void narrow_all(long long n, const real *x, typename Format::Bits *wire) {
+  FOR_EACH_PIECE(c, n)
+    each_half<Format>(c, x, wire, [](const auto &format, const auto &now, auto &bits) { bits = format.of(now); });
 }
+KERNEL(to_half)(long long n, const real *x, half_t *wire) { narrow_all<Float16>(n, x, wire); }
+KERNEL(to_bfloat16)(long long n, const real *x, bfloat16_t *wire) { narrow_all<Brain16>(n, x, wire); }
 
-KERNEL(from_half)(long long n, const half_t *wire, real *x) {
-  FOR_EACH(i, n, wire, x) { x[i] = value_of_half(wire[i]); };
+// x <- wire
+template <class Format>
+INLINE void widen_all(long long n, const typename Format::Bits *wire, real *x) {
+  FOR_EACH_PIECE(c, n)
+    each_half<Format>(c, x, wire, [](const auto &format, auto &now, const auto &bits) { now = format.value(bits); });
 }
+KERNEL(from_half)(long long n, const half_t *wire, real *x) { widen_all<Float16>(n, wire, x); }
+KERNEL(from_bfloat16)(long long n, const bfloat16_t *wire, real *x) { widen_all<Brain16>(n, wire, x); }
 
 // x <- x + wire
-KERNEL(add_half)(long long n, const half_t *wire, real *x) {
-  FOR_EACH(i, n, wire, x) { x[i] += value_of_half(wire[i]); };
+template <class Format>
+INLINE void add_all(long long n, const typename Format::Bits *wire, real *x) {
+  FOR_EACH_PIECE(c, n)
+    each_half<Format>(c, x, wire, [](const auto &format, auto &now, const auto &bits) { now += format.value(bits); });
 }
-
-KERNEL(to_bfloat16)(long long n, const real *x, bfloat16_t *wire) {
-  FOR_EACH(i, n, x, wire) { wire[i] = bfloat16_of(x[i]); };
-}
-
-KERNEL(from_bfloat16)(long long n, const bfloat16_t *wire, real *x) {
-  FOR_EACH(i, n, wire, x) { x[i] = value_of_bfloat16(wire[i]); };
-}
-
-KERNEL(add_bfloat16)(long long n, const bfloat16_t *wire, real *x) {
-  FOR_EACH(i, n, wire, x) { x[i] += value_of_bfloat16(wire[i]); };
-}
+KERNEL(add_half)(long long n, const half_t *wire, real *x) { add_all<Float16>(n, wire, x); }
+KERNEL(add_bfloat16)(long long n, const bfloat16_t *wire, real *x) { add_all<Brain16>(n, wire, x); }

@@ -10,7 +10,7 @@ import numpy as np
 from distopt import kernels
 from distopt.buckets import plan
 from distopt.comm import Metered, MpiCommunicator, Ordered
-from distopt.comm.communicator import BLOCK, NUMBERS, slices
+from distopt.comm.communicator import NUMBERS, slices
 from distopt.tables import CHUNK, Members
 
 SIZES = [0, 1, 7, 1000, 2503]
@@ -84,7 +84,7 @@ def shapes(comm):
 def halves(comm):
     """Sums of halves are formed in float32, in rank order, and rounded once."""
     for dtype in (np.float16, ml_dtypes.bfloat16):
-        everyone = [np.random.default_rng(r).standard_normal(BLOCK + 999).astype(dtype) for r in range(comm.size)]
+        everyone = [np.random.default_rng(r).standard_normal((1 << 17) + 999).astype(dtype) for r in range(comm.size)]
         total = everyone[0].astype(np.float32)
         for x in everyone[1:]:
             total = total + x.astype(np.float32)

@@ -22,7 +22,6 @@ from distopt.tables import Members
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
-BLOCK = 1 << 17  # elements
 NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)), *HALVES)
 
 
@@ -284,7 +283,9 @@ def slices(n: int, size: int) -> list[slice]:
 def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:
     """((x0 + x1) + x2) + ..., a new array; halves are added in float32 and rounded once."""
     if parts[0].dtype in HALVES:
-        return _sum_of_halves(parts)
+        found: np.ndarray = device.empty(parts[0].size, parts[0].dtype, like=parts[0])
+        sum_halves([x.reshape(-1) for x in parts], found)
+        return found.reshape(parts[0].shape)
     total = device.copied(parts[0])
     with np.errstate(over="ignore", invalid="ignore"):  # as on any wire; who cares looks at the sum
         for x in parts[1:]:
@@ -295,21 +296,10 @@ def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:
     return total
 
 
-def _sum_of_halves(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """On the host in blocks that stay in the cache."""
-    kind = "bfloat16" if parts[0].dtype == BFLOAT16 else "half"
-    take, add, give = (getattr(kernels, f"{verb}_{kind}") for verb in ("from", "add", "to"))
-    flats, found = [x.reshape(-1) for x in parts], device.empty(parts[0].size, parts[0].dtype, like=parts[0])
-    size = min(found.size, BLOCK) if not device.on_gpu(found) else found.size
-    total = device.empty(size, np.float32, like=found)
-    for start in range(0, found.size, max(1, size)):
-        first, *others = (x[start : start + size] for x in flats)
-        block = total[: first.size]
-        take(first, block)
-        for x in others:
-            add(x, block)
-        give(block, found[start : start + size])
-    return found.reshape(parts[0].shape)
+def sum_halves(parts: Sequence[np.ndarray], found: np.ndarray) -> None:
+    """Overwrite ``found``, which may be one of the flat parts, by their sum: one pass."""
+    kernel = kernels.sum_bfloat16 if found.dtype == BFLOAT16 else kernels.sum_half
+    kernel(found, list(parts))
 
 
 def all_reduce_in_rank_order(comm: Communicator, x: np.ndarray) -> None:

@@ -8,11 +8,12 @@ import numpy as np
 from distopt.comm.communicator import (
     HALVES,
     Communicator,
-    all_reduce_in_rank_order,
     checked,
     checked_parts,
     checked_root,
     cut,
+    slices,
+    sum_halves,
 )
 from distopt.comm.mpi_control import MpiControl, any_thread, brand, finish, join, mpi, world_comm
 from distopt.comm.shared import SharedMemory, open_handle
@@ -45,12 +46,14 @@ class MpiCommunicator(Communicator):
         self._place = f"{brand()}{', ' + why if why else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         self.why = self._place
         self._shared = SharedMemory()
+        self._received = np.empty(0, np.uint8)
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks."""
         flat = checked(x)
         if flat.dtype in HALVES:
-            all_reduce_in_rank_order(self, flat)
+            with self._log("all_reduce", flat.nbytes, self._purpose):
+                self._all_reduce_halves(flat)
             return
         with self._log("all_reduce", flat.nbytes, self._purpose):
             for start in range(0, flat.size, self.CHUNK):
@@ -62,6 +65,22 @@ class MpiCommunicator(Communicator):
             finish([self._comm.Iallreduce(mpi().IN_PLACE, x)], self)
         else:
             self._comm.Allreduce(mpi().IN_PLACE, x)
+
+    def _all_reduce_halves(self, x: np.ndarray) -> None:
+        """Slices go to their owners, are added up there, and come back to their places."""
+        parts = [x[s] for s in slices(x.size, self.size)]
+        own, room = parts[self.rank], self._room(x.dtype, self.size * parts[self.rank].size)
+        sent = cut(room, [own.size] * self.size)
+        sent[self.rank] = own
+        self._swap(parts, [own.size] * self.size, sent)
+        sum_halves(sent, own)
+        self._swap([own] * self.size, [part.size for part in parts], parts)
+
+    def _room(self, dtype: np.dtype, n: int) -> np.ndarray:
+        """Memory for what others send, the same every time."""
+        if self._received.nbytes < n * dtype.itemsize:
+            self._received = np.empty(n * dtype.itemsize, np.uint8)
+        return self._received[: n * dtype.itemsize].view(dtype)
 
     def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Every rank's x, flat, in rank order."""
@@ -144,7 +163,8 @@ class MpiCommunicator(Communicator):
         requests = []
         for rank in range(self.size):
             if rank == self.rank:
-                got[rank][...] = parts[rank]
+                if got[rank] is not parts[rank]:
+                    got[rank][...] = parts[rank]
                 continue
             requests += [self._comm.Irecv(piece, rank) for piece in self._pieces(got[rank])]
             requests += [self._comm.Isend(piece, rank) for piece in self._pieces(parts[rank])]

@@ -66,6 +66,7 @@ class Compressor(Protocol):
     Some have more (dgc.py has all of it):
 
     * ``decompress_all(payloads, out, at)``: the sum of payloads in one pass;
+    * ``copy(x, state, at)``: the payload of an x that is about to be overwritten, and so need not be changed;
     * ``at_step(k)``: the compressor that update k is made with, if it changes;
     * ``whole(members, at)``: a number per member, 1 for those that are left in x to be summed as they are;
     * ``finish(total, state, at)``: what is added to a sum over ranks before it is divided by ``at.divisor``;

@@ -33,9 +33,9 @@ class Half:
         self.dtype, self.predivide, self.may_overflow = dtype, bool(predivide), not predivide
         self._most = LARGEST[dtype]
         if dtype == "float16":
-            self._take, self._give = kernels.take_half, kernels.give_half
+            self._take, self._copy, self._give = kernels.take_half, kernels.copy_half, kernels.give_half
         else:
-            self._take, self._give = kernels.take_bfloat16, kernels.give_bfloat16
+            self._take, self._copy, self._give = kernels.take_bfloat16, kernels.copy_bfloat16, kernels.give_bfloat16
 
     def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int:
         """Two bytes an element."""
@@ -48,14 +48,25 @@ class Half:
         if add is not None:
             kernels.accumulate(add, x, at.refused)
         wire: np.ndarray = at.scratch("payload", 2 * x.size).view(FORMATS[self.dtype])
-        self._take(x, wire, self._scale(at.size), self._most, at.refused)
+        self._take(x, wire, self.scale(at.size), self._most, at.refused)
         return wire
+
+    def copy(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
+        """The same payload, but x stays as it is."""
+        wire: np.ndarray = at.scratch("payload", 2 * x.size).view(FORMATS[self.dtype])
+        self.write(x, wire, at)
+        return wire
+
+    def write(self, x: np.ndarray, wire: np.ndarray, at: At) -> None:
+        """Overwrite ``wire`` by the payload of x, which stays as it is."""
+        self._copy(x, wire, self.scale(at.size), self._most, at.refused)
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
         """Overwrite ``out`` by the numbers."""
-        self._give(payload, out, self._scale(at.size))
+        self._give(payload, out, self.scale(at.size))
 
-    def _scale(self, ranks: int) -> float:
+    def scale(self, ranks: int) -> float:
+        """What x is multiplied by."""
         return 2.0 ** -math.ceil(math.log2(ranks)) if self.predivide else 1.0
 
     def __repr__(self) -> str:

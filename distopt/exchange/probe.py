@@ -35,6 +35,10 @@ class Probe:
         """The sum of the gradients of the ranks that had their turn, as they came."""
         return self._sum.total
 
+    def copy(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
+        """As ``compress``, which sees what is left behind."""
+        return self.compress(x, state, at)
+
     def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
         """As the compressor."""
         members, share = table(x, at), self._quality.of(at.rank)
