@@ -184,12 +184,15 @@ class TableKernel(Kernel):
     def __call__(self, members: Members, *values: Any) -> None:
         """Call it with a table and what follows it.
 
-        ``real`` arrays hold the bucket, bytes at least a bit for each of its elements, others a number or more per row.
+        Arrays of ``real`` and of 16 bits hold the bucket, bytes at least a bit for each of its elements, others a
+        number or more per row.
         For a list of arrays give the list, whose length is passed in front of it.
         """
         values = self._complete(values)
         rows, real, gpu = len(members.names), members.dtype, self._place(values)
-        least = {"real": members.extent, "byte_t": -(-members.extent // 8)}
+        least = {kind: members.extent for kind in ("real", "half_t", "bfloat16_t")} | {
+            "byte_t": -(-members.extent // 8)
+        }
         arguments: list[Any] = [members.table(gpu)]
         for v, p in zip(values, self.parameters, strict=True):
             fits = least.get(p.kind, rows).__le__

@@ -11,10 +11,19 @@ import numpy as np
 from distopt import device, kernels
 from distopt.buckets import Buffer, Sum, global_norm, in_one_piece, own
 from distopt.comm import Communicator
-from distopt.compress import At, Compressor, Dense
+from distopt.compress import At, Compressor, Dense, Half
 from distopt.conditions import Conditions, Kind
 from distopt.device import Graph
-from distopt.exchange import Callback, Observer, Overlap, Rooms, add_shares, choose, refuse_divergence
+from distopt.exchange import (
+    Callback,
+    Observer,
+    Overlap,
+    Rooms,
+    add_halves,
+    add_shares,
+    choose,
+    refuse_divergence,
+)
 from distopt.exchange.shares import describe, nonfinite
 from distopt.gradients import Watch
 from distopt.guard import PeerLeft, by_rank
@@ -116,7 +125,7 @@ class Loop(Conditions):
         sums = self._finite_sums(exchanged)
         if sums is None or not self._decided():
             return False
-        self._apply(sums, self._divisor, others_read=in_shares)
+        self._apply(sums, self._divisor, others_read=any(len(total) > 1 for total in sums))
         return True
 
     def _partial_step(self, loss: Any, threshold: int | None) -> bool:
@@ -333,11 +342,19 @@ class Loop(Conditions):
             rooms = self._rooms_for(compressor)
             if rooms and not compressor.stateful:
                 rooms.count(arrays, compressor.count)  # type: ignore[attr-defined]
-            yield from map(exchange, self._memory, arrays)
+            yield from self._halves_in_shares(compressor) or map(exchange, self._memory, arrays)
             if rooms and compressor.stateful:
                 rooms.send()
 
         return exchange_all
+
+    def _halves_in_shares(self, compressor: Compressor) -> list[Sum] | None:
+        """Sums of halves in shared memory, where nobody looks at them or at what is sent; None elsewhere."""
+        if not isinstance(compressor, Half) or compressor.may_overflow or self._refusal.doubted or self._observer.looks:
+            return None
+        if self._window.num_batches > 1 or self._overlaps or not self._memory.shared:
+            return None
+        return add_halves(self._memory, compressor, self._wire, lambda buffer: self._at_bucket(buffer, self._wire))
 
     def _rooms_for(self, compressor: Compressor) -> Rooms | None:
         """On a GPU, what a compressor has room for whose payloads depend on the data."""

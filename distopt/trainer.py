@@ -235,7 +235,7 @@ class Trainer(Saving):
         self._stand_ins = [(p, p.grad, left[p.name]) for p in touched if p.grad is not left[p.name]]
         for p, _, stand_in in self._stand_ins:
             p.grad = stand_in
-        if self._in_shares(self._compressor):
+        if any(len(total) > 1 for total in sums):
             self._wire.barrier()  # until here others read this rank's share
         self._window.start(self._memory)
         self._hand_over()

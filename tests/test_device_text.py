@@ -236,7 +236,12 @@ def flats(n, dtype, by):
         refused = x.copy(), np.ones(n, wire)
         getattr(kernels, f"take_{kind}")(*refused, 0.25, 1e4, YES)
         same([refused[0], refused[1]], [x, np.zeros(n, wire)])
-        found += [h, back, kept, sent, given]
+        copied, total, sums = np.zeros(n, wire), np.zeros(n, wire), np.zeros(n, dtype)
+        getattr(kernels, f"copy_{kind}")(y, copied, 0.25, 1e4)
+        getattr(kernels, f"sum_{kind}")(total, [h, sent, copied])
+        table = Members(["y"], [(n,)], [0], dtype)
+        getattr(kernels, f"add_{kind}_parts")(table, [h, sent, copied], sums, 0.25)
+        found += [h, back, kept, sent, given, copied, total, sums]
     before = y.copy()
     kernels.accumulate(x, y, YES)
     same([before], [y])

@@ -137,6 +137,7 @@ class Buffers:
         self._gradients_version = self._parameters_version = -1  # of the arrays that the tables point to
         self._copies: dict[int, np.ndarray] = {}  # of gradients that lie in the memory of others
         self.parameters: dict[str, np.ndarray] = {}  # that all ranks share, if they do
+        self._halves: list[np.ndarray] | None = None  # of all ranks; none if they are not shared, None before they are
 
     def follow(self) -> None:
         """What follows comes behind the last step, whatever stream of a GPU that was in."""
@@ -178,6 +179,19 @@ class Buffers:
         for k, buffer in enumerate(self):
             buffer.peers = None if memories is None else [self._flats(m)[k] for m in memories]
             buffer.bad_parts = np.zeros((len(memories or ()) + 1, len(buffer.bucket.names)), np.int64)
+
+    def share_halves(self, wire: Wire) -> bool:
+        """Make room for the 16-bit numbers that all ranks read; collective, once; False if that cannot be."""
+        if self._halves is None:
+            memories = wire.peers(wire.alloc(self._memory.size, np.uint8))
+            self._halves = memories or []
+        return bool(self._halves)
+
+    def halves(self, buffer: Buffer, dtype: np.dtype) -> list[np.ndarray]:
+        """Those of a bucket, per rank."""
+        start = self._starts[buffer.number]
+        end = start + buffer.bucket.size * dtype.itemsize
+        return [memory[start:end].view(dtype) for memory in self._halves or ()]
 
     def share_parameters(self, wire: Wire) -> bool:
         """Make room for all ranks' parameters in the first rank's memory; collective; False if that cannot be."""

@@ -173,6 +173,14 @@ class Communicator(abc.ABC):
         """
         kernels.add_parts(members.share(self.rank, self.size), parts, parts[self.rank], bad)
 
+    def add_half_parts(self, members: Members, parts: Sequence[np.ndarray], total: np.ndarray, scale: float) -> None:
+        """The same of numbers of 16 bits, added in float32 and rounded once; this rank's share of ``total`` is that.
+
+        It is divided by ``scale``.
+        """
+        kernel = kernels.add_bfloat16_parts if parts[0].dtype == BFLOAT16 else kernels.add_half_parts
+        kernel(members.share(self.rank, self.size), list(parts), total, scale)
+
     @property
     def bare(self) -> "Communicator":
         """What does the work, for messages that are no part of what is exchanged."""
@@ -255,6 +263,11 @@ class Wrapper(Communicator):
 
     def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:  # noqa: D102
         self.comm.add_parts(members, parts, bad)
+
+    def add_half_parts(  # noqa: D102
+        self, members: Members, parts: Sequence[np.ndarray], total: np.ndarray, scale: float
+    ) -> None:
+        self.comm.add_half_parts(members, parts, total, scale)
 
     @property
     def bare(self) -> Communicator:

@@ -19,7 +19,7 @@ class Metered(Wrapper):
     exact for this rank where distopt or NCCL says who sends what: gathers, all-to-alls, reduce-scatters, sums of
     halves and those of ``deterministic=True`` go straight from each rank to each other one, NCCL's along a ring.  How
     an MPI library broadcasts, or adds up other dtypes, is its own choice: there the formula is the least that all ranks
-    together need, and some may send several times as much.  Not counted are votes (64 bytes a step), and
+    together need, and some may send several times as much.  Not counted are votes (72 bytes a step), and
     what a transport adds: headers, and the lengths that a ragged verb needs.
 
     Bytes of steps and all others are told apart (``Ledger.total_of_steps``, ``Ledger.report``).  A script that sums up
@@ -76,6 +76,12 @@ class Metered(Wrapper):
     def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:
         """Count a sum in shared memory as the all-reduce that it stands for, although nothing goes over a wire."""
         self.comm.add_parts(members, parts, bad)
+        own = parts[self.rank]
+        self._meter.all_reduce(own.size, own.itemsize)
+
+    def add_half_parts(self, members: Members, parts: Sequence[np.ndarray], total: np.ndarray, scale: float) -> None:
+        """Likewise."""
+        self.comm.add_half_parts(members, parts, total, scale)
         own = parts[self.rank]
         self._meter.all_reduce(own.size, own.itemsize)
 

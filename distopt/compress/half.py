@@ -31,7 +31,7 @@ class Half:
         if dtype not in FORMATS:
             raise ValueError(f"dtype must be one of {', '.join(FORMATS)}, got {dtype!r}")
         self.dtype, self.predivide, self.may_overflow = dtype, bool(predivide), not predivide
-        self._most = LARGEST[dtype]
+        self._most, self.stored = LARGEST[dtype], FORMATS[dtype]
         if dtype == "float16":
             self._take, self._copy, self._give = kernels.take_half, kernels.copy_half, kernels.give_half
         else:
@@ -47,13 +47,13 @@ class Half:
         """x as 16-bit numbers; x keeps the rounding errors."""
         if add is not None:
             kernels.accumulate(add, x, at.refused)
-        wire: np.ndarray = at.scratch("payload", 2 * x.size).view(FORMATS[self.dtype])
+        wire: np.ndarray = at.scratch("payload", 2 * x.size).view(self.stored)
         self._take(x, wire, self.scale(at.size), self._most, at.refused)
         return wire
 
     def copy(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
         """The same payload, but x stays as it is."""
-        wire: np.ndarray = at.scratch("payload", 2 * x.size).view(FORMATS[self.dtype])
+        wire: np.ndarray = at.scratch("payload", 2 * x.size).view(self.stored)
         self.write(x, wire, at)
         return wire
 

@@ -12,7 +12,7 @@ from distopt.exchange.quality import Quality
 from distopt.exchange.reduce import reduce
 from distopt.exchange.refusal import Blind, Refusal, Seen
 from distopt.exchange.room import Rooms
-from distopt.exchange.shares import add_shares
+from distopt.exchange.shares import add_halves, add_shares
 from distopt.exchange.window import Window
 
 PROPERTIES = ("summable", "ragged", "lossless", "may_overflow", "stateful")
@@ -48,6 +48,7 @@ __all__ = [
     "Rooms",
     "Seen",
     "Window",
+    "add_halves",
     "add_shares",
     "choose",
     "gather",

@@ -31,6 +31,11 @@ class Observer:
         """Step number ``step``, from 1, begins; are gradients ``sent`` in it, and how often?"""
         self._quality = Quality(exchanges) if sent and self.every and step % self.every == 0 else None
 
+    @property
+    def looks(self) -> bool:
+        """Is this step looked at?"""
+        return self._quality is not None
+
     def around(self, algorithm: Algorithm, compressor: Compressor) -> Algorithm:
         """How a bucket is exchanged in this step."""
         if self._quality is None or compressor.lossless:

@@ -18,6 +18,7 @@ class Blind:
     later = False  # does the host learn later what was found?
     pending = False  # is there something that it has not asked for?
     headroom = 1.0  # what a gradient is multiplied by before it is looked at
+    doubted = False  # do all ranks look at the sums of this step?
 
     def in_gradients(self) -> str:
         """This rank's packed gradients that are not finite, for the vote; '' if all are."""
@@ -71,7 +72,7 @@ class Seen(Blind):
         self._buffers = buffers
         self._sums = 2.0 ** math.ceil(math.log2(gradients))
         self.headroom = self._sums * self.SPARE
-        self._doubted = self._left_much = True
+        self.doubted = self._left_much = True
         self._steps = 0
         self._copies: list[dict[str, np.ndarray]] | None = None
 
@@ -86,12 +87,12 @@ class Seen(Blind):
 
     def agree(self, doubted: bool, stateful: bool) -> None:
         """If it is in doubt, keep a copy of what outlives the step."""
-        self._doubted |= doubted
-        self._copies = self._buffers.copied_states() if self._doubted and stateful else None
+        self.doubted |= doubted
+        self._copies = self._buffers.copied_states() if self.doubted and stateful else None
 
     def in_sums(self, sums: Iterable[Sum], may_overflow: bool) -> str:
         """How many entries, if they are in doubt or ``may_overflow`` whatever the gradients are."""
-        if not (self._doubted or may_overflow):
+        if not (self.doubted or may_overflow):
             return ""
         count = np.zeros(1, np.int64)
         for total in sums:
@@ -103,10 +104,10 @@ class Seen(Blind):
     def passed(self) -> None:
         """Doubts end with the step, unless much is left behind."""
         self._steps += 1
-        if self._doubted:
+        if self.doubted:
             self._left_much = self._leaves_much()
             self._steps = 0
-        self._doubted, self._copies = False, None
+        self.doubted, self._copies = False, None
 
     def start_again(self) -> None:
         """Doubt the next step."""

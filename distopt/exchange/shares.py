@@ -6,10 +6,11 @@ packs again.  Votes and barriers see to that.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from distopt.buckets import Buffer, Buffers, Sum, shared
 from distopt.comm import Communicator
+from distopt.compress import At, Half
 
 
 def add_shares(buffer: Buffer, comm: Communicator) -> Sum:
@@ -18,6 +19,24 @@ def add_shares(buffer: Buffer, comm: Communicator) -> Sum:
     buffer.bad_parts[:] = 0
     comm.add_parts(buffer.gradients, buffer.peers, buffer.bad_parts.reshape(-1))
     return shared(buffer.peers)
+
+
+def add_halves(buffers: Buffers, compressor: Half, comm: Communicator, at: Callable[[Buffer], At]) -> list[Sum] | None:
+    """The sums over ranks of what a ``Half`` takes of all buckets, with the bits of its all-reduce; collective.
+
+    None if the ranks share no memory for that.  What is written and read once is half of what Dense has.
+    """
+    if not buffers.share_halves(comm):
+        return None
+    halves = [buffers.halves(buffer, compressor.stored) for buffer in buffers]
+    for buffer, wires in zip(buffers, halves, strict=True):
+        compressor.write(buffer.gradient, wires[comm.rank], at(buffer))
+    comm.barrier()
+    for buffer, wires in zip(buffers, halves, strict=True):
+        with comm.on_behalf_of(at(buffer).purpose):
+            comm.add_half_parts(buffer.gradients, wires, buffer.gradient, compressor.scale(comm.size))
+    comm.barrier()
+    return [shared(buffer.peers or ()) for buffer in buffers]
 
 
 def nonfinite(buffers: Buffers) -> str:

@@ -103,6 +103,16 @@ int main() {
     give_half_float(n, half.data(), y.data(), 0.5);
     take_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30, nullptr);
     give_bfloat16_float(n, half.data(), y.data(), 0.5);
+    copy_half_float(n, x.data(), half.data(), 0.5, 65504, nullptr);
+    copy_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30, nullptr);
+    std::vector<half_t> summed(n);
+    const half_t *const terms[] = {half.data(), summed.data(), half.data()};
+    sum_half_float(n, summed.data(), 3, terms);
+    sum_bfloat16_float(n, summed.data(), 3, terms);
+    const Member single = {x.data(), nullptr, 0, n, 0, WIDE, 0, 1.0, 1.0, 1.0};
+    const Table only = {&single, 1, 0, (n + CHUNK - 1) / CHUNK};
+    add_half_parts_float(only, 3, terms, y.data(), 0.5);
+    add_bfloat16_parts_float(only, 3, terms, y.data(), 0.5);
     long long found = 0;
     count_nonfinite_float(n, x.data(), 1, &found);
     count_above_float(n, x.data(), 1, &found, 5);
