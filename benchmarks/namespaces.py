@@ -51,10 +51,10 @@ class Hosts(NamedTuple):
         if brand == "MPICH":
             table.write_text("".join(f"{a}:1\n" for a in ADDRESSES))
             hydra = {"LAUNCHER": "ssh", "LAUNCHER_EXEC": agent, "HOST_FILE": table, "IFACE": INTERFACE}
-            return {f"HYDRA_{name}": str(value) for name, value in hydra.items()}
+            return {f"HYDRA_{name}": str(value) for name, value in hydra.items()} | {"UCX_NET_DEVICES": INTERFACE}
         table.write_text("".join(f"{a} slots=1\n" for a in ADDRESSES))
         prrte = {"plm_ssh_agent": agent, "prte_default_hostfile": table, "prte_if_include": INTERFACE}
-        return {f"PRTE_MCA_{name}": str(value) for name, value in prrte.items()}
+        return {f"PRTE_MCA_{name}": str(value) for name, value in prrte.items()} | {"OMPI_MCA_btl": "^ofi"}
 
     def sent(self) -> list[int]:
         """The bytes that each host has put on the cable so far, headers included."""

@@ -56,8 +56,8 @@ def note(vote: str) -> None:
 def mark(what: str, detail: object = "") -> None:
     """Leave a mark, if this is a rank.
 
-    ``MPI``: it came to MPI's start; ``DONE``: its interpreter came to its end; ``SPOKEN``: it has said why it fails;
-    ``STOPS``: it takes signals; ``EXIT``, ``OS_EXIT``: it ends with this code; ``SEGMENT``: it maps this shared memory.
+    ``MPI``: it came to MPI's start; ``DONE``: its interpreter came to its end; ``STOPS``: it takes signals; ``SPOKEN``,
+    ``EXIT``, ``OS_EXIT``: it ends with this code, the first after it has said why; ``SEGMENT``: it maps this memory.
     """
     if _folder is not None and is_rank():
         (_folder / f"{_rank}.{what}.{detail}").touch(mode=0o600)

@@ -29,52 +29,57 @@ class Fault(NamedTuple):
 
 
 class Ends:
-    """Processes that are ranks, and the order in which they ended."""
+    """Processes that are ranks, in the order in which they ended, also if they are looked at late."""
 
     def __init__(self, folder: Path, size: int, launcher: int):
         self._folder, self._size = folder, size
-        self._poll = select.poll()
+        self._ready = select.epoll()  # tells in the order in which things happened
+        self._launcher = self._open(launcher)
         self._pids: dict[int, int] = {}  # by rank
-        self._handles: dict[int, int] = {}  # by rank
-        self._launcher = _open(launcher)
-        if self._launcher >= 0:
-            self._poll.register(self._launcher, select.POLLIN)
-        self._gone: list[set[int]] = []  # ranks, those that were seen at once together
+        self._handles: dict[int, int] = {}
+        self._ended: list[int] = []  # ranks
 
     def close(self) -> None:
         """Give all handles back."""
+        self._ready.close()
         for handle in (self._launcher, *self._handles.values()):
             if handle >= 0:
                 os.close(handle)
 
     def look(self, seconds: float) -> list[job.Rank]:
         """The ranks' marks, after so many seconds, or as soon as a process ends."""
-        self._poll.poll(1000 * (seconds if len(self._pids) == self._size else SOON))
-        ranks = job.entered(self._folder)
+        self._note(seconds if len(self._pids) == self._size else SOON)
+        ranks = job.entered(self._folder)  # after it, so that who has ended has left all its marks
         for rank in ranks:
             if rank.rank not in self._pids:
-                self._pids[rank.rank], handle = rank.pid, _open(rank.pid)
-                self._handles[rank.rank] = handle
-                if handle >= 0:
-                    self._poll.register(handle, select.POLLIN)
-        known = set().union(*self._gone)
-        gone = {number for number in self._pids.keys() - known if self._has_ended(number)}
-        if gone:
-            self._gone.append(gone)
-            for handle in (self._handles[number] for number in gone):
-                if handle >= 0:
-                    self._poll.unregister(handle)
+                self._pids[rank.rank], self._handles[rank.rank] = rank.pid, self._open(rank.pid)
         return ranks
+
+    def _open(self, pid: int) -> int:
+        """A handle that becomes readable when a process ends; -1 if it has ended, or without such handles."""
+        try:
+            handle = os.pidfd_open(pid)
+        except (OSError, AttributeError):
+            return -1
+        self._ready.register(handle, select.EPOLLIN)
+        return handle
+
+    def _note(self, seconds: float) -> None:
+        ranks = {handle: rank for rank, handle in self._handles.items()}
+        for handle, _ in self._ready.poll(seconds):
+            if handle in ranks:
+                self._ready.unregister(handle)
+                self._ended.append(ranks[handle])
+        unseen = [rank for rank, handle in self._handles.items() if handle < 0 and rank not in self._ended]
+        self._ended += [rank for rank in unseen if job.state(self._pids[rank]) in "ZX"]
 
     def fault(self, ranks: Sequence[job.Rank]) -> Fault | None:
         """The first end that was none of a rank that is done; those that the launcher ended came later."""
-        spoken = any(job.SPOKEN in rank.marks for rank in ranks)
-        for gone in self._gone:
-            for rank in sorted((r for r in ranks if r.rank in gone), key=lambda r: r.votes):
-                if job.SPOKEN in rank.marks:
-                    return Fault("", self._code(rank))
-                if rank.marks.keys() & {job.EXIT, job.OS_EXIT} or job.DONE not in rank.marks or self._status(rank.rank):
-                    return Fault("" if spoken else self._told(rank), self._code(rank))
+        by_number = {rank.rank: rank for rank in ranks}
+        spoken = [rank for rank in ranks if job.SPOKEN in rank.marks]
+        for rank in (by_number[number] for number in self._ended):
+            if rank.marks.keys() & {job.EXIT, job.OS_EXIT} or job.DONE not in rank.marks or self._status(rank.rank):
+                return Fault("", self._code(spoken[0])) if spoken else Fault(self._told(rank), self._code(rank))
         there = [rank.rank for rank in ranks if job.MPI in rank.marks]
         never = [rank.rank for rank in ranks if job.DONE in rank.marks and job.MPI not in rank.marks]
         if there and never:
@@ -97,7 +102,8 @@ class Ends:
 
     def _code(self, rank: job.Rank) -> int:
         """The exit code of a rank that failed, as a shell has it; 0 if nothing but the launcher knows it."""
-        marked = [int(code) for kind in (job.OS_EXIT, job.EXIT) for code in rank.marks.get(kind, ())]
+        kinds = (job.SPOKEN, job.OS_EXIT, job.EXIT)
+        marked = [int(code) for kind in kinds for code in rank.marks.get(kind, ())]
         found = [*marked, self._status(rank.rank)][0]
         return 0 if found is None else exit_code(found) or 1
 
@@ -116,22 +122,7 @@ class Ends:
             time.sleep(0.01)
         return None
 
-    def _has_ended(self, rank: int) -> bool:
-        if self._handles[rank] < 0:
-            return job.state(self._pids[rank]) in "ZX"
-        one = select.poll()
-        one.register(self._handles[rank], select.POLLIN)
-        return bool(one.poll(0))
-
 
 def exit_code(status: int) -> int:
     """What a shell has for a status as ``subprocess`` has it."""
     return 128 - status if status < 0 else status & 0xFF
-
-
-def _open(pid: int) -> int:
-    """A handle that becomes readable when a process ends; -1 if it has ended, or where there are no such handles."""
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        return -1

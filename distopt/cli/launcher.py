@@ -24,14 +24,14 @@ class Launcher(NamedTuple):
         return [self.path, *flags, "-n", str(ranks)]
 
     def environment(self, ranks: int) -> dict[str, str]:
-        """The environment of the ranks: a fair share of the cores for BLAS, and what Open MPI needs."""
+        """The environment of the ranks: a fair share of the cores for BLAS, and what keeps them on this machine."""
         cores = len(os.sched_getaffinity(0))
         share = str(max(1, cores // ranks))
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), share)
         crowded = {"OMPI_MCA_mpi_yield_when_idle": "1"} if ranks > cores else {}
         env = (
             threads
-            | (OPEN_MPI | crowded if self.brand == "Open MPI" else {})
+            | (OPEN_MPI | crowded if self.brand == "Open MPI" else MPICH)
             | dict(os.environ)
             | {"DISTOPT_RUN": str(ranks)}
         )
@@ -47,14 +47,18 @@ OPEN_MPI_TCP = {
     "OMPI_MCA_btl_tcp_links": "2",
     "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "rabenseifner",
 }
-# Start as root in a container; do not probe networks for a second at start.
+# Start as root in a container; ranks talk through memory, so that no networks are probed for a second at start, and
+# nobody listens for a connection.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_btl": "^ofi",
+    "OMPI_MCA_btl": "self,sm",
     "OMPI_MCA_osc": "^ucx",
     **OPEN_MPI_TCP,
 }
+# Start ranks here, and not by Slurm's srun, which would wait for the cores of the step that waits for it; no rank
+# listens but on the loopback interface.
+MPICH = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user", "HYDRA_IFACE": "lo", "UCX_NET_DEVICES": "lo"}
 
 
 def find_launcher() -> Launcher:

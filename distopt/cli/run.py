@@ -24,6 +24,7 @@ TIMED_OUT = 124  # the exit code of timeout(1)
 GRACE = 5.0  # seconds between asking a job to end and ending it
 LOOK = 0.2  # seconds between two looks at the ranks
 PATIENCE = 0.7  # seconds for a launcher to end a job after one of its ranks, and again when it is told to
+KILLING = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what asks a job to end
 
 
@@ -52,7 +53,7 @@ def main(given: argparse.Namespace) -> int:
 
 def start_given(given: argparse.Namespace, variables: Mapping[str, str]) -> int:
     """Start what the arguments say, with more variables in the ranks' environment."""
-    script = ["-m", *given.module] if given.module else given.script
+    script = ["-m", *given.module] if given.module else given.script[given.script[:1] == ["--"] :]
     if given.ranks < 1 or not script:
         _say("wants -n with at least 1 rank, and a script")
         return 2
@@ -116,7 +117,8 @@ class Job:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        self._look()
+        for _ in range(2):  # who is found by a look is seen to have ended by the next one
+            self._look()
         self._ends.close()
         code = self._judge(self._process.returncode)
         if code:
@@ -128,7 +130,7 @@ class Job:
         ranks = self._ends.look(LOOK)
         if self._fault is None and not self._asked:
             self._fault = self._ends.fault(ranks)
-            if self._fault:
+            if self._fault and self._process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(PATIENCE)
                 end(self._process, PATIENCE)
@@ -140,12 +142,14 @@ class Job:
             return code
         if self._fault.text:
             _say(self._fault.text)
-        killed = 128 * (code in set(signal.Signals))  # MPICH's launcher has the signal's number alone
-        return self._fault.code or code + killed or 1
+        if code in KILLING:  # MPICH's launcher has the signal's number alone
+            code += 128
+        return self._fault.code or code or 1
 
     def _ask(self, number: int) -> None:
         """Pass a signal on: to the ranks if all of them wait for one, else to the launcher, which ends them soon."""
         self._asked += 1
+        number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         ranks = job.entered(self._folder)
         if self._asked > 1:
             return

@@ -176,7 +176,7 @@ def _abort_from_thread(code: int) -> None:
 
 def abort(code: int) -> None:
     """End all processes of the job; this one has said why."""
-    job.mark(job.SPOKEN)
+    job.mark(job.SPOKEN, code)
     if runs():
         mpi().COMM_WORLD.Abort(code)
     with contextlib.suppress(KeyError, ValueError, OSError):

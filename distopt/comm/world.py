@@ -1,6 +1,8 @@
 """Which communicator this process is meant to use."""
 
+import os
 import sys
+from collections.abc import Mapping
 
 from distopt import device as gpus
 from distopt.comm import mpi_control
@@ -26,8 +28,8 @@ def world(device: str = "auto") -> Communicator:
     * 'auto': as 'cuda' if on every rank the script has imported cupy and there are a GPU and NCCL; else as 'cpu'.
 
     Raises ImportError if there is a launcher but no mpi4py; RuntimeError if launcher and MPI library do not belong
-    together, or if ``device='cuda'`` and there is no cupy, driver, GPU or NCCL; ValueError for another device, and if
-    two ranks are on one GPU; and for a GPU in ``run_ranks``.
+    together, if torchrun started this process as one of several, or if ``device='cuda'`` and there is no cupy, driver,
+    GPU or NCCL; ValueError for another device, if two ranks are on one GPU, and for a GPU in ``run_ranks``.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
@@ -45,12 +47,24 @@ def _pick(device: str) -> Communicator:
     started = mpi_control.launched()
     if started or "mpi4py.MPI" in sys.modules:
         return _pick_wire(device, started[1] if started else "mpi4py.MPI was imported")
+    _check_alone()
     place = _lacks_gpu(device, alone=True)
     if device == "cuda" and place:
         raise RuntimeError(f"device='cuda': {place}")
     if place:
         return LocalCommunicator(why=f"no MPI launcher; {place}")
     return LocalCommunicator(why="no MPI launcher; GPU 0", gpu=gpus.current_gpu())
+
+
+def _check_alone(environ: Mapping[str, str] = os.environ) -> None:
+    """RuntimeError if this process was started as one of several by a launcher of torch's kind, which starts no MPI."""
+    size = environ.get("WORLD_SIZE", "")
+    if size.isdigit() and int(size) > 1 and "RANK" in environ and environ.keys() & {"LOCAL_RANK", "MASTER_ADDR"}:
+        raise RuntimeError(
+            f"a launcher such as torchrun started {size} processes (RANK={environ['RANK']}, WORLD_SIZE={size}), which "
+            "cannot meet without MPI: every process would train alone. Start with: distopt run -n N script.py, or "
+            "mpirun -n N python script.py; a process that is to be alone takes DistOpt(opt, comm.LocalCommunicator())"
+        )
 
 
 def _pick_wire(device: str, started: str) -> Communicator:

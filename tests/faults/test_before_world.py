@@ -1,0 +1,150 @@
+"""Ranks that end, stop or sleep before they have met the others in ``distopt.world()``: real processes."""
+
+import re
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from launch import distopt_run, find_launcher, finish, needs_mpi
+
+pytestmark = [needs_mpi, pytest.mark.mpi, pytest.mark.faults]
+
+SCRIPT = """
+import os, signal, sys, time
+
+what, rank = sys.argv[1], os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+if "early" in sys.argv:
+    import distopt
+if rank == "1":
+    match what:
+        case "raise": open("/no/such/shard-1.npz")
+        case "import": import no_such_module
+        case "exit 0": sys.exit(0)
+        case "exit 3": sys.exit(3)
+        case "exit text": sys.exit("enough")
+        case "os._exit": os._exit(0)
+        case "kill": time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL)
+        case "crash": time.sleep(0.5), os.kill(os.getpid(), signal.SIGSEGV)
+        case "stop": os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep": time.sleep(600)
+if what != "nobody joins":
+    import distopt
+    distopt.world()
+print("done")
+"""
+BEFORE = "before distopt.world()"
+
+
+@pytest.fixture
+def script(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("what", "expected", "told"),
+    [
+        ("raise", 1, "FileNotFoundError: .* '/no/such/shard-1.npz'"),
+        ("import", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("exit 0", 1, f"distopt run: rank 1 ended {re.escape(BEFORE)}, where rank"),
+        ("exit 3", 3, f"distopt run: rank 1 ended by exit code 3 {re.escape(BEFORE)}"),
+        ("exit text", 1, f"distopt run: rank 1 ended by exit code 1 {re.escape(BEFORE)}"),
+        ("os._exit", 1, f"distopt run: rank 1 ended by {re.escape('os._exit(0)')} {re.escape(BEFORE)}"),
+        ("kill", 137, f"distopt run: rank 1 (was killed by SIGKILL|ended without a word) {re.escape(BEFORE)}"),
+        ("crash", 139, f"distopt run: rank 1 (was killed by SIGSEGV|ended without a word) {re.escape(BEFORE)}"),
+    ],
+)
+def test_distopt_run_ends_the_job_and_names_the_rank(script, what, expected, told):
+    code, output = distopt_run(3, script, what, timeout=60)
+    assert code == expected, output
+    assert re.search(told, output), output
+    assert "rank.py" not in output, "the traceback is the script's"
+    assert "done" not in output
+
+
+@pytest.mark.parametrize(("what", "state"), [("stop", "stopped"), ("sleep", "it runs")])
+def test_who_waits_for_a_rank_that_never_comes_names_it_and_its_own_line(script, what, state, tmp_path):
+    environment = {"DISTOPT_TIMEOUT": "2", "DISTOPT_FLIGHT": str(tmp_path)}
+    code, output = distopt_run(2, script, what, timeout=60, env=environment)
+    assert code == 75, output
+    at = next(k for k, line in enumerate(SCRIPT.splitlines(), 1) if "distopt.world()" in line)
+    waits = f"rank 0 waits since 2.[0-9] s for MPI's start, to which all ranks must come; at script.py:{at} in <module>"
+    assert re.search(waits, output), output
+    assert f"  rank 1: has not come to it ({state})" in output
+    assert "the limit is 2 s (DISTOPT_TIMEOUT)" in output
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("raise", "rank 1: Traceback"),
+        ("import", "rank 1: Traceback"),
+        ("exit 0", "ended before distopt.world|process rank 1"),
+        ("exit 3", "ended before distopt.world|process rank 1|1,1"),
+        ("stop", "rank 0 waits since 2.* for MPI's start"),
+    ],
+)
+def test_a_bare_launcher_ends_the_job_too(script, what, told, tmp_path):
+    """From ``import distopt`` on."""
+    launcher = find_launcher()
+    command = [*launcher.command(2), sys.executable, str(script), what, "early"]
+    environment = launcher.environment(2) | {"DISTOPT_TIMEOUT": "2", "DISTOPT_FLIGHT": str(tmp_path)}
+    code, output = finish(command, 60, env=environment)
+    assert code != 0, output
+    assert re.search(told, output), output
+    assert "done" not in output
+
+
+@pytest.mark.parametrize("early", [["early"], []])
+def test_ranks_that_all_end_without_having_met_have_done_nothing_wrong(script, early):
+    launcher = find_launcher()
+    command = [*launcher.command(2), sys.executable, str(script), "nobody joins", *early]
+    code, output = finish(command, 60, env=launcher.environment(2))
+    assert (code, output.count("done")) == (0, 2), output
+    code, output = distopt_run(2, script, "nobody joins", *early, timeout=60)
+    assert (code, output.count("done")) == (0, 2), output
+
+
+def test_a_process_that_a_rank_starts_is_no_rank(tmp_path):
+    """It may end as it likes, and leaves no marks; nor does a launcher that it starts."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, subprocess, sys, distopt\n"
+        "child = 'import os, sys, distopt; assert \"DISTOPT_JOB\" not in os.environ; sys.exit(5)'\n"
+        "assert subprocess.run([sys.executable, '-c', child]).returncode == 5\n"
+        "child = 'import distopt; 1 / 0'\n"
+        "assert subprocess.run([sys.executable, '-c', child], stderr=subprocess.DEVNULL).returncode == 1\n"
+        "distopt.world().barrier()\n"
+        "print('done')\n"
+    )
+    code, output = distopt_run(2, script, timeout=60)
+    assert (code, output.count("done")) == (0, 2), output
+    launcher = find_launcher()
+    command = [*launcher.command(2), sys.executable, str(script)]
+    code, output = finish(command, 60, env=launcher.environment(2))
+    assert (code, output.count("done")) == (0, 2), output
+
+
+def test_what_lies_in_the_current_folder_is_not_run(tmp_path):
+    (tmp_path / "mpi4py.py").write_text("print('not this one')")
+    (tmp_path / "job.py").write_text("print('nor this one')")
+    elsewhere = tmp_path / "scripts"
+    elsewhere.mkdir()
+    (elsewhere / "helper.py").write_text("answer = 42")
+    (elsewhere / "script.py").write_text("import distopt, helper; print(distopt.world().size, helper.answer)")
+    command = [str(Path(sysconfig.get_path("scripts")) / "distopt"), "run", "-n", "2", str(elsewhere / "script.py")]
+    code, output = finish(command, 60, cwd=tmp_path)
+    assert code == 0, output
+    assert output.count("2 42") == 2
+    assert "this one" not in output
+
+
+def test_a_module_and_arguments_that_look_like_flags(tmp_path):
+    (tmp_path / "tool.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    code, output = distopt_run(2, "-m", "tool", "-x", timeout=60, cwd=tmp_path)
+    assert (code, output.count("__main__ ['-x']")) == (0, 2), output
+    code, output = distopt_run(2, "--", tmp_path / "tool.py", "-n", "--", timeout=60)
+    assert (code, output.count("__main__ ['-n', '--']")) == (0, 2), output
