@@ -14,6 +14,8 @@ test-slow: .venv ## what needs gigabytes of memory or many minutes
 	$(PYTHON) -m pytest -q -m "slow and not gpu"
 soak: .venv ## thousands of steps with faults, on four ranks
 	.venv/bin/distopt run -n 4 tests/faults/soak.py
+kills: .venv ## a hundred ends of ranks before they meet, under distopt run and mpirun
+	for launcher in run bare; do $(PYTHON) tests/faults/campaign.py --launcher $$launcher; done
 lint: .venv ## ruff and mypy
 	$(PYTHON) -m pip install -q ruff mypy && .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 bench: .venv ## the tables of benchmarks/results anew
@@ -36,5 +38,5 @@ distopt/libdistopt.so: $(wildcard native/*) CMakeLists.txt
 	cmake -S . -B build/here -DCMAKE_BUILD_TYPE=Release && cmake --build build/here && cp build/here/libdistopt*.so distopt
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
-.PHONY: help run test test-mpi test-all test-slow soak lint bench
+.PHONY: help run test test-mpi test-all test-slow soak kills lint bench
 .PHONY: test-gpu test-gpu-kernels test-gpu-nccl test-gpu-laws bench-gpu bench-gpu-kernels bench-gpu-models

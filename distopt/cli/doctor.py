@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import distopt
 from distopt import device, texts
+from distopt.cli import segments
 from distopt.cli.launcher import INSTALL, OPEN_MPI_TCP, check_brands, find_launcher
 from distopt.comm import nccl_library as nccl
+from distopt.comm.mpi_start import SRUN
 
 SELF_TEST = "import numpy, distopt; x = numpy.ones(9); w = distopt.world(); w.all_reduce(x); assert x[0] == w.size == 2"
 SHARED_MEMORY = 64 << 20  # bytes; MPICH crashes with much less
@@ -77,6 +79,9 @@ def mpi() -> Iterator[Finding]:
         yield Finding("warn" if missing else "fail", f"MPI: {error}", "" if missing else INSTALL)
         return
     yield Finding("ok", f"mpi4py {importlib.metadata.version('mpi4py')} on {launcher.brand}, launcher {launcher.path}")
+    if "SLURM_JOB_ID" in os.environ:
+        start = f"srun --mpi={SRUN[launcher.brand]} -n N python script.py"
+        yield Finding("ok", f"a Slurm job: start ranks with {start}, or with distopt run, on one host")
     command = [*launcher.command(2), sys.executable, "-c", SELF_TEST]
     try:
         done = subprocess.run(
@@ -145,6 +150,11 @@ def machine() -> Iterator[Finding]:
     enough = free >= SHARED_MEMORY
     fix = "" if enough else "give the container more: docker run --shm-size=1g"
     yield Finding("ok" if enough else "warn", f"/dev/shm has {free / 1e6:.0f} MB free", fix)
+    left = segments.left()
+    if left:
+        size = sum(segment.nbytes for segment in left) / 1e6
+        text = f"{len(left)} segments of jobs that failed are left in {segments.FOLDER}: {size:.1f} MB"
+        yield Finding("warn", text, f"when no job of yours is about to start: rm {segments.FOLDER}/{segments.PREFIX}*")
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (versions, host_library, mpi, gpu, machine)

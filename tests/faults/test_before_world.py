@@ -136,7 +136,7 @@ def test_what_lies_in_the_current_folder_is_not_run(tmp_path):
     (elsewhere / "helper.py").write_text("answer = 42")
     (elsewhere / "script.py").write_text("import distopt, helper; print(distopt.world().size, helper.answer)")
     command = [str(Path(sysconfig.get_path("scripts")) / "distopt"), "run", "-n", "2", str(elsewhere / "script.py")]
-    code, output = finish(command, 60, cwd=tmp_path)
+    code, output = finish(command, 60, cwd=tmp_path, env={"PYTHONSAFEPATH": None})
     assert code == 0, output
     assert output.count("2 42") == 2
     assert "this one" not in output
@@ -144,7 +144,7 @@ def test_what_lies_in_the_current_folder_is_not_run(tmp_path):
 
 def test_a_module_and_arguments_that_look_like_flags(tmp_path):
     (tmp_path / "tool.py").write_text("import sys; print(__name__, sys.argv[1:])")
-    code, output = distopt_run(2, "-m", "tool", "-x", timeout=60, cwd=tmp_path)
+    code, output = distopt_run(2, "-m", "tool", "-x", timeout=60, cwd=tmp_path, env={"PYTHONSAFEPATH": None})
     assert (code, output.count("__main__ ['-x']")) == (0, 2), output
     code, output = distopt_run(2, "--", tmp_path / "tool.py", "-n", "--", timeout=60)
     assert (code, output.count("__main__ ['-n', '--']")) == (0, 2), output
