@@ -564,6 +564,7 @@ def test_more_steps_than_a_head_can_name(tmp_path, monkeypatch, limit, most):
 
     tries = []
     monkeypatch.setattr(head, limit, most)
+    monkeypatch.setattr(head, "SPARSE", 512)
     monkeypatch.setattr(checkpoint, "prepare", lambda *a: tries.append(a) or checkpoint.file.prepare(*a))
     found = record(tmp_path, 1, main, steps=400)
     assert len(tries) <= 4

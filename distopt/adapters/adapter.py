@@ -9,6 +9,7 @@ import numpy as np
 
 from distopt.adapters.first_update import FirstUpdate
 from distopt.buckets import Buffer, Buffers, Sum
+from distopt.checkpoint.foreign import has_named, typed
 from distopt.gradients import Known
 from distopt.optim import Wrapper
 from distopt.optim.optimizer import Optimizer, Together
@@ -135,7 +136,11 @@ class Adapter(abc.ABC):
         """Hand states back to the optimizer."""
         load = getattr(self.opt, "load_state_dict", getattr(self.opt, "set_states", None))
         if load and state is not None:
-            load(state)
+            load(self._typed(state))
+
+    def _typed(self, state: Any) -> Any:
+        """States whose named tuples are of the optimizer's own classes, where it has states already."""
+        return typed(state, self.state_dict()) if has_named(state) else state
 
     def __repr__(self) -> str:
         return f"optimizer {type(self.opt).__name__}"

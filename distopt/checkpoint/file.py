@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from distopt import files
-from distopt.checkpoint import head
+from distopt.checkpoint import foreign, head
 from distopt.checkpoint.error import CheckpointError, Misfit
 from distopt.checkpoint.head import Header, Tensor
 from distopt.checkpoint.pending import Pending
@@ -32,13 +32,15 @@ def write(path: Path, tree: Any, about: dict[str, Any]) -> None:
 def prepare(path: Path, tree: Any, about: dict[str, Any]) -> Pending:
     """Write a tree beside ``path`` and onto the disk; its ``commit()`` gives it the name, its ``discard()`` removes it.
 
-    A tree is made of dict with str as keys, list, tuple, str, bytes, int, float, bool, None, and numpy's arrays and
-    scalars: bool, integers, float16, bfloat16, float32, float64, of any shape, in native byte order.  ``about`` is a
-    dict of the same, without numpy's.  Returns what has ``nbytes``, of the file, and ``digest``, 32 hex digits that
+    A tree is made of dict with str or int as keys, list, tuple, named tuple, str, bytes, int, float, bool, None, and
+    numpy's arrays and scalars: bool, integers, float16, bfloat16, float32, float64, of any shape, in native byte order.
+    Torch's tensors come back as tensors on the CPU, as arrays in a process that has not imported torch; jax's arrays
+    as numpy's; a named tuple as one with the same name and fields; an OrderedDict as a dict.  ``about`` is a dict of
+    the same, without arrays.  Returns what has ``nbytes``, of the file, and ``digest``, 32 hex digits that
     stand for all of it and that ``header`` finds without reading it all.
 
     Raises before anything is written: TypeError, which names the place in the tree, for anything else;
-    CheckpointError for what is too much: 8 MB of text, 64 levels, one value for every 512 bytes and 100,000 beyond.
+    CheckpointError for what is too much: 8 MB of text, 64 levels, one value for every 10 letters and 100,000 beyond.
     Raises OSError; the temporary file is removed, and ``path`` is as it was.
     """
     arrays: dict[str, np.ndarray] = {}
@@ -69,7 +71,7 @@ def read(path: Path) -> tuple[Any, dict[str, Any]]:
 
         def leaf(word: str, at: str) -> Any:
             x = _read(file, found.start, tensors[at])
-            return x[()] if word == "scalar" else x
+            return x[()] if word == "scalar" else foreign.tensor(x) if word == "tensor" else x
 
         return put_together(found.plain, leaf), found.about
 

@@ -22,11 +22,12 @@ from distopt.checkpoint.tree import place, put_together
 from distopt.version import __version__
 
 LONGEST = 8 << 20  # bytes of JSON
-VALUES = 100_000  # in a text, beside one for every 512 bytes of the file: what parsing takes is bounded by both
+VALUES, SPARSE = 100_000, 10  # in a text, beside one for every so many letters: a tensor takes 9, and 95 letters
 ALIGN = 8  # the largest dtype's size
 DIMS = 64  # numpy's limit
 
-FORMAT, VERSION = "distopt checkpoint", "1"
+FORMAT, VERSION = "distopt checkpoint", "2"
+VERSIONS = "1", VERSION  # that can be read; the first had no tensors, named tuples, and integers as keys
 BEGIN = b'{"__metadata__":{"seal":"'
 SEAL = slice(8 + len(BEGIN), 8 + len(BEGIN) + 32)
 FIELDS = ["seal", "format", "version", "distopt", "about", "tree", "crc32"]
@@ -107,16 +108,19 @@ def decode(head: bytes | bytearray, nbytes: int) -> Header:
         raise Misfit("header", "is not that of a checkpoint")
     if head[SEAL] != seal(head).encode():
         raise Misfit("header", "is damaged: its checksum differs")
-    most = VALUES + nbytes // 512
-    entries = parse(_ascii(memoryview(head)[8:]), "header", most)
+    entries = _parse(_ascii(memoryview(head)[8:]), "header")
     texts = _metadata(entries.pop("__metadata__"))
     tensors = _tensors(entries, texts["crc32"], nbytes - len(head))
-    about = put_together(parse(texts["about"], "about", most), _nothing, "about")
+    about = put_together(_parse(texts["about"], "about"), _nothing, "about")
     if type(about) is not dict:
         raise Misfit("about", "is no dict")
-    plain = parse(texts["tree"], "tree", most)
+    plain = _parse(texts["tree"], "tree")
     tree = _tree(plain, tensors)
     return Header(about, tree, tuple(tensors), texts["distopt"], texts["seal"], nbytes, len(head), plain)
+
+
+def _parse(text: str, field: str) -> Any:
+    return parse(text, field, VALUES + len(text) // SPARSE)
 
 
 def _compact(value: Any) -> str:
@@ -133,9 +137,10 @@ def _ascii(text: memoryview) -> str:
 def _metadata(texts: Any) -> dict[str, str]:
     if type(texts) is not dict or any(type(text) is not str for text in texts.values()):
         raise Misfit("__metadata__", "is no object of texts")
-    kind = f"{texts.get('format', '?'):.40} {texts.get('version', '?'):.40}"
-    if kind != f"{FORMAT} {VERSION}":
-        raise Misfit("format", f"is {kind}, and distopt {__version__} reads {FORMAT} {VERSION}")
+    form, version = texts.get("format", "?"), texts.get("version", "?")
+    if form != FORMAT or version not in VERSIONS:
+        known = f"{FORMAT} {' and '.join(VERSIONS)}"
+        raise Misfit("format", f"is {form:.40} {version:.40}, and distopt {__version__} reads {known}")
     if list(texts) != FIELDS:
         raise Misfit("__metadata__", f"has other fields than {', '.join(FIELDS)}")
     return texts

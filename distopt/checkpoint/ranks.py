@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from distopt.checkpoint import foreign
+
 Tree = Any
 States = dict[str, dict[str, np.ndarray]]  # state name -> parameter name -> array
 
@@ -59,5 +61,12 @@ def _zipped(a: Tree, b: Tree, combine: Callable[[np.ndarray, np.ndarray], np.nda
     """Combine the float arrays that stand at the same place in two trees; for all else, a."""
     if isinstance(a, dict) and isinstance(b, dict):
         return {key: _zipped(value, b[key], combine) if key in b else value for key, value in a.items()}
-    floats = all(isinstance(x, np.ndarray) and x.dtype.kind in "fV" for x in (a, b))
-    return combine(a, b) if floats and a.shape == b.shape else a
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        found = [_zipped(x, y, combine) for x, y in zip(a, b, strict=True)]
+        return type(a)(*found) if foreign.is_named(a) else type(a)(found)
+    if foreign.is_tensor(a) and foreign.is_tensor(b):
+        return foreign.tensor(_zipped(foreign.array(a), foreign.array(b), combine))
+    floats = all(isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fV" for x in (a, b))
+    if not floats or a.shape != b.shape:
+        return a
+    return combine(a, b) if isinstance(a, np.ndarray) else combine(a, b)[()]

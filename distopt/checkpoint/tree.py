@@ -1,23 +1,28 @@
 """What a checkpoint may hold, as JSON and arrays; every value comes back with its type and its bits.
 
 What JSON has is written as it is, and an object is a dict.  The rest is a JSON array that begins with a word:
-``["list", 1, 2]``, ``["int", "0x1f"]``, ``["array"]``.  An array's name is its place in the tree as a JSON pointer
-(RFC 6901), ``/params/w``, so that no two places have the same name.
+``["list", 1, 2]``, ``["int", "0x1f"]``, ``["array"]``, ``["tensor"]`` for torch's, ``["named", "State", "count", 1]``
+for a named tuple, ``["dict", 0, "a", 1, "b"]`` where keys are integers.  An array's name is its place in the tree as a
+JSON pointer (RFC 6901), ``/params/w``, so that no two places have the same name.
 """
 
+import itertools
 import math
 import struct
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from distopt.checkpoint import foreign
 from distopt.checkpoint.error import Misfit
 
 DEPTH = 64  # levels of dicts, lists and tuples
 LONGEST = 2000  # characters of a name
 EXACT = 2**53  # JSON's integers end here in most languages
 
+WORDS = "list", "tuple", "dict", "named", "array", "scalar", "tensor", "int", "float", "bytes"
 READ: dict[str, Callable[[str], Any]] = {
     "int": lambda text: int(text, 16),
     "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
@@ -28,23 +33,31 @@ READ: dict[str, Callable[[str], Any]] = {
 def take_apart(tree: Any, arrays: dict[str, np.ndarray], at: str = "") -> Any:
     """The tree as JSON knows it; its arrays and numpy scalars are added to ``arrays``, by name.
 
-    Raises TypeError for anything but dict (with str as keys), list, tuple, str, bytes, int, float, bool, None and
-    numpy's arrays and scalars, and for subclasses of these, which would come back as something else; Misfit for a text
-    that is not Unicode, and for what is nested too deep, as what contains itself is.
+    Raises TypeError for anything but dict (with str or int as keys), list, tuple, named tuple, str, bytes, int, float,
+    bool, None, numpy's arrays and scalars, and torch's and jax's arrays, and for other subclasses of these, which would
+    come back as something else; Misfit for a text that is not Unicode, for keys that have one name, as 1 and "1" have,
+    and for what is nested too deep, as what contains itself is.
     """
     kind = type(tree)
-    if kind is dict:
-        return {_key(key, at): take_apart(value, arrays, below(at, key)) for key, value in tree.items()}
+    if kind is dict or kind is OrderedDict:
+        values = {_key(key, at): take_apart(value, arrays, below(at, str(key))) for key, value in tree.items()}
+        return _keyed(values, at)
     if kind is list or kind is tuple:
         return [kind.__name__, *(take_apart(value, arrays, below(at, str(k))) for k, value in enumerate(tree))]
-    if kind is np.ndarray or isinstance(tree, np.generic):
-        arrays[at] = np.asarray(tree)
-        return ["array" if kind is np.ndarray else "scalar"]
+    if foreign.is_named(tree):
+        pairs = ((f, take_apart(x, arrays, below(at, f))) for f, x in zip(kind._fields, tree, strict=True))
+        return ["named", kind.__name__, *itertools.chain.from_iterable(pairs)]
+    if kind is np.ndarray or isinstance(tree, np.generic) or foreign.is_jax_array(tree):
+        arrays[at] = foreign.array(tree)
+        return ["scalar" if isinstance(tree, np.generic) else "array"]
+    if foreign.is_tensor(tree):
+        arrays[at] = _values(tree, at)
+        return ["tensor"]
     return _plain(tree, at)
 
 
 def put_together(plain: Any, leaf: Callable[[str, str], Any], at: str = "") -> Any:
-    """The tree again; ``leaf("array" or "scalar", name)`` says what is there.
+    """The tree again; ``leaf("array", "scalar" or "tensor", name)`` says what is there.
 
     Raises Misfit for what ``take_apart`` does not write.
     """
@@ -57,14 +70,32 @@ def put_together(plain: Any, leaf: Callable[[str, str], Any], at: str = "") -> A
             return [put_together(value, leaf, below(at, str(k))) for k, value in enumerate(values)]
         case ["tuple", *values]:
             return tuple(put_together(value, leaf, below(at, str(k))) for k, value in enumerate(values))
-        case ["array" | "scalar" as word]:
+        case ["dict", *items] if _are_pairs(items, (int, str)):
+            return _below(items, leaf, at)
+        case ["named", str(name), *items] if _are_pairs(items, (str,)):
+            fields = _below(items, leaf, at)
+            try:
+                return foreign.named(name, tuple(fields))(*fields.values())
+            except ValueError:
+                raise Misfit(place(at), "is no named tuple") from None
+        case ["array" | "scalar" | "tensor" as word]:
             return leaf(word, at)
         case ["int" | "float" | "bytes" as word, str(text)]:
             try:
                 return READ[word](text)
             except (ValueError, struct.error):
                 raise Misfit(place(at), f"is no {word}") from None
-    raise Misfit(place(at), "is none of list, tuple, array, scalar, int, float, bytes")
+    raise Misfit(place(at), "is none of " + ", ".join(WORDS))
+
+
+def _are_pairs(items: list[Any], kinds: tuple[type, ...]) -> bool:
+    """Keys of these types, of which no two have one name, and a value behind each?"""
+    keys = items[::2]
+    return len(items) % 2 == 0 and all(type(key) in kinds for key in keys) and len(set(map(str, keys))) == len(keys)
+
+
+def _below(items: list[Any], leaf: Callable[[str, str], Any], at: str) -> dict[Any, Any]:
+    return {k: put_together(x, leaf, below(at, str(k))) for k, x in zip(items[::2], items[1::2], strict=True)}
 
 
 def place(at: str) -> str:
@@ -81,10 +112,28 @@ def below(at: str, key: str) -> str:
     return f"{at}/{key.replace('~', '~0').replace('/', '~1')}"
 
 
-def _key(key: Any, at: str) -> str:
+def _key(key: Any, at: str) -> str | int:
+    if type(key) is int and abs(key) < EXACT:
+        return key
     if type(key) is not str:
-        raise TypeError(f"{place(at)}: a key must be str, got {_name(type(key))}")
+        raise TypeError(f"{place(at)}: a key must be str or int, got {_name(type(key))}")
     return _unicode(key, at)
+
+
+def _keyed(values: dict[str | int, Any], at: str) -> Any:
+    """A dict's values as JSON, which has texts as keys."""
+    if all(type(key) is str for key in values):
+        return values
+    if len(set(map(str, values))) < len(values):
+        raise Misfit(place(at), "has two keys that have one name, as 1 and '1' have")
+    return ["dict", *itertools.chain.from_iterable(values.items())]
+
+
+def _values(tensor: Any, at: str) -> np.ndarray:
+    try:
+        return foreign.array(tensor)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"{place(at)}: a checkpoint cannot hold this tensor: {error}") from None
 
 
 def _plain(value: Any, at: str) -> Any:

@@ -103,8 +103,8 @@ def row(tensor: Tensor, checksum: str) -> tuple[str, ...]:
 
 def values(tree: Any, at: str) -> Iterator[tuple[str, Any]]:
     """What is not a dict, nor a list of more than plain values, by name."""
-    items = dict(enumerate(tree)) if type(tree) in (list, tuple) else tree
-    if type(tree) is dict or (type(items) is dict and any(type(x) in NESTS for x in items.values())):
+    items = dict(enumerate(tree)) if isinstance(tree, list | tuple) and type(tree) is not Tensor else tree
+    if type(tree) is dict or (type(items) is dict and any(isinstance(x, NESTS) for x in items.values())):
         for key, value in items.items():
             yield from values(value, below(at, str(key)))
     else:

@@ -31,7 +31,7 @@ def join(folder: Path, out: Path, script: str) -> Tape:
     """Make one tape of what recorders left in a folder, of the steps that all ranks have.
 
     Its ``about`` has their number as 'recorded', which is more than those on the tape if the head of a file cannot name
-    all: it has 8 MB of text and, beside one for every 512 bytes, 100,000 values, of which a tensor takes ten or so.
+    all: it has 8 MB of text, of which a tensor takes a hundred bytes or more.
     And 'others': is there another optimizer, of which nothing was recorded?
 
     Raises ValueError if there is no such step, OSError if the file cannot be written; it is there as a whole or not at
