@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -501,3 +502,63 @@ def test_half_of_a_step_is_not_saved(tmp_path):
 
     assert run_ranks(2, main) == [[[-2.0, -2.0]] * 2] * 2
     assert numbered(tmp_path) == ["000002-step-2"]
+
+
+# ------------------------------------------------------------------------------------------------- a damaged disk
+
+
+def state_of(path):
+    """All that two ranks go on with, to the bit; None if they refuse."""
+
+    def main(comm):
+        params = laws.parameters(rank=comm.rank)
+        opt = DistOpt(laws.sgd(), comm, threshold=60, num_batches=2)
+        extra = opt.load(path, params)
+        opt.gradient_views(params)
+        return laws.digest(params), extra, opt.state_dict()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return run_ranks(2, main)
+        except CheckpointError:
+            return None
+
+
+def damaged(path, count, chance):
+    """A file with one bit after the other flipped, every byte of a short one; restored in the end."""
+    data = path.read_bytes()
+    places = range(len(data)) if len(data) <= count else sorted(chance.sample(range(len(data)), count))
+    with open(path, "r+b", buffering=0) as stream:
+        for at in places:
+            os.pwrite(stream.fileno(), bytes([data[at] ^ 1 << chance.randrange(8)]), at)
+            yield at
+            os.pwrite(stream.fileno(), data[at : at + 1], at)
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(1200, marks=pytest.mark.slow)])
+def test_no_flipped_bit_gives_another_state(count, tmp_path):
+    """Of the manifest, heads and data of all files, with a seal and, in the manifest, without."""
+    chance = random.Random(count)
+
+    def main(comm):
+        params, opt = laws.train(comm, steps=3, mode="topk", num_batches=2)
+        return opt.save(tmp_path, params, {"epoch": comm.rank})
+
+    place = run_ranks(2, main)[0]
+    expected = state_of(place)
+    assert expected is not None
+    outcomes = []
+    for step in range(2):
+        for name in (folder.MANIFEST, "all", "rank-0", "rank-1"):
+            for at in damaged(place / name, count, chance):
+                found = state_of(place)
+                outcomes.append(found is None)
+                if found is not None:
+                    for (digest, extra, state), (good, same, whole) in zip(found, expected, strict=True):
+                        assert (digest, extra) == (good, same), (name, at)
+                        laws.assert_equal_states(state, whole)
+        if step == 0:
+            rewritten(place)
+    assert sum(outcomes) > 0.7 * len(outcomes)
+    print(f"{len(outcomes)} flips, {sum(outcomes)} refused, the others without an effect")
