@@ -529,6 +529,7 @@ class Memory(Verbs):
         self._restored, self._broadcast_due, self._failure = {} if self._started else states, False, ""
         self.step_counter, self._refused = state["step_counter"], 0
         self._window.batches, contributions = state["batches"], state["contributions"] * self._wire.size
+        self._window.sent = None
         counted = float(round(contributions))  # a number of gradients, unless other ranks saved it
         self._window.contributions = counted if math.isclose(counted, contributions) else contributions
         self._nonfinite.skipped, self._nonfinite.in_a_row = state["skipped"], state["skips_in_a_row"]

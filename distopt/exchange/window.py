@@ -20,7 +20,9 @@ class Window:
         self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
         self.batches = 0  # calls since the last step
         self.contributions = 0.0  # of ranks, in these and the present call
-        self.sent = True  # were the gradients of these calls summed over ranks?
+        self.sent: bool | None = (
+            None  # were the gradients of these calls summed over ranks?  None: a checkpoint had them
+        )
 
     @property
     def exchanges(self) -> int:
@@ -29,7 +31,7 @@ class Window:
 
     def check(self, sent: bool) -> None:
         """ValueError for a call whose gradients cannot be added to those of the calls since the last step."""
-        if self.batches and not self.sync_on_apply and sent != self.sent:
+        if self.batches and not self.sync_on_apply and self.sent is not None and sent != self.sent:
             first, now = (("partial", "whole")[kind] for kind in (self.sent, sent))
             raise ValueError(
                 f"sync_on_apply=False: the {self.num_batches} calls of a step must be of one kind, got a {now} one "
