@@ -169,11 +169,10 @@ def _may_be_completed(place: Path) -> bool:
 
 def _owned(place: Path, owner: int) -> bool:
     """Is it a folder of this owner's, and no link, with nothing in it but what a checkpoint has?"""
-    found = os.lstat(place)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != owner:
-        return False
     try:
-        return all(map(FILE.fullmatch, os.listdir(place)))
+        found = os.lstat(place)
+        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == owner
+        return mine and all(map(FILE.fullmatch, os.listdir(place)))
     except OSError:
         return False
 

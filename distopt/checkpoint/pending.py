@@ -74,9 +74,7 @@ class Pending:
         except OSError as error:
             if self._file < 0:
                 raise
-            names = (self.path.with_stem(f"{self.path.stem}-{k}") for k in itertools.count(1))
-            place = next(filter(self._take, names))
-            raise FileExistsError(f"{error}; the {kind} is in {place}") from None
+            raise FileExistsError(f"{error}; the {kind} is in {self._take_beside()}") from None
 
     def discard(self) -> None:
         """Leave no trace of it, unless it was committed."""
@@ -99,6 +97,15 @@ class Pending:
         self._close()
         sync(place.parent)
         return True
+
+    def _take_beside(self) -> Path:
+        """Give it the first free name that is like its own."""
+        names = (self.path.with_stem(f"{self.path.stem}-{k}") for k in itertools.count(1))
+        try:
+            return next(filter(self._take, names))
+        except OSError:
+            self.discard()
+            raise
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:

@@ -98,8 +98,9 @@ class Door:
                     line.shutdown(socket.SHUT_RDWR)
 
     def _hear(self, line: socket.socket) -> None:
-        guest = Connection(os.dup(line.fileno()))
+        guest = None
         try:
+            guest = Connection(os.dup(line.fileno()))
             deliver_challenge(guest, self._key)
             answer_challenge(guest, self._key)
             rank, size = json.loads(guest.recv_bytes(LONGEST))
@@ -109,6 +110,8 @@ class Door:
         with self._changed:
             del self._waiting[line]
             line.close()
+            if guest is None:
+                return
             if not proven or self._closed:
                 guest.close()
                 return
