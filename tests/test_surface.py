@@ -76,7 +76,7 @@ def test_the_plan_is_none_until_there_is_one_and_every_attribute_can_be_asked_fo
     ("makes", "text"),
     [
         ([lambda: SGD(0.1), lambda: SGD(0.2)], "rank 0 has SGD's lr=0.1, rank 1 has SGD's lr=0.2"),
-        ([lambda: SGD(0.1), lambda: Adam(0.1)], "rank 0 has optimizer SGD, rank 1 has optimizer Adam"),
+        ([lambda: SGD(0.1), lambda: Adam(0.1)], "rank 0 has SGD's lr=0.1, rank 1 has Adam's lr=0.1"),
         (
             [lambda: SGD(0.1, 0.9), lambda: SGD(0.1, 0.9, nesterov=True)],
             "rank 0 has SGD's nesterov=False, rank 1 has SGD's nesterov=True",
@@ -91,7 +91,7 @@ def test_the_plan_is_none_until_there_is_one_and_every_attribute_can_be_asked_fo
         ),
         (
             [lambda: BatchGradients(Stranger(), 2), lambda: BatchGradients(SGD(), 2)],
-            "rank 0 has optimizer Stranger, rank 1 has optimizer SGD",
+            r"rank 0 has optimizer BatchGradients\(Stranger, num_batches=2\), rank 1 has SGD's lr=0.1",
         ),
     ],
 )
