@@ -286,6 +286,14 @@ def test_two_ranks_on_one_gpu(monkeypatch):
     run_ranks(3, main)
 
 
+def test_partitions_of_one_gpu(monkeypatch):
+    """They have one place on the bus, but a UUID each, by which NCCL tells them apart from 2.30 on."""
+    monkeypatch.setattr(cupy.cuda.runtime, "deviceGetPCIBusId", lambda number: "0000:01:00.0")
+    alike(raised(2, lambda threads: NcclCommunicator(threads.control), ValueError), "^ranks 0 and 1 are both on GPU 1")
+    nccl.faults.version = 23007
+    with_nccl(2, lambda comm: comm.all_reduce(gpu.array(np.ones(3, np.float32))))
+
+
 def test_more_ranks_than_gpus():
     alike(raised(5, lambda threads: NcclCommunicator(threads.control), ValueError), "^ranks 0 and 4 are both on GPU 0")
 

@@ -275,7 +275,7 @@ class NcclCommunicator(Communicator):
         self._check_thread()
         self._order(device.current_stream(), self._stream)
         self._verb = f"{verb} of {arrays[0].size} {arrays[0].dtype}"
-        self.history = zlib.crc32(f"{verb} {arrays[0].dtype} {self._purpose}".encode(), self.history)
+        self.history = zlib.crc32(f"{verb} {arrays[0].dtype.char} {self._purpose}".encode(), self.history)
         self._kept += arrays
         nccl = binding()
         try:

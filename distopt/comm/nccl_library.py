@@ -14,6 +14,7 @@ from distopt.guard import agreed
 
 MINIMUM = 21801  # the first that has all that cupy 14's binding looks for (ncclCommSplit)
 SHARES_A_GPU = 23000  # the first that knows NCCL_MULTI_RANK_GPU_ENABLE
+TAKES_PARTITIONS = 23000  # the first that tells GPUs apart by their UUID, which MIG partitions of one do not share
 BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -91,13 +92,14 @@ def take_gpu(gpu: int | None, local_rank: int) -> int:
 
 
 def seat(gpu: int, rank: int) -> str:
-    """What NCCL tells GPUs apart by, the host's id and the bus's, and how to name it."""
+    """What NCCL tells GPUs apart by, the host's id and the bus's or the GPU's, and how to name it."""
     host = platform.node()
     known_as = os.environ.get("NCCL_HOSTID") or host + (BOOT_ID.read_text().strip() if BOOT_ID.exists() else "")
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_version() >= SHARES_A_GPU:
         known_as += f" rank {rank}"
     bus = device.bus_id(gpu)
-    return json.dumps([[known_as, bus], f"GPU {gpu} ({bus}) of host {host}"])
+    own = device.uuid(gpu) if nccl_version() >= TAKES_PARTITIONS else bus
+    return json.dumps([[known_as, own], f"GPU {gpu} ({bus}) of host {host}"])
 
 
 def one_gpu_each(seats: Sequence[str], rank: int) -> None:

@@ -18,6 +18,7 @@ from distopt.device.gpus import (
     multiprocessors,
     nvrtc_version,
     use_gpu,
+    uuid,
 )
 from distopt.device.gpus import cupy as array_module
 from distopt.device.graph import Graph, drop_graphs
@@ -70,6 +71,7 @@ __all__ = [
     "place",
     "remedy",
     "use_gpu",
+    "uuid",
     "writable",
     "zeros",
 ]

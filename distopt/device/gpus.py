@@ -73,6 +73,11 @@ def bus_id(number: int) -> str:
     return str(cupy().cuda.runtime.deviceGetPCIBusId(number))
 
 
+def uuid(number: int) -> str:
+    """What tells a GPU, or a MIG partition of one, apart from all others."""
+    return bytes(cupy().cuda.runtime.getDeviceProperties(number)["uuid"]).hex()
+
+
 @functools.cache
 def multiprocessors(number: int) -> int:
     """How many of them a GPU has."""

@@ -451,6 +451,11 @@ class Nvrtc:
 GPUS = 4  # per host
 
 
+def properties(number):
+    """cupy.cuda.runtime.getDeviceProperties."""
+    return {"name": b"a double", "uuid": bytes([number] * 16)}
+
+
 def install(patch=setattr):
     """Let cupy be this from now on, in this process; with a monkeypatch's ``setattr`` until that is undone."""
     cuda, runtime = cupy.cuda, cupy.cuda.runtime
@@ -464,7 +469,7 @@ def install(patch=setattr):
         (runtime, {"getDeviceCount": lambda: GPUS, "getDevice": lambda: _local.number}),
         (runtime, {"deviceGetPCIBusId": lambda number: f"0000:0{number}:00.0"}),
         (runtime, {"deviceGetAttribute": lambda attribute, number: 2}),  # multiprocessors
-        (runtime, {"getDeviceProperties": lambda number: {"name": b"a double"}, "driverGetVersion": lambda: 13000}),
+        (runtime, {"getDeviceProperties": properties, "driverGetVersion": lambda: 13000}),
     ):
         for name, double in doubles.items():
             patch(owner, name, double)
