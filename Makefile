@@ -30,7 +30,7 @@ test-gpu-kernels: distopt/libdistopt.so ## every kernel against the host, on a r
 test-gpu-nccl: distopt/libdistopt.so ## NCCL between processes, with and without MPI
 	PYTHONPATH=. timeout 590 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu/test_ranks.py
 test-gpu-laws: distopt/libdistopt.so ## the laws on a real GPU
-	PYTHONPATH=. timeout 590 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu/test_laws.py
+	PYTHONPATH=. timeout 590 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu/test_every_law.py
 bench-gpu: bench-gpu-kernels bench-gpu-models ## the tables of a GPU
 bench-gpu-kernels bench-gpu-models: bench-gpu-%: distopt/libdistopt.so
 	PYTHONPATH=. timeout 590 $(GPU_PYTHON) -m benchmarks.gpu_$* --save
