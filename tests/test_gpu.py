@@ -13,6 +13,7 @@ from distopt.compress import ErrorFeedback, Half, Threshold, TopK
 from distopt.device import streams
 from distopt.optim import SGD
 from distopt.texts import CUDA_FLAGS, NATIVE
+from doubles import shim
 from doubles.ranks import on_gpus
 from launch import needs_mpi, run_mpi
 from test_mixed_precision import MODES, PARTIAL, RULES, partial_masters
@@ -110,7 +111,9 @@ def over_mpi(comm):
 @needs_mpi
 @pytest.mark.parametrize("size", [3])
 def test_ranks_that_are_processes(size, tmp_path):
-    found = run_mpi(size, over_mpi, tmp_path, timeout=120)
+    for real in ("float", "double"):
+        shim.library(real)  # once for all processes
+    found = run_mpi(size, over_mpi, tmp_path, timeout=500)
     assert [r["digests"].tolist() for r in found] == run_ranks(size, laws.independence)
 
 
