@@ -8,6 +8,7 @@ import abc
 import builtins
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -254,8 +255,9 @@ def _tell(hook: Callable[..., Any], *error: Any) -> None:
         _say(f"the hook for exceptions failed: {type(failure).__name__}: {failure}\n")
 
 
+@functools.cache
 def announce_exit(rank: int) -> None:
-    """From now on ``os._exit`` says who leaves: it ends the whole job, which MPICH's launcher may call a success."""
+    """Once per process: from now on ``os._exit`` says who leaves: it ends the whole job, which MPICH's launcher may call a success."""
     leave, process = os._exit, os.getpid()
 
     def announced(status: int) -> NoReturn:

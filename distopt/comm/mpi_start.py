@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distopt import job, texts
-from distopt.guard import abort_on_exception
+from distopt.guard import abort_on_exception, announce_exit
 from distopt.watch import Limits, Log, Mail, Watchman, limits, recorder
 from distopt.watch.recorder import START
 from distopt.watch.report import waiting
@@ -194,6 +194,7 @@ def guard_start() -> None:
     if not started or started[0] == 1 or not (job.is_rank() or _was_started_by_launcher()):
         return
     abort_on_exception(_rank(), abort)
+    announce_exit(_rank())
     if not job.is_rank() and "PMI_FD" in os.environ:  # other launchers see by themselves who never came
         atexit.register(_leave_before_start, os.getpid())
 
