@@ -257,7 +257,7 @@ def _tell(hook: Callable[..., Any], *error: Any) -> None:
 
 @functools.cache
 def announce_exit(rank: int) -> None:
-    """Once per process: from now on ``os._exit`` says who leaves: it ends the whole job, which MPICH's launcher may call a success."""
+    """From now on ``os._exit`` says who leaves, once: it ends the whole job, which MPICH's may call a success."""
     leave, process = os._exit, os.getpid()
 
     def announced(status: int) -> NoReturn:

@@ -92,7 +92,7 @@ def test_run_ends_a_job_at_its_time_limit(tmp_path):
     command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", "--timeout", "10", str(script)]
     code, output = finish(command, 30)
     assert code == 124, output
-    assert "not done after 10 s" in output
+    assert "not done after 10 s; ended the job" in output
     _all_gone(output)
 
 

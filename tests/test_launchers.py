@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 import pytest
 
 from distopt import guard, job
-from distopt.cli import doctor, segments
+from distopt.cli import doctor, run, segments
 from distopt.cli.ends import Ends, exit_code
 from distopt.cli.launcher import Launcher
 from distopt.comm import mpi_start
@@ -184,6 +185,17 @@ def test_ends_are_known_in_their_order(tmp_path, monkeypatch, handles):
     if handles:
         assert fault.text.startswith("rank 2 ")
         assert fault.code in (0, 128 + 15)  # 0: this kernel does not tell
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in run._asking()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert signal.SIGHUP in run._asking()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_segments_that_nobody_maps_are_found_and_told(tmp_path, monkeypatch):

@@ -103,27 +103,32 @@ class Job:
 
     def supervise(self, timeout: float | None) -> tuple[int, bool]:
         """Wait for the end; the exit code, and is it the last word, as after a success, a signal or a time limit?"""
-        before = {s: signal.signal(s, lambda number, _: self._ask(number)) for s in ASKING}
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        before = {number: signal.signal(number, lambda n, _: self._ask(n)) for number in _asking()}
         try:
-            while self._process.poll() is None:
-                self._look()
-                if time.monotonic() > deadline:
-                    _say(f"not done after {timeout:g} s; ending the job")
-                    end(self._process)
-                    return TIMED_OUT, True
-                if self._asked > 1:  # in a signal's handler nobody must wait for a process
-                    end(self._process)
+            done = self._wait(math.inf if timeout is None else time.monotonic() + timeout)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         for _ in range(2):  # who is found by a look is seen to have ended by the next one
             self._look()
         self._ends.close()
-        code = self._judge(self._process.returncode)
+        if not done:
+            _say(f"not done after {timeout:g} s; ended the job")
+        code = self._judge(self._process.returncode) if done else TIMED_OUT
         if code:
             segments.sweep(job.entered(self._folder))
-        return code, code == 0 or self._asked > 0
+        return code, code == 0 or self._asked > 0 or not done
+
+    def _wait(self, deadline: float) -> bool:
+        """False if the job was not done by then, and has been ended."""
+        while self._process.poll() is None:
+            self._look()
+            if time.monotonic() > deadline:
+                end(self._process)
+                return False
+            if self._asked > 1:  # in a signal's handler nobody must wait for a process
+                end(self._process)
+        return True
 
     def _look(self) -> None:
         """See whether the job can go on; a launcher that does not find out by itself is told."""
@@ -159,6 +164,12 @@ class Job:
                     os.kill(rank.pid, number)
         else:
             self._process.send_signal(number)
+
+
+def _asking() -> list[signal.Signals]:
+    """The signals that ask this process to end, without those that nohup or a shell makes it ignore."""
+    hushed = [number for number in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_IGN]
+    return [number for number in ASKING if number not in hushed]
 
 
 def _say(text: str) -> None:
