@@ -250,6 +250,7 @@ def test_a_skip_that_nobody_told_of_is_in_the_state():
         opt(laws.pairs(comm, params, 1))
         assert opt.skipped == 1
         opt(poisoned(comm, params, 2, 2))
+        opt.update(*laws.pairs(comm, params, 3)[0])
         opt.step()  # by hand; the one before was not applied
         return opt.step_counter, opt.opt.step_counter
 
