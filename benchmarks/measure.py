@@ -31,19 +31,21 @@ def interleaved(
     start: Callable[[], object] = lambda: None,
     slowest: Callable[[float], float] = lambda seconds: seconds,
     uncounted: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Times:
     """Seconds per call of every case, one number per round, after ``uncounted`` ones to warm up.
 
-    With ranks, ``start`` is a barrier before each case and ``slowest`` the maximum over ranks.
+    With ranks, ``start`` is a barrier before each case and ``slowest`` the maximum over ranks.  Cases of one thread may
+    be timed by the ``clock`` of that thread, which stands still while others have the core.
     """
     times: Times = {name: [] for name in cases}
     for counted in [False] * uncounted + [True] * rounds:
         for name, case in cases.items():
             start()
-            begin = time.perf_counter()
+            begin = clock()
             for _ in range(calls):
                 case()
-            seconds = slowest((time.perf_counter() - begin) / calls)
+            seconds = slowest((clock() - begin) / calls)
             if counted:
                 times[name].append(seconds)
     return times
@@ -87,9 +89,11 @@ def _lines(path: str) -> list[str]:
 
 
 def report(name: str, text: str, save: bool) -> None:
-    """Print the tables, and keep them as ``results/NAME.txt`` if wanted."""
+    """Print the tables, and keep them as ``results/NAME.txt``, or NAME-v3.txt at a limited SIMD level, if wanted."""
     print(text, flush=True)
+    limit = os.environ.get("DISTOPT_SIMD", "")
     if save:
-        command = f"python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".strip()
+        limited = f"DISTOPT_SIMD={limit} " * bool(limit)
+        command = limited + f"python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}".strip()
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.txt").write_text(f"{command}\n{text}\n")
+        (RESULTS / f"{name}{f'-{limit}' if limit else ''}.txt").write_text(f"{command}\n{text}\n")

@@ -4,13 +4,11 @@
 
 struct Float16 {
   typedef half_t Bits;
-  enum { HAS_EIGHTS = sizeof(real) == sizeof(float) };
   INLINE Bits of(real x) { return half_of(x); }
   INLINE real value(Bits h) { return value_of_half(h); }
 };
 struct Brain16 {
   typedef bfloat16_t Bits;
-  enum { HAS_EIGHTS = 0 };  // a compiler finds them by itself
   INLINE Bits of(real x) { return bfloat16_of(x); }
   INLINE real value(Bits b) { return value_of_bfloat16(b); }
 };
@@ -21,34 +19,51 @@ INLINE real clamp_finite(real x, real limit) { return is_finite(x) ? clamp(x, li
 // `rest`, if x is finite, else 0.
 INLINE real if_finite(real x, real rest) { return is_finite(x) ? rest : 0; }
 
-#if HOST && defined(__F16C__)
+#if HOST && defined(__F16C__) && defined(__AVX2__)
 
-// The instructions round as half_of does, but for NaN, which is seldom and goes one by one.
-struct EightOfFloat16 {
-  INLINE bool has_nan(__m256 x) { return _mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)) != 0; }
+INLINE bool has_nan(__m256 x) { return __builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)), 0); }
+
+template <class Format>
+static __m128i one_by_one(__m256 x) {
+  float from[8];
+  typename Format::Bits to[8];
+  memcpy(from, &x, sizeof from);
+  for (int j = 0; j < 8; ++j) to[j] = Format::of(from[j]);
+  return _mm_loadu_si128((const __m128i *)to);
+}
+template <class Format>
+static __m256 one_by_one(__m128i bits) {
+  typename Format::Bits from[8];
+  float to[8];
+  memcpy(from, &bits, sizeof from);
+  for (int j = 0; j < 8; ++j) to[j] = (float)Format::value(from[j]);
+  return _mm256_loadu_ps(to);
+}
+
+// Eight numbers of a format.  NaN is seldom, and goes one by one: the instructions have rules of their own for it.
+template <class Format> struct EightOf;
+template <> struct EightOf<Float16> {
   INLINE __m128i of(__m256 x) {
-    if (__builtin_expect(has_nan(x), 0)) return one_by_one(x);
-    return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+    return has_nan(x) ? one_by_one<Float16>(x) : _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
   }
-  INLINE __m256 value(__m128i h) {
-    const __m256 x = _mm256_cvtph_ps(h);
-    return __builtin_expect(has_nan(x), 0) ? one_by_one(h) : x;
-  }
-  static __m128i one_by_one(__m256 x) {
-    float from[8];
-    half_t to[8];
-    memcpy(from, &x, sizeof from);
-    for (int j = 0; j < 8; ++j) to[j] = half_of((real)from[j]);
-    return _mm_loadu_si128((const __m128i *)to);
-  }
-  static __m256 one_by_one(__m128i h) {
-    half_t from[8];
-    float to[8];
-    memcpy(from, &h, sizeof from);
-    for (int j = 0; j < 8; ++j) to[j] = (float)value_of_half(from[j]);
-    return _mm256_loadu_ps(to);
+  INLINE __m256 value(__m128i bits) {
+    const __m256 x = _mm256_cvtph_ps(bits);
+    return has_nan(x) ? one_by_one<Float16>(bits) : x;
   }
 };
+template <> struct EightOf<Brain16> {
+  INLINE __m128i of(__m256 x) {
+    if (has_nan(x)) return one_by_one<Brain16>(x);
+    const __m256i u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i upper = _mm256_srli_epi32(up, 16), both = _mm256_packus_epi32(upper, upper);
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(both, 0x08));
+  }
+  INLINE __m256 value(__m128i bits) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+};
+
 INLINE __m256 finite_lanes(__m256 x) { return _mm256_cmp_ps(x - x, _mm256_setzero_ps(), _CMP_EQ_OQ); }
 INLINE __m256 clamp_finite(__m256 x, float limit) {
   const __m256 held = _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(limit)), _mm256_set1_ps(-limit));
@@ -71,12 +86,12 @@ template <class Format, class X, class Bits, class Body>
 INLINE void each_half(const Chunk &c, X *x, Bits *bits, const Body &body) {
 #if HOST
   long long i = c.begin;
-#ifdef __F16C__
-  if constexpr (Format::HAS_EIGHTS)
+#if defined(__F16C__) && defined(__AVX2__)
+  if constexpr (sizeof(*x) == sizeof(float))
     for (; i + 8 <= c.end; i += 8) {
       auto eight = load_eight(x + i);
       auto eight_bits = load_eight(bits + i);
-      body(EightOfFloat16(), eight, eight_bits);
+      body(EightOf<Format>(), eight, eight_bits);
       store_eight(x + i, eight);
       store_eight(bits + i, eight_bits);
     }
