@@ -18,13 +18,14 @@ from distopt import device, kernels
 from distopt.comm import Metered, NcclCommunicator, Ordered
 from distopt.comm.communicator import NUMBERS, Wrapper, all_reduce_in_rank_order
 from distopt.compress import ErrorFeedback, TopK
-from doubles import arithmetic, gpu, nccl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def install(patch=setattr, processes=False):
     """GPUs and NCCL for this process."""
+    from doubles import gpu, nccl  # here, since tests of real GPUs are collected where there is no cupy
+
     gpu.install(patch)
     nccl.install(patch, processes)
     patch(kernels, "THREADS", 32)  # each is a fiber
@@ -266,7 +267,7 @@ def forgotten(comm):
 def example(unique_id, rank, size, given, folder):
     """A child of examples/multiprocess.py: its training loop, DistOpt's three arguments, sockets, and NCCL."""
     install(processes=True)
-    arithmetic.install()
+    importlib.import_module("doubles.arithmetic").install()
     sys.path.insert(0, str(EXAMPLES))
     multiprocess = importlib.import_module("multiprocess")
     with (folder / str(rank)).open("w") as out, contextlib.redirect_stdout(out):
@@ -294,6 +295,7 @@ def worlds_over_mpi(comm):
     assert repr(found).startswith(f"<MpiCommunicator, rank {comm.rank} of 2, numpy: {reason}; ")
     comm_checks.ragged(found)
     known.clear()
+    nccl = importlib.import_module("doubles.nccl")
     nccl.faults.version = 21300 if comm.rank == 1 else 22809
     with pytest.raises(RuntimeError, match=r"rank 1: no GPU for NCCL: NCCL 2\.13\.0 is too old"):
         distopt.world("cuda")

@@ -1,9 +1,6 @@
 """Every law over NCCL on a real GPU: make test-gpu-laws."""
 
 import pytest
-
-pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
-
 import workers
 
 import laws

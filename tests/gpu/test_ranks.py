@@ -1,9 +1,6 @@
 """NCCL on real GPUs: make test-gpu-nccl.  Ranks may share one; the same ranks run in CI on doubles."""
 
 import pytest
-
-pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
-
 import workers
 
 import nccl_checks
