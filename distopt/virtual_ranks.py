@@ -104,7 +104,7 @@ class Simulation(DistOpt):
     What a compressor keeps is in no ``state_dict``, so the plan is fixed by the first step, and there are no
     checkpoints, and no tape is recorded.  A loss that raises or is not finite raises what it does on P ranks, and ends
     the simulation if it is not the first rank's: those before it have gone on.  A sum over ranks that is not finite is
-    refused in any mode, and not in shared memory alone.
+    refused, and ends it too where something was left behind.
     """
 
     _remedy = "start anew"

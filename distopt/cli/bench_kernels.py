@@ -1,8 +1,8 @@
 """``distopt bench --kernels``: the library's kernels on this host, as a fraction of the speed of a copy.
 
 Bytes are those that the equations make the memory move: what is read, what is written, and once more what is written
-without having been read, since a cache reads a line before it changes it.  So a copy of n bytes moves 3 n.  It is no
-hard limit: what writes to the lines that it has read may be faster, and some processors spare the read.
+without having been read, since a cache reads a line before it changes it.  So a copy of n bytes moves 3 n.  Times are
+the thread's own, which stand still while others have its core.  It is no hard limit: what writes to the lines that it has read may be faster, and some processors spare the read.
 """
 
 import functools
@@ -56,9 +56,9 @@ def fractions(cases: dict[str, Case], rounds: int) -> list[dict[str, Any]]:
     ceiling = cases["copy"][0]
     taken: dict[str, list[float]] = {name: [] for name in cases}
     for number, (name, (_, call)) in itertools.product(range(rounds + 1), cases.items()):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         call()
-        taken[name].append(time.perf_counter() - begin)
+        taken[name].append(time.thread_time() - begin)
         if sys.stderr.isatty():
             print(f"\rround {number} of {rounds}: {name:30}", end="", file=sys.stderr, flush=True)
     if sys.stderr.isatty():
