@@ -1,8 +1,9 @@
 """``distopt bench --kernels``: the library's kernels on this host, as a fraction of the speed of a copy.
 
 Bytes are those that the equations make the memory move: what is read, what is written, and once more what is written
-without having been read, since a cache reads a line before it changes it.  So a copy of n bytes moves 3 n.  Times are
-the thread's own, which stand still while others have its core.  It is no hard limit: what writes to the lines that it has read may be faster, and some processors spare the read.
+without having been read, since a cache reads a line before it changes it.  So a copy of n bytes moves 3 n.  It is no
+hard limit: what writes to the lines that it has read may be faster, and some processors spare the read.  Times are the
+thread's own, which stand still while others have its core.
 """
 
 import functools
