@@ -29,7 +29,6 @@ class Adapter(abc.ABC):
 
     def __init__(self, opt: Any):
         self.opt = opt
-
         self._first = None if isinstance(opt, Optimizer | Wrapper) else FirstUpdate(opt)
 
     def apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> None:

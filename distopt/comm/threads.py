@@ -171,6 +171,7 @@ def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
 
     In ``main``, ``distopt.world()`` and what is made without a communicator have ``comm`` too; parameters are made in
     ``main``, since each rank has its own.
+
     If ranks raise, the error of the first one to do so is raised here; a rank that waits for one that has ended gets
     PeerLeft, so that nobody waits for ever.
     """

@@ -20,8 +20,7 @@ class Window:
         self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
         self.batches = 0  # calls since the last step
         self.contributions = 0.0  # of ranks, in these and the present call
-        # were the gradients of these calls summed over ranks?  None: a checkpoint had them
-        self.sent: bool | None = None
+        self.sent: bool | None = None  # are the gradients of these calls sums over ranks?  None: not known
 
     @property
     def exchanges(self) -> int:

@@ -93,6 +93,8 @@ class Optimizer(abc.ABC):
         self._wide: np.ndarray | None = None  # where parameters of 16 bits are updated that have no master
         self._tables: dict[str, Members] = {}
         self._now = Numbers(self.struct)
+        longer = (*MULTIPLIERS, *self.planned)
+        self._single = [n for n in (*self.options, *self.counters) if n not in longer]  # what is one number or text
         self._multiplied: tuple[list[dict[str, float]], list[str]] = [], []  # multipliers, and what ``numbers`` says
         self.version = 0  # grows when states move to other memory
 
@@ -259,8 +261,7 @@ class Optimizer(abc.ABC):
         """
         whose = f"{type(self).__name__}'s"
         found = [f"{whose} {name}={self.at(name)!r}" for name in self.hypers]
-        assigned = [n for n in (*self.options, *self.counters) if n not in self.planned and n not in MULTIPLIERS]
-        return found + [f"{whose} {name}={getattr(self, name)!r}" for name in assigned] + self._multipliers(whose)
+        return found + [f"{whose} {name}={getattr(self, name)!r}" for name in self._single] + self._multipliers(whose)
 
     def _multipliers(self, whose: str) -> list[str]:
         """The part of ``numbers`` that is as long as the model has parameters, and hardly ever changes."""
