@@ -352,8 +352,8 @@ class Memory(Verbs):
         order = np.argsort(starts, kind="stable")
         inside = np.flatnonzero(starts[order][1:] < ends[order][:-1])
         if inside.size:
-            names = list(self._collector.order)
-            first, second = (f"{names[rows[k]]} of rank {ranks[k]}" for k in order[inside[0] :][:2])
+            names, at = list(self._collector.order), min(inside, key=lambda k: rows[order[k]])  # the first of the plan
+            first, second = (f"{names[rows[k]]} of rank {ranks[k]}" for k in sorted(order[at : at + 2]))
             text = (
                 f"{first} and {second} are in one memory: each rank must make parameters of its own, inside main(comm)"
             )
