@@ -20,6 +20,7 @@ from distopt import job
 from distopt.comm.mpi_start import abort, any_thread, brand, check_launcher, launched, mails, mpi, runs, watch
 from distopt.guard import LEAVE, Control, abort_on_exception, announce_exit
 from distopt.watch import Log, recorder
+from distopt.watch.recorder import MEETING
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -232,17 +233,21 @@ def join(comm: "MPI.Comm") -> Membership:
     check_launcher(MPI.COMM_WORLD.size)
     if comm == MPI.COMM_NULL:
         raise ValueError("comm is MPI.COMM_NULL: this rank is in no group of the split")
-    control = MpiControl(comm.Dup(), _agree_on_name(comm))
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    local_rank, lowest, hosts = node.rank, np.array([comm.rank]), np.zeros(comm.size, np.int64)
-    node.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
-    comm.Allgather(lowest, hosts)
-    node.Free()
+    rank = MPI.COMM_WORLD.rank
+    if comm.size > 1:
+        watch(rank)
+    with Log(recorder, f"meetings of rank {rank}", [rank])(MEETING):
+        control = MpiControl(comm.Dup(), _agree_on_name(comm))
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        local_rank, lowest, hosts = node.rank, np.array([comm.rank]), np.zeros(comm.size, np.int64)
+        node.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
+        comm.Allgather(lowest, hosts)
+        node.Free()
     if comm.size > 1:
         _controls.append(control)
         if control.mail:
             mails.append(control.mail)
-        _join(MPI.COMM_WORLD.rank)
+        _join(rank)
     control.meet()
     return Membership(control, local_rank, tuple(hosts.tolist()))
 

@@ -11,7 +11,8 @@ from weakref import WeakValueDictionary
 
 KEPT = 256  # operations
 EQUAL_BYTES = ("all_reduce", "all_gather", "broadcast")  # verbs to which all ranks bring as many
-START = "MPI's start"  # the verb that comes before all votes
+START = "MPI's start, to which all ranks must come"  # what comes before all votes
+MEETING = "the first meeting of a communicator's ranks"
 NOTHING = contextlib.nullcontext()
 # An operation without its end, and the end of the one before in the same log: one tuple is what costs least.
 Row = tuple["Log", int, str, int, str, str, float, float]
@@ -53,8 +54,8 @@ def text(verb: str, purpose: str, nbytes: int, step: str) -> str:
     """An operation in words."""
     if verb == "vote":
         return f"the vote on {purpose}"
-    if verb == START:
-        return f"{verb}, to which all ranks must come"
+    if verb in (START, MEETING):
+        return verb
     if purpose:
         return f"{verb} of {purpose} in {step.removeprefix('the start of ')}"
     size = f" of {nbytes} bytes" if verb in EQUAL_BYTES else ""

@@ -77,6 +77,17 @@ def test_who_waits_for_a_rank_that_never_comes_names_it_and_its_own_line(script,
     assert "the limit is 2 s (DISTOPT_TIMEOUT)" in output
 
 
+def test_who_waits_after_mpi_has_started_has_a_limit_too(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time, distopt\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank: time.sleep(600)\ndistopt.world()\n"
+    )
+    environment = {"DISTOPT_TIMEOUT": "2", "DISTOPT_FLIGHT": str(tmp_path)}
+    code, output = distopt_run(2, script, timeout=60, env=environment)
+    assert code == 75, output
+    assert re.search("rank 0 waits since 2.* s for the first meeting of a communicator's ranks; at script.py:4", output)
+
+
 @pytest.mark.parametrize(
     ("what", "told"),
     [
