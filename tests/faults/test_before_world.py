@@ -67,14 +67,14 @@ def test_distopt_run_ends_the_job_and_names_the_rank(script, what, expected, tol
 
 @pytest.mark.parametrize(("what", "state"), [("stop", "stopped"), ("sleep", "it runs")])
 def test_who_waits_for_a_rank_that_never_comes_names_it_and_its_own_line(script, what, state, tmp_path):
-    environment = {"DISTOPT_TIMEOUT": "2", "DISTOPT_FLIGHT": str(tmp_path)}
+    environment = {"DISTOPT_TIMEOUT": "5", "DISTOPT_FLIGHT": str(tmp_path)}
     code, output = distopt_run(2, script, what, timeout=60, env=environment)
     assert code == 75, output
     at = next(k for k, line in enumerate(SCRIPT.splitlines(), 1) if "distopt.world()" in line)
-    waits = f"rank 0 waits since 2.[0-9] s for MPI's start, to which all ranks must come; at script.py:{at} in <module>"
+    waits = f"rank 0 waits since 5.[0-9] s for MPI's start, to which all ranks must come; at script.py:{at} in <module>"
     assert re.search(waits, output), output
     assert f"  rank 1: has not come to it ({state})" in output
-    assert "the limit is 2 s (DISTOPT_TIMEOUT)" in output
+    assert "the limit is 5 s (DISTOPT_TIMEOUT)" in output
 
 
 def test_who_waits_after_mpi_has_started_has_a_limit_too(tmp_path):
@@ -82,10 +82,10 @@ def test_who_waits_after_mpi_has_started_has_a_limit_too(tmp_path):
     script.write_text(
         "import time, distopt\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank: time.sleep(600)\ndistopt.world()\n"
     )
-    environment = {"DISTOPT_TIMEOUT": "2", "DISTOPT_FLIGHT": str(tmp_path)}
+    environment = {"DISTOPT_TIMEOUT": "5", "DISTOPT_FLIGHT": str(tmp_path)}
     code, output = distopt_run(2, script, timeout=60, env=environment)
     assert code == 75, output
-    assert re.search("rank 0 waits since 2.* s for the first meeting of a communicator's ranks; at script.py:4", output)
+    assert re.search("rank 0 waits since 5.* s for the first meeting of a communicator's ranks; at script.py:4", output)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,14 @@ def test_who_waits_after_mpi_has_started_has_a_limit_too(tmp_path):
         ("import", "rank 1: Traceback"),
         ("exit 0", "ended before distopt.world|process rank 1"),
         ("exit 3", "ended before distopt.world|process rank 1|1,1"),
-        ("stop", "rank 0 waits since 2.* for MPI's start"),
+        ("stop", "rank 0 waits since 5.* for MPI's start"),
     ],
 )
 def test_a_bare_launcher_ends_the_job_too(script, what, told, tmp_path):
     """From ``import distopt`` on."""
     launcher = find_launcher()
     command = [*launcher.command(2), sys.executable, str(script), what, "early"]
-    environment = launcher.environment(2) | {"DISTOPT_TIMEOUT": "2", "DISTOPT_FLIGHT": str(tmp_path)}
+    environment = launcher.environment(2) | {"DISTOPT_TIMEOUT": "5", "DISTOPT_FLIGHT": str(tmp_path)}
     code, output = finish(command, 60, env=environment)
     assert code != 0, output
     assert re.search(told, output), output

@@ -17,6 +17,9 @@ pytestmark = [needs_mpi, pytest.mark.mpi, pytest.mark.faults]
 HEAD = """
 import os, signal, subprocess, sys, threading, time
 import numpy as np, distopt
+from distopt.comm import mpi_start
+from distopt.watch import Limits
+if "USUAL" in os.environ: mpi_start.limits = lambda: Limits(usual=float(os.environ["USUAL"]), first=60.0)
 world = distopt.world()
 opt, p = distopt.DistOpt(), distopt.Parameter("p", np.ones(4))
 
@@ -92,7 +95,7 @@ def test_a_rank_that_gives_no_answer_while_others_have_ended_is_named(run, tmp_p
         "if world.rank == 1:\n"
         "    subprocess.Popen(['sh', '-c', f'sleep 5; kill -CONT {os.getpid()}'])\n"
         "    os.kill(os.getpid(), signal.SIGSTOP)\n",
-        DISTOPT_TIMEOUT="1.5",
+        USUAL="1.5",
         DISTOPT_FLIGHT=str(tmp_path),
     )
     assert code == 0, output
@@ -102,7 +105,7 @@ def test_a_rank_that_gives_no_answer_while_others_have_ended_is_named(run, tmp_p
 
 
 def test_a_rank_that_answers_may_take_its_time(run):
-    code, output = run("step()\nif world.rank == 1: time.sleep(4)\n", DISTOPT_TIMEOUT="1")
+    code, output = run("step()\nif world.rank == 1: time.sleep(4)\n", USUAL="1")
     assert code == 0, output
     assert "waits since" not in output
 

@@ -13,8 +13,16 @@ from distopt.comm import mpi_start
 from distopt.watch import Limits
 
 fault, culprit = sys.argv[1], int(sys.argv[2])
-if fault.startswith("slow"):
-    mpi_start.limits = lambda: Limits(usual=1.0, first=20.0)
+given = mpi_start.limits
+
+
+def limits():
+    """As given, but for the start, in which a busy machine may keep ranks apart."""
+    found = given()
+    return found and Limits(usual=1.0 if fault.startswith("slow") else found.usual, first=20.0)
+
+
+mpi_start.limits = limits
 world = distopt.world()
 opt = distopt.DistOpt(threshold=4, overlap=fault == "stop halfway")
 params = [distopt.Parameter(f"p{k}", np.ones(8)) for k in range(3)]
