@@ -18,7 +18,7 @@ from mpi4py import MPI
 import distopt
 from benchmarks import measure
 from benchmarks.models import MODELS
-from distopt.comm import mpi_control
+from distopt.comm import mpi_control, mpi_start
 from distopt.watch import Limits, Log, Recorder, Watchman, recorder, silent
 
 ROUNDS = 101
@@ -82,7 +82,7 @@ def an_operation():
 
 def a_look():
     """Microseconds for one look of the watch."""
-    watchman = Watchman(MPI.COMM_WORLD.rank, recorder, Limits(), None, mpi_control._mails)
+    watchman = Watchman(MPI.COMM_WORLD.rank, recorder, Limits(), None, mpi_start.mails)
     watchman.stop()
     begin = time.perf_counter()
     for _ in range(1000):
@@ -110,7 +110,7 @@ def main():
         f"second, {look:.0f} us; a vote {vote:.1f} us, a bare all-reduce of its 64 bytes {bare:.1f} us",
         f"medians of {ROUNDS} rounds [quartiles]; budget {BUDGET}",
     ]
-    watchman = Watchman(world.rank, recorder, Limits(), None, mpi_control._mails)
+    watchman = Watchman(world.rank, recorder, Limits(), None, mpi_start.mails)
     small = [("w1", (64, 128)), ("b1", (128,)), ("w2", (128, 15)), ("b2", (15,))]
     for name, shapes, calls in (
         ("resnet50, 161 tensors", MODELS["resnet50"](), 2),

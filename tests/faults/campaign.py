@@ -45,7 +45,7 @@ FAULTS = {  # and what names it
     "failing import": "ModuleNotFoundError: No module named 'no_such_module'",
     "sys.exit(0)": "rank 1.* ended before distopt.world|process rank 1 with PID|not come to it",
     "sys.exit(3)": r"rank 1 ended by exit code 3|rank 1.* ended before distopt.world|,1\]\s+Exit code: +3",
-    "os._exit(0)": r"rank 1 ended by os._exit\(0\)|process rank 1 with PID",
+    "os._exit(0)": r"rank 1: left by os._exit|rank 1 ended by os._exit\(0\)|process rank 1 with PID",
     "SIGKILL": r"rank 1 (was killed by SIGKILL|ended without a word)|process rank 1 with PID|EXIT STRING: Killed",
     "SIGSEGV": r"rank 1 (was killed by SIGSEGV|ended without a word)|process rank 1 with PID|EXIT STRING: Segm",
     "SIGSTOP": r"rank 1: has not come to it \(stopped\)|rank 0 waits since .* for MPI's start",
