@@ -1,6 +1,7 @@
 """The default tier's promises hold: it starts no process and skips nothing."""
 
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,3 +58,14 @@ def test_modules_of_other_tiers_are_left_out_by_default_alone(pytestconfig, tmp_
     for expression, ignored in ((tiers.default_expression(pytestconfig), True), ("torch", None)):
         config = SimpleNamespace(getini=pytestconfig.getini, option=SimpleNamespace(markexpr=expression))
         assert tiers.DefaultTier().pytest_ignore_collect(file, config) is ignored
+
+
+@pytest.mark.thorough
+def test_the_default_tier_is_collected_without_what_other_tiers_need(pytestconfig):
+    missing = ["cupy", "torch", "matplotlib", "nvidia", "jax", "optax", "safetensors"]
+    script = (
+        f"import sys; sys.modules |= dict.fromkeys({missing}); import pytest; sys.exit(pytest.main(['-q', '--co']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=pytestconfig.rootpath, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "SKIPPED" not in done.stdout

@@ -1,11 +1,15 @@
 """Every law over NCCL on a real GPU: make test-gpu-laws."""
 
 import pytest
+
+pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
 import workers
 
 import laws
 import spawned
 from distopt import run_ranks
+
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("size", [1, 2])

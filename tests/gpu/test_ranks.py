@@ -1,11 +1,15 @@
 """NCCL on real GPUs: make test-gpu-nccl.  Ranks may share one; the same ranks run in CI on doubles."""
 
 import pytest
+
+pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
 import workers
 
 import nccl_checks
 import spawned
 from launch import needs_mpi, run_mpi
+
+pytestmark = pytest.mark.gpu
 
 # A collective of several ranks on one GPU takes some ten milliseconds, most of them for taking turns.
 TIMEOUT = 120.0

@@ -8,6 +8,8 @@ from distopt import device
 from distopt.comm import LocalCommunicator
 from distopt.compress import At, ErrorFeedback, Threshold, TopK
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.fixture(scope="module")
 def gpu():
