@@ -626,7 +626,7 @@ def test_ranks_agree_on_what_a_predicate_leaves_out():
     def main(comm):
         w = Parameter("w", np.ones(3))
         opt = LarsWrapper(SGD(0.1), exclude=lambda name: comm.rank == 1)
-        with pytest.raises(ValueError, match=r"rank 1 has LarsWrapper.*left_out=\('w',\)"):
+        with pytest.raises(ValueError, match=r"rank 1 has optimizer LarsWrapper.*left_out=\('w',\)"):
             DistOpt(opt, comm)([(w, np.ones(3))])
         return w.data.tolist()
 
