@@ -32,6 +32,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
+    tiers.keep_samples(items)
     no_mpi = [] if has_mpi() else [pytest.mark.skip(reason="mpi4py or mpiexec is missing: pip install 'distopt[mpi]'")]
     for item in items:
         if "doubles" in item.fixturenames:

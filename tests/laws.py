@@ -420,6 +420,21 @@ def assert_equal_states(a, b):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+def each_once(comm):
+    """Each law that needs a communicator, in the modes that differ most: what the default tier has time for."""
+    ranks_agree_with_whole_batch(comm)
+    ranks_agree_with_one(comm, OPTIMIZERS["adam"])
+    modes_agree(comm)
+    for mode in ("topk", "2bit"):
+        nothing_is_lost(comm, mode)
+    for mode in ("dense", "half", "partial", "topk"):
+        same_bits(comm, mode)
+        resume(comm, mode, stops=(3,))
+        overlap_changes_no_bit(comm, mode)
+    sharding_changes_no_bit(comm)
+    independence(comm)
+
+
 def all_of_them(comm):
     """Every law that needs a communicator; returns what other transports must reproduce."""
     for dtype in TOLERANCE:

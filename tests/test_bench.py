@@ -41,6 +41,7 @@ def test_collectives_of_ranks(tmp_path):
         assert line[-1] == "0"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_right_results_are_found_right(size, dtype):

@@ -59,6 +59,7 @@ def test_each_cause_of_overhead_can_be_timed():
         cause()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mode", "payload", "wire"),
     [

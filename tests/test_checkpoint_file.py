@@ -341,6 +341,7 @@ def lie(data, chance):
     return sealed(text_of(entries), raw)
 
 
+@pytest.mark.thorough
 def test_a_thousand_mutations(small):
     """Noise is refused or harmless; a lie on purpose is refused or a tree; neither takes memory."""
     data, chance = small.read_bytes(), random.Random(20)

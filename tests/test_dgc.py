@@ -91,6 +91,7 @@ def trained(ranks, steps, compressor, make=lambda: SGD(0.05), shapes=laws.SHAPES
 # ----------------------------------------------------------------------------------------------- the recurrences
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
     ("options", "reference"),
@@ -117,6 +118,7 @@ def test_it_is_the_paper(ranks, options, reference):
         np.testing.assert_allclose(w, expected, rtol=0, atol=5e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("in_gradient", [False, True])
 @pytest.mark.parametrize("ranks", tiers.one_by_default(2, of=(1, 2, 4)))

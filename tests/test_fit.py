@@ -224,6 +224,7 @@ def check_alike(found):
     assert found.link.bandwidth > 1e6
 
 
+@pytest.mark.thorough
 def test_threads_agree_on_a_fit():
     first, *others = run_ranks(3, lambda comm: fit.fit(comm, 1.0))
     check_alike(first)

@@ -109,6 +109,7 @@ def test_files_of_the_first_version_are_read(small):  # noqa: F811
 # ------------------------------------------------------------------------------------------------- many tensors
 
 
+@pytest.mark.thorough
 def test_thousands_of_small_tensors(tmp_path):
     """Those of a model and of an optimizer with two moments each."""
     tree = {word: {f"p{k}": np.full(16, k, "f4") for k in range(4000)} for word in ("parameters", "mu", "nu")}

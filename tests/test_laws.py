@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import laws
-import tiers
 from distopt import run_ranks
 from distopt.buckets import plan
 from distopt.compress import Dense, Half, OneBit, Packed, Threshold, TopK, TwoBit
@@ -65,7 +64,12 @@ def test_conservation_with_a_threshold_that_is_a_power_of_two(dtype, x, power, m
     laws.conservation(TwoBit(2.0**power), x.astype(dtype) * 2.0 ** (power + multiple))
 
 
-@pytest.mark.parametrize("size", tiers.one_by_default(3, of=(1, 2, 3, 4, 8)))
+def test_each_law_once():
+    run_ranks(3, laws.each_once)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_on_threads(size):
     run_ranks(size, laws.all_of_them)
 

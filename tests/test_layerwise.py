@@ -46,6 +46,7 @@ def make(rule, options, lr=falling):
     return RULES[rule][0](lr, **given)
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize(("rule", "name", "options"), CASES, ids=[f"{rule}, {name}" for rule, name, _ in CASES])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-5), ("float64", 1e-13)])
 def test_against_the_reference(rule, name, options, dtype, tolerance):

@@ -76,6 +76,7 @@ def test_every_verb(kind, size, n, root, dtype):
     assert all(run_counted(size, kind, main))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", tiers.one_by_default(3, of=(2, 3, 5)))
@@ -287,6 +288,7 @@ def test_totals_outlive_what_is_kept(tmp_path):
     assert ledger.by("verb") == []
 
 
+@pytest.mark.thorough
 def test_a_thousand_tensors_take_few_megabytes():
     """Of whole buckets, once for all messages: the default number of entries, traced."""
 

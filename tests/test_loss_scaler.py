@@ -108,6 +108,7 @@ def test_one_scaler_for_one_model():
 # ----------------------------------------------------------------------------------------------- to the bit
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size", tiers.one_by_default(2, of=(1, 2, 3)))
 @pytest.mark.parametrize("mode", laws.MODES)
 def test_a_scale_changes_no_bit(size, mode):
@@ -180,6 +181,7 @@ def test_ranks_that_are_processes(tmp_path):
 # ----------------------------------------------------------------------------------------------- overflow
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mode", laws.MODES)
 def test_an_overflow_on_one_rank_drops_the_step_on_all(mode):
     """Nothing but scale and counts knows of it; the very next forward pass has the new scale."""
@@ -287,6 +289,7 @@ def test_what_a_loss_scale_has_no_part_in():
 # ----------------------------------------------------------------------------------------------- going on
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_batches", [1, 2])
 @pytest.mark.parametrize("mode", ["dense", "topk", "partial"])
 def test_going_on_is_never_having_stopped(mode, num_batches, tmp_path):

@@ -161,6 +161,7 @@ def narrow_laws(comm):
     return {"digest": np.array(laws.digest(train(comm, np.float16, True)[0]))}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", tiers.one_by_default(2, of=(1, 2, 3)))
 def test_laws_on_threads(size):
     run_ranks(size, narrow_laws)

@@ -287,6 +287,7 @@ def trained(comm, mode, every, overlap=False, **options):
     return [x.tobytes().hex() for x in [*(p.data for p in params), *kept]], seen
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_training_is_the_same(mode):
     def main(comm):

@@ -85,6 +85,7 @@ def test_gradients_of_zeros_and_of_everything_small_stay_finite(make):
         assert np.isfinite(w).all()
 
 
+@pytest.mark.sampled(2)
 @every_rule
 def test_any_number_of_tensors_of_any_dtypes(make):
     """M12: MXNet's arrays end at 45, 50 or 60 tensors, unchecked, and take another dtype for the first one's."""

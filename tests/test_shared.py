@@ -48,6 +48,7 @@ def fast_and_slow(comm):
     return {"digest": np.array(found[0])}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", RANKS)
 def test_a_fast_rank_waits_for_those_who_read(size):
     assert len({r["digest"].item() for r in run_ranks(size, fast_and_slow)}) == 1

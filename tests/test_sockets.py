@@ -107,6 +107,7 @@ def test_a_stranger_at_the_door(names):
             s.join()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("says", [b"", b"x" * 20, b"\x7f\xff\xff\xff", b"\xff\xff\xff\xff" + b"\xff" * 8])
 def test_a_guest_of_this_user_who_stays_keeps_nobody_out(says, names):
     """It connects before the others, and says nothing, or what makes no sense."""
@@ -171,6 +172,7 @@ def test_who_is_full_is_asked_again():
         assert time.monotonic() - begun < 20
 
 
+@pytest.mark.thorough
 def test_a_door_that_says_nothing():
     """It takes a rank in, and is silent: the rank does not wait for longer than its patience."""
     name = f"\0distopt-test-{os.urandom(8).hex()}"

@@ -13,13 +13,28 @@ import tiers
 
 def test_the_default_leaves_out_every_mark(pytestconfig):
     settings = tomllib.loads((pytestconfig.rootpath / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    assert {line.partition(":")[0] for line in settings["markers"]} == tiers.TIERS
+    assert {line.partition(":")[0] for line in settings["markers"]} == tiers.TIERS | {"sampled(n)"}
     assert tiers.default_expression(pytestconfig).startswith("not (")
 
 
 def test_a_test_without_a_mark_may_start_no_process():
     with pytest.raises(pytest.fail.Exception, match="starts a process: mark it mpi"):
         subprocess.run(["true"])
+
+
+def test_of_many_cases_some_stay_evenly_spaced():
+    """Ten cases of which three are sampled, and a test that is not."""
+    moved = []
+
+    def item(nodeid, mark):
+        return SimpleNamespace(
+            nodeid=nodeid, get_closest_marker=lambda _: mark, add_marker=lambda _: moved.append(nodeid)
+        )
+
+    cases = [f"test_file.py::test_many[{k}]" for k in range(10)]
+    tiers.keep_samples([item(n, pytest.mark.sampled(3).mark) for n in cases] + [item("test_file.py::test_one", None)])
+    assert [n for n in cases if n not in moved] == [cases[k] for k in (0, 3, 6)]
+    assert set(moved) < set(cases)
 
 
 @pytest.mark.thorough

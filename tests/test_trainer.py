@@ -116,6 +116,7 @@ def test_with_one_example_per_rank_it_is_distopt(kind, size):
     assert run_ranks(size, main) == [True] * size
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("make", laws.OPTIMIZERS.values(), ids=laws.OPTIMIZERS)
 @pytest.mark.parametrize("kind", COMPRESSIONS)
 def test_a_step_is_sums_and_an_update(kind, make):

@@ -75,6 +75,7 @@ def comparable(ledger):
     return sorted(tuple(map(str, entry)) for entry in ledger.entries)
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_they_are_threads(mode, size):
@@ -93,6 +94,7 @@ def test_any_optimizer_and_dtype(make, dtype):
     same(params, expected)
 
 
+@pytest.mark.thorough
 @given(
     size=st.integers(1, 6),
     mode=st.sampled_from(sorted(MODES)),

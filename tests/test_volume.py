@@ -299,6 +299,7 @@ def test_what_each_payload_takes_is_apart(monkeypatch):
     assert measure(mode("topk=0.01"), lambda: now[0]) == pytest.approx((10, 1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["topk=0.1", "dgc=0.1+packed", "1bit", "half"])
 def test_compression_takes_time(name):
     found = measure(mode(name))

@@ -123,6 +123,7 @@ def test_limits_that_are_none(given):
         limits({"DISTOPT_TIMEOUT": given})
 
 
+@pytest.mark.thorough
 def test_the_first_step_may_take_longer(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTOPT_FLIGHT", str(tmp_path / "new"))
     recorder = Recorder()
@@ -139,6 +140,7 @@ def test_the_first_step_may_take_longer(tmp_path, monkeypatch):
     assert flight.read(file)["reason"] == "barrier after the start took more than 0.3 s"
 
 
+@pytest.mark.thorough
 def test_what_is_not_limited_may_last():
     recorder = Recorder()
     with Log(recorder, "the end", [0], limited=False)("the end of the others"):
@@ -147,6 +149,7 @@ def test_what_is_not_limited_may_last():
     watched.stop()
 
 
+@pytest.mark.thorough
 def test_one_of_several_speaks(tmp_path, monkeypatch):
     """All wait for a rank that does not answer, and find that in the same moment."""
     monkeypatch.setenv("DISTOPT_FLIGHT", str(tmp_path))
@@ -170,6 +173,7 @@ def test_one_of_several_speaks(tmp_path, monkeypatch):
     watched[2].stop()
 
 
+@pytest.mark.thorough
 def test_warnings_are_rare(monkeypatch):
     said = []
     monkeypatch.setattr(watchman, "WARN_FROM", 2.0)

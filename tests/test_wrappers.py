@@ -489,6 +489,7 @@ def test_a_restored_window_waits_for_its_parameters():
 # ------------------------------------------------------------------------------------------------------- ranks
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", tiers.one_by_default(3, of=(1, 2, 3, 4)))
 @pytest.mark.parametrize("make", laws.WRAPPERS.values(), ids=laws.WRAPPERS)
 def test_ranks_agree_with_one_and_resume(make, size):

@@ -58,6 +58,20 @@ def _no_processes(event, details):
         )
 
 
+def keep_samples(items):
+    """Move the cases of a test marked ``sampled(n)`` to the thorough tier, but n of them, evenly spaced."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_one in cases.values():
+        (count,) = of_one[0].get_closest_marker("sampled").args
+        kept = {k * len(of_one) // count for k in range(count)}
+        for number, item in enumerate(of_one):
+            if number not in kept:
+                item.add_marker(pytest.mark.thorough)
+
+
 class SlowestFiles:
     """A plugin for CI: how many seconds the slowest files took, and all of them."""
 
