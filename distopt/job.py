@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = "DISTOPT_JOB"  # the environment variable that names it
+LOOPBACK = "-loopback"  # of the library's name that the launcher is given
 PID, VOTES, SEGMENT = "pid", "votes", "segment"
 MPI, DONE, SPOKEN, STOPS, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops", "exit", "os_exit"
 

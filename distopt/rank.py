@@ -25,6 +25,7 @@ def main() -> None:
     rank = next(int(os.environ[name]) for name in RANK if name in os.environ)
     job.end_with_parent()
     job.enter(rank, Path(os.environ.pop(job.FOLDER)))  # whatever the script starts is no rank
+    _drop_preload(job.LOOPBACK)
     _mark_exits(job)
     sys.meta_path.insert(0, _MpiIsWanted(job))
     try:
@@ -50,6 +51,14 @@ def _job() -> ModuleType:
     job = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(job)
     return job
+
+
+def _drop_preload(suffix: str) -> None:
+    """Keep the launcher's library from what the script starts."""
+    preloaded = os.environ.pop("LD_PRELOAD", "").split(":")
+    others = [path for path in preloaded if path and not path.endswith(f"{suffix}.so")]
+    if others:
+        os.environ["LD_PRELOAD"] = ":".join(others)
 
 
 def _run(command: Sequence[str]) -> None:

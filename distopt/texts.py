@@ -98,8 +98,8 @@ def simd_limit() -> str:
     return limit
 
 
-def _library_path(suffix: str = "") -> pathlib.Path | None:
-    """Where the build has put one of the host libraries, None if there is none."""
+def library_path(suffix: str = "") -> pathlib.Path | None:
+    """Where the build has put one of its libraries, None if there is none."""
     import distopt
 
     paths = (pathlib.Path(folder) / f"libdistopt{suffix}.so" for folder in distopt.__path__)
@@ -108,7 +108,7 @@ def _library_path(suffix: str = "") -> pathlib.Path | None:
 
 def check_not_shadowing() -> None:
     """Raise ImportError if this is a source folder that was never built and hides a distopt that is installed."""
-    if _library_path():
+    if library_path():
         return
     for folder in sys.path:
         if (pathlib.Path(folder) / "distopt" / "libdistopt.so").exists():
@@ -142,7 +142,7 @@ def simd_level() -> str:
 
 def _opened(suffix: str) -> ctypes.CDLL | None:
     """One of the libraries beside this package, None if it was not built."""
-    path = _library_path(suffix)
+    path = library_path(suffix)
     if path is None:
         return None
     host = ctypes.CDLL(str(path))

@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from distopt import job, texts
 
 INSTALL = "pip install 'distopt[mpi]'"
 
@@ -59,6 +61,17 @@ OPEN_MPI = {
 # Start ranks here, and not by Slurm's srun, which would wait for the cores of the step that waits for it; no rank
 # listens but on the loopback interface.
 MPICH = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user", "HYDRA_IFACE": "lo", "UCX_NET_DEVICES": "lo"}
+
+
+def on_loopback(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variable under which a launcher and its helpers listen on no network (``native/loopback.cpp``).
+
+    Empty where the build made no such library, or where its path could not be written down for the loader.
+    """
+    path = str(texts.library_path(job.LOOPBACK) or "")
+    if not path or set(path) & set(": ;$"):
+        return {}
+    return {"LD_PRELOAD": ":".join(filter(None, (path, environ.get("LD_PRELOAD"))))}
 
 
 def find_launcher() -> Launcher:

@@ -17,7 +17,7 @@ from typing import Any
 from distopt import job
 from distopt.cli import segments
 from distopt.cli.ends import Ends, Fault, exit_code
-from distopt.cli.launcher import check_brands, find_launcher
+from distopt.cli.launcher import check_brands, find_launcher, on_loopback
 
 RANK = Path(job.__file__).with_name("rank.py")
 TIMED_OUT = 124  # the exit code of timeout(1)
@@ -84,7 +84,7 @@ def start(
     for attempt in range(restarts + 1):
         with tempfile.TemporaryDirectory(prefix="distopt-") as folder:
             env = launcher.environment(ranks) | dict(variables)
-            env |= {job.FOLDER: folder, "DISTOPT_RESTART": str(attempt)}
+            env |= on_loopback(env) | {job.FOLDER: folder, "DISTOPT_RESTART": str(attempt)}
             code, final = Job(command, env, Path(folder), ranks).supervise(timeout)
         if final or attempt == restarts:
             break

@@ -147,22 +147,31 @@ def test_nothing_of_a_failed_job_is_left_in_shared_memory(run):
     assert not mine & set(os.listdir("/dev/shm")) - before
 
 
-def test_no_rank_listens_on_the_network(run):
-    """But on the loopback interface; what the launcher's own processes do is theirs."""
+def test_nobody_listens_on_the_network(run):
+    """Neither a rank nor its launcher, but on the loopback interface; what a script binds is its own affair."""
     code, output = run(
+        "import socket, subprocess\n"
         "def links(pid):\n"
         "    for fd in os.listdir(f'/proc/{pid}/fd'):\n"
         "        try: yield os.readlink(f'/proc/{pid}/fd/{fd}')\n"
         "        except OSError: pass\n"
+        "def parents(pid):\n"
+        "    while pid > 1 and 'distopt.cli' not in open(f'/proc/{pid}/cmdline').read():\n"
+        "        yield pid\n"
+        "        pid = int(open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1])\n"
         "step()\n"
-        "mine = set(links('self')) - set(links(os.getppid()))  # without what was inherited\n"
+        "job = {link for pid in parents(os.getpid()) for link in links(pid)}\n"
         "for line in open('/proc/net/tcp').readlines()[1:] + open('/proc/net/tcp6').readlines()[1:]:\n"
         "    words = line.split()\n"
-        "    if words[3] == '0A' and f'socket:[{words[9]}]' in mine: print('listens', words[1])\n"
+        "    if words[3] == '0A' and f'socket:[{words[9]}]' in job: print('listens', words[1])\n"
+        "print('script', socket.create_server(('', 0)).getsockname()[0], os.environ.get('LD_PRELOAD'))\n"
         "world.barrier()\n"
     )
     assert code == 0, output
-    assert all(address.startswith("0100007F") for address in re.findall("listens (.*)", output)), output
+    found = re.findall("listens (.*)", output)
+    assert found, output
+    assert all(address.startswith(("0100007F", "0" * 24 + "01000000")) for address in found), output
+    assert "script 0.0.0.0 None" in output
 
 
 HOOKED = """
