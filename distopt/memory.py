@@ -229,7 +229,7 @@ class Memory(Verbs):
         if count:
             reports = self._vote(self._name, ~self._calls, report=self._memory.nonfinite(), part=", its outcome")
             found = by_rank(reports)
-            if not found:  # the gradients were finite, and are in the window
+            if not found and self._window.exchanges == 1:  # the gradients were finite, and are in the window
                 self._window.start(self._memory)
             self._nonfinite.judge(self._name, found or f"the sum over ranks ({count} entries)")
 
@@ -246,7 +246,7 @@ class Memory(Verbs):
         super().close()
         self._learn()
         count, self._refused = self._refused, 0
-        self._nonfinite.judge(self._name, f"{count} entries, of all ranks" if count else "")
+        self._nonfinite.judge(self._name, f"{count} entries of gradients and sums, of all ranks" if count else "")
 
     @property
     def _calls(self) -> int:

@@ -656,6 +656,8 @@ def test_no_thread_reads_or_writes_outside_of_its_arrays():
         "-x",
         "-p",
         "no:cacheprovider",
+        "-m",
+        "device",
         __file__,
         "-k",
         f"{some} or codes_of or packed or (16_bits and float16-1 and float32)",

@@ -32,7 +32,8 @@ def installed(checkout):
     """A folder like site-packages, with the same sources and their library."""
     package = shutil.copytree(checkout / "distopt", checkout.parent / "installed" / "distopt")
     shutil.copytree(NATIVE, package / "native", dirs_exist_ok=True)
-    shutil.copy(library()._name, package)
+    for built in Path(library()._name).parent.glob("libdistopt*.so"):
+        shutil.copy(built, package)
     return package.parent
 
 

@@ -32,8 +32,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever reads has seen enough; nothing more is to be flushed there
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
     except OSError as error:
         print(f"distopt {given.command}: {error}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # it was the output that failed, and would fail once more at exit
+            _drop_output()
         return 2
+
+
+def _drop_output() -> None:
+    """Flush what is left of the standard output to nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -42,6 +42,9 @@ SRUN = {"MPICH": "pmi2", "Open MPI": "pmix"}  # what srun must be told to start 
 LEVELS = ("single", "funneled", "serialized", "multiple")  # of threads, as MPI numbers them
 LEAVING = 4711  # the tag of those who end without having trained
 PATIENCE = 2.0  # seconds for all ranks to say so
+CONNECT = (
+    1.0  # seconds for the other ranks to connect to prterun, which hangs if it ends a job while one of them does so
+)
 
 mails: list[Mail] = []  # that the watchman reads
 
@@ -182,6 +185,8 @@ def abort(code: int) -> None:
     with contextlib.suppress(KeyError, ValueError, OSError):
         os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())  # what MPI_Abort says to MPICH's
         time.sleep(PATIENCE)
+    if not (runs() or job.is_rank() or "PMI_FD" in os.environ):
+        time.sleep(CONNECT)
     os._exit(code)  # Open MPI's launcher ends the others
 
 
@@ -195,8 +200,8 @@ def guard_start() -> None:
         return
     abort_on_exception(_rank(), abort)
     announce_exit(_rank())
-    if not job.is_rank() and "PMI_FD" in os.environ:  # other launchers see by themselves who never came
-        atexit.register(_leave_before_start, os.getpid())
+    if not job.is_rank():
+        atexit.register(_leave_before_start if "PMI_FD" in os.environ else _linger_before_start, os.getpid())
 
 
 def _was_started_by_launcher() -> bool:
@@ -206,6 +211,12 @@ def _was_started_by_launcher() -> bool:
         return Path(f"/proc/{os.getppid()}/comm").read_text().strip().partition(".")[0] in STARTERS
     except OSError:
         return False
+
+
+def _linger_before_start(process: int) -> None:
+    """At exit, if MPI was never started: the launcher sees it by itself, if it is not too early."""
+    if os.getpid() == process and "mpi4py.MPI" not in sys.modules:
+        time.sleep(CONNECT)
 
 
 def _leave_before_start(process: int) -> None:
