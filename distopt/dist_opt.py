@@ -63,8 +63,8 @@ class DistOpt(Saving):
     * ``clip_norm``: the mean gradient is multiplied by ``min(1, clip_norm / (norm + 1e-6))``, norm being its L2 norm
       over all parameters in float64, as ``torch.nn.utils.clip_grad_norm_`` does; in a partial step that of this rank's
       own gradients.  It is a factor that the optimizer's kernel takes, before ``rescale_grad`` and ``clip_gradient``.
-      ``gradient_norm`` is the last norm before clipping; ``math.inf`` only measures it.  Costs one more look at the
-      sums; on a GPU the host waits for the norm.
+      ``gradient_norm`` is the last norm before clipping; ``math.inf`` only measures it.  A norm beyond
+      float64 raises FloatingPointError.  Costs one more look at the sums; on a GPU the host waits for the norm.
     * ``gradient_hook``: called before each update, and before clipping, with a list of (param, mean gradient) in the
       plan's order; it may change the means in place, on all ranks alike (``check_every`` finds out), and returns None.
       16-bit parameters have float32 means.  What it raises on one rank, or leaves not finite, all ranks raise, and no

@@ -26,7 +26,7 @@ from distopt.exchange import (
 )
 from distopt.exchange.shares import describe, nonfinite
 from distopt.gradients import Watch
-from distopt.guard import PeerLeft, by_rank
+from distopt.guard import PeerLeft, agreed, by_rank
 from distopt.ledger import Purpose
 from distopt.memory import GradientHook
 from distopt.watch import recorder
@@ -475,6 +475,13 @@ class Loop(Conditions):
         self._gradient_norm = norm
         if most == math.inf:
             return scale
+        if norm == math.inf and self._nonfinite.looks:  # dividing by it would be an update by nothing
+            self._window.start(self._memory)
+            error = FloatingPointError(
+                f"{self._name}: the squares of the gradients must add up to at most 1.8e308, got more, "
+                "although all entries are finite: scale the loss down, or clip by value first"
+            )
+            raise agreed(error, wire.rank == 0) if self._window.sent else error
         share = most / (norm + EPSILON)
         return scale if share >= 1 else scale * share  # NaN stays NaN
 

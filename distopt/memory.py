@@ -23,6 +23,7 @@ from distopt.verbs import Verbs
 
 COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
 ENTRIES = (*COUNTS, "contributions", "loss_scale", "rooms", "states", "optimizer")  # of a state_dict
+HALF_LOADED = "loading a state ended halfway; load a checkpoint to go on"
 
 
 class AllJoinedError(Exception):
@@ -522,11 +523,16 @@ class Memory(Verbs):
         self._catch_up()
         states = self._checked_state(state)
         self._changes += 1
-        self._optimizer.load_state_dict(state["optimizer"])
+        before, self._failure = self._failure, HALF_LOADED  # which a Ctrl-C leaves so
+        try:
+            self._optimizer.load_state_dict(state["optimizer"])
+        except Exception:  # it refuses the state, and nothing has changed
+            self._failure = before
+            raise
         if self._started:
             self._memory.restore(states)
             self._refusal.start_again()
-        self._restored, self._broadcast_due, self._failure = {} if self._started else states, False, ""
+        self._restored, self._broadcast_due = {} if self._started else states, False
         self.step_counter, self._refused = state["step_counter"], 0
         self._window.batches, contributions = state["batches"], state["contributions"] * self._wire.size
         self._window.sent = None
@@ -539,6 +545,7 @@ class Memory(Verbs):
             self._rooms.restore(self._restored_rooms)
             self._restored_rooms = []
         self._hand_over()
+        self._failure = ""
 
     def _checked_state(self, state: dict[str, Any]) -> States:
         """What outlives a step, as copies; ValueError for a state that cannot be gone on from."""

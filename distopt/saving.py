@@ -17,6 +17,7 @@ from distopt.checkpoint import CheckpointError, Pending, file, folder, lock, ran
 from distopt.compress.dgc import DECAY
 from distopt.device import is_array
 from distopt.guard import agreed, fingerprint
+from distopt.memory import HALF_LOADED
 from distopt.numbers import whole
 from distopt.uneven import Uneven
 
@@ -106,13 +107,15 @@ class Saving(Uneven):
 
     def _about(self) -> dict[str, Any]:
         """What a reader of a checkpoint wants to know first."""
+        window = self._window
+        own_calls = window.batches > 0 and window.sent is False  # of a first partial step, whose gradients are its own
         return {
             "world_size": self._wire.size,
             "step": self.step_counter,
             "options": [*self._options, f"threshold={self.threshold}"],
             "optimizer": repr(self._optimizer.opt)[:LONGEST],
-            "ranks_differ": self._partial > 0,
-            "window_of_sums": not self._window.sync_on_apply and not self._partial,  # a partial step's are its own
+            "ranks_differ": self._partial > 0 or own_calls,
+            "window_of_sums": not window.sync_on_apply and (window.sent is True or not (self._partial or own_calls)),
         }
 
     def _write(
@@ -264,8 +267,10 @@ class Saving(Uneven):
 
         def apply() -> None:
             self.load_state_dict(state)  # first, since an optimizer may refuse it
+            self._failure = HALF_LOADED
             for name, value in values.items():
                 device.copy(value, parameters[name])
+            self._failure = ""
             self._hand_over()
 
         self._together("loading", check)

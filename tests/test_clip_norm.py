@@ -232,6 +232,20 @@ def test_norms_at_the_edges():
     assert opt.gradient_norm == 0.0
 
 
+def test_a_norm_beyond_float64_is_no_update_by_nothing():
+    def main(comm):
+        opt, p = DistOpt(Recorder(), comm, clip_norm=1.0), Parameter("p", np.ones(2))
+        with pytest.raises(FloatingPointError, match=r"the squares of the gradients must add up to at most 1\.8e308"):
+            opt([(p, np.full(2, 1e160))])
+        assert opt([(p, np.full(2, 3.0))])
+        return opt.step_counter, opt.gradient_norm
+
+    assert run_ranks(2, main) == [(1, pytest.approx(18**0.5))] * 2
+    opt, p = DistOpt(Recorder(), clip_norm=1.0), Parameter("p", np.ones(2))
+    with pytest.raises(FloatingPointError, match="the squares of the gradients"):
+        opt.backward_and_partial_update([(p, np.full(2, 1e160))])
+
+
 def test_what_is_not_finite_poisons_all_if_nobody_looks():
     opt, p = DistOpt(Recorder(), clip_norm=1.0, nonfinite="propagate"), Parameter("p", np.zeros(2))
     with warnings.catch_warnings():

@@ -8,7 +8,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from distopt import DistOpt, Parameter, Trainer, simulate
+from distopt import DistOpt, Parameter, Trainer, device, simulate
 from distopt.compress import ErrorFeedback, TopK
 from distopt.optim import SGD
 
@@ -115,6 +115,48 @@ def test_an_interrupted_window_needs_a_checkpoint(monkeypatch):
             opt(pairs(params))
     with pytest.raises(RuntimeError, match="failed halfway"):
         opt(pairs(params))
+
+
+def test_an_interrupted_load_needs_a_checkpoint():
+    class Slow(Interrupted):
+        def load_state_dict(self, state):
+            if state["applied"]:
+                raise KeyboardInterrupt
+            raise ValueError("no such state")
+
+    params, opt = two(), DistOpt(Slow(None, "nowhere"))
+    nothing = opt.state_dict()
+    assert opt(pairs(params))
+    state = opt.state_dict()
+    with pytest.raises(ValueError, match="no such state"):
+        opt.load_state_dict(nothing)
+    assert opt(pairs(params))
+    with pytest.raises(KeyboardInterrupt):
+        opt.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="loading a state ended halfway; load a checkpoint to go on"):
+        opt(pairs(params))
+
+
+def test_parameters_that_were_loaded_in_part_need_a_checkpoint(tmp_path, monkeypatch):
+    params, opt = two(), DistOpt(SGD(1.0))
+    opt(pairs(params))
+    opt.save(tmp_path, params)
+    copy, copied = device.copy, []
+
+    def interrupted(to, source):
+        copied.append(to)
+        if len(copied) == 2:
+            raise KeyboardInterrupt
+        copy(to, source)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("distopt.saving.device.copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            opt.load(tmp_path, params)
+    with pytest.raises(RuntimeError, match="ended halfway"):
+        opt(pairs(params))
+    opt.load(tmp_path, params)
+    assert opt(pairs(params))
 
 
 def test_an_interrupted_simulation_is_over():

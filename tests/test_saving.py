@@ -247,13 +247,14 @@ def test_a_window_of_the_other_kind(summed, tmp_path):
         run_ranks(2, lambda comm: main(comm, 3))
 
 
-def test_a_window_of_partial_steps_is_each_ranks_own(tmp_path):
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_window_of_partial_steps_is_each_ranks_own(calls, tmp_path):
     options = {"num_batches": 2, "sync_on_apply": False}
 
     def save(comm):
         w = Parameter("w", np.zeros(2))
         opt = DistOpt(SGD(1.0), comm, **options)
-        for _ in range(3):
+        for _ in range(calls):
             opt.backward_and_partial_update([(w, np.full(2, 1.0 + comm.rank))])
         opt.save(tmp_path, [w])
 
@@ -264,9 +265,34 @@ def test_a_window_of_partial_steps_is_each_ranks_own(tmp_path):
         opt.backward_and_partial_update([(w, np.full(2, 4.0))])
         return w.data.tolist()
 
-    run_ranks(2, save)  # all have -1.5, and wait with 1 and with 2
-    assert run_ranks(2, load) == [[-4.25, -4.25]] * 2  # (-1.5 - 2.5 - 1.5 - 3) / 2
-    assert run_ranks(1, load) == [[-4.25, -4.25]]  # the pending mean stays: -1.5 - (1.5 + 4) / 2
+    run_ranks(2, save)  # 1 and 2 wait; all have 0, behind three calls -1.5
+    expected = [-2.75 - 1.5 * (calls == 3)] * 2  # (0 - 2.5 + 0 - 3) / 2
+    assert run_ranks(2, load) == [expected] * 2
+    assert run_ranks(1, load) == [expected]  # the pending mean stays: 0 - (1.5 + 4) / 2
+
+
+@pytest.mark.parametrize("saved_by", [1, 4])
+def test_a_window_of_sums_behind_partial_steps_is_taken_once(saved_by, tmp_path):
+    options = {"num_batches": 2, "sync_on_apply": False}
+
+    def save(comm):
+        w = Parameter("w", np.zeros(2))
+        opt = DistOpt(SGD(1.0), comm, **options)
+        for _ in range(2):
+            opt.backward_and_partial_update([(w, np.full(2, 1.0))])
+        opt([(w, np.full(2, 1.0 + comm.rank))])
+        opt.save(tmp_path, [w])
+        return float(opt.backward_and_update([(w, np.full(2, 4.0))])) and w.data.tolist()
+
+    def load(comm):
+        w = Parameter("w", np.ones(2))
+        opt = DistOpt(SGD(1.0), comm, **options)
+        opt.load(tmp_path, [w])
+        opt([(w, np.full(2, 4.0))])
+        return w.data.tolist()
+
+    went_on = run_ranks(saved_by, save)[0]
+    assert run_ranks(2, load) == [went_on] * 2
 
 
 def test_what_partial_steps_let_differ_is_averaged(tmp_path):
