@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -997,6 +998,26 @@ def test_a_mean_by_hand():
         return device.host_copy(w.data).tolist()
 
     assert on_gpus(2, main) == [[-1.5] * 4] * 2
+
+
+# ----------------------------------------------------------------------------------------------- the double
+
+
+def test_what_an_ended_rank_has_left_is_not_done_in_a_later_test(monkeypatch):
+    """It would write to memory that was given back."""
+    done, left = [], []
+
+    def rank():
+        left.append(gpu.machine())
+        left[0].order = min
+        left[0].enqueue("late", lambda: done.append("late"))
+
+    thread = threading.Thread(target=rank)
+    thread.start()
+    thread.join()
+    gpu.install(monkeypatch.setattr)
+    left[0].go_on()
+    assert not done
 
 
 # ----------------------------------------------------------------------------------------------- the compiler

@@ -144,6 +144,13 @@ class Machine:
 machines: weakref.WeakSet[Machine] = weakref.WeakSet()  # of this process
 
 
+def abandon():
+    """Leave undone what nobody has waited for: it would go on, driven by others, with memory that is gone by then."""
+    for m in list(machines):
+        with m.lock:
+            m.queues.clear()
+
+
 class MemoryPool:
     """cupy.cuda.MemoryPool, of poisoned host memory."""
 
@@ -459,6 +466,7 @@ def properties(number):
 def install(patch=setattr):
     """Let cupy be this from now on, in this process; with a monkeypatch's ``setattr`` until that is undone."""
     cuda, runtime = cupy.cuda, cupy.cuda.runtime
+    abandon()
     cuda.set_allocator(allocate)
     for owner, doubles in (
         (cuda, {"Stream": Stream, "Event": Event, "Device": Device, "nvrtc": Nvrtc(), "alloc_pinned_memory": Pinned}),
