@@ -22,6 +22,7 @@ from distopt.exchange import (
     add_halves,
     add_shares,
     choose,
+    reduce_each,
     refuse_divergence,
 )
 from distopt.exchange.shares import describe, nonfinite
@@ -32,6 +33,7 @@ from distopt.memory import GradientHook
 from distopt.watch import recorder
 
 One = Callable[[Buffer, np.ndarray], Sum]  # bucket's exchange
+Each = Callable[[Iterable[tuple[Buffer, np.ndarray] | None]], Iterator[Sum]]  # bucket's in turn
 Exchange = Callable[[list[np.ndarray]], Iterator[Sum]]  # that of all
 Packed = tuple[Exception | None, Exchange]  # what went wrong meanwhile; how the buckets are exchanged
 EPSILON = 1e-6  # beside a norm, by which is divided: as torch.nn.utils.clip_grad_norm_ has it
@@ -220,7 +222,8 @@ class Loop(Conditions):
             threshold = self._checked_threshold(kind)
             compressor = self._at_this_step(kind.make())
             early = kind.sent and self._may_overlap(compressor, threshold)
-            one, pack = self._exchanger(compressor, kind.break_even, early), self._packer(compressor, kind)
+            each = self._in_turn(compressor, self._exchanger(compressor, kind.break_even, early), early)
+            pack = self._packer(compressor, kind)
             what = _in_words(kind, compressor)
             self._take_numbers(compressor)
             watches: list[Watch] = []
@@ -228,10 +231,10 @@ class Loop(Conditions):
                 watches.append(self._recorder.watch)  # before packing or sending may write over what a loss yields
             if early:
                 self._describe(what)
-                overlap = self._overlap(pack, one)
+                overlap = self._overlap(pack, each)
                 watches.append(overlap.watch)
             elif kind.sent:
-                exchange = self._all(compressor, one)
+                exchange = self._all(compressor, each)
             self._collector.collect(loss, *watches)
             self._follow_plan(threshold)
             if self._describe(what):
@@ -282,7 +285,7 @@ class Loop(Conditions):
         stays = compressor.stateful or self._rooms_for(compressor) is not None
         return self._overlaps and same_plan and self._window.num_batches == 1 and not stays
 
-    def _overlap(self, pack: Callable[[Buffer], None], exchange: One) -> Overlap:
+    def _overlap(self, pack: Callable[[Buffer], None], each: Each) -> Overlap:
         """Begin to send buckets as their gradients come."""
         self._in_backward = True
         return Overlap(
@@ -292,7 +295,7 @@ class Loop(Conditions):
             self._collector,
             agree=lambda: self._vote(f"the start of {self._name}", self._calls + (1 << 30)),
             pack=pack,
-            exchange=lambda buffer: exchange(buffer, buffer.gradient),
+            exchange=lambda buffers: each((b, b.gradient) if b else None for b in buffers),
         )
 
     def _complete(self, overlap: Overlap, failed: bool) -> None:
@@ -335,14 +338,14 @@ class Loop(Conditions):
         dense = isinstance(compressor, Dense) and self._window.num_batches == 1
         return dense and not self._overlaps and self._memory.shared
 
-    def _all(self, compressor: Compressor, exchange: One) -> Exchange:
+    def _all(self, compressor: Compressor, each: Each) -> Exchange:
         """How all buckets are exchanged."""
 
         def exchange_all(arrays: list[np.ndarray]) -> Iterator[Sum]:
             rooms = self._rooms_for(compressor)
             if rooms and not compressor.stateful:
                 rooms.count(arrays, compressor.count)  # type: ignore[attr-defined]
-            yield from self._halves_in_shares(compressor) or map(exchange, self._memory, arrays)
+            yield from self._halves_in_shares(compressor) or each(zip(self._memory, arrays, strict=True))
             if rooms and compressor.stateful:
                 rooms.send()
 
@@ -385,6 +388,20 @@ class Loop(Conditions):
             return in_one_piece(x)
 
         return exchange
+
+    def _in_turn(self, compressor: Compressor, one: One, early: bool) -> Each:
+        """How several buckets are: on the host one may be compressed while another one travels."""
+        wire = self._wire.beside if early else self._wire
+        hooks = hasattr(compressor, "begin") or hasattr(compressor, "finish")
+        alone = not compressor.summable or hooks or wire.gpu is not None or self._observer.looks
+
+        def each(buckets: Iterable[tuple[Buffer, np.ndarray] | None]) -> Iterator[Sum]:
+            if alone or self._in_shares(compressor):
+                return (one(*bucket) for bucket in buckets if bucket)
+            given = (bucket and (bucket[1], bucket[0].state, self._at_bucket(bucket[0], wire)) for bucket in buckets)
+            return map(in_one_piece, reduce_each(given, compressor, wire))
+
+        return each
 
     def _at_bucket(self, buffer: Buffer, wire: Communicator, rooms: Rooms | None = None) -> At:
         """Where a call of a compressor stands in this step."""

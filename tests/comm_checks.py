@@ -93,6 +93,39 @@ def halves(comm):
         np.testing.assert_array_equal(x, total.astype(dtype))
 
 
+def in_turn(comm):
+    """Arrays of any kinds, with gaps between them, are summed in their order, to the bits of sums one by one."""
+    kinds = [np.float16, None, np.float32, ml_dtypes.bfloat16, np.float16, np.float16, None, None, np.float16, np.int64]
+    rng = np.random.default_rng([7, comm.rank])
+    given = [k and (9 * rng.standard_normal(1000 + 17 * n)).astype(k) for n, k in enumerate(kinds)]
+    asked = []
+
+    def arrays():
+        for x in given:
+            asked.append(x)
+            yield x
+
+    expected = [x.copy() for x in given if x is not None]
+    for x in expected:
+        comm.all_reduce(x)
+    mine = [x for x in given if x is not None]
+    for done, (x, want) in enumerate(zip(comm.all_reduce_each(arrays()), expected, strict=True)):
+        assert x is mine[done]
+        np.testing.assert_array_equal(x, want)
+        if asked[-1] is None:
+            assert sum(a is not None for a in asked) <= done + 2, "what is under way arrives where there is a gap"
+    assert list(comm.all_reduce_each([])) == []
+    comm.barrier()
+
+
+def between_hosts(comm):
+    """The same where messages take time: of ranks that seem to sit on machines of their own."""
+    before, comm._hosts = comm._hosts, range(comm.size)
+    for check in (halves, in_turn):
+        check(comm)
+    comm._hosts = before
+
+
 def ordered(comm):
     """Ordered(comm) adds in rank order, whatever the transport does, in any chunking."""
     assert Ordered(comm).rank_ordered
@@ -200,12 +233,12 @@ def shares(comm):
 
 def everything(comm):
     """All of the above; on MPI once more with a chunk limit that forces every message into pieces."""
-    for check in (verbs, halves, ordered, meters, shared, shares):
+    for check in (verbs, halves, in_turn, ordered, meters, shared, shares):
         check(comm)
     verbs(Metered(Ordered(comm)))
     if isinstance(comm, MpiCommunicator):
         comm.CHUNK = 1000
-        for check in (verbs, halves, ordered):
+        for check in (verbs, halves, between_hosts, ordered):
             check(comm)
 
 

@@ -4,7 +4,7 @@ import abc
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -76,6 +76,16 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks; the same bits on every rank."""
+
+    def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
+        """Sums of arrays, in their places and in turn; the next one may be asked for before the last one is there.
+
+        None among the arrays says that the next one will take a while.
+        """
+        for x in arrays:
+            if x is not None:
+                self.all_reduce(x)
+                yield x
 
     @abc.abstractmethod
     def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:

@@ -1,6 +1,8 @@
 """Ranks are MPI processes, arrays are numpy's."""
 
-from collections.abc import Sequence
+import collections
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +22,23 @@ from distopt.comm.shared import SharedMemory, open_handle
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+UNDER_WAY = 3  # sums of 16 bits: one for each phase
+SLICES, SUMS = 1, 2  # tags, so that neither is taken for the other
+
+
+class Room:
+    """Memory for what others send, the same every time."""
+
+    def __init__(self) -> None:
+        self._raw = np.empty(0, np.uint8)
+
+    def of(self, dtype: np.dtype, n: int) -> np.ndarray:
+        """For so many elements."""
+        nbytes = n * dtype.itemsize
+        if self._raw.nbytes < nbytes:
+            self._raw = np.empty(nbytes, np.uint8)
+        return self._raw[:nbytes].view(dtype)
 
 
 class MpiCommunicator(Communicator):
@@ -46,41 +65,62 @@ class MpiCommunicator(Communicator):
         self._place = f"{brand()}{', ' + why if why else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         self.why = self._place
         self._shared = SharedMemory()
-        self._received = np.empty(0, np.uint8)
+        self._received = [Room() for _ in range(UNDER_WAY)]
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks."""
         flat = checked(x)
-        if flat.dtype in HALVES:
-            with self._log("all_reduce", flat.nbytes, self._purpose):
-                self._all_reduce_halves(flat)
-            return
         with self._log("all_reduce", flat.nbytes, self._purpose):
-            for start in range(0, flat.size, self.CHUNK):
-                self._all_reduce(flat[start : start + self.CHUNK])
+            collections.deque(self._sum(flat), maxlen=0)
 
-    def _all_reduce(self, x: np.ndarray) -> None:
-        """Between hosts the non-blocking call, overlapped or not: in the other, some MPI adds in another order."""
-        if self.spans_hosts:
-            finish([self._comm.Iallreduce(mpi().IN_PLACE, x)], self)
-        else:
-            self._comm.Allreduce(mpi().IN_PLACE, x)
+    def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
+        """Sums of arrays, in turn; between hosts three of 16 bits are under way at once.
 
-    def _all_reduce_halves(self, x: np.ndarray) -> None:
-        """Slices go to their owners, are added up there, and come back to their places."""
+        While the slices of one go to their owners, and the sums of the one before come back, the caller has the one
+        before that and makes the next: the network never waits for arithmetic.
+        """
+        if not self.spans_hosts:
+            yield from super().all_reduce_each(arrays)
+            return
+        begun: collections.deque[tuple[np.ndarray | None, Iterator[None]]] = collections.deque()
+        for turn, x in enumerate(_with_gaps(arrays, UNDER_WAY - 1)):
+            if x is not None:
+                self._log("all_reduce", x.nbytes, self._purpose)
+            begun.append((x, iter(()) if x is None else self._sum(checked(x), turn % UNDER_WAY)))
+            for _, phases in reversed(begun):  # the newest first: it is sent before one waits for the others
+                next(phases, None)
+            if len(begun) == UNDER_WAY:
+                done, _ = begun.popleft()
+                if done is not None:
+                    yield done
+        self._log.__exit__()
+
+    def _sum(self, x: np.ndarray, room: int = 0) -> Iterator[None]:
+        """Replace x by its sum, in ``UNDER_WAY`` phases; each but the first begins with a wait.
+
+        Slices of 16-bit numbers go to their owners, are added up there, and come back to their places.  Of all others
+        the first phase does everything: between hosts by the non-blocking call, overlapped or not, since in the other
+        one some MPI adds in another order.
+        """
+        if x.dtype not in HALVES:
+            for start in range(0, x.size, self.CHUNK):
+                piece = x[start : start + self.CHUNK]
+                if self.spans_hosts:
+                    finish([self._comm.Iallreduce(mpi().IN_PLACE, piece)], self)
+                else:
+                    self._comm.Allreduce(mpi().IN_PLACE, piece)
+            return
         parts = [x[s] for s in slices(x.size, self.size)]
-        own, room = parts[self.rank], self._room(x.dtype, self.size * parts[self.rank].size)
-        sent = cut(room, [own.size] * self.size)
-        sent[self.rank] = own
-        self._swap(parts, [own.size] * self.size, sent)
-        sum_halves(sent, own)
-        self._swap([own] * self.size, [part.size for part in parts], parts)
-
-    def _room(self, dtype: np.dtype, n: int) -> np.ndarray:
-        """Memory for what others send, the same every time."""
-        if self._received.nbytes < n * dtype.itemsize:
-            self._received = np.empty(n * dtype.itemsize, np.uint8)
-        return self._received[: n * dtype.itemsize].view(dtype)
+        own = parts[self.rank]
+        received = cut(self._received[room].of(x.dtype, self.size * own.size), [own.size] * self.size)
+        received[self.rank] = own
+        requests = self._exchange(parts, received, SLICES)
+        yield
+        finish(requests, self)
+        sum_halves(received, own)
+        requests = self._exchange([own] * self.size, parts, SUMS)
+        yield
+        finish(requests, self)
 
     def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Every rank's x, flat, in rank order."""
@@ -160,17 +200,26 @@ class MpiCommunicator(Communicator):
     ) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r and receive ``sizes[r]`` elements from it, as bytes in chunks."""
         got = [np.empty(n, parts[0].dtype) for n in sizes] if got is None else got
+        if got[self.rank] is not parts[self.rank]:
+            got[self.rank][...] = parts[self.rank]
+        finish(self._exchange(parts, got), self)
+        return got
+
+    def _exchange(self, parts: Sequence[np.ndarray], got: Sequence[np.ndarray], tag: int = 0) -> "list[MPI.Request]":
+        """Begin to send ``parts[r]`` to every other rank r, and to receive ``got[r]`` from it."""
         requests = []
         for rank in range(self.size):
-            if rank == self.rank:
-                if got[rank] is not parts[rank]:
-                    got[rank][...] = parts[rank]
-                continue
-            requests += [self._comm.Irecv(piece, rank) for piece in self._pieces(got[rank])]
-            requests += [self._comm.Isend(piece, rank) for piece in self._pieces(parts[rank])]
-        finish(requests, self)
-        return got
+            if rank != self.rank:
+                requests += [self._comm.Irecv(piece, rank, tag) for piece in self._pieces(got[rank])]
+                requests += [self._comm.Isend(piece, rank, tag) for piece in self._pieces(parts[rank])]
+        return requests
 
     def _pieces(self, x: np.ndarray) -> list[np.ndarray]:
         raw = x.view(np.uint8)
         return [raw[start : start + self.CHUNK] for start in range(0, raw.size, self.CHUNK)]
+
+
+def _with_gaps(arrays: Iterable[np.ndarray | None], count: int) -> Iterator[np.ndarray | None]:
+    """The arrays; ``count`` times None where there is none, and at the end, so that what is under way arrives."""
+    for x in itertools.chain(arrays, [None]):
+        yield from [x] if x is not None else [None] * count

@@ -9,7 +9,7 @@ from distopt.exchange.observer import Callback, Observer
 from distopt.exchange.overlap import Overlap
 from distopt.exchange.probe import Algorithm
 from distopt.exchange.quality import Quality
-from distopt.exchange.reduce import reduce
+from distopt.exchange.reduce import reduce, reduce_each
 from distopt.exchange.refusal import Blind, Refusal, Seen
 from distopt.exchange.room import Rooms
 from distopt.exchange.shares import add_halves, add_shares
@@ -53,5 +53,6 @@ __all__ = [
     "choose",
     "gather",
     "reduce",
+    "reduce_each",
     "refuse_divergence",
 ]

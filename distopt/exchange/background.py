@@ -1,13 +1,19 @@
 """Exchange while the gradients of the next buckets are still being computed."""
 
+import collections
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 Job = Callable[[], object]
+Work = Callable[[Iterable[Any]], Iterable[object]]  # on items; what it yields does not matter
+Items = queue.SimpleQueue[Any]
 Jobs = queue.SimpleQueue[Job | None]
 Results = queue.SimpleQueue[BaseException | None]
+
+END = object()  # of a stream
 
 
 class Background:
@@ -21,6 +27,7 @@ class Background:
         self._started = 0  # and not yet known to be done
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._items = Items()
 
     def start(self, job: Job) -> None:
         """Let the thread do a job when those before it are done."""
@@ -31,8 +38,18 @@ class Background:
         self._started += 1
         self._jobs.put(job)
 
+    def stream(self, work: Work) -> None:
+        """A job on all items that are ``put`` before ``finish``; None among them stands where the next is not there."""
+        items = self._items = Items()
+        self.start(lambda: _consume(work(_arriving(items))))
+
+    def put(self, item: Any) -> None:
+        """An item for the last stream."""
+        self._items.put(item)
+
     def finish(self) -> None:
         """Return when all jobs are done; raise what one of them raised."""
+        self._items.put(END)
         self.start(_forgive)
         while self._started:
             self._error = self._results.get() or self._error
@@ -56,11 +73,34 @@ class Inline:
             except BaseException as error:
                 self._error = error
 
+    def stream(self, work: Work) -> None:
+        """The same work on each item that is ``put``."""
+        self._work = work
+
+    def put(self, item: Any) -> None:
+        """An item, which is worked on at once."""
+        self.start(lambda: _consume(self._work([item])))
+
     def finish(self) -> None:
         """Raise what a job raised."""
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _consume(results: Iterable[object]) -> None:
+    collections.deque(results, maxlen=0)
+
+
+def _arriving(items: Items) -> Iterator[Any]:
+    """The items until the end, with a None before each for which one waits."""
+    while True:
+        if items.empty():
+            yield None
+        item = items.get()
+        if item is END:
+            return
+        yield item
 
 
 def _forgive() -> None:

@@ -30,13 +30,14 @@ class Overlap:
         collector: Collector,
         agree: Callable[[], object],
         pack: Callable[[Buffer], None],
-        exchange: Callable[[Buffer], object],
+        exchange: Callable[[Iterable[Buffer | None]], Iterable[object]],
     ):
         self._background, self._wire, self._buffers, self._collector = background, wire, list(buffers), collector
-        self._pack, self._exchange, self._memory = pack, exchange, buffers
+        self._pack, self._memory = pack, buffers
         self.sent = 0  # buckets
         wire.be_patient(PATIENCE)
         background.start(agree)  # before data moves, all ranks are in the same step
+        background.stream(exchange)
 
     def watch(self, pairs: Iterable[Any]) -> Iterator[Any]:
         """The pairs of a loss, as they come; behind the last one of a bucket it is sent."""
@@ -67,6 +68,5 @@ class Overlap:
         self._background.finish()
 
     def _send(self) -> None:
-        buffer = self._buffers[self.sent]
-        self._background.start(lambda: self._exchange(buffer))
+        self._background.put(self._buffers[self.sent])
         self.sent += 1
