@@ -8,6 +8,7 @@ import importlib.util
 import math
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import time
@@ -20,7 +21,7 @@ from distopt.guard import abort_on_exception, announce_exit
 from distopt.watch import Limits, Log, Mail, Watchman, limits, recorder
 from distopt.watch.recorder import START
 from distopt.watch.report import waiting
-from distopt.watch.watchman import say
+from distopt.watch.watchman import LOOK, say
 
 
 class Launcher(NamedTuple):
@@ -42,9 +43,8 @@ SRUN = {"MPICH": "pmi2", "Open MPI": "pmix"}  # what srun must be told to start 
 LEVELS = ("single", "funneled", "serialized", "multiple")  # of threads, as MPI numbers them
 LEAVING = 4711  # the tag of those who end without having trained
 PATIENCE = 2.0  # seconds for all ranks to say so
-CONNECT = (
-    1.0  # seconds for the other ranks to connect to prterun, which hangs if it ends a job while one of them does so
-)
+CONNECT = 1.0  # seconds for other ranks to connect to prterun, which hangs if it ends a job while one of them does so
+STUCK = 5.0  # seconds for Open MPI's launcher to end
 
 mails: list[Mail] = []  # that the watchman reads
 
@@ -187,7 +187,28 @@ def abort(code: int) -> None:
         time.sleep(PATIENCE)
     if not (runs() or job.is_rank() or "PMI_FD" in os.environ):
         time.sleep(CONNECT)
+        _end_stuck_launcher()
     os._exit(code)  # Open MPI's launcher ends the others
+
+
+def _end_stuck_launcher() -> None:
+    """Leave a process behind that kills the launcher if that does not end by itself.
+
+    Before it ends the other ranks, prterun wakes those that were stopped.  One that then connects to it can leave it in
+    PMIx_server_finalize for ever, waiting for a lock, when no rank is left (3 of 20 jobs with a stopped rank).
+    """
+    launcher = os.getppid()
+    if not _is_launcher(launcher):
+        return
+    with contextlib.suppress(OSError):
+        handle = os.pidfd_open(launcher)  # of that process alone, whoever gets its number later
+        if os.fork() == 0:
+            os.setsid()
+            os.closerange(0, 3)  # which the launcher reads to their end
+            ended, _, _ = select.select([handle], [], [], STUCK)
+            if not ended:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os._exit(0)
 
 
 # ------------------------------------------------------------------------------------------- before the ranks have met
@@ -205,10 +226,12 @@ def guard_start() -> None:
 
 
 def _was_started_by_launcher() -> bool:
-    if multiprocessing.parent_process() is not None:
-        return False
+    return multiprocessing.parent_process() is None and _is_launcher(os.getppid())
+
+
+def _is_launcher(process: int) -> bool:
     try:
-        return Path(f"/proc/{os.getppid()}/comm").read_text().strip().partition(".")[0] in STARTERS
+        return Path(f"/proc/{process}/comm").read_text().strip().partition(".")[0] in STARTERS
     except OSError:
         return False
 
@@ -235,6 +258,7 @@ def _leave_before_start(process: int) -> None:
             time.sleep(0.01)
     if others:
         say(f"rank {world.rank}: ended before distopt.world(), where {waiting(others)}\n")
+        time.sleep(LOOK)  # a launcher may lose what it has not read yet
         abort(1)
     for request in sent:
         request.Wait()

@@ -159,3 +159,25 @@ def test_a_module_and_arguments_that_look_like_flags(tmp_path):
     assert (code, output.count("__main__ ['-x']")) == (0, 2), output
     code, output = distopt_run(2, "--", tmp_path / "tool.py", "-n", "--", timeout=60)
     assert (code, output.count("__main__ ['-n', '--']")) == (0, 2), output
+
+
+STUCK_LAUNCHER = """
+import ctypes, os, time
+
+ctypes.CDLL(None).prctl(15, b"prterun")  # PR_SET_NAME
+if os.fork():
+    os.wait()
+    print("its rank has ended", flush=True)
+    time.sleep(60)
+
+from distopt.comm import mpi_start
+
+mpi_start.CONNECT = mpi_start.STUCK = 0.5
+mpi_start.abort(3)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pidfds are Linux's")
+def test_a_launcher_that_waits_for_no_rank_is_ended():
+    code, output = finish([sys.executable, "-c", STUCK_LAUNCHER], 30)
+    assert (code, output) == (-9, "its rank has ended\n")
