@@ -392,11 +392,10 @@ class Loop(Conditions):
     def _in_turn(self, compressor: Compressor, one: One, early: bool) -> Each:
         """How several buckets are: on the host one may be compressed while another one travels."""
         wire = self._wire.beside if early else self._wire
-        hooks = hasattr(compressor, "begin") or hasattr(compressor, "finish")
-        alone = not compressor.summable or hooks or wire.gpu is not None or self._observer.looks
+        alone = not (wire.travels_meanwhile and compressor.summable) or hasattr(compressor, "finish")
 
         def each(buckets: Iterable[tuple[Buffer, np.ndarray] | None]) -> Iterator[Sum]:
-            if alone or self._in_shares(compressor):
+            if alone or self._observer.looks:
                 return (one(*bucket) for bucket in buckets if bucket)
             given = (bucket and (bucket[1], bucket[0].state, self._at_bucket(bucket[0], wire)) for bucket in buckets)
             return map(in_one_piece, reduce_each(given, compressor, wire))

@@ -69,6 +69,11 @@ class Communicator(abc.ABC):
         return self._hosts or (0,) * self.size
 
     @property
+    def travels_meanwhile(self) -> bool:
+        """Does ``all_reduce_each`` ask for an array while others travel?"""
+        return False
+
+    @property
     def spans_hosts(self) -> bool:
         """Do ranks sit on several machines?"""
         return len(set(self._hosts)) > 1

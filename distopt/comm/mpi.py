@@ -67,6 +67,11 @@ class MpiCommunicator(Communicator):
         self._shared = SharedMemory()
         self._received = [Room() for _ in range(UNDER_WAY)]
 
+    @property
+    def travels_meanwhile(self) -> bool:
+        """Between hosts."""
+        return self.spans_hosts
+
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks."""
         flat = checked(x)
@@ -79,7 +84,7 @@ class MpiCommunicator(Communicator):
         While the slices of one go to their owners, and the sums of the one before come back, the caller has the one
         before that and makes the next: the network never waits for arithmetic.
         """
-        if not self.spans_hosts:
+        if not self.travels_meanwhile:
             yield from super().all_reduce_each(arrays)
             return
         begun: collections.deque[tuple[np.ndarray | None, Iterator[None]]] = collections.deque()

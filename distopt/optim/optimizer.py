@@ -66,6 +66,7 @@ class Optimizer(abc.ABC):
     lr_mult: Any  # dicts
     wd_mult: Any
     _scheduled: frozenset[str] = frozenset()  # hyper-parameters that are schedules
+    _settings: Sequence[str] = ()  # what ``numbers`` says of those that are none, and of options, until one is assigned
     hypers: ClassVar[dict[str, tuple[float, float]]] = {"lr": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
 
     def __init__(
@@ -94,7 +95,7 @@ class Optimizer(abc.ABC):
         self._tables: dict[str, Members] = {}
         self._now = Numbers(self.struct)
         longer = (*MULTIPLIERS, *self.planned)
-        self._single = [n for n in (*self.options, *self.counters) if n not in longer]  # what is one number or text
+        self._single = [n for n in self.options if n not in longer]  # what is one number or text
         self._multiplied: tuple[list[dict[str, float]], list[str]] = [], []  # multipliers, and what ``numbers`` says
         self.version = 0  # grows when states move to other memory
 
@@ -104,6 +105,8 @@ class Optimizer(abc.ABC):
         super().__setattr__(name, Hyper(name, value, *self.hypers[name]) if name in self.hypers else checked)
         if name in self.hypers:
             self._scheduled = self._scheduled - {name} | ({name} if callable(value) else set())
+        if name in self.hypers or name in self.options:
+            self._settings = ()
 
     def at(self, name: str) -> float:
         """A hyper-parameter's value for the next update."""
@@ -260,8 +263,11 @@ class Optimizer(abc.ABC):
         ValueError for a hyper-parameter out of range.
         """
         whose = f"{type(self).__name__}'s"
-        found = [f"{whose} {name}={self.at(name)!r}" for name in self.hypers]
-        return found + [f"{whose} {name}={getattr(self, name)!r}" for name in self._single] + self._multipliers(whose)
+        if not self._settings or self._scheduled:
+            settings = [f"{whose} {name}={self.at(name)!r}" for name in self.hypers]
+            self._settings = settings + [f"{whose} {name}={getattr(self, name)!r}" for name in self._single]
+        counters = [f"{whose} {name}={getattr(self, name)!r}" for name in self.counters]
+        return [*self._settings, *counters, *self._multipliers(whose)]
 
     def _multipliers(self, whose: str) -> list[str]:
         """The part of ``numbers`` that is as long as the model has parameters, and hardly ever changes."""

@@ -64,10 +64,15 @@ class Hyper:
         if not callable(given) and (isinstance(given, bool) or not isinstance(given, Real)):
             raise TypeError(f"{name} must be a number or a schedule k -> number, got {type(given).__name__}")
         self._name, self._given, self._least, self._most = name, given, least, most
-        self(0)
+        self._constant: float | None = None
+        first = self(0)
+        if not callable(given):
+            self._constant = first
 
     def __call__(self, k: int) -> float:
         """The value for update number k."""
+        if self._constant is not None:
+            return self._constant
         found = self._given(k) if callable(self._given) else self._given
         try:
             v = float(found)
