@@ -214,11 +214,11 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
         if os.getpid() != process:
             _tell(before, kind, error, trace)
             return
-        if _ending.is_set():  # by the hook that this one has called, or in another thread
+        if ending.is_set():  # by the hook that this one has called, or in another thread
             if chained:
                 _tell(before, kind, error, trace)
             return
-        _ending.set()
+        ending.set()
         flight.write_if_wanted(recorder, rank, f"{kind.__name__}: {error}")
         speaks, patience = getattr(error, "agreed", (True, 0.0))
         if speaks:
@@ -230,7 +230,7 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
         if chained:
             _tell(before, kind, error, trace)
         code = 130 if kind is KeyboardInterrupt else 1
-        _wait_until_read(patience=2)
+        wait_until_read(patience=2)
         abort(code)
         time.sleep(5)  # MPI_Abort may return before the launcher ends this process, which must not go on meanwhile
         os._exit(code)
@@ -244,7 +244,7 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
     sys.excepthook, threading.excepthook = end, end_thread
 
 
-_ending = threading.Event()  # this process ends the job
+ending = threading.Event()  # this process ends the job
 
 
 def _tell(hook: Callable[..., Any], *error: Any) -> None:
@@ -261,7 +261,7 @@ def announce_exit(rank: int) -> None:
     leave, process = os._exit, os.getpid()
 
     def announced(status: int) -> NoReturn:
-        if os.getpid() == process:  # children end so
+        if os.getpid() == process and not ending.is_set():  # children end so; and who has said why already
             _say(f"rank {rank}: left by os._exit({status}) after {recorder.step or 'the start'}\n")
         leave(status)
 
@@ -278,7 +278,7 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _wait_until_read(patience: float) -> None:
+def wait_until_read(patience: float) -> None:
     """A launcher that hears of the end before it has read the reason throws the reason away: wait while it reads."""
     deadline = time.monotonic() + patience
     with contextlib.suppress(OSError):  # no such file any more, or one that cannot tell

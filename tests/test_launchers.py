@@ -84,7 +84,7 @@ def hooks(monkeypatch):
 
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
-    monkeypatch.setattr(guard, "_ending", threading.Event())
+    monkeypatch.setattr(guard, "ending", threading.Event())
     monkeypatch.setattr(guard, "say", said.append)
     return said, codes, abort
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distopt import job, texts
-from distopt.guard import abort_on_exception, announce_exit
+from distopt.guard import abort_on_exception, announce_exit, ending, wait_until_read
 from distopt.watch import Limits, Log, Mail, Watchman, limits, recorder
 from distopt.watch.recorder import START
 from distopt.watch.report import waiting
-from distopt.watch.watchman import LOOK, say
+from distopt.watch.watchman import say
 
 
 class Launcher(NamedTuple):
@@ -179,6 +179,7 @@ def _abort_from_thread(code: int) -> None:
 
 def abort(code: int) -> None:
     """End all processes of the job; this one has said why."""
+    ending.set()
     job.mark(job.SPOKEN, code)
     if runs():
         mpi().COMM_WORLD.Abort(code)
@@ -258,7 +259,7 @@ def _leave_before_start(process: int) -> None:
             time.sleep(0.01)
     if others:
         say(f"rank {world.rank}: ended before distopt.world(), where {waiting(others)}\n")
-        time.sleep(LOOK)  # a launcher may lose what it has not read yet
+        wait_until_read(PATIENCE)
         abort(1)
     for request in sent:
         request.Wait()

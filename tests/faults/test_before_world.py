@@ -107,6 +107,7 @@ def test_a_bare_launcher_ends_the_job_too(script, what, told, tmp_path):
     assert code != 0, output
     assert re.search(told, output), output
     assert "done" not in output
+    assert "left by os._exit" not in output, output
 
 
 @pytest.mark.parametrize("early", [["early"], []])
