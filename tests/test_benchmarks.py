@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+import distopt
 from benchmarks import compression, floor, measure, overhead
 from benchmarks.optimizers import RULES
 from distopt.device import zeros
 from distopt.tables import Members
+from launch import needs_mpi, run_mpi
 
 
 @pytest.mark.thorough
@@ -102,3 +104,19 @@ def test_a_run_tells_accuracy_and_steps(monkeypatch):
     accuracy, steps = compression.digits_run("dense", 1)
     assert accuracy >= 0.95
     assert 12 <= steps <= 8 * 12
+
+
+def without_votes(comm):
+    """What the cost of votes is measured against is the same step."""
+    from benchmarks import guard
+
+    step = guard.step_of([("w", (3, 4)), ("b", (5,))])
+    with guard.unguarded(distopt.world().control):
+        step()
+    step()
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_step_without_votes(tmp_path):
+    run_mpi(2, without_votes, tmp_path)
