@@ -392,7 +392,8 @@ class Loop(Conditions):
     def _in_turn(self, compressor: Compressor, one: One, early: bool) -> Each:
         """How several buckets are: on the host one may be compressed while another one travels."""
         wire = self._wire.beside if early else self._wire
-        alone = not (wire.travels_meanwhile and compressor.summable) or hasattr(compressor, "finish")
+        hooks = hasattr(compressor, "begin") or hasattr(compressor, "finish")
+        alone = hooks or not (wire.travels_meanwhile and compressor.summable)
 
         def each(buckets: Iterable[tuple[Buffer, np.ndarray] | None]) -> Iterator[Sum]:
             if alone or self._observer.looks:

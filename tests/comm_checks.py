@@ -121,9 +121,24 @@ def in_turn(comm):
 def between_hosts(comm):
     """The same where messages take time: of ranks that seem to sit on machines of their own."""
     before, comm._hosts = comm._hosts, range(comm.size)
-    for check in (halves, in_turn):
+    for check in (halves, in_turn, gaps):
         check(comm)
     comm._hosts = before
+
+
+def gaps(comm):
+    """Where nothing is under way, no operation is either: the next array may take longer than a time limit."""
+    ended = []
+
+    def arrays():
+        for _ in range(2):
+            yield np.ones(100, np.float16)
+            ended.append(comm._log.ended > 0)
+            yield None
+            ended.append(comm._log.ended > 0)
+
+    assert len(list(comm.all_reduce_each(arrays()))) == 2
+    assert ended == [comm.size == 1, True] * 2  # one rank sends nothing
 
 
 def ordered(comm):

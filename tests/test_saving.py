@@ -213,6 +213,15 @@ def test_the_pending_mean_stays(size, num_batches, tmp_path):
     run_ranks(size, load)
 
 
+def closed_window(comm, path):
+    """The parameter after the second of two calls, with 4, behind what was saved."""
+    w = Parameter("w", np.ones(2))
+    opt = DistOpt(SGD(1.0), comm, num_batches=2, sync_on_apply=False)
+    opt.load(path, [w])
+    opt([(w, np.full(2, 4.0))])
+    return w.data.tolist()
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_window_of_sums_is_taken_once(size, tmp_path):
     options = {"num_batches": 2, "sync_on_apply": False}
@@ -223,15 +232,8 @@ def test_a_window_of_sums_is_taken_once(size, tmp_path):
         opt([(w, np.full(2, 1.0 + comm.rank))])
         opt.save(tmp_path, [w])
 
-    def load(comm):
-        w = Parameter("w", np.ones(2))
-        opt = DistOpt(SGD(1.0), comm, **options)
-        opt.load(tmp_path, [w])
-        opt([(w, np.full(2, 4.0))])
-        return w.data.tolist()
-
     run_ranks(4, save)  # the mean of this half is 2.5
-    assert run_ranks(size, load) == [[-3.25, -3.25]] * size
+    assert run_ranks(size, lambda comm: closed_window(comm, tmp_path)) == [[-3.25, -3.25]] * size
 
 
 @pytest.mark.parametrize("summed", [False, True])
@@ -282,17 +284,11 @@ def test_a_window_of_sums_behind_partial_steps_is_taken_once(saved_by, tmp_path)
             opt.backward_and_partial_update([(w, np.full(2, 1.0))])
         opt([(w, np.full(2, 1.0 + comm.rank))])
         opt.save(tmp_path, [w])
-        return float(opt.backward_and_update([(w, np.full(2, 4.0))])) and w.data.tolist()
-
-    def load(comm):
-        w = Parameter("w", np.ones(2))
-        opt = DistOpt(SGD(1.0), comm, **options)
-        opt.load(tmp_path, [w])
         opt([(w, np.full(2, 4.0))])
         return w.data.tolist()
 
     went_on = run_ranks(saved_by, save)[0]
-    assert run_ranks(2, load) == [went_on] * 2
+    assert run_ranks(2, lambda comm: closed_window(comm, tmp_path)) == [went_on] * 2
 
 
 def test_what_partial_steps_let_differ_is_averaged(tmp_path):

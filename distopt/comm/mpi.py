@@ -27,14 +27,14 @@ UNDER_WAY = 3  # sums of 16 bits: one for each phase
 SLICES, SUMS = 1, 2  # tags, so that neither is taken for the other
 
 
-class Room:
+class ReceiveBuffer:
     """Memory for what others send, the same every time."""
 
     def __init__(self) -> None:
         self._raw = np.empty(0, np.uint8)
 
-    def of(self, dtype: np.dtype, n: int) -> np.ndarray:
-        """For so many elements."""
+    def view(self, dtype: np.dtype, n: int) -> np.ndarray:
+        """Room for n elements."""
         nbytes = n * dtype.itemsize
         if self._raw.nbytes < nbytes:
             self._raw = np.empty(nbytes, np.uint8)
@@ -65,7 +65,7 @@ class MpiCommunicator(Communicator):
         self._place = f"{brand()}{', ' + why if why else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         self.why = self._place
         self._shared = SharedMemory()
-        self._received = [Room() for _ in range(UNDER_WAY)]
+        self._received = [ReceiveBuffer() for _ in range(UNDER_WAY)]
 
     @property
     def travels_meanwhile(self) -> bool:
@@ -98,7 +98,8 @@ class MpiCommunicator(Communicator):
                 done, _ = begun.popleft()
                 if done is not None:
                     yield done
-        self._log.__exit__()
+            if all(waiting is None for waiting, _ in begun):  # the next array may take longer than any time limit
+                self._log.end()
 
     def _sum(self, x: np.ndarray, room: int = 0) -> Iterator[None]:
         """Replace x by its sum, in ``UNDER_WAY`` phases; each but the first begins with a wait.
@@ -117,7 +118,7 @@ class MpiCommunicator(Communicator):
             return
         parts = [x[s] for s in slices(x.size, self.size)]
         own = parts[self.rank]
-        received = cut(self._received[room].of(x.dtype, self.size * own.size), [own.size] * self.size)
+        received = cut(self._received[room].view(x.dtype, self.size * own.size), [own.size] * self.size)
         received[self.rank] = own
         requests = self._exchange(parts, received, SLICES)
         yield

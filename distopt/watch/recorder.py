@@ -97,6 +97,10 @@ class Log:
         pass
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """The last operation has ended."""
         self.ended = monotonic()
 
 
