@@ -1,4 +1,4 @@
-// What select.cu does in vectors, on a host with AVX-512: it alone has an instruction that compresses.
+// The search of topk_host.cu in vectors, on a host with AVX-512: only that has an instruction that compresses a vector.
 #pragma once
 #include "portable.h"
 
