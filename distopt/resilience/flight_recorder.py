@@ -1,4 +1,4 @@
-"""Flight records: one file per rank that says what it did last."""
+"""Flight records: one file per rank with its last operations."""
 
 import contextlib
 import json
@@ -9,24 +9,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distopt import files, plain
-from distopt.watch import place
-from distopt.watch.recorder import Recorder
+from distopt.resilience import files, pending, strict_json
+from distopt.resilience.operation_log import Recorder
+from distopt.resilience.script_line import script_line, stack
 
 VARIABLE = "DISTOPT_FLIGHT"  # the folder; the current one by default
 FORMAT = "distopt flight record 1"
 KEYS = {"format", "rank", "reason", "host", "pid", "wall", "now", "at", "stack", "logs", "operations"}
 ENTRY = {"log", "number", "text", "bytes", "began", "ended"}
-LARGEST = 16 << 20  # bytes
+MAX_BYTES = 16 << 20  # of a file
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where records are written."""
+    """Return the folder in which records are written: ``DISTOPT_FLIGHT``, or the current folder."""
     return Path(environ.get(VARIABLE) or ".").absolute()
 
 
 def record(recorder: Recorder, rank: int, reason: str) -> dict[str, Any]:
-    """Plain numbers and texts; times are seconds of this rank's own clock, which shows ``now`` at ``wall``."""
+    """Return this rank's record as plain numbers and texts.
+
+    Times are seconds of this rank's monotonic clock, which shows ``now`` when the wall clock shows ``wall``.
+
+    Args:
+        recorder: the recorder of the operations.
+        rank: the number of this process in the job.
+        reason: why the record is written.
+    """
     wall, monotonic = recorder.anchor
     now = time.monotonic()
     return {
@@ -37,43 +45,63 @@ def record(recorder: Recorder, rank: int, reason: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "wall": wall + now - monotonic,
         "now": now,
-        "at": place.place(),
-        "stack": place.stack(),
+        "at": script_line(),
+        "stack": stack(),
         "logs": {log.name: log.ranks for log in recorder.known()},
         "operations": [o.entry() for o in recorder.operations()],
     }
 
 
 def write(recorder: Recorder, rank: int, reason: str) -> Path:
-    """Write this rank's record, whole or not at all, for its owner's eyes; raises OSError."""
-    name = f"distopt-flight.{rank}.json"
-    there = folder()
-    there.mkdir(parents=True, exist_ok=True)
-    draft = there / f".{name}.{os.getpid()}"
-    with contextlib.suppress(FileNotFoundError):
-        draft.unlink()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with open(os.open(draft, flags, 0o600), "w") as file:
-        json.dump(record(recorder, rank, reason), file, indent=1)
-    return draft.replace(there / name)
+    """Write this rank's record, whole or not at all, in a file that only its owner can read; no disk is waited for.
+
+    Args:
+        recorder: the recorder of the operations.
+        rank: the number of this process in the job.
+        reason: why the record is written.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = folder() / f"distopt-flight.{rank}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record(recorder, rank, reason), indent=1)
+    pending.prepare(path, text.encode(), durable=False).commit()
+    return path
 
 
 def write_if_wanted(recorder: Recorder, rank: int, reason: str) -> None:
-    """At the end by an exception: only if a folder was named, since most exceptions have nothing to do with waiting."""
+    """Write a record at the end by an exception, if ``DISTOPT_FLIGHT`` names a folder; errors are ignored.
+
+    Without the variable there is none, since most exceptions have nothing to do with waiting.
+
+    Args:
+        recorder: the recorder of the operations.
+        rank: the number of this process in the job.
+        reason: why the record is written.
+    """
     if os.environ.get(VARIABLE):
         with contextlib.suppress(OSError):
             write(recorder, rank, reason)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A record; ValueError for a file that is none, OSError for one that cannot be read."""
+    """Return the record in a file.
+
+    Raises:
+        ValueError: the file is no flight record.
+        OSError: the file cannot be read.
+    """
     try:
-        found = plain.parse(files.read(path, LARGEST))
+        content = strict_json.parse(files.read(path, MAX_BYTES))
     except (ValueError, RecursionError):
-        found = None
-    if not _is_record(found):
-        raise ValueError(f"{path} is no flight record")
-    return dict(found)
+        content = None
+    if not _is_record(content):
+        raise ValueError(f"{path} must be a flight record, got another file; give those that a job wrote to {VARIABLE}")
+    return dict(content)
 
 
 def _is_record(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Where a script is: the line of it that its main thread has come to."""
+"""The line of the user's script that the main thread has come to."""
 
 import sys
 import sysconfig
@@ -12,7 +12,7 @@ INSTALLED = tuple({OWN, "<", *(sysconfig.get_path(p) for p in ("stdlib", "platst
 
 
 def _frames() -> Iterator[FrameType]:
-    """The main thread's, from the innermost one out."""
+    """Yield the frames of the main thread, from the innermost one out."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame:
         yield frame
@@ -24,13 +24,16 @@ def _line(frame: FrameType, short: bool) -> str:
     return f"{Path(name).name if short else name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def place() -> str:
-    """The innermost line of the main thread that is neither distopt's nor an installed package's; '' without any."""
+def script_line() -> str:
+    """Return the innermost line of the main thread that is in a script, not in distopt or an installed package.
+
+    Without such a line it is the innermost one of all; '' if there is none.
+    """
     frames = list(_frames())
     scripts = [f for f in frames if not f.f_code.co_filename.startswith(INSTALLED)]
     return next((_line(f, short=True) for f in scripts or frames), "")
 
 
 def stack() -> list[str]:
-    """All lines of the main thread, from the innermost one out."""
+    """Return all lines of the main thread, from the innermost one out."""
     return [_line(f, short=False) for f in _frames()]
