@@ -1,4 +1,4 @@
-"""Write and read the record of a run."""
+"""Writing and reading the record of a run."""
 
 import datetime
 import itertools
@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from distopt import files, plain
-from distopt.checkpoint import pending
+from distopt.resilience import files, pending, strict_json
 from distopt.version import __version__
 
 FAMILY = "distopt experiment"
@@ -17,48 +16,67 @@ COUNTS = "payload", "wire"  # curves of bytes since the start
 
 
 def write(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
-    """Write plain values, whole or not at all, one line per field; the umask says who may read it.
+    """Write a record of plain values, one line per field, all or nothing; the umask says who may read it.
 
-    Raises OSError; FileExistsError if something that is no record has come to its place, and the record is beside it.
+    Raises:
+        FileExistsError: something that is no record has come to its place; the record is in a file beside it.
+        OSError: the file cannot be written.
     """
-    lines = (f" {plain.dumps(name)}: {plain.dumps(value)}" for name, value in ({"format": FORMAT} | record).items())
+    lines = (
+        f" {strict_json.dumps(name)}: {strict_json.dumps(value)}"
+        for name, value in ({"format": FORMAT} | record).items()
+    )
     text = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     pending.prepare(path, text, 0o666).commit_as("record", read)
-    if not plain.readable(text):
+    if not strict_json.readable(text):
         warnings.warn(f"{path} is too large to be read again: log fewer points", RuntimeWarning, stacklevel=2)
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a record: ``mode seed settings topology started ended raised versions machine steps totals results curves``.
 
-    A curve is ``{"steps": [...], "values": [...]}``.  Raises OSError for a file that cannot be read, and ValueError
-    that names file and field for one that is no such record, is cut off, or of another version of the format.
+    A curve is ``{"steps": [...], "values": [...]}``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no record, is cut off, or has another version of the format; the text names file and field.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from distopt.experiment import Experiment, read
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "dense.json"
+        ...     with Experiment(path, "dense", ranks=1) as experiment:
+        ...         experiment.log(1, loss=0.5)
+        ...         experiment.log(2, loss=0.25)
+        ...     print(read(path)["curves"]["loss"])
+        {'steps': [1, 2], 'values': [0.5, 0.25]}
     """
     try:
-        found: Any = plain.loads(files.read(path, plain.MOST))
+        record: Any = strict_json.loads(files.read(path, strict_json.MAX_BYTES))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no experiment's record: {error}") from None
-    said = found.get("format") if isinstance(found, dict) else None
-    if not isinstance(said, str) or not said.startswith(FAMILY):
-        raise ValueError(f"{path} is no experiment's record: format must be {FORMAT!r}, got {said!r:.60}")
-    if said != FORMAT:
-        raise ValueError(f"{path}: format must be {FORMAT!r}, the one that distopt {__version__} reads, got {said!r}")
+    label = record.get("format") if isinstance(record, dict) else None
+    if not isinstance(label, str) or not label.startswith(FAMILY):
+        raise ValueError(f"{path} is no experiment's record: format must be {FORMAT!r}, got {label!r:.60}")
+    if label != FORMAT:
+        raise ValueError(f"{path}: format must be {FORMAT!r}, the one that distopt {__version__} reads, got {label!r}")
     for name, (right, what) in FIELDS.items():
-        if name not in found or not right(found[name]):
-            raise ValueError(f"{path}: {name} must be {what}, got {found.get(name)!r:.60}")
-    for name, curve in found["curves"].items():
-        if curve["steps"][-1] > found["steps"]:
+        if name not in record or not right(record[name]):
+            raise ValueError(f"{path}: {name} must be {what}, got {record.get(name)!r:.60}")
+    for name, curve in record["curves"].items():
+        if curve["steps"][-1] > record["steps"]:
             last = f"{curve['steps'][-1]}, the last of curve {name!r}"
-            raise ValueError(f"{path}: steps must be at least {last}, got {found['steps']}")
-    return dict(found)
+            raise ValueError(f"{path}: steps must be at least {last}, got {record['steps']}")
+    return dict(record)
 
 
 def _is_whole(x: Any, least: int = 0) -> bool:
-    return type(x) is int and least <= x <= plain.LARGEST
+    return type(x) is int and least <= x <= strict_json.MAX_NUMBER
 
 
 def _is_number(x: Any) -> bool:
-    return type(x) is float or (type(x) is int and abs(x) <= plain.LARGEST)
+    return type(x) is float or (type(x) is int and abs(x) <= strict_json.MAX_NUMBER)
 
 
 def _is_time(x: Any) -> bool:

@@ -1,7 +1,25 @@
-"""Bytes and seconds by formula: what a collective sends, and how long that takes on a link."""
+"""The cost of collectives by formula: the bytes that they move, and the seconds that they take on a link.
 
-from distopt.cost.links import LINKS, Link, link
-from distopt.cost.time import (
+Example:
+    >>> from distopt import cost
+    >>> f"{cost.seconds('all_reduce', 100e6, 8, cost.link('10GbE')):.4f} s"
+    '0.1579 s'
+"""
+
+from distopt.comm.byte_counts import (
+    DIRECT,
+    RING,
+    Algorithm,
+    Moved,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+    shares,
+)
+from distopt.volume.cost.links import LINKS, Link, link
+from distopt.volume.cost.time import (
     ALGORITHMS,
     algorithms,
     chain_broadcast,
@@ -18,18 +36,6 @@ from distopt.cost.time import (
     seconds,
     tree_all_reduce,
     tree_broadcast,
-)
-from distopt.cost.wire import (
-    DIRECT,
-    RING,
-    Algorithm,
-    Moved,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    reduce_scatter,
-    shares,
 )
 
 __all__ = [
