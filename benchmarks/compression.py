@@ -24,13 +24,14 @@ import distopt
 from benchmarks import measure
 from benchmarks.floor import read_pass
 from benchmarks.select import Steps, filled
-from distopt import compress, cost
+from distopt import compress
 from distopt.comm import Metered, run_ranks
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Packed, TopK
-from distopt.device import Mirror, zeros
-from distopt.models import resnet50
+from distopt.device import DeviceMirror, zeros
+from distopt.kernels.layout import BucketLayout
 from distopt.optim import SGD, from_strategy
-from distopt.tables import Members
+from distopt.volume import cost
+from distopt.volume.models import resnet50
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from dgc import RATES, SPARSITIES, sparsities, steps_of, train
@@ -53,8 +54,8 @@ def dgc(selector, **options):
 
     def make(steps_per_epoch=None):
         warmup = sparsities(SPARSITIES) if steps_per_epoch else None
-        own = {"momentum": MOMENTUM, "weight_decay": DECAY, "warmup": warmup, "steps_per_epoch": steps_per_epoch}
-        return DeepGradientCompression(selector, **own, **options)
+        settings = {"momentum": MOMENTUM, "weight_decay": DECAY, "warmup": warmup, "steps_per_epoch": steps_per_epoch}
+        return DeepGradientCompression(selector, **settings, **options)
 
     return make
 
@@ -80,8 +81,8 @@ SLOWER = {"1 bit, rates x 0.3": 0.3}  # signs are larger than most gradients
 
 def wrapped(name, compressor, rate, comm, **options):
     """A metered DistOpt; with DGC momentum and decay are the compressor's."""
-    own = {} if name.startswith("DGC") else {"momentum": MOMENTUM, "weight_decay": DECAY}
-    return distopt.DistOpt(SGD(rate, **own), Metered(comm), **options)
+    settings = {} if name.startswith("DGC") else {"momentum": MOMENTUM, "weight_decay": DECAY}
+    return distopt.DistOpt(SGD(rate, **settings), Metered(comm), **options)
 
 
 def digits_epochs(name, comm, batch, epochs, seed, warm):
@@ -153,19 +154,20 @@ def compression(steps, compressor, n):
 
     def constant(name, make):
         if name not in numbers:
-            numbers[name] = Mirror(make())
+            numbers[name] = DeviceMirror(make())
         return numbers[name]
 
     def matrix():
-        return Members(["x"], [(n, n)], [0], np.float32)
+        return BucketLayout(["x"], [(n, n)], [0], np.float32)
 
     value = zeros(n * n, np.float32).reshape(n, n)
-    at = compress.At(bucket=matrix(), scratch=scratch, constant=constant, params=matrix().point_to([value]))
+    bucket = compress.BucketContext(matrix(), matrix().point_to([value]), scratch, constant)
+    context = compress.ExchangeContext(bucket=bucket)
     growth = 1 - MOMENTUM if isinstance(compressor, DeepGradientCompression) else 1.0
     state = {"residual": steps.residual(DENSITY * growth), "velocity": filled(steps.drift / np.float32(growth))}
 
     def step():
-        return compressor.compress(next(steps.turns), state, at)
+        return compressor.compress(next(steps.turns), state, context)
 
     for _ in range(6):
         step()
@@ -182,9 +184,9 @@ def digits_lines():
     yield f"  {'':27} {'payload':>7} {'2 ranks':>7} {'8':>7} {'32':>7}  test accuracy         steps to 0.95   passes"
     costs = passes()
     for name in MODES:
-        found = [digits_bytes(name, size) for size in SIZES]
+        sizes = [digits_bytes(name, size) for size in SIZES]
         runs = [digits_run(name, seed) for seed in SEEDS]
-        ratios = times([found[0][0], *(wire for _, wire in found)])
+        ratios = times([sizes[0][0], *(wire for _, wire in sizes)])
         reached = " ".join(f"{accuracy:.4f}" for accuracy, _ in runs)
         steps = " ".join(f"{steps or '-':>4}" for _, steps in runs)
         yield f"  {name:27} {ratios}  {reached}  {steps}  {statistics.median(costs[name]):6.2f}"
@@ -206,9 +208,9 @@ def resnet_lines():
     yield f"  {'':27} {'payload':>7} {'2 ranks':>7} {'8':>7} {'32':>7}"
     for name in MODES:
         if "0.1 %" in name:
-            found = [resnet_bytes(name, size) for size in SIZES]
-            ratios = times([found[0][0], *(wire for _, wire in found)])
-            budget = f"  budget {SMALLER}: {verdict(found[0][0] >= SMALLER)}" if name == ALL else ""
+            sizes = [resnet_bytes(name, size) for size in SIZES]
+            ratios = times([sizes[0][0], *(wire for _, wire in sizes)])
+            budget = f"  budget {SMALLER}: {verdict(sizes[0][0] >= SMALLER)}" if name == ALL else ""
             yield f"  {name:27} {ratios}{budget}"
 
 
@@ -219,10 +221,10 @@ def verdict(met):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with threadpool_limits(1):
         tables = ["\n".join(lines()) for lines in (digits_lines, resnet_lines)]
-    measure.report("compression", "\n\n".join([measure.versions("numpy"), *tables]), given.save)
+    measure.report("compression", "\n\n".join([measure.versions("numpy"), *tables]), args.save)
 
 
 if __name__ == "__main__":

@@ -141,8 +141,8 @@ def work(given):
             pairs = zip(times[step], times.pop(backward), strict=True)
             times["torch DDP + fused SGD, less its backward"] = [a - b for a, b in pairs]
         anchor = next(iter(cases))
-        here = {name: by_ranks[world.size] for name, by_ranks in budgets.items() if world.size in by_ranks}
-        tables.append(table(f"{model}, {world.size} ranks, {brand()}", times, anchor, here))
+        limits = {name: by_ranks[world.size] for name, by_ranks in budgets.items() if world.size in by_ranks}
+        tables.append(table(f"{model}, {world.size} ranks, {brand()}", times, anchor, limits))
         del cases
         if importlib.util.find_spec("torch"):
             import torch.distributed
@@ -158,13 +158,13 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
-    given = parser.parse_args()
+    args = parser.parse_args()
     if os.environ.get("DISTOPT_RUN"):
-        work(given)
+        work(args)
         return 0
     launcher = find_launcher()
-    plain = [flag for flag in launcher.command(given.ranks) if flag != "-l"]
-    env = launcher.environment(given.ranks) | MALLOC
+    plain = [flag for flag in launcher.command(args.ranks) if flag != "-l"]
+    env = launcher.environment(args.ranks) | MALLOC
     return subprocess.run([*plain, sys.executable, "-m", "benchmarks.exchange", *sys.argv[1:]], env=env).returncode
 
 

@@ -56,14 +56,14 @@ def copy_case(n):
 def fractions(title, times, nbytes, ceiling, budgets):
     """One line per case: milliseconds, TB/s, and the fraction of the ceiling's speed, as median [min - max]."""
     lines = [title, f"  {'':36} {'ms':>9} {'TB/s':>7} {'of copy':>8}  [min - max]"]
-    for name, found in times.items():
-        speeds = [nbytes[name] / t for t in found]
+    for name, seconds in times.items():
+        speeds = [nbytes[name] / t for t in seconds]
         of = [s / (nbytes[ceiling] / c) for s, c in zip(speeds, times[ceiling], strict=True)]
         middle, budget = statistics.median(of), budgets.get(name)
         verdict = "" if budget is None else f"  budget {budget:g}: {'met' if middle >= budget else 'MISSED'}"
         speed = statistics.median(speeds) / 1e12
         lines.append(
-            f"  {name:36} {statistics.median(found) * 1e3:9.4f} {speed:7.3f} {middle:8.3f}  "
+            f"  {name:36} {statistics.median(seconds) * 1e3:9.4f} {speed:7.3f} {middle:8.3f}  "
             f"[{min(of):.3f} - {max(of):.3f}]{verdict}"
         )
     return "\n".join(lines)
@@ -74,12 +74,12 @@ def versions():
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)
-    found = [f"{p} {importlib.metadata.version(p)}" for p in ("numpy", "torch") if importlib.util.find_spec(p)]
+    packages = [f"{p} {importlib.metadata.version(p)}" for p in ("numpy", "torch") if importlib.util.find_spec(p)]
     runtime = cupy.cuda.runtime
     return "\n".join(
         [
             f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M}, {properties['name'].decode()}, "
             f"driver for CUDA {runtime.driverGetVersion()}, runtime {runtime.runtimeGetVersion()}",
-            f"cupy {cupy.__version__}, NVRTC {cupy.cuda.nvrtc.getVersion()}, {', '.join(found)}",
+            f"cupy {cupy.__version__}, NVRTC {cupy.cuda.nvrtc.getVersion()}, {', '.join(packages)}",
         ]
     )

@@ -12,8 +12,20 @@ import numpy as np
 from benchmarks import gpu
 from benchmarks.measure import report
 from distopt import device, kernels, optim
-from distopt.compress import At, DeepGradientCompression, ErrorFeedback, Half, OneBit, Packed, Threshold, TopK, TwoBit
-from distopt.tables import Members
+from distopt.compress import (
+    BucketContext,
+    DeepGradientCompression,
+    DeviceContext,
+    ErrorFeedback,
+    ExchangeContext,
+    Half,
+    OneBit,
+    Packed,
+    Threshold,
+    TopK,
+    TwoBit,
+)
+from distopt.kernels.layout import BucketLayout
 
 ELEMENTWISE, SELECT = 0.9, 0.8  # budgets, of the copy
 RULES = {  # optimizer, arrays read or written of float32
@@ -35,23 +47,23 @@ def elementwise(n):
     """(bytes, case) by name."""
     x, y = gpu.filled(n), gpu.filled(n, seed=1)
     half, bad = device.gpu_zeros(n, np.float16), device.gpu_zeros(1, np.int64)
-    table = Members(["x"], [(n,)], [0], "float32").point_to([x])
-    home = Members(["y"], [(n,)], [0], "float32").point_to([y])
+    table = BucketLayout(["x"], [(n,)], [0], "float32").point_to([x])
+    home = BucketLayout(["y"], [(n,)], [0], "float32").point_to([y])
     cases = {
         "pack": (8 * n, lambda: kernels.pack(table, y, 1.0, bad, np.inf)),
         "pack, a view: look only": (4 * n, lambda: kernels.pack(home, y, 1.0, bad, np.inf)),
         "unpack": (8 * n, lambda: kernels.unpack(table, y, 0.5)),
         "accumulate": (12 * n, lambda: kernels.accumulate(x, y)),
         "clip": (8 * n, lambda: kernels.clip(x, 3.0)),
-        "take_half": (10 * n, lambda: kernels.take_half(x, half, 0.5, 65504.0)),
-        "give_half": (6 * n, lambda: kernels.give_half(half, y, 0.5)),
+        "encode_half": (10 * n, lambda: kernels.encode_half(x, half, 0.5, 65504.0)),
+        "decode_half": (6 * n, lambda: kernels.decode_half(half, y, 0.5)),
         "from_half": (6 * n, lambda: kernels.from_half(half, y)),
     }
     for name, (make, arrays) in RULES.items():
         opt = make()
         opt.prepare(0.5)
         cases[name] = (4 * arrays * n, lambda opt=opt: opt.update_bucket(table, [(0, 1, y)]))
-    narrow = Members(["h"], [(n,)], [0], "float16").point_to([half])
+    narrow = BucketLayout(["h"], [(n,)], [0], "float16").point_to([half])
     mixed = optim.SGD(1e-6, momentum=0.9, multi_precision=True)
     mixed.prepare(0.5)
     cases["momentum sgd, float16 and master"] = (24 * n, lambda: mixed.update_bucket(narrow, [(0, 1, y)]))
@@ -77,11 +89,13 @@ def selection(n):
 
     def constant(name, make):
         if name not in constants:
-            constants[name] = device.Mirror(make())
+            constants[name] = device.DeviceMirror(make())
         return constants[name]
 
-    bucket = Members(["x"], [(n,)], [0], "float32")
-    at = At(bucket=bucket, scratch=scratch, constant=constant, room=n // 32)
+    bucket = BucketLayout(["x"], [(n,)], [0], "float32")
+    context = ExchangeContext(
+        bucket=BucketContext(bucket, scratch=scratch, constant=constant), device=DeviceContext(capacity=n // 32)
+    )
     for name, compressor in {
         "threshold 0.1 %": ErrorFeedback(Threshold(3.29)),
         "threshold 1 %": ErrorFeedback(Threshold(2.576)),
@@ -95,32 +109,32 @@ def selection(n):
     }.items():
         turns = itertools.cycle([grad, opposite] if "threshold" in name else [grad])
         nbytes = 20 if name in ("one bit", "DGC 0.1 %, packed") else 12
-        cases[name] = (nbytes * n, functools.partial(compress, compressor, turns, {}, at))
+        cases[name] = (nbytes * n, functools.partial(compress, compressor, turns, {}, context))
     return cases
 
 
-def compress(compressor, turns, state, at):
-    compressor.compress(next(turns), state, at)
+def compress(compressor, turns, state, context):
+    compressor.compress(next(turns), state, context)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=1 << 28)
     parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
-    given = parser.parse_args()
+    args = parser.parse_args()
     gpu.need()
     tables = [gpu.versions()]
-    ceiling = gpu.copy_case(given.elements)
+    ceiling = gpu.copy_case(args.elements)
     for kind, cases, n, budget in (
-        ("elementwise", elementwise, given.elements, ELEMENTWISE),
-        ("selection", selection, given.elements, SELECT),
+        ("elementwise", elementwise, args.elements, ELEMENTWISE),
+        ("selection", selection, args.elements, SELECT),
         ("selection", selection, 25_600_000, SELECT),
     ):
-        found = {"copy": ceiling if n == given.elements else gpu.copy_case(n), **cases(n)}
-        times = gpu.interleaved({name: case for name, (_, case) in found.items()})
-        nbytes = {name: b for name, (b, _) in found.items()}
+        timed = {"copy": ceiling if n == args.elements else gpu.copy_case(n), **cases(n)}
+        times = gpu.interleaved({name: case for name, (_, case) in timed.items()})
+        nbytes = {name: b for name, (b, _) in timed.items()}
         tables.append(gpu.fractions(f"{kind}, {n:,} float32", times, nbytes, "copy", dict.fromkeys(cases(1), budget)))
-    report("gpu_kernels", "\n\n".join(tables), given.save)
+    report("gpu_kernels", "\n\n".join(tables), args.save)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def torch_steps(rule, shapes):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
-    given = parser.parse_args()
+    args = parser.parse_args()
     gpu.need()
     tables = [gpu.versions()]
     for name in ("resnet50", "bert-base"):
@@ -74,7 +74,7 @@ def main():
             if importlib.util.find_spec("torch"):
                 cases |= torch_steps(rule, shapes)
             tables.append(table(f"{rule}, {name}", gpu.interleaved(cases), ANCHOR))
-    report("gpu_models", "\n\n".join(tables), given.save)
+    report("gpu_models", "\n\n".join(tables), args.save)
 
 
 if __name__ == "__main__":

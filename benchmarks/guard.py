@@ -19,10 +19,12 @@ import distopt
 from benchmarks import measure
 from benchmarks.models import MODELS
 from distopt.comm import mpi_control, mpi_start
-from distopt.watch import Limits, Log, Recorder, Watchman, recorder, silent
+from distopt.resilience.operation_log import OperationLog, Recorder, recorder, silent
+from distopt.resilience.timeouts import Limits
+from distopt.resilience.watchdog import Watchdog
 
 ROUNDS = 101
-RECORDS = Log.__call__
+RECORDS = OperationLog.__call__
 BUDGET = 1.02
 
 
@@ -64,16 +66,16 @@ def unguarded(control):
 @contextlib.contextmanager
 def unrecorded():
     """Votes, but nothing is recorded."""
-    Log.__call__ = lambda log, *args, **options: silent("")
+    OperationLog.__call__ = lambda log, *args, **options: silent("")
     try:
         yield
     finally:
-        Log.__call__ = RECORDS
+        OperationLog.__call__ = RECORDS
 
 
 def an_operation():
     """Nanoseconds to record one."""
-    log, begin = Log(Recorder(), "an operation", [0]), time.perf_counter()
+    log, begin = OperationLog(Recorder(), "an operation", [0]), time.perf_counter()
     for _ in range(100_000):
         with log("all_reduce", 4096, "bucket 3"):
             pass
@@ -82,12 +84,12 @@ def an_operation():
 
 def a_look():
     """Microseconds for one look of the watch."""
-    watchman = Watchman(MPI.COMM_WORLD.rank, recorder, Limits(), None, mpi_start.mails)
-    watchman.stop()
+    watchdog = Watchdog(MPI.COMM_WORLD.rank, recorder, Limits(), None, mpi_start.mailboxes)
+    watchdog.stop()
     begin = time.perf_counter()
     for _ in range(1000):
-        watchman._take_mail()
-        watchman._look(time.monotonic(), 0.0)
+        watchdog._take_messages()
+        watchdog._check_operations(time.monotonic(), 0.0)
     return (time.perf_counter() - begin) * 1e3
 
 
@@ -110,7 +112,7 @@ def main():
         f"second, {look:.0f} us; a vote {vote:.1f} us, a bare all-reduce of its 64 bytes {bare:.1f} us",
         f"medians of {ROUNDS} rounds [quartiles]; budget {BUDGET}",
     ]
-    watchman = Watchman(world.rank, recorder, Limits(), None, mpi_start.mails)
+    watchdog = Watchdog(world.rank, recorder, Limits(), None, mpi_start.mailboxes)
     small = [("w1", (64, 128)), ("b1", (128,)), ("w2", (128, 15)), ("b2", (15,))]
     for name, shapes, calls in (
         ("resnet50, 161 tensors", MODELS["resnet50"](), 2),
@@ -135,7 +137,7 @@ def main():
                 f"{'votes and records' if case == 'guarded' else 'votes alone':18} x {middle:.3f} "
                 f"[{low:.3f} - {high:.3f}]"
             )
-    watchman.stop()
+    watchdog.stop()
     if world.rank == 0:
         measure.report("guard", "\n".join(lines), "--save" in sys.argv)
 

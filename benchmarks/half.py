@@ -21,12 +21,13 @@ import numpy as np
 from benchmarks.measure import Times, interleaved, report, table, versions
 from distopt import kernels
 from distopt.device import zeros
-from distopt.tables import Members
-from distopt.texts import SIMD_NAMES, library
+from distopt.kernels.layout import BucketLayout
+from distopt.kernels.signatures import SIMD_NAMES, library
 
 N = 1 << 24
 RANKS = 2
 BUDGETS = dict.fromkeys(("half, in shared memory", "bfloat16, in shared memory"), 2.5)
+VERBS = "copy_{}", "encode_{}", "decode_{}", "sum_{}", "add_{}_parts"
 KINDS = {"half": (np.float16, 65504.0), "bfloat16": (ml_dtypes.bfloat16, 1e38)}
 
 
@@ -35,21 +36,19 @@ def cases(n):
     x, y = zeros(n, np.float32), zeros(n, np.float32)
     x[:] = 1e-3 * np.random.default_rng(0).standard_normal(n, np.float32)
     still = zeros(n, np.float32)  # what is left of what is left is no number that anybody sends
-    found = {"copy": lambda: np.copyto(y, x)}
+    calls = {"copy": lambda: np.copyto(y, x)}
     for name, (dtype, most) in KINDS.items():
         wires = [zeros(n, dtype) for _ in range(RANKS)]
         for wire in wires:
             wire[:] = x
-        send, take, give, add, parts = (
-            getattr(kernels, verb.format(name)) for verb in ("copy_{}", "take_{}", "give_{}", "sum_{}", "add_{}_parts")
-        )
-        share = Members(["x"], [(n,)], [0], np.float32).share(0, RANKS)
-        found[f"to {name}"] = functools.partial(send, x, wires[0], 0.5, most)
-        found[f"to {name}, and its error"] = functools.partial(take, still, wires[1], 0.5, most)
-        found[f"from {name}"] = functools.partial(give, wires[0], y, 0.5)
-        found[f"sum of two, {name}"] = functools.partial(add, wires[1], wires)
-        found[f"a share of the sum, {name}"] = functools.partial(parts, share, wires, y, 0.5)
-    return found | torch_cases(x)
+        send, encode, decode, add, parts = (getattr(kernels, verb.format(name)) for verb in VERBS)
+        share = BucketLayout(["x"], [(n,)], [0], np.float32).shard(0, RANKS)
+        calls[f"to {name}"] = functools.partial(send, x, wires[0], 0.5, most)
+        calls[f"to {name}, and its error"] = functools.partial(encode, still, wires[1], 0.5, most)
+        calls[f"from {name}"] = functools.partial(decode, wires[0], y, 0.5)
+        calls[f"sum of two, {name}"] = functools.partial(add, wires[1], wires)
+        calls[f"a share of the sum, {name}"] = functools.partial(parts, share, wires, y, 0.5)
+    return calls | torch_cases(x)
 
 
 def torch_cases(x):
@@ -61,12 +60,12 @@ def torch_cases(x):
     torch.set_num_threads(1)
     wide = torch.from_numpy(x)
     back = torch.empty_like(wide)
-    found = {}
+    times = {}
     for name, dtype in (("half", torch.float16), ("bfloat16", torch.bfloat16)):
         narrow = wide.to(dtype)
-        found[f"torch, to {name}"] = functools.partial(narrow.copy_, wide)
-        found[f"torch, from {name}"] = functools.partial(back.copy_, narrow)
-    return found
+        times[f"torch, to {name}"] = functools.partial(narrow.copy_, wide)
+        times[f"torch, from {name}"] = functools.partial(back.copy_, narrow)
+    return times
 
 
 def measured(rounds):
@@ -83,20 +82,20 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--save", action="store_true", help="keep the tables as results/half.txt")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.here:
-        print(json.dumps(measured(given.rounds)))
+    args = parser.parse_args()
+    if args.here:
+        print(json.dumps(measured(args.rounds)))
         return
     tables = []
     for level, name in SIMD_NAMES.items():
         if level <= library().cpu_level().decode():
-            command = [sys.executable, "-m", "benchmarks.half", "--here", "--rounds", str(given.rounds)]
+            command = [sys.executable, "-m", "benchmarks.half", "--here", "--rounds", str(args.rounds)]
             env = os.environ | {"DISTOPT_SIMD": level}
             done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
             budgets = BUDGETS if level != "v1" else {}
-            title = f"{name}: {N:,} float32, one thread, {given.rounds} rounds"
+            title = f"{name}: {N:,} float32, one thread, {args.rounds} rounds"
             tables.append(table(title, json.loads(done.stdout), "copy", budgets))
-    report("half", "\n\n".join([versions("numpy", "torch"), *tables]), given.save)
+    report("half", "\n\n".join([versions("numpy", "torch"), *tables]), args.save)
 
 
 if __name__ == "__main__":

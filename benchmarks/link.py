@@ -23,8 +23,8 @@ from benchmarks.namespaces import ADDRESSES, INTERFACE, missing, shape, two_host
 from distopt.cli.launcher import find_launcher
 from distopt.comm.mpi_control import brand, launched
 from distopt.compress import DeepGradientCompression, Dense, ErrorFeedback, Half, Packed, TopK
-from distopt.models import resnet50
 from distopt.optim import SGD
+from distopt.volume.models import resnet50
 
 FLOOR = "line floor, dense, by formula"
 BUDGETS = {"1gbit": {"distopt, top-K 0.1 %": 0.045, "distopt, DGC 0.1 %": 0.045}}  # seconds a step
@@ -152,19 +152,19 @@ def measure(rates, file):
     for rate in rates:
         shape(rate)
         fast = floor(rate) < 2
-        here = cases | computing if fast else cases
-        times[rate] = interleaved(here, 5 if fast else 2, 1, start, slowest, uncounted=0)
+        chosen = cases | computing if fast else cases
+        times[rate] = interleaved(chosen, 5 if fast else 2, 1, start, slowest, uncounted=0)
     if world.rank == 0:
         Path(file).write_text(json.dumps([brand(), times]))
 
 
 def show(times):
     """One table per rate."""
-    for rate, found in times.items():
-        rounds = len(next(iter(found.values())))
-        found = {FLOOR: [floor(rate)] * rounds, **found}
+    for rate, measured in times.items():
+        rounds = len(next(iter(measured.values())))
+        measured = {FLOOR: [floor(rate)] * rounds, **measured}
         budgets = {name: round(seconds / floor(rate), 4) for name, seconds in BUDGETS.get(rate, {}).items()}
-        yield table(f"{rate}, {rounds} rounds of 1 step, slowest rank", found, FLOOR, budgets)
+        yield table(f"{rate}, {rounds} rounds of 1 step, slowest rank", measured, FLOOR, budgets)
         for name, seconds in BUDGETS.get(rate, {}).items():
             yield f"  budget of {name}: {seconds * 1e3:g} ms"
 
@@ -174,10 +174,10 @@ def main():
     parser.add_argument("--rates", default="1gbit,100mbit")
     parser.add_argument("--save", action="store_true", help="keep the tables as results/link.txt")
     parser.add_argument("--file", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    rates = given.rates.split(",")
+    args = parser.parse_args()
+    rates = args.rates.split(",")
     if launched():
-        measure(rates, given.file)
+        measure(rates, args.file)
         return 0
     reason = missing()
     if reason:
@@ -186,12 +186,12 @@ def main():
     launcher = find_launcher()
     with two_hosts() as hosts:
         file = hosts.folder / "times"
-        script = [sys.executable, "-m", "benchmarks.link", "--rates", given.rates, "--file", str(file)]
+        script = [sys.executable, "-m", "benchmarks.link", "--rates", args.rates, "--file", str(file)]
         env = launcher.environment(2) | hosts.environment(launcher.brand)
         env |= MALLOC | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
         subprocess.run(hosts.on(0, [*launcher.command(2), *script]), env=env, timeout=LIMIT, check=True)
         library, times = json.loads(file.read_text())
-    report("link", "\n".join([versions("numpy", "mpi4py", "torch"), library, *show(times)]), given.save)
+    report("link", "\n".join([versions("numpy", "mpi4py", "torch"), library, *show(times)]), args.save)
     return 0
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from distopt.texts import simd_level
+from distopt.kernels.signatures import simd_level
 
 RESULTS = Path(__file__).parent / "results"
 # With glibc's defaults every large temporary is mapped and unmapped anew, which slows MPI, the anchor, by 2.6 x.
@@ -59,26 +59,26 @@ def ratios(times: Times, name: str, anchor: str) -> list[float]:
 def table(title: str, times: Times, anchor: str, budgets: Mapping[str, float] | None = None) -> str:
     """One line per case: milliseconds, and the ratio to the anchor, as median [min - max]; budgets are ratios."""
     lines = [title, f"  {'':44} {'ms':>9}  {'x anchor':>8}  [min - max]"]
-    for name, found in times.items():
+    for name, seconds in times.items():
         r = ratios(times, name, anchor)
         middle, budget = statistics.median(r), (budgets or {}).get(name)
         verdict = "" if budget is None else f"  budget {budget:g}: {'met' if middle <= budget else 'MISSED'}"
         mark = "  anchor" if name == anchor else f"{verdict}"
         lines.append(
-            f"  {name:44} {statistics.median(found) * 1e3:9.3f}  {middle:8.3f}  [{min(r):.3f} - {max(r):.3f}]{mark}"
+            f"  {name:44} {statistics.median(seconds) * 1e3:9.3f}  {middle:8.3f}  [{min(r):.3f} - {max(r):.3f}]{mark}"
         )
     return "\n".join(lines)
 
 
 def versions(*packages: str) -> str:
     """What a figure depends on."""
-    found = [f"{p} {importlib.metadata.version(p)}" for p in packages if importlib.util.find_spec(p)]
+    installed = [f"{p} {importlib.metadata.version(p)}" for p in packages if importlib.util.find_spec(p)]
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     return "\n".join(
         [
             f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M}, {cpu or platform.machine()}, "
             f"{os.cpu_count()} cores",
-            f"Python {platform.python_version()}, {', '.join(found)}",
+            f"Python {platform.python_version()}, {', '.join(installed)}",
             f"kernels at {simd_level()}",
         ]
     )

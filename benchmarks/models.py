@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from distopt import models
+from distopt.volume import models
 
 
 def tiny():

@@ -82,10 +82,10 @@ def row_of(model, shapes, name, rounds, inside):
     plain, looked = min(times["not looked at"]), min(times["looked at"])
     with inside.watched():
         counted.ledger.total()  # makes what is not made yet
-    own = inside.seconds / (CALLS * (rounds + 1))
-    more, verdict = max(0.0, looked - plain) / EVERY, "met" if own <= BUDGET * (plain + PASSES) else "MISSED"
-    shares = [f"{100 * x / y:7.2f} %" for x in (own, more) for y in (plain, plain + PASSES)]
-    times = f"{plain * 1e3:8.2f} {own * 1e3:9.3f} {shares[0]} {shares[1]} {verdict:6}"
+    own_seconds = inside.seconds / (CALLS * (rounds + 1))
+    more, verdict = max(0.0, looked - plain) / EVERY, "met" if own_seconds <= BUDGET * (plain + PASSES) else "MISSED"
+    shares = [f"{100 * x / y:7.2f} %" for x in (own_seconds, more) for y in (plain, plain + PASSES)]
+    times = f"{plain * 1e3:8.2f} {own_seconds * 1e3:9.3f} {shares[0]} {shares[1]} {verdict:6}"
     return f"{model:10} {name:18} {times} {looked * 1e3:9.2f} {shares[2]} {shares[3]}"
 
 
@@ -107,9 +107,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--save", action="store_true", help="keep the table in benchmarks/results")
-    given = parser.parse_args()
+    args = parser.parse_args()
     if os.environ.get("DISTOPT_RUN"):
-        work(given)
+        work(args)
         return 0
     launcher = find_launcher()
     plain = [flag for flag in launcher.command(2) if flag != "-l"]

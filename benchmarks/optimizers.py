@@ -18,7 +18,7 @@ from benchmarks.models import MODELS
 from distopt import optim
 from distopt.buckets import plan
 from distopt.device import zeros
-from distopt.tables import Members
+from distopt.kernels.layout import BucketLayout
 
 RULES = {
     "sgd": lambda: optim.SGD(1e-6, momentum=0.9, weight_decay=1e-4),
@@ -50,7 +50,7 @@ def ours(rule, shapes, flat):
     opt, work, rng = RULES[rule](), [], np.random.default_rng(0)
     for b in buckets(shapes):
         members = [shapes[int(n)] for n in b.names]
-        table = Members(b.names, members, b.offsets, b.dtype)
+        table = BucketLayout(b.names, members, b.offsets, b.dtype)
         memory, grad = zeros(b.size, b.dtype), zeros(b.size, b.dtype)
         grad[:] = rng.standard_normal(b.size)
         views = [table.view(memory, row) for row in range(len(members))]
@@ -89,13 +89,13 @@ def torchs(rule, shapes):
     if rule not in kinds:
         return {}
     kind, options, forms = kinds[rule]
-    found = {}
+    times = {}
     for form in forms:
         params = [torch.zeros(s, requires_grad=True) for s in shapes]
         for p in params:
             p.grad = torch.randn(p.shape)
-        found[f"torch, {form}"] = kind(params, 1e-6, weight_decay=1e-4, **options, **{form: True}).step
-    return found
+        times[f"torch, {form}"] = kind(params, 1e-6, weight_decay=1e-4, **options, **{form: True}).step
+    return times
 
 
 def main():
@@ -104,13 +104,13 @@ def main():
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--models", nargs="+", choices=BUDGETS, default=list(BUDGETS))
     parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     tables = []
-    for model in given.models:
+    for model in args.models:
         budgets = BUDGETS[model]
         shapes = [shape for _, shape in reversed(MODELS[model]())]
-        for rule in given.rules:
+        for rule in args.rules:
             cases = {
                 ANCHOR: by_hand(rule, shapes),
                 "distopt, flat parameters": ours(rule, shapes, flat=True),
@@ -118,9 +118,9 @@ def main():
             }
             if importlib.util.find_spec("torch"):
                 cases |= torchs(rule, shapes)
-            times = interleaved(cases, given.rounds, 3 if model == "resnet50" else 10)
+            times = interleaved(cases, args.rounds, 3 if model == "resnet50" else 10)
             tables.append(table(f"{rule}, {model}", times, ANCHOR, budgets))
-    report("optimizers", "\n\n".join([versions("numpy", "torch"), *tables]), given.save)
+    report("optimizers", "\n\n".join([versions("numpy", "torch"), *tables]), args.save)
 
 
 if __name__ == "__main__":

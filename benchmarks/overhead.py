@@ -25,7 +25,7 @@ def cases_of(count):
     same = next(sets)
     opt = distopt.DistOpt(distopt.optim.SGD(1e-3, momentum=0.9), LocalCommunicator())
     opt(same)
-    memory, collector, control = opt._memory, opt._collector, opt.communicator.control
+    memory, collector, control = opt.engine.store.buckets, opt.engine.store.collector, opt.communicator.control
     versions_seen = itertools.count(10**6)
     foreign = list(foreign_calls(opt))
 
@@ -59,9 +59,9 @@ def foreign_calls(opt):
 
     pack, momentum = (k._function(np.dtype(np.float32), None) for k in (kernels.pack, kernels.sgd_momentum))
     now = opt.opt._now.address(None)
-    for buffer in opt._memory:
+    for buffer in opt.engine.store.buckets:
         grad, table = buffer.gradient.ctypes.data, buffer.parameters.table(None)
-        moments = opt.opt._kept[buffer.parameters.key].state["moments"].ctypes.data
+        moments = opt.opt._table_states[buffer.parameters.key].slots["moments"].ctypes.data
         bad, gradients = buffer.bad.ctypes.data, buffer.gradients.table(None)
         yield lambda t=gradients, g=grad, b=bad: pack(t, g, 1.0, b, 1e30)
         yield lambda t=table, g=grad, m=moments: momentum(t, g, m, now, None)
@@ -70,23 +70,23 @@ def foreign_calls(opt):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="keep the table in benchmarks/results")
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     lines = [versions("numpy")]
     for count in (161, 2000, 10000):
         times = interleaved(cases_of(count), rounds=9, calls=max(3, 40_000 // count))
         kernels = statistics.median(times["kernels alone"])
         lines += ["", f"{count} parameters{'us a step':>41} {'ns a parameter':>15} {'less kernels':>13}  [min - max]"]
-        for name, found in times.items():
-            middle = statistics.median(found)
+        for name, seconds in times.items():
+            middle = statistics.median(seconds)
             line = f"  {name:42} {middle * 1e6:8.1f} {middle / count * 1e9:15.0f}"
             if name in BUDGETS:
-                net = [(t - kernels) / count * 1e9 for t in found]
+                net = [(t - kernels) / count * 1e9 for t in seconds]
                 verdict = "met" if statistics.median(net) <= BUDGETS[name] else "MISSED"
                 line += f" {statistics.median(net):13.0f}  [{min(net):.0f} - {max(net):.0f}]"
                 line += f"  budget {BUDGETS[name]}: {verdict}" if count == 2000 else ""
             lines.append(line)
-    report("overhead", "\n".join(lines), given.save)
+    report("overhead", "\n".join(lines), args.save)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ from distopt.cli.launcher import find_launcher
 from distopt.comm import LocalCommunicator
 from distopt.comm.mpi_control import brand, launched
 from distopt.compress import Dense
-from distopt.fit import case_of, fit, take_turns, timed
-from distopt.fit.measure import VERBS
-from distopt.models import MODELS
+from distopt.volume.fit import case_of, fit, take_turns, timed
+from distopt.volume.fit.measure import VERBS
+from distopt.volume.models import MODELS
 
 SIZES = (100, 3_000, 12_000, 48_000, 100_000, 400_000, 1_500_000, 6_000_000)  # bytes
 TARGET = 0.15
@@ -96,10 +96,10 @@ def measure(rates, file):
     for rate in rates:
         shape(rate)
         begin = time.perf_counter()
-        found = fit(world, SECONDS)
+        link = fit(world, SECONDS)
         took = time.perf_counter() - begin
-        lines = {verb: (line.residual, len(line.pieces)) for verb, line in found.lines.items()}
-        results[rate] = (took, found.link, lines, held_out(world, found), steps(world, found))
+        lines = {verb: (line.residual, len(line.pieces)) for verb, line in link.lines.items()}
+        results[rate] = (took, link.link, lines, held_out(world, link), steps(world, link))
     if world.rank == 0:
         Path(file).write_text(json.dumps([brand(), results]))
 
@@ -135,9 +135,9 @@ def main():
     parser.add_argument("--rates", default="1gbit,100mbit")
     parser.add_argument("--save", action="store_true", help="keep the tables as results/predict.txt")
     parser.add_argument("--file", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     if launched():
-        measure(given.rates.split(","), given.file)
+        measure(args.rates.split(","), args.file)
         return 0
     reason = missing()
     if reason:
@@ -146,12 +146,12 @@ def main():
     launcher = find_launcher()
     with two_hosts() as hosts:
         file = hosts.folder / "found"
-        script = [sys.executable, "-m", "benchmarks.predict", "--rates", given.rates, "--file", str(file)]
+        script = [sys.executable, "-m", "benchmarks.predict", "--rates", args.rates, "--file", str(file)]
         env = launcher.environment(2) | hosts.environment(launcher.brand) | {"OMP_NUM_THREADS": "1"}
-        limit = LIMIT * len(given.rates.split(","))
+        limit = LIMIT * len(args.rates.split(","))
         subprocess.run(hosts.on(0, [*launcher.command(2), *script]), env=env, timeout=limit, check=True)
         library, results = json.loads(file.read_text())
-    report("predict", "\n".join([versions("numpy", "mpi4py"), library, *show(results)]), given.save)
+    report("predict", "\n".join([versions("numpy", "mpi4py"), library, *show(results)]), args.save)
     return 0
 
 

@@ -16,9 +16,9 @@ from benchmarks.floor import read_pass
 from benchmarks.models import MODELS
 from distopt import kernels
 from distopt.buckets import plan
-from distopt.compress import At, ErrorFeedback, OneBit, Packed, Threshold, TopK, TwoBit
+from distopt.compress import BucketContext, ErrorFeedback, ExchangeContext, OneBit, Packed, Threshold, TopK, TwoBit
 from distopt.device import zeros
-from distopt.tables import Members
+from distopt.kernels.layout import BucketLayout
 
 DENSITIES = (0.001, 0.01)
 BUDGETS = {f"threshold {100 * d:g} %": 2.2 + 0.2 * (d > 0.001) for d in DENSITIES} | {
@@ -68,11 +68,11 @@ class Steps:
 
     def compression(self, compressor, density, bucket=None):
         """A step's call; the first ones bring the residual to where it stays, and the scratch memory to its size."""
-        at = At(bucket=bucket, scratch=lasting())
+        context = ExchangeContext(bucket=BucketContext(bucket, scratch=lasting()))
         compressor, state = ErrorFeedback(compressor), {"residual": self.residual(density)}
 
         def step():
-            return compressor.compress(next(self.turns), state, at)
+            return compressor.compress(next(self.turns), state, context)
 
         for _ in range(6):
             step()
@@ -81,8 +81,8 @@ class Steps:
     def decompression(self, compressor, density):
         """What is done with every rank's payload of a step."""
         payload, out = self.compression(compressor, density)(), zeros(self.drift.size, np.float32)
-        at = At(scratch=lasting())
-        return lambda: compressor.decompress(payload, out, at)
+        context = ExchangeContext(bucket=BucketContext(scratch=lasting()))
+        return lambda: compressor.decompress(payload, out, context)
 
 
 def ours(n):
@@ -124,7 +124,7 @@ def per_tensor():
         bucket = plan([n for n, _ in model()], sizes, ["float32"] * len(sizes), 10**9).buckets[0]
         steps = Steps(bucket.size)
         cases = {"read pass": lambda s=steps: read_pass(s.drift)}
-        table = Members(bucket.names, [(size,) for size in bucket.sizes], bucket.offsets, bucket.dtype)
+        table = BucketLayout(bucket.names, [(size,) for size in bucket.sizes], bucket.offsets, bucket.dtype)
         cases |= {f"top-K {100 * d:g} %": steps.compression(TopK(d, per_tensor=True), d, table) for d in DENSITIES}
         tables.append(measure.table(f"per tensor, {name}: {len(sizes)}", measure.interleaved(cases), "read pass"))
     return tables

@@ -4,22 +4,29 @@ Pack the gradients, exchange what is worth sending, keep the rest, take the mean
 """
 
 import importlib
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from distopt import comm, compress, cost, optim
+from distopt import comm, compress, optim
 from distopt.comm import run_ranks, world
 from distopt.comm.mpi_start import guard_start
 from distopt.dist_opt import DistOpt
-from distopt.gradients import Parameter
-from distopt.nonfinite import LossScaler
-from distopt.tape import Tape
-from distopt.texts import check_not_shadowing
+from distopt.engine.nonfinite import LossScaler
+from distopt.engine.parameters import Parameter
+from distopt.kernels.signatures import check_not_shadowing
 from distopt.version import __version__
 
 if TYPE_CHECKING:
-    from distopt import experiment, fit, monitor, volume
+    from distopt import volume
     from distopt.trainer import Trainer
-    from distopt.virtual_ranks import simulate
+    from distopt.volume import cost, experiment, fit
+    from distopt.volume.experiment import callbacks as monitor
+    from distopt.volume.simulate import simulate
+    from distopt.volume.tape import Tape
 
 check_not_shadowing()
 guard_start()
@@ -44,9 +51,16 @@ __all__ = [
     "world",
 ]
 
-# Public names that most programs never use, and their modules, which are imported when somebody asks.
-_LATER = {"Trainer": "trainer", "simulate": "virtual_ranks"} | {
-    module: module for module in ("experiment", "fit", "monitor", "volume")
+# Public names that most programs never use, and where they are: a module, or a name in one, imported when first used.
+_LATER = {
+    "Tape": "volume.tape:Tape",
+    "Trainer": "trainer:Trainer",
+    "cost": "volume.cost",
+    "experiment": "volume.experiment",
+    "fit": "volume.fit",
+    "monitor": "volume.experiment.callbacks",
+    "simulate": "volume.simulate:simulate",
+    "volume": "volume",
 }
 
 
@@ -54,8 +68,34 @@ def __getattr__(name: str) -> Any:
     """Import a public name that not every program needs, when it is first used."""
     if name not in _LATER:
         raise AttributeError(f"module 'distopt' has no attribute {name!r}")
-    module = importlib.import_module(f"distopt.{_LATER[name]}")
-    return module if _LATER[name] == name else getattr(module, name)
+    place, _, attribute = _LATER[name].partition(":")
+    module = importlib.import_module(f"distopt.{place}")
+    return getattr(module, attribute) if attribute else module
+
+
+class _PublicModules(MetaPathFinder, Loader):
+    """Lets ``from distopt.fit import read`` find the module that ``distopt.fit`` is, which lies in ``volume/``."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """None for any other module."""
+        package, _, module = name.rpartition(".")
+        place = _LATER.get(module, "")
+        public = package == __name__ and module != place and ":" not in place
+        return spec_from_loader(name, self, origin=f"{__name__}.{place}") if place and public else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module itself, not a second one."""
+        module = importlib.import_module(str(spec.origin))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run; what it is called stays as it was."""
+        if module.__spec__:
+            module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.append(_PublicModules())
 
 
 def __dir__() -> list[str]:

@@ -1,26 +1,30 @@
 """Average gradients over ranks, then let the wrapped optimizer use them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from distopt import device, kernels
-from distopt.capture import Captured
+from distopt.checks import check_bool, check_int
 from distopt.comm import Communicator, NcclCommunicator, in_rank_order, world
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
-from distopt.conditions import Kind
-from distopt.cost import Link
-from distopt.gradients import Loss, checked_gradient
-from distopt.memory import GradientHook
-from distopt.nonfinite import Policy
-from distopt.numbers import flag
+from distopt.engine.capture import CapturedStep, check_capture
+from distopt.engine.collectives import ManualCollectives
+from distopt.engine.engine import Engine
+from distopt.engine.facade import Checkpointed, Facade, record_if_asked
+from distopt.engine.join import join
+from distopt.engine.nonfinite import Policy
+from distopt.engine.parameters import Loss, checked_gradient
+from distopt.engine.partial import PartialSteps
+from distopt.engine.spec import GradientHook, Options, StepSpec
+from distopt.engine.views import parameter_views
 from distopt.optim import SGD, AnyOptimizer
-from distopt.saving import Saving
 
 if TYPE_CHECKING:
     from distopt import volume
     from distopt.volume import Advice, Wire
+    from distopt.volume.cost import Link
 
 
 def _from_id(
@@ -33,55 +37,234 @@ def _from_id(
         return None
     if communicator is not None or nccl_id is None or local_rank is None or world_size is None:
         flaw = f"{', '.join(missing)} missing" if missing else "and a communicator"
-        raise ValueError(f"nccl_id, local_rank and world_size belong together, and exclude a communicator: got {flaw}")
+        raise ValueError(
+            f"nccl_id, local_rank and world_size must be given together, without a communicator, got {flaw}"
+        )
     return NcclCommunicator.from_id(nccl_id, local_rank, world_size)
 
 
-class DistOpt(Saving):
+class SingaModes(Facade):
+    """SINGA's modes that reduce gradients, each a step of one engine."""
+
+    def run(self, loss: Any, spec: StepSpec) -> bool:
+        """Make one step; tell if an update was applied.  Collective."""
+        return self.engine.step(loss, spec)
+
+    def __call__(self, loss: Loss) -> bool:
+        """``backward_and_update(loss)``."""
+        return self.backward_and_update(loss)
+
+    def backward_and_update(self, loss: Loss, threshold: int | None = None) -> bool:
+        """Make one step with the mean of all ranks' gradients.  Collective.
+
+        Args:
+            loss: an iterable of (param, grad) pairs (a generator too), a callable that returns one, or an object whose
+                ``backward()`` yields one.
+            threshold: elements that fill a bucket; None for that of the constructor.
+
+        Returns:
+            True if an update was applied.
+
+        Raises:
+            TypeError: on every rank alike, for what is no loss, parameter or gradient on one of them.
+            ValueError: on every rank alike, if ranks differ, or a parameter or gradient is not that of the first step.
+            FloatingPointError: on every rank alike, for what is not finite, unless ``nonfinite`` says otherwise.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> opt.backward_and_update([(p, np.ones(2, np.float32))])
+            True
+            >>> p.data
+            array([0.5, 0.5], dtype=float32)
+        """
+        return self.run(loss, StepSpec(Dense, threshold))
+
+    def backward_and_update_half(
+        self, loss: Loss, threshold: int | None = None, clipping: bool = False, clip_Value: float = 100
+    ) -> bool:
+        """Make one step with float16 payloads (``compress.Half``): half the bytes.  Collective.
+
+        Args:
+            loss: as for ``backward_and_update``.
+            threshold: elements that fill a bucket; None for that of the constructor.
+            clipping: hold every element of this rank's gradients between ``-clip_Value`` and ``clip_Value`` first.
+            clip_Value: the bound.
+
+        Returns:
+            True if an update was applied.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> opt.backward_and_update_half([(p, np.ones(2, np.float32))], clipping=True, clip_Value=0.5)
+            True
+            >>> p.data
+            array([0.75, 0.75], dtype=float32)
+        """
+        return self.run(loss, StepSpec(Half, threshold, float(clip_Value) if clipping else None))
+
+    def backward_and_sparse_update(
+        self, loss: Loss, threshold: int | None = None, spars: float = 0.05, topK: bool = False, corr: bool = True
+    ) -> bool:
+        """Make one step with the largest entries of the gradients.  Collective.
+
+        Args:
+            loss: as for ``backward_and_update``.
+            threshold: elements that fill a bucket; None for that of the constructor.
+            spars: with ``topK`` the fraction of each bucket's entries that is sent, otherwise the least magnitude.
+            topK: send a fraction (``compress.TopK``) instead of what is large enough (``compress.Threshold``).
+            corr: keep the rest as a residual, which is added to the next gradient (``compress.ErrorFeedback``);
+                otherwise the rest is lost.
+
+        Returns:
+            True if an update was applied.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> opt.backward_and_sparse_update([(p, np.array([1, 3], np.float32))], spars=0.5, topK=True)
+            True
+            >>> p.data  # the smaller entry waits
+            array([ 1. , -0.5], dtype=float32)
+        """
+
+        def make() -> Compressor:
+            selector = TopK(spars) if topK else Threshold(spars)
+            return ErrorFeedback(selector) if corr else selector
+
+        return self.run(loss, StepSpec(make, threshold))
+
+    def step(self, loss: Any, compressor: Compressor | None = None, break_even: bool = True) -> bool:
+        """Make one step with any compressor.  Collective.
+
+        Args:
+            loss: as for ``backward_and_update``.
+            compressor: what is sent of a bucket; None for ``Dense()``.
+            break_even: all-reduce a bucket whose payloads would be more bytes than dense as a dense array of the same
+                entries.
+
+        Returns:
+            True if an update was applied.
+        """
+        return self.run(loss, StepSpec(lambda: Dense() if compressor is None else compressor, break_even=break_even))
+
+    def advise(
+        self,
+        link: "str | Link | Wire",
+        ranks: int | None = None,
+        modes: str | Sequence[str] | None = None,
+        backward: float = 0.0,
+        measure: bool = True,
+    ) -> "Advice":
+        """Find the mode that makes the exchange of this plan the fastest, and where it begins to pay (``volume``).
+
+        Args:
+            link: a name or a rate (``cost.link``), a ``Link``, a ``volume.Network``, or a ``fit.Fit``.
+            ranks: number of ranks; None for that of the communicator.
+            modes: as 'half,topk=0.01' (``volume.mode``); None for all that this optimizer can be given.
+            backward: seconds of a backward pass, behind which buckets of modes without a residual travel, unless this
+                was made with ``overlap=False`` or accumulates batches.
+            measure: time compression on this host; a GPU is faster.
+
+        Returns:
+            The advice, which can be printed.
+
+        Raises:
+            RuntimeError: there is no plan yet; make a step first.
+            ValueError: a name does not exist, or a link is out of range.
+            TypeError: an argument has the wrong type.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> opt([(p, np.ones(2, np.float32))])
+            True
+            >>> print(opt.advise("1Gbit", ranks=8, modes="half", measure=False).best)  # doctest: +SKIP
+        """
+        from distopt import volume  # most trainings never ask
+
+        network, timed = volume.wire(link), volume.compute.measure if check_bool("measure", measure) else None
+        buckets = [bucket.gradients for bucket in self.engine.store.buckets]
+        asked = self.engine.comm.size if ranks is None else ranks
+        overlap = self._arguments.get("overlap", "auto") is not False and self.engine.options.num_batches == 1
+
+        def check(mode: "volume.Mode") -> None:
+            self.engine.compressor_at_this_step(mode.compressor)
+
+        return volume.advise(buckets, asked, network, modes, backward, timed, overlap, check)
+
+
+class DistOpt(SingaModes, Checkpointed):
     """Wrap any optimizer so that all ranks of a communicator train one model.
 
-    A step collects the gradients, checks them, votes, exchanges them bucket by bucket, and updates; what goes wrong on
+    A step collects the gradients, checks them, votes, reduces them bucket by bucket, and updates; what goes wrong on
     one rank before the vote raises the same error on every rank, and nothing is applied anywhere.
-
-    * ``opt``: None (a new ``SGD()``), or any object with ``apply(name, value, grad)`` and ``step()``, or with
-      ``update(param, grad)``.  distopt's own optimizers take the sum of a whole bucket in one kernel call.
-    * ``communicator``: None is ``distopt.world()``, in ``run_ranks`` that of the thread.
-    * ``threshold``: elements that fill a bucket (``buckets.plan``).
-    * ``deterministic``: sums are added in rank order on every transport.
-    * ``overlap``: buckets are exchanged, by a thread, while the loss still yields the gradients of the next ones; the
-      same bits.  'auto': if ranks sit on several machines; in shared memory it would only take cores away.
-    * ``broadcast``: rank 0's parameters go to all ranks at the first step.
-    * ``nonfinite``: what to do when a gradient of any rank has an infinity or NaN: 'raise' FloatingPointError on every
-      rank, 'skip' the step on every rank (10 in a row raise), 'propagate', or a ``LossScaler``, which skips too, and by
-      whose scale the gradients are divided.
-    * ``allow_missing``: a parameter without a gradient counts as zeros on that rank instead of an error.
-    * ``check_every``: after every so many steps the ranks compare the checksums of their parameters, and raise
-      RuntimeError if they have diverged; 0: never.  Partial steps, which let them differ, end the comparing.
-    * ``num_batches``: this many calls are one step: their gradients are averaged, and exchanged once at the last call
-      (``sync_on_apply=False``: exchanged at every call, before they are added).
-    * ``buffSize``: elements of the staging memory of the fused verbs.
-    * ``clip_norm``: the mean gradient is multiplied by ``min(1, clip_norm / (norm + 1e-6))``, norm being its L2 norm
-      over all parameters in float64, as ``torch.nn.utils.clip_grad_norm_`` does; in a partial step that of this rank's
-      own gradients.  It is a factor that the optimizer's kernel takes, before ``rescale_grad`` and ``clip_gradient``.
-      ``gradient_norm`` is the last norm before clipping; ``math.inf`` only measures it.  A norm beyond
-      float64 raises FloatingPointError.  Costs one more look at the sums; on a GPU the host waits for the norm.
-    * ``gradient_hook``: called before each update, and before clipping, with a list of (param, mean gradient) in the
-      plan's order; it may change the means in place, on all ranks alike (``check_every`` finds out), and returns None.
-      16-bit parameters have float32 means.  What it raises on one rank, or leaves not finite, all ranks raise, and no
-      parameter has changed; what a compressor has sent in that step is lost.  On a GPU it is called for a step that
-      turns out to be refused too, and what it leaves is not looked at.  Costs one more pass over the means and one more
-      vote; one that changes nothing changes no bit, but for the rounding of a mean where norms are taken (clipping,
-      LARS, LANS) or a ``rescale_grad`` is given.
-    * ``nccl_id``, ``local_rank``, ``world_size``, in the place of ``communicator``: SINGA's form for processes of one
-      machine without MPI, each with a GPU of its own (``NcclCommunicator.from_id``); ``close()`` closes what it made.
 
     The order of the first step is the plan; ranks that differ in it, or in these options, all raise a ValueError that
     names the first difference.  Later gradients may arrive in any order.  What a loss yields must stay as it is until
     the step returns: a generator that writes two gradients into one array is refused.  After a step the contents of the
     gradients are undefined.
-    """
 
-    _updated = False  # a parameter, by hand, since the last step?
+    Args:
+        opt: None (a new ``SGD()``), or any object with ``apply(name, value, grad)`` and ``step()``, or with
+            ``update(param, grad)``.  distopt's own optimizers take the sum of a whole bucket in one kernel call.
+        communicator: the ranks; None for ``distopt.world()``, in ``run_ranks`` that of the thread.
+        threshold: elements that fill a bucket (``buckets.plan``).
+        deterministic: add sums in rank order on every transport.
+        overlap: reduce buckets, in a thread, while the loss still yields the gradients of the next ones; the same bits.
+            'auto': if ranks sit on several machines; in shared memory it would only take cores away.
+        broadcast: send rank 0's parameters to all ranks at the first step.
+        nonfinite: what to do when a gradient of any rank, or a sum, has an infinity or NaN: 'raise' FloatingPointError
+            on every rank, 'skip' the step on every rank (10 in a row raise), 'propagate', or a ``LossScaler``, which
+            skips too, and by whose scale the gradients are divided.
+        allow_missing: let a parameter without a gradient count as zeros on that rank.
+        check_every: after so many steps the ranks compare the checksums of their parameters, and raise RuntimeError if
+            they have diverged; 0: never.  Partial steps, which let them differ, end the comparing.
+        num_batches: this many calls are one step: their gradients are averaged.
+        sync_on_apply: reduce the average once, at the last of these calls; False: each call's gradients, before they
+            are added.
+        buffSize: elements of the staging memory of the fused collectives.
+        clip_norm: multiply the mean gradient by ``min(1, clip_norm / (norm + 1e-6))``, norm being its L2 norm over all
+            parameters in float64, as ``torch.nn.utils.clip_grad_norm_`` does; in a partial step that of this rank's own
+            gradients.  It is a factor that the optimizer's kernel takes, before ``rescale_grad`` and ``clip_gradient``.
+            ``gradient_norm`` is the last norm before clipping; ``math.inf`` only measures it.  A norm beyond float64
+            raises FloatingPointError.  Costs one more pass over the sums; on a GPU the host waits for the norm.
+        gradient_hook: is called before each update, and before clipping, with a list of (param, mean gradient) in the
+            plan's order; it may change the means in place, on all ranks alike (``check_every`` finds out), and returns
+            None.  16-bit parameters have float32 means.  What it raises on one rank, or leaves not finite, all ranks
+            raise, and no parameter has changed; what a compressor has sent in that step is lost.  On a GPU it is called
+            for a step that turns out to be refused too, and what it leaves is not checked.  Costs one more pass over
+            the means and one more vote; a hook that changes nothing changes no bit, but for the rounding of a mean
+            where norms are taken (clipping, LARS, LANS) or a ``rescale_grad`` is given.
+        nccl_id: with ``local_rank`` and ``world_size``, in the place of ``communicator``: SINGA's form for processes of
+            one machine without MPI, each with a GPU of its own (``NcclCommunicator.from_id``); ``close()`` closes it.
+        local_rank: this process's number among those of the machine.
+        world_size: their number.
+
+    Raises:
+        TypeError: an option has the wrong type; the text names it.
+        ValueError: an option is out of range, or ranks differ in it.
+        RuntimeError: there is no communicator where one is needed; the text says what to install or to start.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt import DistOpt, Parameter
+        >>> from distopt.optim import SGD
+        >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+        >>> opt([(p, np.ones(2, np.float32))])
+        True
+        >>> p.data
+        array([0.5, 0.5], dtype=float32)
+    """
 
     def __init__(
         self,
@@ -104,36 +287,34 @@ class DistOpt(Saving):
         local_rank: int | None = None,
         world_size: int | None = None,
     ):
+        if not isinstance(communicator, Communicator | None):
+            kind = type(communicator).__name__
+            raise TypeError(f"communicator must be a distopt.comm.Communicator or None, got {kind}")
         made = _from_id(communicator, nccl_id, local_rank, world_size)
         self.communicator, self._made = made or communicator or world(), made
-        super().__init__(
-            SGD() if opt is None else opt,
-            in_rank_order(self.communicator) if deterministic else self.communicator,
-            threshold=threshold,
-            overlap=overlap,
-            broadcast=broadcast,
-            nonfinite=nonfinite,
-            allow_missing=allow_missing,
-            check_every=check_every,
-            num_batches=num_batches,
-            sync_on_apply=sync_on_apply,
-            buffSize=buffSize,
-            clip_norm=clip_norm,
-            gradient_hook=gradient_hook,
-        )
-        self._options_given["deterministic"] = deterministic
+        comm = in_rank_order(self.communicator) if check_bool("deterministic", deterministic) else self.communicator
+        asked = {
+            "overlap": overlap,
+            "broadcast": broadcast,
+            "nonfinite": nonfinite,
+            "allow_missing": allow_missing,
+            "check_every": check_every,
+            "num_batches": num_batches,
+            "sync_on_apply": sync_on_apply,
+            "clip_norm": clip_norm,
+            "gradient_hook": gradient_hook,
+        }
+        capacity, size = check_int("buffSize", buffSize, least=1), check_int("threshold", threshold, least=0)
+        options = Options.checked(comm, **asked)  # type: ignore[arg-type]
+        engine = Engine(SGD() if opt is None else opt, comm, options, threshold=size)
+        super().__init__(engine, asked | {"threshold": threshold, "buffSize": buffSize, "deterministic": deterministic})
+        self._partial = PartialSteps(engine)
+        self._collectives = ManualCollectives(comm, capacity, engine.check_open)
+        self._last: tuple[Callable[[Any, Any], bool], Any] | None = None  # the last step, and its argument
+        self._updated = False  # has a parameter been updated by hand since the last step?
+        record_if_asked(engine)
 
-    def close(self) -> None:
-        """Refuse everything from now on; a communicator stays open, unless it was made from ``nccl_id``: collective.
-
-        Raises FloatingPointError, on every rank alike, if the last step on a GPU was not finite, which no later step
-        told.
-        """
-        try:
-            super().close()
-        finally:
-            if self._made:
-                self._made.close()
+    # -- who this is
 
     @property
     def world_size(self) -> int:
@@ -150,110 +331,143 @@ class DistOpt(Saving):
         """This process among those of its node."""
         return self.communicator.local_rank
 
-    def __call__(self, loss: Loss) -> bool:
-        """``backward_and_update(loss)``."""
-        return self.backward_and_update(loss)
+    def close(self) -> None:
+        """Refuse everything from now on.  A communicator stays open, unless it was made from ``nccl_id``: collective.
 
-    def backward_and_update(self, loss: Loss, threshold: int | None = None) -> bool:
-        """One step with the mean of all ranks' gradients; True if an update was applied.
+        Raises:
+            FloatingPointError: on every rank alike, if the last step on a GPU was not finite, which no later step told.
 
-        ``loss`` is an iterable of (param, grad) pairs (a generator too), a callable that returns one, or an object
-        whose ``backward()`` yields one.
+        Example:
+            >>> from distopt import DistOpt
+            >>> opt = DistOpt()
+            >>> opt.close()
+            >>> opt([])
+            Traceback (most recent call last):
+            RuntimeError: this DistOpt is closed; make a new one
         """
-        return self._step(loss, Kind(Dense, threshold))
+        try:
+            super().close()
+        finally:
+            if self._made:
+                self._made.close()
 
-    def backward_and_update_half(
-        self, loss: Loss, threshold: int | None = None, clipping: bool = False, clip_Value: float = 100
-    ) -> bool:
-        """The same with float16 on the wire (``compress.Half``): half the bytes.
+    # -- steps
 
-        ``clipping`` holds every element of this rank's gradients between -clip_Value and clip_Value first.
-        """
-        return self._step(loss, Kind(Half, threshold, float(clip_Value) if clipping else None))
+    def run(self, loss: Any, spec: StepSpec) -> bool:
+        self._last = self.engine.step, spec
+        return self.engine.step(loss, spec)
 
     def backward_and_partial_update(self, loss: Loss, threshold: int | None = None) -> bool:
-        """Update with this rank's own gradients; then average the *parameters* of one bucket, round-robin.
+        """Update with this rank's own gradients; then average the *parameters* of one bucket, round-robin.  Collective.
 
         So each parameter is averaged once in as many steps as there are buckets.  Optimizer state stays local.
+
+        Args:
+            loss: as for ``backward_and_update``.
+            threshold: elements that fill a bucket; None for that of the constructor.
+
+        Returns:
+            True if an update was applied.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> opt.backward_and_partial_update([(p, np.ones(2, np.float32))])
+            True
+            >>> p.data
+            array([0.5, 0.5], dtype=float32)
         """
-        return self._partial_step(loss, threshold)
-
-    def backward_and_sparse_update(
-        self, loss: Loss, threshold: int | None = None, spars: float = 0.05, topK: bool = False, corr: bool = True
-    ) -> bool:
-        """Send only what is large.
-
-        ``topK=True``: the ``spars`` fraction of each bucket (``compress.TopK``), otherwise what is at least ``spars``
-        in magnitude (``compress.Threshold``).  ``corr`` keeps the rest and adds it to the next gradient
-        (``compress.ErrorFeedback``); without it the rest is lost.
-        """
-
-        def make() -> Compressor:
-            selector = TopK(spars) if topK else Threshold(spars)
-            return ErrorFeedback(selector) if corr else selector
-
-        return self._step(loss, Kind(make, threshold))
+        self._last = self._partial.step, threshold
+        return self._partial.step(loss, threshold)
 
     def step(self, loss: Loss | None = None, compressor: Compressor | None = None, break_even: bool = True) -> bool:
-        """One step with any compressor (default ``Dense()``); True if an update was applied.
+        """Make one step with any compressor; without a loss, end a step made of ``all_reduce`` and ``update``.
 
-        ``break_even``: a bucket whose payloads would be more wire bytes than dense is all-reduced as a dense array of
-        the same entries.  Without a loss it ends a step that was made of ``all_reduce`` and ``update``.
+        Collective.
+
+        Args:
+            loss: as for ``backward_and_update``; None to end a step made by hand.
+            compressor: what is sent of a bucket; None for ``Dense()``.
+            break_even: all-reduce a bucket whose payloads would be more bytes than dense as a dense array of the same
+                entries.
+
+        Returns:
+            True if an update was applied.
+
+        Raises:
+            RuntimeError: there is no loss, and nothing was updated by hand since the last step.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> from distopt.compress import Half
+            >>> opt.step([(p, np.ones(2, np.float32))], Half())
+            True
+            >>> p.data
+            array([0.5, 0.5], dtype=float32)
         """
         if loss is not None:
-            kind = Kind(lambda: Dense() if compressor is None else compressor, break_even=break_even)
-            return self._step(loss, kind)
-        self._check_open()
+            return super().step(loss, compressor, break_even)
+        engine = self.engine
+        engine.check_open()
         if not self._updated:
             raise RuntimeError(
                 "step() without a loss ends a step made by hand, but nothing was updated since the last one: "
                 "opt(loss) or opt.step(loss) is a whole step; by hand, all_reduce and update come before step()"
             )
         self._updated = False
-        self._settle()
-        self._observer.begin(self.step_counter + 1, sent=False)
-        self._finish()
-        self._ended(applied=True)
+        engine.resolve_last_step()
+        by_hand = StepSpec(reduced=False)
+        for hook in engine.hooks:
+            hook.begin(engine.progress.updates + 1, by_hand, 1)
+        engine.count_update()
+        engine.end_call(applied=True)
         return True
 
-    def advise(
-        self,
-        link: "str | Link | Wire",
-        ranks: int | None = None,
-        modes: str | Sequence[str] | None = None,
-        backward: float = 0.0,
-        measure: bool = True,
-    ) -> "Advice":
-        """Which mode makes the exchange of this plan the fastest, and where it begins to pay; printable (``volume``).
+    def join(self) -> None:
+        """Take part in the others' steps, without batches of its own, until no rank has any.  Collective in the end.
 
-        ``link``: a name or a rate (``cost.link``), a ``Link``, a ``volume.Network``, or a ``fit.Fit``.  ``ranks``: by
-        default those of the communicator.  ``modes``: as 'half,topk=0.01' (``volume.mode``); left out is what this
-        optimizer could not be given.  ``backward``: seconds of a backward pass, behind which buckets of modes without a
-        memory travel, unless this was made with ``overlap=False`` or accumulates batches.  ``measure``: time
-        compression on this host; a GPU is faster.  Not collective.
+        This rank's gradients are zeros, and the mean is over those ranks that bring gradients; with error feedback its
+        residual is still sent; in partial steps it only receives averages.  All ranks have the same parameters and
+        counters afterwards, and may go on together.
 
-        Raises RuntimeError before there is a plan, ValueError for a name that there is not, or for a link that cannot
-        be, TypeError for what is none.
+        Raises:
+            ValueError: on every rank alike, if the others' steps are not of the kind of this rank's last one, in mode,
+                compressor and threshold, or if they do something else together, as ``save``, before all have joined.
+            RuntimeError: on every rank alike, if this rank has made no step yet.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> opt([(p, np.ones(2, np.float32))])
+            True
+            >>> opt.join()  # returns when all ranks have joined
         """
-        from distopt import volume  # most trainings never ask
+        join(self.engine, self._shadow_step)
 
-        network, timed = volume.wire(link), volume.compute.measure if flag("measure", measure) else None
-        buckets = [buffer.gradients for buffer in self._memory]
-        asked = self.world_size if ranks is None else ranks
-        overlap = self._wants_overlap and self._window.num_batches == 1
-
-        def check(mode: "volume.Mode") -> None:
-            self._at_this_step(mode.compressor)
-
-        return volume.advise(buckets, asked, network, modes, backward, timed, overlap, check)
+    def _shadow_step(self) -> None:
+        """Make the last step again without gradients.  Collective."""
+        engine = self.engine
+        if self._last is None:
+            error = RuntimeError("join() must come after this rank's first step, which it repeats; make a step first")
+            engine.agree(engine.progress.name, engine.progress.calls, error)
+        else:
+            step, argument = self._last
+            step([(known.param, None) for known in engine.store.collector.order.values()], argument)
 
     def capture(
         self, loss: Callable[[], Iterable[Sequence[Any]]], compressor: Compressor | None = None, break_even: bool = True
-    ) -> Captured:
-        """A step as a CUDA graph: calling what this returns is the next ``step(loss, compressor)``.
+    ) -> CapturedStep:
+        """Capture a step as a CUDA graph: a call of it is the next ``step(loss, compressor)``.  Collective.
 
-        ``loss`` is a callable that returns (param, grad) pairs, always with the same arrays.  For most models they are
-        views, which forward and backward pass have written anew, outside of the graph, before each step::
+        For most models the loss returns views, which forward and backward pass have written anew, outside of the graph,
+        before each step::
 
             views = opt.gradient_views(params)
             pairs = list(zip(params, views))
@@ -263,44 +477,261 @@ class DistOpt(Saving):
         A loss may also enqueue its own work on the current stream, as far as cupy records it: elementwise functions and
         kernels, but no matrix product (cuBLAS), no solver and no random numbers, and nothing may wait.  Its temporary
         arrays are the graph's own.  The loss is called twice here: for an ordinary step, which counts, and for the
-        capture.  Collective.
+        capture.
 
         Not captured are ``Threshold``, whose payloads are as long as the data want, a warm-up, whose density changes,
         a partial step, which averages another bucket each time, ``clip_norm`` and ``gradient_hook``; and the optimizer
         is one of distopt's own.  A ``Metered`` communicator does not see what a replay sends.  Each rank needs a
         process of its own: NCCL may deadlock when one process launches the graphs of several.
 
-        Raises ValueError for a step that cannot be captured, and RuntimeError on every rank for a loss that calls what
-        cupy does not record.
+        Args:
+            loss: a callable that returns (param, grad) pairs, always with the same arrays.
+            compressor: what is sent of a bucket; None for ``Dense()``.
+            break_even: as for ``step``.
+
+        Returns:
+            The captured step, which takes no arguments.
+
+        Raises:
+            ValueError: the step cannot be captured.
+            RuntimeError: on every rank alike, for a loss that calls what cupy does not record.
         """
-        self._check_open()
+        self.engine.check_open()
         chosen = Dense() if compressor is None else compressor
-        self._check_capture(chosen)
-        return Captured(self, loss, Kind(lambda: chosen, break_even=break_even))
+        check_capture(self.engine, chosen)
+        return CapturedStep(self.engine, loss, StepSpec(lambda: chosen, break_even=break_even))
 
     def update(self, param: Any, grad: np.ndarray) -> None:
-        """Take the mean of a summed gradient, in place, and apply it to one parameter.
+        """Take the mean of a summed gradient, in place, and update one parameter with it.
 
-        Raises ValueError with a ``LossScaler``, ``clip_norm``, ``gradient_hook`` or shared parameters, which need whole
-        steps.
+        Args:
+            param: the parameter.
+            grad: the sum over ranks of its gradients, of the parameter's shape and dtype.
+
+        Raises:
+            ValueError: there is a ``LossScaler``, ``clip_norm`` or ``gradient_hook``, or parameters are shared, which
+                need whole steps.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> grad = np.ones(2, np.float32)
+            >>> opt.all_reduce(grad)
+            >>> opt.update(p, grad)
+            >>> opt.step()
+            True
+            >>> p.data
+            array([0.5, 0.5], dtype=float32)
         """
-        self._check_open()
-        self._settle()
-        if self._nonfinite.adapts:
-            raise ValueError("update by hand knows nothing of a loss scale: use a step")
-        if self._needs_all_means:
-            option = self._needs_all_means
-            raise ValueError(f"update by hand is of one parameter, but {option} needs the gradients of all: use a step")
-        if self._sharded:
-            raise ValueError("update changes a parameter on every rank, but all ranks share it: use a step")
-        name, value = self._collector.identify(param)
+        engine = self.engine
+        engine.check_open()
+        engine.resolve_last_step()
+        if engine.nonfinite.policy.adapts:
+            raise ValueError(
+                "nonfinite must not be a LossScaler for update, which does not divide by its scale; use a step"
+            )
+        if option := engine.means.needs_all:
+            raise ValueError(
+                f"{option} must be None for update, which has the gradient of one parameter alone; use a step"
+            )
+        if engine.store.sharded:
+            raise ValueError("parameters must not be shared for update, which changes them on every rank; use a step")
+        name, value = engine.store.collector.identify(param)
         checked = checked_gradient(name, value, grad)
         if checked is None:
-            raise TypeError(f"{name}: update needs a gradient")
+            raise TypeError(f"{name}: the gradient must be an array for update, got None")
         grad = checked
         if device.on_gpu(grad):
             kernels.scale(grad.reshape(-1), 1.0 / self.world_size)
         else:
             grad /= self.world_size
-        self._optimizer.apply(name, param, value, grad)
+        engine.optimizer.apply(name, param, value, grad)
         self._updated = True
+
+    # -- collectives by hand
+
+    @overload
+    def all_reduce(self, x: int) -> int: ...
+    @overload
+    def all_reduce(self, x: float) -> float: ...
+    @overload
+    def all_reduce(self, x: np.ndarray) -> None: ...
+    def all_reduce(self, x: Any) -> Any:
+        """Replace an array, in place, by its sum over ranks, or return the sum of numbers.  Collective.
+
+        Args:
+            x: an array, an int, whose sum is exact, or a float, which is added in rank order, as float64.
+
+        Returns:
+            The sum of numbers; None for an array.
+
+        Example:
+            >>> from distopt import DistOpt
+            >>> opt = DistOpt()
+            >>> opt.all_reduce(2), opt.all_reduce(0.5)
+            (2, 0.5)
+        """
+        return self._collectives.all_reduce(x)
+
+    def fused_all_reduce(self, xs: Iterable[np.ndarray], send: bool = True) -> None:
+        """Replace arrays, in place, by their sums over ranks, in messages of ``buffSize`` elements.  Collective.
+
+        Args:
+            xs: the arrays.
+            send: False only copies them into the staging memory; True copies as well if nothing was copied since the
+                last send.
+
+        Raises:
+            ValueError: ``xs`` are not the arrays that were copied before, in order; what was copied is dropped.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> x, y = np.ones(2), np.ones(3)
+            >>> opt.fused_all_reduce([x, y])
+            >>> y
+            array([1., 1., 1.])
+        """
+        self._collectives.fused_all_reduce(xs, send)
+
+    def all_reduce_half(self, x: np.ndarray) -> None:
+        """Replace a float32 or float64 array, in place, by its sum, sent as float16 (``compress.Half``).  Collective.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> x = np.ones(2, np.float32)
+            >>> opt.all_reduce_half(x)
+            >>> x
+            array([1., 1.], dtype=float32)
+        """
+        self._collectives.all_reduce_half(x)
+
+    def fused_all_reduce_half(self, xs: Iterable[np.ndarray], send: bool = True) -> None:
+        """Replace arrays, in place, by their sums, sent as float16; else as ``fused_all_reduce``.  Collective.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> x = np.ones(2, np.float32)
+            >>> opt.fused_all_reduce_half([x])
+            >>> x
+            array([1., 1.], dtype=float32)
+        """
+        self._collectives.fused_all_reduce_half(xs, send)
+
+    def sparsification(self, x: np.ndarray, accumulation: np.ndarray | None, spars: float, topK: bool) -> None:
+        """Replace an array, in place, by the sum over ranks of its largest entries.  Collective.
+
+        Args:
+            x: the array.
+            accumulation: the residual, flat and of x's size and dtype, which is added first and keeps the rest; None
+                drops the rest.
+            spars: with ``topK`` the fraction of entries that is sent, otherwise the least magnitude.
+            topK: send a fraction instead of what is large enough.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> x, residual = np.array([1.0, 3.0]), np.zeros(2)
+            >>> opt.sparsification(x, residual, spars=0.5, topK=True)
+            >>> x, residual
+            (array([0., 3.]), array([1., 0.]))
+        """
+        self._collectives.sparsification(x, accumulation, spars, topK)
+
+    def fused_sparsification(
+        self, xs: Iterable[np.ndarray], accumulation: np.ndarray | None, spars: float, topK: bool
+    ) -> None:
+        """Replace arrays of one dtype, taken as one, as ``sparsification`` does.  Collective.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> x, y = np.array([1.0, 3.0]), np.array([2.0])
+            >>> opt.fused_sparsification([x, y], None, spars=2.0, topK=False)
+            >>> x, y
+            (array([0., 3.]), array([2.]))
+        """
+        self._collectives.fused_sparsification(xs, accumulation, spars, topK)
+
+    def wait(self) -> None:
+        """Make results of collectives visible to the caller's current stream; nothing to do without a GPU.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> opt.wait()
+        """
+        self._collectives.wait()
+
+    def broadcast(self, params: Iterable[Any]) -> None:
+        """Replace parameters (or plain arrays), in place, by those of rank 0.  Collective.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> opt.broadcast([p])
+        """
+        self._collectives.broadcast(params)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return rank ``root``'s plain value, as ``Communicator.broadcast_object``.  Collective.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> from distopt.optim import SGD
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> opt.broadcast_object({"epoch": 3})
+            {'epoch': 3}
+        """
+        return self._collectives.broadcast_object(value, root)
+
+    # -- parameters that all ranks share
+
+    def parameter_views(self, params: Iterable[Any]) -> list[np.ndarray]:
+        """Return arrays, one per parameter, in memory that all ranks share, to be assigned as the parameters' data.
+
+        They hold rank 0's values.  From now on there is one copy of the model on this machine, and each rank updates
+        its share of it, and touches only that share of the optimizer's state (ZeRO stage 1, Rajbhandari et al., 2020,
+        in shared memory); the results are the same, to the bit.  Collective.
+        ``state_dict`` is collective from then on, and complete, as the optimizer's own ``get_states`` is not; the
+        threshold is fixed, there are no partial steps and no ``update`` by hand, and what a script does to a parameter
+        itself, one rank has to do for all.
+
+        Args:
+            params: all parameters of the model.
+
+        Raises:
+            TypeError: on every rank alike, for an optimizer that is not distopt's own, or a parameter of 16 bits.
+            ValueError: on every rank alike, if parameters are missing.
+            RuntimeError: on every rank alike, where the ranks share no memory.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter, run_ranks
+            >>> def main(comm):
+            ...     p = Parameter("w", np.full(2, comm.rank, np.float32))
+            ...     (p.data,) = DistOpt(communicator=comm).parameter_views([p])
+            ...     return p.data.tolist()
+            >>> run_ranks(2, main)
+            [[0.0, 0.0], [0.0, 0.0]]
+        """
+        return parameter_views(self.engine, params)

@@ -20,11 +20,11 @@ from digits import MODELS, TRAINING, accuracy, backward, digits, forward, loss_a
 from threadpoolctl import threadpool_limits
 
 import distopt
-from distopt import compress, units
-from distopt.cli import picture
+from distopt import compress, formatting
+from distopt.cli import plotting
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Packed, TopK
-from distopt.experiment import Experiment
 from distopt.optim import SGD, Cosine
+from distopt.volume.experiment import Experiment
 
 BATCH = 128  # samples of a step, shared out over the ranks, so that every number of ranks trains alike
 STEPS = TRAINING // BATCH  # of an epoch
@@ -36,8 +36,8 @@ GOOD = 0.95
 def dgc(selector, steps, **options):
     """Momentum and decay are the compressor's; MoXing warms up for 5 of 90 epochs, so this for an 18th of all steps."""
     warmup, each = sparsities(SPARSITIES), max(1, steps // 90)
-    own = {"momentum": MOMENTUM, "weight_decay": DECAY, "warmup": warmup, "steps_per_epoch": each}
-    return DeepGradientCompression(selector, **own, **options)
+    settings = {"momentum": MOMENTUM, "weight_decay": DECAY, "warmup": warmup, "steps_per_epoch": each}
+    return DeepGradientCompression(selector, **settings, **options)
 
 
 MODES = {  # by the steps of the training
@@ -81,8 +81,8 @@ def network(run):
 
 
 def optimizer(run):
-    own = {} if run.mode.startswith("dgc") else {"momentum": MOMENTUM, "weight_decay": DECAY}
-    return SGD(Cosine(RATE * SLOWER.get(run.mode, 1), run.steps, warmup_steps=run.steps // 10), **own)
+    settings = {} if run.mode.startswith("dgc") else {"momentum": MOMENTUM, "weight_decay": DECAY}
+    return SGD(Cosine(RATE * SLOWER.get(run.mode, 1), run.steps, warmup_steps=run.steps // 10), **settings)
 
 
 def gradients(layers, images, labels, losses):
@@ -108,14 +108,14 @@ def train(run, layers, step, ledger):
 def record(run, folder):
     """All epochs of a training, and a record of it."""
     layers, sim = network(run), distopt.simulate(run.ranks, optimizer(run))
-    path, found = folder / f"{run.mode}-{run.ranks}-ranks-seed-{run.seed}.json", []
+    path, points = folder / f"{run.mode}-{run.ranks}-ranks-seed-{run.seed}.json", []
     with Experiment(path, run.mode, run.seed, ranks=run.ranks, batch=BATCH, epochs=run.epochs) as experiment:
         for epoch in train(run, layers, sim.step, sim.ledger):
-            found.append(epoch)
+            points.append(epoch)
             numbers = epoch._asdict()
             experiment(numbers.pop("step"), numbers)
         experiment.finish(sim.report(), accuracy=epoch.accuracy)
-    return found
+    return points
 
 
 def reached(epochs):
@@ -133,31 +133,39 @@ def table(ranks, runs):
         payload, wire = (statistics.fmean(getattr(e[-1], n) / e[-1].step for e in seeds) for n in ("payload", "wire"))
         good = [reached(epochs) for epochs in seeds]
         accuracies = " ".join(f"{epochs[-1].accuracy:.3f}" for epochs in seeds)
-        steps = " ".join(str(epoch.step) if epoch else units.NONE for epoch in good)
-        until = units.nbytes(statistics.fmean(epoch.wire for epoch in good)) if all(good) else units.NONE
+        steps = " ".join(str(epoch.step) if epoch else formatting.NONE for epoch in good)
+        until = formatting.nbytes(statistics.fmean(epoch.wire for epoch in good)) if all(good) else formatting.NONE
         rows.append(
-            (mode, accuracies, units.nbytes(payload), units.nbytes(wire), f"{dense / wire:.3g} x", steps, until)
+            (
+                mode,
+                accuracies,
+                formatting.nbytes(payload),
+                formatting.nbytes(wire),
+                f"{dense / wire:.3g} x",
+                steps,
+                until,
+            )
         )
-    return units.table(rows)
+    return formatting.table(rows)
 
 
+@plotting.styled()
 def plot(path, found):
     """Means over seeds, epoch by epoch, with a panel for each number of ranks."""
     from matplotlib.figure import Figure
 
-    figure = Figure((10, 4.2), layout="constrained")
+    figure = Figure((10, 4.2))
     panels = figure.subplots(1, len(found), sharex=True, sharey=True, squeeze=False)[0]
     shown = [epoch.wire for runs in found.values() for seeds in runs.values() for epochs in seeds for epoch in epochs]
     for axes, (ranks, runs) in zip(panels, found.items(), strict=True):
-        picture.log_axis(axes, "x", shown, units.nbytes)
-        axes.grid(True, color="#dddddd", linewidth=0.6)
+        plotting.log_axis(axes, "x", shown, formatting.nbytes)
         axes.set(title=f"{ranks} ranks", xlabel="bytes sent by a rank (log)", ylim=(0.8, 1.0))
         for k, (mode, seeds) in enumerate(runs.items()):
             line = [(mean(epochs, "wire"), mean(epochs, "accuracy")) for epochs in zip(*seeds, strict=True)]
-            axes.plot(*zip(*line, strict=True), label=mode, **picture.style(k))
+            axes.plot(*zip(*line, strict=True), label=mode, **plotting.look(k))
     panels[0].set_ylabel("test accuracy")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
-    figure.savefig(path, dpi=picture.DOTS)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(path)
 
 
 def mean(epochs, name):
@@ -187,28 +195,28 @@ def arguments():
     parser.add_argument("--epochs", type=positive, default=20)
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="FOLDER", help="of the records")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw accuracy by bytes (needs distopt[plot])")
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        given.out.mkdir(parents=True, exist_ok=True)
-        if given.plot:
-            picture.check_picture(given.plot)
+        args.out.mkdir(parents=True, exist_ok=True)
+        if args.plot:
+            plotting.check_picture(args.plot)
     except (OSError, ValueError, RuntimeError) as error:
         parser.error(str(error))
-    return given
+    return args
 
 
 def main():
-    given = arguments()
-    found = {}
-    for ranks in given.ranks:
-        runs = [Run(mode, ranks, seed, given.epochs) for mode in given.modes for seed in range(1, given.seeds + 1)]
-        found[ranks] = {mode: [] for mode in given.modes}
+    args = arguments()
+    curves = {}
+    for ranks in args.ranks:
+        runs = [Run(mode, ranks, seed, args.epochs) for mode in args.modes for seed in range(1, args.seeds + 1)]
+        curves[ranks] = {mode: [] for mode in args.modes}
         for done, run in enumerate(runs, 1):
-            found[ranks][run.mode].append(record(run, given.out))
+            curves[ranks][run.mode].append(record(run, args.out))
             show_progress(done, len(runs), run)
-        print("\n".join(table(ranks, found[ranks])), flush=True)
-    if given.plot:
-        plot(given.plot, found)
+        print("\n".join(table(ranks, curves[ranks])), flush=True)
+    if args.plot:
+        plot(args.plot, curves)
 
 
 if __name__ == "__main__":

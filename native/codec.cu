@@ -1,6 +1,7 @@
-// Elements as one bit or two.  Codes stand in the order of the elements, the first one in the highest bits of its byte;
-// an element's place is its index in the flat array, and members start on whole bytes.  The gradient `add` meets the
-// memory x in the pass that codes it; where nothing is `given` to add, add is x.
+// Elements as one bit or two, with error feedback (Seide et al., "1-bit stochastic gradient descent", 2014).  Codes
+// stand in the order of the elements, the first one in the highest bits of its byte; an element's place is its index in
+// the flat array, and members start on whole bytes.  The gradient `add` is added to the memory x in the pass that codes
+// it; where there are no `addends`, add is x.
 #include "portable.h"
 
 // The codes of a chunk, a byte each.  [both sides store the lowest byte of a word first]
@@ -27,50 +28,50 @@ INLINE unsigned long long unpack_eight(unsigned long long codes) {
 #define DOWN 2
 #define NOT_FINITE 1
 
-// x <- x + add, and what then is at least tau in magnitude gives tau to the wire.  What is not finite is sent as such,
-// and x keeps nothing of it.  [integers, not branches: so the loop becomes vectors]
-KERNEL(take_two_bits)(long long n, real *x, const real *add, long long given, long long bytes, byte_t *codes,
-                      double threshold, Unless refused) {
-  if (holds(refused)) return;
+// x <- x + add; an entry that is then at least tau in magnitude sends tau, with its sign, and x keeps the rest.  What
+// is not finite is sent as such, and x keeps nothing of it.  [integers, not branches: so the loop becomes vectors]
+KERNEL(encode_two_bits)(long long n, real *x, const real *add, long long addends, long long bytes, byte_t *codes,
+                        double threshold, SkipIf skip) {
+  if (skips(skip)) return;
   const real tau = (real)threshold;
   FOR_EACH_PIECE(c, n) {
-    SCRATCH Marks mark;
+    SHARED Marks mark;
     byte_t *const marks = mark.one - c.begin;
-    const long long whole = (c.end - c.begin + 3) / 4;
-    FOR_EACH_HERE(i, c.end - c.begin, 4 * whole) mark.one[i] = 0;
+    const long long words = (c.end - c.begin + 3) / 4;
+    FOR_EACH_IN_BLOCK(i, c.end - c.begin, 4 * words) mark.one[i] = 0;
     FOR_EACH_IN(i, c, x, add, marks) {
-      const real now = given ? x[i] + add[i] : x[i];
+      const real now = addends ? x[i] + add[i] : x[i];
       const bool finite = is_finite(now);
       const real seen = finite ? now : 0;
       const int up = seen >= tau, down = seen <= -tau;
       marks[i] = (byte_t)(up * UP + down * DOWN + !finite * NOT_FINITE);
       x[i] = seen - (real)(up - down) * tau;
     };
-    together();
-    FOR_EACH_HERE(b, 0, whole) codes[c.begin / 4 + b] = pack_four(mark.four[b]);
-    together();
+    block_sync();
+    FOR_EACH_IN_BLOCK(b, 0, words) codes[c.begin / 4 + b] = pack_four(mark.four[b]);
+    block_sync();
   }
 }
 
 // x <- the sum of what all ranks' codes stand for, added in rank order
-KERNEL(give_two_bits)(long long n, real *x, long long ranks, const byte_t *const *codes, double threshold) {
-  const real tau = (real)threshold, bad = value(0x7fc00000u);
+KERNEL(decode_two_bits)(long long n, real *x, long long ranks, const byte_t *const *codes, double threshold) {
+  const real tau = (real)threshold, nan = uint_as_float(0x7fc00000u);
   FOR_EACH_PIECE(c, n) {
-    SCRATCH real total[CHUNK];
-    SCRATCH Marks mark;
+    SHARED real total[CHUNK];
+    SHARED Marks mark;
     real *const sums = total - c.begin;
     const byte_t *const marks = mark.one - c.begin;
     FOR_EACH_IN(i, c, sums) { sums[i] = 0; };
     for (long long r = 0; r < ranks; ++r) {
-      const byte_t *const from = global(codes[r]) + c.begin / 4;
-      FOR_EACH_HERE(b, 0, (c.end - c.begin + 3) / 4) mark.four[b] = unpack_four(from[b]);
-      together();
+      const byte_t *const from = assume_global(codes[r]) + c.begin / 4;
+      FOR_EACH_IN_BLOCK(b, 0, (c.end - c.begin + 3) / 4) mark.four[b] = unpack_four(from[b]);
+      block_sync();
       FOR_EACH_IN(i, c, sums, marks) {
         const int direction = (marks[i] == UP) - (marks[i] == DOWN);
-        const real size = marks[i] == NOT_FINITE ? bad : tau;
+        const real size = marks[i] == NOT_FINITE ? nan : tau;
         sums[i] += (real)direction * size;
       };
-      together();
+      block_sync();
     }
     FOR_EACH_IN(i, c, sums, x) { x[i] = sums[i]; };
   }
@@ -83,46 +84,46 @@ INLINE real scale_of(const byte_t *payload, long long header) {
 
 // x <- x + add; a bit is whether that lies above the threshold, and x keeps what it does not stand for, nothing of what
 // is not finite.  The payload was zeros.
-KERNEL(take_one_bit)(Table table, real *x, const real *add, long long given, byte_t *payload, long long header,
-                     double threshold, Unless refused) {
-  if (holds(refused)) return;
+KERNEL(encode_one_bit)(Table table, real *x, const real *add, long long addends, byte_t *payload, long long header,
+                       double threshold, SkipIf skip) {
+  if (skips(skip)) return;
   const real bound = (real)threshold, s = scale_of(payload, header);
   FOR_EACH_CHUNK(c, table) {
-    SCRATCH Marks mark;
-    const long long at = table.rows[c.row].offset, whole = (c.end - c.begin + 7) / 8;
+    SHARED Marks mark;
+    const long long at = table.members[c.member].offset, words = (c.end - c.begin + 7) / 8;
     byte_t *const marks = mark.one - c.begin, *const to = payload + header + (at + c.begin) / 8;
     real *const kept = x + at;
-    const real *const more = add + at;
-    FOR_EACH_HERE(i, c.end - c.begin, 8 * whole) mark.one[i] = 0;
-    FOR_EACH_IN(i, c, kept, more, marks) {
-      const real now = given ? kept[i] + more[i] : kept[i];
+    const real *const increment = add + at;
+    FOR_EACH_IN_BLOCK(i, c.end - c.begin, 8 * words) mark.one[i] = 0;
+    FOR_EACH_IN(i, c, kept, increment, marks) {
+      const real now = addends ? kept[i] + increment[i] : kept[i];
       const bool above = now > bound;
       const real rest = now - (above ? s : -s);
       marks[i] = above;
       kept[i] = is_finite(rest) ? rest : 0;
     };
-    together();
-    FOR_EACH_HERE(b, 0, whole) to[b] = pack_eight(mark.eight[b]);
-    together();
+    block_sync();
+    FOR_EACH_IN_BLOCK(b, 0, words) to[b] = pack_eight(mark.eight[b]);
+    block_sync();
   }
 }
 
 // x <- the sum of what all ranks' bits stand for, added in rank order; what is no member's stays
-KERNEL(give_one_bit)(Table table, real *x, long long ranks, const byte_t *const *payload, long long header) {
+KERNEL(decode_one_bit)(Table table, real *x, long long ranks, const byte_t *const *payload, long long header) {
   FOR_EACH_CHUNK(c, table) {
-    SCRATCH real total[CHUNK];
-    SCRATCH Marks mark;
-    const long long at = table.rows[c.row].offset;
+    SHARED real total[CHUNK];
+    SHARED Marks mark;
+    const long long at = table.members[c.member].offset;
     real *const sums = total - c.begin, *const to = x + at;
     const byte_t *const marks = mark.one - c.begin;
     FOR_EACH_IN(i, c, sums) { sums[i] = 0; };
     for (long long r = 0; r < ranks; ++r) {
-      const byte_t *const from = global(payload[r]) + header + (at + c.begin) / 8;
-      const real s = scale_of(global(payload[r]), header);
-      FOR_EACH_HERE(b, 0, (c.end - c.begin + 7) / 8) mark.eight[b] = unpack_eight(from[b]);
-      together();
+      const byte_t *const from = assume_global(payload[r]) + header + (at + c.begin) / 8;
+      const real s = scale_of(assume_global(payload[r]), header);
+      FOR_EACH_IN_BLOCK(b, 0, (c.end - c.begin + 7) / 8) mark.eight[b] = unpack_eight(from[b]);
+      block_sync();
       FOR_EACH_IN(i, c, sums, marks) { sums[i] += marks[i] ? s : -s; };
-      together();
+      block_sync();
     }
     FOR_EACH_IN(i, c, sums, to) { to[i] = sums[i]; };
   }

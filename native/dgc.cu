@@ -1,29 +1,25 @@
-// What Deep Gradient Compression (Lin et al., 2018, section 3) does beside selection.
+// Deep Gradient Compression (Lin et al., 2018, section 3), but for its selection, which is top-K.
 #include "momentum.h"
 
-// u <- the momentum of g;  g <- by what v grows     [where entries are selected, a host does this meanwhile: select.cu]
+// u <- the momentum of g;  g <- the increment of v     [for top-K a host does it on the way: topk_host.cu]
 template <class Kind>
-INLINE void correct(const Table &table, real *x, real *velocity, real mu) {
+INLINE void momentum_correction(const Table &table, real *x, real *velocity, real mu) {
   FOR_EACH_CHUNK(c, table) {
-    real *const g = x + table.rows[c.row].offset, *const u = velocity + table.rows[c.row].offset;
-    FOR_EACH_IN(i, c, g, u) {
-      const real now = g[i], next = Kind::next(u[i], now, mu);
-      u[i] = next;
-      g[i] = Kind::growth(next, now);
-    };
+    real *const g = x + table.members[c.member].offset, *const u = velocity + table.members[c.member].offset;
+    FOR_EACH_IN(i, c, g, u) { g[i] = advance<Kind>(u[i], g[i], mu); };
   }
 }
-KERNEL(correct_momentum)(Table table, real *x, real *velocity, double momentum, long long nesterov, Unless refused) {
-  if (holds(refused)) return;
-  if (nesterov) correct<Nesterov>(table, x, velocity, (real)momentum);
-  else correct<Vanilla>(table, x, velocity, (real)momentum);
+KERNEL(correct_momentum)(Table table, real *x, real *velocity, double momentum, long long nesterov, SkipIf skip) {
+  if (skips(skip)) return;
+  if (nesterov) momentum_correction<Nesterov>(table, x, velocity, (real)momentum);
+  else momentum_correction<Vanilla>(table, x, velocity, (real)momentum);
 }
 
-// x <- v + x;  v <- 0     [members that go to the wire whole]
-KERNEL(take_whole)(Table table, real *x, real *residual, Unless refused) {
-  if (holds(refused)) return;
+// x <- v + x;  v <- 0     [members that are sent whole]
+KERNEL(encode_whole)(Table table, real *x, real *residual, SkipIf skip) {
+  if (skips(skip)) return;
   FOR_EACH_CHUNK(c, table) {
-    real *const to = x + table.rows[c.row].offset, *const v = residual + table.rows[c.row].offset;
+    real *const to = x + table.members[c.member].offset, *const v = residual + table.members[c.member].offset;
     FOR_EACH_IN(i, c, to, v) {
       to[i] = v[i] + to[i];
       v[i] = 0;
@@ -31,46 +27,38 @@ KERNEL(take_whole)(Table table, real *x, real *residual, Unless refused) {
   }
 }
 
-// The values of a chunk of parameters, which lie at home or, if those are of 16 bits, in `room`.
+// The values of a chunk of parameters: where they live or, if they have 16 bits, in `room`.
 INLINE const real *values(const Member &m, const Chunk &c, real *room) {
-  const half_t *half = (const half_t *)m.data;
-  const bfloat16_t *upper = (const bfloat16_t *)m.data;
   real *const w = room - c.begin;
-  if (m.format == HALF) {
-    FOR_EACH_IN(i, c, half, w) { w[i] = value_of_half(half[i]); };
-  } else if (m.format == BFLOAT16) {
-    FOR_EACH_IN(i, c, upper, w) { w[i] = value_of_bfloat16(upper[i]); };
-  }
+  if_narrow(m, [&](auto format, const auto *stored) {
+    FOR_EACH_IN(i, c, stored, w) { w[i] = format.widen(stored[i]); };
+  });
   return m.format == WIDE ? (const real *)m.data : w;
 }
 
-// u <- the momentum of the weight decay, which is the same on every rank;  growth <- what it adds
+// u <- the momentum of the weight decay, which is the same on every rank;  increment <- what it adds to v
 template <class Kind>
-INLINE void decay(const Table &table, real *velocity, real *growth, real mu, double rate, real *room) {
+INLINE void decay(const Table &table, real *velocity, real *increment, real mu, double rate, real *room) {
   FOR_EACH_CHUNK(c, table) {
     const Member m = member(table, c);
     const real wd = (real)(rate * m.decay);
     const real *const w = values(m, c, room);
-    real *const u = velocity + m.offset, *const more = growth + m.offset;
-    FOR_EACH_IN(i, c, w, u, more) {
-      const real now = wd * w[i], next = Kind::next(u[i], now, mu);
-      u[i] = next;
-      more[i] = Kind::growth(next, now);
-    };
+    real *const u = velocity + m.offset, *const dv = increment + m.offset;
+    FOR_EACH_IN(i, c, w, u, dv) { dv[i] = advance<Kind>(u[i], wd * w[i], mu); };
   }
 }
-KERNEL(decay_momentum)(Table table, real *velocity, real *growth, double momentum, long long nesterov, double rate,
-                       Unless refused) {
-  SCRATCH real room[CHUNK];  // [one for both: a block has no more]
-  if (holds(refused)) return;
-  if (nesterov) decay<Nesterov>(table, velocity, growth, (real)momentum, rate, room);
-  else decay<Vanilla>(table, velocity, growth, (real)momentum, rate, room);
+KERNEL(decay_momentum)(Table table, real *velocity, real *increment, double momentum, long long nesterov, double rate,
+                       SkipIf skip) {
+  SHARED real room[CHUNK];  // [one for both: a block has no more]
+  if (skips(skip)) return;
+  if (nesterov) decay<Nesterov>(table, velocity, increment, (real)momentum, rate, room);
+  else decay<Vanilla>(table, velocity, increment, (real)momentum, rate, room);
 }
 
 // g <- g + rate w
 KERNEL(add_decay)(Table table, real *x, double rate) {
   FOR_EACH_CHUNK(c, table) {
-    SCRATCH real room[CHUNK];
+    SHARED real room[CHUNK];
     const Member m = member(table, c);
     const real wd = (real)(rate * m.decay);
     const real *const w = values(m, c, room);
@@ -79,20 +67,20 @@ KERNEL(add_decay)(Table table, real *x, double rate) {
   }
 }
 
-// Every member of x is held to an L2 norm of `bound`.
+// Every member of x is scaled down to an L2 norm of `bound`, if it is longer.
 KERNEL(clip_norms)(Table table, real *x, const double *squares, double bound) {
   FOR_EACH_CHUNK(c, table) {
-    const double share = bound / (root(squares[c.row]) + 1e-6);
+    const double share = bound / (sqrt(squares[c.member]) + 1e-6);
     const real factor = share < 1 ? (real)share : 1;
-    real *const g = x + table.rows[c.row].offset;
+    real *const g = x + table.members[c.member].offset;
     FOR_EACH_IN(i, c, g) { g[i] *= factor; };
   }
 }
 
-// x <- x + factor more
-KERNEL(add_scaled)(long long n, real *x, const real *more, double factor) {
+// x <- x + factor addend
+KERNEL(add_scaled)(long long n, real *x, const real *addend, double factor) {
   const real times = (real)factor;
-  FOR_EACH(i, n, x, more) { x[i] += times * more[i]; };
+  FOR_EACH(i, n, x, addend) { x[i] += times * addend[i]; };
 }
 
 // velocity <- 0 where entries were sent     [momentum factor masking, section 3.3]

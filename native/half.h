@@ -2,17 +2,6 @@
 #pragma once
 #include "portable.h"
 
-struct Float16 {
-  typedef half_t Bits;
-  INLINE Bits of(real x) { return half_of(x); }
-  INLINE real value(Bits h) { return value_of_half(h); }
-};
-struct Brain16 {
-  typedef bfloat16_t Bits;
-  INLINE Bits of(real x) { return bfloat16_of(x); }
-  INLINE real value(Bits b) { return value_of_bfloat16(b); }
-};
-
 // x held between -limit and limit, if it is finite.
 INLINE real clamp_finite(real x, real limit) { return is_finite(x) ? clamp(x, limit) : x; }
 
@@ -28,7 +17,7 @@ static __m128i one_by_one(__m256 x) {
   float from[8];
   typename Format::Bits to[8];
   memcpy(from, &x, sizeof from);
-  for (int j = 0; j < 8; ++j) to[j] = Format::of(from[j]);
+  for (int j = 0; j < 8; ++j) to[j] = Format::round(from[j]);
   return _mm_loadu_si128((const __m128i *)to);
 }
 template <class Format>
@@ -36,30 +25,30 @@ static __m256 one_by_one(__m128i bits) {
   typename Format::Bits from[8];
   float to[8];
   memcpy(from, &bits, sizeof from);
-  for (int j = 0; j < 8; ++j) to[j] = (float)Format::value(from[j]);
+  for (int j = 0; j < 8; ++j) to[j] = (float)Format::widen(from[j]);
   return _mm256_loadu_ps(to);
 }
 
 // Eight numbers of a format.  NaN is seldom, and goes one by one: the instructions have rules of their own for it.
 template <class Format> struct EightOf;
 template <> struct EightOf<Float16> {
-  INLINE __m128i of(__m256 x) {
+  INLINE __m128i round(__m256 x) {
     return has_nan(x) ? one_by_one<Float16>(x) : _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
   }
-  INLINE __m256 value(__m128i bits) {
+  INLINE __m256 widen(__m128i bits) {
     const __m256 x = _mm256_cvtph_ps(bits);
     return has_nan(x) ? one_by_one<Float16>(bits) : x;
   }
 };
-template <> struct EightOf<Brain16> {
-  INLINE __m128i of(__m256 x) {
-    if (has_nan(x)) return one_by_one<Brain16>(x);
+template <> struct EightOf<Bfloat16> {
+  INLINE __m128i round(__m256 x) {
+    if (has_nan(x)) return one_by_one<Bfloat16>(x);
     const __m256i u = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
     const __m256i up = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
     const __m256i upper = _mm256_srli_epi32(up, 16), both = _mm256_packus_epi32(upper, upper);
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(both, 0x08));
   }
-  INLINE __m256 value(__m128i bits) {
+  INLINE __m256 widen(__m128i bits) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
   }
 };

@@ -1,5 +1,5 @@
-// What only a host library has: the sources and the SIMD level that it was built from, the level of this CPU, a reader of
-// numpy's arrays, and the end of MPI.
+// What only a host library has: the sources and the SIMD level that it was built from, the level of this CPU, a reader
+// of numpy's arrays, and the end of MPI.
 #include <unistd.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -12,12 +12,12 @@ extern "C" const char *simd_level() { return SIMD_LEVEL; }
 // Has this CPU all that the compiler takes for granted at the levels x86-64-v3 and -v4, and the system their registers?
 extern "C" const char *cpu_level() {
 #if defined(__x86_64__)
-  unsigned eax, ebx, ecx = 0, edx, more = 0;
+  unsigned eax, ebx, ecx = 0, edx, extended = 0;
   const unsigned fma = 1 << 12, movbe = 1 << 22, f16c = 1 << 29, lzcnt = 1 << 5, v3 = fma | movbe | f16c;
   __get_cpuid(1, &eax, &ebx, &ecx, &edx);
-  __get_cpuid(0x80000001, &eax, &ebx, &more, &edx);
+  __get_cpuid(0x80000001, &eax, &ebx, &extended, &edx);
   __builtin_cpu_init();
-  if ((ecx & v3) == v3 && more & lzcnt && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+  if ((ecx & v3) == v3 && extended & lzcnt && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
       __builtin_cpu_supports("bmi2"))
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
@@ -41,9 +41,9 @@ struct Array {
 // address[i] <- where array i keeps its elements.  Returns how many, from the first on, have all of these `flags`, and
 // are of exactly the type, dtype and shape that is expected of them; `shapes` has all shapes in one row.  An object's
 // last header word is its type, so that nothing but an array is taken for one; a null `type` takes any array.
-extern "C" long long locate(long long count, const char *const *objects, long long header, const void *type, int flags,
-                            const void *const *dtypes, const long long *dimensions, const long long *shapes,
-                            void **address) {
+extern "C" long long array_addresses(long long count, const char *const *objects, long long header, const void *type,
+                                     int flags, const void *const *dtypes, const long long *dimensions,
+                                     const long long *shapes, void **address) {
   for (long long i = 0; i < count; shapes += dimensions[i++]) {
     const Array *a = (const Array *)(objects[i] + header);
     if (type && ((const void *const *)a)[-1] != type) return i;
@@ -55,8 +55,22 @@ extern "C" long long locate(long long count, const char *const *objects, long lo
   return count;
 }
 
-// The first array that begins where an earlier one does, or `count`; those without elements, or at no address, are passed
-// over.  `seen` is 2^bits addresses, all null and more than `count`: a hash table.
+// second[i] <- the second item of pair i.  Returns how many pairs, from the first on, are exactly tuples of two of which
+// the first item is the object that is expected; `items` is where a tuple's items begin (cpython/tupleobject.h).
+extern "C" long long second_items(long long count, const char *const *pairs, const void *tuple, long long header,
+                                  long long items, const void *const *expected, const void **second) {
+  for (long long i = 0; i < count; ++i) {
+    const auto *word = (const void *const *)(pairs[i] + header);
+    if (word[-1] != tuple || *(const long long *)word != 2) return i;
+    const auto *item = (const void *const *)(pairs[i] + items);
+    if (item[0] != expected[i]) return i;
+    second[i] = item[1];
+  }
+  return count;
+}
+
+// The first array that begins where an earlier one does, or `count`; those without elements, or at no address, are
+// passed over.  `seen` is 2^bits addresses, all null and more than `count`: a hash table.
 extern "C" long long repeated(long long count, void *const *address, const long long *sizes, int bits, void **seen) {
   for (long long i = 0; i < count; ++i) {
     if (!address[i] || !sizes[i]) continue;

@@ -1,69 +1,57 @@
 // LANS (Zheng et al., 2020): LAMB on gradients of length 1, with Nesterov's momentum; the parts of old and new gradient
 // each have the parameter's length.
-#include "update.h"
+#include "adam.h"
 
-struct Lans : Update {
-  double b1, fade1, bias1, b2, fade2, bias2, epsilon, lower, upper;
+struct Lans : Adam {
+  double lower, upper;
 };
 
 // What brings a gradient to length 1, with scale's sign; 1 for zeros, and a finite number for the smallest ones.
 INLINE real unit_of(double square, double scale) {
-  const double unit = square > 0 ? held(1 / root(square), 0, 0x1p127) : 1;
+  const double unit = square > 0 ? clamp(1 / sqrt(square), 0, 0x1p127) : 1;
   return (real)(scale < 0 ? -unit : unit);
 }
 
-// m <- b1 m + fade1 h;  v <- b2 v + fade2 h^2          [h = clip(scale g / |scale g|), 0 for a gradient of zeros]
+// um = (m / bias1) rate + decay w, ug = h rate + decay w          [rate = 1 / (sqrt(v / bias2) + epsilon)]
+INLINE Pair updates(const AdamReals &r, real m, real v, real h, real w) {
+  const real rate = 1 / (sqrt(v * r.unbias2) + r.epsilon);
+  return {m * r.unbias1 * rate + r.decay * w, h * rate + r.decay * w};
+}
+
+// m <- b1 m + (1 - b1) h;  v <- b2 v + (1 - b2) h^2          [h = clip(scale g / |scale g|), 0 for a gradient of zeros]
 // partial[3 c ...] <- sums of w^2, um^2, ug^2 of chunk c
-// [um = (m / bias1) rate + decay w, ug = h rate + decay w, rate = 1 / (sqrt(v / bias2) + epsilon); unbias = 1 / bias]
 KERNEL(lans_moments)(Table table, const real *grad, real *first, real *second, const double *square, double *partial,
-                     const Lans *now, Unless refused) {
-  if (holds(refused)) return;
+                     const Lans *hyper, SkipIf skip) {
+  if (skips(skip)) return;
   FOR_EACH_CHUNK_BY_LANES(c, table) {
-    const Member row = member(table, c);
-    const real *g = grad + row.offset, *w = wide(row);
-    real *m = first + row.offset, *v = second + row.offset;
-    const real unit = unit_of(square[c.row], now->scale), most = (real)now->limit;
-    const real wd = (real)(now->decay * row.decay), eps = (real)now->epsilon;
-    const real keep1 = (real)now->b1, in1 = (real)now->fade1, keep2 = (real)now->b2, in2 = (real)now->fade2;
-    const real unbias1 = (real)(1 / now->bias1), unbias2 = (real)(1 / now->bias2);
-    Sums ww = {}, mm = {}, gg = {};
-    in_lanes(c, [&](long long i, int j) {
-      const real h = clamp(unit * g[i], most);
-      const real mi = keep1 * m[i] + in1 * h, vi = keep2 * v[i] + in2 * (h * h);
-      m[i] = mi;
-      v[i] = vi;
-      const real rate = 1 / (root(vi * unbias2) + eps);
-      const real um = mi * unbias1 * rate + wd * w[i], ug = h * rate + wd * w[i];
-      ww[j] += (double)w[i] * (double)w[i];
-      mm[j] += (double)um * (double)um;
-      gg[j] += (double)ug * (double)ug;
+    const Member param = member(table, c);
+    const real *g = grad + param.offset, *w = wide(param);
+    real *m = first + param.offset, *v = second + param.offset;
+    const real unit = unit_of(square[c.member], hyper->scale);
+    const AdamReals r = reals_of(hyper, param);
+    sum_chunk(c, partial, [&](long long i) {
+      const real h = clamp(unit * g[i], r.limit);
+      const auto [mi, vi] = average(r, h, m[i], v[i]);
+      const auto [um, ug] = updates(r, mi, vi, h, w[i]);
+      return Terms{squared(w[i]), squared(um), squared(ug)};
     });
-    const double w2 = folded(ww), m2 = folded(mm), g2 = folded(gg);
-    if (leads_lanes()) partial[3 * c.index] = w2, partial[3 * c.index + 1] = m2, partial[3 * c.index + 2] = g2;
   }
 }
 
-// w <- w - lr (b1 rm um + fade1 rg ug)          [r = |w| / |u|, |w| held in [lower, upper]; 1 if a norm is 0]
+// w <- w - lr (b1 rm um + (1 - b1) rg ug)          [r = |w| / |u|, |w| held in [lower, upper]; 1 if a norm is 0]
 KERNEL(lans)(Table table, const real *grad, const real *first, const real *second, const double *square,
-             const double *squares, const Lans *now, Unless refused) {
-  if (holds(refused)) return;
-  FOR_EACH_CHUNK(c, table) {
-    const Member row = member(table, c);
-    const real *g = grad + row.offset, *m = first + row.offset, *v = second + row.offset;
-    real *w = weights(row, c);
-    const real unit = unit_of(square[c.row], now->scale), most = (real)now->limit;
-    const real wd = (real)(now->decay * row.decay), eps = (real)now->epsilon;
-    const real unbias1 = (real)(1 / now->bias1), unbias2 = (real)(1 / now->bias2);
-    const double norm = held(root(squares[3 * c.row]), now->lower, now->upper);
-    const double past = root(squares[3 * c.row + 1]), present = root(squares[3 * c.row + 2]), lr = now->lr * row.lr;
-    const bool adapts = row.adapts != 0 && norm > 0;
-    const real step_m = (real)(lr * now->b1 * (adapts && past > 0 ? norm / past : 1));
-    const real step_g = (real)(lr * now->fade1 * (adapts && present > 0 ? norm / present : 1));
+             const double *squares, const Lans *hyper, SkipIf skip) {
+  update_weights(table, skip, [=](const Member &param, const Chunk &c, real *w) {
+    const real *g = grad + param.offset, *m = first + param.offset, *v = second + param.offset;
+    const double norm = clamp(sqrt(squares[3 * c.member]), hyper->lower, hyper->upper), lr = hyper->lr * param.lr;
+    const double past = sqrt(squares[3 * c.member + 1]), present = sqrt(squares[3 * c.member + 2]);
+    const real step_m = (real)(lr * hyper->beta1 * trust_ratio(param, norm, past));
+    const real step_g = (real)(lr * hyper->one_minus_beta1 * trust_ratio(param, norm, present));
+    const real unit = unit_of(square[c.member], hyper->scale);
+    const AdamReals r = reals_of(hyper, param);
     FOR_EACH_IN(i, c, g, w, m, v) {
-      const real h = clamp(unit * g[i], most), rate = 1 / (root(v[i] * unbias2) + eps);
-      const real um = m[i] * unbias1 * rate + wd * w[i], ug = h * rate + wd * w[i];
+      const auto [um, ug] = updates(r, m[i], v[i], clamp(unit * g[i], r.limit), w[i]);
       w[i] -= step_m * um + step_g * ug;
     };
-    round_home(row, c);
-  }
+  });
 }

@@ -10,35 +10,27 @@ KERNEL(lars_squares)(Table table, const real *grad, double *partial) {
   FOR_EACH_CHUNK_BY_LANES(c, table) {
     const Member m = member(table, c);
     const real *g = grad + m.offset, *w = wide(m);
-    Sums ww = {}, gg = {};
-    in_lanes(c, [&](long long i, int j) {
-      ww[j] += (double)w[i] * (double)w[i];
-      gg[j] += (double)g[i] * (double)g[i];
-    });
-    const double w2 = folded(ww), g2 = folded(gg);
-    if (leads_lanes()) partial[2 * c.index] = w2, partial[2 * c.index + 1] = g2;
+    sum_chunk(c, partial, [&](long long i) { return Terms{squared(w[i]), squared(g[i])}; });
   }
 }
 
 // b <- momentum b - lr q d;  w <- w + b          [q = eta |w| / (|g| + decay |w| + epsilon), 1 if a norm is 0]
 // [g is rescaled and not yet clipped in |g|]
-KERNEL(lars)(Table table, const real *grad, real *buffer, const double *squares, const Lars *now, Unless refused) {
-  if (holds(refused)) return;
-  FOR_EACH_CHUNK(c, table) {
-    const Member m = member(table, c);
+KERNEL(lars)(Table table, const real *grad, real *buffer, const double *squares, const Lars *hyper, SkipIf skip) {
+  update_weights(table, skip, [=](const Member &m, const Chunk &c, real *w) {
     const real *g = grad + m.offset;
-    real *w = weights(m, c), *b = buffer + m.offset;
-    const double norm = root(squares[2 * c.row]), slope = root(squares[2 * c.row + 1]) * magnitude_of(now->scale);
-    const double decay = now->decay * m.decay;
+    real *b = buffer + m.offset;
+    const double norm = sqrt(squares[2 * c.member]);
+    const double slope = sqrt(squares[2 * c.member + 1]) * magnitude_of(hyper->scale);
+    const double decay = hyper->decay * m.decay;
     const bool adapts = m.adapts != 0 && norm > 0 && slope > 0;
-    const double q = adapts ? now->eta * norm / (slope + decay * norm + now->epsilon) : 1;
-    const real step = (real)(now->lr * m.lr * q), wd = (real)decay;
-    const real mean = (real)now->scale, most = (real)now->limit, mu = (real)now->momentum;
+    const double q = adapts ? hyper->eta * norm / (slope + decay * norm + hyper->epsilon) : 1;
+    const real step = (real)(hyper->lr * m.lr * q), mu = (real)hyper->momentum;
+    const auto direction = direction_of(hyper, m);
     FOR_EACH_IN(i, c, g, w, b) {
-      const real next = mu * b[i] - step * direction(g[i], w[i], mean, most, wd);
+      const real next = mu * b[i] - step * direction(g[i], w[i]);
       b[i] = next;
       w[i] += next;
     };
-    round_home(m, c);
-  }
+  });
 }

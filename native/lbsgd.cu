@@ -8,63 +8,55 @@ struct Lbsgd : Update {
 };
 
 // sum <- sum + scale g
-KERNEL(lbsgd_gather)(Table table, const real *grad, real *total, const Lbsgd *now, Unless refused) {
-  if (holds(refused)) return;
+KERNEL(lbsgd_gather)(Table table, const real *grad, real *total, const Lbsgd *hyper, SkipIf skip) {
+  if (skips(skip)) return;
   FOR_EACH_CHUNK(c, table) {
     const Member m = member(table, c);
     const real *g = grad + m.offset;
     real *sum = total + m.offset;
-    const real mean = (real)now->scale;
-    FOR_EACH_IN(i, c, g, sum) { sum[i] += mean * g[i]; };
+    const real scale = (real)hyper->scale;
+    FOR_EACH_IN(i, c, g, sum) { sum[i] += scale * g[i]; };
   }
 }
 
 // partial[2 c] <- sum of w^2, partial[2 c + 1] <- sum of s^2, of chunk c          [s = sum + scale g]
-KERNEL(lbsgd_squares)(Table table, const real *grad, const real *total, double *partial, const Lbsgd *now) {
+KERNEL(lbsgd_squares)(Table table, const real *grad, const real *total, double *partial, const Lbsgd *hyper) {
   FOR_EACH_CHUNK_BY_LANES(c, table) {
     const Member m = member(table, c);
     const real *g = grad + m.offset, *sum = total + m.offset, *w = wide(m);
-    const real mean = (real)now->scale;
-    Sums ww = {}, ss = {};
-    in_lanes(c, [&](long long i, int j) {
-      const real s = sum[i] + mean * g[i];
-      ww[j] += (double)w[i] * (double)w[i];
-      ss[j] += (double)s * (double)s;
-    });
-    const double w2 = folded(ww), s2 = folded(ss);
-    if (leads_lanes()) partial[2 * c.index] = w2, partial[2 * c.index + 1] = s2;
+    const real scale = (real)hyper->scale;
+    sum_chunk(c, partial, [&](long long i) { return Terms{squared(w[i]), squared(sum[i] + scale * g[i])}; });
   }
 }
 
 // d = clip(rescale s) + decay w;  b <- momentum b - lr d;  w <- w + b;  sum <- 0
-INLINE void apply(const Member &m, const Chunk &c, const real *grad, real *total, real *buffer, const Lbsgd *now, double lr) {
+INLINE void apply(const Member &m, const Chunk &c, real *w, const real *grad, real *total, real *buffer,
+                  const Lbsgd *hyper, double lr) {
   const real *g = grad + m.offset;
-  real *sum = total + m.offset, *b = buffer + m.offset, *w = weights(m, c);
-  const real step = (real)(lr * m.lr), wd = (real)(now->decay * m.decay), mu = (real)now->momentum;
-  const real mean = (real)now->scale, most = (real)now->limit, rescale = (real)now->rescale;
+  real *sum = total + m.offset, *b = buffer + m.offset;
+  const real step = (real)(lr * m.lr), wd = (real)(hyper->decay * m.decay), mu = (real)hyper->momentum;
+  const real scale = (real)hyper->scale, limit = (real)hyper->limit, rescale = (real)hyper->rescale;
   FOR_EACH_IN(i, c, g, sum, w, b) {
-    const real next = mu * b[i] - step * direction(sum[i] + mean * g[i], w[i], rescale, most, wd);
+    const real d = clamp(rescale * (sum[i] + scale * g[i]), limit) + wd * w[i], next = mu * b[i] - step * d;
     b[i] = next;
     w[i] += next;
     sum[i] = 0;
   };
-  round_home(m, c);
 }
 
 // [lr has the multiplier of a warm-up in it]
-KERNEL(lbsgd)(Table table, const real *grad, real *total, real *buffer, const Lbsgd *now, Unless refused) {
-  if (holds(refused)) return;
-  FOR_EACH_CHUNK(c, table) apply(member(table, c), c, grad, total, buffer, now, now->lr);
+KERNEL(lbsgd)(Table table, const real *grad, real *total, real *buffer, const Lbsgd *hyper, SkipIf skip) {
+  update_weights(table, skip, [=](const Member &m, const Chunk &c, real *w) {
+    apply(m, c, w, grad, total, buffer, hyper, hyper->lr);
+  });
 }
 
 // The same with lr <- lr sqrt(|w|^2 / (|s / batches|^2 + decay |w|^2 + 1e-18)), the factor held in [0.01, 100].
-KERNEL(lbsgd_lars)(Table table, const real *grad, real *total, real *buffer, const double *squares, const Lbsgd *now,
-                   Unless refused) {
-  if (holds(refused)) return;
-  FOR_EACH_CHUNK(c, table) {
-    const Member m = member(table, c);
-    const double w2 = squares[2 * c.row], s2 = squares[2 * c.row + 1] / (now->batches * now->batches);
-    const double factor = held(root(w2 / (s2 + now->decay * m.decay * w2 + 1e-18)), 0.01, 100);
-    apply(m, c, grad, total, buffer, now, now->lr * factor);
-  }
+KERNEL(lbsgd_lars)(Table table, const real *grad, real *total, real *buffer, const double *squares, const Lbsgd *hyper,
+                   SkipIf skip) {
+  update_weights(table, skip, [=](const Member &m, const Chunk &c, real *w) {
+    const double w2 = squares[2 * c.member], s2 = squares[2 * c.member + 1] / (hyper->batches * hyper->batches);
+    const double factor = clamp(sqrt(w2 / (s2 + hyper->decay * m.decay * w2 + 1e-18)), 0.01, 100);
+    apply(m, c, w, grad, total, buffer, hyper, hyper->lr * factor);
+  });
 }

@@ -2,12 +2,19 @@
 #pragma once
 #include "portable.h"
 
-// The next u, and by what v grows: as in the paper's equation 4, where that is u itself, and Nesterov's.
+// The next u and the increment of v: as in the paper's equation 4, where that is u itself, and as Nesterov has it.
 struct Vanilla {
   INLINE real next(real u, real g, real mu) { return mu * u + g; }
-  INLINE real growth(real next, real g) { return next; }
+  INLINE real increment(real next, real g) { return next; }
 };
 struct Nesterov {
   INLINE real next(real u, real g, real mu) { return mu * (u + g); }
-  INLINE real growth(real next, real g) { return next + g; }
+  INLINE real increment(real next, real g) { return next + g; }
 };
+
+// u <- the next u; returns the increment of v.
+template <class Kind>
+INLINE real advance(real &u, real g, real mu) {
+  u = Kind::next(u, g, mu);
+  return Kind::increment(u, g);
+}

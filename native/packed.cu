@@ -7,15 +7,11 @@
 // Entries go in pieces of CHUNK.  Whatever bits a payload has, all of the planes is written, and nothing else is.
 #include "portable.h"
 
-typedef unsigned long long Word64;
-
 #define STRETCH 128  // entries whose upper parts are one thread's
 #define GROUP 64  // entries that share a scale
 #define SCALES (CHUNK / GROUP)
 #define ROWS 32  // entries whose lower bits fill whole words
 #define COLUMNS (CHUNK / ROWS)
-
-INLINE long long least(long long a, long long b) { return a < b ? a : b; }
 
 // What stands where in a payload that has room for so many `places`; the last six are bytes from its start.  `kind` is
 // how it begins; there are `bits` lower bits and `words` of 64 bits for the upper parts.
@@ -35,19 +31,14 @@ INLINE Header header_of(const Packing &p, long long entries) {
 
 // The number of entries in a payload; -1 if it is none of this kind and size, or damaged.
 INLINE long long entries_of(const byte_t *payload, const Packing &p) {
-  const Header found = *(const Header *)payload, due = header_of(p, found.entries);
-  const bool whole = found.kind == due.kind && found.n == due.n && found.check == due.check;
-  return whole && found.entries <= p.places ? (long long)found.entries : -1;
+  const Header header = *(const Header *)payload, expected = header_of(p, header.entries);
+  const bool intact = header.kind == expected.kind && header.n == expected.n && header.check == expected.check;
+  return intact && header.entries <= p.places ? (long long)header.entries : -1;
 }
 
 // The same of planes: places without an entry have the index -1, and stand at the end.
 INLINE long long entries_of(const int *index, long long places) {
-  long long low = 0;
-  for (long long high = places; low < high;) {
-    const long long middle = (low + high) / 2;
-    if (index[middle] >= 0) low = middle + 1; else high = middle;
-  }
-  return low;
+  return partition_point(0, places, [=](long long j) { return index[j] >= 0; });
 }
 
 // ---------------------------------------------------------------------------------------------------------- indices
@@ -70,10 +61,10 @@ INLINE void pack_stretch(const int *index, long long begin, long long end, long 
 // The upper parts of a piece, and where the first entry of every piece but the first one stands, so that none has to be
 // read for another.
 INLINE void pack_upper(const int *index, const Chunk &c, long long k, const Packing &p, byte_t *payload) {
-  if (c.index && leads_block()) ((unsigned *)(payload + p.jumps))[c.index - 1] = place_of(index, c.begin, p.bits);
-  FOR_EACH_HERE(r, 0, (c.end - c.begin + STRETCH - 1) / STRETCH) {
+  if (c.index && is_block_leader()) ((unsigned *)(payload + p.jumps))[c.index - 1] = place_of(index, c.begin, p.bits);
+  FOR_EACH_IN_BLOCK(r, 0, (c.end - c.begin + STRETCH - 1) / STRETCH) {
     const long long begin = c.begin + r * STRETCH;
-    pack_stretch(index, begin, least(begin + STRETCH, c.end), k, p.bits, (Word64 *)(payload + p.high));
+    pack_stretch(index, begin, min(begin + STRETCH, c.end), k, p.bits, (Word64 *)(payload + p.high));
   }
 }
 
@@ -84,20 +75,20 @@ INLINE void unpack_stretch(const Word64 *high, const Packing &p, long long bit, 
   const long long most = (p.n - 1) >> p.bits;
   long long w = bit / 64, skip = begin - first;
   Word64 ones = w < p.words ? high[w] & ~0ull << bit % 64 : 0;
-  for (int some; w < p.words && skip >= (some = count_ones(ones)); skip -= some) ones = ++w < p.words ? high[w] : 0;
+  for (int count; w < p.words && skip >= (count = popcount(ones)); skip -= count) ones = ++w < p.words ? high[w] : 0;
   for (; ones && skip; --skip) ones &= ones - 1;
   for (long long i = begin; i < end; ++i) {
     while (!ones && w < p.words) ones = ++w < p.words ? high[w] : 0;
-    const long long upper = ones ? 64 * w + lowest_one(ones) - i : -1;
+    const long long upper = ones ? 64 * w + countr_zero(ones) - i : -1;
     index[i] = upper >= 0 && upper <= most ? (int)upper : -1;
     ones &= ones - 1;
   }
 }
 INLINE void unpack_upper(const byte_t *payload, const Packing &p, const Chunk &c, int *index) {
   const long long bit = c.index ? ((const unsigned *)(payload + p.jumps))[c.index - 1] : 0;
-  FOR_EACH_HERE(r, 0, (c.end - c.begin + STRETCH - 1) / STRETCH) {
+  FOR_EACH_IN_BLOCK(r, 0, (c.end - c.begin + STRETCH - 1) / STRETCH) {
     const long long begin = c.begin + r * STRETCH;
-    unpack_stretch((const Word64 *)(payload + p.high), p, bit, c.begin, begin, least(begin + STRETCH, c.end), index);
+    unpack_stretch((const Word64 *)(payload + p.high), p, bit, c.begin, begin, min(begin + STRETCH, c.end), index);
   }
 }
 
@@ -108,13 +99,13 @@ INLINE unsigned shifted(unsigned x, int by) { return by < 0 ? x >> -by : x << by
 INLINE void pack_table(const int *index, long long count, long long columns, int rows, int bits, unsigned *low) {
   const unsigned mask = (1u << bits) - 1;
   for (int w = 0; 32 * w < rows * bits; ++w, low += columns) {
-    SCRATCH unsigned word[COLUMNS];
-    FOR_EACH_HERE(l, 0, columns) word[l] = 0;
+    SHARED unsigned word[COLUMNS];
+    FOR_EACH_IN_BLOCK(l, 0, columns) word[l] = 0;
     for (int row = 32 * w / bits; row < rows && row * bits < 32 * (w + 1); ++row) {
       const int *const from = index + row * columns, by = row * bits - 32 * w;
-      FOR_EACH_HERE(l, 0, least(columns, count - row * columns)) word[l] |= shifted(from[l] & mask, by);
+      FOR_EACH_IN_BLOCK(l, 0, min(columns, count - row * columns)) word[l] |= shifted(from[l] & mask, by);
     }
-    FOR_EACH_HERE(l, 0, columns) low[l] = word[l];
+    FOR_EACH_IN_BLOCK(l, 0, columns) low[l] = word[l];
   }
 }
 
@@ -126,10 +117,10 @@ INLINE void unpack_table(const unsigned *low, long long count, long long columns
     const int by = row * bits % 32;
     const bool split = by + bits > 32;  // between this word and the next one
     const unsigned *const word = low + row * bits / 32 * columns;
-    FOR_EACH_HERE(l, 0, least(columns, count)) {
+    FOR_EACH_IN_BLOCK(l, 0, min(columns, count)) {
       const unsigned part = word[l] >> by | (split ? word[l + columns] << (32 - by) : 0);
-      const unsigned whole = (unsigned)index[l] << bits | (part & mask);
-      index[l] = whole < n ? (int)whole : -1;
+      const unsigned joined = (unsigned)index[l] << bits | (part & mask);
+      index[l] = joined < n ? (int)joined : -1;
     }
   }
 }
@@ -137,22 +128,23 @@ INLINE void unpack_table(const unsigned *low, long long count, long long columns
 // A piece is a table of 32 rows, whose columns fill whole words, and one of a single column for what is left behind the
 // last piece.  Of the places of both, those before c.end have an entry.
 INLINE void pack_lower(const int *index, const Chunk &c, const Packing &p, byte_t *payload) {
-  const long long places = least(c.begin + CHUNK, p.places) - c.begin, columns = places / ROWS, held = c.end - c.begin;
+  const long long places = min(c.begin + CHUNK, p.places) - c.begin, columns = places / ROWS, count = c.end - c.begin;
   const int bits = (int)p.bits;
   unsigned *const low = (unsigned *)(payload + p.low) + c.begin / ROWS * bits;
   index += c.begin;
-  pack_table(index, held, columns, ROWS, bits, low);
-  const long long whole = columns * ROWS;
-  pack_table(index + whole, held - whole, 1, (int)(places - whole), bits, low + columns * bits);
+  pack_table(index, count, columns, ROWS, bits, low);
+  const long long in_table = columns * ROWS;
+  pack_table(index + in_table, count - in_table, 1, (int)(places - in_table), bits, low + columns * bits);
 }
 INLINE void unpack_lower(const byte_t *payload, const Packing &p, const Chunk &c, int *index) {
-  const long long places = least(c.begin + CHUNK, p.places) - c.begin, columns = places / ROWS, held = c.end - c.begin;
+  const long long places = min(c.begin + CHUNK, p.places) - c.begin, columns = places / ROWS, count = c.end - c.begin;
   const int bits = (int)p.bits;
   const unsigned *const low = (const unsigned *)(payload + p.low) + c.begin / ROWS * bits;
   index += c.begin;
-  unpack_table(low, held, columns, ROWS, bits, (unsigned)p.n, index);
-  const long long whole = columns * ROWS;
-  unpack_table(low + columns * bits, held - whole, 1, (int)(places - whole), bits, (unsigned)p.n, index + whole);
+  unpack_table(low, count, columns, ROWS, bits, (unsigned)p.n, index);
+  const long long in_table = columns * ROWS;
+  unpack_table(low + columns * bits, count - in_table, 1, (int)(places - in_table), bits, (unsigned)p.n,
+               index + in_table);
 }
 
 // ----------------------------------------------------------------------------------------------------------- values
@@ -161,44 +153,40 @@ INLINE void unpack_lower(const byte_t *payload, const Packing &p, const Chunk &c
 #define LEAST (-112)  // exponents of scales; beyond, factors there or back would be no normal singles
 #define MOST 127
 
-// Formats of values.  A group's largest one is scaled to [2^TOP, 2^(TOP + 1)); `limit` is the largest that there is
-// below that, so that none is rounded to infinity, and `beyond` what stands for no finite one.
-struct Half {
-  typedef half_t Code;
-  enum { TOP = 14 };
+// Formats of values.  A group's largest one is scaled to [2^TOP, 2^(TOP + 1)), unless TOP is 0; `limit` is the largest
+// that there is below that, so that none is rounded to infinity, and `beyond` what stands for no finite one.
+struct HalfValue : Float16 {
+  static constexpr int TOP = 14;
   INLINE real limit() { return 32752; }
-  INLINE Code code(real x) { return half_of(x); }
-  INLINE Code beyond(real x) { return x > 0 ? 0x7c00 : x < 0 ? 0xfc00 : 0x7e00; }
-  INLINE real value(Code h) { return value_of_half(h); }
+  INLINE Bits beyond(real x) { return x > 0 ? 0x7c00 : x < 0 ? 0xfc00 : 0x7e00; }
 };
-struct Bfloat16 {
-  typedef bfloat16_t Code;
-  enum { TOP = 0 };  // it has no scales
-  INLINE real limit() { return ::value(0x7f7f0000u); }
-  INLINE Code code(real x) { return bfloat16_of(x); }
-  INLINE Code beyond(real x) { return x > 0 ? 0x7f80 : x < 0 ? 0xff80 : 0x7fc0; }
-  INLINE real value(Code b) { return value_of_bfloat16(b); }
+struct Bfloat16Value : Bfloat16 {
+  static constexpr int TOP = 0;  // it needs no scales
+  INLINE real limit() { return uint_as_float(0x7f7f0000u); }
+  INLINE Bits beyond(real x) { return x > 0 ? 0x7f80 : x < 0 ? 0xff80 : 0x7fc0; }
 };
-struct Int8 {
-  typedef signed char Code;
-  enum { TOP = 6, BEYOND = -128 };
-  INLINE real limit() { return 127; }
-  INLINE Code code(real x) {
+struct Int8Value {
+  typedef signed char Bits;
+  static constexpr int TOP = 6;
+  INLINE Bits round(real x) {
     const real large = sizeof(real) == 4 ? (real)0x1.8p23 : (real)0x1.8p52;  // beside it there are integers only
-    return (Code)(int)(x + large - large);  // to the nearest, ties to even
+    return (Bits)(int)(x + large - large);  // to the nearest, ties to even
   }
-  INLINE Code beyond(real) { return BEYOND; }
-  // [NaN for BEYOND alone, which is below -127: a choice would make unpacking a sixth slower]
-  INLINE real value(Code q) { return ::value(bits((float)q) | (unsigned)((q + 127) >> 31 & 0x7fc00000)); }
+  // [NaN for what stands beyond, which alone is below -127: a choice would make unpacking a sixth slower]
+  INLINE real widen(Bits q) {
+    return uint_as_float(float_as_uint((float)q) | (unsigned)((q + 127) >> 31 & 0x7fc00000));
+  }
+  INLINE real limit() { return 127; }
+  INLINE Bits beyond(real) { return -128; }
 };
 
-INLINE real power_of_two(int e) { return value((unsigned)(127 + e) << 23); }
+INLINE real power_of_two(int e) { return uint_as_float((unsigned)(127 + e) << 23); }
 
 // The exponent of the largest finite magnitude of a group.
 INLINE int exponent_of(const real *entry, long long begin, long long end) {
-  decltype(magnitude((real)0)) most = 0;
+  Magnitude most = 0;
   for (long long i = begin; i < end; ++i) {
-    const auto size = magnitude(is_finite(entry[i]) ? entry[i] : 0);
+    const Magnitude size = magnitude(is_finite(entry[i]) ? entry[i] : 0);
     most = size > most ? size : most;
   }
   const int e = sizeof(real) == 4 ? (int)(most >> 23) - 127 : (int)((long long)most >> 52) - 1023;
@@ -208,36 +196,36 @@ INLINE int exponent_of(const real *entry, long long begin, long long end) {
 // What a block knows of its piece: what groups are multiplied with on their way to the wire and back, and what entries
 // are rounded by.  [one for all formats: a kernel declares it, since a block has little of such memory]
 struct Notes {
-  real there[SCALES], back[SCALES], left[CHUNK];
+  real factor[SCALES], back[SCALES], rest[CHUNK];
 };
 
 // Write the values of a piece, and to x, where zeros are, what they are rounded by: nothing of what is not finite.
 template <class Format>
 INLINE void pack_values(real *x, const int *index, const real *entry, const Chunk &c, Notes &notes, byte_t *values,
                         byte_t *scales) {
-  typedef typename Format::Code Code;
+  typedef typename Format::Bits Bits;
   const long long count = c.end - c.begin;
-  FOR_EACH_HERE(b, 0, (count + GROUP - 1) / GROUP) {
+  FOR_EACH_IN_BLOCK(b, 0, (count + GROUP - 1) / GROUP) {
     const long long begin = c.begin + b * GROUP;
-    const int e = Format::TOP ? exponent_of(entry, begin, least(begin + GROUP, c.end)) : 0;
-    notes.there[b] = power_of_two(Format::TOP - e);
+    const int e = Format::TOP ? exponent_of(entry, begin, min(begin + GROUP, c.end)) : 0;
+    notes.factor[b] = power_of_two(Format::TOP - e);
     notes.back[b] = power_of_two(e - Format::TOP);
     if (Format::TOP) scales[begin / GROUP] = (byte_t)(e - LEAST);
   }
-  together();
+  block_sync();
   index += c.begin, entry += c.begin;
-  Code *const code = (Code *)values + c.begin;
-  FOR_EACH_HERE(i, 0, count) {
+  Bits *const code = (Bits *)values + c.begin;
+  FOR_EACH_IN_BLOCK(i, 0, count) {
     const real seen = is_finite(entry[i]) ? entry[i] : 0;
-    const Code sent = Format::code(clamp(seen * notes.there[(int)i / GROUP], Format::limit()));
+    const Bits sent = Format::round(clamp(seen * notes.factor[(int)i / GROUP], Format::limit()));
     code[i] = sent;
-    notes.left[i] = seen - Format::value(sent) * notes.back[(int)i / GROUP];
+    notes.rest[i] = seen - Format::widen(sent) * notes.back[(int)i / GROUP];
   }
-  FOR_EACH_HERE(i, 0, count) {  // [what is seldom or scattered stands beside the loop that becomes vectors]
+  FOR_EACH_IN_BLOCK(i, 0, count) {  // [what is seldom or scattered stands beside the loop that becomes vectors]
     if (!is_finite(entry[i])) code[i] = Format::beyond(entry[i]);
-    x[index[i]] = notes.left[i];
+    x[index[i]] = notes.rest[i];
   }
-  together();
+  block_sync();
 }
 
 // entry <- the values of a piece; NaN at a place of its own where the index is none.
@@ -245,18 +233,18 @@ template <class Format>
 INLINE void unpack_values(const byte_t *values, const byte_t *scales, const Chunk &c, real *back, int *index,
                           real *entry) {
   const long long count = c.end - c.begin;
-  FOR_EACH_HERE(b, 0, (count + GROUP - 1) / GROUP)
+  FOR_EACH_IN_BLOCK(b, 0, (count + GROUP - 1) / GROUP)
     back[b] = Format::TOP ? power_of_two(scales[c.begin / GROUP + b] + LEAST - Format::TOP) : 1;
-  together();
+  block_sync();
   index += c.begin, entry += c.begin;
-  const typename Format::Code *const code = (const typename Format::Code *)values + c.begin;
-  FOR_EACH_HERE(i, 0, count) entry[i] = Format::value(code[i]) * back[(int)i / GROUP];
-  FOR_EACH_HERE(i, 0, count)
+  const typename Format::Bits *const code = (const typename Format::Bits *)values + c.begin;
+  FOR_EACH_IN_BLOCK(i, 0, count) entry[i] = Format::widen(code[i]) * back[(int)i / GROUP];
+  FOR_EACH_IN_BLOCK(i, 0, count)
     if (index[i] < 0) {
       index[i] = (int)(c.begin + i);
-      entry[i] = value(0x7fc00000u);
+      entry[i] = uint_as_float(0x7fc00000u);
     }
-  together();
+  block_sync();
 }
 
 // ---------------------------------------------------------------------------------------------------------- payloads
@@ -267,14 +255,14 @@ KERNEL(pack_planes)(long long n, real *x, long long places, const int *index, co
   const Packing p = *packing;
   const long long k = entries_of(index, p.places);
   byte_t *const values = payload + p.values, *const scales = payload + p.scales;
-  FOR_EACH_PIECE(once, 1) if (leads_block()) *(Header *)payload = header_of(p, k);
+  FOR_EACH_PIECE(once, 1) if (is_block_leader()) *(Header *)payload = header_of(p, k);
   FOR_EACH_PIECE(c, k) {
-    SCRATCH Notes notes;
+    SHARED Notes notes;
     pack_upper(index, c, k, p, payload);
     pack_lower(index, c, p, payload);
-    if (p.format == HALF) pack_values<Half>(x, index, entry, c, notes, values, scales);
-    else if (p.format == BFLOAT16) pack_values<Bfloat16>(x, index, entry, c, notes, values, scales);
-    else pack_values<Int8>(x, index, entry, c, notes, values, scales);
+    if (p.format == HALF) pack_values<HalfValue>(x, index, entry, c, notes, values, scales);
+    else if (p.format == BFLOAT16) pack_values<Bfloat16Value>(x, index, entry, c, notes, values, scales);
+    else pack_values<Int8Value>(x, index, entry, c, notes, values, scales);
   }
 }
 
@@ -286,23 +274,24 @@ KERNEL(unpack_planes)(long long ranks, const byte_t *const *payload, long long t
   const long long pieces = (p.places + CHUNK - 1) / CHUNK;
   FOR_EACH_PIECE(turn, ranks * pieces * CHUNK) {
     const long long r = turn.index / pieces;
-    SCRATCH real back[SCALES];
-    const byte_t *const from = global(payload[r]), *const values = from + p.values, *const scales = from + p.scales;
-    int *const place = index + r * p.places;
+    SHARED real back[SCALES];
+    const byte_t *const from = assume_global(payload[r]);
+    const byte_t *const values = from + p.values, *const scales = from + p.scales;
+    int *const indices = index + r * p.places;
     real *const to = entry + r * p.places;
-    const long long found = entries_of(from, p), k = found < 0 ? p.places : found;
+    const long long entries = entries_of(from, p), k = entries < 0 ? p.places : entries;
     Chunk c = {turn.index % pieces, 0, 0, 0};
-    cut(c, p.places);
+    begin_at(c, c.index * CHUNK, p.places);
     const long long end = c.end;
-    c.end = k < c.begin ? c.begin : least(k, c.end);
-    FOR_EACH_HERE(i, found < 0 ? c.begin : c.end, end) place[i] = -1, to[i] = 0;
-    if (found >= 0) {
-      unpack_upper(from, p, c, place);
-      together();
-      unpack_lower(from, p, c, place);
+    c.end = k < c.begin ? c.begin : min(k, c.end);
+    FOR_EACH_IN_BLOCK(i, entries < 0 ? c.begin : c.end, end) indices[i] = -1, to[i] = 0;
+    if (entries >= 0) {
+      unpack_upper(from, p, c, indices);
+      block_sync();
+      unpack_lower(from, p, c, indices);
     }
-    if (p.format == HALF) unpack_values<Half>(values, scales, c, back, place, to);
-    else if (p.format == BFLOAT16) unpack_values<Bfloat16>(values, scales, c, back, place, to);
-    else unpack_values<Int8>(values, scales, c, back, place, to);
+    if (p.format == HALF) unpack_values<HalfValue>(values, scales, c, back, indices, to);
+    else if (p.format == BFLOAT16) unpack_values<Bfloat16Value>(values, scales, c, back, indices, to);
+    else unpack_values<Int8Value>(values, scales, c, back, indices, to);
   }
 }

@@ -2,24 +2,21 @@
 #include "update.h"
 
 struct RmsProp : Update {
-  double rho, fade, epsilon;
+  double rho, one_minus_rho, epsilon;
 };
 
-// r <- rho r + fade d^2;  w <- w - lr d / sqrt(r + epsilon)          [fade = 1 - rho]
-KERNEL(rmsprop)(Table table, const real *grad, real *average, const RmsProp *now, Unless refused) {
-  if (holds(refused)) return;
-  FOR_EACH_CHUNK(c, table) {
-    const Member m = member(table, c);
+// r <- rho r + (1 - rho) d^2;  w <- w - lr d / sqrt(r + epsilon)
+KERNEL(rmsprop)(Table table, const real *grad, real *average, const RmsProp *hyper, SkipIf skip) {
+  update_weights(table, skip, [=](const Member &m, const Chunk &c, real *w) {
     const real *g = grad + m.offset;
-    real *w = weights(m, c), *r = average + m.offset;
-    const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
-    const real mean = (real)now->scale, most = (real)now->limit;
-    const real keep = (real)now->rho, in = (real)now->fade, eps = (real)now->epsilon;
+    real *r = average + m.offset;
+    const real step = (real)(hyper->lr * m.lr), eps = (real)hyper->epsilon;
+    const real rho = (real)hyper->rho, one_minus_rho = (real)hyper->one_minus_rho;
+    const auto direction = direction_of(hyper, m);
     FOR_EACH_IN(i, c, g, w, r) {
-      const real d = direction(g[i], w[i], mean, most, wd), next = keep * r[i] + in * (d * d);
+      const real d = direction(g[i], w[i]), next = rho * r[i] + one_minus_rho * (d * d);
       r[i] = next;
-      w[i] -= step * d / root(next + eps);
+      w[i] -= step * d / sqrt(next + eps);
     };
-    round_home(m, c);
-  }
+  });
 }

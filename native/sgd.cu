@@ -2,57 +2,40 @@
 #include "update.h"
 
 // w <- w - lr d
-KERNEL(sgd)(Table table, const real *grad, const Update *now, Unless refused) {
-  if (holds(refused)) return;
-  FOR_EACH_CHUNK(c, table) {
-    const Member m = member(table, c);
+KERNEL(sgd)(Table table, const real *grad, const Update *hyper, SkipIf skip) {
+  update_weights(table, skip, [=](const Member &m, const Chunk &c, real *w) {
     const real *g = grad + m.offset;
-    real *w = weights(m, c);
-    const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
-    const real mean = (real)now->scale, most = (real)now->limit;
-    FOR_EACH_IN(i, c, g, w) { w[i] -= step * direction(g[i], w[i], mean, most, wd); };
-    round_home(m, c);
-  }
+    const real step = (real)(hyper->lr * m.lr);
+    const auto direction = direction_of(hyper, m);
+    FOR_EACH_IN(i, c, g, w) { w[i] -= step * direction(g[i], w[i]); };
+  });
 }
 
 struct Momentum : Update {
   double momentum, gain;
 };
 
-// b <- momentum b + gain d;  w <- w - lr b          [gain = 1 - dampening, from the first step on]
-KERNEL(sgd_momentum)(Table table, const real *grad, real *buffer, const Momentum *now, Unless refused) {
-  if (holds(refused)) return;
-  FOR_EACH_CHUNK(c, table) {
-    const Member m = member(table, c);
+template <bool nesterov>
+INLINE void descend(const Table &table, const real *grad, real *buffer, const Momentum *hyper, SkipIf skip) {
+  update_weights(table, skip, [=](const Member &m, const Chunk &c, real *w) {
     const real *g = grad + m.offset;
-    real *w = weights(m, c), *b = buffer + m.offset;
-    const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
-    const real mean = (real)now->scale, most = (real)now->limit;
-    const real mu = (real)now->momentum, in = (real)now->gain;
+    real *b = buffer + m.offset;
+    const real step = (real)(hyper->lr * m.lr), mu = (real)hyper->momentum, gain = nesterov ? 1 : (real)hyper->gain;
+    const auto direction = direction_of(hyper, m);
     FOR_EACH_IN(i, c, g, w, b) {
-      const real next = mu * b[i] + in * direction(g[i], w[i], mean, most, wd);
+      const real d = direction(g[i], w[i]), next = mu * b[i] + gain * d;
       b[i] = next;
-      w[i] -= step * next;
+      w[i] -= step * (nesterov ? d + mu * next : next);
     };
-    round_home(m, c);
-  }
+  });
+}
+
+// b <- momentum b + gain d;  w <- w - lr b          [gain = 1 - dampening, from the first step on]
+KERNEL(sgd_momentum)(Table table, const real *grad, real *buffer, const Momentum *hyper, SkipIf skip) {
+  descend<false>(table, grad, buffer, hyper, skip);
 }
 
 // b <- momentum b + d;  w <- w - lr (d + momentum b)          [Nesterov]
-KERNEL(sgd_nesterov)(Table table, const real *grad, real *buffer, const Momentum *now, Unless refused) {
-  if (holds(refused)) return;
-  FOR_EACH_CHUNK(c, table) {
-    const Member m = member(table, c);
-    const real *g = grad + m.offset;
-    real *w = weights(m, c), *b = buffer + m.offset;
-    const real step = (real)(now->lr * m.lr), wd = (real)(now->decay * m.decay);
-    const real mean = (real)now->scale, most = (real)now->limit;
-    const real mu = (real)now->momentum;
-    FOR_EACH_IN(i, c, g, w, b) {
-      const real d = direction(g[i], w[i], mean, most, wd), next = mu * b[i] + d;
-      b[i] = next;
-      w[i] -= step * (d + mu * next);
-    };
-    round_home(m, c);
-  }
+KERNEL(sgd_nesterov)(Table table, const real *grad, real *buffer, const Momentum *hyper, SkipIf skip) {
+  descend<true>(table, grad, buffer, hyper, skip);
 }

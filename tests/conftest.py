@@ -8,17 +8,17 @@ from hypothesis import settings
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # ranks are threads here, and would start BLAS's each
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE)]
-sys.path.append(str(HERE.parent))  # benchmarks/, whose lists of models the tests use too
+sys.path.insert(0, str(Path(__file__).parent))
 
-import installation  # noqa: E402
+import installation
 
 if flaw := installation.flaw():
     pytest.exit(flaw, returncode=pytest.ExitCode.USAGE_ERROR)
 
-import tiers  # noqa: E402
-from launch import has_mpi  # noqa: E402
+import tiers
+from launch import extend_path, has_mpi
+
+extend_path()
 
 # The machine's speed says nothing about the code.  The second one is for --hypothesis-profile.
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=10)
@@ -49,7 +49,7 @@ def doubles(monkeypatch):
     gpu, nccl = (pytest.importorskip(f"doubles.{name}") for name in ("gpu", "nccl"))
     gpu.install(monkeypatch.setattr)
     nccl.install(monkeypatch.setattr)
-    monkeypatch.setattr("distopt.kernels.THREADS", 32)  # a fiber each
+    monkeypatch.setattr("distopt.kernels.dispatch.THREADS", 32)  # a fiber each
     yield gpu
     cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
 

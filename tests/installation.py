@@ -10,7 +10,7 @@ def flaw():
     """The cause and the remedy if there is no distopt to test, or another one for the processes that tests start."""
     try:
         import distopt
-        from distopt.texts import library
+        from distopt.kernels.signatures import library
 
         library()
     except (ImportError, OSError) as error:

@@ -15,6 +15,13 @@ import distopt
 from distopt.cli.launcher import find_launcher
 
 TESTS = Path(__file__).parent
+PROJECT = TESTS.parent
+
+
+def extend_path():
+    """Let the modules of all folders of tests be imported by name, and ``benchmarks``."""
+    sys.path.insert(0, str(TESTS))
+    sys.path += [str(folder) for folder in (*sorted(TESTS.iterdir()), PROJECT) if folder.is_dir()]
 
 
 def has_mpi():
@@ -61,7 +68,7 @@ def distopt_run(ranks, *script, timeout=30, **options):
 def run_mpi(size, function, folder, *args, timeout=120, hosts=None):
     """Call ``function(comm, *args)`` on ``size`` MPI ranks; returns the ranks' dicts of arrays, in rank order.
 
-    ``function`` is a module-level function of a module in this folder, ``args`` go through JSON.  ``hosts``: two of
+    ``function`` is a module-level function of a module of the tests, ``args`` go through JSON.  ``hosts``: two of
     ``benchmarks.namespaces``, one for each of two ranks.
     """
     name = f"{function.__module__}:{function.__name__}"
@@ -88,6 +95,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(TESTS))
-    sys.path += [str(TESTS / "gpu"), str(TESTS / "faults"), str(TESTS.parent)]  # benchmarks/
+    extend_path()
     main()

@@ -9,31 +9,10 @@ import pytest
 import laws
 from distopt import DistOpt, Parameter, run_ranks
 from distopt.comm import LocalCommunicator, Metered
+from distopt.comm.control import PeerLeft
 from distopt.compress import Half
-from distopt.guard import PeerLeft
 from distopt.optim import SGD
-
-
-def texts_of(size, main, kind=Exception):
-    """The text of the error that ``main`` raises, for every rank; all ranks must raise the same type."""
-
-    def catch(comm):
-        with pytest.raises(kind) as caught:
-            main(comm)
-        return type(caught.value), str(caught.value)
-
-    found = run_ranks(size, catch)
-    assert len(set(found)) == 1, found
-    return found[0][1]
-
-
-def pairs(params, value=1.0):
-    return [(p, np.full(p.data.shape, value, p.data.dtype)) for p in params]
-
-
-def three(dtype="float32"):
-    return [Parameter(n, np.ones(s, dtype)) for n, s in (("a", (3, 2)), ("b", (4,)), ("c", ()))]
-
+from laws import constant_pairs, texts_of, three_parameters
 
 # ---------------------------------------------------------------------------------------------------- what is a loss
 
@@ -46,22 +25,22 @@ class Loss:
 @pytest.mark.parametrize(
     "wrap", [list, iter, tuple, lambda p: lambda: p, Loss], ids="list iter tuple callable backward".split()
 )
-def test_losses(wrap):
+def test_a_loss_is_any_iterable_callable_or_backward_of_pairs(wrap):
     def main(comm):
-        params = three()
-        assert DistOpt(SGD(0.5), comm)(wrap(pairs(params, comm.rank))) is True
+        params = three_parameters()
+        assert DistOpt(SGD(0.5), comm)(wrap(constant_pairs(params, comm.rank))) is True
         return [float(p.data.flat[0]) for p in params]
 
     assert run_ranks(2, main) == [[0.75] * 3] * 2
 
 
 @pytest.mark.parametrize("loss", [3, "text", [1, 2], [(1, 2, 3)], object()])
-def test_what_is_no_loss(loss):
+def test_a_loss_that_yields_no_pairs_is_refused_on_every_rank(loss):
     text = texts_of(2, lambda comm: DistOpt(communicator=comm)(loss), TypeError)
     assert text.startswith("rank 0: loss must be an iterable of (param, grad) pairs (a generator too), a callable")
 
 
-def test_parameters_of_all_kinds():
+def test_a_parameter_is_an_array_or_any_object_with_name_and_data():
     class Duck:
         def __init__(self, name, data):
             self.name, self.data = name, data
@@ -96,31 +75,31 @@ def test_parameters_of_all_kinds():
         (
             lambda p: [(p[0][0], np.ones((3, 2)))],
             TypeError,
-            "a: the gradient must have the parameter's dtype float32, got .* float64",
+            "a: the gradient must be of the parameter's dtype float32, got .* float64",
         ),
         (lambda p: [(p[0][0], np.ones((3, 2), ">f4"))], TypeError, "dtype float32, got .* >f4"),
         (lambda p: [(p[0][0], np.ones((2, 3), "f4"))], ValueError, r"shape \(3, 2\), got \(2, 3\)"),
         (lambda p: [(p[0][0], [1.0, 2.0])], TypeError, "a: a gradient must be an array, got list"),
         (lambda p: [(p[0][0], None)], ValueError, "no gradient for a; allow_missing=True would take zeros"),
-        (lambda p: [("a", np.ones(3))], TypeError, "a parameter is an array, or has name and data"),
+        (lambda p: [("a", np.ones(3))], TypeError, "a parameter must be an array, or have name and data"),
         (lambda p: [(Parameter(7, np.ones(3)), np.ones(3))], TypeError, "a parameter's name must be a string, got 7"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 2])
 def test_bad_pairs_on_one_rank_are_an_error_on_all(spoil, kind, text, rank):
     def main(comm):
-        good = pairs(three())
+        good = constant_pairs(three_parameters())
         DistOpt(communicator=comm)(spoil(good) if comm.rank == rank else good)
 
     with pytest.raises(kind, match=f"^rank {rank}: .*{text}"):
         raise kind(texts_of(3, main, kind))
 
 
-def test_overlapping_parameters():
+def test_overlapping_parameters_are_refused():
     def main(comm):
         memory = np.zeros(10, "f4")
         tied = Parameter("left", memory[:6]), Parameter("right", memory[5:])
-        DistOpt(communicator=comm)(pairs(tied))
+        DistOpt(communicator=comm)(constant_pairs(tied))
 
     assert "left and right share memory" in texts_of(2, main, ValueError)
 
@@ -135,16 +114,16 @@ def test_overlapping_parameters():
             "a (3, 2) float32, rank 1 has parameter 0 = a (2, 3)",
         ),
         (
-            lambda p: three("float64"),
+            lambda p: three_parameters("float64"),
             "rank 0 has parameter 0 = a (3, 2) float32, rank 1 has parameter 0 = a (3, 2) float64",
         ),
         (lambda p: [p[0], Parameter("x", p[1].data), p[2]], "parameter 1 = b (4,) float32, rank 1 has parameter 1 = x"),
     ],
 )
-def test_ranks_that_differ_on_the_first_step(other, text):
+def test_ranks_that_differ_on_the_first_step_are_refused(other, text):
     def main(comm):
-        params = three()
-        DistOpt(communicator=comm)(pairs(other(params) if comm.rank == 1 else params))
+        params = three_parameters()
+        DistOpt(communicator=comm)(constant_pairs(other(params) if comm.rank == 1 else params))
 
     assert text in texts_of(3, main, ValueError)
 
@@ -160,24 +139,24 @@ def test_ranks_that_differ_on_the_first_step(other, text):
         ({"opt": SGD(0.2)}, "rank 0 has SGD's lr=0.1, rank 1 has SGD's lr=0.2"),
     ],
 )
-def test_ranks_with_different_options(options, text):
+def test_ranks_whose_options_differ_are_refused(options, text):
     def main(comm):
-        DistOpt(communicator=comm, **(options if comm.rank == 1 else {}))(pairs(three()))
+        DistOpt(communicator=comm, **(options if comm.rank == 1 else {}))(constant_pairs(three_parameters()))
 
     assert text in texts_of(2, main, ValueError)
 
 
-def test_two_optimizers_on_one_communicator():
+def test_two_optimizers_on_one_communicator_take_turns_in_the_same_order_on_every_rank():
     """They may take turns, in the same order on every rank; otherwise the models would mix."""
 
     def main(comm, mixed):
         models = [[Parameter("w", np.zeros(2))] for _ in range(2)]
         opts = [DistOpt(SGD(1.0), comm) for _ in range(2)]
         for opt, params in zip(opts, models, strict=True):
-            opt(pairs(params))
+            opt(constant_pairs(params))
         order = (1, 0) if mixed and comm.rank else (0, 1)
         for k in order:
-            opts[k](pairs(models[k], k + 1.0))
+            opts[k](constant_pairs(models[k], k + 1.0))
         return [float(params[0].data[0]) for params in models]
 
     assert run_ranks(2, lambda comm: main(comm, False)) == [[-2.0, -3.0]] * 2
@@ -187,9 +166,9 @@ def test_two_optimizers_on_one_communicator():
 
 def test_a_parameter_that_changes_its_shape():
     def main(comm):
-        params = three()
+        params = three_parameters()
         opt = DistOpt(SGD(1.0), comm, allow_missing=True)
-        opt(pairs(params))
+        opt(constant_pairs(params))
         params[1].data = np.zeros(9, "f4")
         try:
             opt([(p, None) for p in params])
@@ -197,7 +176,7 @@ def test_a_parameter_that_changes_its_shape():
             assert (params[0].data == 0).all()
 
     text = texts_of(2, main, ValueError)
-    assert text == "rank 0: b: the parameter was (4,) float32 on the first step, is (9,) float32"
+    assert text == "rank 0: b: the parameter must be (4,) float32, as on the first step, got (9,) float32"
 
 
 def test_an_array_in_the_place_of_another_is_used():
@@ -206,9 +185,9 @@ def test_an_array_in_the_place_of_another_is_used():
     def main(comm):
         p = Parameter("p", np.zeros(2))
         opt = DistOpt(SGD(1.0, 0.5), comm)
-        opt(pairs([p]))
+        opt(constant_pairs([p]))
         old, p.data = p.data, np.full(2, 10.0)
-        opt(pairs([p]))
+        opt(constant_pairs([p]))
         return old[0], p.data[0]
 
     assert run_ranks(2, main) == [(-1.0, 8.5)] * 2
@@ -218,44 +197,44 @@ def test_an_empty_first_step_does_not_freeze_the_model():
     for first in (lambda opt: opt([]), lambda opt: opt.gradient_views([])):
         opt, p = DistOpt(SGD(1.0)), Parameter("p", np.zeros(2))
         first(opt)
-        opt(pairs([p]))
+        opt(constant_pairs([p]))
         assert (p.data == -1).all()
 
 
-def test_memory_is_looked_at_again_when_it_changes():
+def test_shared_memory_is_checked_again_when_a_parameters_array_changes():
     def main(comm):
         a, b = Parameter("a", np.zeros(2)), Parameter("b", np.zeros(2))
         opt = DistOpt(SGD(1.0, 0.9), comm, allow_missing=True)
-        opt(pairs([a, b]))
+        opt(constant_pairs([a, b]))
         b.data = b.data.copy()
-        opt(pairs([a, b] if comm.rank == 0 else [a]))  # b has no gradient here, but another array
+        opt(constant_pairs([a, b] if comm.rank == 0 else [a]))  # b has no gradient here, but another array
         values = b.data.tolist()
         b.data = a.data
         with pytest.raises(ValueError, match="share memory"):
-            opt(pairs([a, b]))
+            opt(constant_pairs([a, b]))
         return values
 
     first, second = run_ranks(2, main)
     assert first == second
 
 
-def test_ranks_whose_hyper_parameters_drift_apart():
+def test_ranks_whose_hyper_parameters_drift_apart_are_refused():
     def main(comm):
         opt, p = DistOpt(SGD(lambda k: 0.1), comm), Parameter("p", np.zeros(1))
-        opt(pairs([p]))
+        opt(constant_pairs([p]))
         opt.opt.lr = 0.2
-        opt(pairs([p]))
+        opt(constant_pairs([p]))
         if comm.rank:
             opt.opt.lr = 0.3
-        opt(pairs([p]))
+        opt(constant_pairs([p]))
 
     text = texts_of(2, main, ValueError)
     assert text.startswith("ranks differ: rank 0 has SGD's lr=0.2, rank 1 has SGD's lr=0.3")
     bad = SGD(lambda k: np.nan if k else 1.0)
     opt, p = DistOpt(bad), Parameter("p", np.zeros(1))
-    opt(pairs([p]))
+    opt(constant_pairs([p]))
     with pytest.raises(ValueError, match=r"lr must be finite and in \[0.0, inf\], got nan at update 1"):
-        opt(pairs([p]))
+        opt(constant_pairs([p]))
     assert p.data[0] == -1
 
 
@@ -263,27 +242,27 @@ def test_a_refused_first_step_leaves_no_optimizer_state():
     def main(comm):
         opt = DistOpt(SGD(1.0, 0.9), comm)
         with pytest.raises(ValueError, match="ranks differ"):
-            opt(pairs([Parameter("a", np.zeros(3 if comm.rank else 40))]))
+            opt(constant_pairs([Parameter("a", np.zeros(3 if comm.rank else 40))]))
         a = Parameter("a", np.zeros(40))
-        opt(pairs([a]))
+        opt(constant_pairs([a]))
         return float(a.data[0])
 
     assert run_ranks(2, main) == [-1.0, -1.0]
 
 
-def test_gradient_views_after_a_refused_step_with_another_threshold():
+def test_gradient_views_work_after_a_refused_step_with_another_threshold():
     def main(comm):
-        params = three()
+        params = three_parameters()
         opt = DistOpt(SGD(1.0), comm)
-        opt(pairs(params))
+        opt(constant_pairs(params))
         with pytest.raises(TypeError, match="loss must be"):
-            opt.backward_and_update(3 if comm.rank else pairs(params), 0)
+            opt.backward_and_update(3 if comm.rank else constant_pairs(params), 0)
         return len(opt.gradient_views(params)), len(opt.plan.buckets)
 
     assert run_ranks(2, main) == [(3, 1)] * 2
 
 
-def test_an_error_that_cannot_be_printed():
+def test_an_error_whose_text_raises_is_still_reported_to_all_ranks():
     class Mute(Exception):
         def __str__(self):
             raise ValueError("no text")
@@ -292,30 +271,30 @@ def test_an_error_that_cannot_be_printed():
         def loss():
             if comm.rank:
                 raise Mute
-            return pairs(three())
+            return constant_pairs(three_parameters())
 
         DistOpt(communicator=comm)(loss)
 
     assert texts_of(2, main, RuntimeError) == "rank 1: Mute: (its text could not be made)"
 
 
-def test_update_checks_its_gradient_first():
+def test_update_checks_the_gradient_before_it_sends_anything():
     opt, p, wrong = DistOpt(SGD(1.0)), Parameter("p", np.zeros((2, 3))), np.full(3, 4.0)
-    with pytest.raises(ValueError, match="p: the gradient must have the parameter's shape"):
+    with pytest.raises(ValueError, match="p: the gradient must be of the parameter's shape"):
         opt.update(p, wrong)
     assert (wrong == 4).all()
-    with pytest.raises(TypeError, match="a communicator carries"):
+    with pytest.raises(TypeError, match="a communicator's array must be"):
         opt.fused_all_reduce([np.ones(2, np.int8)], send=False)
 
 
 def test_neighbours_in_one_array_are_no_overlap():
     memory = np.zeros(10)
     params = [Parameter("left", memory[:5]), Parameter("right", memory[5:]), Parameter("none", memory[2:2])]
-    DistOpt(SGD(1.0))(pairs(params))
+    DistOpt(SGD(1.0))(constant_pairs(params))
     assert (memory == -1).all()
 
 
-def test_names_of_any_kind():
+def test_a_parameter_name_that_cannot_be_encoded_is_reported_all_the_same():
     def main(comm):
         p = Parameter("\udc80 \n", np.zeros(2))
         DistOpt(communicator=comm)([(p, np.full(2, np.nan))])
@@ -323,16 +302,16 @@ def test_names_of_any_kind():
     assert "not finite" in texts_of(2, main, FloatingPointError)
 
 
-def test_ranks_at_different_steps():
+def test_ranks_at_different_steps_or_batches_are_refused():
     """A rank that was resumed from another checkpoint must not train along with the others."""
 
     def main(comm, **options):
         opt = DistOpt(SGD(0.1), comm, **options)
         if comm.rank == 1:
             ahead = DistOpt(SGD(0.1), LocalCommunicator(), **options)
-            ahead(pairs(three()))
+            ahead(constant_pairs(three_parameters()))
             opt.load_state_dict(ahead.state_dict())
-        opt(pairs(three()))
+        opt(constant_pairs(three_parameters()))
 
     assert texts_of(2, main, ValueError) == "ranks differ: rank 0 has step 1, rank 1 has step 2"
     text = texts_of(2, lambda comm: main(comm, num_batches=3), ValueError)
@@ -341,44 +320,50 @@ def test_ranks_at_different_steps():
 
 def test_a_refused_first_step_leaves_nothing_behind():
     def main(comm):
-        params = three()
+        params = three_parameters()
         opt = DistOpt(SGD(1.0), comm)
         with pytest.raises(ValueError, match="ranks differ"):
-            opt(pairs(params[:2] if comm.rank else params))
+            opt(constant_pairs(params[:2] if comm.rank else params))
         assert all((p.data == 1).all() for p in params)
-        opt(pairs(params[1:]))
+        opt(constant_pairs(params[1:]))
         return float(params[0].data[0, 0]), float(params[1].data[0])
 
     assert run_ranks(2, main) == [(1.0, 0.0)] * 2
 
 
-def test_unknown_and_missing_later():
+def test_unknown_and_missing_parameters_of_a_later_step_are_named():
     def main(comm, late):
         params = [Parameter("weight", np.ones(2)), Parameter("bias", np.ones(1))]
         opt = DistOpt(communicator=comm)
-        opt(pairs(params))
-        opt(late(params) if comm.rank == 1 else pairs(params))
+        opt(constant_pairs(params))
+        opt(late(params) if comm.rank == 1 else constant_pairs(params))
 
-    text = texts_of(2, lambda c: main(c, lambda p: [*pairs(p), *pairs([Parameter("weigth", np.ones(2))])]), ValueError)
+    text = texts_of(
+        2,
+        lambda c: main(c, lambda p: [*constant_pairs(p), *constant_pairs([Parameter("weigth", np.ones(2))])]),
+        ValueError,
+    )
     assert text == "rank 1: weigth: not a parameter of the first step; did you mean weight?"
-    assert texts_of(2, lambda c: main(c, lambda p: pairs(p[:1])), ValueError).startswith(
+    assert texts_of(2, lambda c: main(c, lambda p: constant_pairs(p[:1])), ValueError).startswith(
         "rank 1: no gradient for bias;"
     )
-    assert "use distopt.Parameter" in texts_of(2, lambda c: main(c, lambda p: [*pairs(p), (np.ones(9), np.ones(9))]))
+    assert "use distopt.Parameter" in texts_of(
+        2, lambda c: main(c, lambda p: [*constant_pairs(p), (np.ones(9), np.ones(9))])
+    )
 
 
 def test_missing_gradients_count_as_zeros_if_allowed():
     def main(comm):
-        params = three()
+        params = three_parameters()
         opt = DistOpt(SGD(1.0), comm, allow_missing=True)
-        opt([(p, None) if comm.rank and p.name == "b" else (p, g) for p, g in pairs(params)])
-        opt(pairs(params[:1] if comm.rank else params))
+        opt([(p, None) if comm.rank and p.name == "b" else (p, g) for p, g in constant_pairs(params)])
+        opt(constant_pairs(params[:1] if comm.rank else params))
         return [float(p.data.flat[0]) for p in params]
 
     assert run_ranks(2, main) == [[-1.0, 0.0, -0.5]] * 2
 
 
-def test_gradients_that_are_not_contiguous_read_only_or_scalars():
+def test_gradients_may_be_strided_read_only_or_scalars():
     def main(comm):
         params = [
             Parameter("m", np.zeros((3, 4), "f4")),
@@ -395,28 +380,28 @@ def test_gradients_that_are_not_contiguous_read_only_or_scalars():
     run_ranks(2, main)
 
 
-def test_nothing_at_all_is_a_step():
+def test_a_step_without_any_parameter_is_applied():
     assert run_ranks(2, lambda comm: DistOpt(communicator=comm)([])) == [True, True]
 
 
 def test_a_generator_that_raises_halfway():
     def main(comm):
-        params = three()
+        params = three_parameters()
         before = [p.data.copy() for p in params]
 
         def halfway():
-            yield from pairs(params[:1])
+            yield from constant_pairs(params[:1])
             if comm.rank == 1:
                 raise OSError("disk gone")
-            yield from pairs(params[1:])
+            yield from constant_pairs(params[1:])
 
         opt = DistOpt(communicator=comm)
-        opt(pairs(params, 0.0))
+        opt(constant_pairs(params, 0.0))
         try:
             opt(halfway())
         finally:
             assert all((p.data == b).all() for p, b in zip(params, before, strict=True))
-            opt(pairs(params, 0.0))  # and the next step works
+            opt(constant_pairs(params, 0.0))  # and the next step works
 
     assert texts_of(3, main, RuntimeError) == "rank 1: OSError: disk gone"
 
@@ -425,14 +410,16 @@ def test_two_ranks_fail_and_the_lowest_is_named():
     def main(comm):
         DistOpt(communicator=comm)(3 if comm.rank else [(np.ones(3), np.ones(4))])
 
-    assert texts_of(3, main, ValueError).startswith("rank 0: parameter 0: the gradient must have the parameter's shape")
+    assert texts_of(3, main, ValueError).startswith(
+        "rank 0: parameter 0: the gradient must be of the parameter's shape"
+    )
 
 
 def test_a_rank_that_leaves_is_named():
     def main(comm):
         opt = DistOpt(communicator=comm)
         for _ in range(3 if comm.rank == 1 else 4):
-            opt(pairs(three()))
+            opt(constant_pairs(three_parameters()))
 
     with pytest.raises(PeerLeft, match="rank 1 left"):
         run_ranks(2, main)
@@ -442,18 +429,18 @@ def test_a_rank_that_leaves_is_named():
 
 
 def poisoned(params, comm, value=np.nan):
-    found = pairs(params)
+    found = constant_pairs(params)
     if comm.rank == 1:
         found[1][1][2] = value
     return found
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_nonfinite_raise(value):
+def test_nonfinite_raise_refuses_the_step_and_names_rank_and_parameter(value):
     def main(comm):
-        params = three()
+        params = three_parameters()
         opt = DistOpt(SGD(1.0), comm)
-        opt(pairs(params))
+        opt(constant_pairs(params))
         try:
             opt(poisoned(params, comm, value))
         finally:
@@ -474,7 +461,7 @@ def test_optimizers_that_have_made_different_numbers_of_updates():
     assert text == "ranks differ: rank 0 has SGD's step_counter=1, rank 1 has SGD's step_counter=2"
 
 
-def test_a_rank_that_refused_a_step_early_has_the_views_of_the_others():
+def test_gradient_views_stay_equal_on_ranks_after_one_refused_a_step_early():
     def main(comm):
         params, opt = laws.train(comm, steps=1)
         with pytest.raises(ValueError, match="clip_Value must be at least 0"):
@@ -512,19 +499,19 @@ def test_gradients_that_are_refused_in_their_views_are_not_counted():
     assert run_ranks(2, main) == [[-2] * 4] * 2
 
 
-def test_nonfinite_skip_and_its_limit():
+def test_nonfinite_skip_drops_steps_and_raises_after_ten_in_a_row():
     def main(comm):
-        params = three()
+        params = three_parameters()
         opt = DistOpt(SGD(1.0), comm, nonfinite="skip")
-        assert opt(pairs(params)) is True
+        assert opt(constant_pairs(params)) is True
         for _ in range(5):
             assert opt(poisoned(params, comm)) is False
-        assert opt(pairs(params)) is True
+        assert opt(constant_pairs(params)) is True
         assert (opt.skipped, opt.step_counter, opt.opt.step_counter) == (5, 2, 2)
         assert all((p.data == -1).all() for p in params)
         for _ in range(9):
             assert opt(poisoned(params, comm)) is False
-        assert opt(pairs(params)) is True
+        assert opt(constant_pairs(params)) is True
         for _ in range(10):
             opt(poisoned(params, comm))
 
@@ -532,17 +519,17 @@ def test_nonfinite_skip_and_its_limit():
 
 
 def test_ten_bad_steps_raise_and_so_does_every_one_after_them():
-    opt, params = DistOpt(SGD(1.0), nonfinite="skip"), three()
+    opt, params = DistOpt(SGD(1.0), nonfinite="skip"), three_parameters()
     for _ in range(9):
-        assert not opt(pairs(params, np.inf))
+        assert not opt(constant_pairs(params, np.inf))
     for count in (10, 11):
         with pytest.raises(FloatingPointError, match=f"{count} steps in a row"):
-            opt(pairs(params, np.inf))
+            opt(constant_pairs(params, np.inf))
 
 
-def test_nonfinite_propagate():
+def test_nonfinite_propagate_applies_what_is_not_finite():
     def main(comm):
-        params = three()
+        params = three_parameters()
         assert DistOpt(SGD(1.0), comm, nonfinite="propagate")(poisoned(params, comm)) is True
         return np.isnan(params[1].data).tolist()
 
@@ -555,8 +542,12 @@ def test_nonfinite_propagate():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"opt": SGD}, TypeError, "opt must have apply.*, got the class SGD: make an instance of it"),
-        ({"opt": 3}, TypeError, r"opt must have apply\(name, value, grad\) or update\(param, grad\), got int"),
+        ({"opt": SGD}, TypeError, "opt must be an object with apply.*, got the class SGD; make an instance of it"),
+        (
+            {"opt": 3},
+            TypeError,
+            r"opt must be an object with apply\(name, value, grad\) or update\(param, grad\), got int",
+        ),
         (
             {"nonfinite": "ignore"},
             ValueError,
@@ -566,9 +557,17 @@ def test_nonfinite_propagate():
         ({"threshold": 1.5}, TypeError, "threshold must be an integer, got 1.5"),
         ({"num_batches": 0}, ValueError, "num_batches must be at least 1, got 0"),
         ({"buffSize": 0}, ValueError, "buffSize must be at least 1, got 0"),
+        ({"communicator": 3}, TypeError, "communicator must be a distopt.comm.Communicator or None, got int"),
+        ({"communicator": []}, TypeError, "communicator must be a distopt.comm.Communicator or None, got list"),
+        ({"overlap": 3}, ValueError, "overlap must be 'auto', True or False, got 3"),
+        ({"overlap": 1.0}, ValueError, "overlap must be 'auto', True or False, got 1.0"),
+        ({"broadcast": "no"}, TypeError, "broadcast must be True or False, got 'no'"),
+        ({"sync_on_apply": 0}, TypeError, "sync_on_apply must be True or False, got 0"),
+        ({"deterministic": None}, TypeError, "deterministic must be True or False, got None"),
+        ({"check_every": True}, TypeError, "check_every must be an integer, got True"),
     ],
 )
-def test_bad_options(options, error, text):
+def test_wrong_options_are_refused_by_name(options, error, text):
     with pytest.raises(error, match=text):
         DistOpt(**options)
     with pytest.raises(TypeError, match="unexpected keyword"):
@@ -580,14 +579,14 @@ def test_every_instance_has_its_own_optimizer():
     assert isinstance(DistOpt().opt, SGD)
 
 
-def test_rank_0_parameters_are_broadcast_once_unless_told_not_to():
+def test_rank_0_parameters_are_broadcast_once_unless_broadcast_is_false():
     def main(comm, broadcast):
         params = [Parameter("w", np.full(3, comm.rank, "f4"))]
         opt = DistOpt(SGD(1.0), comm, broadcast=broadcast)
-        opt(pairs(params))
+        opt(constant_pairs(params))
         first = float(params[0].data[0])
         params[0].data += comm.rank
-        opt(pairs(params, 0.0))
+        opt(constant_pairs(params, 0.0))
         return first, float(params[0].data[0])
 
     assert run_ranks(3, lambda c: main(c, True)) == [(-1, -1), (-1, 0), (-1, 1)]
@@ -595,7 +594,7 @@ def test_rank_0_parameters_are_broadcast_once_unless_told_not_to():
 
 
 @pytest.mark.parametrize("sync_on_apply", [True, False])
-def test_a_window_of_batches_is_one_step(sync_on_apply):
+def test_num_batches_calls_are_one_step_on_their_mean(sync_on_apply):
     def main(comm):
         params, whole = laws.parameters(), laws.parameters()
         metered = Metered(comm)
@@ -613,13 +612,13 @@ def test_a_window_of_batches_is_one_step(sync_on_apply):
     assert run_ranks(2, main) == [([False, False, True] * 2, exchanges)] * 2
 
 
-def test_a_threshold_for_one_call():
+def test_a_threshold_given_to_one_call_does_not_outlive_it():
     def main(comm):
-        params = three()
+        params = three_parameters()
         opt = DistOpt(communicator=comm)
-        opt.backward_and_update(pairs(params), threshold=0)
+        opt.backward_and_update(constant_pairs(params), threshold=0)
         every = len(opt.plan.buckets)
-        opt(pairs(params))
+        opt(constant_pairs(params))
         return every, len(opt.plan.buckets)
 
     assert run_ranks(2, main) == [(3, 1)] * 2
@@ -650,12 +649,12 @@ class ByApply:
 
 
 @pytest.mark.parametrize("kind", [ByUpdate, ByApply])
-def test_a_stranger_sees_means_in_backward_order(kind):
+def test_a_custom_optimizer_gets_means_in_backward_order(kind):
     def main(comm):
         params = [Parameter(n, np.ones(s)) for n, s in (("last", 2), ("big", 9), ("first", 1))]
         opt = DistOpt(kind(), comm, threshold=5)
-        opt(pairs(params, comm.rank * 2.0))
-        opt(pairs(params[::-1], 0.0))
+        opt(constant_pairs(params, comm.rank * 2.0))
+        opt(constant_pairs(params[::-1], 0.0))
         assert opt.opt.seen[:3] == [("last", [1.0] * 2), ("big", [1.0] * 9), ("first", [1.0])]
         assert [n for n, _ in opt.opt.seen[3:]] == ["last", "big", "first"]
         assert getattr(opt.opt, "steps", 2) == 2
@@ -669,7 +668,7 @@ def test_a_stranger_sees_means_in_backward_order(kind):
 
 def test_gradient_views_are_never_packed():
     def main(comm):
-        params, plain = three(), three()
+        params, plain = three_parameters(), three_parameters()
         opt, other = DistOpt(SGD(0.5, 0.9), comm), DistOpt(SGD(0.5, 0.9), comm)
         views = opt.gradient_views(params)
         assert [v.shape for v in views] == [(3, 2), (4,), ()]
@@ -679,7 +678,7 @@ def test_gradient_views_are_never_packed():
             for v in views:
                 v[...] = step + comm.rank
             opt(reversed(list(zip(params, views, strict=True))))
-            other(pairs(plain, step + comm.rank))
+            other(constant_pairs(plain, step + comm.rank))
         assert [v.ctypes.data for v in opt.gradient_views(params)] == addresses
         for p, q in zip(params, plain, strict=True):
             np.testing.assert_array_equal(p.data, q.data)
@@ -699,7 +698,7 @@ def test_views_given_for_the_wrong_parameters_are_copied_first():
     assert run_ranks(2, main) == [(-2.0, -1.0)] * 2
 
 
-def test_views_given_across_buckets_and_for_a_missing_gradient():
+def test_gradient_views_may_be_swapped_across_buckets_and_beside_a_missing_gradient():
     params = [Parameter(n, np.zeros(3)) for n in "abc"]
     opt = DistOpt(SGD(1.0), threshold=0, allow_missing=True)
     a, b, c = opt.gradient_views(params)
@@ -713,7 +712,7 @@ def test_views_given_across_buckets_and_for_a_missing_gradient():
 
 
 def test_views_live_on_after_load_state_dict():
-    params = three()
+    params = three_parameters()
     opt = DistOpt(SGD(1.0), num_batches=2)
     views = opt.gradient_views(params)
     for v in views:
@@ -725,18 +724,18 @@ def test_views_live_on_after_load_state_dict():
     assert all((p.data == 0).all() for p in params)
 
 
-def test_gradient_views_of_ranks_that_differ():
+def test_gradient_views_of_ranks_that_differ_are_refused():
     def main(comm):
-        DistOpt(communicator=comm).gradient_views(three()[: 2 + comm.rank % 2])
+        DistOpt(communicator=comm).gradient_views(three_parameters()[: 2 + comm.rank % 2])
 
     assert "ranks differ: rank 0 has threshold" in texts_of(2, main, ValueError)
 
 
-def test_print_plan():
+def test_the_plan_prints_buckets_with_sizes_and_members():
     def main(comm):
         opt = DistOpt(communicator=comm, threshold=5)
         assert opt.plan is None
-        opt(pairs(three()))
+        opt(constant_pairs(three_parameters()))
         return str(opt.plan)
 
     assert run_ranks(2, main)[0].splitlines() == [
@@ -749,10 +748,10 @@ def test_print_plan():
 
 def test_state_dict_is_plain_and_a_copy():
     def main(comm):
-        params = three()
+        params = three_parameters()
         opt = DistOpt(SGD(0.1, 0.9), comm, num_batches=2)
         for _ in range(3):
-            opt(pairs(params))
+            opt(constant_pairs(params))
         state = opt.state_dict()
         assert set(state) == set(
             "step_counter num_batches batches contributions partial skipped skips_in_a_row loss_scale rooms "
@@ -772,9 +771,9 @@ def test_state_dict_is_plain_and_a_copy():
 
 def saved(**options):
     """The state of a run with momentum that was skipped once, in the middle of a window if there are windows."""
-    opt, params = DistOpt(SGD(0.1, 0.9), nonfinite="skip", **options), three()
+    opt, params = DistOpt(SGD(0.1, 0.9), nonfinite="skip", **options), three_parameters()
     for value in (1.0, 1.0, 1.0, np.nan):
-        opt(pairs(params, value))
+        opt(constant_pairs(params, value))
     return opt.state_dict()
 
 
@@ -782,16 +781,19 @@ def test_a_state_is_refused_before_anything_changes():
     state = saved(num_batches=2)
     other = [Parameter("b", np.zeros(4, "f4"))]
     opt = DistOpt(SGD(0.1, 0.9), num_batches=2)
-    opt(pairs(other))
+    opt(constant_pairs(other))
     before = str(opt.state_dict())
     window = {"window": {"b": np.zeros((2, 2), "f4")}}
     for wrong, text in (
-        ({}, r"a state has the entries \['batches', .*, got \[\]"),
-        (state | {"num_batches": 3}, "saved after 1 of 3 batches; num_batches is 2 here"),
-        (state, "state window of a has shape .*no such parameter"),
-        (state | {"states": window}, r"state window of b has shape \(2, 2\); here is shape \(4,\)"),
-        (state | {"states": {"window": {"b": np.zeros(4)}}}, "state window of b has dtype float64; here is float32"),
-        (state | {"states": {"window": {"b": np.full(4, "x")}}}, "state window of b has dtype <U1; here is float32"),
+        ({}, r"the entries of a state must be \['batches', .*, got \[\]"),
+        (
+            state | {"num_batches": 3},
+            "num_batches must be that of the state, which was saved after 1 of 3 batches, got 2",
+        ),
+        (state, "names in state window must be those of parameters, got 'a'"),
+        (state | {"states": window}, r"state window of b must be of shape \(4,\), got \(2, 2\)"),
+        (state | {"states": {"window": {"b": np.zeros(4)}}}, "state window of b must be of dtype float32, got float64"),
+        (state | {"states": {"window": {"b": np.full(4, "x")}}}, "state window of b must be of dtype float32, got <U1"),
     ):
         with pytest.raises(ValueError, match=text):
             opt.load_state_dict(wrong)
@@ -802,30 +804,30 @@ def test_a_state_of_other_parameters_is_refused_at_the_first_step():
     def main(comm):
         opt = DistOpt(SGD(0.1, 0.9), comm)
         opt.load_state_dict(saved())
-        params = [Parameter("a", np.ones(6, "f4")), *three()[1:]]
+        params = [Parameter("a", np.ones(6, "f4")), *three_parameters()[1:]]
         try:
-            opt(pairs(params))
+            opt(constant_pairs(params))
         finally:
             assert all((p.data == 1).all() for p in params)
 
-    assert "state moments of a has shape (3, 2), the parameter (6,)" in texts_of(2, main, ValueError)
+    assert "state moments of a must be shaped (6,), as the parameter, got (3, 2)" in texts_of(2, main, ValueError)
 
 
 def test_a_restored_window_survives_a_refused_first_step():
     def main(comm):
-        opt, params = DistOpt(SGD(1.0), comm, num_batches=2), three()
+        opt, params = DistOpt(SGD(1.0), comm, num_batches=2), three_parameters()
         source = DistOpt(SGD(1.0), num_batches=2)
-        source(pairs(params, 3.0))
+        source(constant_pairs(params, 3.0))
         opt.load_state_dict(source.state_dict())
         with pytest.raises(ValueError, match="ranks differ"):
-            opt(pairs(params[::-1] if comm.rank else params))
-        opt(pairs(params))
+            opt(constant_pairs(params[::-1] if comm.rank else params))
+        opt(constant_pairs(params))
         return [float(p.data.flat[0]) for p in params]
 
     assert run_ranks(2, main) == [[-1.0] * 3] * 2
 
 
-def test_what_a_state_restores():
+def test_load_state_dict_restores_counters_and_parameters_are_not_broadcast_again():
     state = saved()
 
     def main(comm):
@@ -833,10 +835,10 @@ def test_what_a_state_restores():
         opt.load_state_dict(state)
         assert (opt.step_counter, opt.skipped, opt.opt.step_counter) == (3, 1, 3)
         assert opt.state_dict()["skips_in_a_row"] == 1
-        p = three()
+        p = three_parameters()
         for q in p:
             q.data += comm.rank
-        opt(pairs(p, 0.0))
+        opt(constant_pairs(p, 0.0))
         return float(p[2].data)
 
     first, second = run_ranks(2, main)
@@ -844,7 +846,7 @@ def test_what_a_state_restores():
 
 
 def test_an_update_that_failed_halfway_needs_a_checkpoint():
-    """A stranger that raises on one rank has updated part of its parameters there; going on would mix two models."""
+    """A custom optimizer that raises on one rank has updated part of its parameters there."""
 
     class Moody:
         def __init__(self, comm):
@@ -859,27 +861,27 @@ def test_an_update_that_failed_halfway_needs_a_checkpoint():
         params = [Parameter("p", np.zeros(1)), Parameter("q", np.zeros(1))]
         opt = DistOpt(Moody(comm), comm, num_batches=2)
         state = opt.state_dict()
-        opt(pairs(params))
+        opt(constant_pairs(params))
         try:
-            opt(pairs(params))
+            opt(constant_pairs(params))
         except OSError:
             assert comm.rank == 1
         text = "rank 1: the update of step 1 failed halfway with OSError: mood; load a checkpoint to go on"
         for _ in range(2):
             with pytest.raises(RuntimeError, match=text):
-                opt(pairs(params))
+                opt(constant_pairs(params))
         opt.load_state_dict(state)
         for p in params:
             p.data[:] = 0
-        assert [opt(pairs(params, 2.0)), opt(pairs(params, 4.0))] == [False, True]
+        assert [opt(constant_pairs(params, 2.0)), opt(constant_pairs(params, 4.0))] == [False, True]
         return [float(p.data[0]) for p in params]
 
     assert run_ranks(2, main) == [[-3.0, -3.0]] * 2
 
 
-def test_states_that_make_no_sense():
+def test_inconsistent_states_are_refused_and_change_nothing():
     opt = DistOpt(SGD(0.1, 0.9), num_batches=2)
-    opt(pairs(three()))
+    opt(constant_pairs(three_parameters()))
     good = opt.state_dict()
     before = str(good)
     for change, error, text in (
@@ -888,8 +890,8 @@ def test_states_that_make_no_sense():
         ({"contributions": -0.5}, ValueError, "contributions must be at least 0 and finite, got -0.5"),
         ({"contributions": float("nan")}, ValueError, "contributions must be at least 0 and finite, got nan"),
         ({"step_counter": None}, TypeError, "step_counter must be an integer, got None"),
-        ({"optimizer": None}, ValueError, "the state has nothing for the optimizer"),
-        ({"optimizer": {"m": 1}}, ValueError, "SGD has the states"),
+        ({"optimizer": None}, ValueError, "the optimizer of a state must be a state of this optimizer, got None"),
+        ({"optimizer": {"m": 1}}, ValueError, "the states of SGD must be"),
         ({"states": 3}, ValueError, "states must be a dict of dicts of arrays, got int"),
         ({"states": {"residual": []}}, ValueError, "states must be a dict of dicts of arrays, got list"),
     ):
@@ -901,19 +903,19 @@ def test_states_that_make_no_sense():
 # ---------------------------------------------------------------------------------------------------- the verbs
 
 
-def test_singas_low_level_loop():
+def test_singas_loop_of_all_reduce_and_update_equals_whole_steps():
     def main(comm):
-        params, whole = three(), three()
+        params, whole = three_parameters(), three_parameters()
         opt, other = DistOpt(SGD(0.1, 0.9), comm), DistOpt(SGD(0.1, 0.9), comm)
         for step in range(3):
-            found = pairs(params, step + comm.rank)
+            found = constant_pairs(params, step + comm.rank)
             for _, g in found:
                 opt.all_reduce(g)
             opt.wait()
             for p, g in found:
                 opt.update(p, g)
             opt.step()
-            other(pairs(whole, step + comm.rank))
+            other(constant_pairs(whole, step + comm.rank))
         for p, w in zip(params, whole, strict=True):
             np.testing.assert_array_equal(p.data, w.data)
         return opt.step_counter
@@ -922,7 +924,7 @@ def test_singas_low_level_loop():
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 1000])
-def test_fused_all_reduce_in_pieces(capacity):
+def test_fused_all_reduce_sums_in_pieces_of_the_buffer_size(capacity):
     def main(comm):
         opt = DistOpt(communicator=comm, buffSize=capacity)
         xs = [np.full(s, comm.rank + 1.0) for s in ((2, 3), (0,), (), (11,))]
@@ -948,14 +950,14 @@ def test_fused_all_reduce_refuses_a_list_that_was_not_filled():
 
     text = texts_of(2, main, ValueError)
     assert text == (
-        "rank 1: the list must match what was filled: 2 arrays were, got 2; "
+        "rank 1: the list must be the 2 arrays that were filled, got 2; "
         "at position 0 3 elements of float64 were filled, got 4 of float64"
     )
-    with pytest.raises(TypeError, match="fused arrays must have one dtype: float64 was filled, got float32"):
+    with pytest.raises(TypeError, match="fused arrays must be of one dtype, float64 as those filled, got float32"):
         DistOpt().fused_all_reduce([np.ones(3), np.ones(3, "f4")], send=False)
 
 
-def test_verbs_of_ranks_that_differ():
+def test_ranks_that_call_different_verbs_or_sizes_are_refused():
     def other_size(comm):
         DistOpt(communicator=comm).all_reduce(np.ones(3 + comm.rank))
 
@@ -970,10 +972,10 @@ def test_verbs_of_ranks_that_differ():
         2, other_size
     )
     assert "rank 0 has all_reduce, rank 1 has broadcast" in texts_of(2, other_verb)
-    assert texts_of(2, no_array, TypeError).startswith("rank 1: a communicator carries arrays of float32,")
+    assert texts_of(2, no_array, TypeError).startswith("rank 1: a communicator's array must be of float32,")
 
 
-def test_errors_of_one_rank_reach_all_in_every_verb():
+def test_an_error_of_one_rank_in_a_verb_is_raised_by_every_rank():
     def bad_list(verb):
         def main(comm):
             def broken():
@@ -989,7 +991,7 @@ def test_errors_of_one_rank_reach_all_in_every_verb():
     for verb in ("fused_all_reduce", "broadcast", "gradient_views"):
         assert texts_of(2, bad_list(verb), RuntimeError) == "rank 1: OSError: gone"
     text = texts_of(2, lambda c: DistOpt(communicator=c).broadcast([3.0 if c.rank else np.ones(1)]), TypeError)
-    assert text.startswith("rank 1: a communicator carries arrays of")
+    assert text.startswith("rank 1: a communicator's array must be of")
     text = texts_of(
         2, lambda c: DistOpt(communicator=c, buffSize=4 + c.rank).fused_all_reduce([np.ones(9)]), ValueError
     )
@@ -1000,7 +1002,7 @@ def test_a_refused_send_forgets_what_was_filled():
     def main(comm):
         opt, xs = DistOpt(communicator=comm), [np.ones(3)]
         opt.fused_all_reduce(xs, send=False)
-        with pytest.raises(ValueError, match="must match"):
+        with pytest.raises(ValueError, match="the list must be the 1 arrays that were filled"):
             opt.fused_all_reduce([np.ones(4)] if comm.rank else xs)
         xs = [np.full(2, comm.rank + 1.0)]
         opt.fused_all_reduce(xs)
@@ -1009,7 +1011,7 @@ def test_a_refused_send_forgets_what_was_filled():
     assert run_ranks(2, main) == [[3.0, 3.0]] * 2
 
 
-def test_broadcast_and_attributes():
+def test_broadcast_sends_rank_0s_values_and_rank_attributes_are_set():
     def main(comm):
         opt = DistOpt(communicator=comm)
         x, p = np.full(3, comm.rank), Parameter("p", np.full(2, comm.rank, "f4"))
@@ -1022,7 +1024,7 @@ def test_broadcast_and_attributes():
     assert run_ranks(3, main) == [(3, 0, 0), (3, 1, 1), (3, 2, 2)]
 
 
-def test_a_closed_one_refuses():
+def test_a_closed_dist_opt_refuses_every_call():
     opt = DistOpt()
     opt.close()
     for use in (
@@ -1038,7 +1040,7 @@ def test_a_closed_one_refuses():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_one_gradient_for_two_parameters_at_every_step(size):
+def test_one_gradient_array_may_serve_two_parameters_at_every_step(size):
     """It lies in the view of one of them, and is copied for the other anew at every step."""
 
     def main(comm):
@@ -1053,7 +1055,7 @@ def test_one_gradient_for_two_parameters_at_every_step(size):
     run_ranks(size, main)
 
 
-def test_views_asked_for_while_other_arrays_stand_in():
+def test_gradient_views_asked_for_while_a_parameter_has_another_array_do_not_bind_it():
     """As when averaged weights are swapped in for a moment: the next step updates what is there then."""
 
     def main(comm):
@@ -1074,7 +1076,7 @@ def test_views_asked_for_while_other_arrays_stand_in():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("n", [40001, 27003])
-def test_modes_share_scratch_memory(n, dtype):
+def test_half_sparse_and_topk_steps_share_one_bucket_of_scratch_memory(n, dtype):
     """Payloads of different kinds in the memory of one bucket, one after the other."""
 
     def main(comm):

@@ -6,17 +6,17 @@ A process takes long to start, so all that two healthy ranks do is one job; each
 import re
 from pathlib import Path
 
+import comm_checks
 import numpy as np
+import pages
 import pytest
 
-import comm_checks
 import laws
 from distopt import run_ranks
 from launch import distopt_run, run_mpi
 
 PROJECT = Path(__file__).parent.parent
 TRAINING = Path(__file__).parent / "faults" / "training.py"
-README_BLOCKS = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.S)
 
 
 def digests_of_modes(comm):
@@ -111,14 +111,12 @@ def test_a_run_that_stopped_goes_on_with_the_bits_of_one_that_did_not(tmp_path):
     assert digests("stopped", 20, 0) == unbroken
 
 
-def test_the_first_block_of_the_readme(tmp_path):
-    script = tmp_path / "block.py"
-    script.write_text(README_BLOCKS[0])
-    code, output = distopt_run(2, script, timeout=60)
+def test_the_python_blocks_of_the_readme_run_on_two_ranks(tmp_path):
+    code, output = distopt_run(2, pages.__file__, pages.README, timeout=60, cwd=tmp_path)
     assert code == 0, output
 
 
-def test_an_example_learns():
+def test_the_digits_example_learns_on_two_ranks():
     code, output = distopt_run(2, PROJECT / "examples" / "digits.py", "--epochs", 4, "--mode", "topk", timeout=60)
     assert code == 0, output
     assert float(re.search(r"test accuracy (\S+)$", output, re.M)[1]) > 0.9

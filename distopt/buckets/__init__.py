@@ -1,26 +1,26 @@
-"""Fuse many small arrays into few flat ones: the plan, its memory, and the staging of the fused verbs."""
+"""Buckets: many small arrays fused into few flat ones; their plan, their memory, and the staging of fused verbs."""
 
-from distopt.buckets.buffers import Buffer, Buffers, States
+from distopt.buckets.bucket import Bucket, BucketSet, States
+from distopt.buckets.grad_io import read_sums, write_sums
 from distopt.buckets.norm import global_norm
-from distopt.buckets.piece import Piece, Sum, in_one_piece, own, shared
-from distopt.buckets.plan import Bucket, Plan, plan
+from distopt.buckets.plan import BucketSpec, Plan, plan
+from distopt.buckets.shards import Reduced, Shard, local_shard, sharded, unsharded
 from distopt.buckets.staging import Staging
-from distopt.buckets.sums import leave, take
 
 __all__ = [
     "Bucket",
-    "Buffer",
-    "Buffers",
-    "Piece",
+    "BucketSet",
+    "BucketSpec",
     "Plan",
+    "Reduced",
+    "Shard",
     "Staging",
     "States",
-    "Sum",
     "global_norm",
-    "in_one_piece",
-    "leave",
-    "own",
+    "local_shard",
     "plan",
-    "shared",
-    "take",
+    "read_sums",
+    "sharded",
+    "unsharded",
+    "write_sums",
 ]

@@ -7,37 +7,57 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from distopt import device, kernels
-from distopt.buckets.buffers import Buffers
-from distopt.buckets.piece import Sum, own
+from distopt.buckets.bucket import BucketSet
+from distopt.buckets.shards import Reduced, local_shard
 
-AddUp = Callable[[np.ndarray], None]
+SumOverRanks = Callable[[np.ndarray], None]
 
 
 def global_norm(
-    buffers: Buffers, sums: Sequence[Sum], rank: int, size: int, add_up: AddUp, skip: Collection[str] = ()
+    buckets: BucketSet,
+    sums: Sequence[Reduced],
+    rank: int,
+    size: int,
+    sum_over_ranks: SumOverRanks,
+    skip: Collection[str] = (),
 ) -> float:
-    """The L2 norm, in float64, of all sums as one vector, without the parameters to ``skip``.
+    """Return the L2 norm of all sums as one vector, in float64.  Collective if a sum lies in pieces.
 
     Squares are added in a fixed order within each parameter, and then exactly, so that every rank and every plan has
-    the same bits.  Of a sum in pieces each of the ``size`` ranks squares its own, and ``add_up`` replaces an array by
-    its sum over ranks.  On a GPU the host waits for the norm.
+    the same bits.  On a GPU the host waits for the norm.
+
+    Args:
+        buckets: the buckets.
+        sums: the sum of each bucket.
+        rank: this rank.
+        size: the number of ranks, each of which squares its own piece of a sum in pieces.
+        sum_over_ranks: replaces an array by its sum over ranks.
+        skip: names of parameters that do not count.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.buckets import BucketSet, global_norm, unsharded, plan
+        >>> buckets = BucketSet(plan(["w"], [2], ["f4"], 0), {"w": np.zeros(2, "f4")}, np.zeros)
+        >>> buckets[0].gradient[:] = [3, 4]
+        >>> global_norm(buckets, [unsharded(buckets[0].gradient)], rank=0, size=1, sum_over_ranks=lambda x: None)
+        5.0
     """
-    tables = [b.gradients for b in buffers]
-    sizes = [max(t.chunks, len(t.names)) for t in tables]  # of which kernels want one per member at least
+    tables = [b.gradients for b in buckets]
+    sizes = [max(t.chunks, len(t.names)) for t in tables]  # kernels need at least one number per member
     bounds = list(itertools.accumulate(sizes, initial=0))
-    partial = device.zeros(bounds[-1], np.float64, buffers.bad)
+    partial = device.zeros(bounds[-1], np.float64, buckets.bad)
     parts = [partial[start:end] for start, end in itertools.pairwise(bounds)]
     for table, total, part in zip(tables, sums, parts, strict=True):
-        for piece in own(total, rank, size) if len(total) > 1 else total:
-            kernels.partial_squares(table.share(piece.number, piece.of), piece.flat, part)
+        for piece in local_shard(total, rank, size) if len(total) > 1 else total:
+            kernels.partial_squares(table.shard(piece.number, piece.of), piece.flat, part)
     if any(len(total) > 1 for total in sums):
-        add_up(partial)
+        sum_over_ranks(partial)
     squares: list[float] = []
     for table, part in zip(tables, parts, strict=True):
         folded = device.zeros(len(table.names), np.float64, part)
         kernels.fold_partials(table, part, folded, 1)
-        found = zip(table.names, device.host_copy(folded).tolist(), strict=True)
-        squares += [square for name, square in found if name not in skip]
+        pairs = zip(table.names, device.host_copy(folded).tolist(), strict=True)
+        squares += [square for name, square in pairs if name not in skip]
     try:
         return math.sqrt(math.fsum(squares))
     except OverflowError:

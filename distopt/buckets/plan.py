@@ -1,4 +1,4 @@
-"""Fuse many small arrays into few flat buffers: the plan, a pure function of an ordered list."""
+"""The plan of buckets: which arrays share a flat buffer, as a pure function of an ordered list."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,47 +6,74 @@ from typing import Any
 
 import numpy as np
 
-from distopt.checkpoint.error import printable
-from distopt.tables import wide
+from distopt.formatting import printable
+from distopt.kernels.layout import compute_dtype
 
-ALIGNMENT = 64  # bytes at multiples of which a member starts: vector loads of every SIMD level stay aligned
+ALIGNMENT = 64  # bytes; members start at multiples, so that vector loads of every SIMD level are aligned
 
 
 @dataclass(frozen=True, eq=False)
-class Bucket:
-    """Parameters that share one flat buffer; offsets and sizes in elements."""
+class BucketSpec:
+    """Parameters that share one flat buffer.
+
+    Attributes:
+        names: the names of its members.
+        sizes: the elements of each member.
+        offsets: where each member starts in the buffer, in elements.
+        stored: the dtype of the parameters and their gradients.
+
+    Example:
+        >>> from distopt.buckets import plan
+        >>> (bucket,) = plan(["a", "b"], [3, 5], ["f4", "f4"], threshold=100).buckets
+        >>> bucket.offsets, bucket.size, bucket.nbytes
+        ((0, 16), 21, 84)
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
-    stored: np.dtype  # of the parameters and their gradients
+    stored: np.dtype
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the buffer: gradients of 16 bits are added up in float32."""
-        return wide(self.stored)
+        """The dtype of the flat buffer: gradients of 16 bits are added up in float32."""
+        return compute_dtype(self.stored)
 
     @property
     def size(self) -> int:
-        """Elements of the flat buffer, with the gaps that align its members."""
+        """The elements of the flat buffer, with the gaps that align its members."""
         return self.offsets[-1] + self.sizes[-1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the flat buffer."""
+        """The bytes of the flat buffer."""
         return self.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which parameters share a buffer; ``print(plan)`` shows it."""
+    """The buckets of a model; ``print(plan)`` shows them as a table.
 
-    buckets: tuple[Bucket, ...]
+    Attributes:
+        buckets: the buckets, in the order in which they are sent.
+        threshold: the number of elements that fill a bucket.
+        payload: the bytes of each bucket's payload with the compressor in use, None where they depend on the data;
+            empty when dense.
+
+    Example:
+        >>> from distopt.buckets import plan
+        >>> print(plan(["a", "b"], [3, 5], ["f4", "f4"], threshold=100))
+        2 tensors, 8 elements, 1 buckets (threshold 100)
+        bucket  dtype    tensors      elements     payload       dense  members
+             0  float32        2             8    0.084 kB    0.084 kB  a .. b
+    """
+
+    buckets: tuple[BucketSpec, ...]
     threshold: int
-    payload: tuple[int | None, ...] = ()  # bytes per bucket with the compressor in use; () when dense
+    payload: tuple[int | None, ...] = ()
 
-    def sending(self, payload: Sequence[int | None]) -> "Plan":
-        """The same plan, with the bytes of each bucket's payload, None where they depend on the data."""
+    def with_payload(self, payload: Sequence[int | None]) -> "Plan":
+        """Return the same plan with the bytes of each bucket's payload, None where they depend on the data."""
         return replace(self, payload=tuple(payload))
 
     def __str__(self) -> str:
@@ -73,11 +100,22 @@ def _bytes(n: int | None) -> str:
 
 
 def plan(names: Sequence[str], sizes: Sequence[int], dtypes: Sequence[Any], threshold: int) -> Plan:
-    """Group an ordered list of arrays into buckets, by SINGA's rule.
+    """Group an ordered list of arrays into buckets, by the rule of SINGA's ``DistOpt``.
 
-    An array of more than ``threshold`` elements travels alone; smaller ones queue, in order and apart for each dtype,
-    until the queue holds more than ``threshold``.  So a bucket of several arrays has at most twice that, plus gaps of
-    less than 64 bytes that align its members.  ``threshold=0`` makes every array its own bucket.
+    An array of more than ``threshold`` elements is a bucket of its own; smaller ones queue, in order and apart for each
+    dtype, until the queue holds more than ``threshold``.  So a bucket of several arrays has at most twice that, plus
+    gaps of less than 64 bytes that align its members.
+
+    Args:
+        names: the names of the arrays.
+        sizes: their elements.
+        dtypes: their dtypes.
+        threshold: the number of elements that fill a bucket; 0 makes every array its own bucket.
+
+    Example:
+        >>> from distopt.buckets import plan
+        >>> [b.names for b in plan(["a", "b", "c"], [3, 500, 4], ["f4"] * 3, threshold=100).buckets]
+        [('b',), ('a', 'c')]
     """
     groups: list[list[int]] = []
     queues: dict[np.dtype, list[int]] = {}
@@ -96,8 +134,8 @@ def plan(names: Sequence[str], sizes: Sequence[int], dtypes: Sequence[Any], thre
     return Plan(tuple(_bucket(group, names, sizes, np.dtype(dtypes[group[0]])) for group in groups), threshold)
 
 
-def _bucket(group: Sequence[int], names: Sequence[str], sizes: Sequence[int], dtype: np.dtype) -> Bucket:
-    step = ALIGNMENT // wide(dtype).itemsize
+def _bucket(group: Sequence[int], names: Sequence[str], sizes: Sequence[int], dtype: np.dtype) -> BucketSpec:
+    step = ALIGNMENT // compute_dtype(dtype).itemsize
     room = np.array([-(-sizes[k] // step) * step for k in group], np.int64)
     offsets = tuple((np.cumsum(room) - room).tolist())
-    return Bucket(tuple(names[k] for k in group), tuple(sizes[k] for k in group), offsets, dtype)
+    return BucketSpec(tuple(names[k] for k in group), tuple(sizes[k] for k in group), offsets, dtype)

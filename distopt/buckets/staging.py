@@ -1,4 +1,4 @@
-"""Flat memory for SINGA's fused verbs: fill it with arrays, send it, copy the sums back."""
+"""Flat memory for SINGA's fused verbs: filled with arrays, sent, and copied back."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -8,7 +8,20 @@ from distopt import device
 
 
 class Staging:
-    """``fill`` copies arrays in, in order; ``send`` hands pieces of at most ``capacity`` elements to a collective."""
+    """A flat memory for fused collectives.
+
+    ``fill`` copies arrays in, in order; ``send`` hands pieces of at most ``capacity`` elements to a collective, and
+    copies the results back.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.buckets import Staging
+        >>> staging, results = Staging(capacity=4), [np.zeros(3), np.zeros(2)]
+        >>> staging.fill([np.ones(3), np.full(2, 2.0)])
+        >>> staging.send(results, lambda piece: np.multiply(piece, 10, out=piece))
+        >>> results
+        [array([10., 10., 10.]), array([20., 20.])]
+    """
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -17,15 +30,15 @@ class Staging:
 
     @property
     def empty(self) -> bool:
-        """Was nothing filled since the last send?"""
+        """Whether nothing was filled since the last send."""
         return not self._filled
 
     def fill(self, arrays: Sequence[np.ndarray]) -> None:
-        """Copy arrays behind those already there."""
+        """Copy arrays behind those already there; TypeError if their dtypes differ."""
         dtypes = [dtype for _, dtype in self._filled] + [x.dtype for x in arrays]
         odd = next((d for d in dtypes if d != dtypes[0]), None)
         if odd is not None:
-            raise TypeError(f"fused arrays must have one dtype: {dtypes[0]} was filled, got {odd}")
+            raise TypeError(f"fused arrays must be of one dtype, {dtypes[0]} as those filled, got {odd}")
         start = sum(n for n, _ in self._filled)
         for x in arrays:
             for piece, part in self._runs(x, start):
@@ -34,16 +47,16 @@ class Staging:
             self._filled.append((x.size, x.dtype))
 
     def check(self, arrays: Sequence[np.ndarray]) -> None:
-        """ValueError unless these are the sizes and dtypes that were filled since the last send."""
-        given = [(x.size, x.dtype) for x in arrays]
-        if given != self._filled:
+        """Raise ValueError unless these are the sizes and dtypes that were filled since the last send."""
+        listed = [(x.size, x.dtype) for x in arrays]
+        if listed != self._filled:
             raise ValueError(
-                f"the list must match what was filled: {len(self._filled)} arrays were, got {len(given)}"
-                + _difference(self._filled, given)
+                f"the list must be the {len(self._filled)} arrays that were filled, got {len(listed)}"
+                + _difference(self._filled, listed)
             )
 
     def send(self, arrays: Sequence[np.ndarray], collective: Callable[[np.ndarray], None]) -> None:
-        """Apply ``collective`` to what was filled, piece by piece, and copy the results to ``arrays``."""
+        """Apply ``collective`` to the filled memory, piece by piece, and copy the results to ``arrays``."""
         total = sum(n for n, _ in self._filled)
         pieces = self._pieces.get(arrays[0].dtype, []) if arrays else []
         for k in range(-(-total // self.capacity)):
@@ -55,11 +68,11 @@ class Staging:
             start += x.size
 
     def clear(self) -> None:
-        """Forget what was filled."""
+        """Forget the filled arrays."""
         self._filled.clear()
 
     def _runs(self, x: np.ndarray, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Pairs of equal runs: staging memory from element ``start`` on, and x."""
+        """Yield pairs of runs of equal length: of the staging memory from element ``start`` on, and of ``x``."""
         pieces, flat, done = self._pieces.setdefault(x.dtype, []), x.reshape(-1), 0
         while done < flat.size:
             k, at = divmod(start + done, self.capacity)
@@ -70,8 +83,8 @@ class Staging:
             done += n
 
 
-def _difference(filled: Sequence[tuple[int, np.dtype]], given: Sequence[tuple[int, np.dtype]]) -> str:
-    for k, (a, b) in enumerate(zip(filled, given, strict=False)):
+def _difference(filled: Sequence[tuple[int, np.dtype]], listed: Sequence[tuple[int, np.dtype]]) -> str:
+    for k, (a, b) in enumerate(zip(filled, listed, strict=False)):
         if a != b:
             return f"; at position {k} {a[0]} elements of {a[1]} were filled, got {b[0]} of {b[1]}"
     return ""

@@ -1,8 +1,8 @@
-"""What outlives a job, in files."""
+"""Checkpoints: trees of values and arrays in safetensors files, and folders of such files."""
 
 from distopt.checkpoint.error import CheckpointError
 from distopt.checkpoint.file import check, header, prepare, read, write
 from distopt.checkpoint.head import Header, Tensor
-from distopt.checkpoint.pending import Pending, sweep
+from distopt.resilience.pending import Pending, sweep
 
 __all__ = ["CheckpointError", "Header", "Pending", "Tensor", "check", "header", "prepare", "read", "sweep", "write"]

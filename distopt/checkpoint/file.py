@@ -1,7 +1,7 @@
-"""A tree of values and arrays in one file that any safetensors tool can read; nobody need trust such a file.
+"""Checkpoint files: a tree of values and arrays in one file that any safetensors tool can read.
 
-It is whole, to the last bit, or it is refused, before anything is allocated for it or, where the data are damaged,
-before anything of it is returned.  Nothing in it is executed.
+A file need not be trusted: it is whole, to the last bit, or it is refused, before anything is allocated for it or,
+where the data are damaged, before anything of it is returned.  Nothing in it is executed.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from distopt import files
 from distopt.checkpoint import foreign, head
-from distopt.checkpoint.error import CheckpointError, Misfit
+from distopt.checkpoint.error import DAMAGED, REMEDY, CheckpointError, Misfit
 from distopt.checkpoint.head import Header, Tensor
-from distopt.checkpoint.pending import Pending
-from distopt.checkpoint.tree import place, put_together, take_apart
+from distopt.checkpoint.tree import json_pointer, put_together, take_apart
+from distopt.resilience import files
+from distopt.resilience.pending import Pending
 
 CHUNK = 1 << 20  # bytes, written while the cache still has what was summed up
 
@@ -25,23 +25,59 @@ Path = str | os.PathLike[str]
 
 
 def write(path: Path, tree: Any, about: dict[str, Any]) -> None:
-    """``prepare`` and commit."""
+    """Write a tree to a file, which is there whole or not at all: ``prepare`` and commit.
+
+    Args:
+        path: the file, which is replaced.
+        tree: values and arrays (see ``prepare``).
+        about: a dict of values that describe the file, without arrays.
+
+    Raises:
+        TypeError: the tree has a value of another type; the text names its place.
+        CheckpointError: the tree is too large or too deep.
+        OSError: the file cannot be written; ``path`` is as it was.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.checkpoint import read, write
+        >>> write("state.ckpt", {"w": np.arange(3), "step": 7}, {"run": "a"})
+        >>> tree, about = read("state.ckpt")
+        >>> tree["w"].tolist(), tree["step"], about
+        ([0, 1, 2], 7, {'run': 'a'})
+    """
     prepare(path, tree, about).commit()
 
 
 def prepare(path: Path, tree: Any, about: dict[str, Any]) -> Pending:
-    """Write a tree beside ``path`` and onto the disk; its ``commit()`` gives it the name, its ``discard()`` removes it.
+    """Write a tree beside ``path`` and onto the disk, under a temporary name.
 
     A tree is made of dict with str or int as keys, list, tuple, named tuple, str, bytes, int, float, bool, None, and
     numpy's arrays and scalars: bool, integers, float16, bfloat16, float32, float64, of any shape, in native byte order.
-    Torch's tensors come back as tensors on the CPU, as arrays in a process that has not imported torch; jax's arrays
-    as numpy's; a named tuple as one with the same name and fields; an OrderedDict as a dict.  ``about`` is a dict of
-    the same, without arrays.  Returns what has ``nbytes``, of the file, and ``digest``, 32 hex digits that
-    stand for all of it and that ``header`` finds without reading it all.
+    Torch's tensors come back as tensors on the CPU, as arrays in a process that has not imported torch; jax's arrays as
+    numpy's; a named tuple as one with the same name and fields; an OrderedDict as a dict.
 
-    Raises before anything is written: TypeError, which names the place in the tree, for anything else;
-    CheckpointError for what is too much: 8 MB of text, 64 levels, one value for every 10 letters and 100,000 beyond.
-    Raises OSError; the temporary file is removed, and ``path`` is as it was.
+    Args:
+        path: the file's final name.
+        tree: the values and arrays.
+        about: a dict of values that describe the file, without arrays.
+
+    Returns:
+        The file, whose ``commit()`` gives it the name and whose ``discard()`` removes it.  It has ``nbytes``, and
+        ``digest``: 32 hex digits that stand for the whole file and that ``header`` finds without reading it all.
+
+    Raises:
+        TypeError: the tree has a value of another type; the text names its place.  Nothing has been written then.
+        CheckpointError: the tree takes more than 8 MB of text, 64 levels, or one value for every 10 letters and 100,000
+            beyond.  Nothing has been written then.
+        OSError: the file cannot be written; the temporary file is removed, and ``path`` is as it was.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.checkpoint import header, prepare
+        >>> pending = prepare("state.ckpt", {"w": np.zeros(3)}, {})
+        >>> pending.commit()
+        >>> pending.digest == header("state.ckpt").digest
+        True
     """
     arrays: dict[str, np.ndarray] = {}
     with _naming(path):
@@ -61,35 +97,74 @@ def prepare(path: Path, tree: Any, about: dict[str, Any]) -> Pending:
 
 
 def read(path: Path) -> tuple[Any, dict[str, Any]]:
-    """The tree and ``about`` of a file; arrays are new.
+    """Read a file; every tensor's checksum is verified.
 
-    Raises CheckpointError for a file that is not whole or not one of ours; OSError for one that cannot be read.
+    Returns:
+        The tree, whose arrays are new, and ``about``.
+
+    Raises:
+        CheckpointError: the file is not whole, or no checkpoint.
+        OSError: the file cannot be read.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.checkpoint import read, write
+        >>> write("state.ckpt", [np.float32(0.5), ("adam", 3)], {})
+        >>> read("state.ckpt")[0][1]
+        ('adam', 3)
     """
     with _opened(path) as file:
-        found = _header(file)
-        tensors = {t.name: t for t in found.tensors}
+        contents = _header(file)
+        tensors = {t.name: t for t in contents.tensors}
 
         def leaf(word: str, at: str) -> Any:
-            x = _read(file, found.start, tensors[at])
-            return x[()] if word == "scalar" else foreign.tensor(x) if word == "tensor" else x
+            array = _read(file, contents.start, tensors[at])
+            return array[()] if word == "scalar" else foreign.tensor(array) if word == "tensor" else array
 
-        return put_together(found.plain, leaf), found.about
+        return put_together(contents.plain, leaf), contents.about
 
 
 def header(path: Path) -> Header:
-    """What a file says about itself; its data are not read, and raises as ``read``."""
+    """Read what a file says about itself, and not its data.
+
+    Raises:
+        CheckpointError: the header is not whole, or not that of a checkpoint.
+        OSError: the file cannot be read.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.checkpoint import header, write
+        >>> write("state.ckpt", {"w": np.zeros((2, 3))}, {"run": "a"})
+        >>> [(tensor.name, tensor.shape) for tensor in header("state.ckpt").tensors]
+        [('/w', (2, 3))]
+    """
     with _opened(path) as file:
         return _header(file)
 
 
 def check(path: Path) -> Iterator[tuple[Tensor, bool]]:
-    """Each tensor, and whether its data are what was written; in a buffer of 1 MB, and raises as ``read``."""
+    """Verify the checksum of each tensor in a file, in a buffer of 1 MB.
+
+    Yields:
+        Each tensor, and whether its data are those that were written.
+
+    Raises:
+        CheckpointError: the header is not whole, or not that of a checkpoint.
+        OSError: the file cannot be read.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.checkpoint import check, write
+        >>> write("state.ckpt", {"w": np.zeros(3)}, {})
+        >>> [(tensor.name, whole) for tensor, whole in check("state.ckpt")]
+        [('/w', True)]
+    """
     buffer = memoryview(bytearray(CHUNK))
     with _opened(path) as file:
-        found = _header(file)
-        for tensor in found.tensors:
+        contents = _header(file)
+        for tensor in contents.tensors:
             chunks = (buffer[: min(CHUNK, tensor.nbytes - k)] for k in range(0, tensor.nbytes, CHUNK))
-            yield tensor, _fill(file, found.start + tensor.begin, chunks) == tensor.crc32
+            yield tensor, _fill(file, contents.start + tensor.begin, chunks) == tensor.crc32
 
 
 def _without_arrays(about: dict[str, Any]) -> Any:
@@ -101,16 +176,22 @@ def _without_arrays(about: dict[str, Any]) -> Any:
 
 
 def _check(text: bytes, tensors: list[Tensor]) -> int:
-    """The length of a head that can be read again."""
-    if len(text) > head.LONGEST:
-        reason = f"takes {len(text)} bytes, more than {head.LONGEST}; put what is large into arrays"
-        raise Misfit("header", reason, head.LONGEST / len(text))
+    """Check that a head can be read again, and return its length in bytes; Misfit if it cannot."""
+    if len(text) > head.MAX_HEAD_BYTES:
+        reason = f"must be at most {head.MAX_HEAD_BYTES} bytes, got {len(text)}; put what is large into arrays"
+        raise Misfit("header", reason, head.MAX_HEAD_BYTES / len(text))
     head.decode(text, len(text) + max((t.end for t in tensors), default=0))
     return len(text)
 
 
 def _write(pending: Pending, x: np.ndarray, at: int) -> int:
-    """Write an array's bytes; returns their CRC."""
+    """Write an array's bytes at an offset, and return their CRC-32.
+
+    Args:
+        pending: the file.
+        x: the array.
+        at: the offset in the file, in bytes.
+    """
     crc32 = 0
     for chunk in _chunks(np.ascontiguousarray(x)):
         crc32 = zlib.crc32(chunk, crc32)
@@ -121,22 +202,28 @@ def _write(pending: Pending, x: np.ndarray, at: int) -> int:
 
 def _read(file: int, start: int, tensor: Tensor) -> np.ndarray:
     try:
-        x = np.empty(tensor.shape, tensor.dtype)
+        array = np.empty(tensor.shape, tensor.dtype)
     except (MemoryError, ValueError) as error:
-        raise Misfit(place(tensor.name), f"cannot be allocated: {error}") from None
-    if _fill(file, start + tensor.begin, _chunks(x)) != tensor.crc32:
-        raise Misfit(place(tensor.name), "is damaged: its checksum differs")
-    return x
+        raise Misfit(json_pointer(tensor.name), f"must fit into memory, got {tensor.nbytes} bytes: {error}") from None
+    if _fill(file, start + tensor.begin, _chunks(array)) != tensor.crc32:
+        raise Misfit(json_pointer(tensor.name), DAMAGED)
+    return array
 
 
 def _chunks(x: np.ndarray) -> Iterator[memoryview]:
-    """The bytes of a contiguous array."""
+    """Yield the bytes of a contiguous array in chunks of at most 1 MB."""
     data = x.reshape(-1).view(np.uint8).data
     return (data[k : k + CHUNK] for k in range(0, len(data), CHUNK))
 
 
 def _fill(file: int, at: int, chunks: Iterable[memoryview]) -> int:
-    """Read into one chunk after the other; returns the CRC of all."""
+    """Read from an offset into one chunk after the other, and return the CRC-32 of all.
+
+    Args:
+        file: the file's descriptor.
+        at: the offset in the file, in bytes.
+        chunks: memory to read into.
+    """
     crc32 = 0
     for chunk in chunks:
         _fill_one(file, at, chunk)
@@ -149,17 +236,18 @@ def _fill_one(file: int, at: int, chunk: memoryview) -> None:
     while chunk:
         count = os.preadv(file, [chunk], at)
         if not count:
-            raise Misfit("data", f"ends at byte {at}")
+            raise Misfit("data", f"must be complete, got its end at byte {at}; {REMEDY}")
         chunk, at = chunk[count:], at + count
 
 
 def _header(file: int) -> Header:
     nbytes = os.fstat(file).st_size
     if nbytes < 8:
-        raise Misfit("header", f"ends at byte {nbytes}")
+        raise Misfit("header", f"must begin with 8 bytes, got {nbytes}; {REMEDY}")
     length = int.from_bytes(os.pread(file, 8, 0), "little")
-    if length > min(head.LONGEST, nbytes - 8):
-        raise Misfit("header", f"would be {length} bytes of {nbytes}, and must be at most {head.LONGEST}")
+    if length > min(head.MAX_HEAD_BYTES, nbytes - 8):
+        most = min(head.MAX_HEAD_BYTES, nbytes - 8)
+        raise Misfit("header", f"must be at most {most} bytes in a file of {nbytes}, got {length}; {REMEDY}")
     text = bytearray(8 + length)
     _fill_one(file, 0, memoryview(text))
     return head.decode(text, nbytes)
@@ -167,12 +255,12 @@ def _header(file: int) -> Header:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """The descriptor of a file, whose faults are named."""
+    """Open a file for reading, and give errors its name."""
     try:
         with files.opened(path) as file, _naming(path):
             yield file
     except files.NotRegularError:
-        raise CheckpointError(path, "file", "is not a regular file") from None
+        raise CheckpointError(path, "file", files.NOT_REGULAR) from None
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: each is a folder of files, and is one as soon as it has a manifest."""
+"""A folder of checkpoints: each is a folder of files, and is complete as soon as it has a manifest."""
 
 import hashlib
 import itertools
@@ -11,26 +11,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distopt import files
 from distopt.checkpoint import file
-from distopt.checkpoint.error import CheckpointError, Misfit
-from distopt.checkpoint.pending import prepare, sync
-from distopt.checkpoint.strict import parse
+from distopt.checkpoint.error import DAMAGED, REMEDY, CheckpointError, Misfit
+from distopt.checkpoint.head import parse
+from distopt.resilience import files
+from distopt.resilience.pending import prepare, sync
 
 MANIFEST = "manifest.json"
 FORMAT = "distopt checkpoint 1"
 NAME = re.compile(r"(\d{6,})-step-\d+")
-FILE = re.compile(rf"(all|rank-\d+|{re.escape(MANIFEST)})(\.tmp\.\d+)?|\.nfs.*")  # what a checkpoint's folder has
-MOST = 1 << 20  # bytes of a manifest
-VALUES = 10_000  # in it
+FILE = re.compile(rf"(all|rank-\d+|{re.escape(MANIFEST)})(\.tmp\.\d+)?|\.nfs.*")  # the files of a checkpoint's folder
+MAX_MANIFEST_BYTES = 1 << 20  # of a manifest
+VALUES = 10_000  # in a manifest
 KINDS = {"save": str, "world_size": int, "step": int, "ranks_differ": bool, "window_of_sums": bool}  # in a manifest
 
 
 def names(folder: Path) -> list[str]:
-    """The checkpoints in a folder, newest first: those that were completed, or of which this user cannot tell.
+    """Return the names of the checkpoints in a folder, newest first.
 
-    "." is the folder itself, if it is a checkpoint.  None is in a folder that is not there.  Raises OSError for one
-    that cannot be read, CheckpointError for a file and for a checkpoint that was never completed.
+    They are those that were completed, and those of which this user cannot tell.  "." is the folder itself, if it is a
+    checkpoint.  A folder that does not exist has none.
+
+    Raises:
+        OSError: the folder cannot be read.
+        CheckpointError: it is a file, or a checkpoint that was never completed.
     """
     try:
         mode = os.stat(folder).st_mode
@@ -39,109 +43,137 @@ def names(folder: Path) -> list[str]:
             raise
         return []
     if not stat.S_ISDIR(mode):
-        raise CheckpointError(folder, "folder", "must be a folder of checkpoints, or one of them")
+        raise CheckpointError(folder, "folder", "must be a folder of checkpoints, or one of them, got a file")
     if _completed(folder):
         return ["."]
-    found = [name for name in _numbered(folder) if _may_be_completed(folder / name)]
-    if not found and NAME.fullmatch(folder.name):
-        raise CheckpointError(folder, "manifest", "is not there: this checkpoint was never completed")
-    return sorted(found, key=_number, reverse=True)
+    completed = [name for name in _numbered(folder) if _may_be_completed(folder / name)]
+    if not completed and NAME.fullmatch(folder.name):
+        raise CheckpointError(
+            folder, "manifest", "must be there, got none: this checkpoint was never completed; use an older one"
+        )
+    return sorted(completed, key=_number, reverse=True)
 
 
 def uncompleted(folder: Path) -> list[str]:
-    """What has the name of a checkpoint, and no manifest."""
+    """Return the sorted names of folders that are named like checkpoints and have no manifest."""
     return sorted(name for name in _numbered(folder) if not _may_be_completed(folder / name))
 
 
 def next_name(folder: Path, step: int) -> str:
-    """What the next checkpoint is called: numbers grow, whatever was removed or never completed."""
+    """Return the name of the next checkpoint in a folder: its number is above all that are there, complete or not."""
     return f"{max(map(_number, _numbered(folder)), default=0) + 1:06d}-step-{step}"
 
 
-def file_of(place: Path, rank: int | None) -> Path:
-    """What one rank alone has to go on with, or (None) what all ranks have alike."""
-    return place / ("all" if rank is None else f"rank-{rank}")
+def file_of(checkpoint_dir: Path, rank: int | None) -> Path:
+    """Return the path of the file with one rank's own state, or (``rank`` None) with the state that all ranks share."""
+    return checkpoint_dir / ("all" if rank is None else f"rank-{rank}")
 
 
-def complete(place: Path, about: dict[str, Any]) -> None:
-    """Make a checkpoint one: its manifest comes to its place in one stroke, after all else has reached the disk."""
-    sync(place.parent)
-    said = {"format": FORMAT, **about}
-    prepare(place / MANIFEST, json.dumps({"seal": _seal(said), **said}).encode()).commit()
+def complete(checkpoint_dir: Path, about: dict[str, Any]) -> None:
+    """Complete a checkpoint: write its manifest at once, after all of its files have reached the disk.
 
-
-def manifest(place: Path) -> dict[str, Any]:
-    """What ``complete`` was told about a checkpoint.  Raises CheckpointError for one that is not whole.
-
-    Older ones have no seal: what they say is to be compared with the files (``compare``).
+    Args:
+        checkpoint_dir: the checkpoint's folder.
+        about: the manifest's fields.
     """
-    path = place / MANIFEST
+    sync(checkpoint_dir.parent)
+    fields = {"format": FORMAT, **about}
+    prepare(checkpoint_dir / MANIFEST, json.dumps({"seal": _seal(fields), **fields}).encode()).commit()
+
+
+def manifest(checkpoint_dir: Path) -> dict[str, Any]:
+    """Return the fields that ``complete`` wrote for a checkpoint.
+
+    Manifests of older versions have no seal: their fields are to be compared with the files (``compare``).
+
+    Raises:
+        CheckpointError: the manifest cannot be read, is damaged, or has wrong fields.
+    """
+    path = checkpoint_dir / MANIFEST
     try:
-        found = parse(files.read(path, MOST).decode(), "manifest", VALUES)
+        fields = parse(files.read(path, MAX_MANIFEST_BYTES).decode(), "manifest", VALUES)
     except (OSError, ValueError) as error:
-        raise CheckpointError(path, "manifest", f"cannot be read: {error}") from error
+        raise CheckpointError(
+            path, "manifest", f"must be a text that can be read, got {type(error).__name__}: {error}"
+        ) from error
     except Misfit as error:
         raise CheckpointError(path, error.field, error.reason) from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise CheckpointError(path, "manifest", f"is not of the format {FORMAT!r}")
-    if found.pop("seal", None) not in (None, _seal(found)):
-        raise CheckpointError(path, "manifest", "is damaged: its checksum differs")
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        found = fields.get("format") if isinstance(fields, dict) else fields
+        raise CheckpointError(path, "manifest", f"must be of the format {FORMAT!r}, got {found!r:.40}; {REMEDY}")
+    if fields.pop("seal", None) not in (None, _seal(fields)):
+        raise CheckpointError(path, "manifest", DAMAGED)
     for name, kind in KINDS.items():
-        if type(found.get(name)) is not kind or (kind is int and found[name] < (name == "world_size")):
-            raise CheckpointError(path, name, f"must be {kind.__name__}, got {found.get(name)!r:.60}")
-    return found
+        if type(fields.get(name)) is not kind or (kind is int and fields[name] < (name == "world_size")):
+            raise CheckpointError(path, name, f"must be {kind.__name__}, got {fields.get(name)!r:.60}")
+    return fields
 
 
-def compare(path: Path, about: dict[str, Any], said: dict[str, Any]) -> None:
-    """CheckpointError if what a file says about itself is not what the manifest of its checkpoint ``said``."""
-    if about.get("save") != said["save"]:
-        raise CheckpointError(path, "save", "belongs to another checkpoint")
-    for name in KINDS:
-        if type(about.get(name)) is not KINDS[name] or about[name] != said[name]:
-            raise CheckpointError(path, name, f"is {about.get(name)!r:.60}, and the manifest says {said[name]!r:.60}")
+def compare(path: Path, about: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Compare what a file says about itself with the manifest of its checkpoint.
 
+    Args:
+        path: the file.
+        about: the file's description.
+        fields: the manifest's fields.
 
-def verify(place: Path) -> dict[str, Any]:
-    """What the manifest of a checkpoint says, after all of its files have been read to the last byte.
-
-    Raises CheckpointError or OSError for the first that is missing, damaged, or of another checkpoint.
+    Raises:
+        CheckpointError: they differ.
     """
-    said = manifest(place)
-    for rank in itertools.chain([None], range(said["world_size"])):
-        path = file_of(place, rank)
+    if about.get("save") != fields["save"]:
+        reason = f"must be that of the manifest, got one that belongs to another checkpoint; {REMEDY}"
+        raise CheckpointError(path, "save", reason)
+    for name in KINDS:
+        if type(about.get(name)) is not KINDS[name] or about[name] != fields[name]:
+            reason = f"must be {fields[name]!r:.60} as in the manifest, got {about.get(name)!r:.60}; {REMEDY}"
+            raise CheckpointError(path, name, reason)
+
+
+def verify(checkpoint_dir: Path) -> dict[str, Any]:
+    """Read all files of a checkpoint to the last byte, and return its manifest.
+
+    Raises:
+        CheckpointError: a file is damaged or belongs to another checkpoint.
+        OSError: a file is missing or cannot be read.
+    """
+    fields = manifest(checkpoint_dir)
+    for rank in itertools.chain([None], range(fields["world_size"])):
+        path = file_of(checkpoint_dir, rank)
         about = file.header(path).about
-        compare(path, about, said)
+        compare(path, about, fields)
         if about.get("rank") != rank:
             raise CheckpointError(path, "rank", f"must be {rank}, got {about.get('rank')!r:.60}")
-        for tensor, whole in file.check(path):
-            if not whole:
-                raise CheckpointError(path, tensor.name, "is damaged: its checksum differs")
-    return said
+        for tensor, intact in file.check(path):
+            if not intact:
+                raise CheckpointError(path, tensor.name, DAMAGED)
+    return fields
 
 
-def keep(place: Path, count: int) -> None:
-    """Remove the checkpoints beside ``place`` but for the newest ``count``, of which it is one.
+def keep(checkpoint_dir: Path, count: int) -> None:
+    """Remove all but the newest ``count`` checkpoints beside ``checkpoint_dir``, which is one of them.
 
-    And what is older than those and was never completed.  Links, and folders of another owner or with anything in them
-    that no checkpoint has, are nobody's checkpoints: they stay, and do not count.
+    Folders that are older than those and were never completed are removed too.  Links, and folders of another owner or
+    with files that no checkpoint has, stay and do not count.
     """
-    owner = os.lstat(place).st_uid
-    ours = [name for name in _numbered(place.parent) if _owned(place.parent / name, owner)]
-    whole = sorted((name for name in ours if _is_whole(place.parent / name)), key=_number, reverse=True)
-    oldest = min(map(_number, [place.name, *whole[:count]]))
+    owner = os.lstat(checkpoint_dir).st_uid
+    ours = [name for name in _numbered(checkpoint_dir.parent) if _owned(checkpoint_dir.parent / name, owner)]
+    complete_names = sorted(
+        (name for name in ours if _is_whole(checkpoint_dir.parent / name)), key=_number, reverse=True
+    )
+    oldest = min(map(_number, [checkpoint_dir.name, *complete_names[:count]]))
     for name in ours:
         if _number(name) < oldest:
-            discard(place.parent / name)
+            discard(checkpoint_dir.parent / name)
 
 
-def discard(place: Path) -> None:
-    """Remove a checkpoint, its manifest first: half of it is none."""
-    (place / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(place, ignore_errors=True)
+def discard(checkpoint_dir: Path) -> None:
+    """Remove a checkpoint, its manifest first, so that the rest is no checkpoint if the removal stops halfway."""
+    (checkpoint_dir / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint_dir, ignore_errors=True)
 
 
 def _numbered(folder: Path) -> Iterator[str]:
-    """What has the name of a checkpoint, whatever it is.  Raises OSError."""
+    """Yield the names of all entries that are named like checkpoints; raises OSError."""
     with os.scandir(folder) as entries:
         yield from (entry.name for entry in entries if NAME.fullmatch(entry.name))
 
@@ -150,42 +182,42 @@ def _number(name: str) -> int:
     return int(name.partition("-")[0])
 
 
-def _completed(place: Path) -> bool:
-    """Has it a manifest?  Raises OSError where nobody may look."""
+def _completed(checkpoint_dir: Path) -> bool:
+    """Tell if a folder has a manifest; raises OSError where this user may not look."""
     try:
-        os.stat(place / MANIFEST)
+        os.stat(checkpoint_dir / MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
 
 
-def _may_be_completed(place: Path) -> bool:
-    """The same, True where nobody may look: whoever reads it learns why."""
+def _may_be_completed(checkpoint_dir: Path) -> bool:
+    """Tell if a folder has a manifest; True where this user may not look, so that its reader learns why."""
     try:
-        return _completed(place)
+        return _completed(checkpoint_dir)
     except OSError:
         return True
 
 
-def _owned(place: Path, owner: int) -> bool:
-    """Is it a folder of this owner's, and no link, with nothing in it but what a checkpoint has?"""
+def _owned(checkpoint_dir: Path, owner: int) -> bool:
+    """Tell if a path is a folder of this owner, and no link, with only files that checkpoints have."""
     try:
-        found = os.lstat(place)
-        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == owner
-        return mine and all(map(FILE.fullmatch, os.listdir(place)))
+        status = os.lstat(checkpoint_dir)
+        mine = stat.S_ISDIR(status.st_mode) and status.st_uid == owner
+        return mine and all(map(FILE.fullmatch, os.listdir(checkpoint_dir)))
     except OSError:
         return False
 
 
-def _is_whole(place: Path) -> bool:
-    """By its manifest."""
+def _is_whole(checkpoint_dir: Path) -> bool:
+    """Tell if a checkpoint has a manifest that can be read."""
     try:
-        manifest(place)
+        manifest(checkpoint_dir)
     except CheckpointError:
         return False
     return True
 
 
-def _seal(said: dict[str, Any]) -> str:
-    text = json.dumps(said, sort_keys=True).encode()
+def _seal(fields: dict[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()

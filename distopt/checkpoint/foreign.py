@@ -13,30 +13,35 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def is_tensor(x: Any) -> bool:
-    """Is it torch's?"""
+    """Tell if an object is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def is_jax_array(x: Any) -> bool:
-    """Is it jax's?"""
+    """Tell if an object is a jax array."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(x, jax.Array)
 
 
 def array(x: Any) -> np.ndarray:
-    """The values of an array, of whichever library; TypeError or RuntimeError for a tensor that is no plain array."""
+    """Return the values of an array of any library as a numpy array.
+
+    Raises:
+        TypeError: it is a tensor that is no plain array, such as one with a dtype that numpy does not have.
+        RuntimeError: likewise, where torch raises this.
+    """
     if not is_tensor(x):
         return np.asarray(x)
-    here = x.detach().cpu()
-    if str(here.dtype) == "torch.bfloat16":
-        found: np.ndarray = here.view(sys.modules["torch"].int16).numpy()
-        return found.view(BFLOAT16)
-    return np.asarray(here.numpy())
+    local = x.detach().cpu()
+    if str(local.dtype) == "torch.bfloat16":
+        bits: np.ndarray = local.view(sys.modules["torch"].int16).numpy()
+        return bits.view(BFLOAT16)
+    return np.asarray(local.numpy())
 
 
 def tensor(x: np.ndarray) -> Any:
-    """A tensor in the memory of an array; the array itself in a process that has not imported torch."""
+    """Return a torch tensor in the memory of an array; the array itself in a process that has not imported torch."""
     torch = sys.modules.get("torch")
     if torch is None:
         return x
@@ -46,14 +51,14 @@ def tensor(x: np.ndarray) -> Any:
 
 
 class Named(tuple[Any, ...]):
-    """A named tuple that has come out of a file; its class has the name and the fields of the one that went in."""
+    """A named tuple that was read from a file; its class has the name and the fields of the one that was written."""
 
     __slots__ = ()
     _fields: tuple[str, ...] = ()
 
-    def __new__(cls, *values: Any) -> Self:  # noqa: D102
+    def __new__(cls, *values: Any) -> Self:
         if len(values) != len(cls._fields):
-            raise TypeError(f"{cls.__name__} must have {len(cls._fields)} values, got {len(values)}")
+            raise TypeError(f"the values of {cls.__name__} must be {len(cls._fields)}, got {len(values)}")
         return super().__new__(cls, values)
 
     @classmethod
@@ -72,33 +77,42 @@ class Named(tuple[Any, ...]):
 
 @functools.lru_cache(maxsize=256)
 def named(name: str, fields: tuple[str, ...]) -> type[Named]:
-    """The class of named tuples with this name and these fields; ValueError for what are no names."""
+    """Return the class of named tuples with this name and these fields.
+
+    Raises:
+        ValueError: one of them is no identifier, or a field begins with an underscore.
+    """
     if not all(word.isidentifier() for word in (name, *fields)) or any(field[0] == "_" for field in fields):
-        raise ValueError(f"a named tuple must have names that do not begin with _ as fields, got {fields!r:.60}")
+        raise ValueError(f"fields of a named tuple must be names that do not begin with _, got {fields!r:.60}")
     getters = {field: property(operator.itemgetter(k)) for k, field in enumerate(fields)}
     return type(name, (Named,), {"__slots__": (), "_fields": fields, **getters})
 
 
 def is_named(x: Any) -> bool:
-    """Is it a named tuple?"""
+    """Tell if an object is a named tuple."""
     return isinstance(x, tuple) and isinstance(getattr(type(x), "_fields", None), tuple)
 
 
 def has_named(tree: Any) -> bool:
-    """Is there a named tuple in it?"""
+    """Tell if a tree has a named tuple in it."""
     inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
     return is_named(tree) or any(map(has_named, inside))
 
 
 def typed(tree: Any, like: Any) -> Any:
-    """A tree whose named tuples have the classes of those with the same fields at the same places in another one."""
+    """Return a tree with the classes of named tuples that have the same fields at the same places in another tree.
+
+    Args:
+        tree: the tree, as it was read.
+        like: the other tree.
+    """
     if isinstance(tree, dict):
         return {key: typed(x, like.get(key)) if isinstance(like, dict) else x for key, x in tree.items()}
     if not isinstance(tree, list | tuple):
         return tree
     others: Any = like if isinstance(like, list | tuple) and len(like) == len(tree) else [None] * len(tree)
-    found = [typed(x, other) for x, other in zip(tree, others, strict=True)]
+    values = [typed(x, other) for x, other in zip(tree, others, strict=True)]
     if not is_named(tree):
-        return type(tree)(found)
+        return type(tree)(values)
     kind: Any = type(tree)
-    return (type(like) if is_named(like) and type(like)._fields == kind._fields else kind)(*found)
+    return (type(like) if is_named(like) and type(like)._fields == kind._fields else kind)(*values)

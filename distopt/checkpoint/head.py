@@ -1,8 +1,8 @@
-"""The head of a checkpoint: what is in the file and where, in safetensors' layout, sealed by a checksum.
+"""The head of a checkpoint file: a safetensors header with the file's contents, sealed by a checksum.
 
-A little-endian uint64, the length of the JSON text that follows, padded by spaces; then the tensors' bytes without
-gaps.  ``__metadata__`` says the rest in texts.  It begins with the *seal*, a hash of the head without the seal's own
-digits.  The head has the CRC of each tensor, so the seal stands for the whole file.
+It is a little-endian uint64, the length of the JSON text that follows, padded by spaces; then come the tensors' bytes
+without gaps.  ``__metadata__`` has all else in texts.  It begins with the *seal*, a hash of the head without the seal's
+own digits.  The head has the CRC-32 of each tensor, so the seal stands for the whole file.
 """
 
 import hashlib
@@ -16,18 +16,19 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from distopt.checkpoint.error import Misfit
-from distopt.checkpoint.strict import parse
-from distopt.checkpoint.tree import place, put_together
+from distopt.checkpoint.error import DAMAGED, REMEDY, Misfit
+from distopt.checkpoint.tree import DEPTH, json_pointer, put_together
+from distopt.resilience import strict_json
 from distopt.version import __version__
 
-LONGEST = 8 << 20  # bytes of JSON
-VALUES, SPARSE = 100_000, 10  # in a text, beside one for every so many letters: a tensor takes 9, and 95 letters
+MAX_HEAD_BYTES = 8 << 20  # of JSON
+VALUES, SPARSE = 100_000, 10  # a text has VALUES + letters / SPARSE values at most: a tensor takes 9, and 95 letters
+NESTED = DEPTH + 2  # levels of a tree, and of the words for what is deepest in it
 ALIGN = 8  # the largest dtype's size
 DIMS = 64  # numpy's limit
 
 FORMAT, VERSION = "distopt checkpoint", "2"
-VERSIONS = "1", VERSION  # that can be read; the first had no tensors, named tuples, and integers as keys
+VERSIONS = "1", VERSION  # readable ones; the first had no torch tensors, named tuples, or integers as keys
 BEGIN = b'{"__metadata__":{"seal":"'
 SEAL = slice(8 + len(BEGIN), 8 + len(BEGIN) + 32)
 FIELDS = ["seal", "format", "version", "distopt", "about", "tree", "crc32"]
@@ -43,7 +44,24 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Tensor(NamedTuple):
-    """An array in a file: its bytes are ``[begin, end)`` behind the head."""
+    """An array in a file: its bytes are ``[begin, end)`` behind the head.
+
+    Attributes:
+        name: its place in the tree, as a JSON pointer.
+        dtype: its dtype.
+        shape: its shape.
+        begin: the offset of its first byte.
+        end: the offset behind its last byte.
+        crc32: the checksum of its bytes.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.checkpoint import header, write
+        >>> write("state.ckpt", {"w": np.zeros(3, np.float32)}, {})
+        >>> (tensor,) = header("state.ckpt").tensors
+        >>> tensor.name, str(tensor.dtype), tensor.shape, tensor.nbytes
+        ('/w', 'float32', (3,), 12)
+    """
 
     name: str
     dtype: np.dtype[Any]
@@ -54,35 +72,64 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its data."""
+        """The number of bytes of its data."""
         return self.end - self.begin
 
 
 class Header(NamedTuple):
-    """What a file says about itself."""
+    """A file's description of itself.
+
+    Attributes:
+        about: the dict that was written with the tree.
+        tree: the tree, with a ``Tensor`` in the place of each array and numpy scalar.
+        tensors: the tensors in the file's order.
+        distopt: the version of distopt that wrote the file.
+        digest: 32 hex digits that stand for the whole file.
+        nbytes: the size of the whole file.
+        start: the offset of the data, in bytes.
+        plain: the tree as JSON has it.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.checkpoint import header, write
+        >>> write("state.ckpt", {"w": np.zeros(3), "step": 7}, {"run": "a"})
+        >>> described = header("state.ckpt")
+        >>> described.about, described.tree["step"], described.tree["w"].shape
+        ({'run': 'a'}, 7, (3,))
+    """
 
     about: dict[str, Any]
-    tree: Any  # with a Tensor where an array or a numpy scalar is
-    tensors: tuple[Tensor, ...]  # in the file's order
-    distopt: str  # the version that wrote it
-    digest: str  # 32 hex digits that stand for the whole file
-    nbytes: int  # of the whole file
-    start: int  # of the data, in bytes
-    plain: Any  # the tree as JSON knows it
+    tree: Any
+    tensors: tuple[Tensor, ...]
+    distopt: str
+    digest: str
+    nbytes: int
+    start: int
+    plain: Any
 
 
 def arrange(arrays: dict[str, np.ndarray]) -> list[Tensor]:
-    """One after another, large items first, so that all are aligned; TypeError for a dtype that has no code."""
+    """Return the places of arrays in a file, one after another, those with large items first, so that all are aligned.
+
+    Raises:
+        TypeError: an array has a dtype that a checkpoint cannot hold.
+    """
     for name, x in arrays.items():
         if x.dtype not in CODES:
-            raise TypeError(f"{place(name)}: a checkpoint cannot hold an array of {x.dtype!r}")
+            raise TypeError(f"{json_pointer(name)}: a checkpoint cannot hold an array of {x.dtype!r}")
     order = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     ends = itertools.accumulate(x.nbytes for _, x in order)
     return [Tensor(name, x.dtype, x.shape, end - x.nbytes, end) for (name, x), end in zip(order, ends, strict=True)]
 
 
 def encode(about: Any, plain: Any, tensors: Sequence[Tensor]) -> bytes:
-    """The head, whose length does not depend on the checksums; ``about`` and ``plain`` as JSON knows them."""
+    """Return the bytes of a head, whose length does not depend on the checksums.
+
+    Args:
+        about: the description, as ``take_apart`` returns it.
+        plain: the tree, as ``take_apart`` returns it.
+        tensors: the arrays' places and checksums.
+    """
     crc32 = b"".join(t.crc32.to_bytes(4, "big") for t in tensors).hex()
     texts = ["0" * 32, FORMAT, VERSION, __version__, _compact(about), _compact(plain), crc32]
     entries = {
@@ -96,27 +143,54 @@ def encode(about: Any, plain: Any, tensors: Sequence[Tensor]) -> bytes:
 
 
 def seal(head: bytes | bytearray) -> str:
-    """The hash of a head, but for the digits of the seal in it."""
+    """Return the hash of a head, 32 hex digits, computed without the digits of the seal in it."""
     digest = hashlib.blake2b(head[: SEAL.start], digest_size=16)
     digest.update(memoryview(head)[SEAL.stop :])
     return digest.hexdigest()
 
 
 def decode(head: bytes | bytearray, nbytes: int) -> Header:
-    """What the head of a file of ``nbytes`` bytes says; Misfit unless it is one that ``encode`` may have written."""
+    """Return the contents of a head.
+
+    Args:
+        head: its bytes.
+        nbytes: the size of the whole file.
+
+    Raises:
+        Misfit: it is not a head that ``encode`` may have written for a file of this size.
+    """
     if not head.startswith(BEGIN, 8):
-        raise Misfit("header", "is not that of a checkpoint")
+        raise Misfit("header", "must be that of a checkpoint, got another; give a file that distopt has saved")
     if head[SEAL] != seal(head).encode():
-        raise Misfit("header", "is damaged: its checksum differs")
+        raise Misfit("header", DAMAGED)
     entries = _parse(_ascii(memoryview(head)[8:]), "header")
     texts = _metadata(entries.pop("__metadata__"))
     tensors = _tensors(entries, texts["crc32"], nbytes - len(head))
     about = put_together(_parse(texts["about"], "about"), _nothing, "about")
     if type(about) is not dict:
-        raise Misfit("about", "is no dict")
+        raise Misfit("about", f"must be a dict, got {type(about).__name__}; {REMEDY}")
     plain = _parse(texts["tree"], "tree")
     tree = _tree(plain, tensors)
     return Header(about, tree, tuple(tensors), texts["distopt"], texts["seal"], nbytes, len(head), plain)
+
+
+def parse(text: str, field: str, most: int) -> Any:
+    """Return the value of a JSON text that has one reading.
+
+    Args:
+        text: the text.
+        field: its name, for the error.
+        most: the largest number of values that it may have.
+
+    Raises:
+        Misfit: the text is not JSON, has more values, is nested too deep, or has a name twice in one object.
+    """
+    try:
+        return strict_json.parse(text, most, NESTED, **strict_json.EXACT)
+    except strict_json.TooLarge as error:
+        raise Misfit(field, str(error), error.fits) from None
+    except (ValueError, RecursionError) as error:
+        raise Misfit(field, f"must be JSON, got another text: {error}; {REMEDY}") from None
 
 
 def _parse(text: str, field: str) -> Any:
@@ -131,35 +205,36 @@ def _ascii(text: memoryview) -> str:
     try:
         return str(text, "ascii")
     except UnicodeDecodeError as error:
-        raise Misfit("header", f"is not ASCII at byte {8 + error.start}") from None
+        raise Misfit("header", f"must be ASCII, got something else at byte {8 + error.start}; {REMEDY}") from None
 
 
 def _metadata(texts: Any) -> dict[str, str]:
     if type(texts) is not dict or any(type(text) is not str for text in texts.values()):
-        raise Misfit("__metadata__", "is no object of texts")
+        raise Misfit("__metadata__", f"must be an object of texts, got {texts!r:.60}; {REMEDY}")
     form, version = texts.get("format", "?"), texts.get("version", "?")
     if form != FORMAT or version not in VERSIONS:
-        known = f"{FORMAT} {' and '.join(VERSIONS)}"
-        raise Misfit("format", f"is {form:.40} {version:.40}, and distopt {__version__} reads {known}")
+        readable = f"{FORMAT} {' or '.join(VERSIONS)}"
+        remedy = f"read it with the version of distopt that wrote it; this is {__version__}"
+        raise Misfit("format", f"must be {readable}, got {form:.40} {version:.40}; {remedy}")
     if list(texts) != FIELDS:
-        raise Misfit("__metadata__", f"has other fields than {', '.join(FIELDS)}")
+        raise Misfit("__metadata__", f"must have the fields {', '.join(FIELDS)}, got {', '.join(texts):.100}; {REMEDY}")
     return texts
 
 
 def _tensors(entries: dict[str, Any], crc32: str, nbytes: int) -> list[Tensor]:
-    """The entries as they lie behind each other in ``nbytes`` bytes, to the last one."""
+    """Return the tensors of the header's entries, which must fill ``nbytes`` bytes without gaps."""
     try:
         checksums = np.frombuffer(bytes.fromhex(crc32), ">u4").tolist()
     except ValueError:
         checksums = []
     if len(checksums) != len(entries):
-        raise Misfit("crc32", f"is not {len(entries)} checksums")
+        raise Misfit("crc32", f"must be {len(entries)} checksums, got {len(checksums)}; {REMEDY}")
     tensors, end = [], 0
     for (name, entry), checksum in zip(entries.items(), checksums, strict=True):
         tensors.append(_tensor(name, entry, checksum, begin=end, most=nbytes))
         end = tensors[-1].end
     if end != nbytes:
-        raise Misfit("data", f"is {nbytes} bytes, and the header says {end}")
+        raise Misfit("data", f"must be {end} bytes, as the header says, got {nbytes}; {REMEDY}")
     return tensors
 
 
@@ -168,32 +243,39 @@ def _tensor(name: str, entry: Any, checksum: int, begin: int, most: int) -> Tens
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [first, end]} if len(entry) == 3:
             pass
         case _:
-            raise Misfit(place(name), "is not dtype, shape and data_offsets")
+            raise Misfit(
+                json_pointer(name), f"must have dtype, shape and data_offsets alone, got {entry!r:.60}; {REMEDY}"
+            )
     if code not in DTYPES:
-        raise Misfit(place(name), f"has the dtype {code!r:.20}")
+        raise Misfit(json_pointer(name), f"must have a dtype of {', '.join(DTYPES)}, got {code!r:.20}")
     if len(shape) > DIMS or any(type(n) is not int or n < 0 for n in (*shape, first, end)):
-        raise Misfit(place(name), f"has a shape or offsets that are none, or more than {DIMS} dimensions")
+        raise Misfit(
+            json_pointer(name),
+            f"must have a shape of at most {DIMS} integers and two offsets, got {entry!r:.60}; {REMEDY}",
+        )
     if not begin == first <= end <= most:
-        raise Misfit(place(name), f"lies at {first}:{end} of {most} bytes, behind one that ends at {begin}")
+        raise Misfit(
+            json_pointer(name), f"must lie in {begin}:{most} of the data without a gap, got {first}:{end}; {REMEDY}"
+        )
     if math.prod(shape) * DTYPES[code].itemsize != end - first:
-        raise Misfit(place(name), f"has {end - first} bytes, which its shape and dtype do not have")
+        raise Misfit(json_pointer(name), f"must have the bytes of its shape and dtype, got {end - first}; {REMEDY}")
     return Tensor(name, DTYPES[code], tuple(shape), first, end, checksum)
 
 
 def _tree(plain: Any, tensors: Sequence[Tensor]) -> Any:
-    """The tree, in which each tensor is once."""
-    left = {t.name: t for t in tensors}
+    """Return the tree with a ``Tensor`` for each array; Misfit unless each tensor is in it once."""
+    unplaced = {t.name: t for t in tensors}
 
     def leaf(word: str, at: str) -> Tensor:
-        if at not in left or (word == "scalar" and left[at].shape):
-            raise Misfit(place(at), f"is no {word} in the file")
-        return left.pop(at)
+        if at not in unplaced or (word == "scalar" and unplaced[at].shape):
+            raise Misfit(json_pointer(at), f"must be one {word} of the file, got another or none; {REMEDY}")
+        return unplaced.pop(at)
 
     tree = put_together(plain, leaf)
-    for name in left:
-        raise Misfit(place(name), "is not in the tree")
+    for name in unplaced:
+        raise Misfit(json_pointer(name), f"must be in the tree, got a tensor beside it; {REMEDY}")
     return tree
 
 
 def _nothing(word: str, at: str) -> Any:
-    raise Misfit(at, f"is an {word}: those belong into the tree")
+    raise Misfit(at, f"must be a value without arrays, got an {word}; put arrays into the tree")

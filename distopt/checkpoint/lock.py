@@ -1,4 +1,7 @@
-"""One job at a time saves in a folder: it holds a locked file there, which the kernel unlocks when its process ends."""
+"""Locks of folders: one job at a time saves in a folder.
+
+It holds a locked file there, which the kernel unlocks when its process ends.
+"""
 
 import contextlib
 import fcntl
@@ -9,42 +12,47 @@ import time
 import weakref
 from pathlib import Path
 
-from distopt.checkpoint.error import printable
+from distopt.formatting import printable
 
 NAME = ".distopt.lock"
-PATIENCE = 3.0  # seconds for a job that is ending
-LONGEST = 200  # characters that say who holds it
+LOCK_SECONDS = 3.0  # for a job that is ending
+MAX_HOLDER_BYTES = 200  # of the text that names the holder
 
 
 class Held:
-    """The lock of one folder, for as long as anything refers to this object."""
+    """The lock of one folder, held as long as anything refers to this object."""
 
     def __init__(self, file: int):
         self.release = weakref.finalize(self, os.close, file)
 
 
 def hold(folder: Path) -> Held | None:
-    """The lock of a folder, the same object for all of this process; None where the file system has no locks.
+    """Lock a folder for this process.
 
-    Raises OSError, and RuntimeError that names the process which has it, if another one does.
+    Returns:
+        The lock, the same object for all calls of this process; None where the file system has no locks.
+
+    Raises:
+        OSError: the lock's file cannot be opened.
+        RuntimeError: another process holds the lock; the text names it.
     """
     file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         with _mutex:
-            found = os.fstat(file)
-            place = found.st_dev, found.st_ino
-            held = _held.get(place)
+            status = os.fstat(file)
+            inode = status.st_dev, status.st_ino
+            held = _held.get(inode)
             if held is None and _locked(file, folder):
                 _sign(file)
-                held = _held[place] = Held(os.dup(file))
+                held = _held[inode] = Held(os.dup(file))
             return held
     finally:
         os.close(file)
 
 
 def _locked(file: int, folder: Path) -> bool:
-    """Lock it; False where that cannot be."""
-    deadline = time.monotonic() + PATIENCE
+    """Lock the file, after a wait of ``LOCK_SECONDS`` seconds at most; False where the file system has no locks."""
+    deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,10 +60,10 @@ def _locked(file: int, folder: Path) -> bool:
             if time.monotonic() < deadline:
                 time.sleep(0.05)
                 continue
-            who = printable(os.pread(file, LONGEST, 0).decode(errors="replace").strip())
+            owner = printable(os.pread(file, MAX_HOLDER_BYTES, 0).decode(errors="replace").strip())
             raise RuntimeError(
-                f"another job saves checkpoints in {folder}: {who or 'an unknown process'}; end it, or give each job a "
-                "folder of its own"
+                f"another job saves checkpoints in {folder}: {owner or 'an unknown process'}; end it, or give each job "
+                "a folder of its own"
             ) from None
         except OSError:
             return False
@@ -63,14 +71,14 @@ def _locked(file: int, folder: Path) -> bool:
 
 
 def _sign(file: int) -> None:
-    """Say who has it."""
+    """Write the name of this process into the file."""
     with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
 
 def _forget() -> None:
-    """In a child, which must not hold a folder when this process has ended."""
+    """Release all locks in a forked child, which must not hold a folder after this process has ended."""
     global _mutex
     _mutex = threading.Lock()
     for held in list(_held.values()):

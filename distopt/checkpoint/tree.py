@@ -1,6 +1,6 @@
-"""What a checkpoint may hold, as JSON and arrays; every value comes back with its type and its bits.
+"""The values that a checkpoint may hold, as JSON and arrays; every value comes back with its type and its bits.
 
-What JSON has is written as it is, and an object is a dict.  The rest is a JSON array that begins with a word:
+What JSON has is written as it is, and an object is a dict.  All else is a JSON array that begins with a word:
 ``["list", 1, 2]``, ``["int", "0x1f"]``, ``["array"]``, ``["tensor"]`` for torch's, ``["named", "State", "count", 1]``
 for a named tuple, ``["dict", 0, "a", 1, "b"]`` where keys are integers.  An array's name is its place in the tree as a
 JSON pointer (RFC 6901), ``/params/w``, so that no two places have the same name.
@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from distopt.checkpoint import foreign
-from distopt.checkpoint.error import Misfit
+from distopt.checkpoint.error import REMEDY, Misfit
 
 DEPTH = 64  # levels of dicts, lists and tuples
-LONGEST = 2000  # characters of a name
+MAX_NAME_CHARACTERS = 2000  # of a name
 EXACT = 2**53  # JSON's integers end here in most languages
 
 WORDS = "list", "tuple", "dict", "named", "array", "scalar", "tensor", "int", "float", "bytes"
@@ -31,12 +31,19 @@ READ: dict[str, Callable[[str], Any]] = {
 
 
 def take_apart(tree: Any, arrays: dict[str, np.ndarray], at: str = "") -> Any:
-    """The tree as JSON knows it; its arrays and numpy scalars are added to ``arrays``, by name.
+    """Return a tree as JSON has it, without its arrays.
 
-    Raises TypeError for anything but dict (with str or int as keys), list, tuple, named tuple, str, bytes, int, float,
-    bool, None, numpy's arrays and scalars, and torch's and jax's arrays, and for other subclasses of these, which would
-    come back as something else; Misfit for a text that is not Unicode, for keys that have one name, as 1 and "1" have,
-    and for what is nested too deep, as what contains itself is.
+    Args:
+        tree: the tree.
+        arrays: its arrays and numpy scalars are added to this dict, by name.
+        at: the tree's own name, a JSON pointer.
+
+    Raises:
+        TypeError: a value is none of dict (with str or int as keys), list, tuple, named tuple, str, bytes, int, float,
+            bool, None, numpy's arrays and scalars, and torch's and jax's arrays; other subclasses of these are refused,
+            since they would come back as something else.
+        Misfit: a text is not Unicode, two keys have one name, as 1 and "1" have, or the tree is nested too deep, as one
+            that contains itself is.
     """
     kind = type(tree)
     if kind is dict or kind is OrderedDict:
@@ -57,9 +64,15 @@ def take_apart(tree: Any, arrays: dict[str, np.ndarray], at: str = "") -> Any:
 
 
 def put_together(plain: Any, leaf: Callable[[str, str], Any], at: str = "") -> Any:
-    """The tree again; ``leaf("array", "scalar" or "tensor", name)`` says what is there.
+    """Return the tree that ``take_apart`` took apart.
 
-    Raises Misfit for what ``take_apart`` does not write.
+    Args:
+        plain: the tree as JSON has it.
+        leaf: returns the leaf for a word, "array", "scalar" or "tensor", and a name.
+        at: the tree's own name, a JSON pointer.
+
+    Raises:
+        Misfit: it is nothing that ``take_apart`` returns.
     """
     if type(plain) is dict:
         return {key: put_together(value, leaf, below(at, key)) for key, value in plain.items()}
@@ -77,19 +90,22 @@ def put_together(plain: Any, leaf: Callable[[str, str], Any], at: str = "") -> A
             try:
                 return foreign.named(name, tuple(fields))(*fields.values())
             except ValueError:
-                raise Misfit(place(at), "is no named tuple") from None
+                raise Misfit(
+                    json_pointer(at),
+                    f"must have the names of a named tuple and its fields, got {plain!r:.60}; {REMEDY}",
+                ) from None
         case ["array" | "scalar" | "tensor" as word]:
             return leaf(word, at)
         case ["int" | "float" | "bytes" as word, str(text)]:
             try:
                 return READ[word](text)
             except (ValueError, struct.error):
-                raise Misfit(place(at), f"is no {word}") from None
-    raise Misfit(place(at), "is none of " + ", ".join(WORDS))
+                raise Misfit(json_pointer(at), f"must be {word}, got {text!r:.40}; {REMEDY}") from None
+    raise Misfit(json_pointer(at), f"must begin with one of {', '.join(WORDS)}, got {plain!r:.60}; {REMEDY}")
 
 
 def _are_pairs(items: list[Any], kinds: tuple[type, ...]) -> bool:
-    """Keys of these types, of which no two have one name, and a value behind each?"""
+    """Tell if items are keys of these types, no two with one name, each with a value behind it."""
     keys = items[::2]
     return len(items) % 2 == 0 and all(type(key) in kinds for key in keys) and len(set(map(str, keys))) == len(keys)
 
@@ -98,17 +114,20 @@ def _below(items: list[Any], leaf: Callable[[str, str], Any], at: str) -> dict[A
     return {k: put_together(x, leaf, below(at, str(k))) for k, x in zip(items[::2], items[1::2], strict=True)}
 
 
-def place(at: str) -> str:
-    """A name for people."""
+def json_pointer(at: str) -> str:
+    """Return the name of a place in a tree for people: the JSON pointer, or 'the tree' for its root."""
     return at or "the tree"
 
 
 def below(at: str, key: str) -> str:
-    """The name of what is under a key."""
-    if len(at) + len(key) > LONGEST:
-        raise Misfit(place(at), f"has a key that makes its name longer than {LONGEST} characters")
+    """Return the JSON pointer of the value under a key; Misfit if it is too long or too deep."""
+    if len(at) + len(key) > MAX_NAME_CHARACTERS:
+        raise Misfit(
+            json_pointer(at),
+            f"must have keys of at most {MAX_NAME_CHARACTERS} characters with its own name, got {key!r:.20}...",
+        )
     if at.count("/") >= DEPTH:
-        raise Misfit(place(at), f"is nested deeper than {DEPTH}")
+        raise Misfit(json_pointer(at), f"must be nested at most {DEPTH} deep, got more; a tree must not contain itself")
     return f"{at}/{key.replace('~', '~0').replace('/', '~1')}"
 
 
@@ -116,16 +135,16 @@ def _key(key: Any, at: str) -> str | int:
     if type(key) is int and abs(key) < EXACT:
         return key
     if type(key) is not str:
-        raise TypeError(f"{place(at)}: a key must be str or int, got {_name(type(key))}")
+        raise TypeError(f"{json_pointer(at)}: a key must be str or int, got {_name(type(key))}")
     return _unicode(key, at)
 
 
 def _keyed(values: dict[str | int, Any], at: str) -> Any:
-    """A dict's values as JSON, which has texts as keys."""
+    """Return a dict's values as JSON, whose keys are texts."""
     if all(type(key) is str for key in values):
         return values
     if len(set(map(str, values))) < len(values):
-        raise Misfit(place(at), "has two keys that have one name, as 1 and '1' have")
+        raise Misfit(json_pointer(at), "must have a name of its own for each key, got two alike, as 1 and '1' are")
     return ["dict", *itertools.chain.from_iterable(values.items())]
 
 
@@ -133,7 +152,7 @@ def _values(tensor: Any, at: str) -> np.ndarray:
     try:
         return foreign.array(tensor)
     except (TypeError, RuntimeError) as error:
-        raise TypeError(f"{place(at)}: a checkpoint cannot hold this tensor: {error}") from None
+        raise TypeError(f"{json_pointer(at)}: a checkpoint cannot hold this tensor: {error}") from None
 
 
 def _plain(value: Any, at: str) -> Any:
@@ -148,14 +167,14 @@ def _plain(value: Any, at: str) -> Any:
         return value if math.isfinite(value) else ["float", struct.pack(">d", value).hex()]
     if kind is bytes:
         return ["bytes", value.hex()]
-    raise TypeError(f"{place(at)}: a checkpoint cannot hold {_name(kind)}")
+    raise TypeError(f"{json_pointer(at)}: a checkpoint cannot hold {_name(kind)}")
 
 
 def _unicode(text: str, at: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise Misfit(place(at), f"is not Unicode: {text!a:.40}") from None
+        raise Misfit(json_pointer(at), f"must be Unicode, got {text!a:.40}") from None
     return text
 
 

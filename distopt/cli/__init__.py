@@ -1,4 +1,4 @@
-"""The command line: one file per command."""
+"""The command line of distopt: one file per command."""
 
 import argparse
 import io
@@ -21,12 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_to(commands)
     for parsed in commands.choices.values():
         parsed.description = str(parsed.description).replace("``", "")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that this terminal has no letters for
     try:
-        code = int(given.main(given))
+        code = int(args.main(args))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 0
     except OSError as error:
-        print(f"distopt {given.command}: {error}", file=sys.stderr)
+        print(f"distopt {args.command}: {error}", file=sys.stderr)
         try:
             sys.stdout.flush()
         except OSError:  # it was the output that failed, and would fail once more at exit
@@ -44,5 +44,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Flush what is left of the standard output to nowhere."""
+    """Send the rest of the standard output to nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

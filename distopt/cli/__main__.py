@@ -1,4 +1,4 @@
-"""``python -m distopt.cli``."""
+"""The entry point of ``python -m distopt.cli``."""
 
 import sys
 

@@ -1,11 +1,11 @@
-"""``distopt advise``: which mode makes a step the fastest, and where it begins to pay; or that none does."""
+"""``distopt advise``: the mode that makes a step the fastest, and the limits from which it pays; or that none does."""
 
 import argparse
 import sys
 from typing import Any
 
-from distopt.checkpoint.error import printable
 from distopt.cli import setting
+from distopt.formatting import printable
 from distopt.volume import DEFAULT, advise, buckets, shapes
 
 
@@ -17,17 +17,17 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(main=main)
 
 
-def main(given: argparse.Namespace) -> int:
-    """Print the advice for each number of ranks; 2 if an argument is wrong."""
+def main(args: argparse.Namespace) -> int:
+    """Print the advice for each number of ranks; return 2 if an argument is wrong."""
     try:
-        network = setting.wire(given)
-        numbers = setting.ranks(given, network)
-        model = setting.MODEL if given.model is None else given.model
-        gradients = buckets(shapes(model)[::-1], given.threshold)
-        measure = setting.computing(given)
-        found = [advise(gradients, ranks, network, given.modes, given.backward, measure) for ranks in numbers]
+        network = setting.wire(args)
+        numbers = setting.ranks(args, network)
+        model = setting.MODEL if args.model is None else args.model
+        gradients = buckets(shapes(model)[::-1], args.threshold)
+        measure = setting.computing(args)
+        advices = [advise(gradients, ranks, network, args.modes, args.backward, measure) for ranks in numbers]
     except (OSError, ValueError, TypeError) as error:
         print(f"distopt advise: {printable(str(error))}", file=sys.stderr)
         return 2
-    print("\n\n".join(f"{printable(model)} on {advice}" for advice in found))
+    print("\n\n".join(f"{printable(model)} on {advice}" for advice in advices))
     return 0

@@ -1,9 +1,9 @@
 """``distopt bench --kernels``: the library's kernels on this host, as a fraction of the speed of a copy.
 
-Bytes are those that the equations make the memory move: what is read, what is written, and once more what is written
+Bytes are those that the equations make the memory move: bytes read, bytes written, and once more the bytes written
 without having been read, since a cache reads a line before it changes it.  So a copy of n bytes moves 3 n.  It is no
-hard limit: what writes to the lines that it has read may be faster, and some processors spare the read.  Times are the
-thread's own, which stand still while others have its core.
+hard limit: a kernel that writes to the lines that it has read may be faster, and some processors spare the read.  Times
+are the thread's own, which stand still while others have its core.
 """
 
 import functools
@@ -20,9 +20,19 @@ import ml_dtypes
 import numpy as np
 
 from distopt import device, kernels, optim
-from distopt.compress import At, DeepGradientCompression, ErrorFeedback, OneBit, Packed, Threshold, TopK, TwoBit
-from distopt.tables import Members
-from distopt.texts import simd_level
+from distopt.compress import (
+    BucketContext,
+    DeepGradientCompression,
+    ErrorFeedback,
+    ExchangeContext,
+    OneBit,
+    Packed,
+    Threshold,
+    TopK,
+    TwoBit,
+)
+from distopt.kernels.layout import BucketLayout
+from distopt.kernels.signatures import simd_level
 
 N = 1 << 24  # elements of float32: no cache holds them
 ROUNDS = 7
@@ -37,7 +47,7 @@ RULES: dict[str, tuple[Callable[[], optim.Optimizer], int]] = {  # arrays that a
 
 
 def show(file: Path | None, n: int = N) -> int:
-    """Measure and print them; ``file`` gets the same as JSON."""
+    """Measure the kernels and print a table; write the same to ``file`` as JSON, if given."""
     rows = fractions(passes(n) | selection(n), ROUNDS)
     print(f"# {n:,} float32 on one thread, {simd_level()}; bytes are those that the memory moves")
     print(f"#{'':27} {'time (ms)':>10} {'GB/s':>8} {'of copy':>8}")
@@ -50,9 +60,16 @@ def show(file: Path | None, n: int = N) -> int:
 
 
 def fractions(cases: dict[str, Case], rounds: int) -> list[dict[str, Any]]:
-    """A row per case, and the copy: seconds, and speed over the copy's of the same round; the medians.
+    """Time the cases and the copy, and return a row per case.
 
     Cases take turns, so that a slow second slows all of them; the first round is not counted.
+
+    Args:
+        cases: the bytes and the call of each case, by name; 'copy' is the reference.
+        rounds: the number of rounds.
+
+    Returns:
+        Rows of the median seconds, and the median of the speed as a fraction of the copy's in the same round.
     """
     ceiling = cases["copy"][0]
     taken: dict[str, list[float]] = {name: [] for name in cases}
@@ -67,18 +84,18 @@ def fractions(cases: dict[str, Case], rounds: int) -> list[dict[str, Any]]:
     rows = []
     for name, (nbytes, _) in cases.items():
         pairs = zip(taken[name][1:], taken["copy"][1:], strict=True)
-        share = statistics.median(nbytes / own * copy / ceiling for own, copy in pairs)
+        share = statistics.median(nbytes / seconds * copy / ceiling for seconds, copy in pairs)
         rows.append({"kernel": name, "bytes": nbytes, "seconds": statistics.median(taken[name][1:]), "of copy": share})
     return rows
 
 
 def passes(n: int) -> dict[str, Case]:
-    """What goes over the arrays once: the copy, packing, conversions and updates."""
+    """Return the cases of one pass over the arrays: the copy, packing, conversions and updates."""
     x, y = _filled(n, 0), _filled(n, 1)
     still, bad = device.zeros(n, np.float32), np.zeros(1, np.int64)  # errors of errors would become denormal
     halves = {"half": device.zeros(n, np.float16), "bfloat16": device.zeros(n, ml_dtypes.bfloat16)}
-    table = Members(["x"], [(n,)], [0], np.float32).point_to([x])
-    home = Members(["y"], [(n,)], [0], np.float32).point_to([y])
+    table = BucketLayout(["x"], [(n,)], [0], np.float32).point_to([x])
+    home = BucketLayout(["y"], [(n,)], [0], np.float32).point_to([y])
     cases: dict[str, Case] = {
         "copy": (12 * n, lambda: np.copyto(y, x)),
         "pack": (12 * n, lambda: kernels.pack(table, y, 1.0, bad, np.inf)),
@@ -87,9 +104,9 @@ def passes(n: int) -> dict[str, Case]:
         "accumulate": (12 * n, lambda: kernels.accumulate(x, y)),
     }
     for name, wire in halves.items():
-        take, give = getattr(kernels, f"take_{name}"), getattr(kernels, f"give_{name}")
-        cases[f"to {name}, and its error"] = (12 * n, functools.partial(take, still, wire, 0.5, 65504.0))
-        cases[f"from {name}"] = (10 * n, functools.partial(give, wire, y, 0.5))
+        encode, decode = getattr(kernels, f"encode_{name}"), getattr(kernels, f"decode_{name}")
+        cases[f"to {name}, and its error"] = (12 * n, functools.partial(encode, still, wire, 0.5, 65504.0))
+        cases[f"from {name}"] = (10 * n, functools.partial(decode, wire, y, 0.5))
     for name, (make, arrays) in RULES.items():
         opt = make()
         opt.prepare(0.5)
@@ -98,9 +115,9 @@ def passes(n: int) -> dict[str, Case]:
 
 
 def selection(n: int) -> dict[str, Case]:
-    """What is sent of a gradient and what is kept: both are read, the residual is written.
+    """Return the cases of compressors, which read the gradient and the residual, and write the residual.
 
-    One bit reads it twice; DGC has velocities to read and write too.
+    One bit reads the gradient twice; DGC also reads and writes velocities.
     """
     gradient = _filled(n, 2)
     speed = float(np.abs(gradient).mean())
@@ -118,31 +135,32 @@ def selection(n: int) -> dict[str, Case]:
 
 
 def _step(compressor: Any, gradient: np.ndarray, threshold: float) -> Callable[[], object]:
-    """A call of a step, with a residual as it is after many of them: evenly between zero and an entry's turn."""
+    """Return a call that compresses a step, with the residual of many steps: uniform between 0 and the threshold."""
     rng = np.random.default_rng(3)
     scratch: dict[str, np.ndarray] = {}
-    constants: dict[str, device.Mirror] = {}
+    constants: dict[str, device.DeviceMirror] = {}
 
     def kept(name: str, nbytes: int) -> np.ndarray:
         if name not in scratch or scratch[name].size < nbytes:
             scratch[name] = device.zeros(nbytes, np.uint8)
         return scratch[name][:nbytes]
 
-    def constant(name: str, make: Callable[[], np.ndarray]) -> device.Mirror:
+    def constant(name: str, make: Callable[[], np.ndarray]) -> device.DeviceMirror:
         if name not in constants:
-            constants[name] = device.Mirror(make())
+            constants[name] = device.DeviceMirror(make())
         return constants[name]
 
     residual, velocity = (device.zeros(gradient.size, np.float32) for _ in range(2))
     np.copysign(rng.random(gradient.size, np.float32) * np.float32(threshold), gradient, out=residual)
     velocity[:] = gradient / np.float32(1 - MOMENTUM)
     state = {"residual": residual, "velocity": velocity}
-    at = At(bucket=Members(["x"], [gradient.shape], [0], np.float32), scratch=kept, constant=constant)
-    return functools.partial(compressor.compress, gradient, state, at)
+    layout = BucketLayout(["x"], [gradient.shape], [0], np.float32)
+    context = ExchangeContext(bucket=BucketContext(layout, scratch=kept, constant=constant))
+    return functools.partial(compressor.compress, gradient, state, context)
 
 
 def _filled(n: int, seed: int) -> np.ndarray:
-    """Normally distributed numbers in memory as a bucket has it."""
+    """Return (n,) float32 numbers from a normal distribution, in memory like a bucket's."""
     x = device.zeros(n, np.float32)
     x[:] = np.random.default_rng(seed).standard_normal(n, np.float32)
     return x

@@ -1,4 +1,4 @@
-"""``distopt compare A.json B.json ...``: runs side by side: what they sent, and what came of it."""
+"""``distopt compare A.json B.json ...``: a table of runs side by side: bytes sent, and results."""
 
 import argparse
 import math
@@ -8,32 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distopt import experiment, plain, units
-from distopt.checkpoint.error import printable
-from distopt.cli import picture
-from distopt.cli.comparison import (
-    Aim,
-    Record,
-    Row,
-    Spread,
-    aim_at,
-    base,
-    missing,
-    number_of_ranks,
-    outside,
-    per_step,
-    points,
-    ratio,
-    reached,
-    references,
-    remarks,
-    rows,
-    spread,
-    total,
-)
-from distopt.names import unknown
+from distopt import formatting
+from distopt.checks import unknown_name
+from distopt.cli import comparison, plotting
+from distopt.cli.comparison import Aim, Point, Record, RunGroup, Spread
+from distopt.formatting import printable
+from distopt.resilience import strict_json
+from distopt.volume import experiment
 
 HEAD = "mode", "ranks", "seeds", "steps", "payload/step", "wire/step", "wire", "outside steps"
+SENT = "payload_per_step", "wire_per_step", "wire_total", "wire_outside_steps"  # the last four of them
 
 
 def add_to(commands: Any) -> None:
@@ -47,151 +31,120 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(main=main)
 
 
-def main(given: argparse.Namespace) -> int:
-    """Print the table, and write what is asked for; 2 if an argument or a file is wrong."""
+def main(args: argparse.Namespace) -> int:
+    """Print the table, and write the files that are asked for; return 2 if an argument or a file is wrong."""
     try:
-        _check(given)
-        records = _read(given.paths)
-        curve = _curve(given, records)
-        aim = None if curve is None or given.reach is None else aim_at(curve, given.reach, records)
-        found = rows(records)
-        lines = remarks(found)
-        for path, record in zip(given.paths, records, strict=True):
-            lines += missing(str(path), record, curve, aim)
-        print("\n".join([*table(found, aim), *map(printable, lines)]))
-        if given.json:
-            given.json.write_text(plain.dumps(numbers(found, aim)) + "\n")
-        if curve is not None and given.plot:
-            draw(found, curve, given.plot)
+        _check(args)
+        records = _read(args.paths)
+        curve = _curve(args, records)
+        aim = None if curve is None or args.reach is None else comparison.aim_at(curve, args.reach, records)
+        table_rows = comparison.rows(records)
+        lines = comparison.remarks(table_rows)
+        for path, record in zip(args.paths, records, strict=True):
+            lines += comparison.missing(str(path), record, curve, aim)
+        print("\n".join([*table(table_rows, aim), *map(printable, lines)]))
+        if args.json:
+            args.json.write_text(strict_json.dumps(comparison.numbers(table_rows, aim)) + "\n")
+        if curve is not None and args.plot:
+            draw(table_rows, curve, args.plot)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"distopt compare: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 
 
-def _check(given: argparse.Namespace) -> None:
-    """Refuse wrong arguments before a record is read."""
-    if given.reach is not None and not math.isfinite(given.reach):
-        raise ValueError(f"--reach must be finite, got {given.reach}")
-    picture.check_outputs(given.json, given.plot, given.paths)
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError or OSError for wrong arguments, before a record is read."""
+    if args.reach is not None and not math.isfinite(args.reach):
+        raise ValueError(f"--reach must be finite, got {args.reach}")
+    plotting.check_outputs(args.json, args.plot, args.paths)
 
 
 def _read(paths: Sequence[Path]) -> list[Record]:
     places = [os.path.realpath(path) for path in paths]
     twice = next((path for path, place in zip(paths, places, strict=True) if places.count(place) > 1), None)
     if twice:
-        raise ValueError(f"{twice} is given twice")
+        raise ValueError(f"each file must be given once, got {twice} twice")
     records = [experiment.read(path) for path in paths]
     first: dict[str, Path] = {}
     for path, record in zip(paths, records, strict=True):
-        if (other := first.setdefault(plain.dumps(record), path)) is not path:
-            raise ValueError(f"{path} is a copy of {other}, and no other run")
+        if (other := first.setdefault(strict_json.dumps(record), path)) is not path:
+            raise ValueError(f"each file must be a run of its own, got {path}, which is a copy of {other}")
     return records
 
 
-def _curve(given: argparse.Namespace, records: Sequence[Record]) -> str | None:
-    """The curve that is asked for, None if none is; ValueError if no run has it."""
-    if given.curve is None and given.reach is None and given.plot is None:
+def _curve(args: argparse.Namespace, records: Sequence[Record]) -> str | None:
+    """Return the curve that is asked for, None if none is; ValueError if no run has it."""
+    if args.curve is None and args.reach is None and args.plot is None:
         return None
-    curve = given.curve or "accuracy"
+    curve = args.curve or "accuracy"
     known = {name for record in records for name in record["curves"]}
     if curve not in known:
-        raise ValueError(unknown("curve", curve, known))
+        raise ValueError(unknown_name("curve", curve, known))
     return str(curve)
 
 
-def table(found: Sequence[Row], aim: Aim | None) -> list[str]:
-    """Lines of the table; bytes are those of the rank that wrote a record, and of steps where nothing else is said."""
-    results = result_names(found)
-    head = [*HEAD, f"{references(found)[0].mode} sends", *results, *([f"wire to {aim}"] if aim else [])]
-    return units.table([head, *(_cells(row, base(found, row), results, aim) for row in found)])
+def table(table_rows: Sequence[RunGroup], aim: Aim | None) -> list[str]:
+    """Return the lines of the table; bytes are those of the rank that wrote a record.
+
+    They are the bytes of steps where the column does not say otherwise.
+    """
+    results, base = comparison.result_names(table_rows), comparison.references(table_rows)[0]
+    head = [*HEAD, f"{base.mode} sends", *results, *([f"wire to {aim}"] if aim else [])]
+    cells = (_cells(row, comparison.base(table_rows, row), results, aim) for row in table_rows)
+    return formatting.table([head, *cells])
 
 
-def _cells(row: Row, against: Row | None, results: Sequence[str], aim: Aim | None) -> list[str]:
+def _cells(row: RunGroup, against: RunGroup | None, results: Sequence[str], aim: Aim | None) -> list[str]:
     seeds = ["?" if r["seed"] is None else str(r["seed"]) for r in row.records]
-    times = ratio(row, against)
+    times, spreads = comparison.ratio(row, against), comparison.spreads(row, aim)
     return [
         row.label,
-        units.NONE if row.ranks is None else str(row.ranks),
+        formatting.NONE if row.ranks is None else str(row.ranks),
         ", ".join(seeds),
-        _shown(_of(row, "steps"), units.number),
-        *(_shown(spread(per_step(r, count) for r in row.records), units.nbytes) for count in ("payload", "wire")),
-        *(_shown(spread(of(r, "wire") for r in row.records), units.nbytes) for of in (total, outside)),
-        units.NONE if times is None else f"{times:.3g} x" if times < 1000 else f"{times:,.0f} x",
-        *(_shown(result(row, name), units.number) for name in results),
-        *([_shown(spread(reached(r, aim) for r in row.records), units.nbytes)] if aim else []),
+        _shown(spreads["steps"], formatting.number),
+        *(_shown(spreads[name], formatting.nbytes) for name in SENT),
+        formatting.NONE if times is None else f"{times:.3g} x" if times < 1000 else f"{times:,.0f} x",
+        *(_shown(comparison.result(row, name), formatting.number) for name in results),
+        *([_shown(spreads["reached"], formatting.nbytes)] if aim else []),
     ]
 
 
-def _of(row: Row, field: str) -> Spread | None:
-    return spread(record[field] for record in row.records)
-
-
-def _shown(found: Spread | None, unit: Callable[[float], str]) -> str:
-    """A spread as text: the mean, and the range where runs differ."""
-    if found is None:
-        return units.NONE
-    mean, low, high = map(unit, found)
+def _shown(values: Spread | None, unit: Callable[[float], str]) -> str:
+    """Format a spread: the mean, and the range where runs differ."""
+    if values is None:
+        return formatting.NONE
+    mean, low, high = map(unit, values)
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-def result_names(found: Sequence[Row]) -> list[str]:
-    """Names of final numbers that any run has, in the order in which they come."""
-    return list(dict.fromkeys(name for row in found for record in row.records for name in record["results"]))
+@plotting.styled()
+def draw(table_rows: Sequence[RunGroup], curve: str, path: Path) -> None:
+    """Draw a curve over the wire bytes, a line per run: a colour for each mode, dashes for each number of ranks.
 
-
-def result(row: Row, name: str) -> Spread | None:
-    """A final number of a row's runs."""
-    return spread(record["results"].get(name) for record in row.records)
-
-
-def numbers(found: Sequence[Row], aim: Aim | None) -> dict[str, Any]:
-    """The table for programs: ranges as {mean, low, high}, null for what is not known."""
-
-    def entry(row: Row) -> dict[str, Any]:
-        counts = {
-            f"{count}_{unit}": spread(of(r, count) for r in row.records)
-            for count in ("payload", "wire")
-            for unit, of in (("per_step", per_step), ("total", total), ("outside_steps", outside))
-        }
-        reach = {"reached": spread(reached(r, aim) for r in row.records)} if aim else {}
-        against = base(found, row)
-        spreads = {"steps": _of(row, "steps")} | counts | reach
-        return {
-            "label": row.label,
-            "mode": row.mode,
-            "ranks": row.ranks,
-            "seeds": [record["seed"] for record in row.records],
-            "base": against and against.label,
-            "ratio": ratio(row, against),
-            **{name: x and x._asdict() for name, x in spreads.items()},
-            "results": {name: (x := result(row, name)) and x._asdict() for name in result_names(found)},
-        }
-
-    return {"aim": aim and aim._asdict(), "rows": [entry(row) for row in found]}
-
-
-def draw(found: Sequence[Row], curve: str, path: Path) -> None:
-    """The curve over the wire bytes, a line per run: a colour for each mode, dashes for each number of ranks.
-
-    Raises ValueError if there is no point.
+    Raises:
+        ValueError: there is no point to draw.
     """
-    drawn = [[[p for p in points(r, curve) if p[0] > 0 and math.isfinite(p[1])] for r in row.records] for row in found]
+    drawn = [[_drawable(record, curve) for record in row.records] for row in table_rows]
     seen = [nbytes for runs in drawn for run in runs for nbytes, _ in run]
     if not seen:
         raise ValueError(f"nothing to draw: no run has the curves {curve} and wire, finite and with bytes above 0")
-    figure, axes = picture.new(f"{curve} by bytes sent", "wire bytes of one rank (log)", curve)
-    picture.log_axis(axes, "x", seen, units.nbytes)
-    shown = [row for row, runs in zip(found, drawn, strict=True) if any(runs)]
+    figure, axes = plotting.new(f"{curve} by bytes sent", "wire bytes of one rank (log)", curve)
+    plotting.log_axis(axes, "x", seen, formatting.nbytes)
+    shown = [row for row, runs in zip(table_rows, drawn, strict=True) if any(runs)]
     labels = list(dict.fromkeys(row.label for row in shown))
-    ranks = list(dict.fromkeys(row.ranks for row in sorted(shown, key=number_of_ranks)))
+    ranks = list(dict.fromkeys(row.ranks for row in sorted(shown, key=comparison.number_of_ranks)))
     unnamed = set(labels)
-    for row, runs in zip(found, drawn, strict=True):
+    for row, runs in zip(table_rows, drawn, strict=True):
         for run in filter(None, runs):
-            style = picture.style(labels.index(row.label), ranks.index(row.ranks))
+            style = plotting.look(labels.index(row.label), ranks.index(row.ranks))
             label = row.label if row.label in unnamed else None  # once
             axes.plot(*zip(*run, strict=True), label=label, markevery=0.05, **style)
             unnamed.discard(row.label)
-    variants = ["ranks unknown" if n is None else units.counted(n, "rank") for n in ranks]
-    picture.legend(axes, picture.dashes(variants) if len(ranks) > 1 else [])
-    picture.save(figure, path)
+    variants = ["ranks unknown" if n is None else formatting.counted(n, "rank") for n in ranks]
+    plotting.legend(axes, plotting.dashes(variants) if len(ranks) > 1 else [])
+    plotting.save(figure, path)
+
+
+def _drawable(record: Record, curve: str) -> list[Point]:
+    return [p for p in comparison.points(record, curve) if p[0] > 0 and math.isfinite(p[1])]

@@ -1,4 +1,4 @@
-"""The numbers of ``distopt compare``: rows of runs, what each is compared with, and what is missing."""
+"""The numbers of ``distopt compare``: rows of runs, what they sent and reached, and what is missing."""
 
 import bisect
 import math
@@ -6,16 +6,16 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from distopt import plain
-from distopt.ledger import of_steps
-from distopt.units import nbytes
+from distopt.comm.ledger import of_steps
+from distopt.formatting import nbytes
+from distopt.resilience import strict_json
 
 Record = dict[str, Any]
 Point = tuple[float, float]  # wire bytes so far, and a curve's value
 
 
 class Spread(NamedTuple):
-    """The mean of several runs, and the range; all three are the same, and exact, where the runs agree."""
+    """The mean and the range of several runs; all three are equal, and exact, where the runs agree."""
 
     mean: float
     low: float
@@ -23,7 +23,13 @@ class Spread(NamedTuple):
 
 
 class Aim(NamedTuple):
-    """A value for a curve to reach: at least ``value`` if it rises, as accuracy does, else at most."""
+    """A value for a curve to reach.
+
+    Attributes:
+        curve: the name of the curve.
+        value: the value.
+        rises: whether the curve must come to at least ``value``, as accuracy; else to at most.
+    """
 
     curve: str
     value: float
@@ -33,93 +39,100 @@ class Aim(NamedTuple):
         return f"{self.curve} {'>=' if self.rises else '<='} {self.value:g}"
 
 
-class Row(NamedTuple):
-    """Runs of one mode on as many ranks, with the same settings."""
+class RunGroup(NamedTuple):
+    """Runs of one mode on the same number of ranks, with the same settings.
 
-    label: str  # the mode, and the settings in which it differs from others of this mode and number of ranks
+    Attributes:
+        label: the mode, and the settings in which the row differs from others of this mode and number of ranks.
+        records: the records of the runs.
+    """
+
+    label: str
     records: list[Record]
 
     @property
     def ranks(self) -> int | None:
-        """Number of ranks of each run; None if they do not say."""
+        """The number of ranks of each run; None if the records do not say."""
         return self.records[0]["topology"]["ranks"]  # type: ignore[no-any-return]
 
     @property
     def mode(self) -> str:
-        """Mode of each run."""
+        """The mode of each run."""
         return str(self.records[0]["mode"])
 
 
-def rows(records: Iterable[Record]) -> list[Row]:
-    """Make one row of runs that differ in nothing but the seed; rows of a mode are neighbours, few ranks before many.
+def rows(records: Iterable[Record]) -> list[RunGroup]:
+    """Group runs that differ in nothing but the seed into rows; rows of a mode are neighbours, few ranks before many.
 
-    Modes come in the order in which they are given, and so do settings of a mode on as many ranks.
+    Modes come in the order in which they are given, and so do settings of a mode on the same number of ranks.
     """
-    found: dict[tuple[str, int | None], dict[str, list[Record]]] = {}
+    runs_by_mode: dict[tuple[str, int | None], dict[str, list[Record]]] = {}
     for record in records:
-        kinds = found.setdefault((record["mode"], record["topology"]["ranks"]), {})
-        kinds.setdefault(plain.dumps(dict(sorted(record["settings"].items()))), []).append(record)
-    made = [Row(_label(runs[0], kinds), runs) for kinds in found.values() for runs in kinds.values()]
+        kinds = runs_by_mode.setdefault((record["mode"], record["topology"]["ranks"]), {})
+        kinds.setdefault(strict_json.dumps(dict(sorted(record["settings"].items()))), []).append(record)
+    made = [RunGroup(_label(runs[0], kinds), runs) for kinds in runs_by_mode.values() for runs in kinds.values()]
     modes = list(dict.fromkeys(row.mode for row in made))
     return sorted(made, key=lambda row: (modes.index(row.mode), number_of_ranks(row)))
 
 
-def number_of_ranks(row: Row) -> float:
-    """A key that sorts rows by ranks; those that do not say come last."""
+def number_of_ranks(row: RunGroup) -> float:
+    """Return a key that sorts rows by ranks; those that do not say come last."""
     return math.inf if row.ranks is None else row.ranks
 
 
 def _label(record: Record, kinds: dict[str, list[Record]]) -> str:
-    own, *others = map(_texts, [record, *(runs[0] for runs in kinds.values())])
-    names = (name for name in sorted(own) if any(other.get(name) != own[name] for other in others))
-    return " ".join([record["mode"], *(f"{name}={own[name]}" for name in names)])
+    settings, *others = map(_texts, [record, *(runs[0] for runs in kinds.values())])
+    names = (name for name in sorted(settings) if any(other.get(name) != settings[name] for other in others))
+    return " ".join([record["mode"], *(f"{name}={settings[name]}" for name in names)])
 
 
 def _texts(record: Record) -> dict[str, str]:
-    return {name: plain.dumps(value) for name, value in record["settings"].items()}
+    return {name: strict_json.dumps(value) for name, value in record["settings"].items()}
 
 
-def references(found: Sequence[Row]) -> list[Row]:
-    """The rows that others are compared with: those that are dense, else the first, on any number of ranks."""
-    return [row for row in found if row.mode == "dense"] or [row for row in found if row.label == found[0].label]
+def references(table_rows: Sequence[RunGroup]) -> list[RunGroup]:
+    """Return the rows that others are compared with: the dense ones, else those with the label of the first row."""
+    return [row for row in table_rows if row.mode == "dense"] or [
+        row for row in table_rows if row.label == table_rows[0].label
+    ]
 
 
-def base(found: Sequence[Row], row: Row) -> Row | None:
-    """The reference on as many ranks that is most alike in the settings; None if there is none on so many."""
+def base(table_rows: Sequence[RunGroup], row: RunGroup) -> RunGroup | None:
+    """Return the reference on the same number of ranks with the most similar settings; None if there is none."""
 
-    def apart(other: Row) -> tuple[int, int]:
+    def apart(other: RunGroup) -> tuple[int, int]:
         same = _texts(row.records[0]).items() & _texts(other.records[0]).items()
         return len(_differences(row, other)), -len(same)
 
-    return min((other for other in references(found) if other.ranks == row.ranks), key=apart, default=None)
+    return min((other for other in references(table_rows) if other.ranks == row.ranks), key=apart, default=None)
 
 
-def remarks(found: Sequence[Row]) -> list[str]:
-    """A line for each row whose bytes are known, and which is compared with nothing, or with what was set otherwise."""
-    known = [row for row in found if any(per_step(record, "wire") for record in row.records)]
-    return [f"{row.label}: {why}" for row in known if (why := _remark(found, row))]
+def remarks(table_rows: Sequence[RunGroup]) -> list[str]:
+    """Return a line for each row with known bytes that is compared with nothing, or with a row of other settings."""
+    known = [row for row in table_rows if any(per_step(record, "wire") for record in row.records)]
+    return [f"{row.label}: {why}" for row in known if (why := _remark(table_rows, row))]
 
 
-def _remark(found: Sequence[Row], row: Row) -> str:
-    against = base(found, row)
+def _remark(table_rows: Sequence[RunGroup], row: RunGroup) -> str:
+    against = base(table_rows, row)
     if against is None:
         where = "without a number of ranks" if row.ranks is None else f"on {row.ranks} ranks"
-        return f"no {references(found)[0].mode} run {where} to compare it with"
+        return f"no {references(table_rows)[0].mode} run {where} to compare it with"
     other = ", ".join(_differences(row, against))
     return f"compared with {against.label}, which has another {other}" if other else ""
 
 
-def _differences(row: Row, other: Row) -> list[str]:
-    """Names of settings that both rows have, and that differ."""
-    own, theirs = (_texts(r.records[0]) for r in (row, other))
-    return [name for name in sorted(own) if name in theirs and theirs[name] != own[name]]
+def _differences(row: RunGroup, other: RunGroup) -> list[str]:
+    """Return the names of settings that both rows have, and that differ."""
+    mine, theirs = (_texts(r.records[0]) for r in (row, other))
+    return [name for name in sorted(mine) if name in theirs and theirs[name] != mine[name]]
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Mean and range of numbers; None if one of them is not known."""
-    found = list(values)
-    known = [x for x in found if x is not None]
-    if not found or len(known) < len(found):
+    """Return the mean and the range of numbers; None if there are none, or one of them is unknown."""
+    numbers = list(values)
+    known = [x for x in numbers if x is not None]
+    if not numbers or len(known) < len(numbers):
         return None
     if any(map(math.isnan, known)):
         return Spread(math.nan, math.nan, math.nan)
@@ -128,12 +141,17 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def total(record: Record, count: str) -> int | None:
-    """Bytes of all steps of a run, ``count`` being 'payload' or 'wire'; None if the record does not say."""
+    """Return the bytes of all steps of a run; None if the record does not say.
+
+    Args:
+        record: the run's record.
+        count: 'payload' or 'wire'.
+    """
     return _sum_of_lines(record, count, of_steps)
 
 
 def outside(record: Record, count: str) -> int | None:
-    """Bytes that are no step's: parameters at the start, looks at quality, what was sent by hand."""
+    """Return the bytes sent outside of steps: parameters at the start, observations, messages of the script's own."""
     return _sum_of_lines(record, count, lambda line: not of_steps(line))
 
 
@@ -145,23 +163,23 @@ def _sum_of_lines(record: Record, count: str, wanted: Callable[[str], bool]) -> 
 
 
 def per_step(record: Record, count: str) -> float | None:
-    """Mean bytes of a step."""
-    found = total(record, count)
-    return None if found is None or not record["steps"] else found / record["steps"]
+    """Return the mean bytes of a step; None if unknown."""
+    nbytes_of_steps = total(record, count)
+    return None if nbytes_of_steps is None or not record["steps"] else nbytes_of_steps / record["steps"]
 
 
-def ratio(row: Row, against: Row | None) -> float | None:
-    """How many times fewer wire bytes a step takes than the other's, both as means."""
+def ratio(row: RunGroup, against: RunGroup | None) -> float | None:
+    """Return how many times fewer wire bytes a step of ``row`` takes than one of ``against``, both as means."""
     if against is None:
         return None
-    own, other = (spread(per_step(record, "wire") for record in r.records) for r in (row, against))
-    return other.mean / own.mean if own and other and own.mean > 0 else None
+    mine, other = (spread(per_step(record, "wire") for record in r.records) for r in (row, against))
+    return other.mean / mine.mean if mine and other and mine.mean > 0 else None
 
 
 def points(record: Record, curve: str) -> list[Point]:
-    """A curve over the wire bytes that it took so far; empty without one or the other.
+    """Return a curve over the wire bytes that it took so far; empty if either was not logged.
 
-    Where bytes were not logged at the same step, those of the next step at which they were: not fewer than it took.
+    Where bytes were not logged at the same step, those of the next step at which they were count: an upper bound.
     """
     if curve not in record["curves"] or "wire" not in record["curves"]:
         return []
@@ -172,45 +190,85 @@ def points(record: Record, curve: str) -> list[Point]:
 
 
 def aim_at(curve: str, value: float, records: Iterable[Record]) -> Aim:
-    """An aim for a curve, which falls if more runs end below where they began than above."""
+    """Return an aim for a curve, which falls if more runs end below where they began than above."""
     shown = [[x for x in r["curves"][curve]["values"] if not math.isnan(x)] for r in records if curve in r["curves"]]
     return Aim(curve, value, sum((x[-1] > x[0]) - (x[-1] < x[0]) for x in shown if x) >= 0)
 
 
 def reached(record: Record, aim: Aim) -> float | None:
-    """The wire bytes after which a curve first came to a value; None if it did not, or they are not known."""
+    """Return the wire bytes after which a curve first reached the aim; None if it did not, or they are unknown."""
     sign = 1 if aim.rises else -1
     return next((wire for wire, value in points(record, aim.curve) if sign * value >= sign * aim.value), None)
 
 
 def missing(name: str, record: Record, curve: str | None, aim: Aim | None) -> list[str]:
-    """Lines that say what is not known of a run, and why."""
-    found = []
+    """Return lines that say what is unknown of a run, and why."""
+    lines = []
     if record["raised"]:
-        found.append(f"ended by {record['raised']} after step {record['steps']}")
+        lines.append(f"ended by {record['raised']} after step {record['steps']}")
     if total(record, "wire") is None:
-        found.append("totals do not say payload and wire, so bytes are unknown")
+        lines.append("totals do not say payload and wire, so bytes are unknown")
     elif not record["steps"]:
-        found.append("no steps, so bytes per step are unknown")
+        lines.append("no steps, so bytes per step are unknown")
     elif not total(record, "wire") and (by_hand := outside(record, "wire")):
-        found.append(f"its steps sent nothing; the {nbytes(by_hand)} outside of them are not compared")
+        lines.append(f"its steps sent nothing; the {nbytes(by_hand)} outside of them are not compared")
     lacking = [n for n in (curve, "wire") if n is not None and n not in record["curves"]] if curve else []
     if lacking:
-        found.append(f"no curve {' and no curve '.join(lacking)}")
+        lines.append(f"no curve {' and no curve '.join(lacking)}")
     elif aim and reached(record, aim) is None:
-        found.append(f"does not come to {aim} where bytes are known")
+        lines.append(f"does not come to {aim} where bytes are known")
     if curve and (strange := sum(not math.isfinite(x) for x in record["curves"].get(curve, {}).get("values", ()))):
-        found.append(f"{strange} of {len(record['curves'][curve]['values'])} values of {curve} are not finite")
+        lines.append(f"{strange} of {len(record['curves'][curve]['values'])} values of {curve} are not finite")
     if curve and "wire" in record["curves"]:
-        found += _odd_end(record)
-    return [f"{name}: {line}" for line in found]
+        lines += _odd_end(record)
+    return [f"{name}: {line}" for line in lines]
 
 
 def _odd_end(record: Record) -> list[str]:
-    """How the curve of wire bytes disagrees with the totals, in a line."""
-    last, whole, more = record["curves"]["wire"]["values"][-1], total(record, "wire"), outside(record, "wire")
-    if whole is None or more is None or last == whole:
+    """Return a line if the curve of wire bytes disagrees with the totals."""
+    last, steps_total, more = record["curves"]["wire"]["values"][-1], total(record, "wire"), outside(record, "wire")
+    if steps_total is None or more is None or last == steps_total:
         return []
-    if last == whole + more:
+    if last == steps_total + more:
         return [f"the curve wire has also the {nbytes(more)} sent outside of steps"]
-    return [f"the curve wire ends at {nbytes(last)} of {nbytes(whole)}"]
+    return [f"the curve wire ends at {nbytes(last)} of {nbytes(steps_total)}"]
+
+
+def result_names(table_rows: Sequence[RunGroup]) -> list[str]:
+    """Return the names of final numbers that any run has, in the order in which they come."""
+    return list(dict.fromkeys(name for row in table_rows for record in row.records for name in record["results"]))
+
+
+def result(row: RunGroup, name: str) -> Spread | None:
+    """Return a final number of a row's runs, as a spread."""
+    return spread(record["results"].get(name) for record in row.records)
+
+
+def spreads(row: RunGroup, aim: Aim | None) -> dict[str, Spread | None]:
+    """Return what a row's runs sent, and after which bytes they reached the aim, by the names that JSON has for it."""
+    counts = {
+        f"{count}_{unit}": spread(of(r, count) for r in row.records)
+        for count in ("payload", "wire")
+        for unit, of in (("per_step", per_step), ("total", total), ("outside_steps", outside))
+    }
+    reach = {"reached": spread(reached(r, aim) for r in row.records)} if aim else {}
+    return {"steps": spread(r["steps"] for r in row.records)} | counts | reach
+
+
+def numbers(table_rows: Sequence[RunGroup], aim: Aim | None) -> dict[str, Any]:
+    """Return the table for programs: ranges as {mean, low, high}, null for unknown numbers."""
+
+    def entry(row: RunGroup) -> dict[str, Any]:
+        against = base(table_rows, row)
+        return {
+            "label": row.label,
+            "mode": row.mode,
+            "ranks": row.ranks,
+            "seeds": [record["seed"] for record in row.records],
+            "base": against and against.label,
+            "ratio": ratio(row, against),
+            **{name: x and x._asdict() for name, x in spreads(row, aim).items()},
+            "results": {name: (x := result(row, name)) and x._asdict() for name in result_names(table_rows)},
+        }
+
+    return {"aim": aim and aim._asdict(), "rows": [entry(row) for row in table_rows]}

@@ -1,4 +1,4 @@
-"""``distopt doctor``: what is there, what is not, and what to do about it."""
+"""``distopt doctor``: a check of this installation, with a remedy for each thing that is missing."""
 
 import argparse
 import importlib.metadata
@@ -12,18 +12,25 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import distopt
-from distopt import device, texts
+from distopt import device
 from distopt.cli import segments
 from distopt.cli.launcher import INSTALL, OPEN_MPI_TCP, check_brands, find_launcher
 from distopt.comm import nccl_library as nccl
 from distopt.comm.mpi_start import SRUN
+from distopt.kernels import signatures
 
 SELF_TEST = "import numpy, distopt; x = numpy.ones(9); w = distopt.world(); w.all_reduce(x); assert x[0] == w.size == 2"
 SHARED_MEMORY = 64 << 20  # bytes; MPICH crashes with much less
 
 
 class Finding(NamedTuple):
-    """One line: 'ok', 'warn' or 'fail', what was found, and what would mend it."""
+    """One line of the report.
+
+    Attributes:
+        status: 'ok', 'warn' or 'fail'.
+        text: the observation.
+        fix: the remedy, '' for none.
+    """
 
     status: str
     text: str
@@ -37,10 +44,10 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(main=main)
 
 
-def main(given: argparse.Namespace) -> int:
-    """Print all findings; 1 if one of them is a failure."""
+def main(args: argparse.Namespace) -> int:
+    """Print all findings; return 1 if one of them is a failure."""
     findings = [finding for check in CHECKS for finding in check()]
-    if given.json:
+    if args.json:
         print(json.dumps([f._asdict() for f in findings], indent=2))
     else:
         for f in findings:
@@ -49,28 +56,28 @@ def main(given: argparse.Namespace) -> int:
 
 
 def versions() -> Iterator[Finding]:
-    """Python, this package and what it stands on."""
+    """Report the versions of Python, this package and its dependencies."""
     yield Finding("ok", f"distopt {distopt.__version__}, Python {platform.python_version()}, {platform.platform()}")
     for package in ("numpy", "ml_dtypes"):
         yield Finding("ok", f"{package} {importlib.metadata.version(package)}")
 
 
 def host_library() -> Iterator[Finding]:
-    """Is it built, and from the texts that are here?"""
+    """Report whether the host library is built, and from the texts in native/."""
     rebuild = "pip install -e . in the project's folder"
     try:
-        library = texts.library()
+        library = signatures.library()
     except (ImportError, OSError) as error:
         yield Finding("fail", f"host library: {error}", rebuild)
         return
-    if library.source_hash().decode() != texts.source_hash():
+    if library.source_hash().decode() != signatures.source_hash():
         yield Finding("fail", f"{library._name} was built from other texts than native/ holds now", rebuild)
     else:
-        yield Finding("ok", f"host library {library._name}, runs at {texts.simd_level()}")
+        yield Finding("ok", f"host library {library._name}, runs at {signatures.simd_level()}")
 
 
 def mpi() -> Iterator[Finding]:
-    """Library, launcher, and two ranks that add up."""
+    """Report the MPI library and the launcher, and test two ranks that add an array."""
     try:
         launcher = find_launcher()
         check_brands(launcher)
@@ -106,7 +113,7 @@ def mpi() -> Iterator[Finding]:
 
 
 def gpu() -> Iterator[Finding]:
-    """GPUs, driver, compiler and NCCL; none of them is a must."""
+    """Report GPUs, driver, compiler and NCCL; none of them is required."""
     state = device.gpu_state()
     if not device.has_cupy() or state.startswith("cupy is broken"):
         yield _missing("no GPU", state)
@@ -131,13 +138,13 @@ def gpu() -> Iterator[Finding]:
 
 
 def _missing(what: str, state: str) -> Finding:
-    """What stands before the colon is missing, and what follows it would help."""
+    """Return a warning from a state 'cause: remedy'."""
     cause, _, fix = state.partition(": ")
     return Finding("warn", f"{what}: {cause}", fix)
 
 
 def machine() -> Iterator[Finding]:
-    """Cores, BLAS threads, and shared memory."""
+    """Report cores, BLAS threads, and shared memory."""
     mine, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     yield Finding(
         "ok" if mine == cores else "warn",

@@ -1,8 +1,9 @@
-"""How the ranks of a job come to their ends, as ``distopt run`` sees it: who was first, and why."""
+"""The ends of a job's ranks, as ``distopt run`` sees them: which rank was first, and why."""
 
 import contextlib
 import fcntl
 import os
+import re
 import select
 import signal
 import struct
@@ -11,25 +12,44 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from distopt import job
-from distopt.watch.report import names, waiting
+from distopt.resilience import job
+from distopt.resilience.report import names, waiting
 
 # PIDFD_GET_INFO of linux/pidfd.h, which tells how a process has ended, whoever was its parent, from Linux 6.15 on
 INFO = struct.Struct("=QQ11Ii")
 GET_INFO = 3 << 30 | INFO.size << 16 | 0xFF << 8 | 11
 HAS_EXIT = 1 << 3
+CRASHES = {  # by faulthandler's words
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": signal.SIGBUS,
+    "Floating-point exception": signal.SIGFPE,
+    "Illegal instruction": signal.SIGILL,
+}
+RUNNER = re.compile(r'File "(<frozen runpy>|[^"]*(/runpy|/resilience/rank)\.py)"')  # frames below the script's own
 SOON = 0.02  # seconds between two looks for ranks that have not entered yet
 
 
 class Fault(NamedTuple):
-    """Why a job cannot go on: a line to say, '' if a rank has said it, and the exit code, 0 if it is not known."""
+    """The reason why a job cannot go on.
+
+    Attributes:
+        text: a line to print, '' if a rank has printed it.
+        code: the exit code, 0 if it is unknown.
+    """
 
     text: str
     code: int
 
 
 class Ends:
-    """Processes that are ranks, in the order in which they ended, also if they are looked at late."""
+    """The processes of a job's ranks, in the order in which they ended, even if they are checked late.
+
+    Args:
+        folder: the folder in which ranks leave their marks.
+        size: the number of ranks.
+        launcher: the process id of the launcher.
+    """
 
     def __init__(self, folder: Path, size: int, launcher: int):
         self._folder, self._size = folder, size
@@ -37,26 +57,29 @@ class Ends:
         self._launcher = self._open(launcher)
         self._pids: dict[int, int] = {}  # by rank
         self._handles: dict[int, int] = {}
+        self._pipes: dict[int, int] = {}  # ranks by pipe, which an end closes before a launcher can notice it
+        self._closed: list[int] = []  # ranks whose pipe is closed
         self._ended: list[int] = []  # ranks
 
     def close(self) -> None:
-        """Give all handles back."""
+        """Close all handles."""
         self._ready.close()
-        for handle in (self._launcher, *self._handles.values()):
+        for handle in (self._launcher, *self._handles.values(), *self._pipes):
             if handle >= 0:
                 os.close(handle)
 
     def look(self, seconds: float) -> list[job.Rank]:
-        """The ranks' marks, after so many seconds, or as soon as a process ends."""
+        """Return the ranks' marks after so many seconds, or as soon as a process ends."""
         self._note(seconds if len(self._pids) == self._size else SOON)
         ranks = job.entered(self._folder)  # after it, so that who has ended has left all its marks
         for rank in ranks:
             if rank.rank not in self._pids:
                 self._pids[rank.rank], self._handles[rank.rank] = rank.pid, self._open(rank.pid)
+                self._open_pipe(rank.rank)
         return ranks
 
     def _open(self, pid: int) -> int:
-        """A handle that becomes readable when a process ends; -1 if it has ended, or without such handles."""
+        """Return a handle that becomes readable when a process ends; -1 if it has ended, or without pidfd_open."""
         try:
             handle = os.pidfd_open(pid)
         except (OSError, AttributeError):
@@ -64,32 +87,62 @@ class Ends:
         self._ready.register(handle, select.EPOLLIN)
         return handle
 
+    def _open_pipe(self, rank: int) -> None:
+        with contextlib.suppress(OSError):
+            pipe = os.open(self._folder / f"{rank}.{job.ALIVE}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._pipes[pipe] = rank
+            self._ready.register(pipe, select.EPOLLHUP)
+
     def _note(self, seconds: float) -> None:
         ranks = {handle: rank for rank, handle in self._handles.items()}
         for handle, _ in self._ready.poll(seconds):
-            if handle in ranks:
+            if handle in self._pipes:
+                self._ready.unregister(handle)
+                self._closed.append(self._pipes[handle])
+            elif handle in ranks:
                 self._ready.unregister(handle)
                 self._ended.append(ranks[handle])
         unseen = [rank for rank, handle in self._handles.items() if handle < 0 and rank not in self._ended]
         self._ended += [rank for rank in unseen if job.state(self._pids[rank]) in "ZX"]
 
     def fault(self, ranks: Sequence[job.Rank]) -> Fault | None:
-        """The first end that was none of a rank that is done; those that the launcher ended came later."""
+        """Return the fault of the first rank that ended without being done; None if there is none.
+
+        Ranks that the launcher ended because of it came later.
+        """
         by_number = {rank.rank: rank for rank in ranks}
         spoken = [rank for rank in ranks if job.SPOKEN in rank.marks]
+        by_itself = [rank for rank in ranks if rank.crash or rank.marks.keys() & {job.EXIT, job.OS_EXIT}]
         for rank in (by_number[number] for number in self._ended):
-            if rank.marks.keys() & {job.EXIT, job.OS_EXIT} or job.DONE not in rank.marks or self._status(rank.rank):
-                return Fault("", self._code(spoken[0])) if spoken else Fault(self._told(rank), self._code(rank))
-        there = [rank.rank for rank in ranks if job.MPI in rank.marks]
+            if rank in by_itself or job.DONE not in rank.marks or self._status(rank.rank):
+                if spoken:
+                    return Fault("", self._code(spoken[0]))
+                # whom a launcher ends leaves no mark, but may be gone before the kernel tells of the end that caused it
+                closed = [by_number[number] for number in self._closed if self._is_gone(number)]
+                first = rank if rank in by_itself else [*by_itself, *closed, rank][0]
+                return Fault(self._told(first), self._code(first))
+        joined = [rank.rank for rank in ranks if job.MPI in rank.marks]
         never = [rank.rank for rank in ranks if job.DONE in rank.marks and job.MPI not in rank.marks]
-        if there and never:
-            return Fault(f"{names(never)} ended before distopt.world(), where {waiting(there)}", 1)
+        if joined and never:
+            return Fault(f"{names(never)} ended before distopt.world(), where {waiting(joined)}", 1)
         return None
 
+    def _is_gone(self, rank: int) -> bool:
+        """Tell if a rank's process has ended, or does within a moment; a script may have closed the pipe before."""
+        deadline = time.monotonic() + 0.2
+        while job.state(self._pids[rank]) not in "ZX":
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
     def _told(self, rank: job.Rank) -> str:
-        """How a rank ended, in a line."""
+        """Describe how a rank ended: a line, and the traceback of a crash."""
         status = self._status(rank.rank)
         where = f"after {rank.last}" if rank.votes else "before distopt.world()"
+        if rank.crash:
+            trace = [line for line in rank.crash.rstrip().splitlines() if not RUNNER.search(line)]
+            return "\n".join([f"rank {rank.rank} crashed {where}", *trace])
         for kind, name in ((job.OS_EXIT, "os._exit({})"), (job.EXIT, "exit code {}")):
             if kind in rank.marks:
                 how = name.format(*sorted(rank.marks[kind]))
@@ -101,20 +154,23 @@ class Ends:
         return f"rank {rank.rank} ended without a word {where}: by an exit of C's, with code {status}"
 
     def _code(self, rank: job.Rank) -> int:
-        """The exit code of a rank that failed, as a shell has it; 0 if nothing but the launcher knows it."""
+        """Return the exit code of a rank that failed, as a shell has it; 0 if only the launcher knows it."""
         kinds = (job.SPOKEN, job.OS_EXIT, job.EXIT)
         marked = [int(code) for kind in kinds for code in rank.marks.get(kind, ())]
-        found = [*marked, self._status(rank.rank)][0]
-        return 0 if found is None else exit_code(found) or 1
+        crashed = [
+            -number for words, number in CRASHES.items() if rank.crash.startswith(f"Fatal Python error: {words}")
+        ]
+        status = [*marked, *crashed, self._status(rank.rank)][0]
+        return 0 if status is None else exit_code(status) or 1
 
     def _status(self, rank: int) -> int | None:
-        """As ``subprocess`` has it; None where the kernel does not tell."""
-        found = bytearray(INFO.pack(HAS_EXIT, *[0] * 13))
+        """Return a rank's status as ``subprocess`` has it; None where the kernel does not tell."""
+        buffer = bytearray(INFO.pack(HAS_EXIT, *[0] * 13))
         deadline = time.monotonic() + 0.2
         while self._handles[rank] >= 0:
             with contextlib.suppress(OSError):
-                fcntl.ioctl(self._handles[rank], GET_INFO, found)
-                mask, *_, status = INFO.unpack(found)
+                fcntl.ioctl(self._handles[rank], GET_INFO, buffer)
+                mask, *_, status = INFO.unpack(buffer)
                 if mask & HAS_EXIT:
                     return os.waitstatus_to_exitcode(status)
             if time.monotonic() > deadline:  # its parent has not collected it yet
@@ -124,5 +180,5 @@ class Ends:
 
 
 def exit_code(status: int) -> int:
-    """What a shell has for a status as ``subprocess`` has it."""
+    """Return a shell's exit code for a status as ``subprocess`` has it."""
     return 128 - status if status < 0 else status & 0xFF

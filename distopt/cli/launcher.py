@@ -1,4 +1,4 @@
-"""The MPI launcher of this environment, and how each brand is told to start N ranks on one machine."""
+"""The MPI launcher of this environment, and the flags of each brand that start N ranks on one machine."""
 
 import os
 import shutil
@@ -9,24 +9,33 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from distopt import job, texts
+from distopt.kernels import signatures
+from distopt.resilience import job
 
 INSTALL = "pip install 'distopt[mpi]'"
 
 
 class Launcher(NamedTuple):
-    """An mpiexec, and whose it is: 'MPICH' or 'Open MPI'."""
+    """An mpiexec.
+
+    Attributes:
+        path: its path.
+        brand: 'MPICH' or 'Open MPI'.
+    """
 
     path: str
     brand: str
 
     def command(self, ranks: int) -> list[str]:
-        """What stands before ``python script.py``: output tagged by rank, more ranks than cores allowed."""
+        """Return the command before ``python script.py``: output tagged by rank, more ranks than cores allowed."""
         flags = {"MPICH": ["-l"], "Open MPI": ["--output", "rank", "--oversubscribe", "--bind-to", "none"]}[self.brand]
         return [self.path, *flags, "-n", str(ranks)]
 
     def environment(self, ranks: int) -> dict[str, str]:
-        """The environment of the ranks: a fair share of the cores for BLAS, and what keeps them on this machine."""
+        """Return the environment of the ranks.
+
+        It gives each a fair share of the cores for BLAS, and keeps ranks on this machine.
+        """
         cores = len(os.sched_getaffinity(0))
         share = str(max(1, cores // ranks))
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), share)
@@ -64,18 +73,18 @@ MPICH = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user", "HYDRA_IFACE": "lo", "UC
 
 
 def on_loopback(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable under which a launcher and its helpers listen on no network (``native/loopback.cpp``).
+    """Return the variable under which a launcher and its helpers listen on no network (``native/loopback.cpp``).
 
-    Empty where the build made no such library, or where its path could not be written down for the loader.
+    It is empty where the build made no such library, or where its path cannot be written down for the loader.
     """
-    path = str(texts.library_path(job.LOOPBACK) or "")
+    path = str(signatures.library_path(job.LOOPBACK) or "")
     if not path or set(path) & set(": ;$"):
         return {}
     return {"LD_PRELOAD": ":".join(filter(None, (path, environ.get("LD_PRELOAD"))))}
 
 
 def find_launcher() -> Launcher:
-    """This environment's mpiexec, or else the one on PATH; RuntimeError with the remedy if there is none."""
+    """Return this environment's mpiexec, or else the one on PATH; RuntimeError with the remedy if there is none."""
     beside = Path(sysconfig.get_path("scripts")) / "mpiexec"
     path = str(beside) if beside.exists() else shutil.which("mpiexec")
     if path is None:
@@ -85,7 +94,7 @@ def find_launcher() -> Launcher:
 
 
 def library_brand() -> str:
-    """The brand of the MPI library that mpi4py runs on; RuntimeError with the remedy if there is none."""
+    """Return the brand of the MPI library that mpi4py runs on; RuntimeError with the remedy if there is none."""
     try:
         import mpi4py
 
@@ -98,7 +107,7 @@ def library_brand() -> str:
 
 
 def check_brands(launcher: Launcher) -> None:
-    """RuntimeError if launcher and library are of different brands: every rank would be alone."""
+    """Raise RuntimeError if launcher and library are of different brands: every rank would be alone."""
     library = library_brand()
     if library != launcher.brand:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""``distopt record -n N script.py``: run a script, and keep the gradients of some of its steps."""
+"""``distopt record -n N script.py``: a run of a script that keeps the gradients of some of its steps."""
 
 import argparse
 import sys
@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from distopt import tape
+from distopt.checks import check_int
 from distopt.cli import run
-from distopt.numbers import whole
+from distopt.volume import tape
 
 
 def add_to(commands: Any) -> None:
@@ -24,28 +24,28 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(main=main, restarts=0)
 
 
-def main(given: argparse.Namespace) -> int:
-    """Run it; the exit code is the script's, but 2 for a success of which nothing could be recorded."""
-    code, script = 0, given.module or given.script
+def main(args: argparse.Namespace) -> int:
+    """Run the script and write the tape; return the script's exit code, or 2 for a success with nothing recorded."""
+    code, script = 0, args.module or args.script
     try:
-        for flag, number in (("-n", given.ranks), ("--steps", given.steps), ("--every", given.every)):
-            whole(flag, number, least=1)
+        for flag, number in (("-n", args.ranks), ("--steps", args.steps), ("--every", args.every)):
+            check_int(flag, number, least=1)
         if not script:
-            raise ValueError("wants a script")
-        tape.check_place(given.out)
+            raise ValueError("the script must be given, got none; write it behind the options")
+        tape.check_replaceable(args.out)
         # beside the result, where there is room for it
-        with tempfile.TemporaryDirectory(prefix=".distopt-record-", dir=given.out.parent) as folder:
-            code = run.start_given(given, tape.request(Path(folder), given.steps, given.every))
-            found = tape.join(Path(folder), given.out, Path(script[0]).name)
+        with tempfile.TemporaryDirectory(prefix=".distopt-record-", dir=args.out.parent) as folder:
+            code = run.start_given(args, tape.request(Path(folder), args.steps, args.every))
+            joined = tape.join(Path(folder), args.out, Path(script[0]).name)
     except (OSError, ValueError) as error:
         _say(str(error))
         return code or 2
-    steps, recorded = len(found.steps), found.about["recorded"]
-    fewer = f", and not {given.steps}" * (steps < given.steps)
+    steps, recorded = len(joined.steps), joined.about["recorded"]
+    fewer = f", and not {args.steps}" * (steps < args.steps)
     fewer += f" (of {recorded} that were made a file's head can name no more)" * (steps < recorded)
-    first = ", of the first of several optimizers" * found.about["others"]
-    size = f"{given.out.stat().st_size:,} bytes"
-    _say(f"{steps} steps{fewer}, of {found.ranks} ranks{first}, in {given.out}: {size}")
+    first = ", of the first of several optimizers" * joined.about["others"]
+    size = f"{args.out.stat().st_size:,} bytes"
+    _say(f"{steps} steps{fewer}, of {joined.ranks} ranks{first}, in {args.out}: {size}")
     return code
 
 

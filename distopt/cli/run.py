@@ -14,16 +14,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from distopt import job
 from distopt.cli import segments
 from distopt.cli.ends import Ends, Fault, exit_code
 from distopt.cli.launcher import check_brands, find_launcher, on_loopback
+from distopt.resilience import job
 
 RANK = Path(job.__file__).with_name("rank.py")
 TIMED_OUT = 124  # the exit code of timeout(1)
 GRACE = 5.0  # seconds between asking a job to end and ending it
-LOOK = 0.2  # seconds between two looks at the ranks
-PATIENCE = 0.7  # seconds for a launcher to end a job after one of its ranks, and again when it is told to
+POLL_SECONDS = 0.2  # between two checks of the ranks
+END_SECONDS = 0.7  # for a launcher to end a job after one of its ranks, and again when it is told to
 KILLING = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what asks a job to end
 
@@ -40,30 +40,33 @@ def add_to(commands: Any) -> None:
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
-    """Declare what is run, and how long it may take."""
+    """Declare the arguments for the script and its time limit."""
     parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="a module instead")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a Python script, its arguments")
 
 
-def main(given: argparse.Namespace) -> int:
-    """Start the job, again if it fails and may be restarted; the exit code is the script's."""
-    return start_given(given, {})
+def main(args: argparse.Namespace) -> int:
+    """Start the job, again if it fails and may be restarted; return the script's exit code."""
+    return start_given(args, {})
 
 
-def start_given(given: argparse.Namespace, variables: Mapping[str, str]) -> int:
-    """Start what the arguments say, with more variables in the ranks' environment."""
-    script = ["-m", *given.module] if given.module else given.script[given.script[:1] == ["--"] :]
-    if given.ranks < 1 or not script:
-        _say("wants -n with at least 1 rank, and a script")
+def start_given(args: argparse.Namespace, variables: Mapping[str, str]) -> int:
+    """Start the script of the arguments, with more variables in the ranks' environment; return its exit code."""
+    script = ["-m", *args.module] if args.module else args.script[args.script[:1] == ["--"] :]
+    if args.ranks < 1:
+        _say(f"-n must be at least 1, got {args.ranks}")
         return 2
-    if given.restarts < 0:
-        _say(f"--restarts must be at least 0, got {given.restarts}")
+    if not script:
+        _say("the script must be given, got none; write it behind the options")
         return 2
-    if given.timeout is not None and not given.timeout > 0:
-        _say(f"--timeout must be above 0, got {given.timeout:g}")
+    if args.restarts < 0:
+        _say(f"--restarts must be at least 0, got {args.restarts}")
         return 2
-    return start(script, given.ranks, given.timeout, given.restarts, variables)
+    if args.timeout is not None and not args.timeout > 0:
+        _say(f"--timeout must be above 0, got {args.timeout:g}")
+        return 2
+    return start(script, args.ranks, args.timeout, args.restarts, variables)
 
 
 def start(
@@ -73,7 +76,18 @@ def start(
     restarts: int = 0,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Run what stands behind ``python`` on so many ranks; its exit code, or 2, with a line that says why not."""
+    """Run a script on ranks of this machine.
+
+    Args:
+        script: what stands behind ``python``.
+        ranks: the number of ranks.
+        timeout: seconds after which the job is ended.
+        restarts: how often a job that failed is started again.
+        variables: more variables for the ranks' environment.
+
+    Returns:
+        The script's exit code; 2, with a printed reason, if it could not be started.
+    """
     try:
         launcher = find_launcher()
         check_brands(launcher)
@@ -102,14 +116,21 @@ class Job:
         self._fault: Fault | None = None
 
     def supervise(self, timeout: float | None) -> tuple[int, bool]:
-        """Wait for the end; the exit code, and is it the last word, as after a success, a signal or a time limit?"""
+        """Wait for the end of the job.
+
+        Args:
+            timeout: seconds after which the job is ended; None for no limit.
+
+        Returns:
+            The exit code, and whether it is final: after a success, a signal or a time limit there is no restart.
+        """
         before = {number: signal.signal(number, lambda n, _: self._ask(n)) for number in _asking()}
         try:
             done = self._wait(math.inf if timeout is None else time.monotonic() + timeout)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        for _ in range(2):  # who is found by a look is seen to have ended by the next one
+        for _ in range(2):  # a rank that one check finds is seen to have ended by the next one
             self._look()
         self._ends.close()
         if not done:
@@ -120,7 +141,7 @@ class Job:
         return code, code == 0 or self._asked > 0 or not done
 
     def _wait(self, deadline: float) -> bool:
-        """False if the job was not done by then, and has been ended."""
+        """Wait for the launcher; return False if the deadline passed and the job was ended."""
         while self._process.poll() is None:
             self._look()
             if time.monotonic() > deadline:
@@ -131,17 +152,17 @@ class Job:
         return True
 
     def _look(self) -> None:
-        """See whether the job can go on; a launcher that does not find out by itself is told."""
-        ranks = self._ends.look(LOOK)
+        """Check whether the job can go on; end a launcher that does not notice a fault by itself."""
+        ranks = self._ends.look(POLL_SECONDS)
         if self._fault is None and not self._asked:
             self._fault = self._ends.fault(ranks)
             if self._fault and self._process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(PATIENCE)
-                end(self._process, PATIENCE)
+                    self._process.wait(END_SECONDS)
+                end(self._process, END_SECONDS)
 
     def _judge(self, status: int) -> int:
-        """The exit code; a rank that was gone without a word is named, and is no success."""
+        """Return the exit code, and print the fault of a rank that ended silently, which is no success."""
         code = exit_code(status)
         if self._fault is None:
             return code
@@ -167,7 +188,7 @@ class Job:
 
 
 def _asking() -> list[signal.Signals]:
-    """The signals that ask this process to end, without those that nohup or a shell makes it ignore."""
+    """Return the signals that ask this process to end, without those that nohup or a shell makes it ignore."""
     hushed = [number for number in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_IGN]
     return [number for number in ASKING if number not in hushed]
 
@@ -177,7 +198,7 @@ def _say(text: str) -> None:
 
 
 def end(process: "subprocess.Popen[Any]", grace: float = GRACE) -> None:
-    """Ask a job to end; whatever of it is left after ``grace`` seconds is killed, ranks that ignore signals too."""
+    """Ask a job to end, and kill what is left of it after ``grace`` seconds, ranks that ignore signals too."""
     family = descendants(process.pid)  # launchers start ranks in sessions of their own
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -190,13 +211,13 @@ def end(process: "subprocess.Popen[Any]", grace: float = GRACE) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The process ids of all children, and theirs; none where there is no /proc."""
+    """Return the process ids of all children and their children; none where there is no /proc."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parent = stat.read_text().rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found = children.get(pid, [])
-    for child in found:
-        found.extend(children.get(child, []))
-    return found
+    pids = children.get(pid, [])
+    for child in pids:
+        pids.extend(children.get(child, []))
+    return pids

@@ -1,23 +1,22 @@
-"""What ``distopt volume`` and ``distopt advise`` are asked about: a model, a network, and modes."""
+"""The arguments that ``distopt volume`` and ``distopt advise`` share: a model, a network, and modes."""
 
 import argparse
 import re
 from pathlib import Path
 from typing import Any
 
-from distopt import fit
-from distopt.cost import LINKS
-from distopt.fit import Fit
-from distopt.models import MODELS
-from distopt.numbers import whole
-from distopt.volume import Compute, Mode, Wire, measure, network
+from distopt.checks import check_int
+from distopt.volume import Compute, Mode, Wire, fit, measure, network
+from distopt.volume.cost import LINKS
+from distopt.volume.fit import Fit
 from distopt.volume.forecast import MOST_RANKS
+from distopt.volume.models import MODELS
 
 MODEL, LINK, INSIDE = "resnet50", "10GbE", "NVLink"
 
 
 def add_setting(parser: argparse.ArgumentParser, modes: str, ranks: str) -> None:
-    """Declare it; the defaults are names and numbers with commas between them."""
+    """Declare the arguments; the defaults are names and numbers with commas between them."""
     parser.set_defaults(usual=ranks)
     models = ", ".join(MODELS)
     parser.add_argument("--model", metavar="NAME", help=f"{models}, or a file of shapes, .json; default {MODEL}")
@@ -36,41 +35,41 @@ def add_setting(parser: argparse.ArgumentParser, modes: str, ranks: str) -> None
     parser.add_argument("--no-measure", action="store_true", help="leave out what it takes to compress")
 
 
-def wire(given: argparse.Namespace) -> Wire:
-    """The network; ValueError if it is given twice."""
-    if given.fit is None:
-        if given.inside is not None and given.per_node == 1:
-            raise ValueError("--inside is a link within nodes of several ranks: say how many with --per-node")
-        between = LINK if given.link is None else given.link
-        inside = INSIDE if given.inside is None else given.inside
-        return network(between, whole("--per-node", given.per_node, least=1), inside)
-    if given.link is not None or given.inside is not None or given.per_node != 1:
-        raise ValueError("--fit is a network: leave out --link, --inside and --per-node")
-    return fit.read(given.fit)
+def wire(args: argparse.Namespace) -> Wire:
+    """Return the network; ValueError if it is given twice."""
+    if args.fit is None:
+        if args.inside is not None and args.per_node == 1:
+            raise ValueError("--inside must be in nodes of several ranks, got nodes of 1; say how many with --per-node")
+        between = LINK if args.link is None else args.link
+        inside = INSIDE if args.inside is None else args.inside
+        return network(between, check_int("--per-node", args.per_node, least=1), inside)
+    if args.link is not None or args.inside is not None or args.per_node != 1:
+        raise ValueError("--fit must be the only network, got another one; leave out --link, --inside and --per-node")
+    return fit.read(args.fit)
 
 
-def ranks(given: argparse.Namespace, network: Wire) -> list[int]:
-    """Numbers that grow; ValueError for what is none, and for those that do not fill their nodes."""
-    wanted = given.ranks or (str(network.ranks) if isinstance(network, Fit) else given.usual)
+def ranks(args: argparse.Namespace, network: Wire) -> list[int]:
+    """Return the numbers of ranks, ascending; ValueError for malformed ones, and if they do not fill their nodes."""
+    wanted = args.ranks or (str(network.ranks) if isinstance(network, Fit) else args.usual)
     texts = [text.strip() for text in wanted.split(",")]
     if not all(re.fullmatch(r"\d{1,5}", text) and 1 <= int(text) <= MOST_RANKS for text in texts):
         must = f"whole numbers from 1 to {MOST_RANKS} with commas between them"
-        raise ValueError(f"--ranks must be {must}, got {given.ranks:.60}")
-    found = sorted({int(text) for text in texts})
+        raise ValueError(f"--ranks must be {must}, got {args.ranks:.60}")
+    numbers = sorted({int(text) for text in texts})
     local = network.per_node
-    odd = next((n for n in found if n > local and n % local), None)
+    odd = next((n for n in numbers if n > local and n % local), None)
     if odd:
         raise ValueError(f"--ranks must fill nodes of {local}, got {odd}")
-    return found
+    return numbers
 
 
-def computing(given: argparse.Namespace) -> Any:
-    """Who measures what a mode computes; nobody with --no-measure."""
-    found: dict[str, Compute] = {}
+def computing(args: argparse.Namespace) -> Any:
+    """Return the function that measures what a mode computes, once for each; None with --no-measure."""
+    costs: dict[str, Compute] = {}
 
     def once(mode: Mode) -> Compute:
-        if mode.name not in found:
-            found[mode.name] = measure(mode)
-        return found[mode.name]
+        if mode.name not in costs:
+            costs[mode.name] = measure(mode)
+        return costs[mode.name]
 
-    return None if given.no_measure else once
+    return None if args.no_measure else once

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distopt.checkpoint.error import printable
-from distopt.watch import flight
-from distopt.watch.merge import tell
+from distopt.formatting import printable
+from distopt.resilience import flight_recorder
+from distopt.resilience.merge import tell
 
 
 def add_to(commands: Any) -> None:
@@ -18,12 +18,14 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(main=main)
 
 
-def main(given: argparse.Namespace) -> int:
-    """Print the story; 1 if there are no records, or files that are none."""
+def main(args: argparse.Namespace) -> int:
+    """Print the story; return 1 if there are no records, or malformed ones."""
     try:
-        records = [flight.read(file) for path in given.paths or [flight.folder()] for file in _files(path)]
+        records = [
+            flight_recorder.read(file) for path in args.paths or [flight_recorder.folder()] for file in _files(path)
+        ]
         if len({r["rank"] for r in records}) < len(records):
-            raise ValueError("several records of one rank: give those of one job")
+            raise ValueError("the records must be of different ranks, got several of one; give those of one job")
     except (OSError, ValueError) as error:
         print(f"distopt trace: {printable(str(error))}", file=sys.stderr)
         return 1
@@ -32,10 +34,10 @@ def main(given: argparse.Namespace) -> int:
 
 
 def _files(path: Path) -> list[Path]:
-    """A file, or the records in a folder; ValueError if there are none."""
+    """Return a file, or the records in a folder; ValueError if there are none."""
     if not path.is_dir():
         return [path]
-    found = sorted(file for file in path.iterdir() if fnmatch.fnmatchcase(file.name, "distopt-flight.*.json"))
-    if not found:
+    records = sorted(file for file in path.iterdir() if fnmatch.fnmatchcase(file.name, "distopt-flight.*.json"))
+    if not records:
         raise ValueError(f"there are no flight records in {path}")
-    return found
+    return records

@@ -1,4 +1,7 @@
-"""The wire.  Adding a communicator is one file here, one test file, and one line below."""
+"""Communicators: collectives over MPI, NCCL, the threads of one process, or one rank alone.
+
+To add one, write a module in this package and a test file, and export its class below.
+"""
 
 from distopt.comm.communicator import Communicator
 from distopt.comm.local import LocalCommunicator

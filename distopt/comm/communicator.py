@@ -1,91 +1,118 @@
-"""What every communicator can do, and the two things that several of them share."""
+"""Interface of communicators, base class of wrappers, and sums in rank order."""
 
 import abc
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import ml_dtypes
 import numpy as np
 
 from distopt import device, kernels
 from distopt.comm import objects
-from distopt.cost import DIRECT, Algorithm
+from distopt.comm.byte_counts import DIRECT, Algorithm
+from distopt.comm.control import ControlChannel
+from distopt.comm.message import MessageTag, tagging
 from distopt.device import describe
-from distopt.guard import Control, fingerprint
-from distopt.ledger import Purpose
-from distopt.tables import Members
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
 NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)), *HALVES)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Communicator(abc.ABC):
-    """The wire: ``size`` ranks that all call the same verbs in the same order, or wait for ever: votes are DistOpt's.
+    """One of ``size`` ranks that exchange arrays by collectives.
+
+    All ranks must call the same collectives in the same order, or they wait for ever; only ``DistOpt`` lets ranks vote
+    before they exchange.
 
     Arrays are C-contiguous, of any shape and length, zero included, and of one of the dtypes in ``NUMBERS``.  Sums of
-    float16 and bfloat16 are formed in float32, in rank order, and rounded once; NCCL's own are rounded at every hop.
+    float16 and bfloat16 are formed in float32, in rank order, and rounded once; NCCL's sums are rounded at every hop.
 
-    On a GPU a verb only enqueues: results are there for the caller's stream after ``wait()``, and what was handed over
-    must not be written to before.
+    On a GPU a collective is only enqueued.  Its results may be used on the caller's stream after ``wait()``; until then
+    its arguments must not be written to.
+
+    A subclass defines ``all_reduce``, ``all_gather``, ``all_to_all``, ``broadcast``, ``barrier`` and
+    ``make_duplicate``, and the attributes without a default: ``rank``, ``size``, ``local_rank`` and ``control``.
+
+    Attributes:
+        rank: this rank's number, from 0.
+        size: number of ranks.
+        local_rank: this rank's number among the ranks of its machine.
+        control: the channel for votes.
+        xp: module of the arrays, numpy or cupy.
+        gpu: number of the GPU that has the arrays, None for arrays on the host.
+        shares_address_space: all ranks are threads of one process.
+        rank_ordered: ``all_reduce`` adds in rank order: ((x0 + x1) + x2) + ...
+        may_overlap: a thread may exchange while another one computes.
+        algorithm: routes of the collectives, from which the bytes on the wire follow.
+        reason: why this transport was chosen, for ``repr``.
+        collectives_fingerprint: fingerprint of the collectives enqueued so far.  Votes compare it, since a GPU does not
+            notice that ranks differ.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.comm import Communicator, run_ranks
+        >>> def main(comm: Communicator):
+        ...     x = np.full(2, comm.rank + 1, np.float32)
+        ...     comm.all_reduce(x)
+        ...     return x.tolist()
+        >>> run_ranks(3, main)
+        [[6.0, 6.0], [6.0, 6.0], [6.0, 6.0]]
     """
 
     rank: int
     size: int
     local_rank: int
-    control: Control
+    control: ControlChannel
     xp: ModuleType = np
-    gpu: int | None = None  # where the arrays are that it carries; None: on the host
-    one_process = False  # are all ranks threads of one process, which might share what each must have of its own?
-    rank_ordered = False  # does all_reduce add in rank order: ((x0 + x1) + x2) + ...?
-    why = ""
-    algorithm: Algorithm = DIRECT  # how collectives are done
-    may_overlap = True  # may a thread exchange while another one computes?
-    _beside: "Communicator | None" = None
+    gpu: int | None = None
+    shares_address_space = False
+    rank_ordered = False
+    may_overlap = True
+    algorithm: Algorithm = DIRECT
+    reason = ""
+    collectives_fingerprint = 0
     _hosts: Sequence[int] = ()
-    history = 0  # a fingerprint of what was enqueued, for votes to compare: a GPU does not see when ranks differ
-    _purpose = ""  # of what goes over the wire, for those who ask why it takes so long
+    _tag = ""  # of the operation in progress, for the report of a time limit
+    _second: "Communicator | None" = None  # the result of duplicate()
 
-    def on_behalf_of(self, purpose: Purpose) -> AbstractContextManager[None]:
-        """What is exchanged in this context is part of something; the report of a time limit names it."""
-        return self._named(str(purpose))
-
-    @contextlib.contextmanager
-    def _named(self, purpose: str) -> Iterator[None]:
-        before, self._purpose = self._purpose, purpose
-        try:
-            yield
-        finally:
-            self._purpose = before
+    def tagged(self, tag: MessageTag) -> AbstractContextManager[None]:
+        """Return a context whose messages are labelled with ``tag``, for ledgers and for the report of a time limit."""
+        return tagging(self, str(tag))
 
     @property
     def hosts(self) -> Sequence[int]:
-        """Where each rank sits: numbers that are equal for those on one machine."""
+        """Machine of each rank, ``(size,)``: numbers that are equal for ranks of one machine."""
         return self._hosts or (0,) * self.size
 
     @property
-    def travels_meanwhile(self) -> bool:
-        """Does ``all_reduce_each`` ask for an array while others travel?"""
-        return False
+    def spans_hosts(self) -> bool:
+        """Whether ranks sit on several machines."""
+        return len(set(self._hosts)) > 1
 
     @property
-    def spans_hosts(self) -> bool:
-        """Do ranks sit on several machines?"""
-        return len(set(self._hosts)) > 1
+    def pipelines(self) -> bool:
+        """Whether ``all_reduce_each`` asks for an array while others are under way."""
+        return False
 
     @abc.abstractmethod
     def all_reduce(self, x: np.ndarray) -> None:
-        """Replace x, in place, by its sum over ranks; the same bits on every rank."""
+        """Replace x, in place, by its sum over ranks, the same bits on every rank.  Collective."""
 
     def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
-        """Sums of arrays, in their places and in turn; the next one may be asked for before the last one is there.
+        """Yield the sums over ranks of several arrays, formed in place and in order.  Collective.
 
-        None among the arrays says that the next one will take a while.
+        The next array may be asked for before a sum is ready.
+
+        Args:
+            arrays: as many on every rank.  A None among them announces that the next array will take a while.
         """
         for x in arrays:
             if x is not None:
@@ -94,228 +121,220 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
-        """Every rank's x, flat, in rank order; with ``ragged`` the lengths may differ.
+        """Return every rank's x, flat, in rank order.  Collective.
 
-        ``into``: memory for all of them together, of x's dtype, where they are not ragged; else it is made.
+        Args:
+            x: an array of n elements, of the same length on every rank unless ``ragged``.
+            ragged: whether lengths may differ.
+            into: memory for the results, ``(size * n,)`` of x's dtype; only used without ``ragged``.  Default: new
+                memory.
         """
 
     @abc.abstractmethod
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
-        """Send ``parts[r]`` to rank r; return the parts for this rank, flat, in rank order.
+        """Send ``parts[r]`` to rank r, and return the parts for this rank, flat, in rank order.  Collective.
 
-        Without ``ragged`` every rank's part for this one is as long as this rank's own part for itself.
+        Args:
+            parts: one array per rank, all of one dtype.
+            ragged: whether lengths may differ.  If not, every rank's part for this rank has the length of
+                ``parts[rank]``.
         """
 
     @abc.abstractmethod
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
-        """Replace x, in place, by rank ``root``'s."""
+        """Replace x, in place, by the x of rank ``root``.  Collective."""
 
     @abc.abstractmethod
     def barrier(self) -> None:
-        """Return when every rank has come."""
+        """Wait until every rank has called this.  Collective."""
 
     def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
-        """This rank's slice (see ``slices``) of the sum over ranks of x, added in rank order."""
-        flat = checked(x, writable=False, gpu=device.place(x))
+        """Return this rank's slice of the sum over ranks of x, added in rank order.  Collective.
+
+        Args:
+            x: an array of n elements.
+
+        Returns:
+            A flat array, the slice ``slices(n, size)[rank]`` of the sum.
+        """
+        flat = as_flat(x, writable=False, gpu=device.gpu_of(x))
         return sum_in_rank_order(self.all_to_all([flat[s] for s in slices(x.size, self.size)]))
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Rank ``root``'s plain value, on every rank; what the other ranks give does not matter.
+        """Return the plain value of rank ``root`` on every rank.  Collective.
 
-        Plain are None, flags, numbers and texts, and lists and dicts, with texts as keys, of these.  Integers are
-        exact, floats are to the bit, a tuple becomes a list.  The ranks agree first that all of them are here.
+        Args:
+            value: None, a bool, number or string, or a list, tuple or dict with string keys of these.  Integers arrive
+                exactly, floats to the bit, tuples as lists.  Ignored on ranks other than ``root``.
+            root: the rank whose value is sent.
 
-        Raises, on every rank alike, TypeError for what is not plain; ValueError for ranks that are elsewhere or name
-        another root, for a root that is no rank, for more than 100 levels, an integer of more than 8,192 bits, or more
-        than 2^20 characters of JSON: send large data as arrays.
+        Raises:
+            TypeError: on every rank alike, for a value that is not plain.
+            ValueError: on every rank alike, if ranks are in another call or name another root; if ``root`` is no rank;
+                for more than 100 levels of nesting, an integer of more than 8,192 bits, or more than 2^20 characters of
+                JSON (send large data as arrays).
         """
 
         def text() -> str:
-            checked_root(root, self.size)
+            check_root(root, self.size)
             return objects.encode(value) if self.rank == root else ""
 
-        return objects.decode(self.gather_texts([f"broadcast_object from rank {root}"], text)[root])
-
-    def gather_texts(self, lines: Sequence[str], make: Callable[[], str]) -> list[str]:
-        """One text per rank, of which one at least is not empty, in rank order, if all ranks bring the same ``lines``.
-
-        Raises what ``make`` raises on one of them, and ValueError for lines that differ, on every rank alike.
-        """
-        error, text = None, ""
-        try:
-            text = make()
-        except Exception as e:
-            error = e
-        verb = lines[0].split()[0]
-        return self.control.vote(verb, fingerprint(lines), lambda: list(lines), error, text)
+        return objects.decode(self.control.gather_texts([f"broadcast_object from rank {root}"], text)[root])
 
     def lengths(self, n: int) -> list[int]:
-        """Every rank's n, in rank order."""
+        """Return every rank's n, in rank order.  Collective."""
         return [int(x[0]) for x in self.all_gather(np.array([n]))]
 
     def wait(self) -> None:  # noqa: B027  host collectives have nothing to wait for
-        """Results are visible to the caller's current stream from here on; does not block the host on a GPU."""
+        """Make the caller's current stream wait for all collectives so far, without blocking the host."""
 
-    def aside(self) -> AbstractContextManager[None]:
-        """What is enqueued in this context goes on beside the caller's stream: after all that it has been given so far.
+    def on_comm_stream(self) -> AbstractContextManager[None]:
+        """Return a context that enqueues on the communicator's stream, after the work that the caller's stream has.
 
-        Verbs and kernels in it follow each other without a ``wait()``, which comes once, after the context.
+        Collectives and kernels in the context follow each other without a ``wait()``; call that once, after it.
         """
         return contextlib.nullcontext()
 
     def check(self) -> None:  # noqa: B027  host collectives raise by themselves
-        """Raise RuntimeError if what was enqueued can never end.  For whoever waits for a GPU, again and again."""
+        """Raise RuntimeError if an enqueued collective can never end; to be called while a GPU is polled."""
 
-    def be_patient(self, seconds: float) -> None:  # noqa: B027  most wait without taking a core
-        """Sleep so long between two looks at an exchange in progress, so that a core can compute; 0 waits busily."""
+    def set_poll_interval(self, seconds: float) -> None:  # noqa: B027  most wait without taking a core
+        """Set the seconds of sleep between two polls of an exchange, which leave a core free; 0 for busy waiting."""
 
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
-        """Zeroed flat memory that this communicator likes; from 2 MiB on it starts at a multiple of 2 MiB."""
+        """Allocate zeros, ``(n,)``, in memory that suits this communicator.
+
+        An array of 2 MiB or more starts at a multiple of 2 MiB.
+        """
         return device.zeros(n, dtype)
 
     def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
-        """The same array on every rank, in rank order, if all ranks can read and write all of them; else None.
+        """Return the arrays of all ranks, in rank order, as shared memory.  Collective.
 
-        Collective, for a whole array that ``alloc`` returned.  Where arrays are shared, a rank must not go on before
-        the others are done with its own: that takes a barrier, or a vote.
+        A rank must not change its array before the others are done with it, which takes a barrier or a vote.
+
+        Args:
+            x: a complete array that ``alloc`` returned, the same one on every rank.
+
+        Returns:
+            One array per rank, or None unless all ranks can read and write all of them.
         """
         return None
 
-    def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:
-        """One rank's share of an all-reduce of arrays of ``peers``: its part becomes the sum, in rank order, there.
-
-        ``bad`` counts what is not finite, as the kernel says.
-        """
-        kernels.add_parts(members.share(self.rank, self.size), parts, parts[self.rank], bad)
-
-    def add_half_parts(self, members: Members, parts: Sequence[np.ndarray], total: np.ndarray, scale: float) -> None:
-        """The same of numbers of 16 bits, added in float32 and rounded once; this rank's share of ``total`` is that.
-
-        It is divided by ``scale``.
-        """
-        kernel = kernels.add_bfloat16_parts if parts[0].dtype == BFLOAT16 else kernels.add_half_parts
-        kernel(members.share(self.rank, self.size), list(parts), total, scale)
+    def count_all_reduce(self, x: np.ndarray) -> None:  # noqa: B027  most do not count
+        """Count a sum that was formed in shared memory as an all-reduce of x."""
 
     @property
-    def bare(self) -> "Communicator":
-        """What does the work, for messages that are no part of what is exchanged."""
+    def unwrapped(self) -> "Communicator":
+        """Communicator inside all wrappers, for messages that wrappers must not count or change."""
         return self
 
-    @property
-    def beside(self) -> "Communicator":
-        """The same ranks on a wire of its own, for a thread that exchanges while this one is in use.
+    def duplicate(self) -> "Communicator":
+        """Return a communicator of the same ranks with separate messages, for a thread that exchanges concurrently.
 
-        Collective when it is first asked for.  Itself where one thread enqueues everything.
+        The first call is collective; later ones return the same object.  Where one thread must enqueue everything, the
+        result is this communicator.
         """
-        if self._beside is None:  # no cached_property, whose lock all ranks of this process would share
-            self._beside = self._duplicate()
-        return self._beside
+        if self._second is None:  # Python 3.11's cached_property has a lock that all ranks of this process would share
+            self._second = self.make_duplicate()
+        return self._second
 
-    def _duplicate(self) -> "Communicator":
-        raise NotImplementedError(f"{type(self).__name__} has but one wire")
+    @abc.abstractmethod
+    def make_duplicate(self) -> "Communicator":
+        """Make what ``duplicate`` returns, which calls this once.  Collective."""
 
     def close(self) -> None:  # noqa: B027  most hold nothing
-        """Give back what the communicator holds."""
+        """Release the resources of the communicator."""
 
     def __repr__(self) -> str:
-        reason = f": {self.why}" if self.why else ""
+        reason = f": {self.reason}" if self.reason else ""
         return f"<{type(self).__name__}, rank {self.rank} of {self.size}, {self.xp.__name__}{reason}>"
 
 
+def _forwarded(method: F) -> F:
+    """Return a method that calls the method of the same name of the wrapped communicator."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def forward(self: "Wrapper", *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.comm, name)(*args, **kwargs)
+
+    forward.__isabstractmethod__ = False  # type: ignore[attr-defined]  # wraps() has copied True
+    return cast(F, forward)
+
+
 class Wrapper(Communicator):
-    """A communicator around a communicator: subclasses change the verbs they care about."""
+    """Communicator around another one, to which it forwards every call that a subclass does not define.
+
+    ``all_reduce_each`` and ``broadcast_object`` are not forwarded: they call the methods of the subclass.
+
+    Attributes:
+        comm: the wrapped communicator.
+    """
 
     def __init__(self, comm: Communicator):
         self.comm, self.rank, self.size, self.local_rank = comm, comm.rank, comm.size, comm.local_rank
         self.control, self.xp, self.gpu, self.rank_ordered = comm.control, comm.xp, comm.gpu, comm.rank_ordered
-        self.one_process = comm.one_process
+        self.shares_address_space = comm.shares_address_space
         self._hosts, self.may_overlap, self.algorithm = comm.hosts, comm.may_overlap, comm.algorithm
 
-    def on_behalf_of(self, purpose: Purpose) -> AbstractContextManager[None]:  # noqa: D102
-        return self.comm.on_behalf_of(purpose)
-
-    def all_reduce(self, x: np.ndarray) -> None:
-        """As the inner communicator, like all verbs below."""
-        self.comm.all_reduce(x)
-
-    def all_gather(  # noqa: D102
-        self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None
-    ) -> list[np.ndarray]:
-        return self.comm.all_gather(x, ragged, into)
-
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:  # noqa: D102
-        return self.comm.all_to_all(parts, ragged)
-
-    def reduce_scatter(self, x: np.ndarray) -> np.ndarray:  # noqa: D102
-        return self.comm.reduce_scatter(x)
-
-    def broadcast(self, x: np.ndarray, root: int = 0) -> None:  # noqa: D102
-        self.comm.broadcast(x, root)
-
-    def barrier(self) -> None:  # noqa: D102
-        self.comm.barrier()
-
-    def wait(self) -> None:  # noqa: D102
-        self.comm.wait()
-
-    def aside(self) -> AbstractContextManager[None]:  # noqa: D102
-        return self.comm.aside()
-
-    def check(self) -> None:  # noqa: D102
-        self.comm.check()
-
-    def lengths(self, n: int) -> list[int]:  # noqa: D102
-        return self.comm.lengths(n)
-
-    def be_patient(self, seconds: float) -> None:  # noqa: D102
-        self.comm.be_patient(seconds)
-
-    def alloc(self, n: int, dtype: Any) -> np.ndarray:  # noqa: D102
-        return self.comm.alloc(n, dtype)
-
-    def peers(self, x: np.ndarray) -> list[np.ndarray] | None:  # noqa: D102
-        return self.comm.peers(x)
-
-    def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:  # noqa: D102
-        self.comm.add_parts(members, parts, bad)
-
-    def add_half_parts(  # noqa: D102
-        self, members: Members, parts: Sequence[np.ndarray], total: np.ndarray, scale: float
-    ) -> None:
-        self.comm.add_half_parts(members, parts, total, scale)
+    tagged = _forwarded(Communicator.tagged)
+    all_reduce = _forwarded(Communicator.all_reduce)
+    all_gather = _forwarded(Communicator.all_gather)
+    all_to_all = _forwarded(Communicator.all_to_all)
+    reduce_scatter = _forwarded(Communicator.reduce_scatter)
+    broadcast = _forwarded(Communicator.broadcast)
+    barrier = _forwarded(Communicator.barrier)
+    lengths = _forwarded(Communicator.lengths)
+    wait = _forwarded(Communicator.wait)
+    on_comm_stream = _forwarded(Communicator.on_comm_stream)
+    check = _forwarded(Communicator.check)
+    set_poll_interval = _forwarded(Communicator.set_poll_interval)
+    alloc = _forwarded(Communicator.alloc)
+    peers = _forwarded(Communicator.peers)
+    count_all_reduce = _forwarded(Communicator.count_all_reduce)
+    close = _forwarded(Communicator.close)
 
     @property
-    def bare(self) -> Communicator:
-        """That of the inner communicator."""
-        return self.comm.bare
+    def unwrapped(self) -> Communicator:
+        return self.comm.unwrapped
 
-    def _duplicate(self) -> Communicator:
-        twin = copy.copy(self)
-        twin.comm = self.comm.beside
-        twin.control = twin.comm.control
-        return twin
-
-    def close(self) -> None:  # noqa: D102
-        self.comm.close()
+    def make_duplicate(self) -> Communicator:
+        """Make the same wrapper around a duplicate of the wrapped communicator.  Collective."""
+        duplicate = copy.copy(self)
+        duplicate.comm = self.comm.duplicate()
+        duplicate.control = duplicate.comm.control
+        return duplicate
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.comm!r})"
 
 
 def slices(n: int, size: int) -> list[slice]:
-    """Cut [0, n) into one slice per rank, of lengths that differ by at most one."""
+    """Cut [0, n) into one slice per rank, of lengths that differ by at most one.
+
+    Example:
+        >>> slices(5, size=2)
+        [slice(0, 2, None), slice(2, 5, None)]
+    """
     bounds = [n * r // size for r in range(size + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """((x0 + x1) + x2) + ..., a new array; halves are added in float32 and rounded once."""
+    """Return ((x0 + x1) + x2) + ... as a new array; 16-bit numbers are added in float32 and rounded once.
+
+    Example:
+        >>> import numpy as np
+        >>> sum_in_rank_order([np.array([1, 2]), np.array([10, 20])]).tolist()
+        [11, 22]
+    """
     if parts[0].dtype in HALVES:
-        found: np.ndarray = device.empty(parts[0].size, parts[0].dtype, like=parts[0])
-        sum_halves([x.reshape(-1) for x in parts], found)
-        return found.reshape(parts[0].shape)
+        flat: np.ndarray = device.empty(parts[0].size, parts[0].dtype, like=parts[0])
+        sum_halves([x.reshape(-1) for x in parts], flat)
+        return flat.reshape(parts[0].shape)
     total = device.copied(parts[0])
-    with np.errstate(over="ignore", invalid="ignore"):  # as on any wire; who cares looks at the sum
+    with np.errstate(over="ignore", invalid="ignore"):  # other transports do not warn either; see the sum for overflow
         for x in parts[1:]:
             if device.on_gpu(total):
                 kernels.accumulate(x, total)
@@ -324,55 +343,80 @@ def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:
     return total
 
 
-def sum_halves(parts: Sequence[np.ndarray], found: np.ndarray) -> None:
-    """Overwrite ``found``, which may be one of the flat parts, by their sum: one pass."""
-    kernel = kernels.sum_bfloat16 if found.dtype == BFLOAT16 else kernels.sum_half
-    kernel(found, list(parts))
+def sum_halves(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+    """Write the sum of flat 16-bit arrays to ``out``, which may be one of them, in one pass over memory."""
+    kernel = kernels.sum_bfloat16 if out.dtype == BFLOAT16 else kernels.sum_half
+    kernel(out, list(parts))
 
 
 def all_reduce_in_rank_order(comm: Communicator, x: np.ndarray) -> None:
-    """Replace x, in place, by its sum over ranks, added in rank order.
+    """Replace x, in place, by its sum over ranks, added in rank order.  Collective.
 
-    Slices go to their owners, are added there, and are gathered: the bytes of a ring, and the same bits on any
-    transport and in any chunking.
+    Each slice goes to the rank that owns it, is added up there, and is gathered by all.  That moves as many bytes as a
+    ring, and the result is the same to the bit on any transport and in any chunking.
     """
-    flat = checked(x, gpu=device.place(x))
-    with comm.aside():
+    flat = as_flat(x, gpu=device.gpu_of(x))
+    with comm.on_comm_stream():
         parts = comm.all_gather(comm.reduce_scatter(flat), ragged=True)
         for part, s in zip(parts, slices(flat.size, comm.size), strict=True):
             device.copy(flat[s], part)
 
 
-def checked(x: np.ndarray, writable: bool = True, gpu: int | None = None) -> np.ndarray:
-    """x as a flat view; TypeError unless a communicator can carry it that works on a GPU, or on the host (None).
+def as_flat(x: np.ndarray, writable: bool = True, gpu: int | None = None) -> np.ndarray:
+    """Return x as a flat view, if a communicator can carry it.
 
-    Raises ValueError for an array on another GPU.
+    Args:
+        x: any array.
+        writable: whether x must be writable.
+        gpu: number of the communicator's GPU, None for the host.
+
+    Raises:
+        TypeError: x is no array of a dtype in ``NUMBERS``, is not C-contiguous, or is not writable but must be.
+        ValueError: x is on another GPU.
     """
     if not device.is_array(x) or x.dtype not in NUMBERS:
-        raise TypeError(f"a communicator carries arrays of {', '.join(map(str, NUMBERS))}, got {describe(x)}")
+        raise TypeError(f"a communicator's array must be of {', '.join(map(str, NUMBERS))}, got {describe(x)}")
     if not x.flags.c_contiguous or (writable and not device.writable(x)):
-        raise TypeError(f"a communicator wants C-contiguous{' writable' * writable} arrays, got {describe(x)}")
-    device.check_place("what this communicator carries", x, gpu)
+        raise TypeError(f"a communicator's array must be C-contiguous{' and writable' * writable}, got {describe(x)}")
+    device.check_gpu("what this communicator carries", x, gpu)
     return x.reshape(-1)
 
 
-def checked_parts(parts: Sequence[np.ndarray], size: int, gpu: int | None = None) -> list[np.ndarray]:
-    """The parts as flat views; ValueError unless there is one per rank."""
+def flat_parts(parts: Sequence[np.ndarray], size: int, gpu: int | None = None) -> list[np.ndarray]:
+    """Return the parts as flat views.
+
+    Args:
+        parts: one array per rank.
+        size: number of ranks.
+        gpu: number of the communicator's GPU, None for the host.
+
+    Raises:
+        TypeError: a communicator cannot carry one of them.
+        ValueError: there is not one per rank.
+    """
     if len(parts) != size:
         raise ValueError(f"parts must be {size} arrays, one per rank, got {len(parts)}")
-    return [checked(x, writable=False, gpu=gpu) for x in parts]
+    return [as_flat(x, writable=False, gpu=gpu) for x in parts]
 
 
-def cut(room: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Memory in consecutive parts of these sizes; ValueError if it has not as many elements."""
-    if room.size != sum(sizes):
-        raise ValueError(f"into must have room for {sum(sizes)} elements, the parts of all ranks, got {room.size}")
+def split(memory: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Cut a flat array into consecutive parts of these sizes, in elements.
+
+    Raises:
+        ValueError: the sizes do not add up to the length of ``memory``.
+    """
+    if memory.size != sum(sizes):
+        raise ValueError(f"into must be of {sum(sizes)} elements, the parts of all ranks, got {memory.size}")
     ends = itertools.accumulate(sizes)
-    return [room[end - n : end] for n, end in zip(sizes, ends, strict=True)]
+    return [memory[end - n : end] for n, end in zip(sizes, ends, strict=True)]
 
 
-def checked_root(root: int, size: int) -> int:
-    """A rank; ValueError if there is none with this number."""
+def check_root(root: int, size: int) -> int:
+    """Return ``root``.
+
+    Raises:
+        ValueError: it is no rank.
+    """
     if not 0 <= root < size:
         raise ValueError(f"root must be a rank from 0 to {size - 1}, got {root}")
     return root

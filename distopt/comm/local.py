@@ -1,4 +1,4 @@
-"""One rank alone: every verb is the identity."""
+"""Communicator of one rank alone, for which every collective is the identity."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,72 +6,92 @@ from typing import Any
 import numpy as np
 
 from distopt import device
-from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root
-from distopt.guard import Control
+from distopt.comm.communicator import Communicator, as_flat, check_root, flat_parts
+from distopt.comm.control import ControlChannel
 
 
-class LocalControl(Control):
-    """Nobody to agree with."""
+class LocalControl(ControlChannel):
+    """Votes of one rank alone."""
 
     rank, size = 0, 1
 
     def maximum(self, votes: np.ndarray) -> None:
-        """Nothing to do."""
+        """Leave the votes as they are: they are the maximum over one rank."""
 
-    def _gather(self, text: str) -> list[str]:
-        """This rank's text."""
+    def gather_strings(self, text: str) -> list[str]:
+        """Return this rank's text."""
         return [text]
 
 
 class LocalCommunicator(Communicator):
-    """A world of one, without MPI.  It carries numpy's arrays and cupy's; ``gpu``: where ``alloc`` has its memory."""
+    """Communicator of one rank alone, without MPI, for numpy and cupy arrays.
+
+    Args:
+        reason: why this transport was chosen, for ``repr``.
+        gpu: number of the GPU on which ``alloc`` allocates, which becomes this thread's current one; default: the host.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.comm import LocalCommunicator
+        >>> comm = LocalCommunicator()
+        >>> comm.rank, comm.size
+        (0, 1)
+        >>> [part.tolist() for part in comm.all_gather(np.array([1, 2]))]
+        [[1, 2]]
+    """
 
     rank, size, local_rank, rank_ordered = 0, 1, 0, True
 
-    def __init__(self, why: str = "", gpu: int | None = None) -> None:
-        self.why, self.control, self.gpu = why, LocalControl(), gpu
+    def __init__(self, reason: str = "", gpu: int | None = None) -> None:
+        self.reason, self.control, self.gpu = reason, LocalControl(), gpu
         if gpu is not None:
             device.use_gpu(gpu)
             self.xp = device.array_module()
 
     def all_reduce(self, x: np.ndarray) -> None:
-        """The sum over one rank."""
-        checked(x, gpu=device.place(x))
+        """Check x, and leave it as it is: it is the sum over one rank."""
+        as_flat(x, gpu=device.gpu_of(x))
 
     def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
-        """A copy of x."""
-        flat = checked(x, writable=False, gpu=device.place(x))
+        """Return a flat copy of x."""
+        flat = as_flat(x, writable=False, gpu=device.gpu_of(x))
         if into is None:
             return [device.copied(flat)]
         device.copy(into, flat)
         return [into]
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
-        """A copy of the one part."""
-        return [device.copied(x) for x in checked_parts(parts, 1, device.place(parts[0]) if parts else None)]
+        """Return a flat copy of the only part."""
+        return [device.copied(x) for x in flat_parts(parts, 1, device.gpu_of(parts[0]) if parts else None)]
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
-        """Nothing to do."""
-        checked(x, gpu=device.place(x))
-        checked_root(root, 1)
+        """Check x and ``root``, and leave x as it is."""
+        as_flat(x, gpu=device.gpu_of(x))
+        check_root(root, 1)
 
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
-        """Zeroed flat memory, on the GPU if there is one."""
+        """Allocate zeros, ``(n,)``, on the communicator's GPU if it has one.
+
+        Raises:
+            ValueError: this thread's current GPU is another one.
+        """
         if self.gpu is None:
             return super().alloc(n, dtype)
         if device.current_gpu() != self.gpu:
             raise ValueError(
-                f"this communicator works on GPU {self.gpu}, but this thread on GPU {device.current_gpu()}"
+                f"this thread's current GPU must be {self.gpu}, the communicator's, got {device.current_gpu()}; "
+                f"call cupy.cuda.Device({self.gpu}).use() first"
             )
-        found: np.ndarray = device.gpu_zeros(n, dtype)
-        return found
+        array: np.ndarray = device.gpu_zeros(n, dtype)
+        return array
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Return at once: there are no other ranks."""
 
-    def _duplicate(self) -> Communicator:
+    def make_duplicate(self) -> Communicator:
+        """Return this communicator: it sends nothing."""
         return self
 
     def peers(self, x: np.ndarray) -> list[np.ndarray]:
-        """x itself."""
+        """Return x itself, in a list."""
         return [x]

@@ -1,121 +1,165 @@
-"""Write a rank's messages into its ledger, one entry for every call of a collective."""
+"""Writer of a rank's messages into its ledger, one entry for every call of a collective.
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+A ``Meter`` knows sizes and formulas, and no communicator: ``Metered`` calls it for messages that were sent, and
+``distopt.volume`` for those of ranks that do not exist.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from distopt.cost import Algorithm, Moved, shares
-from distopt.ledger import Anatomy, Entry, Ledger, Look, Purpose, share_out
-from distopt.tables import Members
+from distopt.comm.byte_counts import Algorithm, Moved, shares
+from distopt.comm.ledger import Ledger
+from distopt.comm.message import Entry, LazyBreakdown, MessageTag, PayloadBreakdown, apportion, tagging
+from distopt.kernels.layout import BucketLayout
 
 
 class Meter:
-    """The writer of one rank's ledger.
+    """Writer of one rank's ledger.
 
     Args:
-        rank, size: whose messages are written, and among how many.
-        hosts: where each rank sits, as numbers that are equal for ranks of one machine.
-        algorithm: how collectives move bytes, from which those on the wire follow.
-        ledger: where entries go.
+        rank: the rank whose messages are written.
+        size: number of ranks.
+        hosts: host of each rank, ``(size,)``, as numbers that are equal for ranks of one host.
+        algorithm: routes of the collectives, from which the bytes on the wire follow.
+        ledger: the ledger.
     """
 
     def __init__(self, rank: int, size: int, hosts: Sequence[int], algorithm: Algorithm, ledger: Ledger):
         self.rank, self.size, self._algorithm, self.ledger = rank, size, algorithm, ledger
         self._hosts, self._spans = hosts, len(set(hosts)) > 1
-        self._now = Purpose()
+        self._tag = MessageTag()
 
-    @contextlib.contextmanager
-    def on_behalf_of(self, purpose: Purpose) -> Iterator[None]:
-        """Write all messages of this context with a phase, a step and a bucket."""
-        before, self._now = self._now, purpose
-        try:
-            yield
-        finally:
-            self._now = before
+    def tagged(self, tag: MessageTag) -> AbstractContextManager[None]:
+        """Return a context whose messages are labelled with a phase, a step and a bucket."""
+        return tagging(self, tag)
 
-    def look(self, payload: np.ndarray) -> Look:
-        """A function that tells what a gathered payload consists of, once somebody asks."""
+    def breakdown(self, payload: np.ndarray) -> LazyBreakdown:
+        """Return the breakdown of a gathered payload, computed when its entry is made.
+
+        Without a ``breakdown`` in the tag, the payload counts as values only.
+        """
         nbytes = payload.nbytes
-        return self._now.look(payload) if self._now.look else lambda: Anatomy(nbytes)
+        return self._tag.breakdown(payload) if self._tag.breakdown else lambda: PayloadBreakdown(nbytes)
 
     def all_reduce(self, n: int, itemsize: int) -> None:
-        """Write an all-reduce of n elements; on the wire are slices, which are added up and sent to all."""
+        """Write an all-reduce of n elements of ``itemsize`` bytes."""
         self._sum("all_reduce", n, itemsize, lambda: self._algorithm.all_reduce(self._slices(n, itemsize), self.rank))
 
     def reduce_scatter(self, n: int, itemsize: int) -> None:
-        """Write a reduce-scatter of n elements; on the wire are all slices but this rank's."""
-        parts = self._slices
-        self._sum("reduce_scatter", n, itemsize, lambda: self._algorithm.reduce_scatter(parts(n, itemsize), self.rank))
+        """Write a reduce-scatter of n elements of ``itemsize`` bytes."""
+        cut = self._slices
+        self._sum("reduce_scatter", n, itemsize, lambda: self._algorithm.reduce_scatter(cut(n, itemsize), self.rank))
 
     def broadcast(self, n: int, itemsize: int, root: int) -> None:
-        """Write a broadcast of n elements, which all ranks but the last one pass on."""
+        """Write a broadcast of n elements of ``itemsize`` bytes from rank ``root``.
+
+        Args:
+            n: elements of the array.
+            itemsize: bytes of an element.
+            root: the rank whose array it is.
+        """
         nbytes = n * itemsize
         self._sum("broadcast", n, itemsize, lambda: self._algorithm.broadcast(nbytes, self.size, root, self.rank))
 
-    def all_gather(self, sizes: Sequence[int], look: Look) -> None:
-        """Write an all-gather of payloads of these ``sizes`` in bytes; ``look`` tells what this rank's consists of."""
-        self._write("all_gather", sizes[self.rank], lambda: self._algorithm.all_gather(sizes, self.rank), look)
+    def all_gather(self, sizes: Sequence[int], breakdown: LazyBreakdown) -> None:
+        """Write an all-gather.
 
-    def all_to_all(self, sizes: Sequence[int], got: Sequence[int]) -> None:
-        """Write an all-to-all of parts of these ``sizes`` in bytes; on the wire are those for other ranks."""
-        moved = self._algorithm.all_to_all(sizes, got, self.rank)
-        self._write("all_to_all", sum(sizes), lambda: moved, lambda: Anatomy(sum(sizes)), spread=False)
+        Args:
+            sizes: bytes of each rank's payload, ``(size,)``.
+            breakdown: breakdown of this rank's payload.
+        """
+        self._write("all_gather", sizes[self.rank], lambda: self._algorithm.all_gather(sizes, self.rank), breakdown)
+
+    def all_to_all(self, sizes: Sequence[int], received: Sequence[int]) -> None:
+        """Write an all-to-all.
+
+        Args:
+            sizes: bytes of this rank's part for each rank, ``(size,)``.
+            received: bytes of each rank's part for this one, ``(size,)``.
+        """
+        moved = self._algorithm.all_to_all(sizes, received, self.rank)
+        self._write("all_to_all", sum(sizes), lambda: moved, lambda: PayloadBreakdown(sum(sizes)), spread=False)
 
     def lengths(self) -> None:
-        """Write an exchange of lengths: 8 bytes, which are no values, to every other rank."""
+        """Write an exchange of lengths: 8 bytes to every other rank, which do not count as values."""
         moved = self._algorithm.all_gather([8] * self.size, self.rank)
-        self._write("lengths", 8, lambda: moved, lambda: Anatomy(0), spread=False)
+        self._write("lengths", 8, lambda: moved, lambda: PayloadBreakdown(0), spread=False)
 
     def _slices(self, n: int, itemsize: int) -> tuple[int, ...]:
         return shares(n, itemsize, self.size)
 
     def _sum(self, verb: str, n: int, itemsize: int, moved: Callable[[], Moved]) -> None:
         nbytes = n * itemsize
-        self._write(verb, nbytes, moved, lambda: Anatomy(nbytes), n, itemsize)
+        self._write(verb, nbytes, moved, lambda: PayloadBreakdown(nbytes), n, itemsize)
 
     def _write(
         self,
         verb: str,
         payload: int,
         moved: Callable[[], Moved],
-        look: Look,
+        lazy: LazyBreakdown,
         n: int | None = None,
         itemsize: int = 1,
         spread: bool = True,
     ) -> None:
-        """Keep only what must be known now: entries are made when somebody asks for them, many at a time."""
-        now = self._now._replace(look=None)  # which may hold on to buffers
+        """Add a draft of an entry to the ledger.
+
+        Args:
+            verb: name of the collective.
+            payload: bytes of this rank's argument.
+            moved: returns the bytes on the wire.
+            lazy: returns the breakdown of the payload.
+            n: elements of an array that is summed or broadcast, None for other payloads.
+            itemsize: bytes of an element.
+            spread: whether to share out the payload among the members of the bucket.
+        """
+        tag = self._tag._replace(breakdown=None)  # the draft must not keep buffers alive
 
         def entry() -> Entry:
-            to, anatomy = moved(), look()
-            members = now.members if spread else None
-            parts = () if members is None else parts_of(members, anatomy, n, itemsize)
-            between = to.between(self._hosts, self.rank) if self._spans else (0, 0)
-            ideal = 8 * payload if anatomy.ideal is None else anatomy.ideal
-            values, indices, ideal = int(anatomy.values), int(anatomy.indices), int(ideal)  # a user's may be numpy's
-            volume = payload, values, indices, ideal, sum(to.sent), sum(to.received), *between
-            return Entry(now.step, now.phase, now.bucket, verb, *volume, members.names if members else (), parts)
+            wire, breakdown = moved(), lazy()
+            members = tag.members if spread else None
+            parts = () if members is None else member_bytes(members, breakdown, n, itemsize)
+            between = wire.between_hosts(self._hosts, self.rank) if self._spans else (0, 0)
+            ideal = 8 * payload if breakdown.ideal is None else breakdown.ideal
+            # int(): numpy's integers cannot be written as JSON
+            values, indices, ideal = int(breakdown.values), int(breakdown.indices), int(ideal)
+            volume = payload, values, indices, ideal, sum(wire.sent), sum(wire.received), *between
+            return Entry(tag.step, tag.phase, tag.bucket, verb, *volume, members.names if members else (), parts)
 
         self.ledger.write(entry)
 
 
-def parts_of(members: Members, anatomy: Anatomy, n: int | None, itemsize: int) -> np.ndarray:
-    """The bytes of each member: of a flat array of n elements its own, of entries in proportion to their number."""
+def member_bytes(members: BucketLayout, breakdown: PayloadBreakdown, n: int | None, itemsize: int) -> np.ndarray:
+    """Return the payload bytes of each member of a bucket, ``(members,)``.
+
+    If the payload is the complete bucket, of n elements, these are the bytes of each array; if it has chosen entries,
+    its bytes are shared out in proportion to the number of entries.
+
+    Args:
+        members: layout of the bucket.
+        breakdown: breakdown of the payload.
+        n: elements of an array that is summed or broadcast, None for other payloads.
+        itemsize: bytes of an element.
+    """
     if n == members.extent:
-        return whole_parts(members, itemsize)
-    counts = members.rows["size"] if anatomy.counts is None else anatomy.counts
-    return share_out(anatomy.values + anatomy.indices, counts)
+        return dense_member_bytes(members, itemsize)
+    counts = members.records["size"] if breakdown.counts is None else breakdown.counts
+    return apportion(breakdown.values + breakdown.indices, counts)
 
 
-def whole_parts(members: Members, itemsize: int) -> np.ndarray:
-    """The bytes of each member, at so many an element: one array for all entries, of which a ledger keeps thousands."""
-    known = _whole_parts.setdefault(members, {})
-    if itemsize not in known:
-        known[itemsize] = members.rows["size"] * itemsize
-        known[itemsize].flags.writeable = False
-    return known[itemsize]
+def dense_member_bytes(members: BucketLayout, itemsize: int) -> np.ndarray:
+    """Return the bytes of each member of a complete bucket, ``(members,)``, at ``itemsize`` bytes an element.
+
+    The array is read-only, and the same one at every call: a ledger keeps thousands of entries that refer to it.
+    """
+    cache = _dense_member_bytes.setdefault(members, {})
+    if itemsize not in cache:
+        cache[itemsize] = members.records["size"] * itemsize
+        cache[itemsize].flags.writeable = False
+    return cache[itemsize]
 
 
-_whole_parts: WeakKeyDictionary[Members, dict[int, np.ndarray]] = WeakKeyDictionary()
+_dense_member_bytes: WeakKeyDictionary[BucketLayout, dict[int, np.ndarray]] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Count the bytes of a communicator, by wrapping it."""
+"""Communicator that counts the bytes of another one, by a ``Meter`` into a ``Ledger``; the only one that counts."""
 
 import contextlib
 import copy
@@ -7,23 +7,42 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from distopt.comm.communicator import Communicator, Wrapper
+from distopt.comm.ledger import KEEP, Ledger
+from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
-from distopt.ledger import KEEP, Ledger, Purpose
-from distopt.tables import Members
 
 
 class Metered(Wrapper):
-    """A communicator with a ``ledger``, in which every message is an entry; the last ``keep`` of them stay.
+    """Communicator that counts the messages of another one in a ledger.
 
-    *Payload* is measured: what this rank handed to the collective.  *Wire* is by formula (``cost.wire``).  That is
-    exact for this rank where distopt or NCCL says who sends what: gathers, all-to-alls, reduce-scatters, sums of
-    halves and those of ``deterministic=True`` go straight from each rank to each other one, NCCL's along a ring.  How
-    an MPI library broadcasts, or adds up other dtypes, is its own choice: there the formula is the least that all ranks
-    together need, and some may send several times as much.  Not counted are votes (72 bytes a step), and
-    what a transport adds: headers, and the lengths that a ragged verb needs.
+    *Payload* bytes are measured: the size of this rank's argument.  *Wire* bytes follow from the formulas of
+    ``distopt.comm.byte_counts``.  These are exact for this rank where distopt or NCCL determines the routes: gathers,
+    all-to-alls, reduce-scatters, sums of 16-bit numbers and sums with ``deterministic=True`` go directly from each rank
+    to each other one, NCCL's collectives along a ring.  An MPI library chooses how it broadcasts, and how it adds up
+    other dtypes; there the formula is the least that all ranks together need, and some may send several times as much.
+    Votes (72 bytes a step) are not counted, nor are the headers of a transport and the lengths that a ragged collective
+    exchanges.
 
-    Bytes of steps and all others are told apart (``Ledger.total_of_steps``, ``Ledger.report``).  A script that sums up
-    gradients by itself says so: ``with comm.on_behalf_of(Purpose("gradients", step)): comm.all_reduce(gradient)``.
+    Messages of steps are counted separately from all others (``Ledger.total_of_steps``, ``Ledger.report``).  A script
+    that sums up gradients itself can count them as a step's:
+    ``with comm.tagged(MessageTag("gradients", step)): comm.all_reduce(gradient)``.
+
+    Args:
+        comm: the communicator.
+        keep: number of entries that the ledger keeps.
+
+    Attributes:
+        ledger: the ledger.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.comm import Metered, run_ranks
+        >>> def main(comm):
+        ...     meter = Metered(comm)
+        ...     meter.all_reduce(np.ones(4, np.float32))
+        ...     return meter.report()
+        >>> run_ranks(2, main)[0]
+        {'other all_reduce': {'calls': 1, 'payload': 16, 'wire': 16}}
     """
 
     def __init__(self, comm: Communicator, keep: int = KEEP):
@@ -32,68 +51,58 @@ class Metered(Wrapper):
         self._meter = Meter(self.rank, self.size, self.hosts, self.algorithm, self.ledger)
 
     def around(self, comm: Communicator) -> "Metered":
-        """Meter another communicator of the same ranks, with the same ledger."""
-        twin = Metered(comm)
-        twin.ledger = twin._meter.ledger = self.ledger
-        return twin
+        """Return a meter of another communicator of the same ranks, with the same ledger."""
+        duplicate = Metered(comm)
+        duplicate.ledger = duplicate._meter.ledger = self.ledger
+        return duplicate
 
     @contextlib.contextmanager
-    def on_behalf_of(self, purpose: Purpose) -> Iterator[None]:
-        """Count all messages of this context with a phase, a step and a bucket."""
-        with self._meter.on_behalf_of(purpose), self.comm.on_behalf_of(purpose):
+    def tagged(self, tag: MessageTag) -> Iterator[None]:
+        with self._meter.tagged(tag), self.comm.tagged(tag):
             yield
 
-    def all_reduce(self, x: np.ndarray) -> None:  # noqa: D102
+    def all_reduce(self, x: np.ndarray) -> None:
         self.comm.all_reduce(x)
         self._meter.all_reduce(x.size, x.itemsize)
 
-    def all_gather(  # noqa: D102
-        self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None
-    ) -> list[np.ndarray]:
+    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         parts = self.comm.all_gather(x, ragged, into)
-        self._meter.all_gather([part.nbytes for part in parts], self._meter.look(x))
+        self._meter.all_gather([part.nbytes for part in parts], self._meter.breakdown(x))
         return parts
 
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:  # noqa: D102
-        got = self.comm.all_to_all(parts, ragged)
-        self._meter.all_to_all([part.nbytes for part in parts], [part.nbytes for part in got])
-        return got
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
+        received = self.comm.all_to_all(parts, ragged)
+        self._meter.all_to_all([part.nbytes for part in parts], [part.nbytes for part in received])
+        return received
 
-    def reduce_scatter(self, x: np.ndarray) -> np.ndarray:  # noqa: D102
+    def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
         part = self.comm.reduce_scatter(x)
         self._meter.reduce_scatter(x.size, x.itemsize)
         return part
 
-    def broadcast(self, x: np.ndarray, root: int = 0) -> None:  # noqa: D102
+    def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         self.comm.broadcast(x, root)
         self._meter.broadcast(x.size, x.itemsize, root)
 
-    def lengths(self, n: int) -> list[int]:  # noqa: D102
-        found = self.comm.lengths(n)
+    def lengths(self, n: int) -> list[int]:
+        lengths = self.comm.lengths(n)
         self._meter.lengths()
-        return found
+        return lengths
 
-    def add_parts(self, members: Members, parts: Sequence[np.ndarray], bad: np.ndarray) -> None:
-        """Count a sum in shared memory as the all-reduce that it stands for, although nothing goes over a wire."""
-        self.comm.add_parts(members, parts, bad)
-        own = parts[self.rank]
-        self._meter.all_reduce(own.size, own.itemsize)
-
-    def add_half_parts(self, members: Members, parts: Sequence[np.ndarray], total: np.ndarray, scale: float) -> None:
-        """Likewise."""
-        self.comm.add_half_parts(members, parts, total, scale)
-        own = parts[self.rank]
-        self._meter.all_reduce(own.size, own.itemsize)
+    def count_all_reduce(self, x: np.ndarray) -> None:
+        self.comm.count_all_reduce(x)
+        self._meter.all_reduce(x.size, x.itemsize)
 
     def report(self) -> dict[str, dict[str, int]]:
-        """Calls and bytes since the start or the last ``reset``, steps' and others apart, as in ``Ledger.report``."""
+        """Return calls and bytes since the start or the last ``reset``, in the form of ``Ledger.report``."""
         return self.ledger.report()
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Drop all entries and sums of the ledger."""
         self.ledger.clear()
 
-    def _duplicate(self) -> Communicator:
-        twin = super()._duplicate()
-        twin._meter = copy.copy(self._meter)  # type: ignore[attr-defined]  # the same ledger, a purpose of its own
-        return twin
+    def make_duplicate(self) -> Communicator:
+        """Make a duplicate of the wrapped communicator with the same ledger and a separate tag.  Collective."""
+        duplicate = super().make_duplicate()
+        duplicate._meter = copy.copy(self._meter)  # type: ignore[attr-defined]  # the same ledger, a separate tag
+        return duplicate

@@ -1,4 +1,4 @@
-"""How MPI processes meet: their votes, their mail, and their end."""
+"""Votes, messages between watchdogs, and the end of MPI processes."""
 
 import atexit
 import contextlib
@@ -16,11 +16,21 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from distopt import job
-from distopt.comm.mpi_start import abort, any_thread, brand, check_launcher, launched, mails, mpi, runs, watch
-from distopt.guard import LEAVE, Control, abort_on_exception, announce_exit
-from distopt.watch import Log, recorder
-from distopt.watch.recorder import MEETING
+from distopt.comm.control import LEAVE, ControlChannel
+from distopt.comm.mpi_start import (
+    abort,
+    brand,
+    check_launcher,
+    has_thread_multiple,
+    is_running,
+    launched,
+    mailboxes,
+    mpi,
+    start_watchdog,
+)
+from distopt.resilience import job
+from distopt.resilience.abort import abort_on_exception, announce_exit
+from distopt.resilience.operation_log import MEETING, OperationLog, recorder
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,10 +38,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Membership",
     "MpiControl",
-    "any_thread",
     "brand",
     "check_launcher",
     "finish",
+    "has_thread_multiple",
     "join",
     "launched",
     "mpi",
@@ -40,105 +50,124 @@ __all__ = [
 
 
 class Waiter(Protocol):
-    """Who waits for an exchange."""
+    """Object that waits for an exchange.
 
-    patience: float  # seconds to sleep between two looks at it; 0 waits busily, and may change meanwhile
+    Attributes:
+        patience: seconds to sleep between two polls, 0 for busy waiting; may change during a wait.
+    """
+
+    patience: float
 
 
 def finish(requests: Sequence["MPI.Request"], waiter: Waiter) -> None:
-    """Wait for exchanges.  MPI moves data only while somebody looks, and its own waiting takes a whole core."""
+    """Wait until exchanges are complete.
+
+    It polls, since MPI moves data only during calls, and sleeps between polls, since MPI's wait occupies a core.
+    """
     MPI = mpi()
     while waiter.patience and not MPI.Request.Testall(requests):
         time.sleep(waiter.patience)
     MPI.Request.Waitall(requests)
 
 
-class MpiMail:
-    """Texts between the watchmen of the ranks of a communicator, from point to point, which its collectives never see.
+class MpiMailbox:
+    """Point-to-point texts between the watchdogs of the ranks of a communicator.
 
-    Without MPI_THREAD_MULTIPLE there must be none.
+    They do not interfere with collectives.  A watchdog is a thread, so this needs MPI_THREAD_MULTIPLE.
+
+    Args:
+        comm: an MPI communicator.
+        ranks: number of each of its ranks in COMM_WORLD.
     """
 
     def __init__(self, comm: "MPI.Comm", ranks: Sequence[int]):
         self.rank, self.ranks = comm.rank, ranks
         self._comm: MPI.Comm | None = comm
-        self._sent: list[MPI.Request] = []  # which hold what they send
+        self._sent: list[MPI.Request] = []  # keep the buffers that they send alive
         self._lock = threading.Lock()
 
     def send(self, to: int, text: str) -> None:
-        """To one of the ranks; waits for nothing."""
+        """Send a text to rank ``to``, without waiting for it to arrive."""
         with self._lock:
             if self._comm:
                 self._sent = [request for request in self._sent if not request.Test()]
                 self._sent.append(self._comm.Isend(np.frombuffer(text.encode(), np.uint8), to))
 
     def receive(self) -> tuple[int, str] | None:
-        """A sender and what it sent, if something has come."""
+        """Return the sender of a text and the text, or None if there is none to receive."""
         status = mpi().Status()
         with self._lock:
             if not self._comm or not self._comm.Iprobe(status=status):
                 return None
-            room = np.empty(status.count, np.uint8)
-            self._comm.Recv(room, status.source)
-        return status.source, room.tobytes().decode()
+            buffer = np.empty(status.count, np.uint8)
+            self._comm.Recv(buffer, status.source)
+        return status.source, buffer.tobytes().decode()
 
     def close(self) -> None:
-        """The communicator is going to be freed."""
+        """Stop using the communicator, which may be freed afterwards."""
         with self._lock:
             self._comm = None
 
 
-class MpiControl(Control):
-    """Votes over an MPI communicator of their own, of which all ranks know that it is ``name``."""
+class MpiControl(ControlChannel):
+    """Votes over an MPI communicator that is used for nothing else.
+
+    Args:
+        comm: the MPI communicator.
+        name: its name, the same on all of its ranks.
+    """
 
     def __init__(self, comm: "MPI.Comm", name: str):
         self.rank, self.size, self._comm, self._name = comm.rank, comm.size, comm, name
         self.patience = 0.0
         self.ranks = world_ranks(comm)
-        self.mail = MpiMail(comm, self.ranks) if any_thread() else None
+        self.mailbox = MpiMailbox(comm, self.ranks) if has_thread_multiple() else None
         self._logs = 0
         self._votes = self.log("votes")
-        own = self.ranks[self.rank]
-        self.waits = Log(recorder, f"waits of rank {own} ({name})", [own], self.mail)
+        world_rank = self.ranks[self.rank]
+        self.waits = OperationLog(recorder, f"waits of rank {world_rank} ({name})", [world_rank], self.mailbox)
 
-    def log(self, name: str) -> Log:
-        """What records operations that all ranks have alike."""
+    def log(self, name: str) -> OperationLog:
+        """Return a log of operations that all ranks do alike.  Collective."""
         self._logs += 1
-        return Log(recorder, f"{name} ({self._name}, {self._logs})", self.ranks, self.mail)
+        return OperationLog(recorder, f"{name} ({self._name}, {self._logs})", self.ranks, self.mailbox)
 
     def maximum(self, votes: np.ndarray) -> None:
-        """Replace an int64 vector by its elementwise maximum over ranks."""
+        """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         recorder.step = self.progress
         with self._votes("vote", 0, self.progress + self.part):
             finish([self.start(votes)], self)
 
     def start(self, votes: np.ndarray) -> "MPI.Request":
-        """A vote is non-blocking, so that a rank that leaves can take part in it without waiting for one in order."""
+        """Begin a vote, and return its request.
+
+        It is non-blocking, so that a rank that leaves can vote on all of its communicators in any order.
+        """
         MPI = mpi()
         return self._comm.Iallreduce(MPI.IN_PLACE, votes, MPI.MAX)
 
     def close(self) -> None:
-        """Give the MPI communicator back; collective."""
+        """Free the MPI communicator.  Collective."""
         if self in _controls:
             _controls.remove(self)
-        if self.mail:
-            self.mail.close()
-            if self.mail in mails:
-                mails.remove(self.mail)
+        if self.mailbox:
+            self.mailbox.close()
+            if self.mailbox in mailboxes:
+                mailboxes.remove(self.mailbox)
         with self._votes("closing"):
             self._comm.Free()
 
-    def _gather(self, text: str) -> list[str]:
-        """One text per rank, in rank order."""
-        mine = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
+    def gather_strings(self, text: str) -> list[str]:
+        """Return one text per rank, in rank order.  Collective."""
+        encoded = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
         with self._votes("gather"):
-            return self._all_gather(mine)
+            return self._all_gather(encoded)
 
-    def _all_gather(self, mine: np.ndarray) -> list[str]:
+    def _all_gather(self, payload: np.ndarray) -> list[str]:
         sizes = np.empty(self.size, np.int64)
-        self._comm.Allgather(np.array([mine.size]), sizes)
+        self._comm.Allgather(np.array([payload.size]), sizes)
         everyone = np.empty(int(sizes.sum()), np.uint8)
-        self._comm.Allgatherv(mine, (everyone, sizes))
+        self._comm.Allgatherv(payload, (everyone, sizes))
         return [part.tobytes().decode() for part in np.split(everyone, np.cumsum(sizes)[:-1])]
 
 
@@ -147,24 +176,24 @@ _names = itertools.count()
 
 
 def world_ranks(comm: "MPI.Comm") -> list[int]:
-    """The numbers of a communicator's ranks among all of the job."""
+    """Return the number in COMM_WORLD of each rank of a communicator, ``(size,)``."""
     group, world = comm.Get_group(), mpi().COMM_WORLD.Get_group()
-    found = [int(r) for r in group.Translate_ranks(group=world)]
+    ranks = [int(r) for r in group.Translate_ranks(group=world)]
     group.Free()
     world.Free()
-    return found
+    return ranks
 
 
 def _agree_on_name(comm: "MPI.Comm") -> str:
-    """What all ranks of a communicator, and no others, call it."""
-    found = np.array([mpi().COMM_WORLD.rank, next(_names)], np.int64)
-    comm.Bcast(found)
-    return f"rank {found[0]}'s {found[1]}"
+    """Return a name for a communicator, the same on all of its ranks and unique in the job.  Collective."""
+    numbers = np.array([mpi().COMM_WORLD.rank, next(_names)], np.int64)
+    comm.Bcast(numbers)
+    return f"rank {numbers[0]}'s {numbers[1]}"
 
 
 def _leave() -> None:
-    """At exit: tell the ranks that still want to exchange that this one is gone, on whichever communicator they are."""
-    if not runs():
+    """Tell the ranks that still want to exchange, on any communicator, that this rank has left; called at exit."""
+    if not is_running():
         return
     votes = {control: np.array(LEAVE, np.int64) for control in _controls if not control.broken}
     waiting = {control: control.start(vote) for control, vote in votes.items()}
@@ -177,39 +206,47 @@ def _leave() -> None:
 
 
 def _farewell() -> AbstractContextManager[None]:
-    """Who has ended waits for the others as long as they need: they may train on, or evaluate."""
+    """Return a context for waiting until the other ranks end, without a time limit: they may train on, or evaluate."""
     rank = mpi().COMM_WORLD.rank
-    mail = mails[0] if mails else None
-    return Log(recorder, f"the end of rank {rank}", [rank], mail, limited=False)("the end of the others")
+    mailbox = mailboxes[0] if mailboxes else None
+    return OperationLog(recorder, f"the end of rank {rank}", [rank], mailbox, limited=False)("the end of the others")
 
 
 @functools.cache
 def _join(rank: int) -> None:
-    """Once per process: an exception ends the job, an exit is announced, time limits begin, output leaves by lines."""
+    """Set up this process as a rank, once.
+
+    From now on an uncaught exception ends the job, an exit is announced to the other ranks, time limits hold, and
+    standard output is line-buffered under ``distopt run``.
+    """
     if os.environ.get("DISTOPT_RUN") and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     abort_on_exception(rank, abort)
     announce_exit(rank)
-    watch(rank)
+    start_watchdog(rank)
     for segment in _segments():
         job.mark(job.SEGMENT, segment)
     atexit.register(_leave)
     MPI = mpi()
     MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_end_with_mpi), None)
-    os.register_at_fork(after_in_child=_controls.clear)  # a child is no rank, and must not vote as one
+    os.register_at_fork(after_in_child=_controls.clear)  # a forked child is no rank and must not vote
 
 
 def _end_with_mpi(*_: object) -> None:
-    """As MPI_Finalize begins, which a script may call itself: at the end of the interpreter all of it has been done."""
+    """Leave all communicators, and stop the messages of watchdogs.
+
+    Called when MPI_Finalize begins, which a script may call itself.  At the interpreter's exit it comes after
+    ``_leave``, and has nothing left to do.
+    """
     _leave()
     for control in _controls:
-        if control.mail:
-            control.mail.close()
-    mails.clear()
+        if control.mailbox:
+            control.mailbox.close()
+    mailboxes.clear()
 
 
 def _segments() -> set[str]:
-    """The names of the shared memory that MPICH has made for the ranks of this host."""
+    """Return the names of the shared memory segments that MPICH has made for the ranks of this host."""
     with contextlib.suppress(OSError):
         maps = Path("/proc/self/maps").read_text().splitlines()
         return {line.rpartition("/")[2] for line in maps if "/dev/shm/mpich_shm_" in line}
@@ -217,26 +254,38 @@ def _segments() -> set[str]:
 
 
 class Membership(NamedTuple):
-    """One rank's place among the ranks of an MPI communicator."""
+    """Place of a rank among the ranks of an MPI communicator.
+
+    Attributes:
+        control: the channel for votes.
+        local_rank: this rank's number among the ranks of its host.
+        hosts: host of each rank, ``(size,)``, as the lowest rank on that host.
+    """
 
     control: MpiControl
-    local_rank: int  # among the ranks of its host
-    hosts: tuple[int, ...]  # of each rank: the lowest rank there
+    local_rank: int
+    hosts: tuple[int, ...]
 
 
 def join(comm: "MPI.Comm") -> Membership:
-    """Votes for the ranks of an MPI communicator; from here on an exception on one of them ends the whole job.
+    """Set up votes for the ranks of an MPI communicator, and find the ranks of each host.  Collective.
 
-    Raises RuntimeError if the launcher's world is not COMM_WORLD's, and ValueError for COMM_NULL.
+    From now on an uncaught exception on one of several ranks ends the whole job.
+
+    Raises:
+        RuntimeError: the launcher started another number of processes than COMM_WORLD has.
+        ValueError: ``comm`` is COMM_NULL, or ranks run different versions of distopt.
     """
     MPI = mpi()
     check_launcher(MPI.COMM_WORLD.size)
     if comm == MPI.COMM_NULL:
-        raise ValueError("comm is MPI.COMM_NULL: this rank is in no group of the split")
+        raise ValueError(
+            "comm must be a communicator of this rank, got MPI.COMM_NULL; the split put this rank in no group"
+        )
     rank = MPI.COMM_WORLD.rank
     if comm.size > 1:
-        watch(rank)
-    with Log(recorder, f"meetings of rank {rank}", [rank])(MEETING):
+        start_watchdog(rank)
+    with OperationLog(recorder, f"meetings of rank {rank}", [rank])(MEETING):
         control = MpiControl(comm.Dup(), _agree_on_name(comm))
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         local_rank, lowest, hosts = node.rank, np.array([comm.rank]), np.zeros(comm.size, np.int64)
@@ -245,14 +294,18 @@ def join(comm: "MPI.Comm") -> Membership:
         node.Free()
     if comm.size > 1:
         _controls.append(control)
-        if control.mail:
-            mails.append(control.mail)
+        if control.mailbox:
+            mailboxes.append(control.mailbox)
         _join(rank)
-    control.meet()
+    control.vote_on_version()
     return Membership(control, local_rank, tuple(hosts.tolist()))
 
 
 def world_comm() -> "MPI.Comm":
-    """MPI's COMM_WORLD.  Raises ImportError without mpi4py."""
+    """Return MPI's COMM_WORLD.
+
+    Raises:
+        ImportError: there is no mpi4py.
+    """
     world: MPI.Comm = mpi().COMM_WORLD
     return world

@@ -1,4 +1,4 @@
-"""How MPI starts and how its jobs end: who launched this process, and nobody waits for a rank that does not come."""
+"""Start of MPI and end of its jobs: launchers, time limits, and what happens if a rank fails before MPI has started."""
 
 import atexit
 import contextlib
@@ -16,16 +16,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distopt import job, texts
-from distopt.guard import abort_on_exception, announce_exit, ending, wait_until_read
-from distopt.watch import Limits, Log, Mail, Watchman, limits, recorder
-from distopt.watch.recorder import START
-from distopt.watch.report import waiting
-from distopt.watch.watchman import say
+from distopt.kernels import signatures
+from distopt.resilience import job
+from distopt.resilience.abort import abort_on_exception, announce_exit, ending, wait_until_read
+from distopt.resilience.operation_log import START, OperationLog, recorder
+from distopt.resilience.report import waiting
+from distopt.resilience.timeouts import Limits, limits
+from distopt.resilience.watchdog import Mailbox, Watchdog, say
 
 
 class Launcher(NamedTuple):
-    """How a launcher tells a process of its world: two variables, and what the launcher is called."""
+    """Environment variables of a launcher.
+
+    Attributes:
+        size: name of the variable with the number of ranks.
+        rank: name of the variable with this process's rank.
+        name: name of the launcher.
+    """
 
     size: str
     rank: str
@@ -37,20 +44,25 @@ LAUNCHERS = (
     Launcher("PMI_SIZE", "PMI_RANK", "an MPICH-like mpiexec"),
     Launcher("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
 )
-# What starts ranks, as the kernel names it; a process with another parent was started by a rank, or by a script.
+# Kernel names of the processes that start ranks; a process with another parent was started by a rank, or by a script.
 STARTERS = ("hydra_pmi_proxy", "pmi_proxy", "prterun", "prted", "orted", "mpirun", "mpiexec", "slurmstepd")
-SRUN = {"MPICH": "pmi2", "Open MPI": "pmix"}  # what srun must be told to start a library's ranks
-LEVELS = ("single", "funneled", "serialized", "multiple")  # of threads, as MPI numbers them
-LEAVING = 4711  # the tag of those who end without having trained
-PATIENCE = 2.0  # seconds for all ranks to say so
+SRUN = {"MPICH": "pmi2", "Open MPI": "pmix"}  # option --mpi of srun for each MPI library
+LEVELS = ("single", "funneled", "serialized", "multiple")  # thread levels, in the order of MPI's constants
+LEAVING = 4711  # MPI tag of ranks that end before they have met the others
+TAG_SECONDS = 2.0  # for all ranks to send that tag
 CONNECT = 1.0  # seconds for other ranks to connect to prterun, which hangs if it ends a job while one of them does so
 STUCK = 5.0  # seconds for Open MPI's launcher to end
 
-mails: list[Mail] = []  # that the watchman reads
+mailboxes: list[Mailbox] = []  # read by the watchdog
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """The world size that a launcher announced in the environment, and how; None if there was no launcher."""
+    """Return the world size that a launcher announced in the environment, and how it did; None without a launcher.
+
+    Example:
+        >>> launched({"PMI_SIZE": "2", "PMI_RANK": "0"})
+        (2, 'an MPICH-like mpiexec set PMI_SIZE=2')
+    """
     for launcher in LAUNCHERS:
         size = environ.get(launcher.size, "")
         if size.isdigit():
@@ -59,13 +71,17 @@ def launched(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
 
 
 def _rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's number, as the launcher announced it."""
+    """Return this process's rank, as the launcher announced it."""
     return next(int(environ.get(known.rank, "0")) for known in LAUNCHERS if environ.get(known.size, "").isdigit())
 
 
 @functools.cache
 def mpi() -> Any:
-    """mpi4py's MPI, which starts MPI.  ImportError that says what to do if it is not usable."""
+    """Import mpi4py's MPI, which starts MPI, and return it.
+
+    Raises:
+        ImportError: mpi4py is missing or not usable.
+    """
     try:
         import mpi4py
 
@@ -78,50 +94,60 @@ def mpi() -> Any:
 
 
 def brand() -> str:
-    """The MPI library that mpi4py runs on, as 'MPICH 5.0.2'."""
+    """Return the name and version of the MPI library that mpi4py uses, such as 'MPICH 5.0.2'."""
     name, version = mpi().get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
 
 
 def check_launcher(size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """RuntimeError if the launcher started another number of processes than the MPI library sees.
+    """Check that the launcher started as many processes as the MPI library sees.
 
-    That happens when ``mpirun`` and the MPI library are of different brands, or ``srun`` was not told how to start the
-    library's ranks: N processes would each train alone.
+    The numbers differ if ``mpirun`` and the MPI library are of different brands, or if ``srun`` was not told how to
+    start the library's ranks; each process would then train alone.
+
+    Args:
+        size: size of COMM_WORLD.
+        environ: environment variables.
+
+    Raises:
+        RuntimeError: the numbers differ.
     """
     world = launched(environ)
     if not world or world[0] == size:
         return
-    found = (
+    mismatch = (
         f"the launcher started {world[0]} processes ({world[1]}), but the MPI library of mpi4py, {brand()}, sees {size}"
     )
     if environ.get("SLURM_STEP_NUM_TASKS") == str(world[0]):
         kind = SRUN["Open MPI" if brand().startswith("Open MPI") else "MPICH"]
         raise RuntimeError(
-            f"{found}: srun has not started them as ranks of this library, and every process would train alone. "
+            f"{mismatch}: srun has not started them as ranks of this library, and every process would train alone. "
             f"Start with: srun --mpi={kind} -n {world[0]} python script.py"
         )
     raise RuntimeError(
-        f"{found}: launcher and library are of different brands, and every process would train alone. "
+        f"{mismatch}: launcher and library are of different brands, and every process would train alone. "
         "Start with this environment's own launcher: distopt run -n N script.py (distopt doctor shows both)"
     )
 
 
-def any_thread() -> bool:
-    """May any thread call MPI at any time?"""
+def has_thread_multiple() -> bool:
+    """Return whether any thread may call MPI at any time."""
     return bool(mpi().Query_thread() == mpi().THREAD_MULTIPLE)
 
 
-def runs() -> bool:
-    """Is MPI between its start and its end, as far as this process knows?"""
+def is_running() -> bool:
+    """Return whether MPI has been started by mpi4py and has not been finalized."""
     MPI = sys.modules.get("mpi4py.MPI")
     return MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized()
 
 
 def _start(rc: Any) -> None:
-    """MPI_Init, which waits for all ranks: within the time limit, and without the interpreter lock.
+    """Call MPI_Init_thread, which waits for all ranks, with a time limit and without the interpreter lock.
 
-    mpi4py's import would keep the lock meanwhile, so that no thread could look after it.
+    mpi4py's import would hold the lock during that wait, so that the watchdog's thread could not run.
+
+    Args:
+        rc: ``mpi4py.rc``.
     """
     spec = importlib.util.find_spec("mpi4py.MPI")
     if spec is None or spec.origin is None:
@@ -135,77 +161,83 @@ def _start(rc: Any) -> None:
 
 
 def _end_mpi_at_exit(library: ctypes.CDLL) -> None:
-    """As mpi4py does it, at the very end of this process, but not at the end of a forked child, where it would hang."""
-    host = texts.library()
-    known = (library.MPI_Initialized, library.MPI_Finalized, library.MPI_Finalize)
-    host.end_mpi_with(*(ctypes.cast(function, ctypes.c_void_p) for function in known))
+    """Register MPI_Finalize for the very end of this process, as mpi4py does, but not for a forked child's.
+
+    It would hang in a forked child.
+    """
+    host = signatures.library()
+    functions = (library.MPI_Initialized, library.MPI_Finalized, library.MPI_Finalize)
+    host.end_mpi_with(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
     ctypes.pythonapi.Py_AtExit(host.end_mpi)
 
 
 @contextlib.contextmanager
 def _limited_start() -> Iterator[None]:
-    """A time limit, if there are others to wait for."""
+    """Set a time limit for the start of MPI, if there are other ranks to wait for."""
     started = launched()
     if not started or started[0] == 1:
         yield
         return
     rank = _rank()
     try:
-        watch(rank)
-    except RuntimeError:  # Python comes to its end, and starts no thread any more
+        start_watchdog(rank)
+    except RuntimeError:  # the interpreter is shutting down, and starts no thread any more
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(math.ceil((limits() or Limits()).first))
-    with Log(recorder, f"the start of rank {rank}", [rank], others=job.absent)(START):
+    with OperationLog(recorder, f"the start of rank {rank}", [rank], others=job.absent)(START):
         yield
 
 
 @functools.cache
-def watch(rank: int) -> Watchman | None:
-    """The watchman of this process, once there is one; None if there are no limits."""
+def start_watchdog(rank: int) -> Watchdog | None:
+    """Start the watchdog of this process at the first call, and return it; None if there are no time limits."""
     allowed = limits()
     if allowed is None:
         return None
-    watchman = Watchman(rank, recorder, allowed, _abort_from_thread, mails)
-    atexit.register(watchman.stop)  # after the farewell, before MPI's own end
-    return watchman
+    watchdog = Watchdog(rank, recorder, allowed, _abort_from_thread, mailboxes)
+    atexit.register(watchdog.stop)  # runs after the other ranks have been told, before MPI is finalized
+    return watchdog
 
 
 def _abort_from_thread(code: int) -> None:
-    """As ``abort``; without MPI_THREAD_MULTIPLE this process ends alone, which the launcher notices."""
-    if runs() and not any_thread():
+    """End all processes of the job, from any thread.
+
+    Without MPI_THREAD_MULTIPLE it only ends this process, and the launcher ends the others.
+    """
+    if is_running() and not has_thread_multiple():
         os._exit(code)
     abort(code)
 
 
 def abort(code: int) -> None:
-    """End all processes of the job; this one has said why."""
+    """End all processes of the job with an exit code; the caller must have printed the reason."""
     ending.set()
     job.mark(job.SPOKEN, code)
-    if runs():
+    if is_running():
         mpi().COMM_WORLD.Abort(code)
     with contextlib.suppress(KeyError, ValueError, OSError):
-        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())  # what MPI_Abort says to MPICH's
-        time.sleep(PATIENCE)
-    if not (runs() or job.is_rank() or "PMI_FD" in os.environ):
+        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())  # as MPICH's MPI_Abort
+        time.sleep(TAG_SECONDS)
+    if not (is_running() or job.is_rank() or "PMI_FD" in os.environ):
         time.sleep(CONNECT)
         _end_stuck_launcher()
     os._exit(code)  # Open MPI's launcher ends the others
 
 
 def _end_stuck_launcher() -> None:
-    """Leave a process behind that kills the launcher if that does not end by itself.
+    """Fork a process that kills the launcher if it does not end within ``STUCK`` seconds.
 
-    Before it ends the other ranks, prterun wakes those that were stopped.  One that then connects to it can leave it in
-    PMIx_server_finalize for ever, waiting for a lock, when no rank is left (3 of 20 jobs with a stopped rank).
+    Before it ends the other ranks, prterun continues those that were stopped.  If one of them then connects to it, it
+    can hang in PMIx_server_finalize, waiting for a lock, when no rank is left (3 of 20 jobs with a stopped rank).
     """
     launcher = os.getppid()
     if not _is_launcher(launcher):
         return
     with contextlib.suppress(OSError):
-        handle = os.pidfd_open(launcher)  # of that process alone, whoever gets its number later
+        handle = os.pidfd_open(launcher)  # stays valid for this process only, if its id is used again
         if os.fork() == 0:
             os.setsid()
-            os.closerange(0, 3)  # which the launcher reads to their end
+            os.closerange(0, 3)  # the launcher reads these pipes until they are closed
             ended, _, _ = select.select([handle], [], [], STUCK)
             if not ended:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
@@ -216,7 +248,7 @@ def _end_stuck_launcher() -> None:
 
 
 def guard_start() -> None:
-    """From now on a rank that fails before it has met the others ends the job, in which they would wait for it."""
+    """Let a rank that fails before it has met the others end the job, from now on; they would wait for it."""
     started = launched()
     if not started or started[0] == 1 or not (job.is_rank() or _was_started_by_launcher()):
         return
@@ -238,28 +270,34 @@ def _is_launcher(process: int) -> bool:
 
 
 def _linger_before_start(process: int) -> None:
-    """At exit, if MPI was never started: the launcher sees it by itself, if it is not too early."""
+    """Delay the exit of a process that never started MPI by ``CONNECT`` seconds.
+
+    The launcher notices the exit, unless other ranks are connecting to it at that time.
+    """
     if os.getpid() == process and "mpi4py.MPI" not in sys.modules:
         time.sleep(CONNECT)
 
 
 def _leave_before_start(process: int) -> None:
-    """At exit, if MPI was never started: nothing is lost if all ranks end so, but others may wait in its start."""
+    """End the job at exit if this process never started MPI, unless all other ranks end in the same way.
+
+    Ranks that go on would wait for this one in MPI's start.
+    """
     if os.getpid() != process or "mpi4py.MPI" in sys.modules:
         return
     world = mpi().COMM_WORLD
-    others = set(range(world.size)) - {world.rank}
-    sent = [world.Isend(bytearray(0), other, LEAVING) for other in others]
-    deadline, status = time.monotonic() + PATIENCE, mpi().Status()
-    while others and time.monotonic() < deadline:
+    missing = set(range(world.size)) - {world.rank}
+    requests = [world.Isend(bytearray(0), other, LEAVING) for other in missing]
+    deadline, status = time.monotonic() + TAG_SECONDS, mpi().Status()
+    while missing and time.monotonic() < deadline:
         if world.Iprobe(tag=LEAVING, status=status):
             world.Recv(bytearray(0), status.source, LEAVING)
-            others.discard(status.source)
+            missing.discard(status.source)
         else:
             time.sleep(0.01)
-    if others:
-        say(f"rank {world.rank}: ended before distopt.world(), where {waiting(others)}\n")
-        wait_until_read(PATIENCE)
+    if missing:
+        say(f"rank {world.rank}: ended before distopt.world(), where {waiting(missing)}\n")
+        wait_until_read(TAG_SECONDS)
         abort(1)
-    for request in sent:
+    for request in requests:
         request.Wait()

@@ -1,4 +1,4 @@
-"""What stands between a rank and NCCL: the library, its version, and a GPU that no other rank has."""
+"""NCCL's library and its version, and the choice of a GPU for each rank."""
 
 import functools
 import json
@@ -10,42 +10,47 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from distopt import device
-from distopt.guard import agreed
+from distopt.comm.control import agreed
 
-MINIMUM = 21801  # the first that has all that cupy 14's binding looks for (ncclCommSplit)
-SHARES_A_GPU = 23000  # the first that knows NCCL_MULTI_RANK_GPU_ENABLE
-TAKES_PARTITIONS = 23000  # the first that tells GPUs apart by their UUID, which MIG partitions of one do not share
+MINIMUM = 21801  # first version with all functions that cupy 14's binding needs (ncclCommSplit)
+SHARES_A_GPU = 23000  # first version with NCCL_MULTI_RANK_GPU_ENABLE
+TAKES_PARTITIONS = 23000  # first version that identifies GPUs by UUID, which differs between MIG partitions of one GPU
 BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 @functools.cache
 def binding() -> ModuleType:
-    """cupy's."""
+    """Return cupy's module of NCCL's functions, ``cupy.cuda.nccl``."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that NCCL is missing is said by nccl_state, in more words
+        warnings.simplefilter("ignore")  # nccl_state reports a missing NCCL, in more detail
         from cupy.cuda import nccl
     module: ModuleType = nccl
     return module
 
 
 def nccl_version() -> int:
-    """NCCL's version, as 22809 for 2.28.9."""
+    """Return NCCL's version, such as 22809 for 2.28.9."""
     return int(binding().get_version())
 
 
 def library_path() -> str:
-    """The file of the NCCL that is loaded."""
+    """Return the path of the NCCL library that is loaded, or 'at an unknown place'."""
     maps = pathlib.Path("/proc/self/maps").read_text()
     return next((line.split()[-1] for line in maps.splitlines() if "libnccl" in line), "at an unknown place")
 
 
 def version_text(version: int) -> str:
-    """22809 as '2.28.9'."""
+    """Return a version number as text.
+
+    Example:
+        >>> version_text(22809)
+        '2.28.9'
+    """
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def nccl_state() -> str:
-    """'ok', or in one line why this process, which has cupy, cannot use NCCL and what would help."""
+    """Return 'ok', or one line on why this process cannot use NCCL and what would help.  It must have cupy."""
     install = "pip install 'distopt[cuda13]' (or [cuda12])"
     if not getattr(binding(), "available", False):
         return f"NCCL is not installed, or cannot be loaded: {install} brings it"
@@ -61,11 +66,20 @@ def nccl_state() -> str:
 
 
 def nccl_unique_id() -> bytes:
-    """What the ranks of one new communicator must share: 128 bytes, to be handed to processes and to nobody else.
+    """Return a new NCCL id, 128 bytes, which all ranks of one communicator must have.
 
-    NCCL's ranks find each other through the process that calls this, which must live until they have.
+    It is a secret: hand it to the processes of the job only.  NCCL's ranks find each other through the process that
+    calls this function, which must live until they have done so.
 
-    Raises RuntimeError without cupy or NCCL.
+    Raises:
+        RuntimeError: there is no cupy or NCCL, or NCCL fails.
+
+    Example:
+        Skipped where examples run as tests: it needs cupy and NCCL.
+
+        >>> from distopt.comm import nccl_unique_id
+        >>> len(nccl_unique_id())  # doctest: +SKIP
+        128
     """
     state = "ok" if device.has_cupy() else device.NO_CUPY
     state = nccl_state() if state == "ok" else state
@@ -77,8 +91,17 @@ def nccl_unique_id() -> bytes:
         raise RuntimeError(f"NCCL cannot make an id: {error}; NCCL_DEBUG=INFO says more") from error
 
 
-def take_gpu(gpu: int | None, local_rank: int) -> int:
-    """The number of the GPU to work on, which is this thread's from here on; RuntimeError if there is none."""
+def select_gpu(gpu: int | None, local_rank: int) -> int:
+    """Choose a GPU, make it this thread's current one, and return its number.
+
+    Args:
+        gpu: number of the GPU; None for ``local_rank`` modulo the number of GPUs that this process sees.
+        local_rank: this rank's number among the ranks of its host.
+
+    Raises:
+        RuntimeError: there is no usable GPU or NCCL.
+        ValueError: this process does not see a GPU of that number.
+    """
     state = device.gpu_state()
     state = nccl_state() if state == "ok" else state
     if state != "ok":
@@ -91,27 +114,38 @@ def take_gpu(gpu: int | None, local_rank: int) -> int:
     return number
 
 
-def seat(gpu: int, rank: int) -> str:
-    """What NCCL tells GPUs apart by, the host's id and the bus's or the GPU's, and how to name it."""
+def gpu_identity(gpu: int, rank: int) -> str:
+    """Return a JSON text ``[key, name]`` of a rank's GPU.
+
+    The key is how NCCL identifies a GPU: the host's id with the bus id or the UUID.  The name is for error texts.
+    """
     host = platform.node()
-    known_as = os.environ.get("NCCL_HOSTID") or host + (BOOT_ID.read_text().strip() if BOOT_ID.exists() else "")
+    host_id = os.environ.get("NCCL_HOSTID") or host + (BOOT_ID.read_text().strip() if BOOT_ID.exists() else "")
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_version() >= SHARES_A_GPU:
-        known_as += f" rank {rank}"
+        host_id += f" rank {rank}"
     bus = device.bus_id(gpu)
-    own = device.uuid(gpu) if nccl_version() >= TAKES_PARTITIONS else bus
-    return json.dumps([[known_as, own], f"GPU {gpu} ({bus}) of host {host}"])
+    gpu_id = device.uuid(gpu) if nccl_version() >= TAKES_PARTITIONS else bus
+    return json.dumps([[host_id, gpu_id], f"GPU {gpu} ({bus}) of host {host}"])
 
 
-def one_gpu_each(seats: Sequence[str], rank: int) -> None:
-    """ValueError, on every rank, if two ranks share a GPU: NCCL would refuse it later, or hang."""
+def check_one_gpu_each(identities: Sequence[str], rank: int) -> None:
+    """Check that no two ranks share a GPU, which NCCL would refuse later, or hang.
+
+    Args:
+        identities: the text of ``gpu_identity`` of each rank, ``(size,)``.
+        rank: this rank.
+
+    Raises:
+        ValueError: on every rank alike, if two ranks share a GPU.
+    """
     first: dict[tuple[str, ...], int] = {}
-    for other, (key, name) in enumerate(map(json.loads, seats)):
-        if (one := first.setdefault(tuple(key), other)) != other:
+    for peer, (key, name) in enumerate(map(json.loads, identities)):
+        if (first_rank := first.setdefault(tuple(key), peer)) != peer:
             raise agreed(
                 ValueError(
-                    f"ranks {one} and {other} are both on {name}, but NCCL wants a GPU for each rank: start fewer "
-                    "ranks per host, show each rank another GPU (CUDA_VISIBLE_DEVICES), or use device='cpu'. For "
-                    "tests, ranks can share a GPU if each has an NCCL_HOSTID of its own, or with "
+                    f"each rank must be on a GPU of its own for NCCL, got ranks {first_rank} and {peer} on {name}; "
+                    "start fewer ranks per host, show each rank another GPU (CUDA_VISIBLE_DEVICES), or use "
+                    "device='cpu'. For tests, ranks can share a GPU if each has an NCCL_HOSTID of its own, or with "
                     "NCCL_MULTI_RANK_GPU_ENABLE=1 from NCCL 2.30 on"
                 ),
                 speaks=rank == 0,

@@ -1,32 +1,38 @@
-"""Plain values as texts that go from rank to rank, and come back as they were."""
+"""Plain values as texts that ranks can exchange, without loss."""
 
 import json
 from typing import Any
 
-from distopt import plain
+from distopt.resilience import strict_json
 
-MOST = 1 << 20  # characters of a text
-BITS = 8192  # of an integer
+MAX_CHARACTERS = 1 << 20  # of a text
+MAX_BITS = 8192  # of an integer
 
 
 def encode(value: Any) -> str:
-    """A text for ``decode``.
+    """Return a text from which ``decode`` makes the value again.
 
-    Raises TypeError for what is not None, a flag, number or text, or a list, tuple or dict with texts as keys of these;
-    ValueError for more than 100 levels, an integer of more than 8,192 bits, or more than 2^20 characters of text.
+    Raises:
+        TypeError: the value is not None, a bool, number or string, or a list, tuple or dict with string keys of these.
+        ValueError: the value has more than 100 levels of nesting, an integer of more than 8,192 bits, or more than 2^20
+            characters of JSON.
+
+    Example:
+        >>> decode(encode({"lr": 0.1, "steps": (1, 2)}))
+        {'lr': 0.1, 'steps': [1, 2]}
     """
-    text = json.dumps(plain.copied("object", value, _check))
-    if len(text) > MOST:
+    text = json.dumps(strict_json.copied("object", value, _check))
+    if len(text) > MAX_CHARACTERS:
         remedy = "send large data as arrays"
-        raise ValueError(f"object must be at most {MOST} characters of JSON, got {len(text)}; {remedy}")
+        raise ValueError(f"object must be at most {MAX_CHARACTERS} characters of JSON, got {len(text)}; {remedy}")
     return text
 
 
 def decode(text: str) -> Any:
-    """The value, with lists in the place of tuples; numbers to the bit, infinities and NaN among them."""
+    """Return the value, with lists in place of tuples; floats are the same to the bit, infinities and NaN included."""
     return json.loads(text)
 
 
 def _check(name: str, value: Any) -> None:
-    if isinstance(value, int) and value.bit_length() > BITS:
-        raise ValueError(f"{name} must be an integer of at most {BITS} bits, got {value.bit_length()} bits")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ValueError(f"{name} must be an integer of at most {MAX_BITS} bits, got {value.bit_length()} bits")

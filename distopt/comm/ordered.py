@@ -1,45 +1,69 @@
-"""Sums that do not depend on who computes them."""
+"""Sums in rank order, which are the same to the bit on every transport."""
 
 import operator
 from collections.abc import Sequence
 
 import numpy as np
 
+from distopt.comm.byte_counts import Algorithm, Moved
 from distopt.comm.communicator import Communicator, Wrapper, all_reduce_in_rank_order
 from distopt.comm.metered import Metered
-from distopt.cost import Algorithm, Moved
 
 
 class Ordered(Wrapper):
-    """A communicator whose all_reduce adds in rank order: the same bits on any transport and in any chunking."""
+    """Communicator whose ``all_reduce`` adds in rank order: the same bits on any transport and in any chunking.
+
+    Args:
+        comm: the communicator that carries the data.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.comm import Ordered, run_ranks
+        >>> def main(comm):
+        ...     x = np.array([1e16, 1.0, -1e16])[[comm.rank]]
+        ...     Ordered(comm).all_reduce(x)
+        ...     return x.item()
+        >>> run_ranks(3, main)  # (1e16 + 1) - 1e16 in float64
+        [0.0, 0.0, 0.0]
+    """
 
     def __init__(self, comm: Communicator):
         super().__init__(comm)
         self.rank_ordered, self.algorithm = True, Slices(comm.algorithm)
 
     def all_reduce(self, x: np.ndarray) -> None:
-        """Replace x, in place, by its sum over ranks, added in rank order."""
+        """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
         all_reduce_in_rank_order(self.comm, x)
 
 
 class Slices(Algorithm):
-    """Slices of a sum go straight to their owners, and from there as anything is gathered."""
+    """Routes of sums in rank order: a direct reduce-scatter, and the all-gather of another algorithm."""
 
     def __init__(self, gathers: Algorithm):
         self._gathers = gathers
 
     def all_reduce(self, shares: Sequence[int], rank: int) -> Moved:
-        """Both ways."""
-        there, back = self.reduce_scatter(shares, rank), self._gathers.all_gather(shares, rank)
-        return Moved(*(tuple(map(operator.add, *pair)) for pair in zip(there, back, strict=True)))
+        """Return the bytes of a reduce-scatter of the slices and an all-gather of their sums."""
+        phases = self.reduce_scatter(shares, rank), self._gathers.all_gather(shares, rank)
+        return Moved(*(tuple(map(operator.add, *pair)) for pair in zip(*phases, strict=True)))
 
     def all_gather(self, parts: Sequence[int], rank: int) -> Moved:
-        """As it was."""
+        """Return the bytes of an all-gather by the other algorithm."""
         return self._gathers.all_gather(parts, rank)
 
 
 def in_rank_order(comm: Communicator) -> Communicator:
-    """``comm`` with sums in rank order; its ledger has each as the one all-reduce that it is."""
+    """Return a communicator with the ranks of ``comm`` whose sums are in rank order.
+
+    The result is ``comm`` itself if its sums are already.  If ``comm`` is ``Metered``, so is the result, with the same
+    ledger, in which each sum is one all-reduce.
+
+    Example:
+        >>> from distopt.comm import LocalCommunicator, in_rank_order
+        >>> comm = LocalCommunicator()
+        >>> in_rank_order(comm) is comm
+        True
+    """
     if comm.rank_ordered:
         return comm
     return comm.around(Ordered(comm.comm)) if isinstance(comm, Metered) else Ordered(comm)

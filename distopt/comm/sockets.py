@@ -1,8 +1,7 @@
-"""Votes between the processes of one machine without MPI: a star of local sockets, whose centre is rank 0.
+"""Votes between the processes of one machine without MPI: every rank has a local socket to rank 0.
 
-Both ends of a socket belong to one user, as the kernel says, and prove that they know the job's secret
-(``distopt.comm.door``).  There is no port and no file, and what is sent are plain bytes: nothing that is received is
-ever executed.
+Both ends of a socket belong to one user, according to the kernel, and prove that they know the job's secret
+(``distopt.comm.listener``).  There is no port and no file.  Messages are plain bytes, and are never executed.
 """
 
 import contextlib
@@ -21,61 +20,74 @@ from multiprocessing.connection import Connection, wait
 
 import numpy as np
 
-from distopt.comm.door import REFUSED, WELCOME, Door, enter
-from distopt.guard import Control, PeerLeft, agreed
-from distopt.numbers import whole
-from distopt.watch import Log, Watchman, limits, recorder
+from distopt.checks import check_int
+from distopt.comm.control import ControlChannel, PeerLeft, agreed
+from distopt.comm.listener import ACCEPTED, REFUSED, RankListener, connect
+from distopt.resilience.operation_log import OperationLog, recorder
+from distopt.resilience.timeouts import limits
+from distopt.resilience.watchdog import Watchdog
 
-MAXIMUM, GATHER, LEFT, CRASHED = b"M", b"G", b"L", b"C"  # what a message is
+MAXIMUM, GATHER, LEFT, CRASHED = b"M", b"G", b"L", b"C"  # first byte of a message: its kind
 
 
-class SocketControl(Control):
-    """One of ``size`` processes of this machine that know the same ``secret``, which only they should know.
+class SocketControl(ControlChannel):
+    """Votes between processes of this machine.  Making one waits for all of them.
 
-    A rank that waits for longer than the time limit says where it is itself and ends with exit code 75; it cannot ask
-    the others.
+    A rank that waits for longer than the time limit prints where it waits, and ends with exit code 75.  It does not
+    know where the others are.
 
-    Waits until all have come.  Raises TypeError or ValueError for a rank or size that is none, and RuntimeError, on all
-    ranks that are there, if one has not come within ``patience`` seconds or if they differ in what they were told.
+    Args:
+        secret: the same bytes on all ranks, known to them only.
+        rank: this rank.
+        size: number of ranks.
+        patience: seconds for all ranks to connect.
+
+    Raises:
+        TypeError: ``rank`` or ``size`` is no integer.
+        ValueError: ``rank`` or ``size`` is out of range.
+        RuntimeError: on all ranks that have connected, if one has not within ``patience`` seconds, or if ranks differ
+            in ``size`` or have the same ``rank``.
     """
 
-    PATIENCE = 60.0
+    CONNECT_SECONDS = 60.0  # for all ranks to connect
 
-    def __init__(self, secret: bytes, rank: int, size: int, patience: float = PATIENCE):
-        self.size = whole("world_size", size, 1)
-        self.rank = whole("local_rank", rank, 0)
+    def __init__(self, secret: bytes, rank: int, size: int, patience: float = CONNECT_SECONDS):
+        self.size = check_int("world_size", size, 1)
+        self.rank = check_int("local_rank", rank, 0)
         if self.rank >= self.size:
             raise ValueError(f"local_rank must be below world_size={size}, got {rank}")
         self._lines: dict[int, Connection] = {}
-        self._ended: set[int] = set()  # whose line has nothing more to say
-        self._farewell, self._crashed = "", False  # of the first that ended
+        self._ended: set[int] = set()  # ranks that send no more messages
+        self._farewell, self._crashed = "", False  # last text of the first rank that ended; whether any has failed
         key = hashlib.blake2b(secret, digest_size=32, person=b"distopt votes").digest()
         name = "\0distopt-" + hashlib.blake2b(secret, digest_size=16, person=b"distopt name").hexdigest()
         deadline = time.monotonic() + patience
         if rank == 0:
-            self._lines = Door(name, key, size, patience).guests(deadline)
+            self._lines = RankListener(name, key, size, patience).connections(deadline)
         else:
-            self._lines[0] = self._call(name, key, patience, deadline)
-        self._came: dict[int, deque[bytes]] = {other: deque() for other in self._lines}  # and was not asked for yet
+            self._lines[0] = self._connect(name, key, patience, deadline)
+        self._came: dict[int, deque[bytes]] = {other: deque() for other in self._lines}  # messages not asked for yet
         self._votes = self.log("votes")
-        self.waits = Log(recorder, "this rank's waits", [self.rank])
+        self.waits = OperationLog(recorder, "this rank's waits", [self.rank])
         _controls.append(self)
         _say_farewell()
         if self.size > 1:
             _watch(self.rank)
-        self.meet()
+        self.vote_on_version()
 
-    def _call(self, name: str, key: bytes, patience: float, deadline: float) -> Connection:
-        """Connect to rank 0, when it is there, and hear that all others are."""
+    def _connect(self, name: str, key: bytes, patience: float, deadline: float) -> Connection:
+        """Connect to rank 0, and return the connection when all ranks have connected."""
         try:
-            line, answer = enter(name, key, self.rank, self.size, deadline)
+            line, answer = connect(name, key, self.rank, self.size, deadline)
         except TimeoutError:
             raise self._absent(patience) from None
         except AuthenticationError as error:
-            raise RuntimeError(f"rank {self.rank}: who answers for rank 0 does not know the id: {error}") from error
+            raise RuntimeError(
+                f"rank {self.rank}: the process that answers for rank 0 does not know the id: {error}"
+            ) from error
         if answer[:1] == REFUSED:
             raise agreed(RuntimeError(answer[1:].decode()), speaks=False)
-        if answer[:1] != WELCOME:
+        if answer[:1] != ACCEPTED:
             raise self._absent(patience)
         return line
 
@@ -85,84 +97,92 @@ class SocketControl(Control):
             "this machine and with the same id?"
         )
 
-    def log(self, name: str) -> Log:
-        """What records operations that all ranks have alike."""
-        return Log(recorder, f"{name} over sockets {next(_numbers)}", range(self.size))
+    def log(self, name: str) -> OperationLog:
+        """Return a log of operations that all ranks do alike.  Collective."""
+        return OperationLog(recorder, f"{name} over sockets {next(_numbers)}", range(self.size))
 
-    # ------------------------------------------------------------------------------------------- the two verbs
+    # ------------------------------------------------------------------------------------------- messages
 
     def maximum(self, votes: np.ndarray) -> None:
-        """Replace an int64 vector by its elementwise maximum over ranks."""
+        """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         votes[:] = np.frombuffer(self._meet(MAXIMUM, votes.tobytes(), _maximum), np.int64)
 
-    def _gather(self, text: str) -> list[str]:
-        """One text per rank, in rank order."""
-        mine = json.dumps(text.encode(errors="backslashreplace").decode()).encode()
-        return list(json.loads(self._meet(GATHER, mine, _gather)))
+    def gather_strings(self, text: str) -> list[str]:
+        """Return one text per rank, in rank order.  Collective."""
+        encoded = json.dumps(text.encode(errors="backslashreplace").decode()).encode()
+        return list(json.loads(self._meet(GATHER, encoded, _gather)))
 
-    def _meet(self, kind: bytes, mine: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """All ranks' messages go to rank 0, which combines them; every rank gets the result."""
+    def _meet(self, kind: bytes, message: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
+        """Send this rank's message to rank 0, which combines those of all ranks, and return the result.  Collective.
+
+        Args:
+            kind: ``MAXIMUM`` or ``GATHER``.
+            message: this rank's message.
+            combine: makes the answer from the messages of all ranks, in rank order.
+        """
         if self._gone:
             raise self._gone
         recorder.step = self.progress
         with self._votes("vote" if kind == MAXIMUM else "gather", 0, self.progress + self.part):
-            return self._exchange(kind, mine, combine)
+            return self._exchange(kind, message, combine)
 
-    def _exchange(self, kind: bytes, mine: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
+    def _exchange(self, kind: bytes, message: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
         if len(self._lines) < (1 if self.rank else self.size - 1):
             raise RuntimeError(f"rank {self.rank} has closed its votes, and cannot come to {self.progress}")
         if self.rank:
-            self._send(0, kind + mine)
+            self._send(0, kind + message)
             return self._receive(0, kind)
-        result = combine([mine, *(self._receive(other, kind) for other in self._lines)])
+        result = combine([message, *(self._receive(other, kind) for other in self._lines)])
         for other in self._lines:
             self._send(other, kind + result)
         return result
 
-    def _send(self, other: int, message: bytes) -> None:
-        """Who has ended is found when something is wanted of it, after all that it sent before."""
-        with contextlib.suppress(OSError):
-            self._lines[other].send_bytes(message)
+    def _send(self, rank: int, message: bytes) -> None:
+        """Send a message to a rank, if it has not ended."""
+        with contextlib.suppress(OSError):  # _receive notices the end, after all messages that the rank sent before it
+            self._lines[rank].send_bytes(message)
 
-    def _receive(self, other: int, kind: bytes) -> bytes:
-        while not self._came[other]:
+    def _receive(self, rank: int, kind: bytes) -> bytes:
+        while not self._came[rank]:
             if self._farewell:
-                raise self._lost()
-            wait([line for rank, line in self._lines.items() if rank not in self._ended])
-            self._look()
-        message = self._came[other].popleft()
+                raise self._peer_left_error()
+            wait([line for r, line in self._lines.items() if r not in self._ended])
+            self._poll()
+        message = self._came[rank].popleft()
         if message[:1] != kind:
-            raise RuntimeError(f"rank {self.rank} expects {kind!r} of rank {other}, and got {message!r:.9}")
+            raise RuntimeError(
+                f"rank {self.rank}: a message of rank {rank} must begin with {kind!r}, got {message!r:.9}"
+            )
         return message[1:]
 
-    # ------------------------------------------------------------------------------------------- who has left
+    # ------------------------------------------------------------------------------------------- ends of ranks
 
     def check(self) -> None:
-        """Raise PeerLeft if another rank is known to have ended without a word; who says it has done its part."""
-        self._look()
+        """Raise PeerLeft if another rank is known to have failed; one that has left in order has done its part."""
+        self._poll()
         if self._crashed:
-            raise self._gone or self._lost()
+            raise self._gone or self._peer_left_error()
 
-    def _look(self) -> None:
-        """Take what has come, from any rank."""
+    def _poll(self) -> None:
+        """Read all messages that have arrived, from any rank, without waiting."""
         for other, line in self._lines.items():
             try:
                 while other not in self._ended and line.poll():
                     message = line.recv_bytes()
                     if message[:1] in (LEFT, CRASHED):
-                        self._note(other, message[1:].decode(), message[:1] == CRASHED)
+                        self._note_end(other, message[1:].decode(), message[:1] == CRASHED)
                     else:
                         self._came[other].append(message)
             except (EOFError, OSError):
-                self._note(other, f"rank {other} ended without a word", True)
+                self._note_end(other, f"rank {other} ended without a word", True)
 
-    def _note(self, other: int, text: str, crashed: bool) -> None:
-        self._ended.add(other)
+    def _note_end(self, rank: int, text: str, crashed: bool) -> None:
+        self._ended.add(rank)
         self._farewell = self._farewell or text
         self._crashed = self._crashed or crashed
 
-    def _lost(self) -> PeerLeft:
-        """The error for this vote and all later ones; rank 0 passes it on, since it is what the others wait for."""
+    def _peer_left_error(self) -> PeerLeft:
+        """Return the error for this vote and all later ones; rank 0 sends it to the others, which wait for rank 0."""
         if self.rank == 0:
             for other in self._lines:
                 self._send(other, (CRASHED if self._crashed else LEFT) + self._farewell.encode())
@@ -170,7 +190,7 @@ class SocketControl(Control):
         return self._gone
 
     def close(self) -> None:
-        """Tell the others, if they are still there, that this rank is gone, and how far it came."""
+        """Tell the other ranks that this one leaves, and after which call; then close the sockets."""
         error = _failing()
         word = f"failed with {type(error).__name__}: {error}," if error else "left"
         for other in self._lines:
@@ -181,7 +201,7 @@ class SocketControl(Control):
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Give the sockets back without a word."""
+        """Close the sockets without telling the other ranks."""
         if self in _controls:
             _controls.remove(self)
         for line in self._lines.values():
@@ -200,11 +220,11 @@ def _gather(messages: list[bytes]) -> bytes:
 
 _controls: list[SocketControl] = []
 _numbers = itertools.count()
-_registered: list[int] = []  # the process that has
+_registered: list[int] = []  # id of the process that has registered _leave
 
 
 def _say_farewell() -> None:
-    """At the end of this process, a child's too, which has no atexit."""
+    """Let this process close its votes when it ends; a child of multiprocessing does not run atexit's functions."""
     if _registered != [os.getpid()]:
         _registered[:] = [os.getpid()]
         multiprocessing.util.Finalize(None, _leave, exitpriority=1)
@@ -212,14 +232,14 @@ def _say_farewell() -> None:
 
 @functools.cache
 def _watch(rank: int) -> None:
-    """From now on this process watches over its own waits; the others learn from its end."""
+    """Start a watchdog for the waits of this process; the other ranks notice when it ends this process."""
     allowed = limits()
     if allowed:
-        Watchman(rank, recorder, allowed, None)
+        Watchdog(rank, recorder, allowed, None)
 
 
 def _failing() -> BaseException | None:
-    """The exception that ends this process, if one does."""
+    """Return the exception that ends this process, or None."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     return None if isinstance(error, SystemExit) and not error.code else error
 
@@ -230,7 +250,7 @@ def _leave() -> None:
 
 
 def _forget() -> None:
-    """In a child: it is no rank, and must not keep a rank's lines open."""
+    """Close the sockets in a forked child, which is no rank and must not keep a rank's connections open."""
     for control in _controls[:]:
         control.hang_up()
 

@@ -1,4 +1,4 @@
-"""``size`` ranks as threads of one process: the wire, for tests, for teaching and for experiments on a laptop."""
+"""Ranks as threads of one process, for tests, for teaching and for experiments on a laptop."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -6,16 +6,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from distopt.comm.communicator import Communicator, checked, checked_parts, checked_root, sum_in_rank_order
-from distopt.guard import Control, PeerLeft
+from distopt.comm.communicator import Communicator, as_flat, check_root, flat_parts, sum_in_rank_order
+from distopt.comm.control import ControlChannel, PeerLeft
 
-_thread = threading.local()  # has the ``rank`` that a thread is, if run_ranks started it
+_thread = threading.local()  # ``rank``: the communicator of a thread that run_ranks started
 T = TypeVar("T")
 Action = Callable[[list[Any]], list[Any]]
 
 
 class Meeting:
-    """Where ranks meet: the last one to arrive does the work for all, so a meeting costs one wait and no copies."""
+    """Synchronization of ranks: the last one to arrive computes the results of all.
+
+    A collective then takes one wait, and no copies of its arguments.
+    """
 
     def __init__(self, size: int):
         self._changed = threading.Condition()
@@ -26,9 +29,18 @@ class Meeting:
         self._left = ""
 
     def meet(self, rank: int, verb: str, offer: Any, action: Action) -> Any:
-        """Offer something; once all ranks have, return this rank's entry of ``action(offers)``.
+        """Wait for the arguments of all ranks, and return this rank's result.  Collective.
 
-        Raises PeerLeft if a rank has ended, and ValueError on every rank if they do not all do the same.
+        Args:
+            rank: this rank.
+            verb: name of the collective, which must be the same on all ranks.
+            offer: this rank's argument.
+            action: maps the arguments of all ranks to their results, both in rank order; called on one rank.
+
+        Raises:
+            PeerLeft: a rank has ended.
+            ValueError: on every rank alike, if ranks are in different collectives.
+            Exception: on every rank alike, what ``action`` raises.
         """
         with self._changed:
             if self._left:
@@ -58,67 +70,84 @@ class Meeting:
         self._changed.notify_all()
 
     def leave(self, rank: int) -> None:
-        """No meeting can be complete any more."""
+        """Make all pending and later meetings raise PeerLeft, since ``rank`` takes part in none."""
         with self._changed:
             self._left = self._left or f"rank {rank} left"
             self._changed.notify_all()
 
 
-class ThreadControl(Control):
+class ThreadControl(ControlChannel):
     """Votes between threads."""
 
     def __init__(self, rank: int, size: int, meeting: Meeting):
         self.rank, self.size, self._meeting = rank, size, meeting
 
     def maximum(self, votes: np.ndarray) -> None:
-        """Replace an int64 vector by its elementwise maximum over ranks."""
+        """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         votes[:] = self._meeting.meet(
             self.rank, "a vote", votes.copy(), lambda offers: [np.maximum.reduce(offers)] * self.size
         )
 
-    def _gather(self, text: str) -> list[str]:
-        """One text per rank, in rank order."""
+    def gather_strings(self, text: str) -> list[str]:
+        """Return one text per rank, in rank order.  Collective."""
         return list(self._meeting.meet(self.rank, "a vote's details", text, lambda offers: [tuple(offers)] * self.size))
 
 
 class ThreadCommunicator(Communicator):
-    """One of the ranks that ``run_ranks`` starts."""
+    """Communicator of a rank that is a thread; ``run_ranks`` makes one for each rank.
 
-    rank_ordered = one_process = True
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        meetings: the meetings of all communicators of these ranks; the last two are those of this communicator.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.comm import ThreadCommunicator, run_ranks
+        >>> def main(comm: ThreadCommunicator):
+        ...     parts = comm.all_gather(np.array([10 * comm.rank]))
+        ...     return [int(part[0]) for part in parts]
+        >>> run_ranks(2, main)
+        [[0, 10], [0, 10]]
+    """
+
+    rank_ordered = shares_address_space = True
 
     def __init__(self, rank: int, size: int, meetings: list[Meeting]):
         self.rank = self.local_rank = rank
-        self.size, self._meetings = size, meetings  # of all communicators of these ranks, so that who leaves leaves all
+        self.size, self._meetings = size, meetings  # of all communicators, so that a rank that ends leaves all of them
         self._meeting, control = meetings[-2:]
         self.control = ThreadControl(rank, size, control)
 
     def all_reduce(self, x: np.ndarray) -> None:
-        """Replace x, in place, by its sum over ranks, added in rank order."""
-        self._meet("all_reduce", checked(x), _all_reduce, x)
+        """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
+        self._meet("all_reduce", as_flat(x), _all_reduce, x)
 
     def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
-        """Every rank's x; the ranks share these read-only copies, and nothing is written to ``into``."""
-        flat = checked(x, writable=False)
+        """Return read-only copies of every rank's x, which the ranks share; ``into`` is not used.  Collective."""
+        flat = as_flat(x, writable=False)
         return list(self._meet("all_gather", flat, _all_gather, None if ragged else x))
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
-        """Copies of the parts for this rank."""
-        return list(self._meet("all_to_all", checked_parts(parts, self.size), _all_to_all, None))
+        """Return copies of the parts for this rank, in rank order.  Collective."""
+        return list(self._meet("all_to_all", flat_parts(parts, self.size), _all_to_all, None))
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
-        """Replace x, in place, by rank ``root``'s."""
-        checked_root(root, self.size)
-        self._meet(f"broadcast from rank {root}", checked(x), lambda offers: _broadcast(offers, root), x)
+        """Replace x, in place, by the x of rank ``root``.  Collective."""
+        check_root(root, self.size)
+        self._meet(f"broadcast from rank {root}", as_flat(x), lambda offers: _broadcast(offers, root), x)
 
     def barrier(self) -> None:
-        """Return when every rank has come."""
+        """Wait until every rank has called this.  Collective."""
         self._meet("barrier", None, lambda offers: offers, None)
 
     def peers(self, x: np.ndarray) -> list[np.ndarray]:
-        """The arrays themselves: threads share their memory."""
+        """Return the arrays of all ranks, in rank order: threads share their memory.  Collective."""
         return list(self._meet("peers", x, lambda offers: [tuple(offers)] * len(offers), None))
 
-    def _duplicate(self) -> Communicator:
+    def make_duplicate(self) -> Communicator:
+        """Make a communicator of the same threads with meetings of its own.  Collective."""
+
         def make(offers: list[Any]) -> list[Any]:
             self._meetings += Meeting(self.size), Meeting(self.size)
             return offers
@@ -157,23 +186,33 @@ def _broadcast(arrays: list[np.ndarray], root: int) -> list[Any]:
 
 
 def _rank_of_cause(error: BaseException) -> int:
-    """Causes first, then what they led to, and a mere exit last."""
+    """Return a sort key that puts causes first, then the PeerLeft errors that follow from them, then SystemExit."""
     return 2 if isinstance(error, SystemExit) else 1 if isinstance(error, PeerLeft) else 0
 
 
 def current_rank() -> ThreadCommunicator | None:
-    """The communicator of this thread, if it is a rank that ``run_ranks`` started."""
+    """Return the communicator of this thread, or None if ``run_ranks`` did not start it."""
     return getattr(_thread, "rank", None)
 
 
 def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
-    """Call ``main(comm)`` on ``size`` threads and return their results in rank order.
+    """Call ``main(comm)`` on ``size`` threads, one per rank, and return the results in rank order.
 
-    In ``main``, ``distopt.world()`` and what is made without a communicator have ``comm`` too; parameters are made in
-    ``main``, since each rank has its own.
+    In ``main``, ``distopt.world()`` returns ``comm`` too, and objects made without a communicator use it.  Make the
+    parameters of a model in ``main``, so that each rank has separate ones.
 
-    If ranks raise, the error of the first one to do so is raised here; a rank that waits for one that has ended gets
-    PeerLeft, so that nobody waits for ever.
+    Args:
+        size: number of ranks.
+        main: the program of a rank.
+
+    Raises:
+        ValueError: ``size`` is less than 1.
+        BaseException: the error of the first rank that raises.  A rank that waits for one that has ended gets PeerLeft.
+
+    Example:
+        >>> from distopt.comm import run_ranks
+        >>> run_ranks(3, lambda comm: comm.lengths(comm.rank))
+        [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")

@@ -1,4 +1,4 @@
-"""Which communicator this process is meant to use."""
+"""Choice of the communicator for this process."""
 
 import os
 import sys
@@ -17,19 +17,30 @@ _worlds: dict[str, Communicator] = {}
 
 
 def world(device: str = "auto") -> Communicator:
-    """The communicator of all ranks that the launcher started, the same object at every call; its repr says why.
+    """Return the communicator of all ranks that the launcher started, the same object at every call.
 
-    Under ``mpirun``, ``srun`` or ``distopt run`` the ranks find each other by MPI; a process that nobody launched is
-    one rank alone, and MPI is not even imported.  A thread of ``run_ranks`` is the rank that it was started as, with
-    numpy arrays.  ``device``:
+    Under ``mpirun``, ``srun`` or ``distopt run`` the ranks find each other by MPI.  A process without a launcher is one
+    rank alone, and does not import MPI.  In a thread of ``run_ranks`` it is that thread's communicator, for numpy
+    arrays.  The ``repr`` of the communicator gives the reason for the choice.  The first call for a device is
+    collective.
 
-    * 'cpu': numpy arrays, which travel over MPI.
-    * 'cuda': cupy arrays, which travel over NCCL; every rank has a GPU of its own.
-    * 'auto': as 'cuda' if on every rank the script has imported cupy and there are a GPU and NCCL; else as 'cpu'.
+    Args:
+        device: one of
 
-    Raises ImportError if there is a launcher but no mpi4py; RuntimeError if launcher and MPI library do not belong
-    together, if torchrun started this process as one of several, or if ``device='cuda'`` and there is no cupy, driver,
-    GPU or NCCL; ValueError for another device, if two ranks are on one GPU, and for a GPU in ``run_ranks``.
+            * 'cpu': numpy arrays, over MPI.
+            * 'cuda': cupy arrays, over NCCL; every rank has a separate GPU.
+            * 'auto': 'cuda' if on every rank the script has imported cupy and there are a GPU and NCCL, else 'cpu'.
+
+    Raises:
+        ImportError: there is a launcher but no mpi4py.
+        RuntimeError: launcher and MPI library do not belong together, torchrun started this process as one of several,
+            or ``device`` is 'cuda' and there is no cupy, driver, GPU or NCCL.
+        ValueError: ``device`` is none of these, two ranks are on one GPU, or ``device`` is 'cuda' in ``run_ranks``.
+
+    Example:
+        >>> from distopt.comm import run_ranks, world
+        >>> run_ranks(2, lambda comm: (world() is comm, world().size))
+        [(True, 2), (True, 2)]
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}")
@@ -48,16 +59,16 @@ def _pick(device: str) -> Communicator:
     if started or "mpi4py.MPI" in sys.modules:
         return _pick_wire(device, started[1] if started else "mpi4py.MPI was imported")
     _check_alone()
-    place = _lacks_gpu(device, alone=True)
-    if device == "cuda" and place:
-        raise RuntimeError(f"device='cuda': {place}")
-    if place:
-        return LocalCommunicator(why=f"no MPI launcher; {place}")
-    return LocalCommunicator(why="no MPI launcher; GPU 0", gpu=gpus.current_gpu())
+    missing = _lacks_gpu(device, alone=True)
+    if device == "cuda" and missing:
+        raise RuntimeError(f"device='cuda': {missing}")
+    if missing:
+        return LocalCommunicator(reason=f"no MPI launcher; {missing}")
+    return LocalCommunicator(reason="no MPI launcher; GPU 0", gpu=gpus.current_gpu())
 
 
 def _check_alone(environ: Mapping[str, str] = os.environ) -> None:
-    """RuntimeError if this process was started as one of several by a launcher of torch's kind, which starts no MPI."""
+    """Raise RuntimeError if torchrun or a similar launcher, without MPI, started this process as one of several."""
     size = environ.get("WORLD_SIZE", "")
     if size.isdigit() and int(size) > 1 and "RANK" in environ and environ.keys() & {"LOCAL_RANK", "MASTER_ADDR"}:
         raise RuntimeError(
@@ -68,21 +79,26 @@ def _check_alone(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _pick_wire(device: str, started: str) -> Communicator:
-    """Ranks that differ in what they have all take what all of them have."""
+    """Return the communicator over MPI or NCCL: over NCCL only if every rank can use it.  Collective.
+
+    Args:
+        device: 'auto', 'cpu' or 'cuda'.
+        started: how the ranks were started, for ``repr``.
+    """
     if device == "cuda":
-        return NcclCommunicator.from_mpi(why=started)
-    comm = MpiCommunicator(why=started)
+        return NcclCommunicator.from_mpi(reason=started)
+    comm = MpiCommunicator(reason=started)
     lacks = comm.control.gather(_lacks_gpu(device, alone=False)) if device == "auto" else ["device='cpu'"] * comm.size
-    poor = next((rank for rank, text in enumerate(lacks) if text), None)
-    if poor is None:
+    without = next((rank for rank, reason in enumerate(lacks) if reason), None)
+    if without is None:
         comm.close()
-        return NcclCommunicator.from_mpi(why=started)
-    comm.explain(lacks[poor] if lacks[comm.rank] else f"rank {poor}: {lacks[poor]}")
+        return NcclCommunicator.from_mpi(reason=started)
+    comm.explain(lacks[without] if lacks[comm.rank] else f"rank {without}: {lacks[without]}")
     return comm
 
 
 def _lacks_gpu(device: str, alone: bool) -> str:
-    """Why this process does not use a GPU; '' if it does."""
+    """Return why this process does not use a GPU, '' if it does."""
     if device == "cpu":
         return "device='cpu'"
     if device == "auto" and "cupy" not in sys.modules:

@@ -1,20 +1,22 @@
-"""What is worth sending.  Adding a compressor is one file here, one test file, and one line below."""
+"""Gradient compression: what to send.  Adding a compressor is one file here, one test file, and one line below."""
 
-from distopt.compress.codec import OneBit, TwoBit
-from distopt.compress.compressor import At, Compressor
+from distopt.compress.base import BucketContext, Compressor, DeviceContext, ExchangeContext
+from distopt.compress.cast import Half
 from distopt.compress.dense import Dense
 from distopt.compress.dgc import DeepGradientCompression
-from distopt.compress.half import Half
-from distopt.compress.memory import ErrorFeedback
-from distopt.compress.packed import Packed
-from distopt.compress.sparse import Threshold, TopK
+from distopt.compress.elias_fano import Packed
+from distopt.compress.error_feedback import ErrorFeedback
+from distopt.compress.quantize import OneBit, TwoBit
+from distopt.compress.top_k import Threshold, TopK
 
 __all__ = [
-    "At",
+    "BucketContext",
     "Compressor",
     "DeepGradientCompression",
     "Dense",
+    "DeviceContext",
     "ErrorFeedback",
+    "ExchangeContext",
     "Half",
     "OneBit",
     "Packed",

@@ -1,27 +1,34 @@
-"""Everything is worth sending."""
+"""Send everything, as it is."""
 
 import numpy as np
 
-from distopt.compress.compressor import At
-from distopt.tables import Members
+from distopt.compress.base import Compressor, ExchangeContext, State
+from distopt.kernels.layout import BucketLayout
 
 
-class Dense:
-    """Send every element as it is: the payload is the array."""
+class Dense(Compressor):
+    """Send every element as it is: the payload is the array.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.compress import ExchangeContext
+        >>> x = np.array([1, -2], np.float32)
+        >>> Dense().compress(x, {}, ExchangeContext()) is x
+        True
+    """
 
     summable = lossless = True
-    ragged = may_overflow = stateful = False
 
-    def payload_bytes(self, n: int, itemsize: int = 4, bucket: Members | None = None) -> int:
-        """The array."""
+    def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
         return itemsize * n
 
-    def compress(self, x: np.ndarray, state: dict[str, np.ndarray], at: At) -> np.ndarray:
-        """X itself."""
+    def compress(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
         return x
 
-    def decompress(self, payload: np.ndarray, out: np.ndarray, at: At) -> None:
-        """The sum already stands in x."""
+    compress_copy = compress
+
+    def decompress(self, payload: np.ndarray, out: np.ndarray, context: ExchangeContext) -> None:
+        """Do nothing: the sum stands in x."""
 
     def __repr__(self) -> str:
         return "Dense()"

@@ -1,9 +1,9 @@
-"""How sparse what is sent is, as it grows: a function of k, the updates applied so far."""
+"""Schedules of the sparsity of what is sent: functions of k, the updates applied so far."""
 
 import math
 from collections.abc import Callable, Sequence
 
-from distopt.numbers import number, whole
+from distopt.checks import check_float, check_int
 
 Sparsity = Callable[[int], float]  # of update k: the fraction that is not sent
 BELOW_ONE = math.nextafter(1.0, 0.0)
@@ -16,13 +16,13 @@ class Stages:
     """
 
     def __init__(self, sparsities: Sequence[float], steps_per_epoch: int):
-        self.sparsities = tuple(number("warmup", s, most=BELOW_ONE) for s in sparsities)
+        self.sparsities = tuple(check_float("warmup", s, most=BELOW_ONE) for s in sparsities)
         if not self.sparsities:
-            raise ValueError("warmup must have a sparsity per epoch, got none")
-        self.steps_per_epoch = whole("steps_per_epoch", steps_per_epoch, least=1)
+            raise ValueError("warmup must be a sparsity per epoch, at least one, got none")
+        self.steps_per_epoch = check_int("steps_per_epoch", steps_per_epoch, least=1)
 
     def __call__(self, k: int) -> float:
-        """The sparsity of update k."""
+        """Return the sparsity of update k."""
         return self.sparsities[min(k // self.steps_per_epoch, len(self.sparsities) - 1)]
 
     def __repr__(self) -> str:
@@ -30,9 +30,9 @@ class Stages:
 
 
 def geometric(density: float, epochs: int, steps_per_epoch: int) -> Stages:
-    """``epochs`` stages whose densities fall by the same factor each, down to ``density`` behind them.
+    """Make ``epochs`` stages whose densities fall by the same factor each, down to ``density`` behind them.
 
     The paper's 25 %, 6.25 %, 1.5625 %, 0.4 %, 0.1 % (section 3.3) is four epochs of it, to rounding.
     """
-    stages = whole("warmup", epochs, least=1) + 1
+    stages = check_int("warmup", epochs, least=1) + 1
     return Stages([1 - density ** (k / stages) for k in range(1, stages)] + [1 - density], steps_per_epoch)

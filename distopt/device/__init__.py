@@ -1,10 +1,21 @@
-"""Memory, and a GPU: the only package that touches cupy's runtime.
+"""Memory on the host and on GPUs; the only package that calls cupy's runtime.
 
-An array is numpy's, or cupy's on one GPU; what is done with one on a GPU is *enqueued*: it happens when the current
-stream comes to it, and the host goes on.
+An array is numpy's, or cupy's on one GPU.  Work on a GPU is *enqueued*: it happens when the current stream comes to
+it, and the host goes on.
 """
 
-from distopt.device.arrays import address, check_place, describe, is_array, on_gpu, place, remedy, writable
+from distopt.device.arrays import (
+    address,
+    check_gpu,
+    describe,
+    gpu_of,
+    is_array,
+    matching_address,
+    matching_addresses,
+    on_gpu,
+    remedy,
+    writable,
+)
 from distopt.device.copies import DEVICE_TO_DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, contiguous, copied, copy, host_copy
 from distopt.device.gpus import (
     NO_CUPY,
@@ -23,9 +34,18 @@ from distopt.device.gpus import (
 from distopt.device.gpus import cupy as array_module
 from distopt.device.graph import Graph, drop_graphs
 from distopt.device.kernels import compile_text, launch
-from distopt.device.memory import HUGE_PAGE, clear, empty, gpu_zeros, last_read, lasting_zeros, owned_by, zeros
-from distopt.device.messages import Mirror, Readback
-from distopt.device.streams import Order, current_stream, finish, new_stream
+from distopt.device.memory import (
+    HUGE_PAGE,
+    clear,
+    empty,
+    gpu_zeros,
+    owned_by,
+    persistent_zeros,
+    wait_for_last_use,
+    zeros,
+)
+from distopt.device.messages import AsyncReadback, DeviceMirror
+from distopt.device.streams import StreamEvent, current_stream, new_stream, synchronize
 
 __all__ = [
     "DEVICE_TO_DEVICE",
@@ -33,14 +53,14 @@ __all__ = [
     "HOST_TO_DEVICE",
     "HUGE_PAGE",
     "NO_CUPY",
+    "AsyncReadback",
+    "DeviceMirror",
     "Graph",
-    "Mirror",
-    "Order",
-    "Readback",
+    "StreamEvent",
     "address",
     "array_module",
     "bus_id",
-    "check_place",
+    "check_gpu",
     "clear",
     "compile_text",
     "contiguous",
@@ -52,26 +72,28 @@ __all__ = [
     "driver_version",
     "drop_graphs",
     "empty",
-    "finish",
     "gpu_count",
     "gpu_name",
+    "gpu_of",
     "gpu_state",
     "gpu_zeros",
     "has_cupy",
     "host_copy",
     "is_array",
-    "last_read",
-    "lasting_zeros",
     "launch",
+    "matching_address",
+    "matching_addresses",
     "multiprocessors",
     "new_stream",
     "nvrtc_version",
     "on_gpu",
     "owned_by",
-    "place",
+    "persistent_zeros",
     "remedy",
+    "synchronize",
     "use_gpu",
     "uuid",
+    "wait_for_last_use",
     "writable",
     "zeros",
 ]

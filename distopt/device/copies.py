@@ -1,4 +1,4 @@
-"""Copies between arrays, wherever they are."""
+"""Copies between arrays on the host and on GPUs."""
 
 from typing import Any
 
@@ -15,11 +15,30 @@ HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
 
 
 def copy(to: Any, source: Any) -> None:
-    """Copy between contiguous arrays of one dtype and size, wherever they live; waits only if ``to`` is on the host."""
+    """Copy the elements of one contiguous array to another, on the host or on GPUs.
+
+    The host waits only if ``to`` is on the host and ``source`` on a GPU.
+
+    Args:
+        to: the array to write.
+        source: an array of the same dtype and size.
+
+    Raises:
+        TypeError: ``to`` is on a GPU, and dtype or size differ.
+
+    Example:
+        >>> x = np.zeros((2, 2))
+        >>> copy(x, np.arange(4.0))
+        >>> x.tolist()
+        [[0.0, 1.0], [2.0, 3.0]]
+    """
     if not on_gpu(to):
         to[...] = (host_copy(source) if on_gpu(source) else source).reshape(to.shape)
     elif (to.dtype, to.size) != (source.dtype, source.size):
-        raise TypeError(f"cannot copy {describe(source)} to {describe(to)}")
+        raise TypeError(
+            f"source must be of the dtype and size of {describe(to)}, got {describe(source)}: source.astype(dtype) "
+            "converts it"
+        )
     elif not on_gpu(source):
         _upload(to, np.ascontiguousarray(source))
     elif to.nbytes:
@@ -28,41 +47,47 @@ def copy(to: Any, source: Any) -> None:
 
 
 def copied(x: Any) -> np.ndarray:
-    """A copy of a contiguous array, where x is."""
-    found = empty(x.size, x.dtype, like=x).reshape(x.shape)
-    copy(found, x)
-    return found
+    """Return a copy of a contiguous array, on the same host or GPU."""
+    duplicate = empty(x.size, x.dtype, like=x).reshape(x.shape)
+    copy(duplicate, x)
+    return duplicate
 
 
 def contiguous(x: Any) -> Any:
-    """x, or a copy of it in C order if it is not."""
+    """Return the array itself if it is in C order, else a copy that is."""
     return cupy().ascontiguousarray(x) if on_gpu(x) else np.asarray(x, order="C")
 
 
 def host_copy(x: Any) -> np.ndarray:
-    """A numpy array with the elements that x has when the current stream comes to it; the host waits for that."""
+    """Return a numpy array with a copy of an array's elements.
+
+    For an array on a GPU they are those at the present end of the current stream, for which the host waits.
+    """
     if not on_gpu(x):
         return np.array(x)
-    found = np.empty(x.shape, x.dtype)
+    array = np.empty(x.shape, x.dtype)
     if x.nbytes:
         stream = current_stream()
-        cupy().cuda.runtime.memcpyAsync(found.ctypes.data, x.data.ptr, x.nbytes, DEVICE_TO_HOST, stream.ptr)
+        cupy().cuda.runtime.memcpyAsync(array.ctypes.data, x.data.ptr, x.nbytes, DEVICE_TO_HOST, stream.ptr)
         stream.synchronize()
-    return found
+    return array
 
 
 def _upload(to: Any, source: np.ndarray) -> None:
     """Enqueue a copy from the host; ``source`` may change as soon as this returns."""
     stream, raw = current_stream(), source.reshape(-1).view(np.uint8)
     if stream.is_capturing():
-        raise RuntimeError(f"a captured step cannot upload {describe(source)}: its arrays must stay the same ones")
+        raise RuntimeError(
+            f"arrays of a captured step must stay the same ones, got {describe(source)} to upload: copy new values "
+            "into those before the step"
+        )
     runtime = cupy().cuda.runtime
     if raw.size > PINNED:
         runtime.memcpyAsync(to.data.ptr, raw.ctypes.data, raw.size, HOST_TO_DEVICE, stream.ptr)
         stream.synchronize()
     elif raw.size:
-        piece = pinned.pool.take(raw.size)
+        piece = pinned.pool.acquire(raw.size)
         piece.bytes[: raw.size] = raw
         runtime.memcpyAsync(to.data.ptr, piece.bytes.ctypes.data, raw.size, HOST_TO_DEVICE, stream.ptr)
         piece.event.record(stream)
-        pinned.pool.give(piece, current_gpu())
+        pinned.pool.release(piece, current_gpu())

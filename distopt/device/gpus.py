@@ -1,4 +1,4 @@
-"""Which GPUs this process has, and the package that reaches them."""
+"""The GPUs of this process, and cupy, the package by which they are reached."""
 
 import functools
 import importlib.util
@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 
 MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
-# By the error that the runtime answers when it is asked for GPUs: what it means, and what to do.
+# Cause and remedy, by the error that the CUDA runtime returns when it is asked for GPUs.
 REMEDIES = {
     35: "no CUDA driver, or one too old for this cupy: it takes a machine with an NVIDIA GPU and a driver of that CUDA",
     100: "the CUDA driver sees no GPU: check CUDA_VISIBLE_DEVICES, and that nvidia-smi lists one here",
@@ -21,7 +21,7 @@ NO_CUPY = "cupy is not installed: pip install 'distopt[cuda13]' (or [cuda12])"
 
 @functools.cache
 def cupy() -> ModuleType:
-    """The package, imported when it is first asked for."""
+    """Return the module cupy, which is imported at the first call."""
     import cupy
 
     module: ModuleType = cupy
@@ -29,12 +29,15 @@ def cupy() -> ModuleType:
 
 
 def has_cupy() -> bool:
-    """Is it installed?  Does not import it."""
+    """Tell if cupy is installed, without importing it."""
     return "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
 
 
 def gpu_state() -> str:
-    """'ok', or in one line why this process cannot use a GPU and what would help; imports cupy if it is installed."""
+    """Return 'ok' if this process can use a GPU, else one line with the cause and a remedy.
+
+    cupy is imported if it is installed.
+    """
     if not has_cupy():
         return NO_CUPY
     try:
@@ -49,47 +52,47 @@ def gpu_state() -> str:
 
 
 def gpu_count() -> int:
-    """GPUs that this process sees."""
+    """Return the number of GPUs that this process sees."""
     return int(cupy().cuda.runtime.getDeviceCount())
 
 
 def current_gpu() -> int:
-    """The GPU of this thread."""
+    """Return the number of this thread's current GPU."""
     return int(cupy().cuda.runtime.getDevice())
 
 
 def use_gpu(number: int) -> None:
-    """Let this thread's arrays and kernels live on a GPU."""
+    """Make a GPU the current one of this thread, for its arrays and kernels."""
     cupy().cuda.Device(number).use()
 
 
 def gpu_name(number: int) -> str:
-    """What a GPU is called."""
+    """Return the product name of a GPU."""
     return str(cupy().cuda.runtime.getDeviceProperties(number)["name"].decode())
 
 
 def bus_id(number: int) -> str:
-    """What tells a GPU apart from all others of this host."""
+    """Return the PCI bus ID of a GPU, which is unique on this host."""
     return str(cupy().cuda.runtime.deviceGetPCIBusId(number))
 
 
 def uuid(number: int) -> str:
-    """What tells a GPU, or a MIG partition of one, apart from all others."""
+    """Return the UUID of a GPU or of a MIG partition, 32 hex digits that no other one has."""
     return bytes(cupy().cuda.runtime.getDeviceProperties(number)["uuid"]).hex()
 
 
 @functools.cache
 def multiprocessors(number: int) -> int:
-    """How many of them a GPU has."""
+    """Return the number of multiprocessors of a GPU."""
     return int(cupy().cuda.runtime.deviceGetAttribute(MULTIPROCESSORS, number))
 
 
 def driver_version() -> int:
-    """The newest CUDA that the driver knows, as 13000 for 13.0; 0 without a driver."""
+    """Return the newest CUDA version that the driver supports, as 13000 for 13.0; 0 without a driver."""
     return int(cupy().cuda.runtime.driverGetVersion())
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """The version of the compiler for GPUs.  Raises what cupy raises if there is none."""
+    """Return the major and minor version of NVRTC, the compiler for GPUs; raises cupy's error if there is none."""
     major, minor = cupy().cuda.nvrtc.getVersion()
     return int(major), int(minor)

@@ -1,4 +1,4 @@
-"""What was enqueued once, to be enqueued again as a whole."""
+"""CUDA graphs: a sequence of GPU work that is recorded once and enqueued again as a whole."""
 
 import contextlib
 import weakref
@@ -10,10 +10,13 @@ from distopt.device.streams import current_stream
 
 
 class Graph:
-    """What was enqueued in a context, to be enqueued again as a whole (a CUDA graph).
+    """A CUDA graph of the work that is enqueued in the context ``capture()``.
 
-    In the context nothing may be uploaded or waited for, and the current stream must not be the null one.  Memory that
-    is allocated in it comes from a pool of the graph's own: every replay writes to it, even if it was freed since.
+    In the context nothing may be uploaded or waited for, and the current stream must not be the null stream.  Memory
+    that is allocated there comes from a pool of the graph's own: every replay writes to it, even if it was freed since.
+
+    Attributes:
+        gpu: the number of the GPU.
     """
 
     def __init__(self) -> None:
@@ -24,29 +27,29 @@ class Graph:
 
     @property
     def dropped(self) -> bool:
-        """Is there nothing to replay?"""
+        """Whether there is nothing to replay: no capture yet, or the graph was freed."""
         return self._graph is None
 
     def drop(self) -> None:
-        """Give the graph back."""
+        """Free the graph."""
         self._graph = None
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Record instead of doing."""
+        """Record the work enqueued in this context, in the place of doing it."""
         stream = current_stream()
         stream.begin_capture()
         try:
             with cupy().cuda.using_allocator(self._pool.malloc):
                 yield
         except BaseException:
-            with contextlib.suppress(Exception):  # of a capture that is broken already
+            with contextlib.suppress(Exception):  # the capture may be broken already
                 stream.end_capture()
             raise
         self._graph = stream.end_capture()
 
     def replay(self) -> None:
-        """Enqueue it in the current stream."""
+        """Enqueue the recorded work in the current stream."""
         self._graph.launch(current_stream())
 
 
@@ -54,7 +57,7 @@ _graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
 
 
 def drop_graphs(gpu: int) -> None:
-    """Give the graphs of a GPU back: NCCL waits for those that use a communicator before it destroys that."""
+    """Free all graphs of a GPU: before NCCL destroys a communicator, it waits for the graphs that use it."""
     for graph in list(_graphs):
         if graph.gpu == gpu:
             graph.drop()

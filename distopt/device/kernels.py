@@ -1,4 +1,4 @@
-"""Kernels: CUDA C++, compiled for the GPU at hand, and launched."""
+"""CUDA C++ kernels: compilation for the current GPU, and launches."""
 
 import ctypes
 import threading
@@ -12,22 +12,36 @@ _thread = threading.local()
 
 
 def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequence[str]) -> Any:
-    """Compile CUDA C++ for the current GPU and load it; cupy's Module.
+    """Compile CUDA C++ for the current GPU, and load it.
 
-    cupy's own RawModule would add --ftz=true, with which a GPU rounds otherwise than a host.  For a GPU that is newer
-    than this NVRTC the driver translates PTX.  Raises RuntimeError with the compiler's log.
+    cupy's own RawModule would add --ftz=true, with which a GPU rounds differently than a host.  For a GPU that is newer
+    than this NVRTC the driver translates PTX.
+
+    Args:
+        name: the program's name, for the compiler's log.
+        text: the source.
+        headers: the texts of headers, by the names under which they are included.
+        options: options of NVRTC.
+
+    Returns:
+        cupy's Module.
+
+    Raises:
+        RuntimeError: NVRTC does not support the GPU, or the text does not compile; then it has the compiler's log.
     """
     cuda = cupy().cuda
-    nvrtc, own = cuda.nvrtc, int(cuda.Device().compute_capability)
-    known = [a for a in nvrtc.getSupportedArchs() if a <= own]
-    if not known:
-        raise RuntimeError(f"NVRTC {nvrtc.getVersion()} does not compile for this GPU's compute capability {own}")
-    architecture = f"sm_{own}" if own in known else f"compute_{max(known)}"
+    nvrtc, capability = cuda.nvrtc, int(cuda.Device().compute_capability)
+    supported = [a for a in nvrtc.getSupportedArchs() if a <= capability]
+    if not supported:
+        raise RuntimeError(
+            f"NVRTC {nvrtc.getVersion()} does not compile for this GPU's compute capability {capability}"
+        )
+    architecture = f"sm_{capability}" if capability in supported else f"compute_{max(supported)}"
     names, bodies = zip(*((h.encode(), body.encode()) for h, body in headers.items()), strict=True)
     program = nvrtc.createProgram(text, name, bodies, names)
     try:
         nvrtc.compileProgram(program, (*options, f"--gpu-architecture={architecture}"))
-        binary = nvrtc.getCUBIN(program) if own in known else nvrtc.getPTX(program)
+        binary = nvrtc.getCUBIN(program) if capability in supported else nvrtc.getPTX(program)
     except nvrtc.NVRTCError as error:
         raise RuntimeError(f"{name} does not compile for {architecture}:\n{nvrtc.getProgramLog(program)}") from error
     finally:
@@ -38,7 +52,14 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequ
 
 
 def launch(function: Any, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
-    """Enqueue a kernel of a module; the arguments are ctypes objects, structures by value among them."""
+    """Enqueue a kernel in the current stream.
+
+    Args:
+        function: a function of a module from ``compile_text``.
+        blocks: the number of thread blocks, in one dimension.
+        threads: the number of threads in a block.
+        arguments: ctypes objects, which may be structures passed by value.
+    """
     if not hasattr(_thread, "has_context"):
         cupy().cuda.Device().use()  # the driver, unlike the runtime, does not make one current by itself
         _thread.has_context = True

@@ -1,4 +1,4 @@
-"""Flat memory, on the host or on a GPU."""
+"""Flat memory on the host or on a GPU."""
 
 import contextlib
 import mmap
@@ -10,7 +10,7 @@ import numpy as np
 
 from distopt.device.arrays import on_gpu
 from distopt.device.gpus import cupy
-from distopt.device.streams import current_stream, finish
+from distopt.device.streams import current_stream, synchronize
 
 HUGE_PAGE = 2 << 20
 
@@ -18,20 +18,32 @@ _thread = threading.local()
 
 
 def zeros(n: int, dtype: Any, like: Any = None) -> np.ndarray:
-    """Zeroed flat memory for ``n`` elements, on the GPU if ``like`` is there, else on the host.
+    """Return zeroed memory of shape ``(n,)``, on the current GPU if ``like`` is on a GPU, else on the host.
 
     Host memory is aligned to 64 bytes, or to 2 MiB (huge pages) from 2 MiB on; cupy's is aligned to 512 bytes.
+
+    Args:
+        n: the number of elements.
+        dtype: their dtype.
+        like: an array in the memory that is wanted; None for the host.
+
+    Example:
+        >>> x = zeros(3, np.float32)
+        >>> x.tolist(), x.ctypes.data % 64
+        ([0.0, 0.0, 0.0], 0)
     """
     nbytes = n * np.dtype(dtype).itemsize
     if on_gpu(like):
-        found: np.ndarray = gpu_zeros(n, dtype)
-        return found
+        array: np.ndarray = gpu_zeros(n, dtype)
+        return array
     align = HUGE_PAGE if nbytes >= HUGE_PAGE else 64
     if align == HUGE_PAGE:
-        pages = mmap.mmap(-1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones are small
+        pages = mmap.mmap(
+            -1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )  # shared memory gets small pages
         raw = np.frombuffer(pages, np.uint8)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them gives small pages
+            with contextlib.suppress(OSError):  # a kernel without huge pages gives small ones
                 pages.madvise(mmap.MADV_HUGEPAGE, -raw.ctypes.data % align, nbytes // align * align)  # no more than n
     else:
         raw = np.zeros(nbytes + align, np.uint8)
@@ -40,13 +52,13 @@ def zeros(n: int, dtype: Any, like: Any = None) -> np.ndarray:
 
 
 def empty(n: int, dtype: Any, like: Any = None) -> np.ndarray:
-    """Flat memory for ``n`` elements with anything in it, on the GPU if ``like`` is there, else on the host."""
-    found: np.ndarray = cupy().empty(n, dtype) if on_gpu(like) else np.empty(n, dtype)
-    return found
+    """Return uninitialized memory of shape ``(n,)``, on the current GPU if ``like`` is on a GPU, else on the host."""
+    array: np.ndarray = cupy().empty(n, dtype) if on_gpu(like) else np.empty(n, dtype)
+    return array
 
 
 def gpu_zeros(n: int, dtype: Any) -> Any:
-    """Zeroed flat memory on the current GPU.  Raises MemoryError if there is not enough."""
+    """Return zeroed memory of shape ``(n,)`` on the current GPU; MemoryError if there is not enough."""
     x = cupy().empty(n, dtype)
     clear(x)
     return x
@@ -62,31 +74,34 @@ def clear(x: Any) -> None:
 
 @contextlib.contextmanager
 def owned_by(stream: Any) -> Iterator[None]:
-    """Memory that lasts and is made in this context goes back to a stream: the pool hands it out again in its order.
+    """Let memory that ``persistent_zeros`` allocates in this context belong to a stream of cupy's.
 
-    So it has to be the stream that waits for all others that use the memory, whatever the current one is.
+    When it is freed, cupy's pool may reuse it for later work of that stream without waiting for other streams.  So it
+    has to be the stream that waits for all others that use the memory, whatever the current one is.
     """
-    before, _thread.owner = getattr(_thread, "owner", None), stream
+    previous, _thread.owner = getattr(_thread, "owner", None), stream
     try:
         yield
     finally:
-        _thread.owner = before
+        _thread.owner = previous
 
 
-def lasting_zeros(n: int, dtype: Any, like: Any) -> np.ndarray:
-    """As ``zeros``, for memory that outlives the context in which it is made."""
+def persistent_zeros(n: int, dtype: Any, like: Any) -> np.ndarray:
+    """Return memory as ``zeros`` does, for use beyond the present context: it belongs to the stream of ``owned_by``."""
     if not on_gpu(like):
         return zeros(n, dtype)
     with getattr(_thread, "owner", None) or contextlib.nullcontext():
-        found: np.ndarray = cupy().empty(n, dtype)
-    clear(found)
-    return found
+        array: np.ndarray = cupy().empty(n, dtype)
+    clear(array)
+    return array
 
 
-def last_read(x: Any, look: Callable[[], None] = lambda: None) -> None:
-    """Return when the current stream is done with x, which may be freed then, in the order of any other stream.
+def wait_for_last_use(x: Any, poll: Callable[[], None] = lambda: None) -> None:
+    """Wait until the current stream is done with an array on a GPU, which may then be freed in any stream's order.
 
-    ``look`` is called meanwhile, and may raise.
+    Args:
+        x: the array; there is nothing to wait for if it is on the host.
+        poll: called while the host waits, and may raise to end the wait.
     """
     if on_gpu(x):
-        finish(current_stream(), look)
+        synchronize(current_stream(), poll)

@@ -1,69 +1,98 @@
-"""A few numbers that host and GPU tell each other, and nobody waits: a mirror goes there, a readback comes back."""
+"""Small messages between host and GPU without a wait: a ``DeviceMirror`` uploads, a ``AsyncReadback`` downloads."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from distopt.device import pinned, streams
+from distopt.device import copies, pinned, streams
 from distopt.device.arrays import address
-from distopt.device.copies import DEVICE_TO_HOST, copy
 from distopt.device.gpus import cupy, current_gpu
 from distopt.device.streams import current_stream
 
 
-class Mirror:
-    """A small host array, and its copies on a GPU, which follow when a kernel asks for one and the array has changed.
+class DeviceMirror:
+    """A small host array with copies on GPUs, which are updated when their address is asked for.
 
-    Each stream has a copy of its own: what one writes to it, no other one may still want to read.
+    Each stream has a copy of its own, so that no stream overwrites numbers that another one has still to read.
+
+    Args:
+        host: the array, whose elements may be changed between two uses.
+
+    Example:
+        >>> lengths = DeviceMirror(np.array([3, 4]))
+        >>> lengths.address(None) == lengths.host.ctypes.data
+        True
     """
 
     def __init__(self, host: np.ndarray):
         self.host = host
+        self._on_host = address(host)
         self._raw = host.reshape(-1).view(np.uint8)
-        self._copies: dict[tuple[int, int], tuple[Any, np.ndarray]] = {}  # by stream, and what is in them
+        self._copies: dict[tuple[int, int], tuple[Any, int, bytes]] = {}  # by stream: a copy, its address, what it has
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceMirror":
+        """Copy the host array; the copy starts without copies on GPUs."""
+        twin = copy.copy(self)
+        DeviceMirror.__init__(twin, copy.deepcopy(self.host, memo))
+        return twin
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return self.host.size
 
     def address(self, gpu: int | None) -> int:
-        """Where the numbers are, on the host or on the current GPU."""
+        """Return the address of the numbers on the host (``gpu`` None), or of an up-to-date copy on the current GPU."""
         if gpu is None:
-            return int(self.host.ctypes.data)
-        stream = gpu, current_stream().ptr
-        there, sent = self._copies.get(stream, (None, None))
-        if sent is None or not np.array_equal(self._raw, sent):
-            there = cupy().empty(self._raw.size, np.uint8) if there is None else there
-            copy(there, self._raw)
-            self._copies[stream] = there, self._raw.copy()
-        return address(there)
+            return self._on_host
+        stream, wanted = (gpu, current_stream().ptr), self._raw.tobytes()
+        memory, pointer, sent = self._copies.get(stream, (None, 0, b""))
+        if memory is None:
+            memory = cupy().empty(self._raw.size, np.uint8)
+            pointer = address(memory)
+        elif wanted == sent:  # bytes compare in a tenth of the time of arrays
+            return pointer
+        copies.copy(memory, self._raw)
+        self._copies[stream] = memory, pointer, wanted
+        return pointer
 
 
-class Readback:
-    """A few int64 numbers on their way from a GPU to the host, which looks at them later."""
+class AsyncReadback:
+    """A few int64 numbers on their way from a GPU to the host, which reads them later.
+
+    Args:
+        n: the number of elements.
+
+    Attributes:
+        pending: whether a copy is enqueued whose result was not read yet.
+    """
 
     def __init__(self, n: int):
-        self._pinned, self._n = pinned.pool.take(8 * n), n
-        weakref.finalize(self, pinned.pool.give, self._pinned, current_gpu()).atexit = False
+        self._pinned, self._n = pinned.pool.acquire(8 * n), n
+        weakref.finalize(self, pinned.pool.release, self._pinned, current_gpu()).atexit = False
         self.pending = False
 
     def fetch(self, x: Any) -> None:
-        """Enqueue a copy of x, which has ``n`` elements."""
+        """Enqueue a copy of an int64 array of ``n`` elements on the current GPU."""
         stream, to = current_stream(), self._pinned.bytes.ctypes.data
-        cupy().cuda.runtime.memcpyAsync(to, x.data.ptr, x.nbytes, DEVICE_TO_HOST, stream.ptr)
+        cupy().cuda.runtime.memcpyAsync(to, x.data.ptr, x.nbytes, copies.DEVICE_TO_HOST, stream.ptr)
         if not stream.is_capturing():  # a captured copy is not on its way
             self.expect()
 
     def expect(self) -> None:
-        """A copy was enqueued."""
+        """Note that a copy was enqueued, by ``fetch`` or by the replay of a graph."""
         self._pinned.event.record(current_stream())
         self.pending = True
 
-    def result(self, look: Callable[[], None] = lambda: None) -> np.ndarray:
-        """What was fetched, when it is there; ``look`` is called meanwhile, and may raise."""
-        streams.wait(self._pinned.event, look)
+    def result(self, poll: Callable[[], None] = lambda: None) -> np.ndarray:
+        """Return the numbers, int64 of shape ``(n,)``, after waiting until they are there.
+
+        Args:
+            poll: called while the host waits, and may raise to end the wait.
+        """
+        streams.wait(self._pinned.event, poll)
         self.pending = False
         return self._pinned.bytes[: 8 * self._n].view(np.int64).copy()

@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads and writes itself, so that nobody waits for a copy."""
+"""Pinned host memory, which a GPU reads and writes itself, so that the host need not wait for a copy."""
 
 import threading
 
@@ -8,7 +8,12 @@ from distopt.device.gpus import cupy, current_gpu
 
 
 class Pinned:
-    """A piece of host memory that the GPU reads and writes itself, and the event behind its last use."""
+    """A piece of pinned host memory, and the event behind its last use.
+
+    Attributes:
+        bytes: the memory as uint8 of shape ``(nbytes,)``.
+        event: a CUDA event that is done when the GPU no longer uses the memory.
+    """
 
     def __init__(self, nbytes: int):
         self.memory = cupy().cuda.alloc_pinned_memory(max(1, nbytes))
@@ -17,26 +22,26 @@ class Pinned:
 
 
 class Pool:
-    """Pinned memory that nobody uses; a piece is taken again when the GPU is done with it, and never freed.
+    """A pool of unused pinned memory, by GPU; a piece is reused when the GPU is done with it, and never freed.
 
     cupy's own pool would hand a piece out again while a copy to it is still on its way.
     """
 
     def __init__(self) -> None:
-        self._idle: dict[int, list[Pinned]] = {}  # by GPU, whose events they have
+        self._idle: dict[int, list[Pinned]] = {}  # by the GPU to which their events belong
         self._lock = threading.RLock()  # a collection may give a piece back in the middle of taking one
 
-    def take(self, nbytes: int) -> Pinned:
-        """A piece of at least so many bytes."""
+    def acquire(self, nbytes: int) -> Pinned:
+        """Return a piece of at least ``nbytes`` bytes for the current GPU."""
         with self._lock:
             idle = self._idle.setdefault(current_gpu(), [])
-            found = next((p for p in idle if p.bytes.size >= nbytes and p.event.done), None)
-            if found:
-                idle.remove(found)
-        return found or Pinned(1 << max(0, nbytes - 1).bit_length())
+            piece = next((p for p in idle if p.bytes.size >= nbytes and p.event.done), None)
+            if piece:
+                idle.remove(piece)
+        return piece or Pinned(1 << max(0, nbytes - 1).bit_length())
 
-    def give(self, piece: Pinned, gpu: int) -> None:
-        """Others may have it when what was enqueued is done."""
+    def release(self, piece: Pinned, gpu: int) -> None:
+        """Put a piece back, to be used again when its event is done."""
         with self._lock:
             self._idle[gpu].append(piece)
 

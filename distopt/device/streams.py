@@ -1,4 +1,4 @@
-"""The order of what is enqueued: streams, the events between them, and the host that waits for one."""
+"""CUDA streams: their order among each other, and waits of the host for them."""
 
 import time
 from collections.abc import Callable
@@ -10,58 +10,68 @@ NOT_READY = 600  # cudaErrorNotReady
 
 
 def current_stream() -> Any:
-    """The stream in which this thread enqueues: cupy's, so that ``with stream:`` chooses it."""
+    """Return the stream in which this thread enqueues: cupy's, so that ``with stream:`` chooses it."""
     return cupy().cuda.get_current_stream()
 
 
 def new_stream() -> Any:
-    """A stream that waits for no other one of itself."""
+    """Return a new stream, which does not wait for the null stream."""
     return cupy().cuda.Stream(non_blocking=True)
 
 
-class Order:
-    """An event, to order streams with; the host waits for none."""
+class StreamEvent:
+    """An event that orders the work of streams, without a wait of the host."""
 
     def __init__(self) -> None:
         self._event = cupy().cuda.Event(disable_timing=True)
         self._set = False
 
-    def __call__(self, first: Any, then: Any) -> None:
-        """What ``then`` is given from here on comes after what ``first`` has been given so far."""
-        if first.ptr != then.ptr:
+    def __call__(self, first: Any, second: Any) -> None:
+        """Let the work that is enqueued in ``second`` from now on come after the work enqueued in ``first`` so far."""
+        if first.ptr != second.ptr:
             self._event.record(first)
-            then.wait_event(self._event)
+            second.wait_event(self._event)
 
-    def mark(self) -> None:
-        """Remember what the current stream has been given so far."""
+    def record(self) -> None:
+        """Record the work enqueued in the current stream so far."""
         stream = current_stream()
         if not stream.is_capturing():  # a graph orders itself
             self._event.record(stream)
             self._set = True
 
-    def follow(self) -> None:
-        """What the current stream is given from here on comes after what was remembered."""
+    def wait(self) -> None:
+        """Let the work enqueued in the current stream from now on come after the work that ``record`` has seen."""
         stream = current_stream()
         if self._set and not stream.is_capturing():
             stream.wait_event(self._event)
 
 
-def finish(stream: Any, look: Callable[[], None] = lambda: None) -> None:
-    """Wait, on the host, for all that a stream has been given; ``look`` is called meanwhile, and may raise."""
+def synchronize(stream: Any, poll: Callable[[], None] = lambda: None) -> None:
+    """Wait, on the host, for all work enqueued in a stream.
+
+    Args:
+        stream: the stream.
+        poll: called while the host waits, and may raise to end the wait.
+    """
     event = cupy().cuda.Event(disable_timing=True)
     event.record(stream)
-    wait(event, look)
+    wait(event, poll)
 
 
-def wait(event: Any, look: Callable[[], None]) -> None:
-    """Wait, on the host, for an event; ``look`` is called meanwhile, and may raise.
+def wait(event: Any, poll: Callable[[], None]) -> None:
+    """Wait, on the host, for an event.
 
-    Raises cupy's CUDARuntimeError if the GPU has failed: ``event.done`` would just never be true.
+    Args:
+        event: cupy's event.
+        poll: called while the host waits, and may raise to end the wait.
+
+    Raises:
+        cupy.cuda.runtime.CUDARuntimeError: the GPU has failed; ``event.done`` would never be true then.
     """
     started, runtime = time.monotonic(), cupy().cuda.runtime
     while status := runtime.eventQuery(event.ptr):
         if status != NOT_READY:
             raise runtime.CUDARuntimeError(status)
-        look()
+        poll()
         if time.monotonic() - started > 1e-3:
             time.sleep(1e-4)

@@ -6,60 +6,120 @@ import numpy as np
 
 from distopt import kernels
 from distopt.comm import Communicator
-from distopt.compress import At, Compressor
-from distopt.compress.compressor import decompress_all, table
-from distopt.exchange.gather import from_all
-from distopt.exchange.traffic import dense_is_less
+from distopt.comm.message import UNTAGGED, MessageTag
+from distopt.compress import Compressor, ExchangeContext
+from distopt.compress.base import State, layout_of
+from distopt.device import DeviceMirror
+from distopt.exchange.all_gather import gather, gather_or_reduce, gather_payloads
+from distopt.exchange.traffic import dense_is_smaller
 
 
-class Apart:
-    """The members of x that a compressor has left whole, moved together, unless that is all of x."""
+class UncompressedMembers:
+    """The members of x that a compressor leaves as they are, copied to one flat array, unless that is all of x.
 
-    def __init__(self, x: np.ndarray, compressor: Compressor, at: At):
-        members = table(x, at)
-        chosen: np.ndarray = compressor.whole(members, at).host != 0  # type: ignore[attr-defined]
+    Args:
+        x: the gradients of a bucket, ``(n,)``, after they were compressed.
+        mask: what the compressor's ``uncompressed`` has returned.
+        context: the call of the compressor.
+
+    Attributes:
+        all, none: are these all members, or none?
+        flat: their values, one behind the other; x itself if these are all.
+        members: their places in ``flat``.
+    """
+
+    def __init__(self, x: np.ndarray, mask: DeviceMirror, context: ExchangeContext):
+        layout, chosen = layout_of(x, context), mask.host != 0
         self.all, self.none = bool(chosen.all()), not chosen.any()
-        self.flat, self.members = x, members
+        self.flat, self.members = x, layout
         if not self.all:
-            self.members = members.only(chosen).closely(x)
-            self.flat = at.scratch("whole", self.members.extent * x.itemsize).view(x.dtype)
-            found = at.scratch("whole and not finite", 8 * chosen.size).view(np.int64)
-            kernels.pack(self.members, self.flat, 1.0, found, math.inf)
+            self.members = layout.select(chosen).compacted(x)
+            self.flat = context.scratch("whole", self.members.extent * x.itemsize).view(x.dtype)
+            nonfinite = context.scratch("whole and not finite", 8 * chosen.size).view(np.int64)
+            kernels.pack(self.members, self.flat, 1.0, nonfinite, math.inf)
 
     def put_back(self) -> None:
-        """Let x have them."""
+        """Write their values to x."""
         kernels.unpack(self.members, self.flat, 1.0)
 
 
-def mixed(x: np.ndarray, compressor: Compressor, comm: Communicator, state: dict[str, np.ndarray], at: At) -> None:
-    """Replace x by the sum over ranks of what each rank's compressor took from it, and of the members left whole."""
-    with comm.aside():
-        payload = compressor.compress(x, state, at)
-        _sum(x, payload, Apart(x, compressor, at), compressor, comm, at)
+def mixed(
+    x: np.ndarray,
+    compressor: Compressor,
+    comm: Communicator,
+    state: State,
+    context: ExchangeContext,
+    tag: MessageTag = UNTAGGED,
+) -> None:
+    """Replace x by the sum over ranks of what each rank's compressor sends, and of members that it leaves as they are.
+
+    Collective.  It is ``gather`` for a compressor that leaves no member as it is.
+
+    Args:
+        x: the gradients of a bucket, ``(n,)``, float32 or float64.
+        compressor: what is sent of them.
+        comm: the ranks.
+        state: arrays of x's size that the compressor keeps.
+        context: the call of the compressor.
+        tag: of the messages, to which the make-up of the payload is added.
+    """
+    mask = compressor.uncompressed(layout_of(x, context), context)
+    if mask is None:
+        gather(x, compressor, comm, state, context, tag)
+        return
+    with comm.on_comm_stream():
+        payload = compressor.compress(x, state, context)
+        _sum(x, payload, UncompressedMembers(x, mask, context), compressor, comm, context, tag)
 
 
 def mixed_or_reduce(
-    x: np.ndarray, compressor: Compressor, comm: Communicator, state: dict[str, np.ndarray], at: At
+    x: np.ndarray,
+    compressor: Compressor,
+    comm: Communicator,
+    state: State,
+    context: ExchangeContext,
+    tag: MessageTag = UNTAGGED,
 ) -> None:
-    """The same, but all-reduced as one dense array of what was taken, where that is fewer bytes."""
-    with comm.aside():
-        payload = compressor.compress(x, state, at)
-        apart = Apart(x, compressor, at)
-        summed = 0 if apart.none else apart.flat.nbytes
-        if not apart.all and dense_is_less(payload.nbytes * comm.size, summed, x.nbytes, comm.size):
-            decompress_all(compressor, [payload], x, at)
-            apart.put_back()
+    """Do as ``mixed``, but all-reduce one dense array of what is sent where that is fewer bytes.  Collective.
+
+    Args:
+        x: the gradients of a bucket, ``(n,)``, float32 or float64.
+        compressor: what is sent of them.
+        comm: the ranks.
+        state: arrays of x's size that the compressor keeps.
+        context: the call of the compressor.
+        tag: of the messages, to which the make-up of the payload is added.
+    """
+    mask = compressor.uncompressed(layout_of(x, context), context)
+    if mask is None:
+        gather_or_reduce(x, compressor, comm, state, context, tag)
+        return
+    with comm.on_comm_stream():
+        payload = compressor.compress(x, state, context)
+        uncompressed = UncompressedMembers(x, mask, context)
+        summed = 0 if uncompressed.none else uncompressed.flat.nbytes
+        if not uncompressed.all and dense_is_smaller(payload.nbytes * comm.size, summed, x.nbytes, comm.size):
+            compressor.decompress_all([payload], x, context)
+            uncompressed.put_back()
             comm.all_reduce(x)
         else:
-            _sum(x, payload, apart, compressor, comm, at)
+            _sum(x, payload, uncompressed, compressor, comm, context, tag)
 
 
-def _sum(x: np.ndarray, payload: np.ndarray, apart: Apart, compressor: Compressor, comm: Communicator, at: At) -> None:
-    if apart.all:
+def _sum(
+    x: np.ndarray,
+    payload: np.ndarray,
+    uncompressed: UncompressedMembers,
+    compressor: Compressor,
+    comm: Communicator,
+    context: ExchangeContext,
+    tag: MessageTag,
+) -> None:
+    if uncompressed.all:
         comm.all_reduce(x)
         return
-    if not apart.none:
-        with comm.on_behalf_of(at.purpose._replace(members=apart.members)):
-            comm.all_reduce(apart.flat)
-    decompress_all(compressor, from_all(payload, x, compressor, comm, at), x, at)
-    apart.put_back()
+    if not uncompressed.none:
+        with comm.tagged(tag._replace(members=uncompressed.members)):
+            comm.all_reduce(uncompressed.flat)
+    compressor.decompress_all(gather_payloads(payload, x, compressor, comm, context, tag), x, context)
+    uncompressed.put_back()

@@ -1,57 +1,86 @@
-"""Which messages the exchange of a bucket is, for those who count them and send none; tests hold it to those who do."""
+"""The messages of an exchange, for ledgers that are written without sending any; tests hold them to what is sent."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from distopt import cost
+from distopt.comm import byte_counts
+from distopt.comm.message import LazyBreakdown
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
-from distopt.ledger import Look
 
 
 class Message(NamedTuple):
-    """A collective: the sum of ``elements`` of ``itemsize`` bytes, or what is gathered, of ``sizes`` bytes, by rank."""
+    """A collective.
+
+    Args:
+        verb: 'all_reduce', 'all_gather' or 'lengths'.
+        elements: that are summed.
+        itemsize: bytes of each of them.
+        sizes: bytes that are gathered, by rank.
+        uncompressed: is it the sum of the members that a compressor leaves as they are?
+    """
 
     verb: str
     elements: int = 0
     itemsize: int = 0
     sizes: Sequence[int] = ()
-    whole: bool = False  # is it of the members that a compressor leaves whole?
+    uncompressed: bool = False
 
-    def write(self, meter: Meter, look: Look) -> None:
-        """Let a ledger have it; what the payload consists of, if it is gathered."""
+    def write(self, meter: Meter, breakdown: LazyBreakdown) -> None:
+        """Write it into a ledger, with the make-up of the payload if it is gathered."""
         match self.verb:
             case "all_reduce":
                 meter.all_reduce(self.elements, self.itemsize)
             case "all_gather":
-                meter.all_gather(self.sizes, look)
+                meter.all_gather(self.sizes, breakdown)
             case "lengths":
                 meter.lengths()
 
 
-def dense_is_less(gathered: int, summed: int, nbytes: int, size: int) -> bool:
-    """Is an all-reduce of a bucket of ``nbytes`` fewer wire bytes than payloads of ``gathered`` bytes, of all ranks
-    together, and ``summed`` bytes that are summed beside them?
+def dense_is_smaller(gathered: int, summed: int, nbytes: int, size: int) -> bool:
+    """Compare an all-reduce of a dense bucket with what a compressor sends of it.
+
+    Args:
+        gathered: bytes of the payloads of all ranks together.
+        summed: bytes of the members that are summed as they are.
+        nbytes: of the dense bucket.
+        size: ranks.
+
+    Returns:
+        Whether the all-reduce is fewer bytes on the wire.
     """
-    apart = cost.all_gather(gathered, size) + cost.all_reduce(summed, size)
-    return apart > cost.all_reduce(nbytes, size)
+    compressed = byte_counts.all_gather(gathered, size) + byte_counts.all_reduce(summed, size)
+    return compressed > byte_counts.all_reduce(nbytes, size)
 
 
 def traffic(
-    compressor: Compressor, elements: int, itemsize: int, payloads: Sequence[int], whole: int | None, break_even: bool
+    compressor: Compressor,
+    elements: int,
+    itemsize: int,
+    payloads: Sequence[int],
+    uncompressed: int | None,
+    break_even: bool,
 ) -> list[Message]:
-    """The messages of a bucket of so many elements, of which ``whole`` are in members that are summed as they are.
+    """List the messages by which a bucket is exchanged.
 
-    ``payloads`` are the bytes of every rank's payload, but for those members; ``whole`` is None if there are none.
+    Args:
+        compressor: what is sent of it.
+        elements: of the bucket.
+        itemsize: bytes of each.
+        payloads: bytes of every rank's payload, but for members that are summed as they are.
+        uncompressed: elements of those members; None if there are none.
+        break_even: send no more bytes than dense.
     """
     dense = Message("all_reduce", elements, itemsize)
     if compressor.summable:
         return [dense._replace(itemsize=payloads[0] // max(1, elements))]
-    found = [Message("lengths")] if compressor.ragged and break_even else []
-    if whole == elements:
+    messages = [Message("lengths")] if compressor.ragged and break_even else []
+    if uncompressed == elements:
         return [dense]
-    if break_even and dense_is_less(sum(payloads), (whole or 0) * itemsize, elements * itemsize, len(payloads)):
-        return [*found, dense]
-    if whole is not None:
-        found.append(Message("all_reduce", whole, itemsize, whole=True))
-    return [*found, Message("all_gather", sizes=payloads)]
+    if break_even and dense_is_smaller(
+        sum(payloads), (uncompressed or 0) * itemsize, elements * itemsize, len(payloads)
+    ):
+        return [*messages, dense]
+    if uncompressed is not None:
+        messages.append(Message("all_reduce", uncompressed, itemsize, uncompressed=True))
+    return [*messages, Message("all_gather", sizes=payloads)]

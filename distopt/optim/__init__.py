@@ -1,6 +1,6 @@
-"""Optimizers, what wraps them, and schedules.
+"""Optimizers, wrappers that stand in front of any optimizer, and schedules of hyper-parameters.
 
-Adding an optimizer is a kernel text, one file here, one test file, and one line below.
+A new optimizer takes a kernel in ``native/``, one file here, one test file, and one line in this package's exports.
 """
 
 from distopt.optim.adagrad import AdaGrad

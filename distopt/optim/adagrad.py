@@ -1,4 +1,4 @@
-"""AdaGrad."""
+"""The AdaGrad optimizer."""
 
 import math
 from typing import Any
@@ -6,16 +6,34 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.optim.optimizer import Optimizer
+from distopt.kernels.layout import BucketLayout
+from distopt.optim.optimizer import ElementwiseOptimizer, Optimizer
 from distopt.optim.schedules import Number
-from distopt.tables import Members
 
 
-class AdaGrad(Optimizer):
-    """AdaGrad (Duchi et al., 2011) as in SINGA: ``h += d^2;  w -= lr d / sqrt(h + epsilon)``, epsilon inside the root.
+class AdaGrad(ElementwiseOptimizer):
+    """An AdaGrad optimizer (Duchi et al., 2011) as in SINGA, with epsilon inside the root.
 
-    ``d = g + weight_decay w``.  Every hyper-parameter is a number or a schedule of k, the updates applied so far.
-    Raises ValueError for a negative or infinite value.
+    ``d = g + weight_decay w;  h += d^2;  w -= lr d / sqrt(h + epsilon)``.  The state is ``history``, h.
+
+    Args:
+        lr: the learning rate, at least 0: a number, or a schedule of k, the number of updates applied so far.
+        epsilon: at least 0, a number or a schedule.
+        weight_decay: at least 0, a number or a schedule.
+        **options: the keyword arguments that every ``Optimizer`` takes, such as ``clip_gradient``.
+
+    Raises:
+        ValueError: a hyper-parameter is negative or not finite.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.optim import AdaGrad
+        >>> opt, w = AdaGrad(lr=0.1), np.array([1.0, -2.0])
+        >>> for _ in range(2):
+        ...     opt.apply("w", w, np.array([0.5, 0.25]))
+        ...     opt.step()
+        >>> w.round(4).tolist()
+        [0.8293, -2.1707]
     """
 
     slots, struct = ("history",), "AdaGrad"
@@ -25,8 +43,8 @@ class AdaGrad(Optimizer):
         super().__init__(lr, weight_decay, **options)
         self.epsilon = epsilon
 
-    def _own(self) -> dict[str, float]:
+    def rule_numbers(self) -> dict[str, float]:
         return {"epsilon": self.at("epsilon")}
 
-    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *rest: Any) -> None:
-        kernels.adagrad(members, grad, state["history"], *rest)
+    def run_kernel(self, members: BucketLayout, grad: np.ndarray, slots: dict[str, np.ndarray], *rest: Any) -> None:
+        kernels.adagrad(members, grad, slots["history"], *rest)

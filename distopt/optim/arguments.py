@@ -1,12 +1,12 @@
-"""The arguments of an optimizer, and what other libraries call them."""
+"""Keyword arguments of optimizers: their names, and the names that other libraries give them."""
 
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from distopt.names import nearest
+from distopt.checks import suggest
 
-SPELLINGS = {  # of torch, Keras, MXNet and optax, and what they may be here
+SPELLINGS = {  # names in torch, Keras, MXNet and optax, and the names that they may have here
     "alpha": ("rho",),
     "b1": ("beta_1",),
     "b2": ("beta_2",),
@@ -21,22 +21,28 @@ SPELLINGS = {  # of torch, Keras, MXNet and optax, and what they may be here
 
 
 def arguments(*classes: type) -> list[str]:
-    """The names of all arguments that one of these classes takes, a rule and what it is made of."""
+    """Return the names of all keyword arguments of some classes, such as a rule and its base class, without repeats."""
     parameters = (p for c in classes for p in inspect.signature(c).parameters.values())
     return list(dict.fromkeys(p.name for p in parameters if p.kind is not p.VAR_KEYWORD))
 
 
-def complaint(rule: str, given: Mapping[str, Any], known: list[str]) -> str:
-    """The text for arguments that a rule does not take: those that it does, and what to write."""
-    name, value = next(iter(given.items()))
-    own = {n: v for n, v in _translated(name, value).items() if n in known}
-    written = ", ".join(f"{n}={v!r:.30}" for n, v in own.items())
-    advice = f"; write {written}" if own else nearest(name, known)
-    return f"{rule} takes {', '.join(known)}, got {name}={value!r:.60}{advice}"
+def complaint(rule: str, unknown: Mapping[str, Any], accepted: list[str]) -> str:
+    """Return the error text for keyword arguments that an optimizer does not take, with those it takes and a remedy.
+
+    Args:
+        rule: the name of the optimizer's class.
+        unknown: the arguments that it does not take, of which the first is named.
+        accepted: the names of the arguments that it takes.
+    """
+    name, value = next(iter(unknown.items()))
+    translations = {n: text for n, text in _translated(name, value).items() if n in accepted}
+    written = ", ".join(f"{n}={text!r:.30}" for n, text in translations.items())
+    advice = f"; write {written}" if translations else suggest(name, accepted)
+    return f"{rule} takes {', '.join(accepted)}, got {name}={value!r:.60}{advice}"
 
 
 def _translated(name: str, value: Any) -> dict[str, Any]:
-    """An argument of another library, by the names that it may have here."""
+    """Return an argument of another library by the names that it may have here; empty if none is known."""
     if name == "betas" and isinstance(value, tuple | list) and len(value) == 2:
         return {"beta_1": value[0], "beta_2": value[1]}
     return dict.fromkeys(SPELLINGS.get(name, ()), value)

@@ -1,45 +1,66 @@
-"""The arrays of one parameter: do they fit, and 16-bit numbers as what is computed with, float32."""
+"""The arrays of one parameter: checks of value and gradient, and conversion of 16-bit elements to float32."""
 
 from typing import Any
 
 import numpy as np
 
 from distopt import device, kernels
-from distopt.tables import FORMATS, HALF, wide
+from distopt.kernels.layout import FORMATS, HALF, compute_dtype
 
 WIDE = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def check(name: str, value: Any, grad: Any) -> None:
-    """Is this a parameter that can be updated, and a gradient of it, like it or float32 for one of 16 bits?
+    """Check that an optimizer can update a parameter by a gradient.
 
-    Raises TypeError for what is no array of float16, bfloat16, float32 or float64, or not on the host or GPU of the
-    other; ValueError for a gradient of another shape or dtype, or a parameter that cannot be written.
+    Args:
+        name: the parameter's name, for the error's text.
+        value: an array of float16, bfloat16, float32 or float64.
+        grad: an array of the same shape and dtype, or float32 for a 16-bit ``value``, on the same host or GPU.
+
+    Raises:
+        TypeError: one of them is no array of these dtypes, or one is on the host and the other on a GPU.
+        ValueError: the gradient has another shape or dtype or is on another GPU, or the parameter is read-only.
     """
-    for what, x in (("parameter", value), ("gradient", grad)):
-        if not device.is_array(x) or x.dtype not in (*WIDE, *FORMATS):
-            raise TypeError(f"{name}: a {what} must be an array of floats, got {device.describe(x)}")
-    device.check_place(f"{name}: the gradient", grad, device.place(value))
-    fits = grad.shape == value.shape and grad.dtype in (value.dtype, wide(value.dtype))
+    for role, array in (("parameter", value), ("gradient", grad)):
+        if not device.is_array(array) or array.dtype not in (*WIDE, *FORMATS):
+            raise TypeError(f"{name}: a {role} must be an array of floats, got {device.describe(array)}")
+    device.check_gpu(f"{name}: the gradient", grad, device.gpu_of(value))
+    fits = grad.shape == value.shape and grad.dtype in (value.dtype, compute_dtype(value.dtype))
     if not fits or not device.writable(value):
-        wanted = f"a gradient like the parameter, {value.shape} {value.dtype}"
+        expected = f"like the parameter, {value.shape} {value.dtype}"
         flaw = "" if device.writable(value) else "; the parameter is read-only"
-        raise ValueError(f"{name}: wants {wanted}, got {grad.shape} {grad.dtype}{flaw}")
+        raise ValueError(f"{name}: the gradient must be {expected}, got {grad.shape} {grad.dtype}{flaw}")
 
 
-def check_states(what: str, given: Any) -> None:
-    """ValueError for what is no dict of numpy's float32 or float64 arrays, by parameter name."""
-    arrays = given.values() if isinstance(given, dict) else [None]
+def check_states(what: str, states: Any) -> None:
+    """Check that loaded states are a dict of numpy arrays of float32 or float64, by parameter name.
+
+    Args:
+        what: the name of the states, for the error's text.
+        states: the loaded object.
+
+    Raises:
+        ValueError: they are anything else.
+    """
+    arrays = states.values() if isinstance(states, dict) else [None]
     if not all(isinstance(a, np.ndarray) and a.dtype in WIDE for a in arrays):
-        raise ValueError(f"{what} must be float32 or float64 arrays by parameter name, got {given!r:.200}")
+        raise ValueError(f"{what} must be float32 or float64 arrays by parameter name, got {states!r:.200}")
 
 
 def widened(x: np.ndarray) -> np.ndarray:
-    """The elements of x, flat, as float32 or float64: x itself if it is contiguous and has them, else a copy."""
+    """Return an array's elements, flat, as float32 or float64.
+
+    Args:
+        x: an array of float16, bfloat16, float32 or float64.
+
+    Returns:
+        An array of shape ``(x.size,)``: a view of x if x is contiguous and not of 16 bits, else a copy.
+    """
     flat: np.ndarray = device.contiguous(x).reshape(-1)
     if flat.dtype not in FORMATS:
         return flat
-    found = device.empty(flat.size, np.float32, like=flat)
+    converted = device.empty(flat.size, np.float32, like=flat)
     cast = kernels.from_half if FORMATS[flat.dtype] == HALF else kernels.from_bfloat16
-    cast(flat, found)
-    return found
+    cast(flat, converted)
+    return converted

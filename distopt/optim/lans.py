@@ -1,67 +1,66 @@
-"""LANS."""
+"""The LANS optimizer."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from distopt import kernels
-from distopt.optim.adam import MOMENTS, moments
-from distopt.optim.exclude import Exclude
-from distopt.optim.layerwise import Layerwise, bounds
-from distopt.optim.optimizer import Kept, Optimizer, Part, Together
-from distopt.optim.schedules import Number
-from distopt.tables import Members
+from distopt.kernels.layout import BucketLayout
+from distopt.optim.layerwise import LayerwiseAdam
+from distopt.optim.optimizer import Part, SumOverRanks, TableState
 
 
-class LANS(Layerwise):
-    """LANS (Zheng et al., "Accelerated large batch optimization of BERT pretraining in 54 minutes", 2020).
+class LANS(LayerwiseAdam):
+    """A LANS optimizer (Zheng et al., "Accelerated large batch optimization of BERT pretraining in 54 minutes", 2020).
 
-    ``h = clip(g / |g|)``, 0 for a gradient of zeros, so that rescaling changes nothing;
+    ``h = clip(g / |g|)``, 0 for a gradient of zeros, so that rescaling the gradient changes nothing;
     ``m = b1 m + (1 - b1) h;  v = b2 v + (1 - b2) h^2;  den = sqrt(v / (1 - b2^t)) + epsilon``, t = 1 at the first
     update; ``um = (m / (1 - b1^t)) / den + weight_decay w;  ug = h / den + weight_decay w``, both with the old w;
-    ``w -= lr (b1 |w| / |um| um + (1 - b1) |w| / |ug| ug)``, a ratio being 1 if a norm is 0.
+    ``w -= lr (b1 |w| / |um| um + (1 - b1) |w| / |ug| ug)``, where a ratio is 1 if one of its norms is 0.  The states
+    are ``m`` and ``v``.
 
-    ``lower_bound`` and ``upper_bound`` hold |w|; None or <= 0 is none.  ``exclude`` (``Layerwise``): these names have
-    both ratios 1.
+    Args:
+        lr: the learning rate, at least 0: a number, or a schedule of k, the number of updates applied so far.
+        beta_1: the decay rate b1 of the first moment, in [0, 1), a number or a schedule.
+        beta_2: the decay rate b2 of the second moment, in [0, 1), a number or a schedule.
+        epsilon: at least 0, a number or a schedule.
+        weight_decay: at least 0, a number or a schedule.
+        lower_bound: |w| counts as at least this; None or <= 0 is no bound.
+        upper_bound: |w| counts as at most this; None or <= 0 is no bound.
+        exclude: parameters of which both ratios are 1: a predicate on the name, or a list of suffixes.
+        **options: the keyword arguments that every ``Optimizer`` takes, such as ``clip_gradient``.
 
-    Every other hyper-parameter is a number or a schedule of k, the updates applied so far.  Raises ValueError for a
-    negative or infinite value, a beta outside [0, 1), or a lower bound above the upper one.
+    Raises:
+        ValueError: a hyper-parameter is negative or not finite, a beta is outside [0, 1), or ``lower_bound`` is above
+            ``upper_bound``.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.optim import LANS
+        >>> opt, w = LANS(lr=0.1), np.array([1.0, -2.0])
+        >>> for _ in range(2):
+        ...     opt.apply("w", w, np.array([0.5, 0.25]))
+        ...     opt.step()
+        >>> w.round(4).tolist()
+        [0.6781, -2.3219]
     """
 
-    slots, struct, kinds = ("m", "v"), "Lans", 3
-    options = (*Layerwise.options, "bounds")
-    hypers = Optimizer.hypers | MOMENTS
+    struct, kinds = "Lans", 3
 
-    def __init__(
+    def update_parts(
         self,
-        lr: Number = 0.001,
-        beta_1: Number = 0.9,
-        beta_2: Number = 0.999,
-        epsilon: Number = 1e-6,
-        weight_decay: Number = 0.0,
-        lower_bound: float | None = None,
-        upper_bound: float | None = None,
-        exclude: Exclude = (),
-        **options: Any,
-    ):
-        super().__init__(lr, weight_decay, exclude, **options)
-        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
-        self.bounds = bounds(lower_bound, upper_bound)
-
-    def _own(self) -> dict[str, float]:
-        return moments(self.at, self.step_counter + 1) | self.bounds
-
-    def _update_all(
-        self, kept: Kept, parts: Sequence[Part], refused: np.ndarray | None, together: Together | None
+        table_state: TableState,
+        parts: Sequence[Part],
+        skip_flag: np.ndarray | None,
+        sum_over_ranks: SumOverRanks | None,
     ) -> None:
-        m, v = kept.state["m"], kept.state["v"]
-        square = self._measured(kept, parts, kernels.partial_squares, "squares", 1, together)
+        m, v = table_state.slots["m"], table_state.slots["v"]
+        square = self.sums_over_tensors(table_state, parts, kernels.partial_squares, "squares", 1, sum_over_ranks)
 
-        def measure(members: Members, grad: np.ndarray, chunks: np.ndarray) -> None:
-            kernels.lans_moments(members, grad, m, v, square, chunks, self._now, refused)
+        def measure(members: BucketLayout, grad: np.ndarray, chunks: np.ndarray) -> None:
+            kernels.lans_moments(members, grad, m, v, square, chunks, self._now, skip_flag)
 
-        self._widen(parts, refused)
-        squares = self._measured(kept, parts, measure, "sums", 3, together)
+        self.widen(parts, skip_flag)
+        squares = self.sums_over_tensors(table_state, parts, measure, "sums", 3, sum_over_ranks)
         for members, grad in parts:
-            kernels.lans(members, grad, m, v, square, squares, self._now, refused)
+            kernels.lans(members, grad, m, v, square, squares, self._now, skip_flag)

@@ -1,4 +1,4 @@
-"""Learning rates per layer, from the norms of whole parameters."""
+"""Base classes of optimizers whose learning rates depend on the norms of whole parameters."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,24 +7,36 @@ from typing import Any
 import numpy as np
 
 from distopt import device, kernels
-from distopt.numbers import number
+from distopt.checks import check_float
+from distopt.kernels.layout import BucketLayout
+from distopt.optim.adam import MOMENTS, moments
 from distopt.optim.exclude import Exclude, described, left_out, predicate
-from distopt.optim.optimizer import Kept, Optimizer, Part, Together
+from distopt.optim.optimizer import Optimizer, Part, SumOverRanks, TableState
 from distopt.optim.schedules import Number
-from distopt.tables import Members
 
-Measure = Callable[[Members, np.ndarray, np.ndarray], None]  # of a part, its gradients: a chunk's sums, in the last one
+Measure = Callable[
+    [BucketLayout, np.ndarray, np.ndarray], None
+]  # writes the sums of a part's chunks into its last argument
 
 
 class Layerwise(Optimizer):
-    """What rules have in common that need norms: sums of squares by chunk, folded in a fixed order (native/reduce.cu).
+    """A base class of layer-wise optimizers: sums of squares are taken by chunk and folded in a fixed order.
 
     So the norms, and with them the parameters, are the same bits on host and GPU, however tensors share buckets and
-    ranks share chunks.  Parameters that ``exclude`` names take no part: their layer-wise rate is 1.  It is a predicate
-    on the name, or a list of suffixes.
+    ranks share chunks (``native/reduce.cu``).
 
-    A subclass says in ``kinds`` how many sums it needs of a tensor at a time, and calls ``_measured`` in its
-    ``_update_all``.
+    A subclass sets ``kinds`` to the number of sums that it needs of a tensor at a time, and calls
+    ``sums_over_tensors`` in its ``update_parts``.
+
+    Args:
+        lr: the learning rate, a number or a schedule.
+        weight_decay: a number or a schedule.
+        exclude: parameters whose layer-wise rate is 1: a predicate on the name, or a list of suffixes.
+        **options: the keyword arguments of ``Optimizer``.
+
+    Attributes:
+        exclude: a text that describes the predicate.
+        left_out: the excluded names among the parameters seen so far.
     """
 
     kinds: int
@@ -34,47 +46,103 @@ class Layerwise(Optimizer):
     def __init__(self, lr: Number, weight_decay: Number, exclude: Exclude, **options: Any):
         self._excluded = predicate(exclude)
         self.exclude = described(self._excluded)
-        self.left_out: tuple[str, ...] = ()  # of the parameters so far
+        self.left_out: tuple[str, ...] = ()
         super().__init__(lr, weight_decay, **options)
 
-    def check(self, members: Members) -> None:
-        """As for all; and ``exclude`` is asked, before anything moves, so that ranks can agree on what it says."""
+    def check(self, members: BucketLayout) -> None:
+        """Check that loaded states fit these parameters, and ask ``exclude`` about their names.
+
+        Both happen before anything moves, so that ranks can agree on the answers, which are in ``left_out``.
+        """
         super().check(members)
         self.left_out = left_out(self.left_out, members.names, self._excluded)
 
-    def _scratch(self, members: Members, like: np.ndarray) -> dict[str, np.ndarray]:
+    def allocate_scratch(self, members: BucketLayout, like: np.ndarray) -> dict[str, np.ndarray]:
         out = set(self.left_out)
-        members.rows["adapts"] = [name not in out for name in members.names]
-        rows = len(members.names)
-        sizes = {"chunks": self.kinds * max(rows, members.chunks), "sums": self.kinds * rows, "squares": rows}
-        found = {name: device.lasting_zeros(n, np.float64, like) for name, n in sizes.items()}
-        return super()._scratch(members, like) | found
+        members.records["adapts"] = [name not in out for name in members.names]
+        tensors = len(members.names)
+        sizes = {"chunks": self.kinds * max(tensors, members.chunks), "sums": self.kinds * tensors, "squares": tensors}
+        scratch = {name: device.persistent_zeros(n, np.float64, like) for name, n in sizes.items()}
+        return super().allocate_scratch(members, like) | scratch
 
-    def _widen(self, parts: Sequence[Part], refused: np.ndarray | None) -> None:
-        """Norms of 16-bit parameters are those of what they are worked on as."""
+    def widen(self, parts: Sequence[Part], skip_flag: np.ndarray | None) -> None:
+        """Convert 16-bit parameters to the float32 values that they are updated in, whose norms count."""
         for members, grad in parts:
             if members.narrow:
-                kernels.widen(members, grad, refused)
+                kernels.widen(members, grad, skip_flag)
 
-    def _measured(
-        self, kept: Kept, parts: Sequence[Part], measure: Measure, name: str, kinds: int, together: Together | None
+    def sums_over_tensors(
+        self,
+        table_state: TableState,
+        parts: Sequence[Part],
+        measure: Measure,
+        name: str,
+        kinds: int,
+        sum_over_ranks: SumOverRanks | None,
     ) -> np.ndarray:
-        """``kinds`` sums for each tensor, from what ``measure`` finds of each chunk; in the scratch of that name."""
-        chunks, sums = kept.scratch["chunks"], kept.scratch[name]
-        if together:
+        """Return sums over each tensor, float64 of shape ``(kinds * tensors,)``, in the scratch array of a name.
+
+        Args:
+            table_state: the table's slots and scratch.
+            parts: shards of the table, with their gradients.
+            measure: writes the sums of each chunk of a part into its last argument, float64.
+            name: the scratch array for the result.
+            kinds: the number of sums for each tensor.
+            sum_over_ranks: adds up the chunks' sums over ranks, where each has a shard; or None.
+        """
+        chunks, sums = table_state.scratch["chunks"], table_state.scratch[name]
+        if sum_over_ranks:
             chunks[:] = 0
         for members, grad in parts:
             measure(members, grad, chunks)
-        if together:
-            together(chunks)
-        kernels.fold_partials(kept.members, chunks, sums, kinds)
+        if sum_over_ranks:
+            sum_over_ranks(chunks)
+        kernels.fold_partials(table_state.members, chunks, sums, kinds)
         return sums
 
 
-def bounds(lower: float | None, upper: float | None) -> dict[str, float]:
-    """Bounds of a norm, 0 for none; TypeError for no number, ValueError for NaN or a lower one above the upper."""
-    given = {"lower": lower, "upper": upper}
-    found = {n: 0.0 if b is None else number(f"{n}_bound", b, least=-math.inf) for n, b in given.items()}
-    if 0 < found["upper"] < found["lower"]:
+class LayerwiseAdam(Layerwise):
+    """A base class of optimizers that scale Adam's direction by ratios of norms, tensor by tensor.
+
+    The states are ``m`` and ``v``, and ``LANS`` describes the arguments.
+
+    Attributes:
+        bounds: the bounds of |w| as the kernel's ``lower`` and ``upper``, 0 for none.
+    """
+
+    slots = ("m", "v")
+    options = (*Layerwise.options, "bounds")
+    hypers = Optimizer.hypers | MOMENTS
+
+    def __init__(
+        self,
+        lr: Number = 0.001,
+        beta_1: Number = 0.9,
+        beta_2: Number = 0.999,
+        epsilon: Number = 1e-6,
+        weight_decay: Number = 0.0,
+        lower_bound: float | None = None,
+        upper_bound: float | None = None,
+        exclude: Exclude = (),
+        **options: Any,
+    ):
+        super().__init__(lr, weight_decay, exclude, **options)
+        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+        self.bounds = _bounds(lower_bound, upper_bound)
+
+    def rule_numbers(self) -> dict[str, float]:
+        return moments(self.at, self.step_counter + 1) | self.bounds
+
+
+def _bounds(lower: float | None, upper: float | None) -> dict[str, float]:
+    """Return the bounds of a norm as the kernel's ``lower`` and ``upper``, 0 for none.
+
+    Raises:
+        TypeError: a bound is no number.
+        ValueError: a bound is not finite, or the lower one is above the upper one.
+    """
+    arguments = {"lower": lower, "upper": upper}
+    by_name = {n: 0.0 if b is None else check_float(f"{n}_bound", b, least=-math.inf) for n, b in arguments.items()}
+    if 0 < by_name["upper"] < by_name["lower"]:
         raise ValueError(f"lower_bound must be at most upper_bound, got {lower} and {upper}")
-    return found
+    return by_name

@@ -1,4 +1,4 @@
-"""LBSGD."""
+"""The LBSGD optimizer."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.numbers import number, whole
+from distopt.checks import check_float, check_int
+from distopt.kernels.layout import BucketLayout
 from distopt.optim.layerwise import Layerwise
-from distopt.optim.optimizer import Kept, Optimizer, Part, State, Together
+from distopt.optim.optimizer import Optimizer, Part, State, SumOverRanks, TableState
 from distopt.optim.schedules import Number
-from distopt.tables import Members
 
-# By how much of its way to ``batch_scale`` the learning rate's multiplier has come, at so much of the warm-up.
+# The fraction of the multiplier's growth to ``batch_scale`` that is done at a fraction of the warm-up.
 WARMUPS: dict[str, Callable[[float], float]] = {
     "linear": lambda part: part,
     "power2": lambda part: part * part,
@@ -23,22 +23,51 @@ WARMUPS: dict[str, Callable[[float], float]] = {
 
 
 class LBSGD(Layerwise):
-    """Large-batch SGD, as in MXNet: the gradients of ``batch_scale`` calls make one update, at a learning rate that
-    warms up to ``batch_scale`` times its own (Goyal et al., "Accurate, large minibatch SGD", 2017).
+    """A large-batch SGD as in MXNet, with gradient accumulation and a learning rate that warms up.
 
-    ``g`` is the mean over the calls; ``d = clip(rescale_grad g) + weight_decay w;
-    b = momentum b - lr multiplier d;  w += b``.  With n calls so far, those of ``begin_epoch`` epochs before this run
-    included, and N = ``warmup_epochs updates_per_epoch`` calls of warm-up, the multiplier is ``batch_scale`` from N on,
-    and before ``1 + (batch_scale - 1) f(n / N)``: f is n / N ('linear'), its square ('power2') or root ('sqrt').  With
-    'lars' it is ``sqrt(|w|^2 / (|g|^2 + weight_decay |w|^2 + 1e-18))`` of each parameter, held in [0.01, 100], which is
-    about 1000 times LARS's and excludes nothing: prefer ``LARS``.
+    The gradients of ``batch_scale`` calls make one update, and the learning rate is multiplied by up to ``batch_scale``
+    (Goyal et al., "Accurate, large minibatch SGD", 2017).  With g the mean over the calls,
+    ``d = clip(rescale_grad g) + weight_decay w;  b = momentum b - lr multiplier d;  w += b``.
 
-    Schedules are functions of k, the updates applied so far, not of calls.  The sum of a window that is open is in the
-    states.  ``num_epochs`` is taken for MXNet's sake and has no effect.  ``DistOpt(num_batches=)`` exchanges once per
-    window; this exchanges each call's gradients.
+    With n calls so far, those of ``begin_epoch`` epochs before this run included, and N = ``warmup_epochs
+    updates_per_epoch`` calls of warm-up, the multiplier is ``batch_scale`` from N on, and before
+    ``1 + (batch_scale - 1) f(n / N)``, where f depends on ``warmup_strategy``.
 
-    Raises TypeError or ValueError for an unknown strategy, a ``batch_scale`` that is not whole or below 1, or a
-    negative number.
+    Schedules are functions of k, the number of updates applied so far, not of calls.  The states are ``moments``, b,
+    and ``window``, the sum of the open window.  ``DistOpt(num_batches=)`` exchanges gradients once per window; with
+    this optimizer each call's gradients are exchanged.
+
+    Args:
+        lr: the learning rate, at least 0, a number or a schedule.
+        momentum: in [0, 1], a number or a schedule.
+        weight_decay: at least 0, a number or a schedule.
+        warmup_strategy: 'linear' for f(x) = x, 'power2' for x^2, 'sqrt' for the square root; or 'lars', where the
+            multiplier is ``sqrt(|w|^2 / (|g|^2 + weight_decay |w|^2 + 1e-18))`` of each parameter, held in [0.01, 100].
+            This is about 1000 times LARS's ratio and excludes no parameter: prefer ``LARS``.
+        warmup_epochs: the length of the warm-up.
+        batch_scale: the number of calls in a window, at least 1.
+        updates_per_epoch: the number of calls in an epoch.
+        begin_epoch: the number of epochs before this run.
+        num_epochs: accepted for compatibility with MXNet, without effect.
+        **options: the keyword arguments that every ``Optimizer`` takes, such as ``clip_gradient``.
+
+    Attributes:
+        batches: the number of calls in the open window.
+
+    Raises:
+        TypeError: ``batch_scale`` is no integer, or an argument is no number.
+        ValueError: the strategy is unknown, ``batch_scale`` is below 1, or a number is negative or not finite.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.optim import LBSGD
+        >>> opt, w = LBSGD(lr=0.1, batch_scale=2, warmup_epochs=0), np.array([1.0, -2.0])
+        >>> for grad in ([1.0, 0.0], [3.0, 2.0]):
+        ...     opt.apply("w", w, np.array(grad))
+        ...     opt.step()
+        ...     print(w.round(4).tolist())
+        [1.0, -2.0]
+        [0.6, -2.2]
     """
 
     slots, struct, kinds = ("moments", "window"), "Lbsgd", 2
@@ -59,20 +88,23 @@ class LBSGD(Layerwise):
         num_epochs: float = 60,
         **options: Any,
     ):
-        if warmup_strategy not in WARMUPS:
+        if not isinstance(warmup_strategy, str) or warmup_strategy not in WARMUPS:
             raise ValueError(f"warmup_strategy must be one of {', '.join(WARMUPS)}, got {warmup_strategy!r}")
         super().__init__(lr, weight_decay, exclude=(), **options)
-        self.batches = 0  # calls in the open window
+        self.batches = 0
         self.momentum, self.warmup_strategy = momentum, warmup_strategy
-        self.batch_scale = whole("batch_scale", batch_scale, least=1)
-        per_epoch = number("updates_per_epoch", updates_per_epoch)
-        self.calls_before = number("begin_epoch", begin_epoch) * per_epoch
-        self.warmup_calls = number("warmup_epochs", warmup_epochs) * per_epoch
+        self.batch_scale = check_int("batch_scale", batch_scale, least=1)
+        per_epoch = check_float("updates_per_epoch", updates_per_epoch)
+        self.calls_before = check_float("begin_epoch", begin_epoch) * per_epoch
+        self.warmup_calls = check_float("warmup_epochs", warmup_epochs) * per_epoch
         self.same_each_step = self.batch_scale == 1
 
     @property
     def multiplier(self) -> float:
-        """Of the learning rate at the next update."""
+        """The factor by which the learning rate is multiplied at the next update.
+
+        It is 1 with the strategy 'lars', whose factors, one for each parameter, the kernel computes.
+        """
         calls = self.calls_before + (self.step_counter + 1) * self.batch_scale
         if self.warmup_strategy == "lars":
             return 1.0
@@ -81,44 +113,47 @@ class LBSGD(Layerwise):
         part = WARMUPS[self.warmup_strategy](calls / self.warmup_calls) if self.warmup_calls > 1 else 0.0
         return 1.0 + (self.batch_scale - 1) * part
 
-    def _own(self) -> dict[str, float]:
+    def rule_numbers(self) -> dict[str, float]:
         rescale = self.rescale_grad / self.batch_scale
         return {"rescale": rescale, "momentum": self.at("momentum"), "batches": self.batch_scale}
 
-    def _numbers(self, scale: float) -> dict[str, float]:
-        return super()._numbers(scale) | {"scale": scale, "lr": self.at("lr") * self.multiplier}
+    def kernel_numbers(self, scale: float) -> dict[str, float]:
+        return super().kernel_numbers(scale) | {"scale": scale, "lr": self.at("lr") * self.multiplier}
 
-    def _update_all(
-        self, kept: Kept, parts: Sequence[Part], refused: np.ndarray | None, together: Together | None
+    def update_parts(
+        self,
+        table_state: TableState,
+        parts: Sequence[Part],
+        skip_flag: np.ndarray | None,
+        sum_over_ranks: SumOverRanks | None,
     ) -> None:
-        window, moments = kept.state["window"], kept.state["moments"]
+        window, moments = table_state.slots["window"], table_state.slots["moments"]
         if self.batches + 1 < self.batch_scale:
             for members, grad in parts:
-                kernels.lbsgd_gather(members, grad, window, self._now, refused)
+                kernels.lbsgd_gather(members, grad, window, self._now, skip_flag)
         elif self.warmup_strategy == "lars":
-            self._widen(parts, refused)
+            self.widen(parts, skip_flag)
 
-            def measure(members: Members, grad: np.ndarray, chunks: np.ndarray) -> None:
+            def measure(members: BucketLayout, grad: np.ndarray, chunks: np.ndarray) -> None:
                 kernels.lbsgd_squares(members, grad, window, chunks, self._now)
 
-            squares = self._measured(kept, parts, measure, "sums", 2, together)
+            squares = self.sums_over_tensors(table_state, parts, measure, "sums", 2, sum_over_ranks)
             for members, grad in parts:
-                kernels.lbsgd_lars(members, grad, window, moments, squares, self._now, refused)
+                kernels.lbsgd_lars(members, grad, window, moments, squares, self._now, skip_flag)
         else:
             for members, grad in parts:
-                kernels.lbsgd(members, grad, window, moments, self._now, refused)
+                kernels.lbsgd(members, grad, window, moments, self._now, skip_flag)
 
     def step(self) -> None:
-        """A call is done: the window closes at the last one."""
+        """Complete a call; the last one of a window counts as an update."""
         self.batches = (self.batches + 1) % self.batch_scale
         self.step_counter += self.batches == 0
 
     def take_back(self) -> None:
-        """The last ``step`` was none."""
         self.step_counter -= self.batches == 0
         self.batches = (self.batches - 1) % self.batch_scale
 
-    def _check_states(self, states: State) -> None:
-        super()._check_states(states)
+    def check_loaded(self, states: State) -> None:
+        super().check_loaded(states)
         if states["batches"] >= self.batch_scale:
             raise ValueError(f"batches must be in [0, {self.batch_scale - 1}], got {states['batches']}")

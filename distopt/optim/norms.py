@@ -1,21 +1,27 @@
-"""Norms of whole tensors."""
+"""L2 norms of whole tensors."""
 
 from typing import Any
 
 import numpy as np
 
 from distopt import device, kernels
-from distopt.tables import Members
+from distopt.kernels.layout import BucketLayout
 
 
 class Norms:
-    """L2 norms in float64, of squares that are added in a fixed order: the same bits on every rank, host and GPU."""
+    """A function that computes L2 norms in float64, with the same bits on every rank, host and GPU.
+
+    Squares are added in a fixed order.
+    """
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[int, Any], Members] = {}  # of one row, by size and dtype
+        self._tables: dict[tuple[int, Any], BucketLayout] = {}  # tables of one record, by size and dtype
 
     def __call__(self, *arrays: np.ndarray) -> list[float]:
-        """The norms of flat float32 or float64 arrays; on a GPU the host waits for them, once."""
+        """Return the norms of flat float32 or float64 arrays that are all on the host or all on one GPU.
+
+        On a GPU the host waits for them, once.
+        """
         sums = device.empty(len(arrays), np.float64, like=arrays[0])
         for k, x in enumerate(arrays):
             table = self._table(x)
@@ -25,7 +31,7 @@ class Norms:
         norms: list[float] = np.sqrt(device.host_copy(sums)).tolist()
         return norms
 
-    def _table(self, x: np.ndarray) -> Members:
+    def _table(self, x: np.ndarray) -> BucketLayout:
         if (x.size, x.dtype) not in self._tables:
-            self._tables[x.size, x.dtype] = Members(["x"], [x.shape], [0], x.dtype)
+            self._tables[x.size, x.dtype] = BucketLayout(["x"], [x.shape], [0], x.dtype)
         return self._tables[x.size, x.dtype]

@@ -1,4 +1,4 @@
-"""What every optimizer of distopt is made of: its hyper-parameters, its state by parameter name, and two ways in."""
+"""The base class of distopt's optimizers: hyper-parameters, state by parameter name, and updates of one or many."""
 
 import abc
 import functools
@@ -9,64 +9,107 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from distopt import device, kernels
-from distopt.numbers import flag, limit, multipliers, number, whole
+from distopt.checks import check_bool, check_float, check_int, check_multipliers, clip_limit
+from distopt.kernels.layout import BucketLayout, KernelStruct
 from distopt.optim.arguments import arguments, complaint
 from distopt.optim.arrays import check, check_states, widened
 from distopt.optim.schedules import Hyper, Number
-from distopt.tables import Members, Numbers
 
 State = dict[str, Any]
-Pieces = Sequence[tuple[int, int, np.ndarray]]  # of a sum: share ``number`` of ``of``, in a flat array
-Part = tuple[Members, np.ndarray]  # a share of a table, and the flat array that has its gradients
-Together = Callable[[np.ndarray], None]  # what each rank has of float64 numbers becomes their sum over ranks
+Pieces = Sequence[tuple[int, int, np.ndarray]]  # a flat sum as (number, of, array): shard ``number`` of ``of``
+Part = tuple[BucketLayout, np.ndarray]  # a shard of a table, and the flat array of its gradients
+SumOverRanks = Callable[[np.ndarray], None]  # adds up float64 numbers over ranks, in place
 MASTER = "master"
-MULTIPLIERS = ("lr_mult", "wd_mult")  # of options
-CHECKS: dict[str, Callable[[str, Any], Any]] = {  # of options that may be assigned
-    "rescale_grad": functools.partial(number, least=-math.inf),
-    "clip_gradient": limit,
-    "lr_mult": multipliers,
-    "wd_mult": multipliers,
+MULTIPLIERS = ("lr_mult", "wd_mult")  # options that are dicts by parameter name
+CHECKS: dict[str, Callable[[str, Any], Any]] = {  # for options that may be assigned
+    "rescale_grad": functools.partial(check_float, least=-math.inf),
+    "clip_gradient": clip_limit,
+    "lr_mult": check_multipliers,
+    "wd_mult": check_multipliers,
 }
 
 
-class Kept(NamedTuple):
-    """What a table's parameters have beside them, in flat arrays of its size."""
+class TableState(NamedTuple):
+    """The memory that an optimizer keeps for the parameters of one table, in flat arrays of the table's size.
 
-    members: Members
-    state: dict[str, np.ndarray]  # per slot
-    scratch: dict[str, np.ndarray]  # that no update leaves to the next
+    Attributes:
+        members: the table.
+        slots: a flat array for each slot, of float32 or float64, which updates carry on.
+        scratch: arrays by name that no update leaves to the next.
+    """
+
+    members: BucketLayout
+    slots: dict[str, np.ndarray]
+    scratch: dict[str, np.ndarray]
 
 
 class Optimizer(abc.ABC):
-    """SINGA's protocol, and the fused path: ``apply`` updates one parameter, ``update_bucket`` all of a bucket.
+    """A base class of optimizers, which update one parameter (``apply``) or a whole bucket (``update_bucket``).
 
-    Both run the same kernel, so they agree to the bit.  Every rule starts from
-    ``d = clip(rescale_grad * mean, +-clip_gradient) + weight_decay * w``; ``lr_mult`` and ``wd_mult``, keyed by
-    parameter name, multiply the learning rate and the weight decay of single parameters.  ``clip_gradient`` None or
-    <= 0 clips nothing.
+    Both run the same kernel, so they agree to the bit.  ``apply(name, value, grad)`` for each parameter and then
+    ``step()`` is SINGA's protocol.  Every rule starts from
+    ``d = clip(rescale_grad * mean, +-clip_gradient) + weight_decay * w``, unless its own documentation says otherwise.
 
-    Parameters of float16 and bfloat16 are updated in float32, by gradients summed in float32, and rounded once.  With
-    ``multi_precision`` the float32 values, the state 'master', are kept, so that small updates add up (Micikevicius et
-    al., "Mixed precision training", 2018); a parameter that somebody else has changed since is the master from then on.
+    Parameters of float16 and bfloat16 are updated in float32, by gradients summed in float32, and rounded once.
     Float64 parameters are float64 throughout.
 
-    A subclass names its state arrays in ``slots``, each of the parameter's size and zero at first, gives the numbers of
-    its kernel's ``struct`` in ``_own``, and calls the kernel in ``_update``; ``hypers`` are its hyper-parameters and
-    their ranges; each may be assigned a number or a schedule at any time.  ``options`` are what else was chosen; those
-    above are numbers, which may be assigned too.
+    Args:
+        lr: the learning rate, at least 0: a number, or a schedule of k, the number of updates applied so far.  Like
+            every hyper-parameter it may be assigned a number or a schedule at any time.
+        weight_decay: at least 0, a number or a schedule.
+        rescale_grad: a factor of every gradient.  Like the next four it is keyword-only.
+        clip_gradient: elements of the rescaled gradient are clipped to [-clip_gradient, clip_gradient]; None or <= 0
+            clips nothing.
+        multi_precision: True keeps the float32 values of 16-bit parameters as the state ``master``, so that small
+            updates add up (Micikevicius et al., "Mixed precision training", 2018).  A parameter that something other
+            than the optimizer has changed since becomes the master.
+        lr_mult: factors of the learning rate, by parameter name; 1 for all others.
+        wd_mult: factors of the weight decay, by parameter name; 1 for all others.
+
+    Attributes:
+        slots: the names of the state arrays, each of the parameter's size and zero at first.
+        counters: the names of the counters among the states.
+        struct: the kernel's struct of numbers, which ``rule_numbers`` fills.
+        hypers: the hyper-parameters' ranges, as ``{name: (least, most)}``.
+        options: the names of the other settings, which ranks compare.
+        planned: those of the options that change only with a new plan of buckets.
+        same_each_step: whether every update calls the same kernels.
+        step_counter: the number of updates applied so far.
+        version: a number that grows when states move to other memory.
+
+    A subclass sets ``slots``, ``struct`` and ``hypers``, returns its kernel's numbers from ``rule_numbers``, and calls
+    kernels in ``update_parts``; ``ElementwiseOptimizer`` is for rules with one kernel.
+
+    Raises:
+        TypeError: an argument is unknown, or no number or schedule.
+        ValueError: a number is out of its range or not finite.  A schedule's values are checked at each update.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.optim import SGD, Optimizer
+        >>> opt = SGD(lr=lambda k: 0.1 / (k + 1), clip_gradient=1.0, lr_mult={"head": 10.0})
+        >>> isinstance(opt, Optimizer)
+        True
+        >>> body, head = np.zeros(1), np.zeros(1)
+        >>> for _ in range(2):
+        ...     opt.apply("body", body, np.array([4.0]))
+        ...     opt.apply("head", head, np.array([0.5]))
+        ...     opt.step()
+        >>> body.round(4).tolist(), head.round(4).tolist(), opt.step_counter
+        ([-0.15], [-0.75], 2)
     """
 
     slots: tuple[str, ...] = ()
     counters: tuple[str, ...] = ("step_counter",)
-    struct = "Update"  # of the kernel's text
-    same_each_step = True  # are the same kernels called at every update?
+    struct = "Update"
+    same_each_step = True
     options: tuple[str, ...] = ("rescale_grad", "clip_gradient", "multi_precision", *MULTIPLIERS)
-    planned: tuple[str, ...] = ()  # those of the options that only another plan changes
+    planned: tuple[str, ...] = ()
     clip_gradient: Any  # a number; infinity for none
     lr_mult: Any  # dicts
     wd_mult: Any
     _scheduled: frozenset[str] = frozenset()  # hyper-parameters that are schedules
-    _settings: Sequence[str] = ()  # what ``numbers`` says of those that are none, and of options, until one is assigned
+    _settings: Sequence[str] = ()  # the texts of constants and options in ``numbers``, until one is assigned
     hypers: ClassVar[dict[str, tuple[float, float]]] = {"lr": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
 
     def __init__(
@@ -86,21 +129,21 @@ class Optimizer(abc.ABC):
         self.lr, self.weight_decay = lr, weight_decay
         self.rescale_grad, self.clip_gradient = rescale_grad, clip_gradient
         self.lr_mult, self.wd_mult = lr_mult, wd_mult
-        self.multi_precision = flag("multi_precision", multi_precision)
+        self.multi_precision = check_bool("multi_precision", multi_precision)
         self.slots = (*self.slots, MASTER) if multi_precision else self.slots
         self.step_counter = 0
         self._state: dict[str, dict[str, np.ndarray]] = {slot: {} for slot in self.slots}
-        self._kept: dict[object, Kept] = {}  # by a table's key
-        self._wide: np.ndarray | None = None  # where parameters of 16 bits are updated that have no master
-        self._tables: dict[str, Members] = {}
-        self._now = Numbers(self.struct)
+        self._table_states: dict[object, TableState] = {}  # by a table's key
+        self._wide: np.ndarray | None = None  # float32 values of 16-bit parameters without masters, in an update
+        self._tables: dict[str, BucketLayout] = {}
+        self._now = KernelStruct(self.struct)
         longer = (*MULTIPLIERS, *self.planned)
-        self._single = [n for n in self.options if n not in longer]  # what is one number or text
-        self._multiplied: tuple[list[dict[str, float]], list[str]] = [], []  # multipliers, and what ``numbers`` says
-        self.version = 0  # grows when states move to other memory
+        self._single = [n for n in self.options if n not in longer]  # options that are one number or text
+        self._multiplied: tuple[list[dict[str, float]], list[str]] = [], []  # multipliers, and their ``numbers``
+        self.version = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A hyper-parameter becomes a schedule whose values are checked; other numbers are checked at once."""
+        """Set an attribute; a number is checked at once, a schedule becomes one whose values are checked."""
         checked = CHECKS[name](name, value) if name in CHECKS else value
         super().__setattr__(name, Hyper(name, value, *self.hypers[name]) if name in self.hypers else checked)
         if name in self.hypers:
@@ -109,11 +152,11 @@ class Optimizer(abc.ABC):
             self._settings = ()
 
     def at(self, name: str) -> float:
-        """A hyper-parameter's value for the next update."""
+        """Return a hyper-parameter's value for the next update."""
         return float(getattr(self, name)(self.step_counter))
 
     def is_scheduled(self, name: str) -> bool:
-        """Is a hyper-parameter a schedule, not a number?"""
+        """Tell if a hyper-parameter is a schedule, not a number."""
         return name in self._scheduled
 
     @property
@@ -121,146 +164,184 @@ class Optimizer(abc.ABC):
         """The learning rate of the next update."""
         return self.at("lr")
 
-    def apply(self, name: str, value: np.ndarray, grad: np.ndarray, refused: np.ndarray | None = None) -> None:
-        """Update one parameter in place; ``grad`` has its shape and dtype, or is float32 for one of 16 bits.
+    def apply(self, name: str, value: np.ndarray, grad: np.ndarray, skip_flag: np.ndarray | None = None) -> None:
+        """Update one parameter in place.
 
-        Raises TypeError for what is no array of floats, and ValueError for a gradient of another shape or dtype, or a
-        parameter that cannot be written.
+        Args:
+            name: the parameter's name, under which its state is kept.
+            value: its array, of float16, bfloat16, float32 or float64, on the host or a GPU.
+            grad: an array of the same shape and dtype, or float32 for a 16-bit ``value``.
+            skip_flag: a number on the parameter's GPU; nothing happens if it is not 0 when the kernel runs; or None.
+
+        Raises:
+            TypeError: value or gradient is no array of floats, or they are not on the same host or GPU.
+            ValueError: the gradient has another shape or dtype than the parameter, the parameter is read-only, or a
+                schedule's value is out of range.
         """
         check(name, value, grad)
         table = self._tables.get(name)
         if table is None or table.shapes != (value.shape,) or table.stored != value.dtype:
-            table = self._tables[name] = Members([name], [value.shape], [0], value.dtype)
+            table = self._tables[name] = BucketLayout([name], [value.shape], [0], value.dtype)
         self.prepare(1.0)
-        self.update_bucket(table.point_to([value]), [(0, 1, widened(grad))], refused)
+        self.update_bucket(table.point_to([value]), [(0, 1, widened(grad))], skip_flag)
 
     def prepare(self, scale: float, gpu: int | None = None) -> None:
-        """Write down the numbers of the next update, of ``scale`` times the gradients, for the host or a GPU."""
-        self._now.write(**self._numbers(scale))
+        """Write the numbers of the next update where kernels read them.
+
+        Args:
+            scale: the factor by which gradients are multiplied, such as 1 / ranks for a sum over ranks.
+            gpu: the GPU on which the kernels run; None for the host.
+        """
+        self._now.write(**self.kernel_numbers(scale))
         self._now.address(gpu)
 
     def update_bucket(
         self,
-        members: Members,
+        members: BucketLayout,
         total: Pieces,
-        refused: np.ndarray | None = None,
-        together: Together | None = None,
+        skip_flag: np.ndarray | None = None,
+        sum_over_ranks: SumOverRanks | None = None,
     ) -> None:
-        """Update the parameters that ``members`` points to, after ``prepare``, by a flat sum that is in pieces.
+        """Update the parameters of a bucket, after ``prepare``.
 
-        Nothing happens if the number ``refused`` is not 0 when a kernel runs.  ``together`` is given if other ranks
-        have the other pieces.
+        Args:
+            members: the bucket's table, which points to the parameters.
+            total: the flat sum of gradients in pieces ``(number, of, array)``: shard ``number`` of ``of`` equal shards.
+            skip_flag: a number on the bucket's GPU; nothing happens if it is not 0 when a kernel runs; or None.
+            sum_over_ranks: adds up float64 numbers over ranks, in place; given if other ranks have the other pieces.
         """
-        kept = self._keep(members, total[0][2])
+        table_state = self._table_state(members, total[0][2])
         self.multiply(members)
         if members.narrow:
-            home = kept.state[MASTER] if self.multi_precision else self._wide
-            assert home is not None
-            members.work_in(home, master=self.multi_precision)
-        self._update_all(kept, [(members.share(number, of), flat) for number, of, flat in total], refused, together)
+            view = table_state.slots[MASTER] if self.multi_precision else self._wide
+            assert view is not None
+            members.update_in(view, master=self.multi_precision)
+        self.update_parts(
+            table_state, [(members.shard(number, of), flat) for number, of, flat in total], skip_flag, sum_over_ranks
+        )
 
-    def multiply(self, members: Members) -> None:
-        """Write down the multipliers of each parameter, where kernels read them."""
-        members.rows["lr"] = [self.lr_mult.get(n, 1.0) for n in members.names] if self.lr_mult else 1.0
-        members.rows["decay"] = [self.wd_mult.get(n, 1.0) for n in members.names] if self.wd_mult else 1.0
+    def multiply(self, members: BucketLayout) -> None:
+        """Write each parameter's factors of learning rate and weight decay into its record of the table."""
+        members.records["lr"] = [self.lr_mult.get(n, 1.0) for n in members.names] if self.lr_mult else 1.0
+        members.records["decay"] = [self.wd_mult.get(n, 1.0) for n in members.names] if self.wd_mult else 1.0
 
-    def _numbers(self, scale: float) -> dict[str, float]:
-        """What the kernel's ``struct`` holds at the next update."""
+    def kernel_numbers(self, scale: float) -> dict[str, float]:
+        """Return the numbers of the kernel's ``struct`` for the next update."""
         common = {"scale": scale * self.rescale_grad, "limit": self.clip_gradient}
-        return common | {"lr": self.at("lr"), "decay": self.at("weight_decay")} | self._own()
+        return common | {"lr": self.at("lr"), "decay": self.at("weight_decay")} | self.rule_numbers()
 
     @abc.abstractmethod
-    def _own(self) -> dict[str, float]:
-        """The numbers that this rule has beside scale, limit, lr and decay, as its ``struct`` names them."""
+    def rule_numbers(self) -> dict[str, float]:
+        """Return the rule's own numbers by their names in ``struct``, without scale, limit, lr and decay."""
 
-    def _update_all(
-        self, kept: Kept, parts: Sequence[Part], refused: np.ndarray | None, together: Together | None
+    @abc.abstractmethod
+    def update_parts(
+        self,
+        table_state: TableState,
+        parts: Sequence[Part],
+        skip_flag: np.ndarray | None,
+        sum_over_ranks: SumOverRanks | None,
     ) -> None:
-        """Update a table's parameters, which are in parts: one kernel call for each, unless a rule needs more."""
-        for members, grad in parts:
-            self._update(members, grad, kept.state, self._now, refused)
+        """Update a table's parameters, after ``prepare``.
 
-    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *rest: Any) -> None:
-        """Call the kernel; ``state`` has a flat array per slot, ``rest`` is what every such kernel takes last."""
-        raise NotImplementedError
+        Args:
+            table_state: the table's slots and scratch.
+            parts: shards of the table, each with the flat array of its gradients.
+            skip_flag: a number on the table's GPU; nothing happens if it is not 0 when a kernel runs; or None.
+            sum_over_ranks: adds up float64 numbers over ranks, in place; given if other ranks have the other parts.
+        """
 
     def step(self) -> None:
-        """Every parameter has been updated: the next update is number ``step_counter + 1``."""
+        """Complete an update, after every parameter has been updated: ``step_counter`` grows by 1."""
         self.step_counter += 1
 
     def take_back(self) -> None:
-        """The last ``step`` was none."""
+        """Undo the last ``step``, whose update was refused."""
         self.step_counter -= 1
 
     def __call__(self, pairs: Iterable[tuple[Any, np.ndarray]]) -> None:
-        """``apply`` for every pair of (parameter with ``name`` and ``data``, gradient), then one ``step``."""
+        """Apply pairs of (parameter with ``name`` and ``data``, gradient), then make one ``step``."""
         for param, grad in pairs:
             self.apply(param.name, param.data, grad)
         self.step()
 
     def __repr__(self) -> str:
-        """The rule, its hyper-parameters as they are now, and its options: ranks compare it."""
-        all_of_them = {name: self.at(name) for name in self.hypers} | {n: getattr(self, n) for n in self.options}
-        all_of_them |= {n: dict(sorted(all_of_them[n].items())) for n in MULTIPLIERS}
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in all_of_them.items())})"
+        """Return the rule, its hyper-parameters as they are now, and its options; ranks compare this text."""
+        settings = {name: self.at(name) for name in self.hypers} | {n: getattr(self, n) for n in self.options}
+        settings |= {n: dict(sorted(settings[n].items())) for n in MULTIPLIERS}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
 
-    def get_states(self, whole: Callable[[Members, np.ndarray], np.ndarray] = lambda members, flat: flat) -> State:
-        """Everything that changes between steps: the ``counters``, and per slot a dict of arrays by parameter name.
+    def get_states(
+        self, unshard: Callable[[BucketLayout, np.ndarray], np.ndarray] = lambda members, flat: flat
+    ) -> State:
+        """Return all that changes between steps.
 
-        ``rule`` says whose states these are.
+        Args:
+            unshard: makes the complete flat array of a table from this rank's, where ranks update a shard each.
+                Collective then.
 
-        Where ranks update a share each, ``whole`` makes of a table's flat array one that has all of them.
+        Returns:
+            The class's name as ``rule``, the ``counters``, and for each slot a dict of arrays (copies, on the host) by
+            parameter name.
         """
-        found: State = {
+        states: State = {
             slot: {name: device.host_copy(a) for name, a in arrays.items()} for slot, arrays in self._state.items()
         }
-        for members, flats, _ in self._kept.values():
-            for slot, flat in flats.items():
-                complete = whole(members, flat)
+        for members, slots, _ in self._table_states.values():
+            for slot, flat in slots.items():
+                complete = unshard(members, flat)
                 if complete is not flat:
-                    found[slot].update({n: members.view(complete, row) for row, n in enumerate(members.names)})
-        return {"rule": type(self).__name__} | {name: getattr(self, name) for name in self.counters} | found
+                    states[slot].update({n: members.view(complete, i) for i, n in enumerate(members.names)})
+        return {"rule": type(self).__name__} | {name: getattr(self, name) for name in self.counters} | states
 
     def set_states(self, states: State) -> None:
-        """Go on from what ``get_states`` returned.
+        """Load states that ``get_states`` returned.
 
-        Raises ValueError or TypeError, before anything changes, if these are not the states of this kind of optimizer,
-        or one of them has not the shape of its parameter, where that is known.
+        Raises:
+            TypeError: these are no dict, or a counter is no integer; nothing has changed then.
+            ValueError: these are the states of another kind of optimizer, or an array does not have the shape of its
+                parameter, where that is known; nothing has changed then.
         """
-        self._check_states(states)
+        self.check_loaded(states)
         for name in self.counters:
             setattr(self, name, int(states[name]))
         self._state = {slot: {n: np.array(a) for n, a in states[slot].items()} for slot in self.slots}
-        self._kept.clear()
+        self._table_states.clear()
         self.version += 1
 
-    def _check_states(self, states: State) -> None:
-        rule, wanted = type(self).__name__, ("rule", *self.counters, *self.slots)
+    def check_loaded(self, states: State) -> None:
+        """Check, before anything changes, that ``set_states`` can load these states; it lists the errors."""
+        rule, expected = type(self).__name__, ("rule", *self.counters, *self.slots)
         if not isinstance(states, dict):
-            raise TypeError(f"{rule} has the states {', '.join(wanted)} in a dict, got {type(states).__name__}")
+            raise TypeError(
+                f"the states of {rule} must be a dict of {', '.join(expected)}, got {type(states).__name__}"
+            )
         if states.get("rule", rule) != rule:
-            raise ValueError(f"these are the states of {states['rule']}, and the optimizer is {rule}")
-        if set(states) != set(wanted):
-            raise ValueError(f"{rule} has the states {', '.join(wanted)}, got {sorted(states)}")
+            raise ValueError(f"the states must be those of {rule}, got those of {states['rule']}")
+        if set(states) != set(expected):
+            raise ValueError(f"the states of {rule} must be {', '.join(expected)}, got {sorted(states)}")
         for name in self.counters:
-            whole(name, states[name], least=0)
+            check_int(name, states[name], least=0)
         for slot in self.slots:
             check_states(slot, states[slot])
-            for kept in self._kept.values():
-                _check_shapes(slot, states[slot], kept.members)
+            for table_state in self._table_states.values():
+                _check_shapes(slot, states[slot], table_state.members)
 
     def state_dict(self) -> State:
-        """``get_states()``."""
+        """Return ``get_states()``, under the name that PyTorch uses."""
         return self.get_states()
 
     def load_state_dict(self, states: State) -> None:
-        """``set_states(states)``."""
+        """Load states by ``set_states(states)``, under the name that PyTorch uses."""
         self.set_states(states)
 
     def numbers(self) -> list[str]:
-        """What ranks must have alike for the next update, in a text for each: hyper-parameters, options and counters.
+        """Return a text for each number that ranks must have alike for the next update.
 
-        ValueError for a hyper-parameter out of range.
+        They are the hyper-parameters, the options and the counters.
+
+        Raises:
+            ValueError: a hyper-parameter is out of its range.
         """
         whose = f"{type(self).__name__}'s"
         if not self._settings or self._scheduled:
@@ -270,66 +351,110 @@ class Optimizer(abc.ABC):
         return [*self._settings, *counters, *self._multipliers(whose)]
 
     def _multipliers(self, whose: str) -> list[str]:
-        """The part of ``numbers`` that is as long as the model has parameters, and hardly ever changes."""
+        """Return the texts of ``numbers`` for single parameters, which are cached, since they hardly ever change."""
         if self._multiplied[0] != [self.lr_mult, self.wd_mult]:
-            given = {field: dict(sorted(getattr(self, field).items())) for field in MULTIPLIERS}
-            texts = [f"{whose} {field} of {n}={value!r}" for field in MULTIPLIERS for n, value in given[field].items()]
-            self._multiplied = list(given.values()), texts
+            dicts = {field: dict(sorted(getattr(self, field).items())) for field in MULTIPLIERS}
+            texts = [f"{whose} {field} of {n}={value!r}" for field in MULTIPLIERS for n, value in dicts[field].items()]
+            self._multiplied = list(dicts.values()), texts
         return self._multiplied[1]
 
-    def reserve(self, members: Members, like: np.ndarray) -> None:
-        """Make the state of a bucket's parameters, where ``like`` is; MemoryError if there is no room."""
-        self._keep(members, like)
+    def reserve(self, members: BucketLayout, like: np.ndarray) -> None:
+        """Allocate the state of a bucket's parameters.
+
+        Args:
+            members: the bucket's table.
+            like: an array in the memory, host or GPU, where the state is to be.
+
+        Raises:
+            MemoryError: there is not enough memory.
+        """
+        self._table_state(members, like)
         self.multiply(members)
 
-    def check(self, members: Members) -> None:
-        """ValueError if a state that this optimizer has is not of its parameter's shape."""
+    def check(self, members: BucketLayout) -> None:
+        """Check that loaded states of these parameters have the parameters' shapes.
+
+        Raises:
+            ValueError: one of them does not.
+        """
         for slot, arrays in self._state.items():
             _check_shapes(slot, arrays, members)
 
-    def masters(self, members: Members, like: np.ndarray) -> np.ndarray | None:
-        """The flat array of a table's masters, which follow whoever has changed parameters; None if none are kept."""
+    def masters(self, members: BucketLayout, like: np.ndarray) -> np.ndarray | None:
+        """Return the float32 masters of a table's 16-bit parameters, flat; None if none are kept.
+
+        A parameter that something other than the optimizer has changed is copied to its master first.
+        """
         if not (self.multi_precision and members.narrow):
             return None
-        flat = self._keep(members, like).state[MASTER]
-        members.work_in(flat, master=True)
+        flat = self._table_state(members, like).slots[MASTER]
+        members.update_in(flat, master=True)
         kernels.widen(members, flat)
         return flat
 
-    def _keep(self, members: Members, like: np.ndarray) -> Kept:
-        """What belongs to a table's parameters; state that they had elsewhere moves in by name."""
-        if members.key not in self._kept:
+    def _table_state(self, members: BucketLayout, like: np.ndarray) -> TableState:
+        """Return the memory kept for a table; states that the parameters had elsewhere are moved into it, by name."""
+        if members.key not in self._table_states:
             self.check(members)
-            self._kept = {k: f for k, f in self._kept.items() if set(f.members.names).isdisjoint(members.names)}
+            self._table_states = {
+                k: f for k, f in self._table_states.items() if set(f.members.names).isdisjoint(members.names)
+            }
             slots = [slot for slot in self.slots if slot != MASTER or members.narrow]
             state = {slot: device.zeros(members.extent, members.dtype, like) for slot in slots}
             self._move_in(members, state)
-            self._kept[members.key] = Kept(members, state, self._scratch(members, like))
+            self._table_states[members.key] = TableState(members, state, self.allocate_scratch(members, like))
             self.version += 1
-        return self._kept[members.key]
+        return self._table_states[members.key]
 
-    def _move_in(self, members: Members, state: dict[str, np.ndarray]) -> None:
+    def _move_in(self, members: BucketLayout, state: dict[str, np.ndarray]) -> None:
         moved = []
         for slot, flat in state.items():
-            for row, name in enumerate(members.names):
-                view = members.view(flat, row)
+            for i, name in enumerate(members.names):
+                view = members.view(flat, i)
                 if name in self._state[slot]:
                     moved.append(self._state[slot][name])
                     device.copy(view, moved[-1])
                 self._state[slot][name] = view
         if moved:
-            device.last_read(moved[-1])
+            device.wait_for_last_use(moved[-1])
 
-    def _scratch(self, members: Members, like: np.ndarray) -> dict[str, np.ndarray]:
-        """What updates of a new table need beside its state, by name."""
+    def allocate_scratch(self, members: BucketLayout, like: np.ndarray) -> dict[str, np.ndarray]:
+        """Allocate the memory, other than the state, that updates of a new table need; by name."""
         wide = self._wide
-        fits = wide is not None and wide.size >= members.extent and device.place(wide) == device.place(like)
+        fits = wide is not None and wide.size >= members.extent and device.gpu_of(wide) == device.gpu_of(like)
         if members.narrow and not self.multi_precision and not fits:
-            self._wide = device.lasting_zeros(members.extent, members.dtype, like)
+            self._wide = device.persistent_zeros(members.extent, members.dtype, like)
         return {}
 
 
-def _check_shapes(slot: str, arrays: Mapping[str, np.ndarray], members: Members) -> None:
+class ElementwiseOptimizer(Optimizer):
+    """A base class of optimizers whose rule updates every entry by itself, with one kernel call for each part."""
+
+    def update_parts(
+        self,
+        table_state: TableState,
+        parts: Sequence[Part],
+        skip_flag: np.ndarray | None,
+        sum_over_ranks: SumOverRanks | None,
+    ) -> None:
+        for members, grad in parts:
+            self.run_kernel(members, grad, table_state.slots, self._now, skip_flag)
+
+    @abc.abstractmethod
+    def run_kernel(self, members: BucketLayout, grad: np.ndarray, slots: dict[str, np.ndarray], *rest: Any) -> None:
+        """Call the rule's kernel for one part of a table.
+
+        Args:
+            members: the part, which points to the parameters.
+            grad: the flat array of its gradients, of float32 or float64.
+            slots: a flat array for each slot, of the table's size.
+            *rest: what every such kernel takes last: the numbers of ``struct``, and the skip flag.
+        """
+
+
+def _check_shapes(slot: str, arrays: Mapping[str, np.ndarray], members: BucketLayout) -> None:
     for name, shape in zip(members.names, members.shapes, strict=True):
         if name in arrays and arrays[name].shape != shape:
-            raise ValueError(f"state {slot} of {name} has shape {arrays[name].shape}, the parameter {shape}")
+            raise ValueError(
+                f"state {slot} of {name} must be shaped {shape}, as the parameter, got {arrays[name].shape}"
+            )

@@ -1,4 +1,4 @@
-"""RMSProp."""
+"""The RMSProp optimizer."""
 
 import math
 from typing import Any
@@ -6,16 +6,36 @@ from typing import Any
 import numpy as np
 
 from distopt import kernels
-from distopt.optim.optimizer import Optimizer
+from distopt.kernels.layout import BucketLayout
+from distopt.optim.optimizer import ElementwiseOptimizer, Optimizer
 from distopt.optim.schedules import Number
-from distopt.tables import Members
 
 
-class RMSProp(Optimizer):
-    """RMSProp as in SINGA: ``r = rho r + (1 - rho) d^2;  w -= lr d / sqrt(r + epsilon)``, epsilon inside the root.
+class RMSProp(ElementwiseOptimizer):
+    """An RMSProp optimizer as in SINGA, with epsilon inside the root.
 
-    ``d = g + weight_decay w``.  Every hyper-parameter is a number or a schedule of k, the updates applied so far.
-    Raises ValueError for a negative or infinite value, or a ``rho`` above 1.
+    ``d = g + weight_decay w;  r = rho r + (1 - rho) d^2;  w -= lr d / sqrt(r + epsilon)``.  The state is
+    ``running_average``, r.
+
+    Args:
+        lr: the learning rate, at least 0: a number, or a schedule of k, the number of updates applied so far.
+        rho: the decay rate of the running average, in [0, 1], a number or a schedule.
+        epsilon: at least 0, a number or a schedule.
+        weight_decay: at least 0, a number or a schedule.
+        **options: the keyword arguments that every ``Optimizer`` takes, such as ``clip_gradient``.
+
+    Raises:
+        ValueError: a hyper-parameter is negative or not finite, or ``rho`` is above 1.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.optim import RMSProp
+        >>> opt, w = RMSProp(lr=0.01), np.array([1.0, -2.0])
+        >>> for _ in range(2):
+        ...     opt.apply("w", w, np.array([0.5, 0.25]))
+        ...     opt.step()
+        >>> w.round(4).tolist()
+        [0.9454, -2.0546]
     """
 
     slots, struct = ("running_average",), "RmsProp"
@@ -27,9 +47,9 @@ class RMSProp(Optimizer):
         super().__init__(lr, weight_decay, **options)
         self.rho, self.epsilon = rho, epsilon
 
-    def _own(self) -> dict[str, float]:
+    def rule_numbers(self) -> dict[str, float]:
         rho = self.at("rho")
-        return {"rho": rho, "fade": 1.0 - rho, "epsilon": self.at("epsilon")}
+        return {"rho": rho, "one_minus_rho": 1.0 - rho, "epsilon": self.at("epsilon")}
 
-    def _update(self, members: Members, grad: np.ndarray, state: dict[str, np.ndarray], *rest: Any) -> None:
-        kernels.rmsprop(members, grad, state["running_average"], *rest)
+    def run_kernel(self, members: BucketLayout, grad: np.ndarray, slots: dict[str, np.ndarray], *rest: Any) -> None:
+        kernels.rmsprop(members, grad, slots["running_average"], *rest)

@@ -1,4 +1,4 @@
-"""Where a mode and dense gradients take the same time: above which density, bandwidth, or number of ranks."""
+"""The break-even of a compression mode and dense gradients: by density, by bandwidth, and by number of ranks."""
 
 import itertools
 import math
@@ -11,26 +11,41 @@ from distopt.volume.network import Network
 from distopt.volume.question import Question
 
 DENSE = mode("dense")
-SPARSEST = 1e-7  # density
-SLOWEST, FASTEST = 1e3, 1e14  # bytes per second
-MOST = 4096  # ranks that are looked at
-CLOSE = 1e-4  # relative: how near both sides of a break-even come
+SPARSEST = 1e-7  # the lowest density tried
+SLOWEST, FASTEST = 1e3, 1e14  # bytes per second, the range tried
+MAX_RANKS = 4096  # the most ranks tried
+CLOSE = 1e-4  # relative accuracy of a break-even
 
 
 class Bounds(NamedTuple):
-    """Numbers of ranks in a row with which a mode is faster than dense; no ``last`` one: more than are looked at."""
+    """A range of numbers of ranks in which a mode is faster than dense.
+
+    Attributes:
+        first: the smallest number of ranks of the range.
+        last: the largest one; None if the range goes on beyond the largest number tried (4096).
+
+    Example:
+        >>> from distopt.volume import Question, break_even, buckets, mode, network
+        >>> question = Question(buckets([("weight", (1000, 1000))]), 8, network("1GbE"))
+        >>> break_even.ranks(question, mode("topk=0.01"))
+        [Bounds(first=2, last=99)]
+    """
 
     first: int
     last: int | None
 
 
 def pays(question: Question, mode: Mode) -> bool:
-    """Is the exchange faster than that of dense gradients?"""
+    """Tell whether a mode's exchange is predicted to be faster than that of dense gradients."""
     return question.predict(mode).exchange < question.predict(DENSE).exchange
 
 
 def density(question: Question, mode: Mode) -> float | None:
-    """Below which a mode that sends a fraction of the entries is faster; 0 if it never is, None for other modes."""
+    """Return the density below which a sparse mode is faster than dense, to a relative accuracy of 1e-4.
+
+    Returns:
+        0 if it never is; None for a mode without a density.
+    """
     if mode.density is None:
         return None
     dense = question.predict(DENSE).exchange
@@ -38,9 +53,11 @@ def density(question: Question, mode: Mode) -> float | None:
 
 
 def bandwidth(question: Question, mode: Mode) -> float | None:
-    """Bytes per second of a link below which a mode is faster; 0 if it never is, infinite if it always is.
+    """Return the bandwidth of a link, in bytes per second, below which a mode is faster than dense.
 
-    None where the network is not described by a link, and where nothing goes over it.
+    Returns:
+        0 if it never is, infinity if it always is; None if the network is not described by a link (a ``Fit``), or no
+        message crosses that link.
     """
     network = question.wire
     if not isinstance(network, Network) or 1 < question.ranks <= network.per_node:
@@ -48,19 +65,19 @@ def bandwidth(question: Question, mode: Mode) -> float | None:
     sent = [(m, sendings(question.buckets, m, question.ranks)) for m in (mode, DENSE)]
 
     def faster(rate: float) -> bool:
-        there = question._replace(wire=network.at_bandwidth(rate))
-        own, dense = (there.timed(s, m, there.compute(m)).exchange for m, s in sent)
-        return own < dense
+        faster_link = question._replace(wire=network.at_bandwidth(rate))
+        compressed, dense = (faster_link.timed(s, m, faster_link.compute(m)).exchange for m, s in sent)
+        return compressed < dense
 
-    found = _last(faster, SLOWEST, FASTEST)
-    return math.inf if found == FASTEST else found
+    edge = _last(faster, SLOWEST, FASTEST)
+    return math.inf if edge == FASTEST else edge
 
 
 def ranks(question: Question, mode: Mode) -> list[Bounds]:
-    """With how many ranks, up to ``MOST``, a mode is faster.
+    """Return the ranges of numbers of ranks, up to ``MAX_RANKS``, in which a mode is faster than dense.
 
-    The question's number is looked at, and 1, 2, 3, 4, 6, 8, 12, ... nodes; and where two of these differ, between them
-    for the edge.
+    Tried are the question's own number and 1, 2, 3, 4, 6, 8, 12, ... nodes; where two neighbours differ, bisection
+    finds the edge between them.
     """
     unit = question.wire.per_node
 
@@ -68,24 +85,24 @@ def ranks(question: Question, mode: Mode) -> list[Bounds]:
         return pays(question._replace(ranks=size), mode)
 
     def edge(good: int, bad: int) -> int:
-        """The last number of full nodes for which it is so, on the way to one for which it is not."""
+        """Bisect, in full nodes, for the last number of ranks at which the mode still pays."""
         while (middle := (good + bad) // 2 // unit * unit) not in (good, bad) and min(good, bad) < middle:
             good, bad = (middle, bad) if faster(middle) else (good, middle)
         return good
 
-    steps = {n for k in range(MOST.bit_length()) for n in (1 << k, 3 << k)}
-    ladder = sorted({n * unit for n in steps if 1 < n * unit <= MOST} | {question.ranks})
-    good, found = [faster(size) for size in ladder], []
+    steps = {n for k in range(MAX_RANKS.bit_length()) for n in (1 << k, 3 << k)}
+    ladder = sorted({n * unit for n in steps if 1 < n * unit <= MAX_RANKS} | {question.ranks})
+    good, bounds = [faster(size) for size in ladder], []
     for pay, run in itertools.groupby(range(len(ladder)), good.__getitem__):
         if pay:
-            first, *_, last = 2 * list(run)  # which may be one
+            first, *_, last = 2 * list(run)  # doubled, since a run may have one element
             begin = edge(ladder[first], ladder[first - 1]) if first else ladder[0]
-            found.append(Bounds(begin, edge(ladder[last], ladder[last + 1]) if last + 1 < len(ladder) else None))
-    return found
+            bounds.append(Bounds(begin, edge(ladder[last], ladder[last + 1]) if last + 1 < len(ladder) else None))
+    return bounds
 
 
 def _last(faster: Callable[[float], bool], low: float, high: float) -> float:
-    """The largest number, to a factor of 1 + ``CLOSE``, for which it is so; 0 if it is not so for the lowest."""
+    """Bisect for the largest argument with ``faster``, to a factor of 1 + ``CLOSE``; 0 if ``low`` is not faster."""
     if not faster(low):
         return 0.0
     if faster(high):

@@ -4,24 +4,32 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from distopt.checks import check_int
+from distopt.comm.byte_counts import DIRECT
+from distopt.comm.ledger import Ledger
+from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
-from distopt.compress import At, Compressor
-from distopt.compress.compressor import forecast as planned
-from distopt.cost import DIRECT
+from distopt.compress import Compressor, ExchangeContext
+from distopt.exchange.breakdown import forecast_breakdown
 from distopt.exchange.traffic import Message, traffic
-from distopt.ledger import Ledger, Purpose
-from distopt.numbers import whole
-from distopt.tables import Members
+from distopt.kernels.layout import BucketLayout
 from distopt.volume.modes import Mode
 
 MOST_RANKS = 65536  # whose messages are counted one by one
 
 
 class Sending(NamedTuple):
-    """What one bucket is on the wire, for who asks how long that takes.
+    """The messages of one bucket, for predictions of how long they take.
 
-    ``collectives`` are verbs and the bytes that they are given, as ``cost.seconds`` wants them; ``decompressed`` are
-    the bytes of payloads that arrive to be decompressed: their sum, or those of all ranks.
+    Attributes:
+        elements: the elements of the bucket.
+        decompressed: bytes of payloads that arrive to be decompressed: their sum, or those of all ranks.
+        collectives: verbs and the bytes that they are given, as ``cost.seconds`` wants them.
+
+    Example:
+        >>> from distopt.volume import Sending
+        >>> Sending(1000, 4000, (("all_reduce", 4000),)).collectives
+        (('all_reduce', 4000),)
     """
 
     elements: int
@@ -30,10 +38,24 @@ class Sending(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """A step: bytes of one rank, the first.  ``sent`` of it go over the wire, ``between`` of these to other hosts.
+    """The bytes of one rank, the first, in a step; means where there are several steps.
 
-    ``dense`` is the payload of dense gradients; ``fallen`` are the numbers of the buckets that are all-reduced as dense
-    ones, because that is less, in one step at least.
+    Attributes:
+        payload: bytes that the rank hands to its communicator.
+        values: bytes of values in the payload.
+        indices: bytes of indices in the payload.
+        sent: bytes that the rank sends over the wire.
+        received: bytes that it receives.
+        between: the part of ``sent`` that goes to other hosts.
+        dense: the payload of dense gradients.
+        fallen: the numbers of the buckets that are all-reduced as dense ones, because that is less, in one step at
+            least.
+
+    Example:
+        >>> from distopt.volume import buckets, forecast, mode
+        >>> found = forecast(buckets([("weight", (1000, 1000))]), mode("dgc=0.01"), ranks=4)
+        >>> found.payload, found.values, found.indices, found.dense
+        (80000, 40000, 40000, 4000000)
     """
 
     payload: float
@@ -47,24 +69,54 @@ class Forecast(NamedTuple):
 
 
 def forecast(
-    buckets: Sequence[Members], mode: Mode, ranks: int, per_node: int = 1, break_even: bool = True
+    buckets: Sequence[BucketLayout], mode: Mode, ranks: int, per_node: int = 1, break_even: bool = True
 ) -> Forecast:
-    """What ``step(loss, mode.compressor, break_even)`` sends, of gradients in these buckets.
+    """Count what ``step(loss, mode.compressor, break_even)`` sends of gradients in these buckets.
 
-    Wire bytes are those of a direct exchange (``cost.wire``).  Raises ValueError if they depend on the data.
+    Wire bytes are those of a direct exchange (``cost.wire``).
+
+    Args:
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode.
+        ranks: the number of ranks.
+        per_node: ranks on each host; bytes between these do not count as ``between``.
+        break_even: whether a bucket is all-reduced as dense where that is less.
+
+    Raises:
+        TypeError: a number is no integer.
+        ValueError: the bytes depend on the gradients, or a number is out of range.
+
+    Example:
+        >>> from distopt.volume import buckets, forecast, mode
+        >>> found = forecast(buckets([("weight", (1000, 1000))]), mode("dense"), ranks=4, per_node=2)
+        >>> found.payload, found.sent, found.between
+        (4000000, 6000000, 4000000)
     """
-    ledger = written(buckets, mode, ranks, per_node, break_even)
+    ledger = step_ledger(buckets, mode, ranks, per_node, break_even)
     return summary(ledger, buckets, mode, 1)
 
 
-def summary(ledger: Ledger, buckets: Sequence[Members], mode: Mode, steps: int) -> Forecast:
-    """A mean step, of a ledger of so many."""
+def summary(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: int) -> Forecast:
+    """Return the bytes of the mean step of a ledger.
+
+    Args:
+        ledger: the ledger of one rank.
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode of the steps.
+        steps: the number of steps in the ledger.
+
+    Example:
+        >>> from distopt.volume import buckets, forecast, mode, step_ledger, summary
+        >>> there, topk = buckets([("weight", (1000, 1000))]), mode("topk=0.01")
+        >>> summary(step_ledger(there, topk, ranks=4), there, topk, steps=1) == forecast(there, topk, ranks=4)
+        True
+    """
     rows = [row for row in ledger.by("phase", "bucket", "verb") if row["phase"] == "gradients"]
     total = {name: sum(row[name] for row in rows) for name in ("payload", "values", "indices", "sent", "received")}
     between = sum(row["sent_between"] for row in rows)
     nbytes = [bucket.extent * bucket.dtype.itemsize for bucket in buckets]
     summed = {row["bucket"] for row in rows if row["verb"] == "all_reduce" and row["payload"] >= nbytes[row["bucket"]]}
-    fallen = [k for k in summed if _whole(mode.compressor, buckets[k])[0] != buckets[k].extent]
+    fallen = [k for k in summed if _summed_elements(mode.compressor, buckets[k])[0] != buckets[k].extent]
     return Forecast(
         **{name: _mean(count, steps) for name, count in total.items()},
         between=_mean(between, steps),
@@ -73,54 +125,117 @@ def summary(ledger: Ledger, buckets: Sequence[Members], mode: Mode, steps: int) 
     )
 
 
-def written(buckets: Sequence[Members], mode: Mode, ranks: int, per_node: int = 1, break_even: bool = True) -> Ledger:
-    """The ledger of such a step, of the first rank; but for what is in tensors, and ideal, which depend on the data."""
-    ledger, ranks, per_node = Ledger(), whole("ranks", ranks, least=1), whole("per_node", per_node, least=1)
+def step_ledger(
+    buckets: Sequence[BucketLayout], mode: Mode, ranks: int, per_node: int = 1, break_even: bool = True
+) -> Ledger:
+    """Return the first rank's ledger of one step, without tensors and ideal bits, which depend on the data.
+
+    Args:
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode.
+        ranks: the number of ranks.
+        per_node: ranks on each host.
+        break_even: whether a bucket is all-reduced as dense where that is less.
+
+    Raises:
+        TypeError: a number is no integer.
+        ValueError: the bytes depend on the gradients, or a number is out of range.
+
+    Example:
+        >>> from distopt.volume import buckets, mode, step_ledger
+        >>> step_ledger(buckets([("weight", (1000, 1000))]), mode("dense"), ranks=4).report()
+        {'all_reduce': {'calls': 1, 'payload': 4000000, 'wire': 6000000}}
+    """
+    ledger, ranks, per_node = Ledger(), check_int("ranks", ranks, least=1), check_int("per_node", per_node, least=1)
     if ranks > MOST_RANKS:
         raise ValueError(f"ranks must be at most {MOST_RANKS}, got {ranks}")
     meter = Meter(0, ranks, [rank // per_node for rank in range(ranks)], DIRECT, ledger)
     for number, bucket in enumerate(buckets):
-        look = functools.partial(planned, mode.compressor, bucket.extent, bucket.dtype.itemsize, bucket)
-        with meter.on_behalf_of(Purpose("gradients", 0, number)):
+        breakdown = functools.partial(forecast_breakdown, mode.compressor, bucket.extent, bucket.dtype.itemsize, bucket)
+        with meter.tagged(MessageTag("gradients", 0, number)):
             for message in messages(bucket, mode, ranks, break_even):
-                message.write(meter, look)
+                message.write(meter, breakdown)
     return ledger
 
 
-def messages(bucket: Members, mode: Mode, ranks: int, break_even: bool = True) -> list[Message]:
-    """Those of a bucket; ValueError, which says what to do, if their lengths depend on the data."""
+def messages(bucket: BucketLayout, mode: Mode, ranks: int, break_even: bool = True) -> list[Message]:
+    """Return the messages of a bucket in one step.
+
+    Args:
+        bucket: the bucket's layout.
+        mode: the compression mode.
+        ranks: the number of ranks.
+        break_even: whether the bucket is all-reduced as dense where that is less.
+
+    Raises:
+        ValueError: the lengths of the messages depend on the gradients; the text has a remedy.
+    """
     compressor, itemsize = mode.compressor, bucket.dtype.itemsize
     payload = compressor.payload_bytes(bucket.extent, itemsize, bucket)
     if payload is None:
         raise ValueError(
-            f"how much {mode.name} sends depends on the gradients: record some (distopt record) for "
+            f"mode must send as much whatever the gradients are, got {mode.name}; record some (distopt record) for "
             "distopt volume --gradients, or count those of distopt.simulate"
         )
-    summed, elements = _whole(compressor, bucket)
+    summed, elements = _summed_elements(compressor, bucket)
     payloads = [payload - elements * itemsize] * ranks
     return traffic(compressor, bucket.extent, itemsize, payloads, summed, break_even)
 
 
-def sendings(buckets: Sequence[Members], mode: Mode, ranks: int, break_even: bool = True) -> list[Sending]:
-    """What ``forecast`` counts, for who asks how long it takes."""
-    found = []
+def sendings(buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even: bool = True) -> list[Sending]:
+    """Return the messages that ``forecast`` counts, for predictions of how long they take.
+
+    Args:
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode.
+        ranks: the number of ranks.
+        break_even: whether a bucket is all-reduced as dense where that is less.
+
+    Returns:
+        One ``Sending`` per bucket.
+
+    Raises:
+        ValueError: the bytes depend on the gradients.
+
+    Example:
+        >>> from distopt.volume import buckets, mode, sendings
+        >>> sendings(buckets([("weight", (1000, 1000))]), mode("dense"), ranks=4)
+        [Sending(elements=1000000, decompressed=4000000, collectives=(('all_reduce', 4000000),))]
+    """
+    sends = []
     for bucket in buckets:
         calls = [_call(message, ranks) for message in messages(bucket, mode, ranks, break_even)]
-        found.append(_sending(bucket, mode, calls))
-    return found
+        sends.append(_sending(bucket, mode, calls))
+    return sends
 
 
-def observed(ledger: Ledger, buckets: Sequence[Members], mode: Mode, ranks: int, steps: int) -> list[Sending]:
-    """The same of the mean step of a ledger of so many."""
+def observed(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: int) -> list[Sending]:
+    """Return the messages of the mean step of a ledger, as ``sendings`` does by formula.
+
+    Args:
+        ledger: the ledger of one rank.
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode of the steps.
+        steps: the number of steps in the ledger.
+
+    Returns:
+        One ``Sending`` per bucket.
+
+    Example:
+        >>> from distopt.volume import buckets, mode, observed, sendings, step_ledger
+        >>> there, topk = buckets([("weight", (1000, 1000))]), mode("topk=0.01")
+        >>> observed(step_ledger(there, topk, ranks=4), there, topk, steps=1) == sendings(there, topk, ranks=4)
+        True
+    """
     calls: list[list[tuple[str, int]]] = [[] for _ in buckets]
     for row in ledger.by("phase", "bucket", "verb"):
         if row["phase"] == "gradients":
             nbytes = row["payload"] + (0 if row["verb"] == "all_reduce" else row["received"])  # those of all ranks
             calls[row["bucket"]].append((row["verb"], nbytes // steps))
-    return [_sending(bucket, mode, found) for bucket, found in zip(buckets, calls, strict=True)]
+    return [_sending(bucket, mode, sends) for bucket, sends in zip(buckets, calls, strict=True)]
 
 
-def _sending(bucket: Members, mode: Mode, calls: Sequence[tuple[str, int]]) -> Sending:
+def _sending(bucket: BucketLayout, mode: Mode, calls: Sequence[tuple[str, int]]) -> Sending:
     verb = "all_reduce" if mode.compressor.summable else "all_gather"
     timed = [("all_gather" if name == "lengths" else name, nbytes) for name, nbytes in calls]
     return Sending(bucket.extent, sum(nbytes for name, nbytes in calls if name == verb), tuple(timed))
@@ -136,13 +251,13 @@ def _call(message: Message, ranks: int) -> tuple[str, int]:
             return message.verb, 8 * ranks
 
 
-def _whole(compressor: Compressor, bucket: Members) -> tuple[int | None, int]:
-    """The elements that are summed as they are, as ``traffic`` wants them, and how many of them there are."""
-    look = getattr(compressor, "whole", None)
-    if look is None:
+def _summed_elements(compressor: Compressor, bucket: BucketLayout) -> tuple[int | None, int]:
+    """Return the elements that are summed as they are, as ``traffic`` takes them, and their number."""
+    mask = compressor.uncompressed(bucket, ExchangeContext())
+    if mask is None:
         return None, 0
-    chosen = look(bucket, At()).host != 0
-    elements = int(bucket.rows["size"][chosen].sum())
+    chosen = mask.host != 0
+    elements = int(bucket.records["size"][chosen].sum())
     return (bucket.extent if chosen.all() else elements if chosen.any() else None), elements
 
 

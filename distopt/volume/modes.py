@@ -1,9 +1,10 @@
-"""What a step may send, by a name that fits on a command line: ``dense``, ``topk=0.01``, ``dgc=0.001+packed:int8``."""
+"""Compression modes by names that fit on a command line: ``dense``, ``topk=0.01``, ``dgc=0.001+packed:int8``."""
 
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from distopt.checks import unknown_name
 from distopt.compress import (
     Compressor,
     DeepGradientCompression,
@@ -16,8 +17,7 @@ from distopt.compress import (
     TopK,
     TwoBit,
 )
-from distopt.compress.sparse import Sparse
-from distopt.names import unknown
+from distopt.compress.top_k import Sparse
 
 DEFAULT = "dense", "half", "2bit", "topk=0.01", "dgc=0.001", "dgc=0.001+packed"
 PLAIN: dict[str, Callable[[], Compressor]] = {
@@ -26,62 +26,87 @@ PLAIN: dict[str, Callable[[], Compressor]] = {
     "bfloat16": lambda: Half("bfloat16"),
     "1bit": lambda: ErrorFeedback(OneBit()),
 }
-NUMBERED = {"2bit": 0.5, "topk": 0.01, "threshold": 0.05, "dgc": 0.001}  # and what the number is, if it is not given
+NUMBERED = {"2bit": 0.5, "topk": 0.01, "threshold": 0.05, "dgc": 0.001}  # kinds with a number, and its default
 OPTIONS = {"topk": ("packed", "per-tensor"), "threshold": ("packed",), "dgc": ("packed", "1d")}
-SPARSE = "topk", "dgc"  # whose number is a density
+SPARSE = "topk", "dgc"  # kinds whose number is a density
 
 
 class Mode(NamedTuple):
-    """A compressor, and what it is called."""
+    """A compressor and its name.
+
+    Attributes:
+        name: the text from which ``mode`` made it.
+        compressor: the compressor that ``step(loss, compressor)`` takes.
+
+    Example:
+        >>> from distopt.volume import mode
+        >>> mode("topk=0.01")
+        Mode(name='topk=0.01', compressor=ErrorFeedback(TopK(0.01, per_tensor=False)))
+        >>> mode("topk=0.01+packed").at_density(0.1).name
+        'topk=0.1+packed'
+    """
 
     name: str
     compressor: Compressor
 
     @property
     def kind(self) -> str:
-        """The name, but for a density."""
+        """The name without its density, as ``topk+packed``; the full name if the mode has no density."""
         head, plus, options = self.name.partition("+")
         return self.name if self.density is None else f"{head.partition('=')[0]}{plus}{options}"
 
     @property
     def density(self) -> float | None:
-        """The fraction of entries that is sent, if the mode is one of that."""
+        """The fraction of entries that is sent, in (0, 1]; None for modes that are not chosen by density."""
         kind, _, number = self.name.partition("+")[0].partition("=")
         return (float(number) if number else NUMBERED[kind]) if kind in SPARSE else None
 
     def at_density(self, density: float) -> "Mode":
-        """The same mode, with another fraction."""
+        """Return the same mode with another density."""
         head, plus, options = self.kind.partition("+")
         return mode(f"{head}={density!r}{plus}{options}")
 
     @property
-    def hides(self) -> bool:
-        """May buckets travel while the backward pass goes on?  Not if a refused step would have changed a memory."""
+    def overlaps_backward(self) -> bool:
+        """Whether buckets may travel during the backward pass.
+
+        Stateful compressors may not: a step that is refused would already have changed their state.
+        """
         return not self.compressor.stateful
 
 
 def mode(text: str) -> Mode:
-    """The mode of a text: ``kind[=number][+option]...``.
+    """Parse a compression mode: ``kind[=number][+option]...``.
 
     * ``dense``, ``half`` (float16), ``bfloat16``, ``1bit``: no number.
     * ``2bit[=threshold]``, ``topk[=density]``, ``threshold[=magnitude]``, ``dgc[=density]``.
-    * options: ``packed``, ``packed:bfloat16`` or ``packed:int8`` for the last three, ``per-tensor`` for topk (as dgc
-      always is), ``1d`` for dgc: tensors of one dimension are compressed too.
+    * options: ``packed``, ``packed:bfloat16`` or ``packed:int8`` for the last three, ``per-tensor`` for topk (dgc
+      always selects per tensor), ``1d`` for dgc: tensors of one dimension are compressed too.
 
-    But for dense, half and bfloat16, all have error feedback; dgc has the momentum that the optimizer must not have.
+    All but dense, half and bfloat16 have error feedback.  Dgc (deep gradient compression) applies momentum itself, so
+    the optimizer must have none.
 
-    Raises ValueError with the closest name for what there is not, and what the compressor raises for its number.
+    Raises:
+        TypeError: ``text`` is no text.
+        ValueError: the kind or an option is unknown (the text names the closest one), or the number is out of range.
+
+    Example:
+        >>> from distopt.volume import mode
+        >>> mode("2bit=0.5").compressor
+        ErrorFeedback(TwoBit(0.5))
+        >>> mode("topk=0.01").density
+        0.01
     """
     if not isinstance(text, str):
         raise TypeError(f"a mode must be a text, got {text!r}")
     head, *options = text.strip().split("+")
     kind, equals, number = head.partition("=")
     if kind not in (*PLAIN, *NUMBERED):
-        raise ValueError(unknown("mode", kind, (*PLAIN, *NUMBERED)))
+        raise ValueError(unknown_name("mode", kind, (*PLAIN, *NUMBERED)))
     packed = _checked(kind, options, text)
     if kind in PLAIN:
         if equals:
-            raise ValueError(f"mode {kind} has no number, got {text!r}")
+            raise ValueError(f"mode {kind} must be without a number, got {text!r}")
         return Mode(text.strip(), PLAIN[kind]())
     value = _number(kind, number, text) if equals else NUMBERED[kind]
     try:
@@ -91,32 +116,46 @@ def mode(text: str) -> Mode:
 
 
 def modes(texts: str | Sequence[str]) -> list[Mode]:
-    """The modes of a text with commas between them, or of a sequence of texts; ValueError for none, or one twice."""
-    found = [mode(text) for text in (texts.split(",") if isinstance(texts, str) else texts)]
-    same = [(m.kind, m.density) for m in found]
-    twice = next((m.name for m in found if same.count((m.kind, m.density)) > 1), None)
-    if twice or not found:
-        raise ValueError(f"mode {twice} is given twice" if twice else "modes must be one at least")
-    return found
+    """Parse several modes, from one text with commas between them or from a sequence of texts.
+
+    Raises:
+        ValueError: there is none, or one is given twice; otherwise as ``mode``.
+
+    Example:
+        >>> from distopt.volume import modes
+        >>> [m.name for m in modes("dense,topk=0.01")]
+        ['dense', 'topk=0.01']
+    """
+    chosen = [mode(text) for text in (texts.split(",") if isinstance(texts, str) else texts)]
+    kinds = [(m.kind, m.density) for m in chosen]
+    twice = next((m.name for m in chosen if kinds.count((m.kind, m.density)) > 1), None)
+    if twice or not chosen:
+        raise ValueError(
+            f"modes must be different, got {twice} twice" if twice else "modes must be at least one, got none"
+        )
+    return chosen
 
 
 def _checked(kind: str, options: Sequence[str], text: str) -> str | None:
-    """In which numbers it is packed, if it is; ValueError for an option that the kind has not."""
+    """Return the number format in which a sparse mode's values are packed, None if it is not packed.
+
+    Raises ValueError for an option that the kind does not have, or has twice.
+    """
     packed = None
     for option in options:
         name, colon, value = option.partition(":")
         if name not in OPTIONS.get(kind, ()) or (colon and name != "packed"):
-            raise ValueError(unknown(f"option of {kind}", option, OPTIONS.get(kind, ())))
+            raise ValueError(unknown_name(f"option of {kind}", option, OPTIONS.get(kind, ())))
         if name == "packed":
             packed = value if colon else "float16"
     if len({option.partition(":")[0] for option in options}) < len(options):
-        raise ValueError(f"mode {text} has an option twice")
+        raise ValueError(f"options of a mode must be different, got {text!r}")
     return packed
 
 
-def _number(kind: str, text: str, whole: str) -> float:
+def _number(kind: str, text: str, full_text: str) -> float:
     if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text, re.IGNORECASE):
-        raise ValueError(f"mode {kind} wants a number, as {kind}={NUMBERED[kind]}, got {whole!r}")
+        raise ValueError(f"mode {kind} must be with a number, as {kind}={NUMBERED[kind]}, got {full_text!r}")
     return float(text)
 
 

@@ -1,29 +1,48 @@
-"""What joins the ranks: one link, or nodes of several ranks that share a link to the others."""
+"""The network of a job: one link per rank, or nodes of several ranks that share a link."""
 
 from typing import NamedTuple
 
-from distopt import cost
-from distopt.cost import LINKS, Link
-from distopt.cost.links import checked
-from distopt.fit import Fit
-from distopt.numbers import whole
+from distopt.checks import check_int
+from distopt.volume import cost
+from distopt.volume.cost import LINKS, Link
+from distopt.volume.cost.links import checked
+from distopt.volume.fit import Fit
 
 INSIDE = LINKS["NVLink"]
 
 
 class Network(NamedTuple):
-    """``per_node`` ranks of a node share its one link to the other nodes; ``inside`` joins them to each other."""
+    """A network of nodes.
+
+    Attributes:
+        link: the link of a node to the other nodes.
+        per_node: the number of ranks of a node, which share its ``link``.
+        inside: the link that joins the ranks of a node to each other.
+
+    Example:
+        >>> from distopt.volume import network
+        >>> cluster = network("100GbE", per_node=8, inside="NVLink")
+        >>> f"{cluster.seconds('all_reduce', 100e6, 64):.4f} s"
+        '0.0166 s'
+    """
 
     link: Link
     per_node: int = 1
     inside: Link = INSIDE
 
     def seconds(self, verb: str, nbytes: float, size: int) -> float:
-        """Within a node first, then between nodes, all ranks of a node at a time, each with its slice.
+        """Return the seconds of a collective: within a node first, then between nodes.
 
-        A sum is that of ``cost.hierarchical_all_reduce``.  What is gathered goes to the ranks of the same number on
-        other nodes first, and from these to their neighbours.  Raises ValueError for another verb, and for ranks that
-        do not fill their nodes.
+        An all-reduce costs ``cost.hierarchical_all_reduce``.  An all-gather sends each part to the ranks of the same
+        number on other nodes, all at the same time, and from these to their neighbours within the node.
+
+        Args:
+            verb: ``all_reduce`` or ``all_gather``; on nodes of one rank any verb of ``cost.seconds``.
+            nbytes: the bytes of one rank; of all ranks together for an all-gather.
+            size: the number of ranks.
+
+        Raises:
+            ValueError: for another verb, and for ranks that do not fill their nodes.
         """
         local = min(self.per_node, size)
         if size % local:
@@ -39,25 +58,44 @@ class Network(NamedTuple):
         return between + cost.seconds(verb, nbytes, local, self.inside)
 
     def at_bandwidth(self, bandwidth: float) -> "Network":
-        """The same, with another link: so many bytes per second."""
+        """Return the same network with a link of another bandwidth, in bytes per second, between nodes."""
         return self._replace(link=self.link._replace(bandwidth=bandwidth))
 
 
-Wire = Network | Fit  # what predictions are asked of
+Wire = Network | Fit  # predicts the seconds of a collective
 
 
 def network(link: str | Link, per_node: int = 1, inside: str | Link = INSIDE) -> Network:
-    """A network of links, which may be given by name or rate (``cost.link``).
+    """Make a network of links, each given as a ``Link``, by name or by rate (``cost.link``).
 
-    Raises ValueError for a name that there is not, for fewer than 1 rank in a node, and, as TypeError, for a link that
-    cannot be.
+    Args:
+        link: the link between nodes.
+        per_node: the number of ranks of a node.
+        inside: the link between the ranks of a node.
+
+    Raises:
+        ValueError: the name is unknown, ``per_node`` is below 1, or a figure of a link is out of range.
+        TypeError: a figure of a link is no number.
+
+    Example:
+        >>> from distopt.volume import network
+        >>> network("300Mbit/s").link
+        Link(name='300Mbit/s', latency=5e-05, bandwidth=37500000.0, reduction=1e-10)
     """
-    between, within = (checked(given) if isinstance(given, Link) else cost.link(given) for given in (link, inside))
-    return Network(between, whole("per_node", per_node, least=1), within)
+    between, within = (checked(choice) if isinstance(choice, Link) else cost.link(choice) for choice in (link, inside))
+    return Network(between, check_int("per_node", per_node, least=1), within)
 
 
-def wire(given: str | Link | Wire) -> Wire:
-    """A network, or what measured one, from whatever says which; raises as ``network``."""
-    if isinstance(given, Fit):
-        return given
-    return network(*given) if isinstance(given, Network) else network(given)
+def wire(choice: str | Link | Wire) -> Wire:
+    """Return a network, or a measured fit of one, from a link's name or rate, a ``Link``, a ``Network`` or a ``Fit``.
+
+    Raises as ``network``.
+
+    Example:
+        >>> from distopt.volume import wire
+        >>> wire("10GbE").per_node
+        1
+    """
+    if isinstance(choice, Fit):
+        return choice
+    return network(*choice) if isinstance(choice, Network) else network(choice)

@@ -1,4 +1,4 @@
-"""How long a step takes: buckets that are compressed, sent and decompressed, some of them behind the backward pass."""
+"""The predicted time of a step: compressing, sending and decompressing, partly hidden behind the backward pass."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -6,21 +6,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distopt.tables import Members
+from distopt.kernels.layout import BucketLayout
 from distopt.volume.compute import FREE, Compute
 from distopt.volume.forecast import Sending, sendings
 from distopt.volume.modes import Mode
 from distopt.volume.network import Wire
 
-Computes = Mapping[tuple[str, float], Compute]  # by kind of mode and density, 1 where that is none
+Computes = Mapping[tuple[str, float], Compute]  # by (kind of mode, density or 1)
 
 
 class Prediction(NamedTuple):
-    """Seconds: of all messages, of compressing and decompressing, and of both with the backward pass.
+    """The predicted seconds of a step.
 
-    ``wire`` is predicted by formula, ``compute`` measured on this machine, or 0.  ``exchange`` is from the start of the
-    backward pass, if it takes any time, to the mean of the last gradient: the update is not in it, nor what a step of
-    Python takes.
+    Attributes:
+        wire: of all messages, by formula or by a fit.
+        compute: of compressing and decompressing, as measured on this machine, or 0.
+        exchange: from the start of the backward pass (if its time is given) to the mean of the last gradient.  The
+            optimizer's update and the overhead of Python are not included.
+
+    Example:
+        >>> from distopt.volume import Question, buckets, mode, network
+        >>> prediction = Question(buckets([("weight", (1000, 1000))]), 8, network("10GbE")).predict(mode("dense"))
+        >>> f"{prediction.wire * 1e3:.2f} ms of {prediction.exchange * 1e3:.2f} ms"
+        '6.49 ms of 6.49 ms'
     """
 
     wire: float
@@ -29,12 +37,24 @@ class Prediction(NamedTuple):
 
 
 class Question(NamedTuple):
-    """Gradients in these buckets, on so many ranks; ``backward`` seconds go by until the last of them is there.
+    """The setting of a prediction: gradients, ranks and a network.
 
-    ``overlap``: buckets of modes without a memory travel while the backward pass goes on.
+    Attributes:
+        buckets: the gradients' buckets, in the order in which they are sent.
+        ranks: the number of ranks.
+        wire: the network, or a measured fit of one.
+        backward: the seconds of a backward pass, until the last gradient is ready.
+        computes: the measured compute cost by (kind of mode, density); 1 stands for a mode without a density.
+        overlap: whether buckets of modes without state travel while the backward pass goes on.
+
+    Example:
+        >>> from distopt.volume import Question, buckets, mode, network
+        >>> question = Question(buckets([("weight", (1000, 1000))]), 8, network("10GbE"), backward=0.01)
+        >>> f"{question.predict(mode('dense')).exchange * 1e3:.2f} ms"
+        '16.49 ms'
     """
 
-    buckets: Sequence[Members]
+    buckets: Sequence[BucketLayout]
     ranks: int
     wire: Wire
     backward: float = 0.0
@@ -42,40 +62,44 @@ class Question(NamedTuple):
     overlap: bool = True
 
     def predict(self, mode: Mode) -> Prediction:
-        """What a step takes in a mode."""
+        """Predict the seconds of a step in a mode."""
         sent = sendings(self.buckets, mode, self.ranks)
         return self.timed(sent, mode, self.compute(mode))
 
     def compute(self, mode: Mode) -> Compute:
-        """What a mode computes, between the densities at which its kind is known.
+        """Return the compute cost of a mode, interpolated between the densities at which its kind was measured.
 
-        Where it is not known it is what a sum takes: the payloads that arrive are added up.
+        If its kind was not measured, the cost is that of adding up the payloads that arrive.
         """
-        known = sorted((d, found) for (kind, d), found in self.computes.items() if kind == mode.kind)
+        known = sorted((d, measured) for (kind, d), measured in self.computes.items() if kind == mode.kind)
         if not known:
             return FREE if mode.compressor.summable else Compute(0.0, self.wire.link.reduction)
-        densities, found = zip(*known, strict=True)
+        densities, measured = zip(*known, strict=True)
         aim = mode.density or 1.0
-        return Compute(*(float(np.interp(aim, densities, column)) for column in zip(*found, strict=True)))
+        return Compute(*(float(np.interp(aim, densities, column)) for column in zip(*measured, strict=True)))
 
     def timed(self, sent: Sequence[Sending], mode: Mode, compute: Compute) -> Prediction:
-        """What it takes to send this."""
+        """Predict the seconds of a step that sends the given buckets at the given compute cost."""
         wire = [self._wire(sending) for sending in sent]
-        own = [compute.seconds(sending) for sending in sent]
-        each = [w + o for w, o in zip(wire, own, strict=True)]
-        end = self._behind(sent, each) if self.overlap and mode.hides else self.backward + sum(each)
-        return Prediction(sum(wire), sum(own), end)
+        compute_seconds = [compute.seconds(sending) for sending in sent]
+        bucket_seconds = [w + o for w, o in zip(wire, compute_seconds, strict=True)]
+        end = (
+            self._behind(sent, bucket_seconds)
+            if self.overlap and mode.overlaps_backward
+            else self.backward + sum(bucket_seconds)
+        )
+        return Prediction(sum(wire), sum(compute_seconds), end)
 
     def _wire(self, sending: Sending) -> float:
         return sum(self.wire.seconds(verb, nbytes, self.ranks) for verb, nbytes in sending.collectives)
 
-    def _behind(self, sent: Sequence[Sending], each: Sequence[float]) -> float:
-        """The end of buckets that travel one after the other, each as soon as its gradients are there.
+    def _behind(self, sent: Sequence[Sending], bucket_seconds: Sequence[float]) -> float:
+        """Return the end, in seconds from the start of the backward pass, of buckets sent one after the other.
 
-        These come at an even pace, element by element.
+        Each starts as soon as its gradients are ready, which come at an even pace, element by element.
         """
-        total, there, end = max(1, sum(sending.elements for sending in sent)), 0, 0.0
-        for sending, seconds in zip(sent, each, strict=True):
-            there += sending.elements
-            end = max(end, self.backward * (there / total)) + seconds
+        total, ready, end = max(1, sum(sending.elements for sending in sent)), 0, 0.0
+        for sending, seconds in zip(sent, bucket_seconds, strict=True):
+            ready += sending.elements
+            end = max(end, self.backward * (ready / total)) + seconds
         return end

@@ -1,4 +1,4 @@
-"""The tensors of a model, by its name or from a file of shapes; and the buckets that they make."""
+"""The tensors of a model, by its name or from a file of shapes, and the buckets that they make."""
 
 import math
 from collections import Counter
@@ -6,79 +6,100 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distopt import plain
 from distopt.buckets.plan import plan
-from distopt.models import MODELS, Shapes
-from distopt.names import unknown
-from distopt.numbers import whole
-from distopt.tables import Members
+from distopt.checks import check_int, unknown_name
+from distopt.kernels.layout import BucketLayout
+from distopt.resilience import strict_json
+from distopt.volume.models import MODELS, Shapes
 
-MOST = 2**40  # elements of a model: four terabytes of gradients
-LARGEST = 2**31 - 64  # of a tensor: indices are int32
+MAX_MODEL_ELEMENTS = 2**40  # of a model: 4 TB of gradients
+MAX_TENSOR_ELEMENTS = 2**31 - 64  # of a tensor: indices are int32
 
 
 class Pairs(list[Any]):
-    """A JSON object as its pairs, of which two may have the same name; a list is none."""
+    """The (name, value) pairs of a JSON object, which may repeat a name; the type tells them from a JSON list."""
 
 
 def shapes(model: str | Path) -> Shapes:
-    """Names and shapes in forward order, of one of ``distopt.models``, or of a file that ends in .json.
+    """Return the names and shapes of a model's parameters in forward order.
 
-    A file has ``{"name": [dimensions], ...}``, or ``[["name", [dimensions]], ...]``.  Raises ValueError, with the file
-    and the field, for what is none; with the closest name for a model that there is not; OSError.
+    Args:
+        model: a name of ``distopt.volume.models``, or the path of a ``.json`` file, which holds
+            ``{"name": [dimensions], ...}`` or ``[["name", [dimensions]], ...]``.
+
+    Raises:
+        ValueError: the model is unknown (the text names the closest one), or the file is malformed (the text names the
+            field).
+        OSError: the file cannot be read.
+
+    Example:
+        >>> from distopt.volume import shapes
+        >>> shapes("resnet50")[0]
+        ('conv1.weight', (64, 3, 7, 7))
     """
     name = str(model)
     if name.lower().endswith(".json"):
         try:
-            given = plain.read(model, object_pairs_hook=Pairs)
+            pairs = strict_json.read(model, object_pairs_hook=Pairs)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{model} is no JSON: {error}") from None
         try:
-            return _checked(given)
+            return _checked(pairs)
         except ValueError as error:
             raise ValueError(f"{model}: {error}") from None
     if name not in MODELS:
-        raise ValueError(f"{unknown('model', name, MODELS)}; or give a file of shapes, which ends in .json")
+        raise ValueError(f"{unknown_name('model', name, MODELS)}; or give a file of shapes, which ends in .json")
     return MODELS[name]()
 
 
-def buckets(shapes: Shapes, threshold: int = 2097152, dtypes: Sequence[Any] | None = None) -> list[Members]:
-    """Those that ``DistOpt(threshold=...)`` makes of gradients which come in this order: a model's come last to first.
+def buckets(shapes: Shapes, threshold: int = 2097152, dtypes: Sequence[Any] | None = None) -> list[BucketLayout]:
+    """Group gradients into the buckets that ``DistOpt(threshold=...)`` makes of them.
 
-    ``dtypes`` are those of the tensors, by default float32.  Raises ValueError for a threshold below 0, TypeError for
-    one that is no integer.
+    Args:
+        shapes: names and shapes in the order in which gradients arrive: the reverse of a model's forward order.
+        threshold: the number of elements that fill a bucket, at least 0.
+        dtypes: the dtype of each tensor, by default float32.
+
+    Raises:
+        ValueError: ``threshold`` is below 0.
+        TypeError: ``threshold`` is no integer.
+
+    Example:
+        >>> from distopt.volume import buckets
+        >>> [bucket.names for bucket in buckets([("a", (300,)), ("b", (300,)), ("c", (3000,))], threshold=500)]
+        [('a', 'b'), ('c',)]
     """
     names, sizes = [name for name, _ in shapes], [math.prod(shape) for _, shape in shapes]
     by_name = dict(shapes)
-    kinds = ["float32"] * len(names) if dtypes is None else dtypes
-    found = plan(names, sizes, kinds, whole("threshold", threshold, least=0))
-    return [Members(b.names, [by_name[n] for n in b.names], b.offsets, b.stored) for b in found.buckets]
+    dtype_names = ["float32"] * len(names) if dtypes is None else dtypes
+    packing = plan(names, sizes, dtype_names, check_int("threshold", threshold, least=0))
+    return [BucketLayout(b.names, [by_name[n] for n in b.names], b.offsets, b.stored) for b in packing.buckets]
 
 
-def _checked(given: Any) -> Shapes:
-    """What a file holds, in which a JSON object is a list of its pairs; ValueError that names the field."""
-    if not isinstance(given, list) or not given:
+def _checked(pairs: Any) -> Shapes:
+    """Check the content of a file of shapes, whose JSON objects are ``Pairs``; ValueError names the wrong field."""
+    if not isinstance(pairs, list) or not pairs:
         raise ValueError('must hold {"name": [dimensions], ...}, for one tensor at least')
-    found: Shapes = []
-    for k, pair in enumerate(given):
+    tensors: Shapes = []
+    for k, pair in enumerate(pairs):
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
             raise ValueError(f"entry {k} must be a name and a shape, got {pair!r:.60}")
-        found.append((pair[0], _shape(*pair)))
-    name, times = Counter(name for name, _ in found).most_common(1)[0]
+        tensors.append((pair[0], _shape(*pair)))
+    name, times = Counter(name for name, _ in tensors).most_common(1)[0]
     if times > 1:
-        raise ValueError(f"{name} is there {times} times")
-    elements = sum(math.prod(shape) for _, shape in found)
-    if not 0 < elements <= MOST:
-        raise ValueError(f"a model has from 1 to 2^40 elements, got {elements:,}")
-    return found
+        raise ValueError(f"names must be unique, got {name} {times} times")
+    elements = sum(math.prod(shape) for _, shape in tensors)
+    if not 0 < elements <= MAX_MODEL_ELEMENTS:
+        raise ValueError(f"a model must be of 1 to 2^40 elements, got {elements:,}")
+    return tensors
 
 
-def _shape(name: str, given: Any) -> tuple[int, ...]:
-    flaw = f"{name} must have a list of whole numbers of at least 0 as its shape, got {given!r:.60}"
-    if not isinstance(given, list) or isinstance(given, Pairs) or len(given) > 32:
+def _shape(name: str, dimensions: Any) -> tuple[int, ...]:
+    flaw = f"the shape of {name} must be a list of whole numbers of at least 0, got {dimensions!r:.60}"
+    if not isinstance(dimensions, list) or isinstance(dimensions, Pairs) or len(dimensions) > 32:
         raise ValueError(flaw)
-    if any(type(n) is not int or n < 0 for n in given):
+    if any(type(n) is not int or n < 0 for n in dimensions):
         raise ValueError(flaw)
-    if math.prod(given) > LARGEST:
-        raise ValueError(f"{name} has {math.prod(given):,} elements: a tensor has at most {LARGEST:,}")
-    return tuple(given)
+    if math.prod(dimensions) > MAX_TENSOR_ELEMENTS:
+        raise ValueError(f"{name} must be of at most {MAX_TENSOR_ELEMENTS:,} elements, got {math.prod(dimensions):,}")
+    return tuple(dimensions)

@@ -6,8 +6,8 @@ import queue
 import numpy as np
 
 from distopt.comm import run_ranks
+from distopt.comm.byte_counts import DIRECT, RING
 from distopt.comm.communicator import Wrapper, slices, sum_in_rank_order
-from distopt.cost import DIRECT, RING
 
 
 class Postman(Wrapper):

@@ -405,7 +405,7 @@ class Function:
 
 
 def argument_size(parameter):
-    return 8 if parameter.is_array else ctypes.sizeof(kernels.SCALARS[parameter.kind])
+    return 8 if parameter.is_array else ctypes.sizeof(kernels.dispatch.SCALARS[parameter.kind])
 
 
 _shim = threading.Lock()  # which runs one kernel at a time

@@ -47,7 +47,7 @@ FAULTS = {  # and what names it
     "sys.exit(3)": r"rank 1 ended by exit code 3|rank 1.* ended before distopt.world|,1\]\s+Exit code: +3",
     "os._exit(0)": r"rank 1: left by os._exit|rank 1 ended by os._exit\(0\)|process rank 1 with PID",
     "SIGKILL": r"rank 1 (was killed by SIGKILL|ended without a word)|process rank 1 with PID|EXIT STRING: Killed",
-    "SIGSEGV": r"rank 1 (was killed by SIGSEGV|ended without a word)|process rank 1 with PID|EXIT STRING: Segm",
+    "SIGSEGV": r"rank 1 (crashed|was killed by SIGSEGV)|process rank 1 with PID|EXIT STRING: Segm",
     "SIGSTOP": r"rank 1: has not come to it \(stopped\)|rank 0 waits since .* for MPI's start",
     "sleeping": r"rank 1: has not come to it \(it runs\)|rank 0 waits since .* for MPI's start",
 }

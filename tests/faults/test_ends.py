@@ -1,4 +1,4 @@
-"""What one rank's end does to the others, and what ``distopt run`` makes of it: real processes, either MPI brand."""
+"""A rank that ends early: how the others end, and what ``distopt run`` reports: real processes, either MPI brand."""
 
 import re
 import signal
@@ -79,19 +79,20 @@ def run(tmp_path):
         ("leave", 1, "ended by os._exit(0)"),
         ("leave 5", 5, "ended by os._exit(5)"),
         ("kill", 137, "was killed by SIGKILL"),
-        ("crash", 139, "was killed by SIGSEGV"),
+        ("crash", 139, "crashed"),
     ],
 )
-def test_a_rank_that_is_gone_without_a_word_is_named(run, what, expected, end):
+def test_a_rank_that_ends_without_an_error_is_named_by_distopt_run(run, what, expected, end):
     code, output = run(what)
     assert code == expected, output
-    end = re.escape(end) if "leave" in what else f"({re.escape(end)}|ended without a word)"
+    end = f"({re.escape(end)}|ended without a word)" if what == "kill" else re.escape(end)
     assert re.search(f"distopt run: rank 1 {end} after step 8", output), output
     assert "done" not in output
+    assert ("in end\n" in output) == (what == "crash"), output  # its traceback
 
 
-def test_a_bare_launcher_is_not_silent_either(tmp_path):
-    """Both end the others; MPICH's would say nothing."""
+def test_a_rank_that_ends_without_an_error_is_named_under_a_bare_launcher(tmp_path):
+    """Both brands' launchers end the other ranks; MPICH's alone would print nothing."""
     launcher, script = find_launcher(), tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [*launcher.command(3), sys.executable, str(script), "leave"]
@@ -100,7 +101,7 @@ def test_a_bare_launcher_is_not_silent_either(tmp_path):
     assert "done" not in output
 
 
-def test_a_rank_alone(tmp_path):
+def test_an_early_end_of_a_single_rank_is_reported_with_its_exit_code(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(
         "import os, sys, distopt; distopt.world(); os._exit(0) if sys.argv[1] == 'leave' else sys.exit(3)"
@@ -139,14 +140,14 @@ def test_a_job_that_failed_is_started_again(run):
     assert output.count("done, started 1 times before") == 3
 
 
-def test_restarts_come_to_an_end(run):
+def test_a_job_is_restarted_no_more_often_than_restarts(run):
     code, output = run("always", "--restarts", 2, ranks=2)
     assert code == 1, output
     assert output.count("KeyError: 'lost'") == 3
     assert "exit code 1; restart 2 of 2" in output
 
 
-def test_a_success_and_a_time_limit_are_the_last_word(run, tmp_path):
+def test_a_job_that_succeeded_or_ran_out_of_time_is_not_restarted(run, tmp_path):
     code, output = run("nothing", "--restarts", 2)
     assert (code, output.count("done, started 0")) == (0, 3), output
     sleeper = tmp_path / "sleeper.py"
@@ -156,8 +157,8 @@ def test_a_success_and_a_time_limit_are_the_last_word(run, tmp_path):
     assert "restart" not in output
 
 
-def test_a_launcher_that_crashes_is_not_the_cause_of_what_a_rank_has_said(tmp_path, capfd):
-    """Open MPI's has done so over an abort: the exit code is that of the exception."""
+def test_a_launcher_that_crashes_is_not_blamed_for_a_ranks_exception(tmp_path, capfd):
+    """Open MPI's has crashed at an abort: the exit code is that of the exception."""
     supervisor = SimpleNamespace(_fault=Fault("", 1))
     assert Job._judge(supervisor, -signal.SIGSEGV) == 1
     assert capfd.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""What a script does wrong on one rank of many, in real processes: one error for all, and no trace of it."""
+"""Mistakes of a script on one rank, in real processes: the same error on all ranks, and nothing has changed."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def mistakes(comm, mode):
 
 @pytest.mark.parametrize("mode", STEPS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_one_error_for_all_and_no_trace(size, mode, tmp_path):
+def test_a_mistake_on_one_rank_is_one_error_on_all_and_leaves_no_trace(size, mode, tmp_path):
     ranks = run_mpi(size, mistakes, tmp_path, mode)
     texts = [json.loads(str(r["found"])) for r in ranks]
     assert texts[0] == texts[-1] == texts[size // 2]
@@ -117,7 +117,7 @@ def options(comm):
     return {"texts": np.array(json.dumps(texts))}
 
 
-def test_options_that_differ(tmp_path):
+def test_every_option_that_differs_is_the_same_error_on_all_processes(tmp_path):
     for size in (2, 3):
         found = [json.loads(str(r["texts"])) for r in run_mpi(size, options, tmp_path)]
         assert all(texts == found[0] for texts in found)
@@ -146,7 +146,7 @@ def extremes(comm):
     return {}
 
 
-def test_extremes(tmp_path):
+def test_empty_scalar_and_extreme_gradients_lose_nothing_on_three_processes(tmp_path):
     run_mpi(3, extremes, tmp_path)
 
 
@@ -176,7 +176,7 @@ def transitions(comm):
     return {}
 
 
-def test_transitions(tmp_path):
+def test_steps_in_a_child_within_a_step_and_after_close_are_refused(tmp_path):
     run_mpi(2, transitions, tmp_path)
 
 
@@ -184,13 +184,13 @@ def versions(comm):
     """Ranks of two versions of the package."""
     from mpi4py import MPI
 
-    from distopt import guard
+    from distopt.comm import control
 
-    guard.__version__ = "9.9" if comm.rank else "0.1.0"
+    control.__version__ = "9.9" if comm.rank else "0.1.0"
     with pytest.raises(ValueError, match=r"rank 0 has distopt 0\.1\.0, rank 1 has distopt 9\.9"):
         MpiCommunicator(MPI.COMM_WORLD)
     return {}
 
 
-def test_versions_that_differ(tmp_path):
+def test_processes_of_different_versions_are_refused(tmp_path):
     run_mpi(2, versions, tmp_path)

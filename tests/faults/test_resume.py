@@ -1,4 +1,4 @@
-"""Runs that are ended from outside, and go on: real processes, either MPI brand."""
+"""Runs ended by signals, which resume: real processes, either MPI brand."""
 
 import contextlib
 import os
@@ -99,7 +99,7 @@ def test_a_signal_ends_in_one_checkpoint(number, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_bare_launcher(number, tmp_path):
+def test_a_signal_to_a_bare_launcher_leaves_a_checkpoint_that_resumes(number, tmp_path):
     """MPICH's gives the ranks time; Open MPI's kills them, and what was saved before is still good."""
     every = "0" if find_launcher().brand == "MPICH" else "20"
     environment = find_launcher().environment(2)
@@ -125,7 +125,7 @@ def test_a_signal_to_the_bare_launcher(number, tmp_path):
     assert f"from step {step} with" in output
 
 
-def test_a_second_signal_does_not_wait(tmp_path):
+def test_a_second_signal_ends_a_rank_that_never_comes_to_its_next_step(tmp_path):
     """A rank that never comes to its next step."""
     script = tmp_path / "stuck.py"
     script.write_text(
@@ -158,7 +158,7 @@ def ranks_of(job):
 
 
 @pytest.mark.parametrize("mode", ["topk", "partial"])
-def test_ranks_that_are_killed_at_any_instant(mode, tmp_path):
+def test_runs_killed_at_any_instant_restart_and_end_with_the_bits_of_an_unbroken_run(mode, tmp_path):
     """The job is started again each time, from its last good checkpoint, and ends with the bits of an unbroken run."""
     expected = unbroken(tmp_path, STEPS, 0, mode)
     log, rng = tmp_path / "log", random.Random(mode)

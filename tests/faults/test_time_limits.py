@@ -1,4 +1,4 @@
-"""Real ranks, one of which does not come: who is named, where, how soon, and that nobody is left."""
+"""Real ranks, one of which does not come: it is named with its place in time, and no process is left."""
 
 import os
 import re
@@ -75,7 +75,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("fault", "culprit"), [("sleep", 1), ("loop", 0), ("verb", 0), ("verb", 1)])
-def test_a_rank_that_is_elsewhere(job, fault, culprit, tmp_path):
+def test_a_rank_that_does_not_come_is_named_with_its_line_after_the_limit(job, fault, culprit, tmp_path):
     code, output = job(fault, culprit)
     mark, doing = PLACES[fault]
     at = rf"at train\.py:{line_of(mark)} in go_wrong"
@@ -115,7 +115,7 @@ def test_a_rank_that_cannot_answer(job, fault, tmp_path):
     assert "no record of rank 1" in story
 
 
-def test_a_rank_that_stops_between_buckets(job, tmp_path):
+def test_a_rank_that_stops_between_two_buckets_is_named(job, tmp_path):
     """Buckets have gone, and some have not; ranks wait in their threads."""
     code, output = job("stop halfway", ranks=2)
     assert code == 75, output
@@ -123,7 +123,7 @@ def test_a_rank_that_stops_between_buckets(job, tmp_path):
     assert f"  rank 1: {NO_ANSWER}" in output
 
 
-def test_under_a_bare_launcher(tmp_path):
+def test_the_time_limit_holds_under_a_bare_launcher(tmp_path):
     """Both brands' launchers hand MPI_Abort's code on."""
     launcher = find_launcher()
     command = [*launcher.command(3), sys.executable, str(SCRIPT), "stop", "2"]
@@ -133,7 +133,7 @@ def test_under_a_bare_launcher(tmp_path):
     assert f"  rank 2: {NO_ANSWER}" in output
 
 
-def test_a_slow_start_has_a_limit_of_its_own(job):
+def test_the_first_step_may_take_longer_than_the_limit_of_later_steps(job):
     code, output = job("slow start")
     assert code == 0, output
     assert output.count("is done") == 3
@@ -150,8 +150,8 @@ def test_late_is_not_too_late(job):
     assert output.count("is done") == 3
 
 
-def test_a_rank_at_its_end(job):
-    """It may wait there as long as the others need; but they wait for it."""
+def test_ranks_that_wait_for_one_that_has_ended_run_into_the_limit(job):
+    """An ended rank waits for the others without a limit; those that wait for it have one."""
     code, output = job("leave", ranks=2)
     assert code == 75, output
     assert "rank 0 waits since 1." in output
@@ -160,22 +160,22 @@ def test_a_rank_at_its_end(job):
 
 
 @pytest.mark.parametrize("given", ["soon", "-3"])
-def test_a_limit_that_is_none(job, given):
+def test_a_time_limit_that_is_no_number_of_seconds_is_refused(job, given):
     code, output = job("none", limit=given)
     assert code not in (0, 75), output
     assert f"ValueError: DISTOPT_TIMEOUT must be a number of seconds, 0 or 'never', got '{given}'" in output
 
 
 @pytest.mark.parametrize("given", ["0", "never"])
-def test_no_limit(given, tmp_path):
+def test_a_time_limit_of_0_or_never_lets_ranks_wait(given, tmp_path):
     command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", "--timeout", "2.5", str(SCRIPT), "sleep", "1"]
     code, output = finish(command, 30, env={"DISTOPT_TIMEOUT": given, "DISTOPT_FLIGHT": str(tmp_path)})
     assert code == 124, output
     assert "distopt: rank" not in output
 
 
-def test_a_job_that_was_stopped_as_a_whole_has_not_waited(tmp_path):
-    """Ctrl-Z: the clock goes on, but nobody has waited."""
+def test_time_while_the_whole_job_was_stopped_does_not_count(tmp_path):
+    """As by Ctrl-Z."""
     command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", str(SCRIPT), "late", "1"]
     environment = dict(os.environ) | {"DISTOPT_TIMEOUT": "3", "DISTOPT_FLIGHT": str(tmp_path)}
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -193,7 +193,7 @@ def test_a_job_that_was_stopped_as_a_whole_has_not_waited(tmp_path):
     assert "distopt: rank" not in output
 
 
-def test_records_at_an_exception(job, tmp_path):
+def test_flight_records_are_written_at_an_exception_if_a_folder_is_named(job, tmp_path):
     """If a folder was named."""
     code, output = job("raise", limit=30)
     assert code == 1, output

@@ -1,4 +1,4 @@
-"""Whom ``distopt run`` names, what it leaves, and what ends with it: real processes, either brand."""
+"""The rank that ``distopt run`` names, and what is left after a job: real processes, either MPI brand."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from distopt import job
+from distopt.resilience import job
 from launch import distopt_run, find_launcher, finish, needs_mpi
 
 pytestmark = [needs_mpi, pytest.mark.mpi, pytest.mark.faults]
@@ -18,7 +18,7 @@ HEAD = """
 import os, signal, subprocess, sys, threading, time
 import numpy as np, distopt
 from distopt.comm import mpi_start
-from distopt.watch import Limits
+from distopt.resilience.timeouts import Limits
 if "USUAL" in os.environ: mpi_start.limits = lambda: Limits(usual=float(os.environ["USUAL"]), first=60.0)
 world = distopt.world()
 opt, p = distopt.DistOpt(), distopt.Parameter("p", np.ones(4))
@@ -41,7 +41,21 @@ def run(tmp_path):
     return run
 
 
-def test_a_rank_that_is_killed_while_it_waits(run):
+def test_a_crash_in_a_forked_child_is_not_taken_for_its_ranks(run):
+    code, output = run(
+        "if world.rank == 0 and os.fork() == 0: os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "if world.rank == 0: os.wait()\n"
+        "for k in range(3): step()\n"
+        "if world.rank == 1: time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL)\n"
+        "step()\n"
+    )
+    assert code == 137, output
+    written = re.sub(r"\[0\] ?", "", output)  # the launcher may prefix every piece that faulthandler writes
+    assert "Fatal Python error: Segmentation fault" in written, "the child's, on standard error"
+    assert re.search("distopt run: rank 1 (was killed by SIGKILL|ended without a word) after step 3", output), output
+
+
+def test_a_rank_killed_while_it_waits_for_others_is_named(run):
     """It has voted more often than the one it waits for, and is the culprit all the same."""
     code, output = run(
         "if world.rank == 1: threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()\n"
@@ -88,7 +102,7 @@ def test_ranks_end_with_their_launcher(tmp_path, number):
         time.sleep(0.1)
 
 
-def test_a_rank_that_gives_no_answer_while_others_have_ended_is_named(run, tmp_path):
+def test_ended_ranks_name_the_one_that_does_not_answer_and_wait_on(run, tmp_path):
     """They wait as long as it needs; but nobody waits without knowing for whom."""
     code, output = run(
         "for k in range(3): step()\n"
@@ -104,7 +118,7 @@ def test_a_rank_that_gives_no_answer_while_others_have_ended_is_named(run, tmp_p
     assert "waits for them without a limit; who gives no answer may never come" in output
 
 
-def test_a_rank_that_answers_may_take_its_time(run):
+def test_a_slow_rank_that_answers_is_not_reported(run):
     code, output = run("step()\nif world.rank == 1: time.sleep(4)\n", USUAL="1")
     assert code == 0, output
     assert "waits since" not in output
@@ -147,8 +161,8 @@ def test_nothing_of_a_failed_job_is_left_in_shared_memory(run):
     assert not mine & set(os.listdir("/dev/shm")) - before
 
 
-def test_nobody_listens_on_the_network(run):
-    """Neither a rank nor its launcher, but on the loopback interface; what a script binds is its own affair."""
+def test_ranks_and_launcher_listen_on_the_loopback_interface_only(run):
+    """Sockets that a script binds itself may listen anywhere."""
     code, output = run(
         "import socket, subprocess\n"
         "def links(pid):\n"
@@ -225,6 +239,6 @@ def test_a_traceback_is_seen_beside_torch_distributed(run):
     assert "KeyError: 'lost'" in output
 
 
-def test_version_and_the_package_as_a_module():
+def test_python_m_distopt_prints_its_version():
     code, output = finish([sys.executable, "-m", "distopt", "--version"], 60)
     assert (code, output.split()[0]) == (0, "distopt")

@@ -10,7 +10,7 @@ import numpy as np
 
 import distopt
 from distopt.comm import mpi_start
-from distopt.watch import Limits
+from distopt.resilience.timeouts import Limits
 
 fault, culprit = sys.argv[1], int(sys.argv[2])
 given = mpi_start.limits

@@ -3,10 +3,10 @@
 import pytest
 
 pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
-import workers
-
 import nccl_checks
 import spawned
+import workers
+
 from launch import needs_mpi, run_mpi
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ def loopback(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("job", [spawned.verbs, spawned.streams, spawned.captured], ids=lambda job: job.__name__)
-def test_ranks(job, size, tmp_path):
+def test_verbs_streams_and_captured_steps_work_on_real_nccl(job, size, tmp_path):
     found = spawned.run(job, size, tmp_path, workers.a_host_of_its_own, timeout=TIMEOUT)
     assert found == {str(rank): "done" for rank in range(size)}
 
@@ -40,7 +40,7 @@ def test_a_process_that_closes_nothing_ends(tmp_path):
     assert found == {"0": "done", "1": "done"}
 
 
-def test_a_process_that_dies(tmp_path):
+def test_a_process_that_is_killed_is_named_by_the_other(tmp_path):
     """The other one learns it, and ends, although its GPU waits for ever."""
     found = spawned.run(nccl_checks.killed, 2, tmp_path, workers.a_host_of_its_own, timeout=TIMEOUT)
     assert found == {"0": "PeerLeft: rank 1 ended without a word, before a barrier"}
@@ -48,5 +48,5 @@ def test_a_process_that_dies(tmp_path):
 
 @pytest.mark.mpi
 @needs_mpi
-def test_processes_that_vote_over_mpi(tmp_path):
+def test_processes_may_vote_over_mpi(tmp_path):
     run_mpi(2, workers.over_mpi, tmp_path, timeout=TIMEOUT)

@@ -1,4 +1,4 @@
-"""One real GPU: make test-gpu-kernels.  The same laws run in CI on doubles (tests/test_gpu.py)."""
+"""One real GPU: make test-gpu-kernels.  The same laws run in CI on doubles (tests/device/test_gpu.py)."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 import laws
 from distopt import device
 from distopt.comm import LocalCommunicator
-from distopt.compress import At, ErrorFeedback, Threshold, TopK
+from distopt.compress import BucketContext, ErrorFeedback, ExchangeContext, Threshold, TopK
 
 pytestmark = pytest.mark.gpu
 
@@ -36,17 +36,19 @@ def test_selection_of_every_size(gpu, compressor, n):
     x, residual = np.random.default_rng(n).standard_normal((2, n), np.float32)
     found = []
     for comm in (LocalCommunicator(), gpu):
-        add, kept = laws.put(comm, [x.copy(), residual.copy()])
-        total = laws.put(comm, [np.zeros(n, np.float32)])[0]
+        add, kept = laws.to_device(comm, [x.copy(), residual.copy()])
+        total = laws.to_device(comm, [np.zeros(n, np.float32)])[0]
         chosen, state = ErrorFeedback(compressor), {"residual": kept}
-        at = At(scratch=lambda name, nbytes, like=add: device.zeros(nbytes, np.uint8, like))
-        payload = chosen.compress(add, state, at)
-        chosen.decompress(payload, total, at)
+        context = ExchangeContext(
+            bucket=BucketContext(scratch=lambda name, nbytes, like=add: device.zeros(nbytes, np.uint8, like))
+        )
+        payload = chosen.compress(add, state, context)
+        chosen.decompress(payload, total, context)
         found.append([device.host_copy(a).tobytes() for a in (total, state["residual"])])
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("compressor", laws.CAPTURED, ids=repr)
-def test_a_replay_is_the_step(gpu, compressor):
+def test_a_replay_of_a_captured_step_has_the_bits_of_the_step(gpu, compressor):
     laws.capture_changes_no_bit(gpu, compressor)
     laws.capture_changes_no_bit(gpu, compressor, make=laws.OPTIMIZERS["adam"], nonfinite="skip", nan_at=(2, 4))

@@ -7,8 +7,9 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from distopt.texts import NATIVE
 from test_kernels import compiler
+
+from distopt.kernels.signatures import NATIVE
 
 HERE = Path(__file__).parent
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")

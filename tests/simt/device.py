@@ -1,21 +1,21 @@
-"""A device that runs on the CPU, in the place of the host library (``kernels.library``)."""
+"""A device that runs on the CPU, in the place of the host library (``signatures.library``)."""
 
 import contextlib
 import ctypes
 import re
 import unittest.mock
 
-from distopt import kernels
-from distopt.kernels import KERNELS
+from distopt.kernels import dispatch
+from distopt.kernels.dispatch import KERNELS
 
-HOST = kernels.library()
+HOST = dispatch.library()
 
 
 class Device:
-    """A call of a kernel launches it with a small grid; what no device has (``select.cu``) is the host's."""
+    """A call of a kernel launches it with a small grid; what no device has (``topk_host.cu``) is the host's."""
 
     def __init__(self, libraries, blocks, threads, seed=0):
-        self.locate, self.libraries, self.dims = HOST.locate, libraries, (blocks, threads)
+        self.array_addresses, self.libraries, self.dims = HOST.array_addresses, libraries, (blocks, threads)
         self.launched = []  # names, in order
         for library in libraries.values():
             library.simt_seed(ctypes.c_ulonglong(seed))
@@ -51,7 +51,7 @@ class Launch:
 def on(libraries, blocks, threads, seed=0):
     """Kernels run on such a device in this block."""
     device = Device(libraries, blocks, threads, seed)
-    with unittest.mock.patch.object(kernels, "library", return_value=device), contextlib.ExitStack() as stack:
+    with unittest.mock.patch.object(dispatch, "library", return_value=device), contextlib.ExitStack() as stack:
         for kernel in KERNELS.values():
             stack.enter_context(unittest.mock.patch.object(kernel, "_functions", {}))
         yield device

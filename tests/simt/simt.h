@@ -417,6 +417,8 @@ inline void __threadfence() {}
 inline bool __isGlobal(const void *) { return true; }
 template <class T>
 void __stwb(T *p, T value) { *p = value; }
+using std::sqrt;
+inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }

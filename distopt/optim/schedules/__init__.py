@@ -1,4 +1,4 @@
-"""Hyper-parameters that change: pure functions of k, the number of updates applied so far (0 at the first update)."""
+"""Schedules of hyper-parameters: pure functions of k, the number of updates applied so far (0 at the first update)."""
 
 from distopt.optim.schedules.decline import Cosine, Poly, resnet50_32k
 from distopt.optim.schedules.factor import Factor, MultiFactor

@@ -1,26 +1,34 @@
-"""A learning rate in a line of text: MoXing's ``learning_rate_strategy``."""
+"""A learning rate from a line of text: MoXing's ``learning_rate_strategy``."""
 
 import bisect
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import NamedTuple
 
-from distopt.numbers import whole
+from distopt.checks import check_int
 from distopt.optim.schedules.scheduler import DecayScheduler
 
 MODES = ("linear", "exponential")
-LARGEST = 10**9  # epoch or learning rate that makes sense
+LARGEST = 10**9  # the largest epoch or learning rate that makes sense
 
 
 class Stage(NamedTuple):
-    """What lasts to update number ``end``: one learning rate, or the two of a warm-up."""
+    """A stage of a strategy.
+
+    Attributes:
+        end: the number of the update at which it ends.
+        rates: one learning rate, or the first and last of a warm-up.
+    """
 
     end: int
     rates: list[float]
 
 
 class Ramp(NamedTuple):
-    """From ``begin`` at k = 0 to ``end`` at k = ``steps``: a straight line, or ``begin (end / begin)^(k / steps)``."""
+    """A warm-up from ``begin`` at k = 0 to ``end`` at k = ``steps``.
+
+    It is a straight line if ``mode`` is 'linear', and ``begin (end / begin)^(k / steps)`` if it is 'exponential'.
+    """
 
     begin: float
     end: float
@@ -28,7 +36,7 @@ class Ramp(NamedTuple):
     mode: str
 
     def __call__(self, k: int) -> float:
-        """The value for update number k <= ``steps``."""
+        """Return the value for update number k <= ``steps``."""
         if k == self.steps:
             return self.end
         if self.mode == "linear":
@@ -37,9 +45,22 @@ class Ramp(NamedTuple):
 
 
 class Strategy(DecayScheduler):
-    """``ramp(k)`` for k <= ``ramp.steps``, if there is one; then ``values[i]``, i of the ``boundaries`` being below k.
+    """A piecewise constant schedule after an optional warm-up, which ``from_strategy`` makes.
 
-    So a boundary belongs to what is before it, as in TensorFlow's ``piecewise_constant``.  ``from_strategy`` makes it.
+    The value is ``ramp(k)`` for k <= ``ramp.steps``, if there is a ramp; then ``values[i]``, where i of the
+    ``boundaries`` are below k.  So a boundary belongs to the stage before it, as in TensorFlow's
+    ``piecewise_constant``.
+
+    Args:
+        ramp: the warm-up, or None.
+        boundaries: the updates at which stages end, increasing.
+        values: the learning rates of the stages, one more than boundaries.
+
+    Example:
+        >>> from distopt.optim.schedules import Strategy
+        >>> lr = Strategy(None, boundaries=[1, 3], values=[0.4, 0.2, 0.1])
+        >>> [lr(k) for k in range(6)]
+        [0.4, 0.4, 0.2, 0.2, 0.1, 0.1]
     """
 
     def __init__(self, ramp: Ramp | None, boundaries: Sequence[int], values: Sequence[float]):
@@ -47,33 +68,42 @@ class Strategy(DecayScheduler):
 
     @property
     def init_value(self) -> float:  # type: ignore[override]
-        """The value at the first update."""
         return self(0)
 
     def __call__(self, k: int) -> float:
-        """The value for update number k."""
-        k = whole("k", k, least=0)
+        k = check_int("k", k, least=0)
         if self.ramp and k <= self.ramp.steps:
             return self.ramp(k)
         return self.values[bisect.bisect_left(self.boundaries, k)]
 
 
 def from_strategy(strategy: str, steps_per_epoch: int, warmup: str = "linear") -> Strategy:
-    """The schedule that a text like ``'5:0.001->0.4,30:0.4,60:0.04'`` describes.
+    """Return the schedule that a text like ``'5:0.001->0.4,30:0.4,60:0.04'`` describes.
 
     Stages ``EPOCH:LR`` are separated by commas, and each lasts to the end of its epoch, counted from the first update;
-    the last one lasts for ever, whatever its epoch.  The first stage may be a warm-up, ``EPOCH:FROM->TO``, 'linear' or
-    'exponential'; if it is the only one, TO stays.  An epoch may be a fraction: the stage then ends with the last
-    update that is wholly within it.
+    the last one lasts for ever, whatever its epoch.  The first stage may be a warm-up, ``EPOCH:FROM->TO``; if it is the
+    only one, TO stays.  An epoch may be a fraction: the stage then ends with the last update that is wholly within it.
 
-    Raises TypeError for a strategy that is no text, and ValueError that names the stage: for one that is not written
-    like this, a number that is negative or above 10^9, epochs that do not increase, or that end at the same
-    update, a warm-up elsewhere than in the first stage, an exponential one from or to 0; and for another ``warmup``, or
-    ``steps_per_epoch`` below 1.
+    Args:
+        strategy: the text.
+        steps_per_epoch: the number of updates in an epoch, at least 1.
+        warmup: the shape of the warm-up, 'linear' or 'exponential'.
+
+    Raises:
+        TypeError: the strategy is no text.
+        ValueError: ``steps_per_epoch`` is below 1, ``warmup`` is unknown, or a stage, which is named, is not written
+            like this, has a number that is negative or above 10^9, does not end later than the one before it, is a
+            warm-up and not the first, or is an exponential warm-up from or to 0.
+
+    Example:
+        >>> from distopt.optim import from_strategy
+        >>> lr = from_strategy("2:0.1->0.5,4:0.5,6:0.05", steps_per_epoch=2)
+        >>> [round(lr(k), 3) for k in range(11)]
+        [0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5, 0.5, 0.5, 0.05, 0.05]
     """
     if not isinstance(strategy, str):
         raise TypeError(f"strategy must be a text like '5:0.1->0.4,30:0.4', got {strategy!r}")
-    steps_per_epoch = whole("steps_per_epoch", steps_per_epoch, least=1)
+    steps_per_epoch = check_int("steps_per_epoch", steps_per_epoch, least=1)
     if warmup not in MODES:
         raise ValueError(f"warmup must be one of {MODES}, got {warmup!r}")
     stages: list[Stage] = []
@@ -87,26 +117,26 @@ def from_strategy(strategy: str, steps_per_epoch: int, warmup: str = "linear") -
     return Strategy(ramp, [s.end for s in steady[:-1]], [s.rates[0] for s in steady] or first.rates[1:])
 
 
-def _stage(text: str, steps_per_epoch: int, before: Sequence[Stage], warmup: str) -> Stage:
-    """A stage that follows others, checked."""
+def _stage(text: str, steps_per_epoch: int, earlier: Sequence[Stage], warmup: str) -> Stage:
+    """Return the stage that a text describes, checked against the ``earlier`` ones."""
     epoch, colon, rate = text.partition(":")
     written = rate.split("->")
     if not colon or len(written) > 2:
         raise ValueError(f"must be EPOCH:LR, or EPOCH:FROM->TO for a warm-up, got {text.strip()!r}")
     is_warmup, rates = len(written) == 2, [float(_number("a learning rate", r)) for r in written]
-    if is_warmup and before:
-        raise ValueError("only the first one may be a warm-up (->)")
+    if is_warmup and earlier:
+        raise ValueError(f"must be EPOCH:LR, got {text.strip()!r}; only the first stage may warm up (->)")
     if is_warmup and warmup == "exponential" and not all(rates):
-        raise ValueError(f"an exponential warm-up begins and ends above 0, got {rate.strip()!r}")
+        raise ValueError(f"must be from and to rates above 0 for an exponential warm-up, got {rate.strip()!r}")
     end = int(_number("an epoch", epoch) * steps_per_epoch)
-    least = before[-1].end + 1 if before else int(not is_warmup)
+    least = earlier[-1].end + 1 if earlier else int(not is_warmup)
     if end < least:
         raise ValueError(f"must end at update {least} or later, got epoch {epoch.strip()}, which ends at {end}")
     return Stage(end, rates)
 
 
 def _number(what: str, text: str) -> Decimal:
-    """A decimal number as it is written: 0.29 epochs of 100 steps are 29, which floats say they are not."""
+    """Return a number as the decimal that is written: 0.29 epochs of 100 steps are 29, and not as in floats 28."""
     try:
         value = Decimal(text.strip())
     except InvalidOperation:

@@ -1,0 +1,91 @@
+"""What the host costs in a step on a GPU: python -m benchmarks.gpu_host [--save]
+
+One of 8 ranks; every call of CUDA and NCCL is stubbed out and counted (``benchmarks.stub_cuda``), so that what is left
+is the time of Python and of cupy's arrays on one core.  A real driver adds 2 to 3 us a launch and 8 us a group of NCCL.
+Milliseconds are also given for a core on which a loop of 10^6 additions takes 50 ms, for which the budgets hold.
+"""
+
+import argparse
+import gc
+import itertools
+import os
+import statistics
+import time
+
+from benchmarks import stub_cuda
+from benchmarks.measure import interleaved, report, versions
+from benchmarks.models import MODELS
+from distopt import DistOpt, Parameter, optim
+from distopt.compress import DeepGradientCompression, ErrorFeedback, Packed, TopK
+
+RANKS = 8
+REFERENCE = 50e-3  # seconds of ``loop`` on the core for which the budgets hold
+
+
+def sgd():
+    """Momentum and weight decay."""
+    return optim.SGD(0.1, momentum=0.9, weight_decay=1e-4)
+
+
+CASES = {  # name: model, optimizer, compressor, whether gradients are new arrays in each step, budget in ms
+    "ResNet-50 dense, new gradients": ("resnet50", sgd, None, True, 1.0),
+    "ResNet-50 dense, gradients stay": ("resnet50", sgd, None, False, 1.0),
+    "ResNet-50 dense, LAMB": ("resnet50", lambda: optim.LAMB(0.01), None, True, None),
+    "BERT-base dense, new gradients": ("bert-base", sgd, None, True, 2.5),
+    "ResNet-50 top-K 0.1 %": ("resnet50", sgd, ErrorFeedback(TopK(0.001)), True, 3.0),
+    "ResNet-50 DGC packed 0.1 %": (
+        "resnet50",
+        lambda: optim.SGD(0.1),
+        DeepGradientCompression(Packed(TopK(0.001))),
+        True,
+        4.0,
+    ),
+}
+
+
+def step_of(model, make, compressor, new):
+    """A step of a rank."""
+    shapes = [shape for _, shape in reversed(MODELS[model]())]
+    params = [Parameter(f"p{k}", stub_cuda.array(shape)) for k, shape in enumerate(shapes)]
+    sets = [[(p, stub_cuda.array(p.data.shape)) for p in params] for _ in range(3 if new else 1)]
+    losses, opt = itertools.cycle(sets), DistOpt(make(), stub_cuda.communicator(RANKS))
+    return lambda: opt.step(next(losses), compressor)
+
+
+def loop():
+    """What measures a core."""
+    x = 0
+    for i in range(10**6):
+        x += i
+    return x
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help="keep the table in benchmarks/results")
+    given = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+    stub_cuda.install()
+    names = ("kernels", "NCCL calls", "NCCL groups", "copies", "memsets", "event operations")
+    lines = [versions("numpy", "cupy-cuda13x"), ""]
+    lines += [f"  {'one step of one of 8 ranks':34}" + "".join(f"{n:>17}" for n in names) + f"{'ms':>8}{'scaled':>8}"]
+    for name, (model, make, compressor, new, budget) in CASES.items():
+        step = step_of(model, make, compressor, new)
+        for _ in range(8):
+            step()
+        stub_cuda.counts.clear()
+        step()
+        per_step = dict(stub_cuda.counts)
+        gc.collect()
+        times = interleaved({"step": step, "loop": loop}, rounds=9, calls=5, clock=time.thread_time)
+        scaled = [mine / this * REFERENCE * 1e3 for mine, this in zip(times["step"], times["loop"], strict=True)]
+        line = f"  {name:34}" + "".join(f"{per_step.get(n, 0):17}" for n in names)
+        line += f"{statistics.median(times['step']) * 1e3:8.2f}{statistics.median(scaled):8.2f}"
+        if budget:
+            line += f"  budget {budget:g}: {'met' if statistics.median(scaled) <= budget else 'MISSED'}"
+        lines.append(line)
+    report("gpu_host", "\n".join(lines), given.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""CUDA and NCCL that do nothing but count: what is left of a step on a GPU is the time of its host.
+
+cupy's arrays are real, over memory of the host that nobody touches; launches, copies, events and NCCL's calls return at
+once.  It needs cupy, and no GPU, driver or NCCL.
+"""
+
+import collections
+import ctypes
+import itertools
+from typing import ClassVar
+
+import cupy
+import numpy as np
+from cupy.cuda import nccl
+
+from distopt import device
+from distopt.comm import NcclCommunicator
+from distopt.comm.local import LocalControl
+from distopt.device import pinned
+from distopt.device.copies import DEVICE_TO_HOST
+
+counts: collections.Counter[str] = collections.Counter()
+
+
+def counted(name, result=None):
+    """A function that returns ``result``, and is counted."""
+
+    def call(*args, **kwargs):
+        counts[name] += 1
+        return result
+
+    return call
+
+
+class Stream:
+    """cupy.cuda.Stream."""
+
+    numbers = itertools.count(1)
+    current: ClassVar[list] = []
+
+    def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
+        self.ptr = 0 if null else next(self.numbers)
+
+    def __enter__(self):
+        self.current.append(self)
+        return self
+
+    def __exit__(self, *error):
+        self.current.pop()
+
+    def record(self, event=None):
+        counts["event operations"] += 1
+
+    def wait_event(self, event):
+        counts["event operations"] += 1
+
+    def is_capturing(self):
+        return False
+
+    def synchronize(self):
+        counts["waits"] += 1
+
+
+class Event:
+    """cupy.cuda.Event, which has always been reached."""
+
+    ptr, done = 0, True
+
+    def __init__(self, block=False, disable_timing=False, interprocess=False):
+        pass
+
+    def record(self, stream=None):
+        counts["event operations"] += 1
+
+    def synchronize(self):
+        counts["waits"] += 1
+
+
+class Device:
+    """cupy.cuda.Device."""
+
+    compute_capability = "90"
+
+    def __init__(self, number=0):
+        self.id = 0
+
+    def use(self):
+        pass
+
+
+class Function:
+    """cupy.cuda.function.Function."""
+
+    ptr = 1
+
+
+class Module:
+    """cupy.cuda.function.Module."""
+
+    def load(self, binary):
+        pass
+
+    def get_function(self, name):
+        return Function()
+
+
+class Nvrtc:
+    """cupy.cuda.nvrtc, which compiles nothing."""
+
+    class NVRTCError(RuntimeError):
+        pass
+
+    getVersion = staticmethod(lambda: (13, 0))
+    getSupportedArchs = staticmethod(lambda: [90])
+    createProgram = compileProgram = destroyProgram = staticmethod(lambda *args: None)
+    getCUBIN = staticmethod(lambda program: b"")
+
+
+class Nccl:
+    """cupy.cuda.nccl's communicator."""
+
+    def __init__(self, size, unique_id, rank):
+        pass
+
+    allReduce = allGather = broadcast = bcast = reduce = send = recv = staticmethod(counted("NCCL calls"))
+    check_async_error = abort = destroy = staticmethod(lambda: None)
+
+
+class Control(LocalControl):
+    """The votes of a rank with whom all others agree."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+
+def memcpy(to, source, nbytes, kind, stream):
+    """What comes from the GPU is zero: nothing was refused."""
+    counts["copies"] += 1
+    if kind == DEVICE_TO_HOST:
+        ctypes.memset(to, 0, nbytes)
+
+
+def allocate(nbytes):
+    """Memory of the host, of which no page is touched."""
+    raw = np.empty(nbytes + 512, np.uint8)
+    start = raw.ctypes.data
+    return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(start - start % -512, nbytes, raw, 0), 0)
+
+
+def install():
+    """Let cupy be this in this process."""
+    cuda, runtime = cupy.cuda, cupy.cuda.runtime
+    Stream.current.append(Stream(null=True))
+    cuda.set_allocator(allocate)
+    for owner, stubs in (
+        (cuda, {"Stream": Stream, "Event": Event, "Device": Device, "nvrtc": Nvrtc()}),
+        (cuda, {"alloc_pinned_memory": lambda nbytes: np.zeros(nbytes, np.uint8)}),
+        (cuda, {"get_current_stream": lambda: Stream.current[-1]}),
+        (cuda.function, {"Module": Module}),
+        (cuda.driver, {"launchKernel": counted("kernels")}),
+        (runtime, {"memsetAsync": counted("memsets"), "memcpyAsync": memcpy, "eventQuery": lambda event: 0}),
+        (runtime, {"getDeviceCount": lambda: 1, "getDevice": lambda: 0}),
+        (runtime, {"deviceGetPCIBusId": lambda number: "0000:00:00.0", "deviceGetAttribute": lambda *a: 132}),
+        (runtime, {"getDeviceProperties": lambda number: {"name": b"a stub", "uuid": bytes(16)}}),
+        (nccl, {"NcclCommunicator": Nccl, "get_unique_id": lambda: (0,) * 128, "get_version": lambda: 22809}),
+        (nccl, {"groupStart": counted("NCCL groups"), "groupEnd": lambda: None}),
+    ):
+        for name, stub in stubs.items():
+            setattr(owner, name, stub)
+    pinned.pool = pinned.Pool()
+
+
+def communicator(size):
+    """One of ``size`` ranks on GPUs, of which the others do the same."""
+    return NcclCommunicator(Control(size), gpu=0)
+
+
+def array(shape, dtype=np.float32):
+    """An array on the GPU that is none."""
+    return device.array_module().empty(shape, dtype)

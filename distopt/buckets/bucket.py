@@ -1,0 +1,378 @@
+"""The memory of a plan: a flat gradient for each bucket, and the state that outlives a step beside it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from distopt import device, kernels
+from distopt.buckets.plan import BucketSpec, Plan
+from distopt.buckets.shards import Reduced
+from distopt.device import HUGE_PAGE
+from distopt.kernels.layout import ArrayMatcher, BucketLayout
+
+Alloc = Callable[[int, Any], np.ndarray]
+States = dict[str, dict[str, np.ndarray]]  # state name -> parameter name -> array
+CONSTANTS = 64  # kept by a bucket: more than one step uses, fewer than a slowly falling density has values
+
+
+class Allocator(Protocol):
+    """Memory that ranks may share: the part of a communicator that buckets use."""
+
+    size: int
+
+    def alloc(self, n: int, dtype: Any) -> np.ndarray:
+        """Return memory for ``n`` elements that ``peers`` can share."""
+
+    def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
+        """Return this array on every rank, by rank; None if other ranks' memory cannot be read directly."""
+
+
+class Bucket:
+    """The flat arrays of one bucket, and the tables by which kernels reach its members.
+
+    Attributes:
+        number: the index of the bucket in the plan.
+        spec: its part of the plan.
+        gradient: the flat gradient, (size,) of the bucket's dtype.
+        bad: per member, how many entries of its packed gradient are not finite, int64.
+        peers: every rank's ``gradient``, if memory is shared.
+        state: flat arrays that outlive a step, by name: a compressor's residual, for example.
+        gradients, parameters, means, sums: tables of the members' arrays.
+        near_overflow: whether the last ``pack`` saw a gradient above the headroom asked for.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.buckets import BucketSet, plan
+        >>> values = {"a": np.zeros(2, "f4"), "b": np.zeros((1, 3), "f4")}
+        >>> (bucket,) = BucketSet(plan(list(values), [2, 3], ["f4", "f4"], threshold=100), values, np.zeros)
+        >>> bucket.gradient.shape, bucket.views(bucket.gradient)["b"].shape
+        ((19,), (1, 3))
+    """
+
+    def __init__(
+        self, number: int, spec: BucketSpec, shapes: Sequence[tuple[int, ...]], gradient: np.ndarray, bad: np.ndarray
+    ):
+        self.number, self.spec, self.gradient, self.bad = number, spec, gradient, bad
+        self.peers: list[np.ndarray] | None = None  # every rank's gradient, if they are shared
+        self.state: dict[str, np.ndarray] = {}
+        kinds = (spec.stored, spec.stored, spec.dtype, spec.dtype)
+        tables = (BucketLayout(spec.names, shapes, spec.offsets, kind) for kind in kinds)
+        self.gradients, self.parameters, self.means, self.sums = tables
+        self.layout = ArrayMatcher(list(self.views(gradient).values()), spec.stored)
+        self.wide_layout = ArrayMatcher(list(self.views(gradient).values()))  # of their sums, in the bucket's dtype
+        offsets = self.gradients.records["offset"] * spec.dtype.itemsize
+        self.own_addresses = (device.address(gradient) + offsets).astype(np.uintp)  # of the members' views
+        self.in_place = False  # whether all gradients lie in the flat array already
+        self.largest = float(np.finfo(spec.dtype).max)
+        self.near_overflow = False  # whether the last pack saw a gradient above the headroom
+        self.bad_parts = np.zeros((1, len(spec.names)), np.int64)  # a row per rank, the last one for the sum
+        self._scratch: dict[str, list[np.ndarray]] = {}
+        self._constants: dict[str, device.DeviceMirror] = {}
+
+    def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the members' parts of a flat array of this bucket, by name, in their shapes."""
+        return {name: self.gradients.view(flat, row) for row, name in enumerate(self.spec.names)}
+
+    def state_array(self, state: str) -> np.ndarray:
+        """Return a flat array that outlives the step, zeros at first."""
+        if state not in self.state:
+            self.state[state] = device.persistent_zeros(self.spec.size, self.spec.dtype, self.gradient)
+        return self.state[state]
+
+    def scratch(self, name: str, nbytes: int) -> np.ndarray:
+        """Return scratch memory of so many bytes, the same at every step until more are wanted.
+
+        Memory that has become too small is not freed: a stream of a GPU other than the one it would go back to may
+        still use it.
+        """
+        pieces = self._scratch.setdefault(name, [])
+        if not pieces or pieces[-1].size < nbytes:
+            room = max(nbytes, 2 * pieces[-1].size if pieces else 0)
+            pieces.append(device.persistent_zeros(room, np.uint8, self.gradient))
+        return pieces[-1][:nbytes]
+
+    def constant(self, name: str, make: Callable[[], np.ndarray]) -> device.DeviceMirror:
+        """Return a few numbers for kernels on either side; ``make`` is called if they were not asked for lately."""
+        mirror = self._constants.pop(name, None) or device.DeviceMirror(make())
+        self._constants[name] = mirror  # most recently used
+        if len(self._constants) > CONSTANTS:
+            del self._constants[next(iter(self._constants))]
+        return mirror
+
+    def point_to_gradients(self, addresses: np.ndarray) -> None:
+        """Point the table of gradients to these addresses; a missing one, at 0, is zeros.
+
+        Args:
+            addresses: (n,), uintp, of the members' gradients.
+        """
+        missing = addresses == 0
+        self.gradients.records["data"] = np.where(missing, self.own_addresses, addresses)
+        for row in np.flatnonzero(missing).tolist():
+            device.clear(self.gradients.view(self.gradient, row))
+        self.in_place = bool(((addresses == self.own_addresses) | (self.gradients.records["size"] == 0)).all())
+
+    def pack(self, check_in_place: bool, scale: float = 1.0, headroom: float = 1.0) -> None:
+        """Copy the gradients, times ``scale``, to the flat array, unless they are there already and ``scale`` is 1.
+
+        ``bad`` grows by the number of entries that are not finite.  On the host ``near_overflow`` becomes whether a
+        gradient times ``headroom`` is not finite: one pass finds both, and a second pass tells them apart if there is
+        one.
+        """
+        if check_in_place or not self.in_place or scale != 1.0:
+            kernels.pack(self.gradients, self.gradient, scale, self.bad, self.largest / headroom)
+        self.near_overflow = headroom > 1 and bool(np.count_nonzero(self.bad))  # a third of the time of any()
+        if self.near_overflow:
+            for row in np.flatnonzero(self.bad).tolist():
+                self.bad[row] = np.count_nonzero(~np.isfinite(self.gradients.view(self.gradient, row)))
+
+    def mean(self, total: Reduced, scale: float) -> dict[str, np.ndarray]:
+        """Return ``scale`` times a sum, by name; in place, unless other ranks may still read the sum."""
+        return self.views(self.flat_mean(total, scale))
+
+    def flat_mean(self, total: Reduced, scale: float) -> np.ndarray:
+        """Return ``scale`` times a sum as one flat array; in place, unless other ranks may still read the sum."""
+        if len(total) == 1:
+            flat = total[0].flat
+        else:
+            flat = self.scratch("mean", self.spec.nbytes).view(self.spec.dtype)
+        self.means.point_to(list(self.views(flat).values()))
+        for piece in total:
+            kernels.unpack(self.means.shard(piece.number, piece.of), piece.flat, scale)
+        return flat
+
+
+class BucketSet(list[Bucket]):
+    """All buckets of a plan; their gradients lie in one piece of memory.
+
+    Args:
+        plan: the plan.
+        values: the parameters' arrays by name, in plan order.
+        alloc: ``alloc(n, dtype)`` returns an array of n elements.
+
+    Attributes:
+        bad: per member of all buckets, how many entries are not finite, int64; the last number is for all ranks.
+        shared: whether every rank can read the gradients of all.
+        parameters: the parameters in memory that all ranks share, by name; empty if they are not shared.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.buckets import BucketSet, plan
+        >>> values = {"a": np.zeros(2, "f4"), "b": np.zeros(3, "f4")}
+        >>> buckets = BucketSet(plan(list(values), [2, 3], ["f4", "f4"], threshold=0), values, np.zeros)
+        >>> len(buckets), buckets.view("b")
+        (2, array([0., 0., 0.], dtype=float32))
+    """
+
+    def __init__(self, plan: Plan, values: Mapping[str, np.ndarray], alloc: Alloc):
+        self.plan = plan
+        self._starts = _starts(plan.buckets)
+        self._memory = alloc(max(1, self._starts[-1]), np.uint8)
+        members = np.cumsum([0, *(len(b.names) for b in plan.buckets)]).tolist()
+        self.bad = device.zeros(members[-1] + 1, np.int64, self._memory)  # per member; the last number is of all ranks
+        self._last_step = device.StreamEvent() if device.on_gpu(self._memory) else None
+        self += [
+            Bucket(k, b, [values[n].shape for n in b.names], flat, self.bad[members[k] : members[k + 1]])
+            for k, (b, flat) in enumerate(zip(plan.buckets, self._flats(self._memory), strict=True))
+        ]
+        self._views = {name: v for b in self for name, v in b.views(b.gradient).items()}
+        self._order = tuple(values)
+        self.num_parameters = len(self._order)
+        self.shared = False  # whether every rank can read the gradients of all
+        place = {name: k for k, name in enumerate(self._order)}
+        self.places = [np.array([place[n] for n in b.names]) for b in plan.buckets]  # each member's index in ``values``
+        self._gradients_version = self._parameters_version = -1  # versions of the arrays that the tables point to
+        self._copies: dict[int, np.ndarray] = {}  # copies of gradients that lie in the memory of others
+        self.parameters: dict[str, np.ndarray] = {}  # views of shared memory, by name; empty if not shared
+        self._halves: list[np.ndarray] | None = None  # by rank; empty if not shared, None before
+
+    def wait_for_last_step(self) -> None:
+        """Make the current stream wait for the last step, on whatever stream of a GPU that was enqueued."""
+        if self._last_step:
+            self._last_step.wait()
+
+    def end(self) -> None:
+        """Mark the end of a step, after all of it has been enqueued."""
+        if self._last_step:
+            self._last_step.record()
+
+    def wait_for_last_use(self, poll: Callable[[], None]) -> None:
+        """Wait until the current stream is done with the memory of these buckets; ``poll`` is called meanwhile.
+
+        It may raise.
+        """
+        device.wait_for_last_use(self._memory, poll)
+
+    def _flats(self, memory: np.ndarray) -> list[np.ndarray]:
+        """Return the buckets' flat arrays in such a piece of memory."""
+        return [memory[s : s + b.nbytes].view(b.dtype) for s, b in zip(self._starts, self.plan.buckets, strict=False)]
+
+    def view(self, name: str) -> np.ndarray:
+        """Return the place of a parameter's gradient in its bucket, in the parameter's shape."""
+        return self._views[name]
+
+    def connect(self, comm: Allocator) -> None:
+        """Find out whether the gradients of other ranks can be read from here.  Collective, once."""
+        memories = comm.peers(self._memory) if comm.size > 1 else None
+        for k, bucket in enumerate(self):
+            bucket.peers = None if memories is None else [self._flats(m)[k] for m in memories]
+            bucket.bad_parts = np.zeros((len(memories or ()) + 1, len(bucket.spec.names)), np.int64)
+        self.shared = memories is not None
+
+    def share_halves(self, comm: Allocator) -> bool:
+        """Make room for the 16-bit numbers that all ranks read; False if memory is not shared.  Collective, once."""
+        if self._halves is None:
+            memories = comm.peers(comm.alloc(self._memory.size, np.uint8))
+            self._halves = memories or []
+        return bool(self._halves)
+
+    def halves(self, bucket: Bucket, dtype: np.dtype) -> list[np.ndarray]:
+        """Return a bucket's 16-bit arrays of all ranks, by rank."""
+        start = self._starts[bucket.number]
+        end = start + bucket.spec.size * dtype.itemsize
+        return [memory[start:end].view(dtype) for memory in self._halves or ()]
+
+    def share_parameters(self, comm: Allocator) -> bool:
+        """Make room for all parameters in the first rank's memory; False if memory is not shared.  Collective."""
+        local = comm.alloc(self._memory.size, np.uint8)
+        memories = comm.peers(local)
+        if memories is None:
+            return False
+        flats = self._flats(memories[0])
+        self.parameters = {n: v for b, flat in zip(self, flats, strict=True) for n, v in b.views(flat).items()}
+        self._parameters_version = -1
+        return True
+
+    def try_point_to(self, number: int, grads: Sequence[Any]) -> bool:
+        """Point a bucket's table to these gradients; return False, and change nothing, if they must be copied first."""
+        bucket = self[number]
+        addresses = bucket.layout.addresses(grads)
+        if addresses is None or self.in_other_views(addresses, bucket.own_addresses).any():
+            return False
+        bucket.point_to_gradients(addresses)
+        self._gradients_version = -1
+        return True
+
+    def in_other_views(self, addresses: np.ndarray, home: Any) -> np.ndarray:
+        """Tell which addresses lie in these buckets, but in another gradient's view than ``home``; (n,), bool."""
+        start = device.address(self._memory)
+        inside = (addresses >= start) & (addresses < start + self._memory.nbytes)
+        foreign: np.ndarray = inside & (addresses != home)
+        return foreign
+
+    def point_to_gradients(
+        self, grads: Sequence[np.ndarray | None], addresses: np.ndarray, version: int, sent: int = 0
+    ) -> None:
+        """Point the tables to these gradients, in plan order; one that is None is zeros.
+
+        Args:
+            grads: the arrays in plan order.
+            addresses: their addresses, (n,), uintp, 0 for None.
+            version: changes when an array changes.
+            sent: the number of buckets, from the first on, that are on their way already.
+
+        Raises:
+            ValueError: a gradient lies in the memory of another parameter's that was sent already.
+        """
+        if version != self._gradients_version or (addresses == 0).any():
+            addresses = self._untangled(grads, addresses, sent)
+            for bucket, places in zip(self, self.places, strict=True):
+                bucket.point_to_gradients(addresses[places])
+            self._gradients_version = -1 if self._copies else version  # copies are made anew at every step
+
+    def point_to_parameters(self, addresses: np.ndarray, version: int) -> None:
+        """Point the tables to the parameters at these addresses, in plan order.
+
+        Raises:
+            ValueError: parameters are shared, and one is not the array that ``parameter_views`` returned.
+        """
+        if version != self._parameters_version:
+            for name, address in zip(self._order, addresses, strict=True) if self.parameters else ():
+                shared = self.parameters[name]
+                if shared.size and device.address(shared) != address:
+                    raise ValueError(
+                        f"{name}: data must be the array that parameter_views returned for it, got another one"
+                    )
+            for bucket, places in zip(self, self.places, strict=True):
+                bucket.parameters.records["data"] = addresses[places]
+            self._parameters_version = version
+
+    def _untangled(self, grads: Sequence[np.ndarray | None], addresses: np.ndarray, sent: int) -> np.ndarray:
+        """Return the addresses; a gradient in the memory of another, which packing would overwrite, is copied first."""
+        home = np.empty_like(addresses)
+        for bucket, places in zip(self, self.places, strict=True):
+            home[places] = bucket.own_addresses
+        overlapping = np.flatnonzero(self.in_other_views(addresses, home)).tolist()
+        sent_until = device.address(self._memory) + self._starts[sent]
+        for k in overlapping:
+            if addresses[k] < sent_until:
+                raise ValueError(
+                    f"{self._order[k]}: the gradient must be an array of its own, got the view of another parameter, "
+                    "which was sent already; copy it"
+                )
+        self._copies = {k: device.copied(grads[k]) for k in overlapping}
+        if self._copies:
+            addresses = addresses.copy()
+            addresses[list(self._copies)] = [device.address(c) for c in self._copies.values()]
+        return addresses
+
+    def nonfinite(self) -> str:
+        """Return the names of packed gradients that are not finite, with counts; '' if all are finite."""
+        bad = device.host_copy(self.bad) if device.on_gpu(self.bad) else self.bad
+        if not np.count_nonzero(bad):
+            return ""
+        members = ((name, size) for b in self.plan.buckets for name, size in zip(b.names, b.sizes, strict=True))
+        counts = zip(members, bad.tolist(), strict=False)
+        return ", ".join(f"{name} ({count} of {size} entries)" for (name, size), count in counts if count)
+
+    def states(self) -> States:
+        """Return views of the state that outlives a step, by state and parameter."""
+        states: States = {}
+        for bucket in self:
+            for state, flat in bucket.state.items():
+                states.setdefault(state, {}).update(bucket.views(flat))
+        return states
+
+    def check(self, states: States) -> None:
+        """Raise ValueError for the state of an unknown parameter, or of another shape or dtype."""
+        for state, arrays in states.items():
+            for name, a in arrays.items():
+                if name not in self._views:
+                    raise ValueError(f"names in state {state} must be those of parameters, got {name!r}")
+                view = self._views[name]
+                if a.shape != view.shape:
+                    raise ValueError(f"state {state} of {name} must be of shape {view.shape}, got {a.shape}")
+                if a.dtype != view.dtype:
+                    raise ValueError(f"state {state} of {name} must be of dtype {view.dtype}, got {a.dtype}")
+
+    def copied_states(self) -> list[dict[str, np.ndarray]]:
+        """Return copies of the state that outlives a step, per bucket, for ``restore_copies``."""
+        return [{state: device.copied(flat) for state, flat in bucket.state.items()} for bucket in self]
+
+    def restore_copies(self, copies: list[dict[str, np.ndarray]]) -> None:
+        """Restore the copies of ``copied_states``; state that did not exist then becomes zeros."""
+        for bucket, states in zip(self, copies, strict=True):
+            for state, flat in bucket.state.items():
+                if state in states:
+                    device.copy(flat, states[state])
+                else:
+                    device.clear(flat)
+
+    def restore(self, states: States) -> None:
+        """Replace the state that outlives a step by ``states``, from another plan or from a checkpoint."""
+        for bucket in self:
+            bucket.state.clear()
+            for state, arrays in states.items():
+                for name, view in bucket.views(bucket.state_array(state)).items():
+                    if name in arrays:
+                        device.copy(view, arrays[name])
+
+
+def _starts(buckets: Sequence[BucketSpec]) -> list[int]:
+    """Return the start of each bucket in the common memory, in bytes, and the end; large ones at multiples of 2 MiB."""
+    starts = [0]
+    for b in buckets:
+        align = HUGE_PAGE if b.nbytes >= HUGE_PAGE else 64
+        starts[-1] = -(-starts[-1] // align) * align
+        starts.append(starts[-1] + b.nbytes)
+    return starts

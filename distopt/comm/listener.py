@@ -1,0 +1,200 @@
+"""Local socket by which the processes of one machine connect to rank 0.
+
+Rank 0 accepts processes of its own user that prove that they know the secret.  Any process can connect to a socket, so
+connections of other users are closed before anything is read, and each of the others is read in a thread with a time
+limit, so that a silent one does not block the ranks.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+
+from distopt.comm.control import agreed
+
+ACCEPTED, REFUSED = b"W", b"R"  # first byte of rank 0's answer
+PROOF_SECONDS = 10.0  # seconds in which a connection must prove that it knows the secret; a rank may connect again
+MAX_UNPROVEN = 64  # connections that may do so at a time, in addition to one per rank
+TICK = 0.2  # seconds between two checks for connections that are late
+MAX_MESSAGE_BYTES = 200  # of the message with a rank and a world size
+CREDENTIALS, TIMEVAL = struct.Struct("iII"), struct.Struct("ll")
+UNPROVEN = AuthenticationError, AssertionError, EOFError, OSError, TypeError, ValueError
+
+
+class RankListener:
+    """Listening socket of rank 0; a thread accepts connections until ``connections`` has been called.
+
+    Args:
+        name: address of the socket, in Linux's abstract namespace.
+        key: the secret.
+        size: number of ranks.
+        patience: seconds that the ranks have to connect, for error texts.
+
+    Raises:
+        RuntimeError: the address is in use.
+    """
+
+    def __init__(self, name: str, key: bytes, size: int, patience: float):
+        self._key, self._size, self._patience = key, size, patience
+        self._connected: list[tuple[int, Connection]] = []
+        self._unproven: dict[socket.socket, float] = {}  # deadlines of connections that have proved nothing yet
+        self._problem, self._closed = "", False
+        self._changed = threading.Condition()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.setblocking(False)
+        try:
+            self._listener.bind(name)
+            self._listener.listen(max(size, socket.SOMAXCONN))
+        except OSError as error:
+            self._listener.close()
+            raise RuntimeError(f"two processes were told local_rank=0, or the id is used again: {error}") from error
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._listen, name="votes' listener", daemon=True)
+        self._thread.start()
+
+    def connections(self, deadline: float) -> dict[int, Connection]:
+        """Wait for all other ranks, and return their connections by rank.
+
+        Raises:
+            RuntimeError: on every rank that has connected, if one has not by ``deadline`` (of ``time.monotonic``), or
+                if ranks differ in the world size or claim the same rank.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._problem or len(self._connected) == self._size - 1, deadline - time.monotonic()
+            )
+            missing = sorted(set(range(1, self._size)) - {rank for rank, _ in self._connected})
+            self._closed = True
+        self._wake.close()
+        self._thread.join()
+        if missing and not self._problem:
+            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            self._problem = f"{names} of {self._size} did not come within {self._patience:g} s: see what they printed"
+        for _, line in self._connected:
+            with contextlib.suppress(OSError):  # the first vote finds out that a rank has ended meanwhile
+                line.send_bytes(REFUSED + self._problem.encode() if self._problem else ACCEPTED)
+        if self._problem:
+            raise agreed(RuntimeError(self._problem), speaks=True)
+        return dict(sorted(self._connected))
+
+    def _listen(self) -> None:
+        with self._listener, self._woken:
+            while not self._closed:
+                full = len(self._unproven) >= MAX_UNPROVEN + self._size
+                if self._listener in wait([self._woken] if full else [self._woken, self._listener], TICK):
+                    self._accept()
+                self._shut_down_late(time.monotonic())
+        self._shut_down_late(float("inf"))
+
+    def _accept(self) -> None:
+        """Accept one connection, and read it in a separate thread; close it if it is another user's."""
+        try:
+            line, _ = self._listener.accept()
+        except OSError:  # the other end has closed it, or there are too many open files
+            time.sleep(0.01)
+            return
+        if peer_uid(line) != os.geteuid():
+            line.close()
+            return
+        line.setblocking(True)
+        with self._changed:
+            self._unproven[line] = time.monotonic() + PROOF_SECONDS
+        threading.Thread(target=self._authenticate, args=(line,), name="votes' authentication", daemon=True).start()
+
+    def _shut_down_late(self, now: float) -> None:
+        """Shut down the connections whose deadline is before ``now``, which ends the threads that read them."""
+        with self._changed:
+            for line in (line for line, until in self._unproven.items() if until < now):
+                with contextlib.suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)
+
+    def _authenticate(self, line: socket.socket) -> None:
+        connection = None
+        try:
+            connection = Connection(os.dup(line.fileno()))
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            rank, size = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
+            proven = isinstance(rank, int) and isinstance(size, int)
+        except UNPROVEN:
+            proven = False
+        with self._changed:
+            del self._unproven[line]
+            line.close()
+            if connection is None:
+                return
+            if not proven or self._closed:
+                connection.close()
+                return
+            if size != self._size:
+                self._problem = f"rank {rank} was told world_size={size}, rank 0 {self._size}"
+            elif rank in [0, *(other for other, _ in self._connected)]:
+                self._problem = f"two processes were told local_rank={rank}"
+            self._connected.append((rank, connection))
+            self._changed.notify()
+
+
+def connect(name: str, key: bytes, rank: int, size: int, deadline: float) -> tuple[Connection, bytes]:
+    """Connect to rank 0, and wait for its answer, which comes when all ranks have connected or the time is over.
+
+    Args:
+        name: address of rank 0's socket.
+        key: the secret; both ends prove that they know it.
+        rank: this rank.
+        size: the number of ranks that this rank expects.
+        deadline: time at which to give up, of ``time.monotonic``.
+
+    Returns:
+        The connection, and rank 0's answer.
+
+    Raises:
+        TimeoutError: rank 0 has not answered by the deadline.
+        AuthenticationError: the process that answers does not know the secret, or is another user's.
+    """
+    while True:
+        try:
+            line = _authenticated_connection(name, key, deadline)
+            line.send_bytes(json.dumps([rank, size]).encode())
+            if line.poll(max(0.0, deadline - time.monotonic()) + 1.0):  # rank 0's answer says which ranks are missing
+                return line, line.recv_bytes()
+        except AssertionError as error:
+            raise AuthenticationError(str(error)) from None
+        except (EOFError, OSError):  # rank 0 does not listen yet, its queue is full, or it took too long
+            time.sleep(0.02)
+        if time.monotonic() > deadline:
+            raise TimeoutError
+
+
+def peer_uid(line: socket.socket) -> int:
+    """Return the id of the user whose process is at the other end, according to the kernel."""
+    return int(CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[1])
+
+
+def _authenticated_connection(name: str, key: bytes, deadline: float) -> Connection:
+    with socket.socket(socket.AF_UNIX) as line:
+        line.setblocking(False)  # connect() would wait for ever for room in a full queue
+        line.connect(name)
+        if peer_uid(line) != os.geteuid():
+            raise AuthenticationError("it is another user's process")
+        line.setblocking(True)
+        _limit(line, max(0.0, deadline - time.monotonic()) + 1.0)
+        connection = Connection(os.dup(line.fileno()))
+        try:
+            answer_challenge(connection, key)
+            deliver_challenge(connection, key)
+        except BaseException:
+            connection.close()
+            raise
+        _limit(line, 0.0)
+        return connection
+
+
+def _limit(line: socket.socket, seconds: float) -> None:
+    """Set the seconds that a read or a write may take; 0 for no limit."""
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        line.setsockopt(socket.SOL_SOCKET, option, TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))

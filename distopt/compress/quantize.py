@@ -1,0 +1,202 @@
+"""Send every element as a code of one bit or two: its sign, and with two bits whether it is large."""
+
+import abc
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from distopt import device, kernels
+from distopt.checks import as_float
+from distopt.compress.base import ExchangeContext, Lossy, State, check_fits, layout_of, per_payload
+from distopt.kernels.layout import BucketLayout
+
+LEAST, MOST = (float(x) for x in (np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max))
+
+
+class Codec(Lossy):
+    """A compressor whose payload has a code for every position of the flat array, in words of 32 bits (codec.cu).
+
+    Without error feedback, with which codes are meant to be used, what they do not stand for is dropped.
+    """
+
+    bits: int  # of a code
+    header = 0  # bytes in front of the codes
+
+    @abc.abstractmethod
+    def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int: ...
+
+    def compress(
+        self, x: np.ndarray, state: State, context: ExchangeContext, add: np.ndarray | None = None
+    ) -> np.ndarray:
+        payload = context.scratch("payload", self.payload_bytes(x.size, x.itemsize))
+        device.clear(payload)
+        if add is not None:
+            check_fits(x, add)
+        self.encode(x, x if add is None else add, add is not None, payload, context)
+        return payload
+
+    @abc.abstractmethod
+    def encode(
+        self, x: np.ndarray, add: np.ndarray, added: bool, payload: np.ndarray, context: ExchangeContext
+    ) -> None:
+        """Move what its codes stand for out of x (+ add), and write them to a payload of zeros.
+
+        Args:
+            x: the memory or the gradient, ``(n,)``, float32 or float64.
+            add: the new gradient, like x; x itself if nothing is added.
+            added: whether ``add`` is added.
+            payload: ``(payload_bytes,)`` of uint8, zeros.
+            context: the call of the compressor.
+        """
+
+    def decompress(self, payload: np.ndarray, out: np.ndarray, context: ExchangeContext) -> None:
+        numbers = context.scratch("numbers", out.nbytes).view(out.dtype)
+        device.clear(numbers)
+        self.decompress_all([payload], numbers, context)
+        kernels.accumulate(numbers, out)
+
+    def decompress_all(self, payloads: Sequence[np.ndarray], out: np.ndarray, context: ExchangeContext) -> None:
+        """Overwrite ``out`` by the sum of payloads, in one pass.
+
+        Args:
+            payloads: of any number of ranks, each of uint8.
+            out: ``(n,)``, float32 or float64.
+            context: the call of the compressor.
+
+        Raises:
+            ValueError: a payload is not of the size that n elements have.
+        """
+        expected = self.payload_bytes(out.size, out.itemsize)
+        for payload in payloads:
+            if payload.nbytes != expected:
+                raise ValueError(f"a payload of {out.size} elements must be of {expected} bytes, got {payload.nbytes}")
+        self.decode_sum(
+            per_payload("payloads", [device.address(payload) for payload in payloads], context), out, context
+        )
+
+    @abc.abstractmethod
+    def decode_sum(self, payloads: device.DeviceMirror, out: np.ndarray, context: ExchangeContext) -> None:
+        """Overwrite ``out`` by the sum of payloads.
+
+        Args:
+            payloads: their addresses, ``(payloads,)`` of int64.
+            out: ``(n,)``, float32 or float64.
+            context: the call of the compressor.
+        """
+
+
+def _words(bits: int) -> int:
+    """Return the bytes of the 32-bit words that hold so many bits."""
+    return -(-bits // 32) * 4
+
+
+class TwoBit(Codec):
+    """Send ``threshold`` for every element that is at least that in magnitude, with its sign, and 0 for the others.
+
+    MXNet's 2-bit compression: element i has bits 7 - 2 (i mod 4) and the next lower one of byte i // 4; 11 is
+    +threshold, 10 is -threshold, 00 is 0.  An element that is not finite is sent as 01, which is NaN, and nothing of it
+    stays behind.  An element moves by one threshold a step at most: gradients that are larger for long make a residual
+    that grows without bound (``opt.state_dict()["states"]["residual"]``).
+
+    Args:
+        threshold: in units of the local, un-averaged gradient.
+
+    Raises:
+        TypeError: for a threshold that is no number.
+        ValueError: for one that is not a positive float32.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.compress import ExchangeContext
+        >>> x = np.array([0.75, -1, 0.25, 0], np.float32)
+        >>> payload = TwoBit(0.5).compress(x, {}, ExchangeContext())
+        >>> f"{payload[0]:08b}", payload.nbytes
+        ('11100000', 4)
+        >>> x
+        array([ 0.25, -0.5 ,  0.25,  0.  ], dtype=float32)
+    """
+
+    bits = 2
+
+    def __init__(self, threshold: float = 0.5):
+        self.threshold: float = as_float("threshold", threshold)
+        if not LEAST <= self.threshold <= MOST:
+            raise ValueError(f"threshold must be positive and finite, {LEAST:.2g} to {MOST:.8g}, got {threshold}")
+
+    def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
+        return _words(2 * n)
+
+    def encode(
+        self, x: np.ndarray, add: np.ndarray, added: bool, payload: np.ndarray, context: ExchangeContext
+    ) -> None:
+        kernels.encode_two_bits(x, add, added, payload, self.threshold, context.skip_flag)
+
+    def decode_sum(self, payloads: device.DeviceMirror, out: np.ndarray, context: ExchangeContext) -> None:
+        kernels.decode_two_bits(out, payloads, self.threshold)
+
+    def __repr__(self) -> str:
+        return f"TwoBit({self.threshold})"
+
+
+class OneBit(Codec):
+    """Send +s for every element above ``threshold``, and -s for the others.
+
+    Element i has bit 7 - i mod 8 of byte i // 8.  What is not finite makes s so, and with it all that is sent of its
+    bucket; 'unit' cannot tell it.  Nothing of it stays behind.
+
+    Args:
+        threshold: in units of the local, un-averaged gradient.
+        scale: with 'mean', s is the mean magnitude of the bucket's elements, which comes in front of the bits as a
+            float32 (Karimireddy et al., "Error feedback fixes SignSGD", 2019).  With 'unit', s is 1, whatever the
+            gradients are, and there is nothing but bits, as in MXNet; learning rates have to make up for it, and a
+            gradient of zeros sends -1.
+
+    Raises:
+        TypeError: for a threshold that is no number.
+        ValueError: for one that is not finite, and for another scale.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.compress import ExchangeContext
+        >>> x = np.array([3, -1, 0, 2], np.float32)
+        >>> payload = OneBit().compress(x, {}, ExchangeContext())
+        >>> payload[:4].view(np.float32), f"{payload[4]:08b}"
+        (array([1.5], dtype=float32), '10010000')
+        >>> x
+        array([1.5, 0.5, 1.5, 0.5], dtype=float32)
+    """
+
+    bits = 1
+
+    def __init__(self, threshold: float = 0.0, scale: str = "mean"):
+        self.threshold: float = as_float("threshold", threshold)
+        if not math.isfinite(self.threshold):
+            raise ValueError(f"threshold must be finite, got {threshold}")
+        if scale not in ("mean", "unit"):
+            raise ValueError(f"scale must be one of mean, unit, got {scale!r}")
+        self.scale = scale
+        self.header = 4 if scale == "mean" else 0
+
+    def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
+        return self.header + _words(n)
+
+    def encode(
+        self, x: np.ndarray, add: np.ndarray, added: bool, payload: np.ndarray, context: ExchangeContext
+    ) -> None:
+        """Take one pass, and another one before it for the mean."""
+        members = layout_of(x, context)
+        if self.header:
+            chunks, elements = members.span[1], int(members.records["size"].sum())
+            partial = context.scratch("partials", 8 * (chunks + len(members.names))).view(np.float64)
+            kernels.partial_magnitudes(members, x, add, added, partial, context.skip_flag)
+            kernels.mean_of_partials(partial[:chunks], payload[:4].view(np.float32), elements, context.skip_flag)
+            add, added = x, False
+        kernels.encode_one_bit(members, x, add, added, payload, self.header, self.threshold, context.skip_flag)
+
+    def decode_sum(self, payloads: device.DeviceMirror, out: np.ndarray, context: ExchangeContext) -> None:
+        """Leave what lies between the members as it is."""
+        kernels.decode_one_bit(layout_of(out, context), out, payloads, self.header)
+
+    def __repr__(self) -> str:
+        return f"OneBit({self.threshold}, scale={self.scale!r})"

@@ -1,0 +1,351 @@
+"""Send the largest entries, as pairs of index and value."""
+
+import abc
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distopt import device, kernels
+from distopt.compress import select
+from distopt.compress.base import ExchangeContext, Lossy, State, check_fits, layout_of, per_payload, sizes_of
+from distopt.kernels.layout import CHUNK, BucketLayout
+
+INDEX = 4  # bytes of an index
+SPARE = 64  # at least one of so many entries has room
+LIMIT = 2**31  # what an index can tell apart
+
+
+class Increment(NamedTuple):
+    """The array that is added to x before entries are selected: a gradient, with its momentum if it has a velocity.
+
+    Args:
+        gradient: ``(n,)``, or empty; it is spent where momentum is added.
+        velocity: ``(n,)``, or empty for no momentum.
+        momentum: by how much of itself the velocity outlives a step.
+        nesterov: Nesterov's momentum.
+    """
+
+    gradient: np.ndarray
+    velocity: np.ndarray
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def added(self, members: BucketLayout, context: ExchangeContext) -> np.ndarray:
+        """Bring the velocity up to date, which a selecting kernel on a GPU cannot do, and return what is added."""
+        if self.velocity.size:
+            kernels.correct_momentum(members, *self, context.skip_flag)
+        return self.gradient
+
+
+class Sparse(Lossy):
+    """A compressor that selects entries; without error feedback the others are dropped.
+
+    A payload is the plane of values, then the plane of 0-based int32 indices, ascending; its length tells how many.
+
+    Attributes:
+        density: the fraction of entries that is sent; None if that depends on the data.
+
+    Raises:
+        ValueError: for buckets of 2^31 elements or more.
+    """
+
+    ragged = True
+    density: float | None = None
+
+    def compress(
+        self, x: np.ndarray, state: State, context: ExchangeContext, add: np.ndarray | None = None
+    ) -> np.ndarray:
+        return self.encode(self.select(x, context, add), x, context)
+
+    def select(self, x: np.ndarray, context: ExchangeContext, add: np.ndarray | Increment | None = None) -> np.ndarray:
+        """Move the selected entries out of x (+ add).
+
+        Args:
+            x: the memory or the gradient, ``(n,)``, float32 or float64.
+            context: the call of the compressor.
+            add: what is added to x first, of x's size; None for nothing.
+
+        Returns:
+            The planes of values and of indices, ``(nbytes,)`` of uint8 (``unpack_entries``).
+
+        Raises:
+            ValueError: x has 2^31 elements or more, or ``add`` is not of its size.
+        """
+        increment = add if isinstance(add, Increment) else Increment(x[:0] if add is None else add, x[:0])
+        check_size(x.size)
+        if add is not None:
+            check_fits(x, increment.gradient)
+        return self.extract(x, increment, context)
+
+    @abc.abstractmethod
+    def extract(self, x: np.ndarray, add: Increment, context: ExchangeContext) -> np.ndarray:
+        """Replace x by x + add without the selected entries.
+
+        Args:
+            x: the memory or the gradient, ``(n,)``, float32 or float64.
+            add: what is added to x first; its gradient may be empty.
+            context: the call of the compressor.
+
+        Returns:
+            The planes of values and of indices, as ``select`` returns them.
+        """
+
+    def encode(self, planes: np.ndarray, x: np.ndarray, context: ExchangeContext) -> np.ndarray:
+        """Return the payload that carries these planes.
+
+        Args:
+            planes: what ``select`` returned.
+            x: the array that the entries were moved out of; what the payload cannot carry goes back there.
+            context: the call of the compressor.
+        """
+        return planes
+
+    def decode(
+        self, payloads: Sequence[np.ndarray], out: np.ndarray, context: ExchangeContext
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the indices and values of each payload; an index below 0 is no entry.
+
+        Args:
+            payloads: of any number of ranks, each of uint8.
+            out: an array of x's size, dtype and device, which stays as it is.
+            context: the call of the compressor.
+
+        Returns:
+            For each payload the indices, ``(k,)`` of int32, and the values, ``(k,)`` of x's dtype.
+        """
+        return [unpack_entries(payload, out.dtype) for payload in payloads]
+
+    def decompress(self, payload: np.ndarray, out: np.ndarray, context: ExchangeContext) -> None:
+        for index, entry in self.decode([payload], out, context):
+            kernels.decode_sparse(out, index, entry)
+
+    def decompress_all(self, payloads: Sequence[np.ndarray], out: np.ndarray, context: ExchangeContext) -> None:
+        """Overwrite ``out`` by the sum of payloads: in one launch on a GPU, one after the other on the host."""
+        planes = self.decode(payloads, out, context)
+        if not device.on_gpu(out):
+            device.clear(out)
+            for index, entry in planes:
+                kernels.decode_sparse(out, index, entry)
+            return
+        kernels.decode_all(
+            out,
+            per_payload("indices", [device.address(index) for index, _ in planes], context),
+            per_payload("entries", [device.address(entry) for _, entry in planes], context),
+            per_payload("lengths", [index.size for index, _ in planes], context),
+        )
+
+
+def selected_counts(density: float, sizes: np.ndarray) -> np.ndarray:
+    """Return a fraction of these sizes, rounded up: one at least, if there is one."""
+    exact = density * sizes
+    wanted = np.ceil(exact - 1e-9 * np.maximum(1.0, exact)).astype(np.int64)
+    return np.clip(wanted, np.minimum(sizes, 1), sizes)
+
+
+def check_size(n: int) -> None:
+    """Raise ValueError for a flat array whose elements an int32 index cannot tell apart."""
+    if n >= LIMIT:
+        raise ValueError(
+            f"a bucket must be of less than 2^31 elements, for int32 indices, got {n}; lower the threshold"
+        )
+
+
+def payload_size(k: int, itemsize: int) -> int:
+    """Return the bytes of k entries: a multiple of the value's, so that payloads behind each other are aligned."""
+    return -(-int(k) * (itemsize + INDEX) // itemsize) * itemsize
+
+
+def unpack_entries(payload: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the planes of indices and of values; values come first in a payload, so that both are aligned."""
+    itemsize = np.dtype(dtype).itemsize
+    k = payload.size // (itemsize + INDEX)
+    return payload[k * itemsize : k * (itemsize + INDEX)].view(np.int32), payload[: k * itemsize].view(dtype)
+
+
+def truncate(payload: np.ndarray, k: int, dtype: Any) -> np.ndarray:
+    """Return the payload of the first k entries, in the same memory: the indices move down to the values."""
+    index, entry = unpack_entries(payload, dtype)
+    split = k * entry.itemsize
+    payload[split : split + k * INDEX] = index[:k].view(np.uint8)
+    return payload[: payload_size(k, entry.itemsize)]
+
+
+class FixedDensity(Sparse):
+    """A base class of selectors that send the same fraction of entries at every step."""
+
+    ragged = False
+    density: float
+
+    @abc.abstractmethod
+    def counts(self, sizes: np.ndarray) -> np.ndarray:
+        """Return how many entries of each part are sent, of parts of these sizes, ``(parts,)`` of int64."""
+
+    @abc.abstractmethod
+    def with_density(self, density: float) -> "FixedDensity":
+        """Return a selector of another fraction, of each tensor."""
+
+
+class TopK(FixedDensity):
+    """Send the ``density`` fraction of entries that are largest in magnitude, exactly; ties go to the lowest index.
+
+    NaN counts as more than infinite.
+
+    Args:
+        density: the fraction of entries that is sent: ceil(density n) of n, at least 1.
+        per_tensor: select so many of each tensor, instead of the whole bucket.
+
+    Raises:
+        TypeError: for a density that is no number.
+        ValueError: for a density outside (0, 1].
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.compress import ExchangeContext
+        >>> x = np.array([1, -5, 2, 4], np.float32)
+        >>> payload = TopK(0.5).compress(x, {}, ExchangeContext())
+        >>> payload[:8].view(np.float32), payload[8:].view(np.int32)
+        (array([-5.,  4.], dtype=float32), array([1, 3], dtype=int32))
+        >>> x
+        array([1., 0., 2., 0.], dtype=float32)
+    """
+
+    def __init__(self, density: float, per_tensor: bool = False):
+        if isinstance(density, bool) or not isinstance(density, Real):
+            raise TypeError(f"density must be a number, got {density!r}")
+        if not 0 < density <= 1:
+            raise ValueError(f"density must be in (0, 1], got {density}")
+        self.density = float(density)
+        self.per_tensor: bool = bool(per_tensor)
+
+    def count(self, n: int) -> int:
+        """Return how many of n entries are sent."""
+        return int(self.counts(np.array([n]))[0])
+
+    def with_density(self, density: float) -> "TopK":
+        return TopK(density, per_tensor=True)
+
+    def counts(self, sizes: np.ndarray) -> np.ndarray:
+        return selected_counts(self.density, sizes)
+
+    def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
+        check_size(n)
+        return payload_size(self.counts(self.parts(sizes_of(n, layout))).sum(), itemsize)
+
+    def extract(self, x: np.ndarray, add: Increment, context: ExchangeContext) -> np.ndarray:
+        """Select from a first guess of how large the largest entries are (topk_host.cu, topk_device.cu)."""
+        records = layout_of(x, context).records
+        offsets, sizes = records["offset"].astype(np.int64), records["size"].astype(np.int64)
+        counts = self.counts(self.parts(sizes))
+        if not self.per_tensor:  # one part, in which the gaps lie, but do not count
+            offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
+        payload = context.scratch("payload", payload_size(counts.sum(), x.itemsize))
+        planes = unpack_entries(payload, x.dtype)
+        if device.on_gpu(x):
+            parts = context.constant(f"parts of {self!r}", lambda: select.parts_table(offsets, sizes, counts))
+            held = context.scratch("candidates", payload_size(select.candidates(parts.host), x.itemsize))
+            state = context.scratch("state", 8 * select.largest_words(parts.host, x.dtype)).view(np.int64)
+            added = add.added(layout_of(x, context), context)
+            select.select_largest(x, added, parts, *planes, state, *unpack_entries(held, x.dtype), context.skip_flag)
+        else:
+            candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
+            held = context.scratch("candidates", payload_size(candidates.max(initial=0) + CHUNK, x.itemsize))
+            kernels.encode_largest(x, *add, offsets, sizes, counts, *planes, *unpack_entries(held, x.dtype))
+        return payload
+
+    def parts(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the sizes of what entries are chosen from, of members of these sizes."""
+        return sizes if self.per_tensor else sizes.sum(keepdims=True)
+
+    def __repr__(self) -> str:
+        return f"TopK({self.density}, per_tensor={self.per_tensor})"
+
+
+class Threshold(Sparse):
+    """Send the entries whose magnitude is at least ``magnitude``.
+
+    NaN counts as infinite.  On a GPU, with error feedback, at most twice as many entries are sent as the rank with most
+    of them had in the step before; the others stay behind.
+
+    Args:
+        magnitude: in units of the local, un-averaged gradient; 0 sends everything that is not zero.
+
+    Raises:
+        TypeError: for a magnitude that is no number.
+        ValueError: for one that is negative or not finite.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.compress import ExchangeContext
+        >>> x = np.array([1, -5, 2, 4], np.float32)
+        >>> payload = Threshold(4.0).compress(x, {}, ExchangeContext())
+        >>> payload[:8].view(np.float32), payload[8:].view(np.int32)
+        (array([-5.,  4.], dtype=float32), array([1, 3], dtype=int32))
+    """
+
+    bounded = True
+
+    def __init__(self, magnitude: float):
+        if isinstance(magnitude, bool) or not isinstance(magnitude, Real):
+            raise TypeError(f"magnitude must be a number, got {magnitude!r}")
+        if not 0 <= magnitude < math.inf:
+            raise ValueError(f"magnitude must be finite and at least 0, got {magnitude}")
+        self.magnitude: float = float(magnitude)
+
+    def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> None:
+        check_size(n)
+
+    def extract(self, x: np.ndarray, add: Increment, context: ExchangeContext) -> np.ndarray:
+        added = add.added(layout_of(x, context), context)
+        return self._extract_on_gpu(x, added, context) if device.on_gpu(x) else self._extract_on_host(x, added, context)
+
+    def count_selected(self, x: np.ndarray, counts: np.ndarray) -> None:
+        kernels.count_above(x, counts, self._bound(x))
+
+    def _bound(self, x: np.ndarray) -> int:
+        """The magnitude above which entries are sent."""
+        return max(_magnitude(self.magnitude, x.dtype), 1) - 1
+
+    def _extract_on_host(self, x: np.ndarray, add: np.ndarray, context: ExchangeContext) -> np.ndarray:
+        """Begin with room for few entries, and go on with room for all if they turn out to be many."""
+        place, bound = np.zeros(2, np.int64), self._bound(x)
+        payload = context.scratch("payload", payload_size(x.size // SPARE + CHUNK, x.itemsize))
+        kernels.encode_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
+        if place[0] < x.size:
+            first = truncate(payload, int(place[1]), x.dtype)
+            payload = context.scratch("payload", payload_size(x.size + CHUNK, x.itemsize))
+            for plane, part in zip(*(unpack_entries(p, x.dtype) for p in (payload, first)), strict=True):
+                plane[: part.size] = part
+            kernels.encode_above(x, add, *unpack_entries(payload, x.dtype), place, bound)
+        return truncate(payload, int(place[1]), x.dtype)
+
+    def _extract_on_gpu(self, x: np.ndarray, add: np.ndarray, context: ExchangeContext) -> np.ndarray:
+        """Return a payload of ``capacity`` entries, padded; without one the host waits for their number."""
+        capacity = context.capacity
+        if capacity is None:
+            if add.size:
+                kernels.accumulate(add, x, context.skip_flag)
+                add = x[:0]
+            count = device.zeros(1, np.int64, x)
+            self.count_selected(x, count)
+            capacity = int(device.host_copy(count)[0])
+        payload = context.scratch("payload", payload_size(capacity, x.itemsize))
+        state = context.scratch("state", 8 * select.above_words(x.size)).view(np.int64)
+        place = context.scratch("place", 16).view(np.int64)
+        select.select_above(x, add, *unpack_entries(payload, x.dtype), place, self._bound(x), state, context.skip_flag)
+        if context.wanted is not None:
+            device.copy(context.wanted, place[1:])
+        return payload
+
+    def __repr__(self) -> str:
+        return f"Threshold({self.magnitude})"
+
+
+def _magnitude(value: float, dtype: Any) -> int:
+    """Return the bits of the least magnitude of the dtype that is at least ``value``."""
+    rounded = np.array(value).astype(dtype)
+    if float(rounded) < value:
+        rounded = np.nextafter(rounded, np.array(np.inf, dtype))
+    return int(rounded.view(f"i{rounded.itemsize}"))

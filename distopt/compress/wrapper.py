@@ -1,0 +1,29 @@
+"""The base class of compressors around another one."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distopt.compress.base import Compressor, ExchangeContext
+from distopt.kernels.layout import BucketLayout
+
+
+class CompressorWrapper(Compressor):
+    """A base class of compressors that send the payloads of another one, which decodes them too.
+
+    Args:
+        compressor: the other one, whose properties of payloads are taken over.
+    """
+
+    def __init__(self, compressor: Compressor):
+        self.compressor = compressor
+        self.summable, self.ragged, self.bounded = compressor.summable, compressor.ragged, compressor.bounded
+
+    def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
+        return self.compressor.payload_bytes(n, itemsize, layout)
+
+    def decompress(self, payload: np.ndarray, out: np.ndarray, context: ExchangeContext) -> None:
+        self.compressor.decompress(payload, out, context)
+
+    def decompress_all(self, payloads: Sequence[np.ndarray], out: np.ndarray, context: ExchangeContext) -> None:
+        self.compressor.decompress_all(payloads, out, context)

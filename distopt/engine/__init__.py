@@ -1,0 +1,1 @@
+"""One step: collect, check, vote, reduce, update."""

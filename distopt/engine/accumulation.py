@@ -1,0 +1,85 @@
+"""Gradient accumulation: several calls make one step."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from distopt import kernels
+from distopt.buckets import BucketSet, Reduced
+
+Reduce = Callable[[list[np.ndarray]], Iterator[Reduced]]  # of a flat array per bucket
+
+STATE = "window"  # of a bucket: the sum of the gradients so far
+
+
+class GradientAccumulator:
+    """Sum the gradients of ``num_batches`` calls, of which the last one makes a step.
+
+    With ``sync_on_apply`` the sum is reduced over ranks at the last call, else each call's gradients are.  The sum so
+    far is a state of the buckets, so that it survives a change of plan, and a checkpoint.
+
+    Attributes:
+        exchanges: number of exchanges in a step.
+        holds_sums: every call's gradients are reduced before they are added.
+        batches: calls since the last step.
+        num_gradients: gradients in the sum, of all ranks, the present call's included.
+        reduced: are they sums over ranks?  None if that is not known.
+    """
+
+    def __init__(self, num_batches: int, sync_on_apply: bool):
+        self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
+        self.exchanges = 1 if sync_on_apply else num_batches
+        self.holds_sums = self.exchanges > 1
+        self.batches = 0
+        self.num_gradients = 0.0
+        self.reduced: bool | None = None
+
+    def check(self, reduced: bool) -> None:
+        """Raise ValueError for a call whose gradients cannot be added to those of the calls since the last step."""
+        if self.batches and not self.sync_on_apply and self.reduced is not None and reduced != self.reduced:
+            first, now = (("partial", "whole")[kind] for kind in (self.reduced, reduced))
+            raise ValueError(
+                f"sync_on_apply=False: the {self.num_batches} calls of a step must be of one kind, got a {now} one "
+                f"behind a {first} one: change between steps, or use sync_on_apply=True"
+            )
+
+    def open(self, gradients: int, reduced: bool) -> None:
+        """Begin a call, which brings so many gradients."""
+        self.num_gradients += gradients
+        self.reduced = reduced
+
+    def withdraw(self, gradients: int) -> None:
+        """Leave out the gradients of the present call: their sums are not finite."""
+        self.num_gradients -= gradients
+
+    def add(self, buckets: BucketSet, reduce: Reduce, skip_flag: np.ndarray | None = None) -> Iterator[Reduced] | None:
+        """Add a call's gradients to the sum; reduce it at the last call.
+
+        Args:
+            buckets: hold the gradients of this call, or their sums over ranks.
+            reduce: reduces a flat array per bucket.
+            skip_flag: the sum stays as it is if the number in it, on the GPU, is not 0.
+
+        Returns:
+            The sum of each bucket, reduced when it is asked for; None as long as calls are missing.
+        """
+        gradients = [b.gradient for b in buckets]
+        if self.num_batches == 1:
+            return reduce(gradients)
+        self.batches += 1
+        closes = self.batches == self.num_batches
+        for bucket in buckets:
+            total = bucket.state_array(STATE)
+            if closes:  # the sum itself stays as it is until the step has been applied
+                kernels.accumulate(total, bucket.gradient)
+            else:
+                kernels.accumulate(bucket.gradient, total, skip_flag)
+        return reduce(gradients) if closes else None
+
+    def reset(self, buckets: BucketSet, skip_flag: np.ndarray | None = None) -> None:
+        """Begin the next step."""
+        self.num_gradients = 0.0
+        if self.num_batches > 1:
+            self.batches = 0
+            for bucket in buckets:
+                kernels.clear(bucket.state_array(STATE), skip_flag)

@@ -1,0 +1,122 @@
+"""The agreement of all ranks on what they are about to do."""
+
+from collections.abc import Callable
+from typing import Any
+
+from distopt.comm import Communicator
+from distopt.comm.control import fingerprint
+
+
+class AllJoinedError(Exception):
+    """No rank has batches left."""
+
+
+class Agreement:
+    """Let all ranks vote before data moves.
+
+    What a rank is about to do is declared in lines of text.  A vote compares their fingerprints, and tells which line
+    differs if they do; it also carries an error or a report of each rank.
+
+    Attributes:
+        joined: this rank has no batches left, and takes part in the others' steps.
+        live: number of ranks that had not joined, as of the last vote.
+        lines: the declaration that holds, the optimizer last; [] if there is none.
+    """
+
+    def __init__(self, comm: Communicator, kind: str):
+        self._comm, self._kind = comm, kind
+        self._transport = comm.unwrapped  # knows what was enqueued
+        comm.control.optimizers += 1
+        self.number = comm.control.optimizers  # among those that were made on this communicator, from 1
+        self.joined = False
+        self.live = comm.size
+        self.lines: list[str] = []
+        self._fingerprint = 0
+        self._numbers: list[str] = []
+        self._numbers_fingerprint = 0
+
+    def declare(self, lines: list[str], known_fingerprint: int | None = None) -> None:
+        """Declare what this rank is about to do, in lines that must be the same on all ranks.
+
+        Args:
+            lines: the lines.
+            known_fingerprint: their fingerprint, if it has been computed before.
+        """
+        self.lines, self._fingerprint = lines, fingerprint(lines) if known_fingerprint is None else known_fingerprint
+
+    def declare_numbers(self, numbers: list[str]) -> None:
+        """Declare what else must be the same on all ranks, and may change from step to step."""
+        if numbers != self._numbers:
+            self._numbers, self._numbers_fingerprint = numbers, fingerprint(numbers)
+
+    def forget(self) -> None:
+        """Drop the declaration, in which something may be put right."""
+        self.lines = []
+
+    def vote(
+        self,
+        name: str,
+        number: int,
+        error: Exception | None = None,
+        report: str = "",
+        part: str = "",
+        doubts: bool = False,
+    ) -> list[str]:
+        """Vote on the call ``name``, the ``number``-th one.  Collective.
+
+        Args:
+            error: what went wrong on this rank.
+            report: a text for all ranks.
+            part: what of the call the vote is about, if it has several.
+            doubts: sums of what this rank brings may overflow.
+
+        Returns:
+            One report per rank, [] if none has any.
+
+        Raises:
+            Exception: on every rank alike, the error of the lowest rank that has one.
+            ValueError: the ranks are at different calls, or have declared different lines; names the first.
+        """
+        control, crc = self._comm.control, self._transport.collectives_fingerprint
+        ballot = self._fingerprint ^ number ^ self.number << 40 ^ self._numbers_fingerprint ^ crc
+
+        def describe() -> list[str]:
+            optimizer = f"{self._kind} {self.number} of those made on this communicator"
+            enqueued = (
+                f"enqueued collectives of the fingerprint {crc:08x} (a loss that uses the communicator must do "
+                "so between the same gradients on every rank; this run cannot go on)"
+            )
+            *lines, rule = self.lines or [""]  # the whole rule last: one of its numbers says more
+            return [optimizer, *lines, name + part, *self._numbers, rule, enqueued]
+
+        reports = control.vote(name, ballot, describe, error, report, part, self.joined, doubts)
+        self.live = control.live
+        return reports
+
+    def vote_on_line(
+        self, name: str, line: str, error: Exception | None = None, report: str = "", part: str = ""
+    ) -> list[str]:
+        """Vote on one line alone, beside the declaration.  Collective; returns and raises as ``vote``."""
+        control = self._comm.control
+        reports = control.vote(name, fingerprint([line]), lambda: [line], error, report, part, self.joined)
+        self.live = control.live
+        return reports
+
+    def run_on_all(self, line: str, do: Callable[..., Any], *arguments: Any) -> list[str]:
+        """Call ``do`` on every rank, and vote on its outcome.  Collective.
+
+        Returns:
+            What it returned on each rank, if that is a text, else ''.
+
+        Raises:
+            Exception: on every rank alike, what it raised on the lowest rank where it did.
+        """
+        report, error = "", None
+        try:
+            returned = do(*arguments)
+            report = returned if isinstance(returned, str) else ""
+        except Exception as e:
+            error = e
+        control = self._comm.control
+        reports = control.vote(line, fingerprint([line]), lambda: [line], error, report)
+        return reports or [""] * self._comm.size

@@ -1,0 +1,301 @@
+"""The parameters of a model, the plan of their buckets, and the memory of both."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from distopt import device, kernels
+from distopt.buckets import Bucket, BucketSet, Plan, States, plan
+from distopt.comm import Communicator
+from distopt.comm.control import agreed
+from distopt.comm.message import MessageTag
+from distopt.compress import Compressor
+from distopt.engine.capacity import PayloadCapacity
+from distopt.engine.finite_check import DeviceFlag, HostCheck, NoCheck
+from distopt.engine.parameters import GradientCollector
+from distopt.optim.adapters import OptimizerAdapter
+
+
+class NoPlanError(RuntimeError, AttributeError):
+    """There is no plan yet; an AttributeError too, so that ``hasattr`` and ``inspect.getmembers`` can ask."""
+
+
+class PlanMemory(NamedTuple):
+    """A plan with all that is made for it."""
+
+    buckets: BucketSet | None = None
+    check: NoCheck = NoCheck()
+    capacity: PayloadCapacity | None = None
+
+
+class Packing(NamedTuple):
+    """How gradients are packed.
+
+    Args:
+        scale: multiplies them.
+        counts: what is not finite is counted now; else it is found in the sums.
+        clip: every element is held between ``-clip`` and ``clip``; None for no bound.
+    """
+
+    scale: float
+    counts: bool
+    clip: float | None
+
+
+class BucketStore:
+    """Hold a model's parameters and gradients in buckets.
+
+    A plan is *proposed* by each rank alone, *committed* when a vote has shown that all ranks have it, and *rolled back*
+    when the vote has failed.  What outlives a step moves from plan to plan by parameter name.
+
+    Attributes:
+        check: the check for what is not finite in the buckets.
+        skip_flag: the number on the GPU by which kernels skip the step (``NoCheck``).
+        capacity: of payloads whose length depends on the data; None on the host, where it needs none.
+        sharded: parameters are shared by all ranks, of which each updates its shard.
+        collector: the parameters, in the order of the first step.
+        threshold: elements that fill a bucket, in the committed plan.
+        started: a vote has succeeded.
+        broadcast_due: rank 0's parameters are still to be sent.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        optimizer: OptimizerAdapter,
+        *,
+        threshold: int,
+        allow_missing: bool,
+        broadcast: bool,
+        overlaps: bool,
+        checked: int,
+    ):
+        """Make an empty store.  ``checked``: gradients whose sum must be finite, 0 if nobody checks."""
+        self._comm, self._optimizer, self._overlaps, self._checked = comm, optimizer, overlaps, checked
+        self.collector = GradientCollector(allow_missing, comm.gpu)
+        self.threshold = threshold
+        self.broadcast_due = broadcast
+        self.started = False
+        self._committed = PlanMemory()
+        self._use(self._committed)
+        self._restored: States = {}  # of a checkpoint, until there are buckets
+        self._restored_capacity: list[int] = []
+        self._unshared: BucketSet | None = None  # of which no two ranks have a parameter in one place
+
+    # -- what there is
+
+    @property
+    def buckets(self) -> BucketSet:
+        """The buckets of the plan.  Raises NoPlanError if there is none."""
+        if self._memory.buckets is None:
+            raise NoPlanError("the plan of buckets is not made yet; make a step or call gradient_views(params) first")
+        return self._memory.buckets
+
+    @property
+    def buckets_if_any(self) -> BucketSet | None:
+        """The buckets of the plan, None if there is none."""
+        return self._memory.buckets
+
+    @property
+    def values(self) -> dict[str, np.ndarray]:
+        """The parameters' arrays by name."""
+        return {name: known.value for name, known in self.collector.order.items()}
+
+    def lines(self) -> list[str]:
+        """The parameters in their order, and the threshold, for ranks to compare."""
+        order = self.collector.order.items()
+        parameters = [f"parameter {k} = {n} {p.value.shape} {p.value.dtype}" for k, (n, p) in enumerate(order)]
+        return [*parameters, f"threshold={self.buckets.plan.threshold}"]
+
+    def plan(self, compressor: Compressor) -> Plan | None:
+        """The plan, with what ``compressor`` sends of each bucket; None if there is none."""
+        if self._memory.buckets is None:
+            return None
+        flats = ((b.gradient.size, b.gradient.itemsize, b.gradients) for b in self.buckets)
+        return self.buckets.plan.with_payload([compressor.payload_bytes(*flat) for flat in flats])
+
+    # -- a plan: propose, commit or roll back
+
+    def propose(self, threshold: int) -> bool:
+        """Make a plan of the collected parameters and its buckets, unless they are there; tell if it did.
+
+        Raises ValueError for another threshold once parameters are shared, and for states that do not fit.
+        """
+        previous, order = self._memory.buckets, self.collector.order
+        if previous is not None and (previous.plan.threshold, previous.num_parameters) == (threshold, len(order)):
+            return False
+        if self.sharded:
+            raise ValueError(f"threshold must stay {self.threshold} once parameters are shared, got {threshold}")
+        values = self.values
+        sizes, dtypes = [v.size for v in values.values()], [v.dtype for v in values.values()]
+        buckets = BucketSet(plan(list(values), sizes, dtypes, threshold), values, self._comm.alloc)
+        states = self.states()
+        buckets.check(states)
+        self._optimizer.check(buckets)
+        buckets.restore(states)
+        check, capacity, on_gpu = NoCheck(), None, self._comm.gpu is not None
+        if self._checked:
+            check = DeviceFlag(buckets, self._comm) if on_gpu else HostCheck(buckets, self._checked)
+        if on_gpu:
+            capacity = PayloadCapacity(buckets, self._comm)
+            capacity.restore(self._restored_capacity)
+            self._restored_capacity = []
+        self._use(PlanMemory(buckets, check, capacity))
+        return True
+
+    def _use(self, memory: PlanMemory) -> None:
+        """Let this be the plan of the next step."""
+        self._memory = memory
+        self.check, self.capacity = memory.check, memory.capacity
+        self.skip_flag = memory.check.skip_flag
+        self.sharded = memory.buckets is not None and bool(memory.buckets.parameters)
+
+    def commit(self) -> None:
+        """Make what a step with the proposed plan needs, which all ranks have, and let the old one go.  Collective."""
+        if not self.started:
+            self.started, self._restored = True, {}
+        if self._committed.buckets is self._memory.buckets:
+            return
+        buckets, error = self.buckets, None
+        buckets.connect(self._comm)
+        if self._overlaps:
+            _ = self._comm.duplicate()  # made where all ranks are
+        if self._committed.buckets is not None:
+            self._committed.buckets.wait_for_last_use(self._comm.check)
+        try:
+            self._optimizer.reserve(buckets)
+        except MemoryError as e:
+            error = e
+        self._committed, self.threshold = self._memory, buckets.plan.threshold
+        self._comm.control.vote("making the optimizer's state", 1, lambda: ["the optimizer's state"], error)
+
+    def roll_back(self) -> None:
+        """Go back to the committed plan; if there is none, the next step may bring other parameters."""
+        if not self.started:
+            self.collector.forget()
+        self._use(self._committed)
+
+    def share_parameters(self) -> dict[str, np.ndarray]:
+        """Let all ranks share the parameters' memory, by name.  Collective.  Raises RuntimeError if they cannot."""
+        if not self.sharded and not self.buckets.share_parameters(self._comm):
+            raise RuntimeError(f"ranks must be able to share memory for parameter_views, got {self._comm!r}")
+        self.sharded = bool(self.buckets.parameters)
+        return self.buckets.parameters
+
+    # -- a step
+
+    def check_sizes(self, compressor: Compressor) -> None:
+        """Raise ValueError for a bucket that the compressor cannot take."""
+        for bucket in self.buckets:
+            compressor.payload_bytes(bucket.gradient.size, bucket.gradient.itemsize, bucket.gradients)
+
+    def pack_all(self, packing: Packing, first: int = 0, multipliers: bool = False) -> None:
+        """Bring the collected gradients to their places in the buckets.
+
+        Args:
+            packing: how.
+            first: buckets before this number are on their way already.
+            multipliers: write the optimizer's multipliers into the buckets' tables, for a compressor that reads them.
+        """
+        buckets, values, grads = self.buckets, self.collector.values, self.collector.grads
+        buckets.point_to_parameters(values.addresses, values.version)
+        if multipliers:
+            self._optimizer.multiply(buckets)
+        buckets.point_to_gradients(grads.arrays, grads.addresses, grads.version, first)
+        for bucket in buckets[first:]:
+            self.pack(bucket, packing)
+
+    def pack(self, bucket: Bucket, packing: Packing) -> None:
+        """Bring a bucket's gradients to their places."""
+        counts = packing.counts and self._checked > 0
+        bucket.pack(counts, packing.scale, self.check.headroom if packing.counts else 1.0)
+        if packing.clip is not None:
+            kernels.clip(bucket.gradient, packing.clip)
+
+    def clear_counts(self) -> None:
+        """Clear the counts of what is not finite, before gradients are packed."""
+        if self._memory.buckets is not None:
+            device.clear(self._memory.buckets.bad)
+
+    def broadcast_parameters(self, step: int) -> None:
+        """Send rank 0's parameters to all ranks, before the first update, unless that is done.  Collective."""
+        if self.broadcast_due:
+            with self._comm.tagged(MessageTag("start", step)):
+                for value in self.values.values():
+                    self._comm.broadcast(value)
+            self._comm.wait()
+        self.broadcast_due = False
+
+    def check_values_apart(self) -> None:
+        """Raise ValueError, on all ranks alike, for a parameter in the memory of another thread's.  Collective.
+
+        Both would update it.  Looked at in the first step of a plan; ``parameter_views`` are meant to be shared.
+        """
+        if not self._comm.shares_address_space or self._unshared is self._memory.buckets or self.sharded:
+            return
+        lengths = [value.nbytes for value in self.values.values()]
+        starts = np.stack(self._comm.unwrapped.all_gather(self.collector.values.addresses.view(np.int64)))
+        ends = starts + np.array(lengths, np.int64)
+        ranks, rows = np.nonzero(ends > starts)
+        starts, ends = starts[ranks, rows], ends[ranks, rows]
+        order = np.argsort(starts, kind="stable")
+        overlapping = np.flatnonzero(starts[order][1:] < ends[order][:-1])
+        if overlapping.size:
+            names, at = list(self.collector.order), min(overlapping, key=lambda k: rows[order[k]])  # first of the plan
+            first, second = (f"{names[rows[k]]} of rank {ranks[k]}" for k in sorted(order[at : at + 2]))
+            text = (
+                f"{first} and {second} are in one memory: each rank must make parameters of its own, inside main(comm)"
+            )
+            raise agreed(ValueError(text), self._comm.rank == 0)
+        self._unshared = self._memory.buckets
+
+    def follow_stream(self) -> None:
+        """Let what comes next, in any stream of the GPU, come after the last step."""
+        if self._memory.buckets is not None:
+            self._memory.buckets.wait_for_last_step()
+
+    def mark_stream(self) -> None:
+        """Let what comes next, in any stream of the GPU, come after what was enqueued so far."""
+        if self._memory.buckets is not None:
+            self._memory.buckets.end()
+
+    # -- what outlives a step
+
+    def states(self) -> States:
+        """The buckets' states by parameter: those of a checkpoint until all ranks have agreed on a plan."""
+        return self.buckets.states() if self.started else self._restored
+
+    def check_states(self, states: States) -> None:
+        """Raise ValueError for states that do not fit the parameters."""
+        if self.started:
+            self.buckets.check(states)
+
+    def restore(self, states: States, capacity: list[int]) -> None:
+        """Take the states of a checkpoint; rank 0's parameters are not sent any more."""
+        if self.started:
+            self.buckets.restore(states)
+            self.check.reset()
+        self._restored, self.broadcast_due = {} if self.started else states, False
+        if self.capacity:
+            self.capacity.restore(capacity)
+        else:
+            self._restored_capacity = list(capacity)
+
+    def restored_names(self) -> set[str]:
+        """Names of the parameters of which a checkpoint has a state, until there is a plan."""
+        return {name for arrays in self._restored.values() for name in arrays}
+
+
+class StreamOrder:
+    """A context: what is enqueued after a call that failed comes after what that has enqueued."""
+
+    def __init__(self, comm: Communicator, store: BucketStore):
+        self._comm, self._store = comm, store
+
+    def __enter__(self) -> None:
+        """Nothing is to be done before."""
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self._comm.wait()
+            self._store.mark_stream()

@@ -1,0 +1,339 @@
+"""Checkpoints: a run that is killed at any instant goes on from the last one, to the same bits."""
+
+import contextlib
+import json
+import logging
+import signal
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distopt import device
+from distopt.checkpoint import CheckpointError, Pending, file, folder, lock
+from distopt.checkpoint import resharding as ranks
+from distopt.checks import check_int
+from distopt.comm.control import agreed
+from distopt.compress.dgc import DECAY
+from distopt.device import is_array
+from distopt.engine.engine import Engine
+from distopt.engine.hooks import StepHook
+from distopt.engine.state import check_state, state_dict
+from distopt.resilience import job, signals
+
+LoadState = Callable[[dict[str, Any]], None]
+
+LOG = logging.getLogger("distopt")
+LONGEST = 2000  # characters of an optimizer's text
+MOST_LOCKS = 8  # that one DistOpt holds: each is an open file
+WINDOW = "window"  # of gradients, which are sums over ranks if each batch was exchanged
+
+
+class Checkpointer:
+    """Save and load what of an engine outlives the process."""
+
+    def __init__(self, engine: Engine, options: Sequence[str]):
+        """Make one.  ``options``: lines for a reader of checkpoints."""
+        self._engine, self._options = engine, options
+        self._comm, self._store = engine.comm, engine.store
+        self._locks: tuple[lock.Held, ...] = ()  # on rank 0, of the last folders
+        self._unlocked: tuple[Path, ...] = ()  # folders in which there are no locks
+
+    def save(self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2) -> Path:
+        """``DistOpt.save``.  Collective."""
+        self._engine.check_open()
+        self._engine.resolve_last_step()
+        self._on_all_ranks("saving", self._prepared_folder, path, keep)
+        names = self._on_all_ranks("saving", self._next_checkpoint, Path(path))
+        name, save = json.loads(names[0])
+        place: Path = Path(path) / name
+        about: dict[str, Any] = {"save": save}
+        pending: list[Pending] = []
+        try:
+            shared = state_dict(self._engine) if self._store.sharded else None  # which is collective
+            self._on_all_ranks("writing", self._write, place, shared, params, extra, about, pending)
+            self._on_all_ranks("renaming", _commit, pending)
+            self._on_all_ranks("completing", self._on_rank_0, folder.complete, place, about)
+        except BaseException:
+            for p in pending:
+                with contextlib.suppress(OSError):
+                    p.discard()
+            if self._comm.rank == 0:
+                folder.discard(place)
+            raise
+        # only now: until all have agreed, the new one may be taken back
+        self._on_all_ranks("keeping", self._on_rank_0, folder.keep, place, keep)
+        return place
+
+    def _prepared_folder(self, path: str | Path, keep: int) -> None:
+        """A folder for what can be saved, which is this job's alone to save in."""
+        check_int("keep", keep, least=1)
+        self._engine.progress.check()
+        place = Path(path)
+        place.mkdir(parents=True, exist_ok=True)
+        self._on_rank_0(self._lock_folder, place)
+
+    def _lock_folder(self, place: Path) -> None:
+        held = lock.hold(place)
+        if held:
+            self._locks = (*(other for other in self._locks if other is not held), held)[-MOST_LOCKS:]
+        elif place not in self._unlocked:
+            self._unlocked += (place,)
+            self.note(f"{place}: no locks in this file system: nothing keeps two jobs from saving there at once")
+
+    @property
+    def stop_signal(self) -> int:
+        """The number of the signal by which a rank was asked to end, as of the last vote; 0 for none."""
+        return self._comm.control.stop
+
+    def close(self) -> None:
+        """Let other jobs save where this one did."""
+        self._locks = ()
+
+    def _next_checkpoint(self, path: Path) -> str:
+        """Rank 0 says what the checkpoint is called, and what only its files have in common."""
+        if self._comm.rank:
+            return ""
+        name = folder.next_name(path, self._engine.progress.updates)
+        (path / name).mkdir(mode=0o700)
+        return json.dumps([name, uuid.uuid4().hex])
+
+    def _about(self) -> dict[str, Any]:
+        """Return the facts that a reader of a checkpoint needs first."""
+        accumulator, partial = self._engine.accumulator, self._engine.progress.partial > 0
+        own_calls = (
+            accumulator.batches > 0 and accumulator.reduced is False
+        )  # calls of a first partial step: own gradients
+        return {
+            "world_size": self._comm.size,
+            "step": self._engine.progress.updates,
+            "options": [*self._options, f"threshold={self._engine.threshold}"],
+            "optimizer": repr(self._engine.optimizer.opt)[:LONGEST],
+            "ranks_differ": partial or own_calls,
+            "window_of_sums": not accumulator.sync_on_apply
+            and (accumulator.reduced is True or not (partial or own_calls)),
+        }
+
+    def _write(
+        self,
+        place: Path,
+        shared: dict[str, Any] | None,
+        params: Iterable[Any] | None,
+        extra: Any,
+        about: dict[str, Any],
+        pending: list[Pending],
+    ) -> None:
+        """This rank's files, not yet under their names; ``about`` is completed."""
+        about.update(self._about())
+        state = state_dict(self._engine) if shared is None else shared
+        of_rank = {"states": state.pop("states"), "extra": extra() if callable(extra) else extra}
+        values = None if params is None else self._arrays_by_name(params)
+        model = {
+            "optimizer": state.pop("optimizer"),
+            "parameters": values and {n: device.host_copy(v) for n, v in values.items()},
+        }
+        of_all = dict(state)
+        if about["ranks_differ"]:
+            of_rank |= model
+        else:
+            of_all |= model
+        rank = self._comm.rank
+        pending.append(file.prepare(folder.file_of(place, rank), of_rank, about | {"rank": rank}))
+        if rank == 0:
+            pending.append(file.prepare(folder.file_of(place, None), of_all, about))
+
+    def _on_rank_0(self, do: Callable[..., None], *arguments: Any) -> None:
+        """Call ``do`` on rank 0 alone."""
+        if self._comm.rank == 0:
+            do(*arguments)
+
+    # ------------------------------------------------------------------------------------------------- stop
+
+    def save_when_stopped(
+        self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2
+    ) -> None:
+        """``DistOpt.save_when_stopped``.  Collective."""
+        self._engine.check_open()
+        self._on_all_ranks("preparing to save", self._prepared_folder, path, keep)
+        self._on_all_ranks("listening for signals, to save", signals.listen)
+        job.mark(job.STOPS)
+        hooks = self._engine.hooks
+        hooks[:] = [hook for hook in hooks if not isinstance(hook, StopOnSignal)]
+        hooks.append(StopOnSignal(self, path, None if params is None else list(params), extra, keep))
+
+    # ------------------------------------------------------------------------------------------------- load
+
+    def load(self, path: str | Path, params: Iterable[Any] | None, load_state: LoadState) -> Any:
+        """``DistOpt.load``.  Collective.  ``load_state`` takes the state that was read."""
+        self._engine.check_open()
+        self._engine.nonfinite.poll()
+        place = Path(path)
+        names = json.loads(self._on_all_ranks("loading", self._checkpoints, place)[0])
+        for name in names:
+            shards: list[Any] = []
+            bad = self._on_all_ranks(f"loading {name}", self._read, place / name, shards)
+            if not any(map(json.loads, bad)):
+                return self._apply_loaded(params, load_state, *shards[0])
+            self._warn(f"passed over the checkpoint {place / name}: {_first(bad)}")
+        if names:
+            raise agreed(CheckpointError(place, "checkpoints", "none is good"), self._comm.rank == 0)
+        self.note(f"there is no checkpoint in {place}: nothing was loaded")
+        return None
+
+    def _checkpoints(self, path: Path) -> str:
+        return json.dumps(folder.names(path) if self._comm.rank == 0 else [])
+
+    def _read(self, place: Path, into: list[Any]) -> str:
+        """All that this rank needs of a checkpoint; what is wrong with it, in JSON."""
+        try:
+            into.append(self._read_state(place))
+        except (CheckpointError, OSError) as error:
+            return json.dumps(str(error))
+        except (KeyError, TypeError, AttributeError) as error:
+            return json.dumps(f"{place}: has another structure: {type(error).__name__}: {error}")
+        return json.dumps("")
+
+    def _read_state(self, place: Path) -> tuple[dict[str, Any], dict[str, Any], Any]:
+        """Read a state for ``load_state_dict``, parameters by name, and extra."""
+        about = folder.manifest(place)
+        saved, rank, size = about["world_size"], self._comm.rank, self._comm.size
+
+        def read(number: int | None) -> Any:
+            path = folder.file_of(place, number)
+            tree, said = file.read(path)
+            folder.compare(path, said, about)
+            return tree
+
+        of_all, of_rank = read(None), read(rank % saved)
+        if about["ranks_differ"]:
+            of_all |= _model(of_rank) if saved == size else ranks.mean(saved, lambda r: _model(read(r)))
+        other = about["window_of_sums"] == self._engine.accumulator.sync_on_apply and not about["ranks_differ"]
+        if of_all["batches"] and other:
+            mine = self._engine.accumulator.sync_on_apply
+            raise ValueError(
+                f"sync_on_apply must be {not mine} to go on from {place}, which was saved in the middle of a window, "
+                f"got {mine}"
+            )
+        sums = [WINDOW] if about["window_of_sums"] else []
+        states = of_rank["states"]
+        if saved != size:
+            states = ranks.pending(rank, size, saved, lambda r: read(r)["states"], sums, [DECAY])
+            self.note(f"{place}: {saved} ranks saved it, {size} go on; the pending mean stays as it was")
+        parameters = of_all.pop("parameters")
+        return of_all | {"states": states}, parameters, of_rank["extra"]
+
+    def _apply_loaded(
+        self,
+        params: Iterable[Any] | None,
+        load_state: LoadState,
+        state: dict[str, Any],
+        parameters: Any,
+        extra: Any,
+    ) -> Any:
+        """Apply what was read, once all ranks find that they can."""
+        values: dict[str, np.ndarray] = {}
+
+        def check() -> None:
+            values.update(self._matching_arrays(params, parameters))
+            check_state(self._engine, state)
+
+        def apply() -> None:
+            load_state(state)  # first, since an optimizer may refuse it
+            self._engine.progress.begin_load()
+            for name, value in values.items():
+                device.copy(value, parameters[name])
+            self._engine.progress.end_load()
+            self._store.mark_stream()
+
+        self._on_all_ranks("loading", check)
+        self._on_all_ranks("going on", apply)
+        return {} if extra is None else extra
+
+    def _matching_arrays(
+        self, params: Iterable[Any] | None, saved: dict[str, np.ndarray] | None
+    ) -> dict[str, np.ndarray]:
+        """Return the arrays that saved parameters go to; ValueError if they are others."""
+        if saved is None:
+            if params is not None:
+                raise ValueError("params must be None, as the checkpoint was saved without parameters")
+            return {}
+        if params is None:
+            values = {name: known.value for name, known in self._store.collector.order.items()}
+            if not values:
+                raise ValueError(
+                    "params must be the model's, as the checkpoint has parameters, got None; call load(path, params)"
+                )
+        else:
+            values = self._arrays_by_name(params)
+        for name in saved.keys() | values.keys():
+            a, b = (f"{x[name].shape} {x[name].dtype}" if name in x else "nothing" for x in (saved, values))
+            if a != b:
+                raise ValueError(f"{name}: the checkpoint has {a}, the model has {b}")
+            if not device.writable(values[name]):
+                raise ValueError(f"{name}: its array must be writable, got a read-only one")
+        return values
+
+    def _arrays_by_name(self, params: Iterable[Any]) -> dict[str, np.ndarray]:
+        """Return arrays by parameter name; ValueError for two of one name, or a bare array that has none yet."""
+        values: dict[str, np.ndarray] = {}
+        for param in params:
+            if is_array(param) and not self._store.collector.order:
+                raise ValueError(
+                    "a parameter must be named before the first step, got a bare array; use distopt.Parameter"
+                )
+            name, value = self._store.collector.identify(param)
+            if name in values:
+                raise ValueError(f"{name}: given twice; names must be unique")
+            values[name] = value
+        return values
+
+    # ------------------------------------------------------------------------------------------------- together
+
+    def _on_all_ranks(self, what: str, do: Callable[..., Any], *arguments: Any) -> list[str]:
+        """Call ``do`` on every rank (``Agreement.run_on_all``).  Collective."""
+        agreement, step = self._engine.agreement, self._engine.progress.updates
+        return agreement.run_on_all(f"{what} a checkpoint, DistOpt {agreement.number}, step {step}", do, *arguments)
+
+    def _warn(self, text: str) -> None:
+        if self._comm.rank == 0:
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def note(self, text: str) -> None:
+        """Log a text on rank 0."""
+        if self._comm.rank == 0:
+            LOG.warning("distopt: %s", text)
+
+
+class StopOnSignal(StepHook):
+    """Save a checkpoint and end all ranks, once a signal has asked one of them to end."""
+
+    def __init__(self, checkpointer: Checkpointer, path: str | Path, params: list[Any] | None, extra: Any, keep: int):
+        """Make one; the arguments are those of ``save``."""
+        self._checkpointer, self._arguments = checkpointer, (path, params, extra, keep)
+        self._done = False
+
+    def after_call(self, step: int, applied: bool) -> None:
+        """Raise SystemExit behind a checkpoint, if the last vote has told of a signal.  Collective."""
+        number = self._checkpointer.stop_signal
+        if number and not self._done:
+            self._done = True
+            place = self._checkpointer.save(*self._arguments)
+            self._checkpointer.note(f"ended by {signal.Signals(number).name} after step {step}; saved {place}")
+            raise SystemExit(128 + number)
+
+
+def _model(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a state that partial steps let differ between ranks."""
+    return {name: tree[name] for name in ("optimizer", "parameters")}
+
+
+def _first(reports: Sequence[str]) -> str:
+    return next(f"rank {r}: {text}" for r, text in enumerate(map(json.loads, reports)) if text)
+
+
+def _commit(pending: Sequence[Pending]) -> None:
+    for file_ in pending:
+        file_.commit()

@@ -1,0 +1,475 @@
+"""One training step: collect, check, vote, reduce, update."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from distopt.buckets import Reduced, local_shard
+from distopt.checks import check_int
+from distopt.comm import Communicator
+from distopt.comm.control import by_rank
+from distopt.comm.message import MessageTag
+from distopt.compress import Compressor, Dense
+from distopt.compress.base import check_compressor
+from distopt.engine.accumulation import GradientAccumulator
+from distopt.engine.agreement import Agreement, AllJoinedError
+from distopt.engine.background import Background, Inline
+from distopt.engine.bucket_store import BucketStore, Packing, StreamOrder
+from distopt.engine.hooks import DivergenceCheck, StepHook
+from distopt.engine.means import MeanGradients
+from distopt.engine.nonfinite import NonfiniteGuard, policy
+from distopt.engine.overlap import Overlap
+from distopt.engine.parameters import Loss
+from distopt.engine.progress import Progress
+from distopt.engine.reducers import Reducer, Reducers, StepContext, Unreduced
+from distopt.engine.spec import Options, StepSpec
+from distopt.optim.adapters import adapt
+from distopt.resilience.operation_log import recorder
+
+Update = Callable[[Iterable[Reduced], StepSpec], None]
+
+
+class Attempt:
+    """A step on its way: what this rank has prepared of it, before all ranks vote.
+
+    Attributes:
+        spec: what the step is.
+        compressor: what it sends with.
+        reducer: how its buckets are reduced; None if that is chosen after the vote.
+        error: what went wrong on this rank.
+    """
+
+    __slots__ = ("compressor", "error", "reducer", "spec")
+
+    def __init__(self, spec: StepSpec):
+        self.spec = spec
+        self.compressor: Compressor = Dense()
+        self.reducer: Reducer | None = None
+        self.error: Exception | None = None
+
+
+class Engine:
+    """Make steps with one model on all ranks of a communicator.
+
+    A step collects the gradients and checks them, on this rank alone; then all ranks vote, and go on or raise the same
+    error; then the buckets are reduced over ranks, and the optimizer updates the parameters with the means.
+
+    Args:
+        opt: the wrapped optimizer.
+        comm: the communicator.
+        options: what a user has chosen.
+        threshold: elements that fill a bucket.
+        kind: the name of the facade, in errors.
+        remedy: what to do after a step that failed halfway, in errors.
+        make_reducers: makes other ``reducers``.
+
+    Attributes:
+        optimizer: the optimizer's adapter.
+        store: parameters and buckets.
+        agreement: votes.
+        nonfinite: what becomes of infinities and NaNs.
+        accumulator: gradient accumulation.
+        means: clipping, and the gradient hook.
+        reducers: the ways in which buckets are reduced over ranks.
+        step_context: the facts of the present step that a bucket's exchange needs.
+        progress: counters, and whether a step failed halfway.
+        stream_order: the context of what a failed call has enqueued on a GPU.
+        hooks: are told of every step.
+        threshold: elements that fill a bucket, from the next step on.
+        compressor: the compressor of the last step.
+        closed: everything is refused.
+        in_backward: buckets leave while a loss yields its gradients.
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        comm: Communicator,
+        options: Options,
+        *,
+        threshold: int,
+        kind: str = "DistOpt",
+        remedy: str = "load a checkpoint to go on",
+        make_reducers: Callable[["Engine"], Reducers] | None = None,
+    ):
+        nonfinite = policy(options.nonfinite)
+        self.comm, self.options, self.threshold, self.kind = comm, options, threshold, kind
+        self.optimizer = adapt(opt)
+        self.accumulator = GradientAccumulator(options.num_batches, options.sync_on_apply)
+        self.progress = Progress(self.accumulator, remedy)
+        self.store = BucketStore(
+            comm,
+            self.optimizer,
+            threshold=threshold,
+            allow_missing=options.allow_missing,
+            broadcast=options.broadcast,
+            overlaps=options.overlap,
+            checked=comm.size * options.num_batches if nonfinite.checks_finite else 0,
+        )
+        self.nonfinite = NonfiniteGuard(nonfinite, self.store, self.progress, self.optimizer)
+        self.means = MeanGradients(comm, self.store, options.gradient_hook, options.clip_norm)
+        self.stream_order = StreamOrder(comm, self.store)
+        self.hooks: list[StepHook] = []
+        if options.check_every:
+            self.hooks.append(DivergenceCheck(options.check_every, comm, self.store, self.progress))
+        self.step_context = StepContext(comm, self.store, self.progress, self.accumulator, self.hooks)
+        self.agreement = Agreement(comm, kind)
+        self.compressor: Compressor = Dense()  # of the last step
+        self.closed = self.in_backward = False
+        self._option_lines = options.lines(comm)
+        self._background = Background() if comm.gpu is None else Inline()
+        self.reducers = (
+            make_reducers(self)
+            if make_reducers
+            else Reducers(comm, self.step_context, self.accumulator, options.overlap)
+        )
+        nonfinite.attach(comm.rank, self.nonfinite.poll)  # last, since a LossScaler is attached once
+
+    def step(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:
+        """Make one step; tell if an update was applied.  Collective.
+
+        Args:
+            loss: gives (param, grad) pairs.
+            spec: says what the step is.
+            update: what is done with the sums over ranks, in the place of ``self.update``.
+        """
+        attempt = self.begin(lambda: self.prepare(loss, spec))  # collect, check; vote
+        if attempt is None:
+            return False
+        with self.progress.halfway:
+            sums = self.reduce(attempt)
+            if sums is not None:
+                (update or self.update)(sums, spec)
+        self.end_call(applied=sums is not None)
+        return sums is not None
+
+    def begin(self, prepare: Callable[[], Attempt]) -> Attempt | None:
+        """Prepare a step on this rank alone, where errors are kept, and vote.  Collective.
+
+        Returns:
+            The attempt, if all ranks go on; None if all skip it, as it is not finite on some.
+        """
+        self.check_open()
+        with self.stream_order:
+            self.resolve_last_step()
+            self.progress.version += 1
+            self.store.clear_counts()
+            attempt = prepare()
+            return attempt if self.vote(attempt) else None
+
+    def prepare(self, loss: Loss, spec: StepSpec) -> Attempt:
+        """Collect, check and pack this rank's gradients; what goes wrong is kept in the attempt, for the vote."""
+        attempt, overlap, store = Attempt(spec), None, self.store
+        try:
+            threshold = self.checked_threshold(spec)
+            attempt.compressor = compressor = self.compressor_at_this_step(spec.compressor())
+            self.step_context.begin(spec)
+            self.declare_numbers(compressor)
+            watches: list[Any] = [hook.wrap_loss for hook in self.hooks]
+            if self.reducers.may_overlap(compressor, spec, threshold):
+                overlap = self._begin_overlap(attempt)
+                watches.append(overlap.watch)
+            store.collector.collect(loss, *watches)
+            if store.propose(threshold):
+                self.agreement.forget()
+            if self.declare(spec.describe(compressor)):
+                store.check_sizes(compressor)
+            store.pack_all(self._packing(attempt), overlap.sent if overlap else 0, compressor.has_hooks)
+        except Exception as error:
+            attempt.error = error
+        except BaseException:  # an exit; the buckets that others wait for still travel
+            if overlap:
+                self._complete(overlap, failed=True)
+            raise
+        if overlap:
+            self._complete(overlap, failed=attempt.error is not None)
+        return attempt
+
+    def vote(self, attempt: Attempt) -> bool:
+        """Vote on an attempt: False if all ranks skip it, as it is not finite on some.  Collective."""
+        store, progress = self.store, self.progress
+        nonfinite = "" if attempt.error else store.check.nonfinite_gradients()
+        reports = self.agree(progress.name, progress.calls, attempt.error, nonfinite, doubts=store.check.doubts)
+        doubted = self.comm.control.doubted
+        if reports and not self.nonfinite.accepts(by_rank(reports)):
+            return False
+        store.check_values_apart()
+        for hook in self.hooks:
+            hook.after_vote(store.collector, self.optimizer.opt)
+        if store.broadcast_due:
+            store.broadcast_parameters(progress.updates)
+        progress.snapshot()
+        self.compressor = attempt.compressor
+        store.check.begin(doubted, self.compressor.stateful)
+        return True
+
+    def reduce(self, attempt: Attempt) -> Iterable[Reduced] | None:
+        """Reduce the buckets over ranks.  Collective.
+
+        Returns:
+            The sum of each bucket; None if there is nothing to apply: more batches are to come, or a sum is not finite.
+        """
+        accumulator, store, buckets = self.accumulator, self.store, self.store.buckets
+        check_finite, reducer = self.nonfinite.policy.checks_finite, self.choose_reducer(attempt)
+        accumulator.open(self.agreement.live, attempt.spec.reduced)
+        if accumulator.holds_sums and attempt.spec.reduced:
+            if not self._reduce_call(reducer):
+                return None
+            reducer = Unreduced(store, attempt.compressor)
+        reduced = accumulator.add(buckets, reducer.reduce, store.skip_flag)
+        if reduced is None:
+            self.settle_call(attempt.spec)
+            return None
+        if reducer.shards_are_final and store.sharded and not check_finite and not self.means.hook:
+            return reduced  # bucket by bucket: each rank needs but its own shard
+        sums = self.finite_sums(reducer, reduced)
+        return sums if sums is not None and self.settle_call(attempt.spec) else None
+
+    def choose_reducer(self, attempt: Attempt) -> Reducer:
+        """Return the reducer of a step, on which all ranks have agreed."""
+        check_finite = self.nonfinite.policy.checks_finite
+        return attempt.reducer or self.reducers.choose(
+            attempt.compressor, attempt.spec, check_finite, self._vote_on_sums
+        )
+
+    def finite_sums(self, reducer: Reducer, reduced: Iterable[Reduced]) -> list[Reduced] | None:
+        """Wait for the sums of all buckets, and return them; None if all ranks skip them, as they are not finite."""
+        sums = list(reduced)
+        self.comm.wait()
+        nonfinite = reducer.nonfinite(sums)
+        if nonfinite:
+            self.accumulator.reset(self.store.buckets)
+        return sums if self.nonfinite.accepts_sums(nonfinite) else None
+
+    def update(self, sums: Iterable[Reduced], spec: StepSpec) -> None:
+        """Divide the sums over ranks, and update the parameters with the means."""
+        store, comm, buckets, order = self.store, self.comm, self.store.buckets, self.store.collector.order
+        shared = store.sharded or any([len(total) > 1 for total in sums])  # other ranks read this one's memory
+        sums, scale = self._hooked_and_clipped(sums, 1.0 / self.step_context.divisor, spec)
+        if store.sharded:
+            sums = (local_shard(total, comm.rank, comm.size) for total in sums)
+        try:
+            if spec.only is None:
+                together = self.add_norms if store.sharded else None
+                self.optimizer.update(buckets, order, sums, scale, store.skip_flag, together)
+            else:
+                chosen = {name: known for name, known in order.items() if name in spec.only}
+                self.optimizer.one_by_one(buckets, chosen, sums, scale)
+        finally:
+            if shared:
+                comm.barrier()
+        self.accumulator.reset(buckets, store.skip_flag)
+        self.count_update()
+
+    def end_call(self, applied: bool) -> None:
+        """Tell the hooks that all of a call has been enqueued."""
+        if self.comm.gpu is not None:
+            self.store.mark_stream()
+        for hook in self.hooks:
+            hook.after_call(self.progress.updates, applied)
+
+    # -- votes
+
+    def agree(
+        self,
+        name: str,
+        number: int,
+        error: Exception | None = None,
+        report: str = "",
+        part: str = "",
+        doubts: bool = False,
+    ) -> list[str]:
+        """Vote (``Agreement.vote``); then the proposed plan is that of all ranks, or is taken back.  Collective."""
+        try:
+            reports = self.agreement.vote(name, number, error, report, part, doubts)
+        except Exception:
+            self.agreement.forget()
+            self.store.roll_back()
+            raise
+        if not self.agreement.live:
+            raise AllJoinedError
+        self.store.commit()
+        return reports
+
+    def declare(self, label: str) -> bool:
+        """Declare what this rank is about to do; False if it is what it did last."""
+        if self.agreement.lines[:1] == [label]:
+            return False
+        hooks = [hook.line for hook in self.hooks if hook.line]
+        lines = [label, *self.store.lines(), *self._option_lines, *hooks, repr(self.optimizer)]
+        self.agreement.declare(lines)
+        return True
+
+    def declare_numbers(self, compressor: Compressor) -> None:
+        """Declare the numbers that may change from step to step, and that all ranks must have alike."""
+        capacity = self.store.capacity if compressor.bounded else None
+        entries = [f"room for {n} entries of bucket {k}" for k, n in enumerate(capacity.state())] if capacity else []
+        self.agreement.declare_numbers([*self.nonfinite.lines(), *self.optimizer.numbers(), *entries])
+
+    def _vote_on_sums(self, report: str) -> list[str]:
+        return self.agree(self.progress.name, ~self.progress.calls, report=report, part=", its sums")
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if this is closed, or if a loss calls, whose vote another thread takes part in."""
+        if self.closed:
+            raise RuntimeError(f"this {self.kind} is closed; make a new one")
+        if self.in_backward:
+            raise RuntimeError(
+                "collectives must be those of opt.communicator in a loss, with overlap, got one of DistOpt"
+            )
+
+    # -- checks
+
+    def checked_threshold(self, spec: StepSpec) -> int:
+        """Return the threshold of a step; raise what forbids the step."""
+        self.progress.check()
+        self.accumulator.check(spec.reduced)
+        if spec.clip_value is not None and not spec.clip_value >= 0:
+            raise ValueError(f"clip_Value must be at least 0, got {spec.clip_value}")
+        if spec.threshold is None:
+            return self.store.threshold if self.store.sharded else self.threshold
+        return check_int("threshold", spec.threshold, least=0)
+
+    def compressor_at_this_step(self, compressor: Compressor) -> Compressor:
+        """Return the compressor that the next update is made with.
+
+        Raises TypeError for an object that is none, and ValueError for one with a momentum of its own, if the optimizer
+        has one too, or if each of several batches is reduced.
+        """
+        check_compressor(compressor)
+        if compressor.corrects_momentum:
+            self._check_momentum(type(compressor).__name__)
+        return compressor.at_step(self.progress.updates)
+
+    def _check_momentum(self, name: str) -> None:
+        momentum = self.optimizer.momentum()
+        if momentum:
+            raise ValueError(
+                f"the optimizer must be without momentum, as {name} has one on each rank, got {momentum}; "
+                "give the momentum to the compressor, and the optimizer none, as SGD(lr)"
+            )
+        if self.accumulator.holds_sums:
+            raise ValueError(f"sync_on_apply must be True, as {name} has one momentum per update, got False")
+
+    # -- details of a step
+
+    def _packing(self, attempt: Attempt) -> Packing:
+        in_sums = attempt.spec.reduced and self.reducers.in_shared_memory(attempt.compressor)
+        return Packing(1.0 / self.nonfinite.policy.divisor, not in_sums, attempt.spec.clip_value)
+
+    def _begin_overlap(self, attempt: Attempt) -> Overlap:
+        """Begin to reduce buckets as their gradients come; the vote on the step follows the last one."""
+        compressor, spec, progress = attempt.compressor, attempt.spec, self.progress
+        self.declare(spec.describe(compressor))
+        attempt.reducer, self.in_backward = Unreduced(self.store, compressor), True
+        packing = self._packing(attempt)
+        return Overlap(
+            self._background,
+            self.comm,
+            self.store,
+            self.reducers.collective(compressor, spec, early=True),
+            agree=lambda: self.agree(f"the start of {progress.name}", progress.calls + (1 << 30)),
+            pack=lambda bucket: self.store.pack(bucket, packing),
+        )
+
+    def _complete(self, overlap: Overlap, failed: bool) -> None:
+        self.in_backward = False
+        overlap.complete(failed)
+
+    def _reduce_call(self, reducer: Reducer) -> bool:
+        """Reduce the gradients of one of several batches; False if the sums are not finite, and are left out."""
+        accumulator = self.accumulator
+        sums = list(reducer.reduce([b.gradient for b in self.store.buckets]))
+        self.comm.wait()
+        nonfinite = reducer.nonfinite(sums)
+        if nonfinite:  # the window stays as it was before this call
+            accumulator.withdraw(self.agreement.live)
+        return self.nonfinite.accepts(nonfinite)
+
+    def settle_call(self, spec: StepSpec) -> bool:
+        """Count a call whose sums are finite; False if they are not.
+
+        On a GPU the host does not know, and kernels skip the update; where they cannot, it waits.
+        """
+        skips = self.optimizer.reads_skip_flag and spec.only is None
+        if self.nonfinite.settle_call(kernels_skip=skips):
+            return True
+        self.nonfinite.poll()
+        refused = self.nonfinite.refused > 0
+        self.resolve_last_step()
+        return not refused
+
+    def sums_are_finite(self) -> bool:
+        """Tell if a call, whose sums a later one applies, was finite.  Collective if not; a GPU's host waits."""
+        check = self.store.check
+        if not check.deferred:
+            return True
+        check.fetch()
+        refused = self.nonfinite.learn_if_refused()
+        self.resolve_last_step()
+        return not refused
+
+    def resolve_last_step(self) -> None:
+        """Learn what became of the last step on a GPU.  Collective if it was refused.
+
+        Raises, on every rank alike, what the policy for what is not finite raises.
+        """
+        if self.comm.gpu is None:
+            return  # the host knew before the step was applied
+        self.sync_with_last_step()
+        entries = self.nonfinite.pop_refused()
+        if entries:
+            name, calls = self.progress.name, self.progress.calls
+            reports = self.agree(name, ~calls, report=self.store.buckets.nonfinite(), part=", its outcome")
+            if not any(reports) and self.accumulator.exchanges == 1:  # the gradients were finite, and are in the window
+                self.accumulator.reset(self.store.buckets)
+            self.nonfinite.enforce(by_rank(reports) or f"the sum over ranks ({entries} entries)")
+
+    def sync_with_last_step(self) -> None:
+        """Let this stream follow the last step, in whatever stream of the GPU that was, and learn its outcome."""
+        self.store.follow_stream()
+        self.nonfinite.poll()
+
+    def _hooked_and_clipped(
+        self, sums: Iterable[Reduced], scale: float, spec: StepSpec
+    ) -> tuple[Iterable[Reduced], float]:
+        """Return the sums and their factor after the gradient hook and clipping."""
+        means, accumulator, check_finite = self.means, self.accumulator, self.nonfinite.policy.checks_finite
+        try:
+            if means.hook:
+                sums, scale = means.apply_hook(sums, scale, check_finite, self.vote_on_hook), 1.0
+            if means.clip_norm is not None:
+                sums, name, order = list(sums), self.progress.name, self.store.collector.order
+                unchanged = () if spec.only is None else [n for n in order if n not in spec.only]
+                alike = bool(accumulator.reduced)
+                scale = means.clipped_scale(name, sums, scale, check_finite, unchanged, self.add_norms, alike)
+        except Exception:
+            accumulator.reset(self.store.buckets, self.store.skip_flag)
+            raise
+        return sums, scale
+
+    def vote_on_hook(self, error: Exception | None) -> None:
+        """Raise on every rank what the gradient hook of one has raised.  Collective."""
+        self.agree(self.progress.name, ~self.progress.calls, error, part=", its gradient hook")
+
+    def add_norms(self, partial: np.ndarray) -> None:
+        """Replace squares of shards, in place, by their sums over ranks.  Collective."""
+        with self.comm.tagged(MessageTag("update", self.progress.updates + 1)):
+            self.comm.all_reduce(partial)
+
+    def count_update(self) -> None:
+        """Count an update that has been applied."""
+        self.progress.updates += 1
+        recorder.first = False
+        self.optimizer.step()
+
+    def close(self) -> None:
+        """Refuse everything from now on.
+
+        Raises FloatingPointError, on every rank alike, if the last step on a GPU was refused, which no later step told.
+        """
+        self.closed = True
+        self.nonfinite.poll()
+        entries = self.nonfinite.pop_refused()
+        self.nonfinite.enforce(f"{entries} entries of gradients and sums, of all ranks" if entries else "")

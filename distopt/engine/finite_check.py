@@ -1,0 +1,180 @@
+"""Find what is not finite in a step: by the host before the step goes on, or by the GPU while the host goes on."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from distopt import kernels
+from distopt.buckets import BucketSet, Reduced
+from distopt.comm import Communicator
+from distopt.device import AsyncReadback
+from distopt.engine.accumulation import STATE as ACCUMULATED
+
+
+class NoCheck:
+    """Check nothing: infinities and NaNs propagate.  The base of the other checks.
+
+    Attributes:
+        skip_flag: None, or an int64 on the GPU, shape (1,): if it is not 0, kernels change nothing that outlives the
+            step (the found_inf of mixed-precision training).
+        deferred: the host learns the outcome after it has enqueued the step.
+        pending: there is an outcome that the host has not asked for.
+        headroom: a gradient is multiplied by it before it is checked.
+        doubted: all ranks check the sums of the present step.
+    """
+
+    skip_flag: np.ndarray | None = None
+    deferred = False
+    pending = False
+    headroom = 1.0
+    doubted = False
+
+    def nonfinite_gradients(self) -> str:
+        """Name this rank's packed gradients that are not finite, for the vote; '' if all are."""
+        return ""
+
+    @property
+    def doubts(self) -> bool:
+        """Whether finite gradients of this rank may have a sum that is not finite."""
+        return False
+
+    def begin(self, doubted: bool, stateful: bool) -> None:
+        """Prepare for the reduction of packed gradients.
+
+        Args:
+            doubted: a rank doubts that the sums are finite.
+            stateful: the compressor changes what outlives the step.
+        """
+
+    def nonfinite_sums(self, sums: Iterable[Reduced], may_overflow: bool) -> str:
+        """Describe what is not finite in sums over ranks; '' if all is.  All ranks have the same bits, and text.
+
+        If something is not finite, what outlives the step is put back as it was.
+        """
+        return ""
+
+    def passed(self) -> None:
+        """Note that the sums of a step, or of several calls, are going to be applied."""
+
+    def reset(self) -> None:
+        """Note that a checkpoint has replaced what outlives a step."""
+
+    def fetch(self) -> None:
+        """Begin to copy the skip flag to the host."""
+
+    def expect(self) -> None:
+        """Expect the skip flag on the host, to which a captured step copies it."""
+
+    def outcome(self) -> int:
+        """Wait for the number of entries of the last step, of all ranks, that were not finite."""
+        return 0
+
+
+class HostCheck(NoCheck):
+    """Read what the kernels have counted when they return.
+
+    A sum of ``gradients`` finite ones is checked where it may overflow.  In the first step that is not known;
+    afterwards it may if a gradient is above 1 / ``headroom`` of the largest number.  A residual grows with every step,
+    by no more than the sum of those before, so that after a check of it so many steps need none.
+    """
+
+    STEPS = 1 << 16
+    SPARE = 2.0**40  # above the square of STEPS, for a velocity that never decays: so a residual grows at most
+    LEFT = 2.0**20  # above STEPS: what a residual, or a velocity, leaves of the range when it is not in doubt
+
+    def __init__(self, buckets: BucketSet, gradients: int):
+        self._buckets = buckets
+        self._sums = 2.0 ** math.ceil(math.log2(gradients))
+        self.headroom = self._sums * self.SPARE
+        self.doubted = self._large_states = True
+        self._steps = 0
+        self._copies: list[dict[str, np.ndarray]] | None = None
+
+    def nonfinite_gradients(self) -> str:
+        return self._buckets.nonfinite()
+
+    @property
+    def doubts(self) -> bool:
+        """Whether a gradient, or a residual, is so large that a sum of it may overflow."""
+        return self._large_states or self._steps >= self.STEPS or any([b.near_overflow for b in self._buckets])
+
+    def begin(self, doubted: bool, stateful: bool) -> None:
+        """Keep a copy of what outlives the step, if the sums are in doubt."""
+        self.doubted |= doubted
+        self._copies = self._buckets.copied_states() if self.doubted and stateful else None
+
+    def nonfinite_sums(self, sums: Iterable[Reduced], may_overflow: bool) -> str:
+        """Count entries, if the sums are in doubt or ``may_overflow`` whatever the gradients are."""
+        if not (self.doubted or may_overflow):
+            return ""
+        count = np.zeros(1, np.int64)
+        for total in sums:
+            kernels.count_nonfinite(total[0].flat, count)
+        if count[0] and self._copies is not None:
+            self._buckets.restore_copies(self._copies)
+        return f"the sum over ranks ({int(count[0])} entries)" if count[0] else ""
+
+    def passed(self) -> None:
+        """End the doubts, unless a residual is large."""
+        self._steps += 1
+        if self.doubted:
+            self._large_states = self._has_large_states()
+            self._steps = 0
+        self.doubted, self._copies = False, None
+
+    def reset(self) -> None:
+        self._large_states = True
+
+    def _has_large_states(self) -> bool:
+        count = np.zeros(1, np.int64)
+        for bucket in self._buckets:
+            bound = np.array(bucket.largest / (self._sums * self.LEFT), bucket.spec.dtype)
+            for name, flat in bucket.state.items():
+                if name != ACCUMULATED:  # which ends with the step
+                    kernels.count_above(flat, count, int(bound.view(f"i{bound.itemsize}")))
+        return bool(count[0])
+
+
+class DeviceFlag(NoCheck):
+    """Let kernels on the GPU skip a step by a flag that is the same on all ranks, while the host goes on.
+
+    The host asks for the ``outcome`` after the next step at the latest.
+    """
+
+    skip_flag: np.ndarray
+    deferred = True
+
+    def __init__(self, buckets: BucketSet, comm: Communicator):
+        self._comm, self._counts = comm.unwrapped, buckets.bad
+        self.skip_flag = buckets.bad[-1:]
+        self._readback = AsyncReadback(1)
+
+    def begin(self, doubted: bool, stateful: bool) -> None:
+        """Sum the counts over members and ranks."""
+        with self._comm.on_comm_stream():
+            kernels.sum_counts(self._counts[:-1], self.skip_flag)
+            self._comm.all_reduce(self.skip_flag)
+        self._comm.wait()
+
+    def nonfinite_sums(self, sums: Iterable[Reduced], may_overflow: bool) -> str:
+        """Add what is not finite in the sums to the skip flag, on the GPU; the host knows nothing yet."""
+        for total in sums:
+            kernels.count_nonfinite(total[0].flat, self.skip_flag)
+        return ""
+
+    def fetch(self) -> None:
+        self._readback.fetch(self.skip_flag)
+
+    def expect(self) -> None:
+        self._readback.expect()
+
+    @property
+    def pending(self) -> bool:  # type: ignore[override]
+        """Whether there is an outcome that the host has not asked for."""
+        return self._readback.pending
+
+    def outcome(self) -> int:
+        """Wait for the number of entries that were not finite; RuntimeError if the communicator fails meanwhile."""
+        with self._comm.control.waits("the GPU's outcome"):
+            return int(self._readback.result(self._comm.check)[0])

@@ -1,0 +1,101 @@
+"""How far a training is: its counters, and whether it can go on."""
+
+from typing import NamedTuple
+
+from distopt.comm.control import PeerLeft
+from distopt.engine.accumulation import GradientAccumulator
+
+HALF_LOADED = "loading a state ended halfway; load a checkpoint to go on"
+
+
+class Counters(NamedTuple):
+    """The counters that a step changes."""
+
+    updates: int
+    batches: int
+    partial: int
+    num_gradients: float
+
+
+class Progress:
+    """Count updates, and remember what makes it impossible to go on.
+
+    Attributes:
+        updates: updates applied so far.
+        partial: partial steps among them.
+        version: grows with every call that a captured step would not know of.
+        failure: the text of the error that every further step raises; '' if training can go on.
+        remedy: what to do about a failure, in its text.
+        before: the counters before the present call.
+        halfway: the context of the part of a step that must not be interrupted.
+    """
+
+    def __init__(self, accumulator: GradientAccumulator, remedy: str = "load a checkpoint to go on"):
+        self._accumulator, self.remedy = accumulator, remedy
+        self.updates = self.partial = self.version = 0
+        self.failure = self._failure_before_load = ""
+        self.before = Counters(0, 0, 0, 0.0)
+        self.halfway = Halfway(self)
+
+    @property
+    def calls(self) -> int:
+        """The number of the present call, from 0: the same on all ranks."""
+        return self.updates * self._accumulator.num_batches + self._accumulator.batches
+
+    @property
+    def name(self) -> str:
+        """The present call, in errors and votes."""
+        more = self._accumulator.num_batches > 1
+        return f"step {self.updates + 1}" + f", batch {self._accumulator.batches + 1}" * more
+
+    def snapshot(self) -> None:
+        """Remember the counters, for ``roll_back``."""
+        accumulator = self._accumulator
+        self.before = Counters(self.updates, accumulator.batches, self.partial, accumulator.num_gradients)
+
+    def roll_back(self) -> bool:
+        """Count as if the last call had not been; tell if it was an update."""
+        accumulator, updates = self._accumulator, self.updates
+        self.updates, accumulator.batches, self.partial, accumulator.num_gradients = self.before
+        return self.updates < updates
+
+    def check(self) -> None:
+        """Raise RuntimeError after an update that failed halfway."""
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+    def fail(self, text: str) -> None:
+        """Let every further step raise RuntimeError with this text, until ``recover``."""
+        self.failure = self.failure or text
+
+    def begin_load(self) -> None:
+        """Let every further step raise RuntimeError until ``end_load``: an interrupted load leaves half of a state."""
+        self._failure_before_load, self.failure = self.failure, HALF_LOADED
+
+    def cancel_load(self) -> None:
+        """Let everything be as it was before ``begin_load``: nothing has changed."""
+        self.failure = self._failure_before_load
+
+    def end_load(self) -> None:
+        """Let training go on: a state has been loaded."""
+        self.failure = ""
+
+
+class Halfway:
+    """Context of the part of a step that follows its vote: an error in it, Ctrl-C too, ends the training.
+
+    Residuals, counters or parameters may be left that only a checkpoint makes right; but for what all ranks refuse
+    alike, before anything is applied: a sum that is not finite, a gradient hook's error.
+    """
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+
+    def __enter__(self) -> None:
+        """Enter the part of a step that follows its vote."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
+        if error is None or (hasattr(error, "agreed") and not isinstance(error, PeerLeft)):
+            return
+        text, step = f"{type(error).__name__}: {error}".removesuffix(": "), self._progress.before.updates + 1
+        self._progress.fail(f"the update of step {step} failed halfway with {text}; {self._progress.remedy}")

@@ -1,0 +1,285 @@
+"""The ways in which the buckets of a step are reduced over ranks, and which one a step takes."""
+
+import abc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from distopt import device
+from distopt.buckets import Bucket, Reduced, unsharded
+from distopt.comm import Communicator
+from distopt.comm.message import MessageTag
+from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
+from distopt.engine.accumulation import GradientAccumulator
+from distopt.engine.bucket_store import BucketStore
+from distopt.engine.hooks import StepHook
+from distopt.engine.progress import Progress
+from distopt.engine.spec import StepSpec
+from distopt.exchange import choose, reduce_each, reduce_half_shards, reduce_shards
+from distopt.exchange.shared_memory import describe, nonfinite
+
+Vote = Callable[[str], list[str]]  # on a report about the sums; returns those of all ranks
+Stream = Iterable[tuple[Bucket, np.ndarray] | None]  # None: the next bucket will take a while
+T = TypeVar("T")
+
+
+class Reducer(abc.ABC):
+    """One way to replace the flat gradient of each bucket by its sum over ranks.
+
+    Attributes:
+        shards_are_final: a rank may update by its shard of a sum before it has the next bucket's.
+    """
+
+    shards_are_final = False
+
+    @abc.abstractmethod
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        """Yield the sum over ranks of each bucket's array, reduced when it is asked for.  Collective."""
+
+    @abc.abstractmethod
+    def nonfinite(self, sums: list[Reduced]) -> str:
+        """Describe what is not finite in the sums, alike on all ranks; '' if all is, or if only a GPU knows."""
+
+
+class Unreduced(Reducer):
+    """Take arrays that need no reduction, or have had it."""
+
+    def __init__(self, store: BucketStore, compressor: Compressor):
+        self._store, self._may_overflow = store, compressor.may_overflow
+
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        return map(unsharded, arrays)
+
+    def nonfinite(self, sums: list[Reduced]) -> str:
+        return self._store.check.nonfinite_sums(sums, self._may_overflow)
+
+
+class CollectiveReducer(Unreduced):
+    """Reduce each bucket by the collective that the compressor's payloads ask for (``exchange.choose``).
+
+    On the host, between machines, a bucket may be compressed while another one is on its way.
+    """
+
+    def __init__(self, compressor: Compressor, spec: StepSpec, comm: Communicator, step_context: "StepContext"):
+        super().__init__(step_context.store, compressor)
+        self._compressor, self._comm, self._step_context = compressor, comm, step_context
+        self._algorithm = choose(compressor, spec.break_even)
+        for hook in step_context.hooks:
+            self._algorithm = hook.wrap_exchange(self._algorithm, compressor)
+        pipelined = comm.pipelines and compressor.summable and not compressor.has_hooks
+        self._pipelined = pipelined and not step_context.payloads_wanted
+
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        capacity = self._store.capacity if self._compressor.bounded else None
+        if capacity and not self._compressor.stateful:
+            capacity.count(arrays, self._compressor.count_selected)
+        yield from self.stream(zip(self._store.buckets, arrays, strict=True))
+        if capacity and self._compressor.stateful:
+            capacity.send()
+
+    def stream(self, buckets: Stream) -> Iterator[Reduced]:
+        """Yield the sum over ranks of each bucket, as they come.  Collective."""
+        if not self._pipelined:
+            return (self._exchange(*bucket) for bucket in buckets if bucket)
+        step, comm, compressor = self._step_context, self._comm, self._compressor
+        arriving = (
+            b and (b[1], b[0].state, step.exchange_context(b[0], comm, compressor), step.tag(b[0])) for b in buckets
+        )
+        return map(unsharded, reduce_each(arriving, compressor, comm))
+
+    def _exchange(self, bucket: Bucket, x: np.ndarray) -> Reduced:
+        comm, compressor, tag = self._comm, self._compressor, self._step_context.tag(bucket)
+        context = self._step_context.exchange_context(bucket, comm, compressor)
+        with comm.tagged(tag):
+            if compressor.has_hooks:
+                with comm.on_comm_stream():
+                    compressor.begin(x, bucket.state, context)
+            self._algorithm(x, compressor, comm, bucket.state, context, tag)
+            if compressor.has_hooks:
+                with comm.on_comm_stream():
+                    compressor.finish(x, bucket.state, context)
+        return unsharded(x)
+
+
+class SharedMemoryReducer(Reducer):
+    """Add dense gradients up in memory that all ranks share; each rank forms its shard of the sum.
+
+    What is not finite is found in the shards, and told by a vote, so that gradients need not be checked before.
+    """
+
+    shards_are_final = True
+
+    def __init__(self, comm: Communicator, step_context: "StepContext", check_finite: bool, vote: Vote):
+        self._comm, self._step_context, self._check_finite, self._vote = comm, step_context, check_finite, vote
+
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        for bucket in self._step_context.store.buckets:
+            with self._comm.tagged(self._step_context.tag(bucket)):
+                total = reduce_shards(bucket, self._comm)
+            yield total
+
+    def nonfinite(self, sums: list[Reduced]) -> str:
+        """Vote; when this returns all ranks have added up their shards.  Collective."""
+        store = self._step_context.store
+        return describe(self._vote(nonfinite(store.buckets) if self._check_finite else ""), store.collector.order)
+
+
+class SharedHalfReducer(Unreduced):
+    """Write 16-bit payloads to memory that all ranks share; each rank adds up its shard."""
+
+    def __init__(self, compressor: Half, comm: Communicator, step_context: "StepContext", otherwise: Reducer):
+        super().__init__(step_context.store, compressor)
+        self._compressor, self._comm, self._step_context, self._otherwise = compressor, comm, step_context, otherwise
+
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        def context(bucket: Bucket) -> ExchangeContext:
+            return self._step_context.exchange_context(bucket, self._comm, self._compressor)
+
+        sums = reduce_half_shards(self._store.buckets, self._compressor, self._comm, context, self._step_context.tag)
+        return self._otherwise.reduce(arrays) if sums is None else iter(sums)  # None: there is no such memory
+
+
+class KeepStates(Reducer):
+    """Reduce as another reducer does, but keep what outlives the step of parameters that the step leaves alone.
+
+    What was sent of their residuals is not applied, and so must stay.
+    """
+
+    def __init__(self, reducer: Reducer, comm: Communicator, store: BucketStore, names: Sequence[str]):
+        self._reducer, self._comm, self._store, self._names = reducer, comm, store, names
+
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        states = self._store.buckets.states().items()
+        saved = {state: {name: device.copied(by_name[name]) for name in self._names} for state, by_name in states}
+        yield from self._reducer.reduce(arrays)
+        self._comm.wait()
+        for state, after in self._store.buckets.states().items():
+            for name in self._names:
+                if state in saved:
+                    device.copy(after[name], saved[state][name])
+                else:
+                    device.clear(after[name])
+
+    def nonfinite(self, sums: list[Reduced]) -> str:
+        return self._reducer.nonfinite(sums)
+
+
+class LocalGradients(Reducer):
+    """Take this rank's own gradients, in a partial step; no other rank has the same."""
+
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        return map(unsharded, arrays)
+
+    def nonfinite(self, sums: list[Reduced]) -> str:
+        return ""
+
+
+class StepContext:
+    """The facts of the present step that the exchange of a bucket needs."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        store: BucketStore,
+        progress: Progress,
+        accumulator: GradientAccumulator,
+        hooks: Sequence[StepHook],
+    ):
+        self.store, self.hooks = store, hooks
+        self._comm, self._progress, self._accumulator = comm, progress, accumulator
+        self._divisor: float | None = None
+
+    def begin(self, spec: StepSpec) -> None:
+        """Begin a call of a step with this specification; tell the hooks of the first one."""
+        self.resume(spec)
+        if not self._accumulator.batches:
+            for hook in self.hooks:
+                hook.begin(self._progress.updates + 1, spec, self._accumulator.exchanges)
+
+    def resume(self, spec: StepSpec) -> None:
+        """Go on with a step of which the hooks have heard: its gradients have been reduced."""
+        self._divisor = spec.divisor
+
+    @property
+    def divisor(self) -> float:
+        """The number that divides the sums over ranks, to make means of them."""
+        return self._accumulator.num_gradients if self._divisor is None else self._divisor
+
+    @property
+    def payloads_wanted(self) -> bool:
+        """Whether a hook sees each bucket's exchange."""
+        return any([hook.wants_payloads for hook in self.hooks])
+
+    def tag(self, bucket: Bucket) -> MessageTag:
+        """The tag of the messages of a bucket."""
+        return MessageTag("gradients", self._progress.updates + 1, bucket.number, bucket.gradients)
+
+    def exchange_context(self, bucket: Bucket, comm: Communicator, compressor: Compressor) -> ExchangeContext:
+        """Return the context of a call of the compressor in this step."""
+        capacity = self.store.capacity if compressor.bounded else None
+        number, accumulator = bucket.number, self._accumulator
+        on_device = (
+            DeviceContext(self.store.skip_flag, capacity[number], capacity.wanted(number))
+            if capacity
+            else DeviceContext(self.store.skip_flag)
+        )
+        return ExchangeContext(
+            self._progress.updates,
+            comm.rank,
+            comm.size,
+            self.divisor,
+            accumulator.num_batches if accumulator.sync_on_apply else 1,
+            BucketContext(bucket.gradients, bucket.parameters, bucket.scratch, bucket.constant),
+            on_device,
+        )
+
+
+class Reducers:
+    """Choose how a step is reduced."""
+
+    def __init__(self, comm: Communicator, step_context: StepContext, accumulator: GradientAccumulator, overlap: bool):
+        self._comm, self._step_context, self._accumulator = comm, step_context, accumulator
+        self.overlap = overlap
+
+    def in_shared_memory(self, compressor: Compressor) -> bool:
+        """Tell if dense gradients are added up in shared memory, where what is not finite is found in the sums.
+
+        Not before all ranks have agreed on a plan, and opened its memory.
+        """
+        dense = isinstance(compressor, Dense) and self._accumulator.num_batches == 1 and not self.overlap
+        return dense and self._step_context.store.buckets.shared
+
+    def may_overlap(self, compressor: Compressor, spec: StepSpec, threshold: int) -> bool:
+        """Tell if buckets may leave before the vote: they are the last step's, and nothing outlives the step."""
+        store = self._step_context.store
+        if not (self.overlap and spec.reduced and self._accumulator.num_batches == 1):
+            return False
+        grows = compressor.bounded and store.capacity is not None
+        return store.started and threshold == store.threshold and not compressor.stateful and not grows
+
+    def collective(self, compressor: Compressor, spec: StepSpec, early: bool = False) -> CollectiveReducer:
+        """Reduce by a collective per bucket; ``early`` on a communicator of its own, which a loss does not use."""
+        return CollectiveReducer(compressor, spec, self._comm.duplicate() if early else self._comm, self._step_context)
+
+    def choose(self, compressor: Compressor, spec: StepSpec, check_finite: bool, vote: Vote) -> Reducer:
+        """Return the reducer of a step whose buckets have not left before the vote."""
+        store = self._step_context.store
+        reducer: Reducer
+        if not spec.reduced:
+            return LocalGradients()
+        if self.in_shared_memory(compressor):
+            reducer = SharedMemoryReducer(self._comm, self._step_context, check_finite, vote)
+        else:
+            reducer = self.collective(compressor, spec)
+            if isinstance(compressor, Half) and self._halves_fit(compressor):
+                reducer = SharedHalfReducer(compressor, self._comm, self._step_context, reducer)
+        unchanged = [] if spec.only is None else [name for name in store.collector.order if name not in spec.only]
+        return KeepStates(reducer, self._comm, store, unchanged) if unchanged else reducer
+
+    def _halves_fit(self, compressor: Half) -> bool:
+        """Tell if halves may be added up in shared memory, where they are neither checked nor observed."""
+        store = self._step_context.store
+        if compressor.may_overflow or store.check.doubted or self._step_context.payloads_wanted:
+            return False
+        return self._accumulator.num_batches == 1 and not self.overlap and store.buckets.shared

@@ -1,0 +1,116 @@
+"""Values that say what a step is: the options of an optimizer, and the specification of one call."""
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distopt.checks import check_bool, check_bound, check_callable, check_int
+from distopt.comm import Communicator
+from distopt.compress import Compressor, Dense
+
+CompressorFactory = Callable[[], Compressor]
+GradientHook = Callable[[list[tuple[Any, np.ndarray]]], object]
+
+
+class Options(NamedTuple):
+    """The options of ``DistOpt``, checked, as its docstring describes them.
+
+    ``overlap`` is decided: buckets are reduced while gradients arrive, or not.
+    """
+
+    overlap: bool
+    broadcast: bool
+    allow_missing: bool
+    check_every: int
+    num_batches: int
+    sync_on_apply: bool
+    clip_norm: float | None
+    gradient_hook: GradientHook | None
+    nonfinite: Any  # as it was given, for ranks to compare
+
+    @classmethod
+    def checked(
+        cls,
+        comm: Communicator,
+        *,
+        overlap: str | bool = False,
+        broadcast: bool = True,
+        nonfinite: Any = "raise",
+        allow_missing: bool = False,
+        check_every: int = 0,
+        num_batches: int = 1,
+        sync_on_apply: bool = True,
+        clip_norm: float | None = None,
+        gradient_hook: GradientHook | None = None,
+    ) -> "Options":
+        """Check what a user gave.
+
+        Raises:
+            TypeError, ValueError: name the option, its value and what it may be.
+        """
+        return cls(
+            _overlaps(overlap, comm),
+            check_bool("broadcast", broadcast),
+            check_bool("allow_missing", allow_missing),
+            check_int("check_every", check_every, least=0),
+            check_int("num_batches", num_batches, least=1),
+            check_bool("sync_on_apply", sync_on_apply),
+            None if clip_norm is None else check_bound("clip_norm", clip_norm),
+            check_callable("gradient_hook", gradient_hook, "(param, mean) pairs"),
+            nonfinite,
+        )
+
+    def lines(self, comm: Communicator) -> list[str]:
+        """The options that all ranks must have alike, for the vote."""
+        names = ("broadcast", "nonfinite", "num_batches", "sync_on_apply", "allow_missing", "check_every")
+        return [
+            ", ".join(f"{name}={getattr(self, name)!r}" for name in names),
+            "sums in rank order" if comm.rank_ordered else "sums in any order",
+            f"overlap={self.overlap}",
+            f"clip_norm={self.clip_norm}",
+            "a gradient hook" if self.gradient_hook else "no gradient hook",
+        ]
+
+
+class StepSpec(NamedTuple):
+    """The specification of a step.
+
+    Args:
+        compressor: a factory of what is sent; it raises what forbids such a step.
+        threshold: elements that fill a bucket; None keeps the usual number.
+        clip_value: every element of the gradients is first held between ``-clip_value`` and ``clip_value``.
+        break_even: never send more bytes than a dense array has.
+        reduced: gradients are reduced over ranks; False in a partial step, which updates with this rank's own.
+        divisor: divides the sums, to make a mean of them; None divides by the number of gradients.
+        only: names of the parameters that are updated; None updates all.
+        label: the step's name in errors and votes.
+    """
+
+    compressor: CompressorFactory = Dense
+    threshold: int | None = None
+    clip_value: float | None = None
+    break_even: bool = False
+    reduced: bool = True
+    divisor: float | None = None
+    only: Collection[str] | None = None
+    label: str = "a step"
+
+    def describe(self, compressor: Compressor) -> str:
+        """One line that ranks compare in the vote."""
+        clipped = f", clipped at {self.clip_value}" * (self.clip_value is not None)
+        gathered = not (self.break_even or compressor.summable)
+        return f"{self.label} with {compressor!r}{clipped}" + ", break_even=False" * gathered
+
+
+def _overlaps(overlap: str | bool, comm: Communicator) -> bool:
+    """Decide 'auto': overlap pays where ranks sit on several machines, or have GPUs."""
+    if not isinstance(overlap, bool) and not (isinstance(overlap, str) and overlap == "auto"):
+        raise ValueError(f"overlap must be 'auto', True or False, got {overlap!r}")
+    if comm.size == 1:
+        return False
+    if overlap is True and not comm.may_overlap:
+        raise ValueError(
+            "overlap must be 'auto' or False with this MPI, which does not give MPI_THREAD_MULTIPLE, got True"
+        )
+    return comm.may_overlap and (comm.spans_hosts or comm.gpu is not None if overlap == "auto" else bool(overlap))

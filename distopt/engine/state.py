@@ -1,0 +1,111 @@
+"""The state of an engine as a dict: everything that changes between steps, by parameter name."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from distopt import device, kernels
+from distopt.buckets import States
+from distopt.checks import check_int
+from distopt.comm import Communicator
+from distopt.engine.engine import Engine
+from distopt.kernels.layout import BucketLayout
+
+COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
+ENTRIES = (*COUNTS, "contributions", "loss_scale", "rooms", "states", "optimizer")
+
+
+def state_dict(engine: Engine) -> dict[str, Any]:
+    """``DistOpt.state_dict``.  Collective if parameters are shared."""
+    engine.sync_with_last_step()
+    store, progress, accumulator, policy = engine.store, engine.progress, engine.accumulator, engine.nonfinite.policy
+    states, sharded = store.states(), store.sharded
+    failed = RuntimeError(progress.failure) if progress.failure else None
+    if sharded:
+        engine.check_open()
+        engine.declare("state_dict")
+        engine.agreement.declare_numbers(engine.nonfinite.lines())
+        engine.agree("state_dict", ~progress.updates, failed)
+    elif failed:
+        raise failed
+    return {
+        "step_counter": progress.updates,
+        "num_batches": accumulator.num_batches,
+        "batches": accumulator.batches,
+        "contributions": accumulator.num_gradients / engine.comm.size,
+        "partial": progress.partial,
+        "skipped": policy.skipped,
+        "skips_in_a_row": policy.in_a_row,
+        "loss_scale": policy.state(),
+        "rooms": store.capacity.state() if store.capacity else [],
+        "states": {state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in states.items()},
+        "optimizer": engine.optimizer.state_dict(
+            (lambda members, flat: _gathered(members, flat, engine.comm)) if sharded else None
+        ),
+    }
+
+
+def _gathered(members: BucketLayout, flat: np.ndarray, comm: Communicator) -> np.ndarray:
+    """A flat array with every rank's shard of one of which each rank has its own.  Collective."""
+    gathered = np.zeros(members.extent, members.dtype)
+    views = [members.view(flat, row) for row in range(len(members.names))]
+    table = BucketLayout(members.names, members.shapes, members.records["offset"].tolist(), members.dtype).point_to(
+        views
+    )
+    kernels.pack(table.shard(comm.rank, comm.size), gathered, 1.0, np.zeros(len(views), np.int64), math.inf)
+    comm.all_reduce(gathered.view(f"i{gathered.itemsize}"))  # as integers: adding zero must not change a bit
+    return gathered
+
+
+def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
+    """``DistOpt.load_state_dict``."""
+    engine.sync_with_last_step()
+    states = check_state(engine, state)
+    store, progress, accumulator, policy = engine.store, engine.progress, engine.accumulator, engine.nonfinite.policy
+    progress.version += 1
+    progress.begin_load()
+    try:
+        engine.optimizer.load_state_dict(state["optimizer"])
+    except Exception:  # it refuses the state, and nothing has changed
+        progress.cancel_load()
+        raise
+    store.restore(states, state["rooms"])
+    progress.updates, progress.partial = state["step_counter"], state["partial"]
+    engine.nonfinite.pop_refused()
+    gradients = state["contributions"] * engine.comm.size
+    whole_gradients = float(round(gradients))  # a number of gradients, unless other ranks saved it
+    accumulator.batches, accumulator.reduced = state["batches"], None
+    accumulator.num_gradients = whole_gradients if math.isclose(whole_gradients, gradients) else gradients
+    policy.skipped, policy.in_a_row = state["skipped"], state["skips_in_a_row"]
+    policy.restore(state["loss_scale"])
+    store.mark_stream()
+    progress.end_load()
+
+
+def check_state(engine: Engine, state: dict[str, Any]) -> States:
+    """Return copies of the buckets' states; raise ValueError for a state that training cannot go on from."""
+    if set(state) != set(ENTRIES):
+        raise ValueError(f"the entries of a state must be {sorted(ENTRIES)}, got {sorted(state)}")
+    for name in COUNTS:
+        check_int(name, state[name], least=0)
+    if not 0 <= state["contributions"] < math.inf:
+        raise ValueError(f"contributions must be at least 0 and finite, got {state['contributions']!r}")
+    num_batches = engine.accumulator.num_batches
+    if state["batches"] and (state["num_batches"] != num_batches or state["batches"] >= num_batches):
+        batches = f"{state['batches']} of {state['num_batches']} batches"
+        raise ValueError(f"num_batches must be that of the state, which was saved after {batches}, got {num_batches}")
+    if state["optimizer"] is None and engine.optimizer.has_state:
+        raise ValueError("the optimizer of a state must be a state of this optimizer, got None")
+    engine.nonfinite.policy.check(state["loss_scale"])
+    if not isinstance(state["rooms"], list):
+        raise ValueError(f"rooms must be a list, got {type(state['rooms']).__name__}")
+    for entries in state["rooms"]:
+        check_int("rooms", entries, least=0)
+    by_state = state["states"]
+    for arrays in (by_state, *(by_state.values() if isinstance(by_state, dict) else ())):
+        if not isinstance(arrays, dict):
+            raise ValueError(f"states must be a dict of dicts of arrays, got {type(arrays).__name__}")
+    states = {s: {n: np.array(a) for n, a in arrays.items()} for s, arrays in by_state.items()}
+    engine.store.check_states(states)
+    return states

@@ -1,0 +1,84 @@
+"""Views: arrays of the buckets themselves, for gradients that are never packed and parameters that all ranks share."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from distopt.engine.engine import Engine
+from distopt.kernels.layout import FORMATS
+
+Check = Callable[[list[str]], object]
+
+
+def enroll(engine: Engine, params: Iterable[Any], verb: str, check: Check, planned: Iterable[Any] = ()) -> list[str]:
+    """Learn the names of parameters, which all ranks have alike, and make a plan of them.  Collective.
+
+    Args:
+        verb: what this is for, in the vote.
+        check: raises what forbids it, for the names.
+        planned: parameters that the plan, if there is none, has before these.
+    """
+    engine.check_open()
+    names: list[str] = []
+    error = None
+    engine.sync_with_last_step()
+    collector, store = engine.store.collector, engine.store
+    try:
+        if planned and not collector.order:
+            params, first = list(params), {id(p): p for p in planned}
+            collector.enroll([*first.values(), *(p for p in params if id(p) not in first)])
+        names = collector.enroll(params)
+        check(names)
+        if store.propose(store.threshold):
+            engine.agreement.forget()
+        engine.declare(verb)
+        engine.agreement.declare_numbers(engine.nonfinite.lines())
+    except Exception as e:
+        error = e
+    engine.agree(verb, 0, error)
+    store.mark_stream()
+    return names
+
+
+def gradient_views(
+    engine: Engine, params: Iterable[Any], check: Check = lambda names: None, planned: Iterable[Any] = ()
+) -> list[np.ndarray]:
+    """``DistOpt.gradient_views``.  Collective."""
+
+    def check_all(names: list[str]) -> None:
+        _check_wide(engine, names)
+        check(names)
+
+    names = enroll(engine, params, "gradient_views", check_all, planned)
+    engine.store.broadcast_parameters(engine.progress.updates)
+    return [engine.store.buckets.view(name) for name in names]
+
+
+def parameter_views(engine: Engine, params: Iterable[Any], planned: Iterable[Any] = ()) -> list[np.ndarray]:
+    """``DistOpt.parameter_views``.  Collective."""
+    comm, store = engine.comm, engine.store
+
+    def check(names: list[str]) -> None:
+        _check_wide(engine, names)
+        if not engine.optimizer.updates_shards:
+            raise TypeError(f"the optimizer must be one of distopt.optim for parameter_views, got {engine.optimizer!r}")
+        missing = [n for n in store.collector.order if n not in names]
+        if missing:
+            raise ValueError(f"params must be all parameters of the model, got none of {', '.join(missing[:5])}")
+
+    names = enroll(engine, params, "parameter_views", check, planned)
+    shared, values = store.share_parameters(), store.values
+    if comm.rank == 0:
+        for name in names:
+            shared[name][...] = values[name]
+    comm.barrier()
+    store.broadcast_due = False
+    return [shared[name] for name in names]
+
+
+def _check_wide(engine: Engine, names: list[str]) -> None:
+    values = engine.store.values
+    narrow = [n for n in names if values[n].dtype in FORMATS]
+    if narrow:
+        raise TypeError(f"{narrow[0]}: views must be of float32 or float64 parameters, got {values[narrow[0]].dtype}")

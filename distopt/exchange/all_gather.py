@@ -1,0 +1,111 @@
+"""Payloads that cannot be added on the wire: all of them to all ranks, and the sum is formed there, in rank order."""
+
+import numpy as np
+
+from distopt.comm import Communicator
+from distopt.comm.message import UNTAGGED, MessageTag
+from distopt.compress import Compressor, ExchangeContext
+from distopt.compress.base import State
+from distopt.exchange.breakdown import payload_breakdown
+from distopt.exchange.traffic import dense_is_smaller
+
+
+def gather(
+    x: np.ndarray,
+    compressor: Compressor,
+    comm: Communicator,
+    state: State,
+    context: ExchangeContext,
+    tag: MessageTag = UNTAGGED,
+) -> None:
+    """Replace x by the sum over ranks of what each rank's compressor sends of it.  Collective.
+
+    Args:
+        x: the gradients of a bucket, ``(n,)``.
+        compressor: what is sent of them.
+        comm: the ranks.
+        state: arrays of x's size that the compressor keeps.
+        context: the call of the compressor.
+        tag: of the messages, to which the make-up of the payload is added.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt import run_ranks
+        >>> from distopt.compress import ExchangeContext, TopK
+        >>> def main(comm):
+        ...     x = np.roll(np.array([4, 3, 0, 0], np.float32), comm.rank)
+        ...     gather(x, TopK(0.25), comm, {}, ExchangeContext(rank=comm.rank, size=comm.size))
+        ...     return x.tolist()
+        >>> run_ranks(2, main)
+        [[4.0, 4.0, 0.0, 0.0], [4.0, 4.0, 0.0, 0.0]]
+    """
+    with comm.on_comm_stream():
+        payload = compressor.compress(x, state, context)
+        compressor.decompress_all(gather_payloads(payload, x, compressor, comm, context, tag), x, context)
+
+
+def gather_or_reduce(
+    x: np.ndarray,
+    compressor: Compressor,
+    comm: Communicator,
+    state: State,
+    context: ExchangeContext,
+    tag: MessageTag = UNTAGGED,
+) -> None:
+    """Do as ``gather``, but all-reduce a dense array of the selected entries where that is fewer bytes.  Collective.
+
+    Where lengths differ, all ranks learn all of them first (8 bytes a rank), so that they decide alike; what is sent
+    does not depend on it.
+
+    Args:
+        x: the gradients of a bucket, ``(n,)``, float32 or float64.
+        compressor: what is sent of them.
+        comm: the ranks.
+        state: arrays of x's size that the compressor keeps.
+        context: the call of the compressor.
+        tag: of the messages, to which the make-up of the payload is added.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt import run_ranks
+        >>> from distopt.compress import ExchangeContext, TopK
+        >>> def main(comm):
+        ...     x = np.arange(4, dtype=np.float32)
+        ...     gather_or_reduce(x, TopK(1.0), comm, {}, ExchangeContext(rank=comm.rank, size=comm.size))
+        ...     return x.tolist()
+        >>> run_ranks(2, main)
+        [[0.0, 2.0, 4.0, 6.0], [0.0, 2.0, 4.0, 6.0]]
+    """
+    with comm.on_comm_stream():
+        payload = compressor.compress(x, state, context)
+        ragged = compressor.ragged and context.capacity is None
+        total = sum(comm.lengths(payload.nbytes)) if ragged else payload.nbytes * comm.size
+        if dense_is_smaller(total, 0, x.nbytes, comm.size):
+            compressor.decompress_all([payload], x, context)
+            comm.all_reduce(x)
+        else:
+            compressor.decompress_all(gather_payloads(payload, x, compressor, comm, context, tag), x, context)
+
+
+def gather_payloads(
+    payload: np.ndarray,
+    x: np.ndarray,
+    compressor: Compressor,
+    comm: Communicator,
+    context: ExchangeContext,
+    tag: MessageTag,
+) -> list[np.ndarray]:
+    """Return every rank's payload, in rank order.  Collective.
+
+    Args:
+        payload: of this rank, ``(nbytes,)`` of uint8.
+        x: the flat array that it was made of, ``(n,)``.
+        compressor: what has made it.
+        comm: the ranks.
+        context: the call of the compressor.
+        tag: of the messages, to which the make-up of the payload is added.
+    """
+    with comm.tagged(tag._replace(breakdown=lambda payload: payload_breakdown(compressor, payload, x, context))):
+        if compressor.ragged and context.capacity is None:
+            return comm.all_gather(payload, ragged=True)
+        return comm.all_gather(payload, into=context.scratch("payloads", payload.nbytes * comm.size))

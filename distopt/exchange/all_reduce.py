@@ -1,0 +1,92 @@
+"""Payloads that can be added on the wire: one all-reduce."""
+
+import collections
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from distopt.comm import Communicator
+from distopt.comm.message import UNTAGGED, MessageTag
+from distopt.compress import Compressor, ExchangeContext
+from distopt.compress.base import State
+
+TravellingBucket = tuple[np.ndarray, State, ExchangeContext, MessageTag]
+
+
+def reduce(
+    x: np.ndarray,
+    compressor: Compressor,
+    comm: Communicator,
+    state: State,
+    context: ExchangeContext,
+    tag: MessageTag = UNTAGGED,
+) -> None:
+    """Replace x by the sum over ranks of what each rank's compressor sends of it.  Collective.
+
+    What is left behind in x is overwritten by the sum, so a compressor need not write it (``compress_copy``).
+
+    Args:
+        x: the gradients of a bucket, ``(n,)``.
+        compressor: what is sent of them; ``summable``.
+        comm: the ranks.
+        state: arrays of x's size that the compressor keeps.
+        context: the call of the compressor.
+        tag: of the messages; unused, since the caller has tagged the only one.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt import run_ranks
+        >>> from distopt.compress import ExchangeContext, Half
+        >>> def main(comm):
+        ...     x = np.array([1, 2], np.float32) * (comm.rank + 1)
+        ...     reduce(x, Half(), comm, {}, ExchangeContext(rank=comm.rank, size=comm.size))
+        ...     return x.tolist()
+        >>> run_ranks(2, main)
+        [[3.0, 6.0], [3.0, 6.0]]
+    """
+    with comm.on_comm_stream():
+        payload = compressor.compress_copy(x, state, context)
+        comm.all_reduce(payload)
+        compressor.decompress(payload, x, context)
+
+
+def reduce_each(
+    buckets: Iterable[TravellingBucket | None], compressor: Compressor, comm: Communicator
+) -> Iterator[np.ndarray]:
+    """Replace arrays of the host by their sums one after the other, and yield each.  Collective.
+
+    While one travels, the next may be compressed.
+
+    Args:
+        buckets: of each the array, the state, the context and the tag; None says that the next one will take a while.
+        compressor: what is sent of them; ``summable``.
+        comm: the ranks.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt import run_ranks
+        >>> from distopt.comm.message import UNTAGGED
+        >>> from distopt.compress import Dense, ExchangeContext
+        >>> def main(comm):
+        ...     arrays = [np.full(2, k * (comm.rank + 1), np.float32) for k in (1, 10)]
+        ...     buckets = [(x, {}, ExchangeContext(size=comm.size), UNTAGGED) for x in arrays]
+        ...     return [total.tolist() for total in reduce_each(buckets, Dense(), comm)]
+        >>> run_ranks(2, main)
+        [[[3.0, 3.0], [30.0, 30.0]], [[3.0, 3.0], [30.0, 30.0]]]
+    """
+    sent: collections.deque[TravellingBucket] = collections.deque()
+
+    def payloads() -> Iterator[np.ndarray | None]:
+        for bucket in buckets:
+            if bucket is None:
+                yield None
+                continue
+            sent.append(bucket)
+            x, state, context, tag = bucket
+            with comm.tagged(tag):
+                yield compressor.compress_copy(x, state, context)
+
+    for total in comm.all_reduce_each(payloads()):
+        x, _, context, _ = sent.popleft()
+        compressor.decompress(total, x, context)
+        yield x

@@ -1,0 +1,108 @@
+"""Text for people: units, and aligned columns."""
+
+from collections.abc import Sequence
+
+FORMULA = "=", "+", "-", "@", "\t", "\r"
+NONE = "-"  # stands for an unknown number
+
+
+def printable(text: str) -> str:
+    r"""Return a text in one line without control characters, which does nothing to a terminal, whoever wrote it.
+
+    Example:
+        >>> from distopt.formatting import printable
+        >>> printable("a\nb")
+        'a\\nb'
+    """
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def nbytes(n: float) -> str:
+    """Format bytes in three digits, with the decimal units of networks: 1 kB is 1000 B.
+
+    Example:
+        >>> from distopt.formatting import nbytes
+        >>> nbytes(25557032 * 4)
+        '102 MB'
+    """
+    return _scaled(n, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def seconds(t: float) -> str:
+    """Format seconds in three digits, down to ns.
+
+    Example:
+        >>> from distopt.formatting import seconds
+        >>> seconds(0.00123)
+        '1.23 ms'
+    """
+    return _scaled(t * 1e9, ("ns", "us", "ms", "s"))
+
+
+def rate(bandwidth: float) -> str:
+    """Format bytes per second as bits per second, as networks are named.
+
+    Example:
+        >>> from distopt.formatting import rate
+        >>> rate(1.25e9)
+        '10.0 Gbit/s'
+    """
+    return _scaled(bandwidth * 8, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
+def number(x: float) -> str:
+    """Format a number in four digits, an integer exactly.
+
+    Example:
+        >>> from distopt.formatting import number
+        >>> number(12345), number(12345.678)
+        ('12,345', '1.235e+04')
+    """
+    return f"{x:,}" if isinstance(x, int) else f"{x:.4g}"
+
+
+def counted(n: int, what: str) -> str:
+    """Format a count with its noun: 1 rank, 2 ranks.
+
+    Example:
+        >>> from distopt.formatting import counted
+        >>> counted(1, "rank"), counted(2000, "rank")
+        ('1 rank', '2,000 ranks')
+    """
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return the lines of a table; the first ``left`` columns are aligned to the left, the others to the right.
+
+    Example:
+        >>> from distopt.formatting import table
+        >>> table([("mode", "ranks"), ("dense", "8")])
+        ['  mode   ranks', '  dense      8']
+    """
+    shown = [tuple(map(printable, cells)) for cells in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    signs = ["<" if k < left else ">" for k in range(len(widths))]
+    return [
+        "  " + "  ".join(f"{c:{s}{w}}" for c, s, w in zip(cells, signs, widths, strict=True)).rstrip()
+        for cells in shown
+    ]
+
+
+def cell(value: object) -> object:
+    """Return a spreadsheet's cell: a text that it would take for a formula begins with an apostrophe.
+
+    Example:
+        >>> from distopt.formatting import cell
+        >>> cell("=1+1"), cell(2)
+        ("'=1+1", 2)
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+
+
+def _scaled(x: float, units: tuple[str, ...]) -> str:
+    unit = 0
+    while x >= 999.5 and unit < len(units) - 1:
+        x, unit = x / 1000, unit + 1
+    digits = 0 if x >= 99.95 or (unit == 0 and x % 1 == 0) else 1 if x >= 9.995 else 2
+    return f"{x:.{digits}f} {units[unit]}"

@@ -1,0 +1,266 @@
+"""Calls of the kernels of ``native/`` on arrays.
+
+The C text is the only signature: ``KERNEL(unpack)(Table table, const real *flat, double scale)`` becomes
+``unpack(members, flat, scale)``, dispatched on the dtype of its arrays (``real`` is float or double) and on where they
+live.  Numpy arrays go to the shared library that the package's build made from these texts, and ctypes releases the
+GIL during a call; cupy arrays go to the same text, compiled for their GPU when a kernel of it is first called, and the
+call is enqueued in the current stream.
+
+A ``long long`` in front of arrays is their length, which a caller leaves out.  A multi-tensor kernel starts with
+``Table table``, for which a caller gives a :class:`BucketLayout`: one call serves a bucket, or a shard of its chunks.
+A small array that both sides need may be given as a ``device.DeviceMirror``, and so may the addresses of a list
+of arrays.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from distopt import device
+from distopt.device import DeviceMirror
+from distopt.kernels.layout import CHUNK, BucketLayout, KernelStruct, Table
+from distopt.kernels.signatures import (
+    CUDA_FLAGS,
+    NATIVE,
+    KernelParameter,
+    Signature,
+    kernel_signatures,
+    library,
+    struct,
+)
+
+THREADS = 256  # threads of a block
+BLOCKS = 8  # per multiprocessor: as many as fit with 256 threads each
+
+SCALARS: dict[str, Any] = {
+    "int": ctypes.c_int,
+    "long long": ctypes.c_longlong,
+    "double": ctypes.c_double,
+    "Table": Table,
+    "SkipIf": ctypes.c_void_p,
+}
+_ARRAYS = {
+    "double": np.float64,
+    "long long": np.int64,
+    "int": np.int32,
+    "half_t": np.float16,
+    "bfloat16_t": ml_dtypes.bfloat16,
+    "single_t": np.float32,
+    "byte_t": np.uint8,
+}
+MEMBERS, ELEMENTS, BITS = range(
+    3
+)  # what a table's kernel has a number of: a member, an element of the bucket, or a bit of it
+COUNTS = {"real": ELEMENTS, "half_t": ELEMENTS, "bfloat16_t": ELEMENTS, "byte_t": BITS}
+_REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
+
+
+def _dtype(kind: str) -> np.dtype | None:
+    """Return the dtype of an array of this kind, None for ``real``, which each call decides."""
+    return None if kind == "real" else np.dtype(_ARRAYS[kind])
+
+
+class _MirrorAddress(ctypes.c_void_p):
+    """The address of a mirror, which is kept until the launch: its memory would otherwise go to the next list."""
+
+    def __init__(self, mirror: DeviceMirror, gpu: int | None):
+        super().__init__(mirror.address(gpu))
+        self._mirror = mirror
+
+
+class Kernel:
+    """One kernel of native/.
+
+    Attributes:
+        name: its name.
+        signature: its declaration in the C text.
+        declared: all parameters in the C text.
+        parameters: the parameters that a caller gives.
+    """
+
+    def __init__(self, name: str, signature: Signature, parameters: Sequence[KernelParameter]):
+        self.name, self.signature, self.parameters = name, signature, parameters
+        self.declared = signature.parameters
+        arrays = [p for p in parameters if p.is_array]
+        self._structs = {p.name: struct(p.kind) for p in arrays if p.kind not in _ARRAYS and p.kind != "real"}
+        self._dtypes = {p.name: _dtype(p.kind) for p in arrays if p.name not in self._structs}
+        self._kinds = [ctypes.c_void_p if p.is_array else SCALARS[p.kind] for p in self.declared]
+        self._functions: dict[tuple[np.dtype, int | None], Any] = {}
+
+    def _complete(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return all arguments; a ``SkipIf`` at their end may be left out."""
+        if len(values) == len(self.parameters) - 1 and self.parameters[-1].kind == "SkipIf":
+            return (*values, None)
+        if len(values) != len(self.parameters):
+            raise TypeError(f"{self.name}: arguments must be {[p.name for p in self.parameters]}, got {len(values)}")
+        return values
+
+    def _gpu_of_first(self, values: Sequence[Any]) -> int | None:
+        """Return the GPU of the first array, None for the host."""
+        for value in values:
+            if type(value) is np.ndarray:  # the usual case first, without a function call
+                return None
+            if device.is_array(value):
+                return device.gpu_of(value)
+        return None
+
+    def _address(self, p: KernelParameter, a: Any, real: np.dtype, gpu: int | None, fits: Callable[[int], bool]) -> int:
+        """Return the address of an array argument, after checking it against the C text; ``fits`` checks its size."""
+        x = a.host if isinstance(a, DeviceMirror) else a
+        if type(x) is not np.ndarray and not device.is_array(x):
+            raise TypeError(f"{self.name}: {p.name} must be an array, got {device.describe(x)}")
+        dtype = self._structs.get(p.name) or self._dtypes[p.name] or real
+        if x.dtype != dtype or not x.flags.c_contiguous:
+            flaw = ", not contiguous" * (not x.flags.c_contiguous)
+            raise TypeError(f"{self.name}: {p.name} must be contiguous {dtype}, got {x.dtype}{flaw}")
+        if p.name in self._structs:
+            fits = (1).__eq__
+        if not fits(x.size):
+            raise ValueError(f"{self.name}: {p.name} must be of the others' size, got {x.size} elements")
+        if isinstance(a, DeviceMirror):
+            return a.address(gpu)
+        if (gpu is not None or type(a) is not np.ndarray) and device.gpu_of(a) != gpu:
+            where = "the host" if gpu is None else f"GPU {gpu}"
+            raise TypeError(f"{self.name}: {p.name} must be on {where} as the others, got {device.describe(a)}")
+        return device.address(a)
+
+    def _list(
+        self, p: KernelParameter, arrays: Any, real: np.dtype, gpu: int | None, fits: Callable[[int], bool]
+    ) -> Any:
+        """Return the addresses of a list of arrays, or of a mirror that has them, where the kernel reads them."""
+        if isinstance(arrays, DeviceMirror):
+            return arrays.address(gpu)
+        addresses = [self._address(p, a, real, gpu, fits) for a in arrays]
+        if gpu is None:
+            return (ctypes.c_void_p * len(addresses))(*addresses)
+        return _MirrorAddress(DeviceMirror(np.array(addresses, np.uintp)), gpu)
+
+    def _call(self, real: np.dtype, gpu: int | None, arguments: Sequence[Any], work: int) -> None:
+        """Call the function on the host, or enqueue it on a GPU: a block per chunk of work, as many as fit."""
+        if (real, gpu) not in self._functions:
+            self._functions[real, gpu] = self._function(real, gpu)
+        function = self._functions[real, gpu]
+        if gpu is None:
+            function(*arguments)
+            return
+        blocks = max(1, min(work, BLOCKS * device.multiprocessors(gpu)))
+        converted = [a if isinstance(a, kind) else kind(a) for kind, a in zip(self._kinds, arguments, strict=True)]
+        device.launch(function, blocks, THREADS, converted)
+
+    def _function(self, real: np.dtype, gpu: int | None) -> Any:
+        """Return the function for float32 or float64; TypeError for another dtype."""
+        if real not in _REALS:
+            raise TypeError(f"{self.name}: arrays must be of float32 or float64, got {real}")
+        if gpu is not None:
+            return _module(self.signature.source, _REALS[real], gpu).get_function(f"{self.name}_{_REALS[real]}")
+        function = getattr(library(), f"{self.name}_{_REALS[real]}")
+        function.argtypes, function.restype = self._kinds, None
+        return function
+
+
+class FlatKernel(Kernel):
+    """A kernel ``KERNEL(name)(long long n, real *x, ...)``: a ``long long`` in front of arrays is their length.
+
+    In front of a list of arrays it is the list's length; the arrays in the list may have any.
+    """
+
+    def __init__(self, name: str, signature: Signature):
+        declared = signature.parameters
+        follows = [*declared[1:], None]
+        lengths = [
+            p.kind == "long long" and not p.is_array and f is not None and f.is_array
+            for p, f in zip(declared, follows, strict=True)
+        ]
+        super().__init__(name, signature, [p for p, is_length in zip(declared, lengths, strict=True) if not is_length])
+        self._lengths = lengths
+
+    def __call__(self, *values: Any) -> None:
+        """Call the kernel with all parameters but the lengths."""
+        if len(values) != len(self.parameters):
+            values = self._complete(values)
+        named = zip(values, self.parameters, strict=True)
+        real = next((v.dtype for v, p in named if p.kind == "real" and not p.is_list), np.dtype(np.float32))
+        remaining, gpu, n, work = iter(values), self._gpu_of_first(values), -1, 0
+        arguments, dtypes = list[Any](), self._dtypes
+        for p, is_length in zip(self.declared, self._lengths, strict=True):
+            if is_length:
+                n = -1
+                arguments.append(n)
+                continue
+            value = next(remaining)
+            if p.is_array and n < 0:
+                n = arguments[-1] = len(value) if isinstance(value, list) else int(getattr(value, "size", 0))
+                work = max(work, -(-n // CHUNK))
+            if p.is_list:
+                value = self._list(p, value, real, gpu, (0).__le__)
+            elif p.is_array:
+                address = device.matching_address(value, dtypes.get(p.name) or real, gpu)  # the usual case first
+                if address is None or p.name not in dtypes or value.size != n:
+                    address = self._address(p, value, real, gpu, n.__eq__)
+                value = address
+            elif p.kind == "SkipIf" and value is not None:
+                value = device.address(value)
+            arguments.append(value)
+            if p.name == self.signature.blocks:
+                work = value
+        self._call(real, gpu, arguments, work)
+
+
+class TableKernel(Kernel):
+    """A kernel ``KERNEL(name)(Table table, ...)``, which works on all tensors of a bucket in one call."""
+
+    def __init__(self, name: str, signature: Signature):
+        declared = signature.parameters
+        follows = [*declared[1:], None]
+        is_length = [f is not None and f.is_list for f in follows]
+        parameters = [p for p, skip in zip(declared, is_length, strict=True) if not skip and p.kind != "Table"]
+        super().__init__(name, signature, parameters)
+        self._expected = [(p, self._dtypes.get(p.name), COUNTS.get(p.kind, MEMBERS)) for p in parameters]
+
+    def __call__(self, members: BucketLayout, *values: Any) -> None:
+        """Call the kernel with a table and what follows it.
+
+        Args:
+            members: the table.
+            values: arrays of ``real`` and of 16 bits hold the bucket; arrays of bytes a bit at least for each of its
+                elements; others a number or more per member.  A list of arrays is given without its length.
+        """
+        if len(values) != len(self.parameters):
+            values = self._complete(values)
+        real = members.dtype
+        gpu = None if type(values[0]) is np.ndarray else self._gpu_of_first(values)
+        least_counts = len(members.names), members.extent, -(-members.extent // 8)
+        arguments: list[Any] = [members.table(gpu)]
+        for v, (p, dtype, count) in zip(values, self._expected, strict=True):
+            least = least_counts[count]
+            if p.is_list:
+                arguments.append(v.size if isinstance(v, DeviceMirror) else len(v))
+                v = self._list(p, v, real, gpu, least.__le__)
+            elif p.is_array:
+                # the usual case first; a struct comes in a mirror
+                address = None if type(v) is KernelStruct else device.matching_address(v, dtype or real, gpu)
+                if address is None or v.size < least:
+                    address = self._address(p, v, real, gpu, least.__le__)
+                v = address
+            elif p.kind == "SkipIf" and v is not None:
+                v = device.address(v)
+            arguments.append(v)
+        chunks = members.span[1] - members.span[0]
+        self._call(real, gpu, arguments, len(members.names) if self.signature.blocks == "members" else chunks)
+
+
+@functools.cache
+def _module(source: str, real: str, gpu: int) -> Any:
+    """Compile a file of native/ for a GPU."""
+    headers = {h.name: h.read_text() for h in sorted(NATIVE.glob("*.h"))}
+    return device.compile_text(source, (NATIVE / source).read_text(), headers, (*CUDA_FLAGS, f"-Dreal={real}"))
+
+
+KERNELS: dict[str, FlatKernel | TableKernel] = {
+    name: (TableKernel if signature.parameters[0].kind == "Table" else FlatKernel)(name, signature)
+    for name, signature in kernel_signatures().items()
+}

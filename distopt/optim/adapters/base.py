@@ -1,0 +1,201 @@
+"""The base class of adapters, with all that ``DistOpt`` asks of an optimizer."""
+
+import abc
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distopt.buckets import Bucket, BucketSet, Reduced
+from distopt.checkpoint.foreign import has_named, typed
+from distopt.kernels.layout import BucketLayout
+from distopt.optim import Wrapper
+from distopt.optim.adapters.first_update import FirstUpdate
+from distopt.optim.foreign import state_methods
+from distopt.optim.optimizer import Optimizer, SumOverRanks
+
+MOMENTUM = "momentum", "beta_1", "beta1"  # attributes that hold it
+Unshard = Callable[[BucketLayout, np.ndarray], np.ndarray]
+
+
+class Known(NamedTuple):
+    """A parameter as it was last seen.
+
+    Attributes:
+        param: the caller's object.
+        value: its array.
+    """
+
+    param: Any
+    value: np.ndarray
+
+
+class OptimizerAdapter(abc.ABC):
+    """A base class of adapters, which hand means of gradients to an optimizer.
+
+    By default they do so one parameter after the other.
+
+    Attributes:
+        updates_shards: whether the optimizer can update a shard of a bucket, which cuts through parameters.
+        reads_skip_flag: whether its kernels read the flag that refuses an update.
+        version: a number that grows when its states move to other memory.
+        same_each_step: whether every update calls the same kernels.
+    """
+
+    updates_shards = False
+    reads_skip_flag = False
+    version = 0
+    same_each_step = True
+
+    def __init__(self, opt: Any):
+        self.opt = opt
+        self._first = None if isinstance(opt, Optimizer | Wrapper) else FirstUpdate(opt)
+
+    def apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> None:
+        """Update one parameter by the mean of its gradients.
+
+        Args:
+            name: the parameter's name.
+            param: the caller's object.
+            value: the parameter's array.
+            mean: an array like ``value``.
+        """
+        if self._first is None:
+            self.update_one(name, param, value, mean)
+        else:
+            self._first.look(param, value, mean)
+            self._first.check_returned(name, value, self.update_one(name, param, value, mean))
+
+    @abc.abstractmethod
+    def update_one(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> Any:
+        """Let the optimizer update one parameter.
+
+        Args:
+            name: the parameter's name.
+            param: the caller's object.
+            value: the parameter's array.
+            mean: an array like ``value``.
+
+        Returns:
+            What the optimizer's method has returned.
+        """
+
+    def check(self, buckets: BucketSet) -> None:  # noqa: B027  other libraries' optimizers have no such check
+        """Raise an error now that would otherwise come in the middle of an update with these buckets."""
+
+    def reserve(self, buckets: BucketSet) -> None:  # noqa: B027  other libraries' optimizers allocate by themselves
+        """Allocate the memory that updates with these buckets need; MemoryError if there is not enough."""
+
+    def masters(self, bucket: Bucket) -> np.ndarray | None:
+        """Return the float32 values of a bucket's 16-bit parameters, flat and up to date; None if none are kept."""
+        return None
+
+    def numbers(self) -> list[str]:
+        """Return a text for each number that all ranks must have alike for the next update."""
+        return []
+
+    def update(
+        self,
+        buckets: BucketSet,
+        order: Mapping[str, Known],
+        sums: Iterable[Reduced],
+        scale: float,
+        skip_flag: np.ndarray | None = None,
+        sum_over_ranks: SumOverRanks | None = None,
+    ) -> None:
+        """Update all parameters, in backward order.
+
+        Args:
+            buckets: the buckets.
+            order: the parameters, by name, in the order in which their gradients came.
+            sums: the sum of each bucket, in the order of the buckets.
+            scale: the factor of the sums that makes them means.
+            skip_flag: a number on the GPU that refuses the update if it is not 0; only for optimizers that look at it.
+            sum_over_ranks: adds up numbers over ranks, in place; given where each rank updates its shard.
+        """
+        self.one_by_one(buckets, order, sums, scale)
+
+    def one_by_one(self, buckets: BucketSet, order: Mapping[str, Known], sums: Iterable[Reduced], scale: float) -> None:
+        """Update the parameters in ``order``, one after the other, and no others; the sums are finite."""
+        means: dict[str, np.ndarray] = {}
+        for bucket, total in zip(buckets, sums, strict=True):
+            means |= bucket.mean(total, scale)
+        for name, parameter in order.items():
+            self.apply(name, parameter.param, parameter.value, means[name])
+
+    def momentum(self) -> str:
+        """Return a text for the momentum that the optimizer applies at its next update; '' if there is none."""
+        opt = self._innermost
+        for name in MOMENTUM:
+            setting = getattr(opt, name, None)
+            value = setting(opt.step_counter) if isinstance(opt, Optimizer) and callable(setting) else setting
+            if isinstance(value, Real) and value:
+                return f"{type(opt).__name__}'s {name}={value}"
+        return ""
+
+    def multiply(self, buckets: BucketSet) -> None:
+        """Write each parameter's factors for the next update into the tables, for compressors with weight decay."""
+        opt = self._innermost
+        for bucket in buckets if isinstance(opt, Optimizer) else ():
+            opt.multiply(bucket.parameters)
+
+    @property
+    def _innermost(self) -> Any:
+        """The optimizer inside all wrappers."""
+        opt = self.opt
+        while isinstance(opt, Wrapper):
+            opt = opt.opt
+        return opt
+
+    def step(self) -> None:
+        """Complete an update, after all parameters have been updated."""
+        if hasattr(self.opt, "step"):
+            self.opt.step()
+        if self._first and self._first.finish():
+            self._first = None
+
+    def prepare(self, scale: float, gpu: int | None) -> None:  # noqa: B027  only kernels that look read these numbers
+        """Write the numbers of the next update where kernels read them.
+
+        Args:
+            scale: the factor of the sums.
+            gpu: the GPU on which the kernels run; None for the host.
+        """
+
+    def take_back(self) -> None:  # noqa: B027  others are stepped only after the decision
+        """Undo the last ``step``, whose update was refused on the GPU."""
+
+    def state_dict(self, unshard: Unshard | None = None) -> Any:
+        """Return the optimizer's states, None if it has no ``state_dict`` or ``get_states``.
+
+        Args:
+            unshard: makes the complete flat array from this rank's, where ranks update a shard each.
+        """
+        save = state_methods(self.opt).save
+        return save() if save else None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizer has ``state_dict`` or ``get_states``."""
+        return state_methods(self.opt).save is not None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Hand states back to the optimizer; without effect if it cannot load any, or if they are None."""
+        load = state_methods(self.opt).load
+        if load and state is not None:
+            load(self._typed(state))
+
+    def _typed(self, state: Any) -> Any:
+        """Return the states with named tuples of the optimizer's own classes, where it has states already."""
+        return typed(state, self.state_dict()) if has_named(state) else state
+
+    def __repr__(self) -> str:
+        return f"optimizer {type(self.opt).__name__}"
+
+
+class ApplyAdapter(OptimizerAdapter):
+    """A base class of adapters for optimizers with ``apply(name, value, grad)``."""
+
+    def update_one(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> Any:
+        return self.opt.apply(name, value, mean)

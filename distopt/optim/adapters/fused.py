@@ -1,0 +1,66 @@
+"""The adapter for distopt's own optimizers: a whole bucket in one kernel call, which also takes the mean."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from distopt.buckets import Bucket, BucketSet, Reduced
+from distopt.optim.adapters.base import ApplyAdapter, Known, Unshard
+from distopt.optim.optimizer import SumOverRanks
+
+
+class FusedAdapter(ApplyAdapter):
+    """An adapter for distopt's optimizers: ``prepare(scale)``, then ``update_bucket`` for each bucket."""
+
+    updates_shards = reads_skip_flag = True
+
+    def check(self, buckets: BucketSet) -> None:
+        for bucket in buckets:
+            self.opt.check(bucket.parameters)
+
+    def reserve(self, buckets: BucketSet) -> None:
+        for bucket in buckets:
+            self.opt.reserve(bucket.parameters, bucket.gradient)
+
+    def masters(self, bucket: Bucket) -> np.ndarray | None:
+        masters: np.ndarray | None = self.opt.masters(bucket.parameters, bucket.gradient)
+        return masters
+
+    def numbers(self) -> list[str]:
+        return list(self.opt.numbers())
+
+    def update(
+        self,
+        buckets: BucketSet,
+        order: Mapping[str, Known],
+        sums: Iterable[Reduced],
+        scale: float,
+        skip_flag: np.ndarray | None = None,
+        sum_over_ranks: SumOverRanks | None = None,
+    ) -> None:
+        self.opt.prepare(scale)
+        for bucket, total in zip(buckets, sums, strict=True):
+            self.opt.update_bucket(bucket.parameters, total, skip_flag, sum_over_ranks)
+
+    def prepare(self, scale: float, gpu: int | None) -> None:
+        self.opt.prepare(scale, gpu)
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """The number that grows when the optimizer's states move to other memory."""
+        return int(self.opt.version)
+
+    @property
+    def same_each_step(self) -> bool:  # type: ignore[override]
+        """Whether every update calls the same kernels."""
+        return bool(self.opt.same_each_step)
+
+    def take_back(self) -> None:
+        self.opt.take_back()
+
+    def state_dict(self, unshard: Unshard | None = None) -> Any:
+        return self.opt.get_states(unshard) if unshard else self.opt.get_states()
+
+    def __repr__(self) -> str:
+        return f"optimizer {self.opt!r}"

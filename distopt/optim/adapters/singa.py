@@ -1,0 +1,27 @@
+"""The adapter for optimizers with ``apply(name, value, grad)``, as SINGA's and distopt's wrappers."""
+
+import numpy as np
+
+from distopt.buckets import Bucket, BucketSet
+from distopt.optim import Wrapper
+from distopt.optim.adapters.base import ApplyAdapter
+
+
+class SingaAdapter(ApplyAdapter):
+    """An adapter that calls ``apply(name, value, grad)`` for every parameter, then ``step()`` if there is one.
+
+    Only a distopt ``Wrapper`` is also asked for checks, masters and numbers.
+    """
+
+    def check(self, buckets: BucketSet) -> None:
+        for bucket in buckets if isinstance(self.opt, Wrapper) else ():
+            self.opt.check(bucket.parameters)
+
+    def masters(self, bucket: Bucket) -> np.ndarray | None:
+        return self.opt.masters(bucket.parameters, bucket.gradient) if isinstance(self.opt, Wrapper) else None
+
+    def numbers(self) -> list[str]:
+        return self.opt.numbers() if isinstance(self.opt, Wrapper) else []
+
+    def __repr__(self) -> str:
+        return f"optimizer {self.opt!r}" if isinstance(self.opt, Wrapper) else super().__repr__()

@@ -1,0 +1,84 @@
+"""Foreign optimizers, of other libraries: how they are called, and adapters to write for those without a method."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from distopt.device import describe
+
+PROTOCOLS = {"apply": ("name", "value", "grad"), "update": ("param", "grad")}  # the methods and their arguments
+WANTED = "opt must be an object with apply(name, value, grad) or update(param, grad)"
+WRAP_TORCH = """
+    class Torch:
+        def __init__(self, opt, model):
+            self.opt, self.params = opt, dict(model.named_parameters())
+        def apply(self, name, value, grad):  # value is params[name].detach().numpy(), in the memory of the model
+            self.params[name].grad = torch.from_numpy(grad)
+        def step(self):
+            self.opt.step()
+"""
+WRAP_OPTAX = """
+    class Optax:
+        def __init__(self, transformation):
+            self.transformation, self.states = transformation, {}
+        def apply(self, name, value, grad):
+            if name not in self.states:
+                self.states[name] = self.transformation.init(value)
+            change, self.states[name] = self.transformation.update(grad, self.states[name], value)
+            value += np.asarray(change)
+"""
+
+
+def call_style(opt: Any) -> str:
+    """Return the name of the method by which an optimizer takes a gradient: 'apply' or 'update'.
+
+    Raises:
+        TypeError: the object has neither, or none that takes these arguments; the text says what to write.
+    """
+    if isinstance(opt, type):
+        raise TypeError(f"{WANTED}, got the class {opt.__name__}; make an instance of it")
+    if isinstance(opt, Mapping):
+        raise TypeError(f"{WANTED}, got a dict; its entries are arguments, as in SGD(**options)")
+    if any(c.__module__.startswith("torch.optim") for c in type(opt).__mro__):
+        raise TypeError(f"{WANTED}, got torch.optim.{type(opt).__name__}; wrap it in{WRAP_TORCH}")
+    if isinstance(opt, tuple) and {"init", "update"} <= set(getattr(opt, "_fields", ())):
+        raise TypeError(f"{WANTED}, got the optax transformation {type(opt).__name__}; wrap it in{WRAP_OPTAX}")
+    methods = {name: getattr(opt, name) for name in PROTOCOLS if callable(getattr(opt, name, None))}
+    for name, method in methods.items():
+        if _takes(method, len(PROTOCOLS[name])):
+            return name
+    flaws = "".join(f", whose {name} is {name}{inspect.signature(method)}" for name, method in methods.items())
+    raise TypeError(f"{WANTED}, got {describe(opt)}{flaws}")
+
+
+class StateMethods(NamedTuple):
+    """The methods by which an optimizer returns its states and loads them, under PyTorch's names or SINGA's.
+
+    Attributes:
+        save: ``state_dict`` or ``get_states``; None if it has neither.
+        load: ``load_state_dict`` or ``set_states``; None if it has neither.
+    """
+
+    save: Callable[[], Any] | None
+    load: Callable[[Any], Any] | None
+
+
+def state_methods(opt: Any) -> StateMethods:
+    """Return the methods of an optimizer's states; where it has both names, those of PyTorch."""
+    return StateMethods(
+        getattr(opt, "state_dict", getattr(opt, "get_states", None)),
+        getattr(opt, "load_state_dict", getattr(opt, "set_states", None)),
+    )
+
+
+def _takes(method: Callable[..., Any], count: int) -> bool:
+    """Tell if a method can be called with so many positional arguments."""
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # a built-in has no signature
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,139 @@
+"""The marks by which ``distopt run`` learns of its ranks: who they are, how far they came, and how they ended.
+
+Each rank leaves marks, empty files in a folder that the launcher made: a rank that is gone without a mark was killed,
+or left by C's ``exit``.  Its last vote stands on a memory page that both map.
+"""
+
+import atexit
+import ctypes
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = "DISTOPT_JOB"  # the environment variable that names the folder of marks
+LOOPBACK = "-loopback"  # the suffix of the library that the launcher preloads
+PID, VOTES, SEGMENT, CRASH, ALIVE = "pid", "votes", "segment", "crash", "alive"
+MPI, DONE, SPOKEN, STOPS, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops", "exit", "os_exit"
+
+HEAD, PAGE = struct.Struct("<qq"), 256  # a page: votes, the length of the last one's name, the name
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+_rank: int | None = None  # this process's number in the job
+_folder: Path | None = None
+_process = 0  # its process ID: forked children leave no marks
+_page: mmap.mmap | None = None
+_votes = 0
+
+
+def enter(rank: int, folder: Path) -> None:
+    """Make this process a rank of ``distopt run``.
+
+    Args:
+        rank: its number in the job.
+        folder: the folder of marks.
+    """
+    global _rank, _folder, _process, _page
+    _rank, _folder, _process = rank, folder, os.getpid()
+    handle = os.open(folder / f"{rank}.{VOTES}", os.O_RDWR | os.O_CREAT, 0o600)
+    os.ftruncate(handle, PAGE)
+    _page = mmap.mmap(handle, PAGE)
+    os.close(handle)
+    os.mkfifo(folder / f"{rank}.{ALIVE}", 0o600)
+    os.open(folder / f"{rank}.{ALIVE}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # open as long as this process lives
+    mark(PID, _process)
+    atexit.register(mark, DONE)
+    if not faulthandler.is_enabled():  # -X faulthandler: the traceback of a crash goes to standard error
+        faulthandler.enable((folder / f"{rank}.{CRASH}").open("w"), all_threads=False)
+        os.register_at_fork(after_in_child=faulthandler.enable)  # a child's crash, on standard error, is not the rank's
+
+
+def is_rank() -> bool:
+    """Tell if this process is a rank of ``distopt run``."""
+    return _folder is not None and os.getpid() == _process
+
+
+def note(vote: str) -> None:
+    """Write the name of a vote that this rank comes to onto its page."""
+    global _votes
+    if _page is not None:
+        _votes += 1
+        text = vote.encode()[: PAGE - HEAD.size]
+        _page[: HEAD.size + len(text)] = HEAD.pack(_votes, len(text)) + text
+
+
+def mark(what: str, detail: object = "") -> None:
+    """Leave a mark, if this process is a rank of ``distopt run``.
+
+    Args:
+        what: the kind of mark.  ``MPI``: it came to MPI's start; ``DONE``: its interpreter came to its end; ``STOPS``:
+            it takes signals; ``SPOKEN``, ``EXIT``, ``OS_EXIT``: it ends with this code, the first after it has said
+            why; ``SEGMENT``: it maps this memory.
+        detail: the code or name that belongs to the mark.
+    """
+    if _folder is not None and is_rank():
+        (_folder / f"{_rank}.{what}.{detail}").touch(mode=0o600)
+
+
+class Rank(NamedTuple):
+    """The marks of one rank.
+
+    Attributes:
+        rank: its number in the job.
+        pid: its process.
+        marks: the details of each kind of mark.
+        votes: the number of votes that it came to.
+        last: the name of the last vote.
+        crash: what ``faulthandler`` wrote when a signal such as SIGSEGV ended it, else ''.
+    """
+
+    rank: int
+    pid: int
+    marks: dict[str, set[str]]
+    votes: int
+    last: str
+    crash: str
+
+
+def entered(folder: Path) -> list[Rank]:
+    """Return all ranks that have entered, by the marks in a folder."""
+    marks: dict[int, dict[str, set[str]]] = {}
+    for name in os.listdir(folder):
+        rank, kind, *detail = name.split(".", 2)
+        marks.setdefault(int(rank), {}).setdefault(kind, set()).update(detail)
+    return [_rank_of(rank, kinds, folder) for rank, kinds in sorted(marks.items()) if PID in kinds]
+
+
+def _rank_of(rank: int, marks: dict[str, set[str]], folder: Path) -> Rank:
+    page = (folder / f"{rank}.{VOTES}").read_bytes()
+    votes, length = HEAD.unpack_from(page)
+    (pid,) = marks[PID]
+    last = page[HEAD.size : HEAD.size + length].decode(errors="replace")
+    crash = (folder / f"{rank}.{CRASH}").read_text(errors="replace") if CRASH in marks else ""
+    return Rank(rank, int(pid), marks, votes, last, crash)
+
+
+def absent() -> str:
+    """Return lines on the ranks of ``distopt run`` that have not come to MPI's start, where others wait for them."""
+    ranks = entered(_folder) if _folder else []
+    words = {"T": "stopped", "t": "stopped", "X": "dead", "Z": "dead"}
+    missing = [(rank.rank, words.get(state(rank.pid), "it runs")) for rank in ranks if MPI not in rank.marks]
+    return "\n".join(f"  rank {rank}: has not come to it ({how})" for rank, how in missing)
+
+
+def state(pid: int) -> str:
+    """Return the letter that ps(1) shows for the state of a process; 'X' if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def end_with_parent() -> None:
+    """Let the end of the parent process end this one too, from now on; only Linux can do that."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,183 @@
+"""Logs of the operations for which this process waits or has waited last, cheap enough to be always on."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from time import monotonic
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+KEPT = 256  # operations
+EQUAL_BYTES = ("all_reduce", "all_gather", "broadcast")  # verbs with the same number of bytes on all ranks
+START = "MPI's start, to which all ranks must come"  # the operation before all votes
+MEETING = "the first meeting of a communicator's ranks"
+NOTHING = contextlib.nullcontext()
+# An operation without its end, and the end of the previous one in the same log: one tuple costs least.
+OperationTuple = tuple["OperationLog", int, str, int, str, str, float, float]
+
+
+class Operation(NamedTuple):
+    """A wait for other ranks.
+
+    Attributes:
+        log: the log that has it.
+        number: its number in the log, from 1.
+        verb: the kind of operation, such as "all_reduce".
+        nbytes: the size of this rank's array in bytes; 0 for an operation without one.
+        purpose: the purpose, such as a vote's subject; '' for none.
+        step: the subject of the last vote before it began.
+        began: the time of its begin, in seconds of the monotonic clock.
+        ended: the time of its end; 0 as long as it lasts.
+    """
+
+    log: "OperationLog"
+    number: int
+    verb: str
+    nbytes: int
+    purpose: str
+    step: str
+    began: float
+    ended: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The log's name and the operation's number, which are the same on all ranks that have the log alike."""
+        return self.log.name, self.number
+
+    def __str__(self) -> str:
+        return text(self.verb, self.purpose, self.nbytes, self.step)
+
+    def entry(self) -> dict[str, Any]:
+        """Return the operation as a dict for a flight record."""
+        return {
+            "log": self.log.name,
+            "number": self.number,
+            "text": str(self),
+            "bytes": self.nbytes,
+            "began": self.began,
+            "ended": self.ended,
+        }
+
+
+def text(verb: str, purpose: str, nbytes: int, step: str) -> str:
+    """Return an operation in words.
+
+    Args:
+        verb: the kind of operation.
+        purpose: its purpose; '' for none.
+        nbytes: the size of this rank's array in bytes.
+        step: the subject of the last vote before it began.
+    """
+    if verb == "vote":
+        return f"the vote on {purpose}"
+    if verb in (START, MEETING):
+        return verb
+    if purpose:
+        return f"{verb} of {purpose} in {step.removeprefix('the start of ')}"
+    size = f" of {nbytes} bytes" if verb in EQUAL_BYTES else ""
+    return f"{verb}{size} after {f'the vote on {step}' if step else 'the start'}"
+
+
+class OperationLog:
+    """A log of operations that all ``ranks`` have alike, in the same order, so that their numbers can be compared.
+
+    One thread at a time has one operation at a time: ``with log("barrier"):``.
+
+    Args:
+        recorder: the recorder that keeps the operations.
+        name: the log's name, the same on all ranks.
+        ranks: the ranks, by their numbers in the job.
+        mailbox: the way to the watchdogs of those ranks; None if there is none.
+        limited: whether the time limit holds for its operations.
+        others: returns lines on ranks that have no mailbox.
+    """
+
+    def __init__(
+        self,
+        recorder: "Recorder",
+        name: str,
+        ranks: Sequence[int],
+        mailbox: Any = None,
+        limited: bool = True,
+        others: Callable[[], str] = str,
+    ):
+        self.others = others
+        self.recorder, self.name, self.ranks, self.mailbox, self.limited = recorder, name, list(ranks), mailbox, limited
+        self.now: OperationTuple | None = None
+        self.count, self.ended = 0, 0.0
+        self._record = recorder.ring.append
+        recorder.logs[name] = self
+
+    def __call__(self, verb: str, nbytes: int = 0, purpose: str = "") -> "OperationLog":
+        """Begin an operation, which ends with the context.
+
+        Args:
+            verb: the kind of operation.
+            nbytes: the size of this rank's array in bytes; 0 for an operation without one.
+            purpose: the purpose, such as a vote's subject; '' for none.
+        """
+        self.count += 1
+        self.now = now = (self, self.count, verb, nbytes, purpose, self.recorder.step, monotonic(), self.ended)
+        self.ended = 0.0
+        self._record(now)
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the last operation."""
+        self.ended = monotonic()
+
+
+class Recorder:
+    """A recorder of the last ``KEPT`` operations of all logs, and of those that have not ended.
+
+    Attributes:
+        ring: the last operations.
+        logs: the logs, by name.
+        step: the subject of the last vote.
+        first: whether no step has been done so far.
+        anchor: one moment, in seconds of the wall clock and of the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self.ring: deque[OperationTuple] = deque(maxlen=KEPT)
+        self.logs: WeakValueDictionary[str, OperationLog] = WeakValueDictionary()
+        self.step = ""
+        self.first = True
+        self.anchor = time.time(), monotonic()
+
+    def known(self) -> list[OperationLog]:
+        """Return the logs that still exist."""
+        return [log for ref in self.logs.valuerefs() if (log := ref())]  # one call: other threads add some
+
+    def operations(self) -> list[Operation]:
+        """Return all operations in the order in which they began, also those that last and have left the ring."""
+        ends: dict[OperationLog, float] = {}
+        operations = []
+        rows = list(self.ring.copy())
+        gone = [log.now for log in self.known() if log.now and not log.ended and log.now not in rows]
+        for row in reversed(gone + rows):
+            log, previous_end = row[0], row[-1]
+            operations.append(Operation(*row[:-1])._replace(ended=ends.get(log, log.ended)))
+            ends[log] = previous_end
+        return sorted(operations, key=lambda o: o.began)
+
+    def open(self) -> list[Operation]:
+        """Return the operations that have not ended."""
+        lasting = [(log, log.now) for log in self.known()]
+        return [Operation(*now[:-1]) for log, now in lasting if now and not log.ended]
+
+
+def silent(verb: str, nbytes: int = 0, purpose: str = "") -> AbstractContextManager[None]:
+    """Return a context that logs nothing, for ranks without a watchdog: threads of one process, and a rank alone."""
+    return NOTHING
+
+
+recorder = Recorder()  # one for the process, which hangs as a whole and writes one flight record

@@ -1,0 +1,116 @@
+"""A runner for ranks of ``distopt run``: ``python rank.py SCRIPT ...`` is ``python SCRIPT ...`` that leaves marks.
+
+It is run by its path and needs only the standard library, so that the first mark stands before the script, this
+package or MPI can fail, and no module of the current folder is taken for one of this package's.
+"""
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import NoReturn
+
+RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # each launcher's environment variable
+
+
+def main() -> None:
+    """Enter the job, then run the script; an exit code other than 0 ends all ranks."""
+    if not sys.flags.safe_path:
+        del sys.path[0]  # this folder
+    job = _job()
+    rank = next(int(os.environ[name]) for name in RANK if name in os.environ)
+    job.end_with_parent()
+    job.enter(rank, Path(os.environ.pop(job.FOLDER)))  # processes that the script starts are no ranks
+    _drop_preload(job.LOOPBACK)
+    _mark_exits(job)
+    sys.meta_path.insert(0, _MpiIsWanted(job))
+    try:
+        _run(sys.argv[1:])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code:
+            _fail(job, code)
+        raise
+    except BaseException as error:
+        error.__traceback__ = _of_the_script(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        _fail(job, code)
+        sys.exit(code)
+
+
+def _job() -> ModuleType:
+    """Return ``distopt.resilience.job``, loaded without the rest of the package; later imports get the same module."""
+    spec = importlib.util.spec_from_file_location("distopt.resilience.job", Path(__file__).with_name("job.py"))
+    assert spec
+    assert spec.loader
+    job = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(job)
+    return job
+
+
+def _drop_preload(suffix: str) -> None:
+    """Remove the launcher's library from ``LD_PRELOAD``, so that processes which the script starts do not load it."""
+    preloaded = os.environ.pop("LD_PRELOAD", "").split(":")
+    others = [path for path in preloaded if path and not path.endswith(f"{suffix}.so")]
+    if others:
+        os.environ["LD_PRELOAD"] = ":".join(others)
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run a script or module as Python itself would with these arguments."""
+    script, *arguments = command
+    if script == "-m":
+        sys.argv[:] = arguments
+        if not sys.flags.safe_path:
+            sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = command
+        if not sys.flags.safe_path:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+        runpy.run_path(script, run_name="__main__")
+
+
+def _fail(job: ModuleType, code: int) -> None:
+    """Mark the code with which this rank ends; MPI, if it runs, ends the others at the very end of this process."""
+    job.mark(job.EXIT, code)
+    if job.is_rank() and "mpi4py.MPI" in sys.modules:  # and no forked child
+        sys.modules["mpi4py.MPI"]._set_abort_status(code)
+
+
+def _mark_exits(job: ModuleType) -> None:
+    """Let ``os._exit`` leave a mark from now on; C's ``exit`` leaves none."""
+    leave = os._exit
+
+    def marked(status: int) -> NoReturn:
+        job.mark(job.OS_EXIT, status)
+        leave(status)
+
+    os._exit = marked
+
+
+class _MpiIsWanted(MetaPathFinder):
+    """A finder that finds no module, but marks the moment when MPI is about to start, where ranks wait for others."""
+
+    def __init__(self, job: ModuleType):
+        self._job = job
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == "mpi4py.MPI":
+            self._job.mark(self._job.MPI)
+
+
+def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of this file and of runpy."""
+    while trace and trace.tb_next and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
+
+
+if __name__ == "__main__":
+    main()

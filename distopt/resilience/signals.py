@@ -1,0 +1,31 @@
+"""SIGTERM and SIGINT as requests to stop, of which the ranks' next vote tells all of them."""
+
+import signal
+from types import FrameType
+from typing import Any
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+asked = 0  # the number of the signal that came, 0 for none
+
+
+_before: dict[int, Any] = {}  # the handlers that were installed before
+
+
+def listen() -> None:
+    """Note the first SIGTERM or SIGINT from now on; the second one does what the first would have done.
+
+    Raises:
+        ValueError: this is not the main thread, as for ``signal.signal``.
+    """
+    for number in NUMBERS:
+        handler = signal.signal(number, _note)
+        if handler is not _note:
+            _before[number] = signal.SIG_DFL if handler is None else handler  # None: C code installed it
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global asked
+    asked = number
+    for other, handler in _before.items():
+        signal.signal(other, handler)

@@ -1,0 +1,155 @@
+"""Gluon's arguments: parameters in a dict, optimizers by name, compression in a dict, names of kvstores."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distopt import optim
+from distopt.checks import suggest
+from distopt.comm import Communicator
+from distopt.compress import Compressor, Dense, ErrorFeedback, Half, OneBit, TopK, TwoBit
+from distopt.engine.parameters import Parameter
+from distopt.optim import Optimizer
+from distopt.optim.arguments import arguments
+
+KVSTORES = ("device", "local", "dist_sync")  # all of them mean all ranks of the communicator
+ALIASES = {"learning_rate": "lr", "lr_scheduler": "lr", "wd": "weight_decay", "beta1": "beta_1", "beta2": "beta_2"}
+
+
+def parameters(params: Any) -> list[Parameter]:
+    """Return each parameter once: of a dict in the order of its keys, of a list or tuple in its own order.
+
+    Raises:
+        TypeError: ``params`` is anything else.
+        ValueError: two parameters have the same name.
+    """
+    if isinstance(params, dict):
+        nameless = [key for key in params if not isinstance(key, str)]
+        if nameless:
+            raise TypeError(f"keys of params must be names, got {nameless[0]!r}")
+        listed = [params[key] for key in sorted(params)]
+    elif isinstance(params, list | tuple):
+        listed = list(params)
+    else:
+        raise TypeError(f"params must be a dict, list or tuple of distopt.Parameter, got {type(params).__name__}")
+    strangers = [p for p in listed if not isinstance(p, Parameter)]
+    if strangers:
+        raise TypeError(f"params must be distopt.Parameter, got {type(strangers[0]).__name__} among them")
+    once = {id(p): p for p in listed}.values()  # shared parameters are given more than once
+    by_name: dict[str, Parameter] = {}
+    for p in once:
+        if by_name.setdefault(p.name, p) is not p:
+            raise ValueError(f"{p.name}: two parameters have this name; names must be unique")
+    return list(once)
+
+
+def communicator(kvstore: Any, explicit: Communicator | None) -> Communicator | None:
+    """Return the communicator that is meant, None for ``distopt.world()``.
+
+    Raises:
+        TypeError: ``explicit`` is no communicator.
+        ValueError: ``kvstore`` is unknown, or both arguments are communicators.
+    """
+    if isinstance(kvstore, Communicator):
+        if explicit is not None:
+            raise ValueError("communicator must be None if kvstore is one, got two communicators; give one")
+        return kvstore
+    if kvstore is not None and (not isinstance(kvstore, str) or kvstore not in KVSTORES):
+        raise ValueError(f"kvstore must be None, a communicator, or one of {KVSTORES}, got {kvstore!r}")
+    if not isinstance(explicit, Communicator | None):
+        raise TypeError(f"communicator must be a distopt.comm.Communicator or None, got {type(explicit).__name__}")
+    return explicit
+
+
+# --------------------------------------------------------------------------------------------------- optimizers
+
+
+def optimizer(choice: Any, params: Mapping[str, Any] | None) -> Any:
+    """Return an optimizer object: the given one, or one of distopt's by its name in lower case, made with ``params``.
+
+    Raises:
+        TypeError: ``params`` is no dict.
+        ValueError: the name or an argument is unknown, an argument is given under two names, or ``params`` is not empty
+            for an optimizer that is an object already.
+    """
+    if not isinstance(params, Mapping | None):
+        raise TypeError(f"optimizer_params must be a dict or None, got {type(params).__name__}")
+    params = dict(params or {})
+    if not isinstance(choice, str):
+        if params:
+            raise ValueError(
+                f"optimizer_params must be empty for an optimizer object, got {sorted(params)} and {choice!r}"
+            )
+        return choice
+    rules = {name.lower(): rule for name in optim.__all__ if _is_rule(rule := getattr(optim, name))}
+    if choice not in rules:
+        raise ValueError(f"optimizer must be one of {sorted(rules)}, got {choice!r}{suggest(choice.lower(), rules)}")
+    return rules[choice](**_arguments(choice, rules[choice], params))
+
+
+def _is_rule(candidate: Any) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, Optimizer) and not inspect.isabstract(candidate)
+
+
+def _arguments(name: str, rule: type[Optimizer], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an optimizer's class, with Gluon's names replaced by distopt's."""
+    known = arguments(rule, Optimizer)
+    options: dict[str, Any] = {}
+    for alias, value in params.items():
+        key = ALIASES.get(alias, alias)
+        if key not in known:
+            hint = suggest(alias, [*known, *ALIASES], 3)
+            raise ValueError(f"optimizer_params of {name} must be among {sorted({*known})}, got {alias!r}{hint}")
+        if key in options:
+            duplicates = [other for other in params if ALIASES.get(other, other) == key]
+            raise ValueError(
+                f"optimizer_params must be given once, got {' and '.join(duplicates)}, which both mean {key}; give one"
+            )
+        options[key] = value
+    return options
+
+
+# --------------------------------------------------------------------------------------------------- compression
+
+
+def _two_bit(threshold: float = 0.5) -> Compressor:
+    return ErrorFeedback(TwoBit(threshold))
+
+
+def _one_bit(threshold: float = 0.0, scale: str = "mean") -> Compressor:
+    return ErrorFeedback(OneBit(threshold, scale))
+
+
+def _top_k(density: float) -> Compressor:
+    return ErrorFeedback(TopK(density))
+
+
+COMPRESSORS: dict[str, Callable[..., Compressor]] = {
+    "none": lambda: Dense(),
+    "fp16": lambda: Half(),
+    "2bit": _two_bit,
+    "1bit": _one_bit,
+    "topk": _top_k,
+}
+
+
+def compressor(params: Mapping[str, Any] | None) -> Compressor:
+    """Return the compressor of ``{'type': '2bit', 'threshold': 0.5}``, with error feedback for lossy types but fp16.
+
+    Raises:
+        TypeError: ``params`` is no dict.
+        ValueError: the type is unknown, or does not have an argument.
+    """
+    if params is None:
+        return Dense()
+    if not isinstance(params, Mapping):
+        raise TypeError(f"compression_params must be a dict or None, got {type(params).__name__}")
+    options = dict(params)
+    kind = options.pop("type", None)
+    if not isinstance(kind, str) or kind not in COMPRESSORS:
+        raise ValueError(f"the type of compression_params must be one of {tuple(COMPRESSORS)}, got {kind!r}")
+    try:
+        inspect.signature(COMPRESSORS[kind]).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"compression_params of type {kind!r}: {error}") from None
+    return COMPRESSORS[kind](**options)

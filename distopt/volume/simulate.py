@@ -1,0 +1,410 @@
+"""Virtual ranks: P ranks that train one model, one after the other, in one process."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import numpy as np
+
+from distopt import device
+from distopt.buckets import Bucket, Reduced, unsharded
+from distopt.checks import check_int
+from distopt.comm import LocalCommunicator, objects
+from distopt.comm.communicator import as_flat, check_root, flat_parts, split, sum_in_rank_order
+from distopt.comm.control import by_rank
+from distopt.comm.ledger import KEEP, Ledger
+from distopt.comm.local import LocalControl
+from distopt.comm.message import MessageTag
+from distopt.comm.meter import Meter
+from distopt.compress import Compressor
+from distopt.dist_opt import SingaModes
+from distopt.engine.bucket_store import Packing
+from distopt.engine.engine import Engine
+from distopt.engine.reducers import Reducer, Reducers, Vote
+from distopt.engine.spec import GradientHook, Options, StepSpec
+from distopt.optim import SGD, AnyOptimizer
+from distopt.volume.observe import QualityHook
+from distopt.volume.sequential import SequentialReduce
+
+Losses = Callable[[int], Any]
+
+
+class VirtualControl(LocalControl):
+    """Votes of ranks that all say the same, but for the one whose turn it is."""
+
+    def __init__(self, size: int):
+        self.size = self.live = size
+
+    def gather_strings(self, text: str) -> list[str]:
+        """Return this rank's text, and nothing of those before it."""
+        return [""] * self.rank + [text]
+
+    def gather_texts(self, lines: Sequence[str], make: Callable[[], str]) -> list[str]:
+        """Return this rank's text once for each rank: all make the same."""
+        return [make()] * self.size
+
+
+class VirtualRanks(LocalCommunicator):
+    """Communicator of ranks that take turns in one process.
+
+    There is one copy of what they have alike, so a collective is one to which all of them bring the same array.  What
+    they have apart, their gradients, ``SequentialReducer`` exchanges.
+
+    Args:
+        size: the number of ranks.
+        hosts: the machine of each rank, as numbers; empty for one machine.
+        keep: the number of entries that the ledger keeps.
+
+    Attributes:
+        in_loss: whether a rank's loss is being asked for its gradients.
+        ledger: the messages of rank 0.
+        meter: what writes them.
+    """
+
+    may_overlap = False  # a bucket is sent when the last rank has brought its own
+    in_loss = False
+
+    def __init__(self, size: int, hosts: Sequence[int], keep: int):
+        super().__init__(reason="virtual ranks")
+        self.size, self._hosts, self.control = size, hosts, VirtualControl(size)
+        self.ledger = Ledger(keep)
+        self.meter = Meter(0, size, self.hosts, self.algorithm, self.ledger)
+
+    def set_rank(self, rank: int) -> None:
+        """Make this the rank whose turn it is."""
+        self.rank = self.control.rank = rank
+
+    def tagged(self, tag: MessageTag) -> AbstractContextManager[None]:
+        """Return a context whose messages the ledger has under this tag."""
+        return self.meter.tagged(tag)
+
+    def broadcast(self, x: np.ndarray, root: int = 0) -> None:
+        """Leave x as it is, since all have the one copy; the ledger has what it takes to send it."""
+        as_flat(x, gpu=device.gpu_of(x))
+        check_root(root, self.size)
+        self.meter.broadcast(x.size, x.itemsize, root)
+
+    def all_reduce(self, x: np.ndarray) -> None:
+        """Replace x, in place, by the sum of as many of it as there are ranks."""
+        flat = self._alike(as_flat(x, gpu=device.gpu_of(x)))
+        device.copy(flat, sum_in_rank_order([flat] * self.size))
+        self.meter.all_reduce(x.size, x.itemsize)
+
+    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+        """Return a flat copy of x for each rank."""
+        flat = self._alike(as_flat(x, writable=False, gpu=device.gpu_of(x)))
+        memory = device.empty(flat.size * self.size, flat.dtype, like=flat) if into is None else into
+        parts = split(memory, [flat.size] * self.size)
+        for part in parts:
+            device.copy(part, flat)
+        self.meter.all_gather([x.nbytes] * self.size, self.meter.breakdown(x))
+        return parts
+
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
+        """Return, from each rank, a flat copy of its part for this one."""
+        flat = flat_parts(parts, self.size, device.gpu_of(parts[0]) if parts else None)
+        part = self._alike(flat[self.rank])
+        self.meter.all_to_all([x.nbytes for x in flat], [part.nbytes] * self.size)
+        return [device.copied(part) for _ in range(self.size)]
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return a copy of the value, which all have alike."""
+        check_root(root, self.size)
+        return objects.decode(objects.encode(value))
+
+    def peers(self, x: np.ndarray) -> None:  # type: ignore[override]
+        """Return None: the others have no memory of their own."""
+
+    def _alike(self, x: np.ndarray) -> np.ndarray:
+        """Return x, which all ranks have alike; RuntimeError where one alone may have it."""
+        if self.in_loss:
+            raise RuntimeError(
+                "collectives of virtual ranks must be outside of their losses, got one in the middle of a step; call "
+                "it before or after the step"
+            )
+        return x
+
+
+class VirtualLosses:
+    """The losses of all ranks in one step, and what compressors keep of each rank between steps.
+
+    Args:
+        engine: the engine of the steps.
+        ranks: the ranks.
+
+    Attributes:
+        states: what compressors keep, by rank and bucket.
+    """
+
+    def __init__(self, engine: Engine, ranks: VirtualRanks):
+        self._collector, self._ranks = engine.store.collector, ranks
+        self._losses: Losses = lambda rank: ()
+        self._makes_plan = True
+        self.states: list[list[dict[str, np.ndarray]]] = []
+
+    def begin(self, losses: Losses) -> None:
+        """Begin a step of these losses."""
+        self._losses, self._makes_plan = losses, not self._collector.order
+
+    def states_of(self, buckets: int) -> list[list[dict[str, np.ndarray]]]:
+        """Return what compressors keep, by rank and bucket."""
+        self.states = self.states or [[{} for _ in range(buckets)] for _ in range(self._ranks.size)]
+        return self.states
+
+    def pairs(self, rank: int) -> list[Any]:
+        """Return the pairs of a rank's loss."""
+        self._ranks.in_loss = True
+        try:
+            return self._collector.read(self._losses(rank))
+        finally:
+            self._ranks.in_loss = False
+
+    def collect(self, rank: int) -> None:
+        """Collect gradients of the parameters that the first rank has; in the step that makes the plan, in its order.
+
+        Raises:
+            ValueError: a parameter has another array than the first rank's, or another place in that order.
+        """
+        pairs, collector = self.pairs(rank), self._collector
+        first = collector.values.addresses
+        collector.collect(pairs)
+        order = list(collector.order.items())
+        for k in np.flatnonzero(collector.values.addresses != first):
+            name, known = order[k]
+            if known.value.nbytes:
+                raise ValueError(
+                    f"{name} must be rank 0's array, got another one; virtual ranks have one model, whose parameters "
+                    "all their losses give"
+                )
+        if self._makes_plan:
+            names = [collector.identify(param)[0] for param, _ in pairs]
+            both = itertools.zip_longest(collector.order, names, fillvalue="nothing")
+            for place, (expected, got) in enumerate(both):
+                if got != expected:
+                    raise ValueError(f"ranks differ: rank 0 has parameter {place} = {expected}, this one has {got}")
+
+
+class SequentialReducer(Reducer):
+    """Reducer that brings one rank after the other, and adds up what each of them sends."""
+
+    def __init__(
+        self, engine: Engine, ranks: VirtualRanks, losses: VirtualLosses, compressor: Compressor, spec: StepSpec
+    ):
+        self._engine, self._ranks, self._losses = engine, ranks, losses
+        self._compressor, self._spec = compressor, spec
+
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        engine, compressor = self._engine, self._compressor
+        buckets, kept = list(engine.store.buckets), self._losses.states_of(len(arrays))
+        turns = [self._turns(bucket) for bucket in buckets]
+        if compressor.has_hooks:
+            for bucket, state in zip(buckets, kept[0], strict=True):
+                compressor.begin(
+                    bucket.gradient, state, engine.step_context.exchange_context(bucket, self._ranks, compressor)
+                )
+        try:
+            for rank, states in enumerate(kept):
+                self._ranks.set_rank(rank)
+                if rank:
+                    self._collect_and_pack(rank)
+                for bucket, turn, state in zip(buckets, turns, states, strict=True):
+                    turn.add(
+                        bucket.gradient, state, engine.step_context.exchange_context(bucket, self._ranks, compressor)
+                    )
+        except BaseException as error:
+            step = engine.progress.updates + 1
+            failure = f"the ranks before rank {rank} have done step {step}, where that failed"
+            engine.progress.fail(f"{failure} with {type(error).__name__}: {error}; {engine.progress.remedy}")
+            raise
+        finally:
+            self._ranks.set_rank(0)
+        return map(self._write_sum, buckets, turns, kept[0])
+
+    def nonfinite(self, sums: list[Reduced]) -> str:
+        """Return a text on sums that are not finite, after a pass over each, which is little here; '' for none."""
+        progress = self._engine.progress
+        nonfinite = self._engine.store.check.nonfinite_sums(sums, True)
+        if nonfinite and self._compressor.stateful:
+            lost = f"what the ranks sent in step {progress.updates + 1} is lost: {nonfinite}"
+            progress.fail(f"{lost}; {progress.remedy}")
+        return nonfinite
+
+    def _turns(self, bucket: Bucket) -> SequentialReduce:
+        hooks = [hook for hook in self._engine.hooks if isinstance(hook, QualityHook)]
+        return (
+            hooks[0].observer.sequential(self._compressor, bucket.scratch)
+            if hooks
+            else SequentialReduce(self._compressor, bucket.scratch)
+        )
+
+    def _collect_and_pack(self, rank: int) -> None:
+        """Collect and pack the gradients of a rank, or raise what they raise on P ranks."""
+        engine, store, name = self._engine, self._engine.store, self._engine.progress.name
+        error, nonfinite = None, ""
+        store.clear_counts()
+        try:
+            self._losses.collect(rank)
+            packing = Packing(1.0 / engine.nonfinite.policy.divisor, True, self._spec.clip_value)
+            store.pack_all(packing, multipliers=self._compressor.has_hooks)
+            nonfinite = store.check.nonfinite_gradients()
+        except Exception as e:
+            error = e
+        if error or nonfinite:
+            engine.nonfinite.enforce(by_rank(engine.agree(name, engine.progress.calls, error, nonfinite)))
+
+    def _write_sum(self, bucket: Bucket, turn: SequentialReduce, state: dict[str, np.ndarray]) -> Reduced:
+        """Write the sum over ranks to a bucket, and the messages to the ledger."""
+        compressor, x = self._compressor, bucket.gradient
+        context = self._engine.step_context.exchange_context(bucket, self._ranks, compressor)
+        turn.write_sum(x, context)
+        turn.write_messages(self._ranks.meter, x, self._engine.step_context.tag(bucket), self._spec.break_even)
+        if compressor.has_hooks:
+            compressor.finish(x, state, context)
+        return unsharded(x)
+
+
+class SequentialReducers(Reducers):
+    """Choice of a reducer for each step, which is always the sequential one.
+
+    Attributes:
+        losses: the losses of all ranks in the present step.
+    """
+
+    def __init__(self, engine: Engine, ranks: VirtualRanks):
+        super().__init__(engine.comm, engine.step_context, engine.accumulator, overlap=False)
+        self._engine, self._ranks, self.losses = engine, ranks, VirtualLosses(engine, ranks)
+
+    def in_shared_memory(self, compressor: Compressor) -> bool:
+        return False
+
+    def choose(self, compressor: Compressor, spec: StepSpec, check_finite: bool, vote: Vote) -> Reducer:
+        return SequentialReducer(self._engine, self._ranks, self.losses, compressor, spec)
+
+
+class Simulation(SingaModes):
+    """A ``DistOpt`` for P ranks without P processes, whose losses are functions of the rank.
+
+    It has ``step(losses, compressor)`` and every other step but a partial one, where ``losses(r)`` is what rank r would
+    give to its own, with the same parameters for all.  The ranks go one after the other through the same packing,
+    compression and decompression, bucket by bucket; there is one copy of the parameters, of the optimizer's state, of
+    gradients and of their sum, and only what a compressor keeps is there P times.  Parameters have the bits that P
+    ranks get with ``deterministic=True``.
+
+    What a compressor keeps is in no ``state_dict``, so the plan is fixed by the first step, and there are no
+    checkpoints, and no tape is recorded.  A loss that raises or is not finite raises what it does on P ranks, and ends
+    the simulation if it is not the first rank's: those before it have gone on.  A sum over ranks that is not finite is
+    refused, and ends it too where something was left behind.
+
+    Args:
+        size: the number of ranks.
+        opt: the optimizer; by default ``SGD()``.
+        threshold: the number of elements that fill a bucket.
+        nonfinite: 'raise' or 'propagate': what becomes of gradients that are not finite.
+        allow_missing: whether parameters may have no gradient in a step.
+        clip_norm: the largest global norm of the mean gradient; None for any.
+        gradient_hook: changes mean gradients, as in ``DistOpt``.
+        hosts: the machine of each rank, as numbers; empty for one machine.
+        keep: the number of entries that the ledger keeps.
+
+    Attributes:
+        communicator: the ranks.  A collective of theirs is one to which all bring the same array.
+        ledger: the messages that rank 0 would exchange with the others, by direct exchange.  How long they would take
+            is not measured but predicted (``distopt.cost``).
+
+    Raises:
+        ValueError: there is less than one rank, ``hosts`` are not one number per rank, or an option is out of range.
+        TypeError: an argument has the wrong type.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        opt: AnyOptimizer | None = None,
+        *,
+        threshold: int = 2097152,
+        nonfinite: str = "raise",
+        allow_missing: bool = False,
+        clip_norm: float | None = None,
+        gradient_hook: GradientHook | None = None,
+        hosts: Sequence[int] = (),
+        keep: int = KEEP,
+    ):
+        if nonfinite not in ("raise", "propagate"):
+            raise ValueError(f"nonfinite must be 'raise' or 'propagate' for virtual ranks, got {nonfinite!r}")
+        ranks = VirtualRanks(check_int("size", size, least=1), _checked_hosts(hosts, size), keep)
+        options = {
+            "nonfinite": nonfinite,
+            "allow_missing": allow_missing,
+            "clip_norm": clip_norm,
+            "gradient_hook": gradient_hook,
+        }
+        engine = Engine(
+            SGD() if opt is None else opt,
+            ranks,
+            Options.checked(ranks, **options),  # type: ignore[arg-type]
+            threshold=check_int("threshold", threshold, least=0),
+            remedy="start anew",
+            make_reducers=lambda engine: SequentialReducers(engine, ranks),
+        )
+        super().__init__(engine, options | {"threshold": threshold})
+        self._losses = cast(SequentialReducers, engine.reducers).losses
+        self.communicator, self.ledger = ranks, ranks.ledger
+
+    @property
+    def world_size(self) -> int:
+        """The number of virtual ranks."""
+        return self.communicator.size
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """Return the bytes that rank 0 would have exchanged since the start, as ``Metered.report`` does."""
+        return self.ledger.report()
+
+    def run(self, loss: Any, spec: StepSpec) -> bool:
+        """Make one step of all ranks; ``loss`` is a callable of the rank."""
+        if not callable(loss):
+            raise TypeError(f"the losses of virtual ranks must be a callable of the rank, got {type(loss).__name__}")
+        if self.communicator.in_loss:
+            raise RuntimeError(
+                "steps of virtual ranks must be outside of their losses, got one in the middle of a step"
+            )
+        threshold, planned = spec.threshold, self.engine.store.threshold
+        threshold = self.threshold if threshold is None else check_int("threshold", threshold, least=0)
+        if self._losses.states and threshold != planned:
+            raise ValueError(f"threshold must stay {planned} with virtual ranks, got {threshold}")
+        self._losses.begin(loss)
+        return self.engine.step(lambda: self._losses.pairs(0), spec)
+
+
+def _checked_hosts(hosts: Sequence[int], size: int) -> list[int]:
+    numbers = hosts.tolist() if isinstance(hosts, np.ndarray) else hosts
+    if not isinstance(numbers, Sequence) or isinstance(numbers, str | bytes):
+        raise TypeError(f"hosts must be a sequence of numbers, one per rank, got {hosts!r:.60}")
+    if len(numbers) not in (0, size):
+        raise ValueError(f"hosts must be one number per rank, {size} of them, got {len(numbers)}")
+    return [check_int(f"hosts[{rank}]", host, least=0) for rank, host in enumerate(numbers)]
+
+
+def simulate(size: int, opt: AnyOptimizer | None = None, **options: Any) -> Simulation:
+    """Return virtual ranks that train with one optimizer.
+
+    Args:
+        size: the number of ranks.
+        opt: the optimizer; by default ``SGD()``.
+        **options: the keyword arguments of ``Simulation``.
+
+    Raises:
+        ValueError: there is less than one rank, ``hosts`` are not one number per rank, or an option is out of range.
+        TypeError: an argument has the wrong type.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt import Parameter, simulate
+        >>> from distopt.optim import SGD
+        >>> p, sim = Parameter("w", np.zeros(1, np.float32)), simulate(3, SGD(1.0))
+        >>> sim(lambda rank: [(p, np.full(1, rank, np.float32))])
+        True
+        >>> p.data  # minus the mean of 0, 1 and 2
+        array([-1.], dtype=float32)
+    """
+    return Simulation(size, opt, **options)

@@ -1,0 +1,235 @@
+"""Launchers: which one started this process, its environment for ranks, and how the end of a rank is reported."""
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from test_watchdog import Mail, Watched
+
+from distopt.cli import doctor, run, segments
+from distopt.cli.ends import Ends, exit_code
+from distopt.cli.launcher import Launcher
+from distopt.comm import mpi_start
+from distopt.comm.world import _check_alone
+from distopt.resilience import abort as job_end
+from distopt.resilience import job, watchdog
+from distopt.resilience.operation_log import OperationLog, Recorder
+from distopt.resilience.timeouts import Limits
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_several_processes_without_mpi_are_refused():
+    with pytest.raises(RuntimeError, match=r"RANK=1, WORLD_SIZE=2.*Start with: distopt run -n N script.py, or mpirun"):
+        _check_alone(TORCHRUN)
+
+
+@pytest.mark.parametrize("stale", [{"WORLD_SIZE": "1"}, {"RANK": ""}, {"WORLD_SIZE": "2", "RANK": None}, {}])
+def test_one_process_may_have_stale_launcher_variables(stale):
+    given = (TORCHRUN | stale) if stale else {}
+    environment = {name: value for name, value in given.items() if value is not None}
+    if stale == {"RANK": ""}:
+        environment = {"WORLD_SIZE": "8", "RANK": ""}  # of a batch system's own
+    _check_alone(environment)
+
+
+@pytest.mark.parametrize(("library", "kind"), [("MPICH 5.0.2", "pmi2"), ("Open MPI 5.0.11", "pmix")])
+@pytest.mark.parametrize("told", [{}, {"PMI_SIZE": "2", "PMI_RANK": "0"}])
+def test_srun_without_the_right_mpi_option_is_refused(monkeypatch, library, kind, told):
+    monkeypatch.setattr(mpi_start, "brand", lambda: library)
+    environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"} | told
+    with pytest.raises(RuntimeError, match=f"{library}, sees 1: srun .*: srun --mpi={kind} -n 2 python script.py"):
+        mpi_start.check_launcher(1, environment)
+
+
+def test_a_launcher_of_another_brand_inside_a_slurm_step_is_not_srun(monkeypatch):
+    monkeypatch.setattr(mpi_start, "brand", lambda: "MPICH 5.0.2")
+    with pytest.raises(RuntimeError, match="different brands"):
+        mpi_start.check_launcher(1, {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "1"})
+    mpi_start.check_launcher(4, {"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "1"})
+
+
+@pytest.mark.parametrize("brand", ["MPICH", "Open MPI"])
+def test_ranks_are_forked_on_this_machine_unless_the_environment_says_otherwise(monkeypatch, brand):
+    """Not by Slurm, which would wait for itself."""
+    for name in ("HYDRA_LAUNCHER", "UCX_NET_DEVICES", "OMPI_MCA_btl"):
+        monkeypatch.delenv(name, raising=False)
+    found = Launcher("mpiexec", brand).environment(2)
+    assert (found.get("HYDRA_LAUNCHER"), found.get("HYDRA_RMK")) == (
+        ("fork", "user") if brand == "MPICH" else (None,) * 2
+    )
+    assert found.get("OMPI_MCA_btl") == ("self,sm" if brand == "Open MPI" else None)
+    monkeypatch.setenv("HYDRA_LAUNCHER", "ssh")
+    monkeypatch.setenv("OMPI_MCA_btl", "tcp,self")
+    found = Launcher("mpiexec", brand).environment(2)
+    assert (found["HYDRA_LAUNCHER"], found["OMPI_MCA_btl"]) == ("ssh", "tcp,self")
+
+
+class Ended(BaseException):
+    """In place of the end of this process."""
+
+
+@pytest.fixture
+def hooks(monkeypatch):
+    """Those of a process that says nothing, and the codes with which it would have ended the job."""
+    said, codes = [], []
+
+    def abort(code):
+        codes.append(code)
+        raise Ended
+
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(job_end, "ending", threading.Event())
+    monkeypatch.setattr(job_end, "say", said.append)
+    return said, codes, abort
+
+
+def test_exception_hooks_of_others_are_called_once_each_in_any_order(hooks):
+    said, codes, abort = hooks
+    called = []
+
+    def add(name):
+        before = sys.excepthook
+        sys.excepthook = lambda *error: (called.append(name), before is sys.__excepthook__ or before(*error))
+
+    add("first")
+    job_end.abort_on_exception(1, abort)
+    add("second")
+    job_end.abort_on_exception(1, abort)
+    with pytest.raises(Ended):
+        sys.excepthook(KeyError, KeyError("lost"), None)
+    assert called == ["second", "first"]
+    assert [text.strip() for text in said] == ["rank 1: KeyError: 'lost'"]
+    assert codes == [1]
+
+
+def test_a_hook_that_fails_does_not_stop_the_end(hooks):
+    said, codes, abort = hooks
+    sys.excepthook = lambda *error: 1 / 0
+    job_end.abort_on_exception(0, abort)
+    with pytest.raises(Ended):
+        sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert codes == [130]
+    assert "the hook for exceptions failed: ZeroDivisionError" in said[-1]
+
+
+def test_messages_go_to_the_standard_error_file_and_not_to_its_replacement(capfd):
+    """All of a long message, although a pipe takes only a part of it at once."""
+    with contextlib.redirect_stderr(io.StringIO()) as replaced:
+        job_end._say("x" * 300_000 + "\ud800\n")
+    assert capfd.readouterr().err == "x" * 300_000 + "\\ud800\n"
+    assert replaced.getvalue() == ""
+
+
+def test_a_rank_that_does_not_answer_is_named_in_a_wait_without_a_limit(monkeypatch):
+    said = []
+    monkeypatch.setattr(watchdog, "say", said.append)
+    recorder, boxes = Recorder(), [[], []]
+    mailbox = Mail(0, boxes)
+    watched = Watched(0, recorder, Limits(0.2, 0.2), [mailbox])
+    with OperationLog(recorder, "the end", [0], mailbox, limited=False)("the end of the others"):
+        deadline = time.monotonic() + 5
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.05)
+    watched.stop()
+    assert "rank 1: no answer (stopped, dead, or holding the interpreter lock)" in said[0]
+    assert not watched.ended.is_set()
+
+
+def test_marks_of_a_rank_are_read_back_by_the_launcher(tmp_path, monkeypatch):
+    assert job.entered(tmp_path) == []
+    for name in ("_rank", "_folder", "_process", "_page", "_votes"):
+        monkeypatch.setattr(job, name, getattr(job, name))
+    monkeypatch.setattr(job.atexit, "register", lambda *given: None)
+    job.mark(job.STOPS)
+    assert os.listdir(tmp_path) == []  # no rank of distopt run
+    job.enter(3, tmp_path)
+    job.mark(job.EXIT, 5)
+    job.mark(job.SEGMENT, "a.b")
+    job.note("step 7")
+    (rank,) = job.entered(tmp_path)
+    assert (rank.rank, rank.pid, rank.votes, rank.last) == (3, os.getpid(), 1, "step 7")
+    assert (rank.marks[job.EXIT], rank.marks[job.SEGMENT]) == ({"5"}, {"a.b"})
+    assert job.absent() == "  rank 3: has not come to it (it runs)"
+    job.mark(job.MPI)
+    assert job.absent() == ""
+
+
+def test_exit_codes_as_a_shell_has_them():
+    assert [exit_code(status) for status in (0, 3, 256, -9, -15)] == [0, 3, 0, 137, 143]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("handles", [True, False])
+def test_the_first_of_several_ended_ranks_is_named(tmp_path, monkeypatch, handles):
+    """Even if they are checked late, where the system has pidfds."""
+    if not handles:
+        monkeypatch.delattr(os, "pidfd_open")
+    processes = [subprocess.Popen(["sh", "-c", "read x; kill -TERM $$"], stdin=subprocess.PIPE) for _ in range(3)]
+    for rank, process in enumerate(processes):
+        (tmp_path / f"{rank}.{job.PID}.{process.pid}").touch()
+        (tmp_path / f"{rank}.{job.VOTES}").write_bytes(bytes(job.PAGE))
+    ends = Ends(tmp_path, 3, os.getpid())
+    assert ends.fault(ends.look(0)) is None
+    for rank in (2, 0, 1):
+        processes[rank].stdin.close()
+        processes[rank].wait(20)
+    fault = ends.fault(ends.look(0.1))
+    ends.close()
+    assert "before distopt.world()" in fault.text
+    if handles:
+        assert fault.text.startswith("rank 2 ")
+        assert fault.code in (0, 128 + 15)  # 0: this kernel does not tell
+
+
+@pytest.mark.faults
+def test_a_rank_that_crashed_is_named_although_another_was_seen_to_end_first(tmp_path):
+    """A launcher under load may end the others before the kernel tells of the end of the one that crashed."""
+    processes = [subprocess.Popen(["sh", "-c", "read x"], stdin=subprocess.PIPE) for _ in range(2)]
+    for rank, process in enumerate(processes):
+        (tmp_path / f"{rank}.{job.PID}.{process.pid}").touch()
+        (tmp_path / f"{rank}.{job.VOTES}").write_bytes(bytes(job.PAGE))
+        (tmp_path / f"{rank}.{job.CRASH}").touch()
+    ends = Ends(tmp_path, 2, os.getpid())
+    assert ends.fault(ends.look(0)) is None
+    (tmp_path / f"1.{job.CRASH}").write_text("Fatal Python error: Bus error\n\nStack (most recent call first):\n")
+    processes[0].kill()
+    fault = ends.fault(ends.look(5))
+    assert fault.text.startswith("rank 1 crashed before distopt.world()\nFatal Python error: Bus error\n")
+    assert fault.code == 128 + signal.SIGBUS
+    ends.close()
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_an_ignored_signal_is_not_handled():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in run._asking()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert signal.SIGHUP in run._asking()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_shared_memory_segments_left_by_failed_jobs_are_reported_and_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "FOLDER", tmp_path)
+    assert segments.left() == []
+    (tmp_path / "mpich_shm_1").write_bytes(bytes(2_000_000))
+    (tmp_path / "another").write_bytes(bytes(100))
+    assert segments.left() == [(tmp_path / "mpich_shm_1", 2_000_000)]
+    told = [finding for finding in doctor.machine() if "are left" in finding.text]
+    assert told[0].text == f"1 segments of jobs that failed are left in {tmp_path}: 2.0 MB"
+    assert f"rm {tmp_path}/mpich_shm_*" in told[0].fix
+    rank = job.Rank(0, 1, {job.SEGMENT: {"mpich_shm_1"}}, 0, "", "")
+    segments.sweep([rank, rank])
+    assert [file.name for file in tmp_path.iterdir()] == ["another"]

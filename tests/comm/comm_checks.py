@@ -1,0 +1,268 @@
+"""What every communicator must do, as a function of it; all ranks call it."""
+
+import gc
+import json
+import os
+
+import ml_dtypes
+import numpy as np
+
+from distopt import kernels
+from distopt.buckets import plan
+from distopt.comm import Metered, MpiCommunicator, Ordered
+from distopt.comm.communicator import NUMBERS, slices
+from distopt.exchange.shared_memory import sum_shard
+from distopt.kernels.layout import CHUNK, BucketLayout
+
+SIZES = [0, 1, 7, 1000, 2503]
+
+
+def values(n, dtype, rank):
+    """Small whole numbers, exact in every dtype, that differ per rank."""
+    return ((np.arange(n) + 3 * rank) % 8 + rank).astype(dtype)
+
+
+def verbs(comm):
+    """Every verb, with every dtype and edge sizes."""
+    for dtype in NUMBERS:
+        for n in SIZES:
+            everyone = [values(n, dtype, r) for r in range(comm.size)]
+            mine = everyone[comm.rank].copy()
+
+            comm.all_reduce(mine)
+            np.testing.assert_array_equal(mine, sum(e.astype(np.float64) for e in everyone).astype(dtype))
+            assert mine.dtype == dtype
+
+            for got, want in zip(comm.all_gather(everyone[comm.rank]), everyone, strict=True):
+                np.testing.assert_array_equal(got, want)
+                assert got.dtype == dtype
+
+            part = comm.reduce_scatter(everyone[comm.rank].copy())
+            np.testing.assert_array_equal(
+                part, sum(e.astype(np.float64) for e in everyone)[slices(n, comm.size)[comm.rank]].astype(dtype)
+            )
+            for root in {0, comm.size - 1}:
+                x = everyone[comm.rank].copy()
+                comm.broadcast(x, root)
+                np.testing.assert_array_equal(x, everyone[root])
+    ragged(comm)
+    shapes(comm)
+    comm.barrier()
+    comm.wait()
+
+
+def ragged(comm):
+    """Lengths that differ per rank, none among them."""
+    lengths = [(5 * r + 3) % 7 if r else 0 for r in range(comm.size)]
+    got = comm.all_gather(values(lengths[comm.rank], np.int32, comm.rank), ragged=True)
+    assert [g.tolist() for g in got] == [values(n, np.int32, r).tolist() for r, n in enumerate(lengths)]
+    parts = [np.full(10 * comm.rank + to, comm.rank, np.float64) for to in range(comm.size)]
+    got = comm.all_to_all(parts, ragged=True)
+    assert [g.tolist() for g in got] == [[r] * (10 * r + comm.rank) for r in range(comm.size)]
+    parts = [np.full(3 + to, 100 * comm.rank + to, np.int64) for to in range(comm.size)]
+    got = comm.all_to_all(parts)
+    assert [g.tolist() for g in got] == [[100 * r + comm.rank] * (3 + comm.rank) for r in range(comm.size)]
+
+
+def shapes(comm):
+    """Any shape is summed in place; memory from alloc is zeroed; what others received is not this rank's to change."""
+    x = np.full((2, 3), comm.rank + 1.0, np.float32)
+    comm.all_reduce(x)
+    np.testing.assert_array_equal(x, np.full((2, 3), comm.size * (comm.size + 1) / 2))
+    scalar = np.array(1.0)
+    comm.all_reduce(scalar)
+    assert scalar == comm.size
+    memory = comm.alloc(1 << 20, np.float32)
+    assert not memory.any()
+    assert memory.ctypes.data % (2 << 20) == 0
+    sent = np.arange(4.0)
+    got = comm.all_gather(sent)
+    sent[:] = -1
+    comm.barrier()
+    assert all(g.tolist() == [0, 1, 2, 3] for g in got)
+
+
+def halves(comm):
+    """Sums of halves are formed in float32, in rank order, and rounded once."""
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        everyone = [np.random.default_rng(r).standard_normal((1 << 17) + 999).astype(dtype) for r in range(comm.size)]
+        total = everyone[0].astype(np.float32)
+        for x in everyone[1:]:
+            total = total + x.astype(np.float32)
+        x = everyone[comm.rank].copy()
+        comm.all_reduce(x)
+        np.testing.assert_array_equal(x, total.astype(dtype))
+
+
+def in_turn(comm):
+    """Arrays of any kinds, with gaps between them, are summed in their order, to the bits of sums one by one."""
+    kinds = [np.float16, None, np.float32, ml_dtypes.bfloat16, np.float16, np.float16, None, None, np.float16, np.int64]
+    rng = np.random.default_rng([7, comm.rank])
+    given = [k and (9 * rng.standard_normal(1000 + 17 * n)).astype(k) for n, k in enumerate(kinds)]
+    asked = []
+
+    def arrays():
+        for x in given:
+            asked.append(x)
+            yield x
+
+    expected = [x.copy() for x in given if x is not None]
+    for x in expected:
+        comm.all_reduce(x)
+    mine = [x for x in given if x is not None]
+    for done, (x, want) in enumerate(zip(comm.all_reduce_each(arrays()), expected, strict=True)):
+        assert x is mine[done]
+        np.testing.assert_array_equal(x, want)
+        if asked[-1] is None:
+            assert sum(a is not None for a in asked) <= done + 2, "what is under way arrives where there is a gap"
+    assert list(comm.all_reduce_each([])) == []
+    comm.barrier()
+
+
+def between_hosts(comm):
+    """The same where messages take time: of ranks that seem to sit on machines of their own."""
+    before, comm._hosts = comm._hosts, range(comm.size)
+    for check in (halves, in_turn, gaps):
+        check(comm)
+    comm._hosts = before
+
+
+def gaps(comm):
+    """Where nothing is under way, no operation is either: the next array may take longer than a time limit."""
+    ended = []
+
+    def arrays():
+        for _ in range(2):
+            yield np.ones(100, np.float16)
+            ended.append(comm._log.ended > 0)
+            yield None
+            ended.append(comm._log.ended > 0)
+
+    assert len(list(comm.all_reduce_each(arrays()))) == 2
+    assert ended == [comm.size == 1, True] * 2  # one rank sends nothing
+
+
+def ordered(comm):
+    """Ordered(comm) adds in rank order, whatever the transport does, in any chunking."""
+    assert Ordered(comm).rank_ordered
+    assert Metered(comm).rank_ordered == comm.rank_ordered
+    if not hasattr(comm, "comm"):
+        assert comm.rank_ordered == (comm.size <= 2 or not isinstance(comm, MpiCommunicator))
+    rng = [np.random.default_rng([5, r]) for r in range(comm.size)]
+    everyone = [r.standard_normal(1001).astype(np.float32) * 10.0 ** r.integers(-3, 3, 1001).astype("f4") for r in rng]
+    total = everyone[0].copy()
+    for x in everyone[1:]:
+        total = total + x
+    whole, pieces = everyone[comm.rank].copy(), everyone[comm.rank].copy()
+    Ordered(Metered(comm)).all_reduce(whole)
+    np.testing.assert_array_equal(whole, total)
+    for start in range(0, 1001, 77):
+        Ordered(comm).all_reduce(pieces[start : start + 77])
+    np.testing.assert_array_equal(pieces, total)
+
+
+def meters(comm):
+    """Payload is what was handed over; wire, over all ranks, is what has to move; the inner one does the work."""
+    metered = Metered(comm)
+    p = comm.size
+    metered.all_reduce(np.ones(100, np.float32))
+    metered.all_gather(np.ones(10 + comm.rank), ragged=True)
+    metered.broadcast(np.ones(50, np.uint8))
+    metered.all_to_all([np.ones(to + 1, np.int32) for to in range(p)])
+    part = metered.reduce_scatter(np.ones(30, np.float16))
+    assert (part == p).all()
+    total = sum(8 * (10 + r) for r in range(p))
+    own = 4 * p * (p + 1) // 2
+    found = {row["verb"]: {"payload": row["payload"], "wire": row["sent"]} for row in metered.ledger.by("verb")}
+    assert {verb: line["payload"] for verb, line in found.items()} == {
+        "all_gather": 8 * (10 + comm.rank),
+        "all_reduce": 400,
+        "all_to_all": own,
+        "broadcast": 50,
+        "reduce_scatter": 60,
+    }
+    everyone = [json.loads(text) for text in comm.control.gather(json.dumps(found))]
+    assert {verb: sum(report[verb]["wire"] for report in everyone) for verb in found} == {
+        "all_gather": (p - 1) * total,
+        "all_reduce": 2 * (p - 1) * 400,
+        "all_to_all": (p - 1) * own,
+        "broadcast": (p - 1) * 50,
+        "reduce_scatter": (p - 1) * 60,
+    }
+    metered.reset()
+    assert metered.report() == {}
+
+
+def shared(comm):
+    """What ``alloc`` made can be read and written by all ranks; what it did not make, by none."""
+    mine = comm.alloc(1000, np.float64)
+    assert mine.ctypes.data % 64 == 0
+    mine[:] = comm.rank + np.arange(1000) / 1000
+    comm.barrier()
+    arrays = comm.peers(mine)
+    assert len(arrays) == comm.size
+    assert not isinstance(comm, MpiCommunicator) or "one host, memory shared" in repr(comm)
+    assert arrays[comm.rank] is mine
+    for r, a in enumerate(arrays):
+        np.testing.assert_array_equal(a, r + np.arange(1000) / 1000)
+    comm.barrier()
+    arrays[(comm.rank + 1) % comm.size][comm.rank] = -1
+    comm.barrier()
+    assert mine[(comm.rank - 1) % comm.size] == -1
+    if isinstance(comm, MpiCommunicator) and comm.size > 1:
+        files = len(os.listdir("/proc/self/fd"))
+        assert comm.peers(np.zeros(3)) is None
+        assert comm.peers(mine if comm.rank else np.zeros(1000)) is None
+        del mine, arrays, a
+        gc.collect()
+        comm.barrier()
+        assert len(os.listdir("/proc/self/fd")) <= files - comm.size
+
+
+def shares(comm):
+    """Shares of a sum in shared memory: rank order, any sizes, counted as the all-reduce that they are."""
+    if comm.size == 1:
+        return
+    sizes = [5, 0, CHUNK, 2 * CHUNK + 7, 64]
+    bucket = plan([f"p{k}" for k in range(5)], sizes, [np.float32] * 5, 10**6).buckets[0]
+    table = BucketLayout(bucket.names, [(n,) for n in sizes], bucket.offsets, np.float32)
+    everyone = [np.random.default_rng(r).standard_normal(bucket.size).astype(np.float32) for r in range(comm.size)]
+    total = everyone[0].copy()
+    for x in everyone[1:]:
+        total = total + x
+    metered = Metered(comm)
+    mine = metered.alloc(bucket.size, np.float32)
+    mine[:] = everyone[comm.rank]
+    parts, bad = metered.peers(mine), np.zeros((comm.size + 1, 5), np.int64)
+    comm.barrier()
+    sum_shard(table, parts, bad, metered)
+    comm.barrier()
+    found = np.zeros_like(total)
+    data = [table.view(found, row) for row in range(5)]
+    for r, part in enumerate(parts):
+        kernels.unpack(table.point_to(data).shard(r, comm.size), part, 1.0)
+    for row in range(5):
+        np.testing.assert_array_equal(table.view(found, row), table.view(total, row))
+    assert metered.report()["other all_reduce"]["payload"] == mine.nbytes
+    comm.barrier()
+
+
+def everything(comm):
+    """All of the above; on MPI once more with a chunk limit that forces every message into pieces."""
+    for check in (verbs, halves, in_turn, ordered, meters, shared, shares):
+        check(comm)
+    verbs(Metered(Ordered(comm)))
+    if isinstance(comm, MpiCommunicator):
+        comm.CHUNK = 1000
+        for check in (verbs, halves, between_hosts, ordered):
+            check(comm)
+
+
+def beyond_32_bits(comm):
+    """More than 2^31 elements in one array; 2 GiB a rank."""
+    x = np.ones(2**31 + 8, np.uint8)
+    x[-1] = comm.rank
+    comm.all_reduce(x)
+    assert x[0] == x[2**31] == x[-2] == comm.size
+    assert x[-1] == sum(range(comm.size))
+    comm.broadcast(x, root=1)

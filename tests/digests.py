@@ -1,0 +1,287 @@
+"""Digests of what training leaves, for every mode, optimizer, option and transport: no bit of them may change.
+
+``digests.json`` has them as they were measured when this file was written.  A change that is meant to alter results
+says so in its commit and writes the file anew: ``python tests/digests.py``, or ``--check`` to compare.
+
+A digest is of the parameters and of the state_dict of every rank after four steps.  Gradients are made of PCG64's raw
+64-bit numbers by exact arithmetic, so that no change of numpy's distributions is mistaken for one of ours.
+"""
+
+import functools
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import laws
+from distopt import DistOpt, LossScaler, Parameter, Trainer, device, run_ranks, simulate
+from distopt.compress import Dense, ErrorFeedback, Half, Packed, TopK
+from distopt.optim import Adam
+
+FILE = Path(__file__).parent / "digests.json"
+STEPS = 4
+SIZES = (1, 2, 3)  # thread ranks
+
+
+def numbers(seed, shape, dtype):
+    """Numbers between -2 and 2, nearer to 0 than evenly spread: the sum of four, each a multiple of 2^-20."""
+    raw = np.random.PCG64(seed).random_raw(int(np.prod(shape))).astype(np.uint64)
+    parts = [(raw >> np.uint64(16 * k)) & np.uint64(0xFFFF) for k in range(4)]
+    return ((sum(p.astype(np.float64) for p in parts) - 2 * 65535) / 65536).reshape(shape).astype(dtype)
+
+
+def model(rank, dtype="float32", shapes=laws.SHAPES):
+    """Parameters that differ per rank."""
+    return [Parameter(f"p{k}", numbers(1000 * rank + k, s, dtype)) for k, s in enumerate(shapes)]
+
+
+def gradients(params, step, rank):
+    """Gradients that differ per step and rank."""
+    return [numbers(10**6 * (rank + 1) + 1000 * step + k, p.data.shape, p.data.dtype) for k, p in enumerate(params)]
+
+
+def update(hashed, value):
+    """Add a state, its keys in order, to a hash."""
+    if isinstance(value, dict):
+        for key in sorted(value):
+            hashed.update(str(key).encode())
+            update(hashed, value[key])
+    elif device.is_array(value):
+        hashed.update(f"{value.shape} {value.dtype}".encode() + device.host_copy(value).tobytes())
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            update(hashed, entry)
+    else:
+        hashed.update(repr(value).encode())
+
+
+def digest(params, state):
+    """16 hexadecimal digits."""
+    hashed = hashlib.sha256()
+    for p in params:
+        update(hashed, p.data)
+    update(hashed, {name: value for name, value in state.items() if name != "rooms"})  # which only a GPU has
+    return hashed.hexdigest()[:16]
+
+
+def pairs(comm, params, step):
+    """What a loss yields."""
+    return zip(params, laws.to_device(comm, gradients(params, step, comm.rank)), strict=True)
+
+
+def train(comm, mode="dense", make=laws.sgd, dtype="float32", views=False, sharded=False, **options):
+    """Four steps of one mode; the digest on this rank."""
+    params = laws.move_to_device(comm, model(comm.rank, dtype))
+    opt = DistOpt(laws.maker_for(mode, make)(), comm, **{"threshold": 60} | options)
+    if sharded:
+        laws.share(params, opt)
+    homes = opt.gradient_views(params) if views else None
+    for step in range(STEPS):
+        given = list(pairs(comm, params, step))
+        if homes:
+            for home, (_, g) in zip(homes, given, strict=True):
+                device.copy(home, g)
+            given = list(zip(params, homes, strict=True))
+        laws.MODES[mode](opt, given)
+    found = digest(params, opt.state_dict())
+    comm.barrier()  # others may still read what is shared
+    return found
+
+
+def refused(comm, policy):
+    """A step whose gradient on the last rank is not finite, between two that are."""
+    params = laws.move_to_device(comm, model(comm.rank))
+    opt = DistOpt(Adam(0.01, epsilon=1e-3), comm, threshold=60, nonfinite=policy())
+    for step in range(STEPS):
+        given = list(pairs(comm, params, step))
+        if step == 1 and comm.rank == comm.size - 1:
+            given[1][1][...] = np.nan
+        opt.step(given, ErrorFeedback(TopK(0.1)))
+    return digest(params, opt.state_dict())
+
+
+def joined(comm, mode="dense"):
+    """Each rank has a step less than the one before it."""
+    params = laws.move_to_device(comm, model(comm.rank))
+    opt = DistOpt(laws.maker_for(mode, laws.sgd)(), comm, threshold=60)
+    for step in range(STEPS - min(comm.rank, STEPS - 1)):
+        laws.MODES[mode](opt, pairs(comm, params, step))
+    opt.join()
+    return digest(params, opt.state_dict())
+
+
+def all_in_turn(comm):
+    """Modes that follow each other, over plans that change."""
+    params = laws.move_to_device(comm, model(comm.rank))
+    opt = DistOpt(laws.sgd_without_momentum(), comm)
+    for step, (threshold, compressor) in enumerate(
+        [(60, Half()), (0, ErrorFeedback(TopK(0.1))), (10**6, ErrorFeedback(Packed(TopK(0.2)))), (60, Dense())]
+    ):
+        opt.threshold = threshold
+        opt.step(pairs(comm, params, step), compressor)
+    return digest(params, opt.state_dict())
+
+
+def trained(comm, compression=None, by_hand=False, stale=False, scaler=False):
+    """Gluon's methods."""
+    params = laws.move_to_device(comm, model(comm.rank))
+    options = {"loss_scaler": LossScaler(4.0, window=2)} if scaler else {}
+    trainer = Trainer(
+        params,
+        "sgd",
+        {"learning_rate": 0.1, "momentum": 0.9},
+        communicator=comm,
+        compression_params=compression,
+        threshold=60,
+        **options,
+    )
+    for step in range(STEPS):
+        for k, (p, g) in enumerate(pairs(comm, params, step)):
+            if not stale or (k + step + comm.rank) % 3:
+                p.grad = g
+        if by_hand:
+            trainer.allreduce_grads(ignore_stale_grad=stale)
+            trainer.update(8, ignore_stale_grad=stale)
+        else:
+            trainer.step(8, ignore_stale_grad=stale)
+    return digest(params, trainer.state_dict())
+
+
+def halve(found):
+    """A gradient hook."""
+    for _, mean in found:
+        mean *= np.float32(0.5)
+
+
+OPTIONS = {
+    "2 batches": {"num_batches": 2},
+    "2 batches, each sent": {"num_batches": 2, "sync_on_apply": False},
+    "overlap": {"overlap": True, "deterministic": True},
+    "deterministic": {"deterministic": True},
+    "propagate": {"nonfinite": "propagate"},
+    "clipped": {"clip_norm": 1.0},
+    "views": {"views": True},
+    "float64": {"dtype": "float64"},
+}
+ONCE = {
+    "hooked": {"gradient_hook": halve},
+    "hooked, clipped": {"gradient_hook": halve, "clip_norm": 1.0},
+    "float16": {"dtype": "float16"},
+    "sharded": {"sharded": True},
+    "sharded, propagate": {"sharded": True, "nonfinite": "propagate"},
+    "sharded, clipped": {"sharded": True, "clip_norm": 1.0},
+    "checked": {"check_every": 2},
+}
+OTHERS = {
+    "skip": functools.partial(refused, policy=lambda: "skip"),
+    "loss scale": functools.partial(refused, policy=lambda: LossScaler(4.0, window=2)),
+    "join": joined,
+    "join, topk": functools.partial(joined, mode="topk"),
+    "join, partial": functools.partial(joined, mode="partial"),
+    "in turn": all_in_turn,
+    "Trainer": trained,
+    "Trainer, 2bit": functools.partial(trained, compression={"type": "2bit", "threshold": 0.5}),
+    "Trainer, by hand": functools.partial(trained, by_hand=True),
+    "Trainer, stale": functools.partial(trained, stale=True),
+    "Trainer, stale, 2bit": functools.partial(trained, stale=True, compression={"type": "2bit", "threshold": 0.5}),
+    "Trainer, stale, by hand": functools.partial(trained, stale=True, by_hand=True),
+    "Trainer, scaled": functools.partial(trained, scaler=True),
+}
+ON_DOUBLES = ("dense, clipped", "topk, 2 batches", "half, overlap", "skip", "in turn", "Trainer, by hand")  # slow ones
+
+
+def makers(mode):
+    """Of the optimizers that a mode is tried with: a momentum of its own excludes a second one."""
+    return {"plain": laws.sgd_without_momentum} if mode.startswith("dgc") else laws.OPTIMIZERS | laws.WRAPPERS
+
+
+def possible(mode, options):
+    """Can this mode have these options?"""
+    if mode == "partial" and options.get("sharded"):
+        return False
+    return not (mode.startswith("dgc") and options.get("sync_on_apply") is False)
+
+
+def cases(optimizers=True):
+    """Every case by name: a function of a communicator that returns this rank's digest."""
+    found = {f"{mode}, {name}": (mode, {}, make) for mode in laws.MODES for name, make in makers(mode).items()}
+    if not optimizers:
+        found = {name: case for name, case in found.items() if name.endswith((", sgd", ", plain"))}
+    options = OPTIONS | (ONCE if optimizers else {})
+    found |= {
+        f"{mode}, {name}": (mode, options, laws.sgd)
+        for name, options in options.items()
+        for mode in (laws.MODES if name in OPTIONS else ("dense", "half", "topk", "partial"))
+        if possible(mode, options)
+    }
+    trains = {
+        name: functools.partial(train, mode=mode, make=make, **options) for name, (mode, options, make) in found.items()
+    }
+    return trains | OTHERS
+
+
+def of(comm, names=None, **chosen):
+    """The digests of these cases on this rank."""
+    return {name: case(comm) for name, case in cases(**chosen).items() if names is None or name in names}
+
+
+def on_threads(size, names=None):
+    """Per case the digests of all ranks, joined by '/'."""
+    return joined_digests(run_ranks(size, lambda comm: of(comm, names)))
+
+
+def joined_digests(ranks):
+    """One text per case; one digest if all ranks have the same."""
+    rows = {name: [rank[name] for rank in ranks] for name in ranks[0]}
+    return {name: row[0] if len(set(row)) == 1 else "/".join(row) for name, row in rows.items()}
+
+
+def of_mpi(comm):
+    """For ``launch.run_mpi``."""
+    return {name: np.array(found) for name, found in of(comm, optimizers=False).items()}
+
+
+def of_virtual_ranks(size=3):
+    """Of ``simulate``, whose parameters are those of all ranks."""
+    found = {}
+    for mode in (m for m in laws.MODES if m != "partial"):
+        params = model(0)
+        sim = simulate(size, laws.maker_for(mode, laws.sgd)(), threshold=60)
+        for step in range(STEPS):
+            laws.MODES[mode](sim, lambda r, step=step: pairs(laws.VirtualRank(r, size), params, step))  # noqa: B023
+        found[mode] = digest(params, {"counter": sim.step_counter, "sent": sim.report()})
+    return found
+
+
+def on_doubles(size=2):
+    """On doubles of GPUs, if they are installed (fixture ``arithmetic``)."""
+    from doubles.ranks import on_gpus
+
+    names = [n for n in cases() if n.endswith((", sgd", ", plain")) or n in ON_DOUBLES]
+    return joined_digests(on_gpus(size, lambda comm: of(comm, names)))
+
+
+def measured():
+    """All of the file; MPI ranks and doubles of GPUs are to have the digests of threads."""
+    return {f"{size} threads": on_threads(size) for size in SIZES} | {"virtual ranks": of_virtual_ranks()}
+
+
+def frozen():
+    """What the file has."""
+    return json.loads(FILE.read_text())
+
+
+def differences(transport, found):
+    """The cases whose digests are others than the file's."""
+    expected = frozen()[transport]
+    return {name: (expected.get(name), d) for name, d in found.items() if expected.get(name) != d}
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        wrong = {transport: differences(transport, d) for transport, d in measured().items()}
+        print(json.dumps(wrong, indent=1))
+        sys.exit(any(wrong.values()))
+    FILE.write_text(json.dumps(measured(), indent=0, sort_keys=True) + "\n")

@@ -1,0 +1,204 @@
+// Every kernel at edge sizes on exactly sized heap memory, for the sanitizers.
+#include "adagrad.cu"
+#include "adam.cu"
+#include "adamw.cu"
+#include "cast.cu"
+#include "codec.cu"
+#include "dgc.cu"
+#include "lamb.cu"
+#include "lans.cu"
+#include "lars.cu"
+#include "lbsgd.cu"
+#include "pack.cu"
+#include "packed.cu"
+#include "reduce.cu"
+#include "rmsprop.cu"
+#include "sgd.cu"
+#include "sparse.cu"
+#include "topk_host.cu"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <vector>
+
+int main() {
+  const long long sizes[] = {0, 1, 15, 16, 17, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 1};
+  std::vector<std::vector<real>> tensors;
+  std::vector<Member> rows;
+  long long offset = 0, first = 0;
+  for (long long n : sizes) {
+    tensors.emplace_back(n, (real)0.5);
+    rows.push_back({tensors.back().data(), nullptr, offset, n, first, WIDE, 0, 1.0, 1.0, 1.0});
+    offset += n, first += (n + CHUNK - 1) / CHUNK;
+  }
+  const long long count = (long long)rows.size();
+  const Table table = {rows.data(), count, 0, first};
+  std::vector<real> flat(offset), state(offset), peer(offset);
+  std::vector<long long> bad(count), wrong(3 * count);
+  pack_float(table, flat.data(), 0.5, bad.data(), 1);
+  const Update plain = {1, INFINITY, 0.1, 0.01};
+  const Momentum momentum = {plain, 0.9, 1};
+  const AdaGrad adagrad = {plain, 1e-8};
+  const RmsProp rmsprop = {plain, 0.9, 0.1, 1e-8};
+  const Adam adam = {plain, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1};
+  sgd_float(table, flat.data(), &plain, nullptr);
+  sgd_momentum_float(table, flat.data(), state.data(), &momentum, nullptr);
+  sgd_nesterov_float(table, flat.data(), state.data(), &momentum, nullptr);
+  std::vector<real> second(offset);
+  rmsprop_float(table, flat.data(), state.data(), &rmsprop, nullptr);
+  adagrad_float(table, flat.data(), state.data(), &adagrad, nullptr);
+  adam_float(table, flat.data(), state.data(), second.data(), &adam, nullptr);
+  unpack_float(table, flat.data(), 2, nullptr);
+  std::vector<double> pieces(3 * first), sums(3 * count);
+  const AdamW adamw = {plain, 0.9, 0.1, 0.9, 0.1, 1, 1e-6};
+  const Lars lars = {plain, 0.9, 0.001, 1e-8};
+  const Lamb lamb = {plain, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1e-6, 0, 10};
+  const Lans lans = {plain, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1e-6, 0, 10};
+  const Lbsgd lbsgd = {plain, 0.5, 0.9, 2};
+  for (long long format : {WIDE, HALF, BFLOAT16}) {
+    std::vector<std::vector<half_t>> narrow;
+    for (Member &m : rows) {
+      narrow.emplace_back(m.size, (half_t)0x3c00);
+      m.wide = peer.data() + m.offset;
+      m.format = format;
+      if (format != WIDE) m.data = narrow.back().data();
+    }
+    pack_float(table, flat.data(), 0.5, bad.data(), 1);
+    unpack_float(table, flat.data(), 2, nullptr);
+    widen_float(table, peer.data(), nullptr);
+    sgd_float(table, flat.data(), &plain, nullptr);
+    adamw_float(table, flat.data(), state.data(), second.data(), &adamw, nullptr);
+    lars_squares_float(table, flat.data(), pieces.data());
+    fold_partials_float(table, pieces.data(), sums.data(), 2);
+    lars_float(table, flat.data(), state.data(), sums.data(), &lars, nullptr);
+    lamb_moments_float(table, flat.data(), state.data(), second.data(), pieces.data(), &lamb, nullptr);
+    lamb_float(table, state.data(), second.data(), sums.data(), &lamb, nullptr);
+    lans_moments_float(table, flat.data(), state.data(), second.data(), sums.data(), pieces.data(), &lans, nullptr);
+    fold_partials_float(table, pieces.data(), sums.data(), 3);
+    lans_float(table, flat.data(), state.data(), second.data(), sums.data(), sums.data(), &lans, nullptr);
+    lbsgd_gather_float(table, flat.data(), state.data(), &lbsgd, nullptr);
+    lbsgd_squares_float(table, flat.data(), state.data(), pieces.data(), &lbsgd);
+    lbsgd_float(table, flat.data(), state.data(), second.data(), &lbsgd, nullptr);
+    lbsgd_lars_float(table, flat.data(), state.data(), second.data(), sums.data(), &lbsgd, nullptr);
+  }
+  const real *const parts[] = {flat.data(), peer.data()};
+  for (long long share = 0; share < 3; ++share)
+    add_parts_float({rows.data(), count, first * share / 3, first * (share + 1) / 3}, 2, parts, peer.data(), wrong.data());
+  std::vector<double> partial(first), squares(count);
+  partial_squares_float(table, flat.data(), partial.data());
+  fold_partials_float(table, partial.data(), squares.data(), 1);
+  for (long long n : sizes) {
+    std::vector<real> x(n, (real)1e30), y(n);
+    std::vector<half_t> half(n);
+    accumulate_float(n, x.data(), y.data(), nullptr);
+    clear_float(n, y.data(), nullptr);
+    scale_float(n, x.data(), 3);
+    clip_float(n, x.data(), 2);
+    to_half_float(n, x.data(), half.data());
+    from_half_float(n, half.data(), y.data());
+    to_bfloat16_float(n, x.data(), half.data());
+    from_bfloat16_float(n, half.data(), y.data());
+    add_half_float(n, half.data(), y.data());
+    add_bfloat16_float(n, half.data(), y.data());
+    encode_half_float(n, x.data(), half.data(), 0.5, 65504, nullptr);
+    decode_half_float(n, half.data(), y.data(), 0.5);
+    encode_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30, nullptr);
+    decode_bfloat16_float(n, half.data(), y.data(), 0.5);
+    copy_half_float(n, x.data(), half.data(), 0.5, 65504, nullptr);
+    copy_bfloat16_float(n, x.data(), half.data(), 0.5, 1e30, nullptr);
+    std::vector<half_t> summed(n);
+    const half_t *const terms[] = {half.data(), summed.data(), half.data()};
+    sum_half_float(n, summed.data(), 3, terms);
+    sum_bfloat16_float(n, summed.data(), 3, terms);
+    const Member single = {x.data(), nullptr, 0, n, 0, WIDE, 0, 1.0, 1.0, 1.0};
+    const Table only = {&single, 1, 0, (n + CHUNK - 1) / CHUNK};
+    add_half_parts_float(only, 3, terms, y.data(), 0.5);
+    add_bfloat16_parts_float(only, 3, terms, y.data(), 0.5);
+    long long found = 0;
+    count_nonfinite_float(n, x.data(), 1, &found);
+    count_above_float(n, x.data(), 1, &found, 5);
+    sum_counts_float(1, bad.data(), 1, &found);
+
+    const long long k = (n + 1) / 2, room = n + CHUNK, whole[] = {0}, size[] = {n}, count[] = {k};
+    std::vector<int> index(k), candidate(room);
+    std::vector<real> entry(k), large(room), add(n, (real)0.5);
+    long long place[2] = {0, 0};
+    std::fill(x.begin(), x.end(), (real)0.5);
+    encode_above_float(n, x.data(), n, add.data(), room, candidate.data(), large.data(), 2, place,
+                       magnitude((real)1) - 1, nullptr);
+    bad[0] += place[0] != n || place[1] != n;
+    decode_sparse_float(n, x.data(), n, candidate.data(), large.data());
+    encode_largest_float(n, x.data(), 0, nullptr, 0, nullptr, 0, 0, 1, whole, size, count, k, index.data(),
+                         entry.data(), room, candidate.data(), large.data(), nullptr);
+    decode_sparse_float(n, x.data(), k, index.data(), entry.data());
+    for (real one : x) bad[0] += one != 1;
+    const int *const places[] = {index.data(), candidate.data()};
+    const real *const values[] = {entry.data(), large.data()};
+    const long long lengths[] = {k, 0};
+    decode_all_float(n, y.data(), 2, places, values, lengths);
+
+    std::vector<byte_t> two((n + 3) / 4), one(4 + (n + 7) / 8);
+    const byte_t *const twice[] = {two.data(), two.data()}, *const once[] = {one.data()};
+    encode_two_bits_float(n, x.data(), add.data(), 1, two.size(), two.data(), 0.5, nullptr);
+    decode_two_bits_float(n, y.data(), 2, twice, 0.5);
+    for (long long i = 0; i < n; ++i) bad[0] += x[i] != 1 || y[i] != 1;
+    const long long chunks = (n + CHUNK - 1) / CHUNK;
+    const Member row = {x.data(), nullptr, 0, n, 0, WIDE, 0, 1.0, 1.0, 1.0};
+    const Table alone = {&row, 1, 0, chunks};
+    std::vector<double> sums(chunks);
+    partial_magnitudes_float(alone, x.data(), add.data(), 1, sums.data(), nullptr);
+    mean_of_partials_float(chunks, sums.data(), 1, (single_t *)one.data(), n, nullptr);
+    encode_one_bit_float(alone, x.data(), x.data(), 0, one.data(), 4, 0, nullptr);
+    decode_one_bit_float(alone, y.data(), 1, once, 4);
+    for (long long i = 0; i < n; ++i) bad[0] += x[i] != 0 || y[i] != (real)1.5;
+
+    std::vector<real> velocity(n, 1), grown(n, 1);
+    for (long long nesterov = 0; nesterov < 2; ++nesterov) {  // every entry comes to 2, and half of them leave
+      std::fill(velocity.begin(), velocity.end(), (real)1);
+      std::fill(x.begin(), x.end(), nesterov ? (real)0.5 : (real)1);
+      encode_largest_float(n, x.data(), n, add.data(), n, velocity.data(), nesterov ? 2.0 / 3 : 0.5, nesterov, 1, whole,
+                           size, count, k, index.data(), entry.data(), room, candidate.data(), large.data(), nullptr);
+      for (long long i = 0; i < n; ++i) bad[0] += x[i] != (i < k ? 0 : 2) || velocity[i] != 1;
+      mask_float(n, velocity.data(), k, index.data());
+      for (long long i = 0; i < n; ++i) bad[0] += velocity[i] != (i < k ? 0 : 1);
+    }
+    correct_momentum_float(alone, add.data(), velocity.data(), 0.5, 0, nullptr);
+    correct_momentum_float(alone, add.data(), velocity.data(), 0.5, 1, nullptr);
+    encode_whole_float(alone, add.data(), velocity.data(), nullptr);
+    decay_momentum_float(alone, velocity.data(), grown.data(), 0.5, 0, 0.5, nullptr);
+    decay_momentum_float(alone, velocity.data(), grown.data(), 0.5, 1, 0.5, nullptr);
+    add_decay_float(alone, add.data(), 0.5);
+    const double square[] = {4};
+    clip_norms_float(alone, add.data(), square, 1);
+    add_scaled_float(n, add.data(), grown.data(), 3);
+
+    // all entries, at one lower bit for each, so that there is room for twice as many elements
+    for (long long i = 0; i < n; ++i) candidate[i] = (int)(2 * i), large[i] = (real)(i % 3);
+    for (long long format : {HALF, BFLOAT16, INT8}) {
+      const long long words = (3 * n + 63) / 64, low = (n + 31) / 32, jumps = (n + CHUNK - 1) / CHUNK - (n > 0);
+      const long long first = 16 + 8 * words, second = first + 4 * jumps, third = second + 4 * low;
+      const long long end = third + (format == INT8 ? n : 2 * n);
+      const Packing all = {1, format, 2 * n, n, 1, words, 16, first, second, third, end, end + (n + 63) / 64};
+      std::vector<byte_t> payload(all.bytes);
+      std::vector<real> kept(2 * n), entries(2 * n);
+      std::vector<int> indices(2 * n);
+      pack_planes_float(2 * n, kept.data(), n, candidate.data(), large.data(), all.bytes, payload.data(), &all);
+      const byte_t *const both[] = {payload.data(), payload.data()};
+      unpack_planes_float(2, both, 2 * n, indices.data(), entries.data(), &all);
+      for (long long i = 0; i < 2 * n; ++i) bad[0] += indices[i] != 2 * (i % n) || entries[i] != (real)(i % n % 3);
+      for (long long i = 0; i < all.bytes; ++i) payload[i] = i < 16 ? payload[i] : (byte_t)(167 * i);
+      unpack_planes_float(2, both, 2 * n, indices.data(), entries.data(), &all);
+      for (int i : indices) bad[0] += i < 0 || i >= 2 * n;
+    }
+
+    // what a damaged payload may become: indices in any order, and none
+    std::reverse(candidate.begin(), candidate.begin() + n);
+    if (n) candidate[n / 2] = -1;
+    std::vector<real> wide(2 * n);
+    const long long held[] = {0, n};
+    decode_all_float(2 * n, wide.data(), 2, places, values, held);
+    decode_sparse_float(2 * n, wide.data(), n, candidate.data(), large.data());
+  }
+  puts(bad[0] ? "encode and decode lost something" : "done");
+}

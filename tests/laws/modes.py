@@ -1,0 +1,127 @@
+"""What the laws are tried with: every optimizer, every wrapper, and a step of every kind, as a user would write it."""
+
+from distopt.compress import (
+    DeepGradientCompression,
+    Dense,
+    ErrorFeedback,
+    Half,
+    OneBit,
+    Packed,
+    Threshold,
+    TopK,
+    TwoBit,
+)
+from distopt.optim import (
+    LAMB,
+    LANS,
+    LARS,
+    LBSGD,
+    SGD,
+    AdaGrad,
+    Adam,
+    AdamW,
+    BatchGradients,
+    ExponentialDecay,
+    LarsWrapper,
+    RMSProp,
+)
+
+
+def sgd():
+    """All of SGD's state, and a learning rate that falls on the way."""
+    return SGD(ExponentialDecay(0.1, 2, 0.5, staircase=True), momentum=0.9, weight_decay=1e-3)
+
+
+def sgd_without_momentum():
+    """``sgd`` without momentum, for compressors that have one themselves."""
+    return SGD(ExponentialDecay(0.1, 2, 0.5, staircase=True), weight_decay=1e-3)
+
+
+def maker_for(mode, make):
+    """The function that makes the optimizer which a mode is tried with."""
+    return sgd_without_momentum if mode.startswith("dgc") else make
+
+
+OPTIMIZERS = {
+    "sgd": sgd,
+    "plain sgd": lambda: SGD(0.1),
+    "nesterov": lambda: SGD(0.05, momentum=0.9, nesterov=True),
+    "rmsprop": lambda: RMSProp(0.01, epsilon=1e-3),
+    "adagrad": lambda: AdaGrad(0.1, epsilon=1e-3),
+    "adam": lambda: Adam(0.01, epsilon=1e-3, weight_decay=1e-3),
+    "adamw": lambda: AdamW(0.01, epsilon=1e-3, weight_decay=1e-3),
+    "lars": lambda: LARS(1.0, momentum=0.9, eta=0.01, weight_decay=1e-3, exclude=["3", "6"]),
+    "lamb": lambda: LAMB(0.01, epsilon=1e-3, weight_decay=1e-3, upper_bound=10.0, exclude=["3", "6"]),
+    "lans": lambda: LANS(0.01, epsilon=1e-3, weight_decay=1e-3, exclude=["3", "6"]),
+    "lbsgd": lambda: LBSGD(0.1, momentum=0.9, batch_scale=2, warmup_strategy="sqrt"),
+    "lbsgd lars": lambda: LBSGD(0.01, momentum=0.9, weight_decay=1e-3, warmup_strategy="lars"),
+}
+
+
+def layer_wise(opt=None):
+    """LARS around an optimizer, with numbers that show."""
+    return LarsWrapper(SGD(ExponentialDecay(0.1, 2, 0.5, staircase=True), 0.9) if opt is None else opt, 0.02, 0.1)
+
+
+WRAPPERS = {
+    "lars": layer_wise,
+    "lars with epsilon": lambda: LarsWrapper(Adam(0.01, epsilon=1e-3), epsilon=0.1, exclude=["1", "3"]),
+    "batch gradients": lambda: BatchGradients(sgd(), 2),
+    "three batches": lambda: BatchGradients(Adam(0.01, epsilon=1e-3), 3),
+    "lars of two batches": lambda: BatchGradients(layer_wise(), 2),
+    "batches of lars": lambda: layer_wise(BatchGradients(SGD(0.1, 0.9), 2)),
+}
+
+DGC = DeepGradientCompression(Packed(TopK(0.1)), weight_decay=1e-2, warmup=[0.5, 0.0, 0.9], steps_per_epoch=1)
+DGC_NOW = DeepGradientCompression(Packed(TopK(0.1), value="int8"), weight_decay=1e-2, decay_in_gradient=True)
+NESTEROV_DGC = DeepGradientCompression(
+    TopK(0.1), 0.8, nesterov=True, clip_norm=2.0, weight_decay=1e-2, exclude_1d=False, min_numel=8
+)
+
+# One step of every kind, as a user would write it.
+MODES = {
+    "dense": lambda opt, loss: opt(loss),
+    "half": lambda opt, loss: opt.backward_and_update_half(loss),
+    "clipped half": lambda opt, loss: opt.backward_and_update_half(loss, clipping=True, clip_Value=0.5),
+    "bfloat16": lambda opt, loss: opt.step(loss, Half("bfloat16")),
+    "half with memory": lambda opt, loss: opt.step(loss, ErrorFeedback(Half())),
+    "partial": lambda opt, loss: opt.backward_and_partial_update(loss),
+    "topk": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.1, topK=True),
+    "threshold": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.7),
+    "topk without memory": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.1, topK=True, corr=False),
+    "topk per tensor": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.1, per_tensor=True))),
+    "threshold without memory": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.7, corr=False),
+    "topk beyond break even": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.9))),
+    "2bit": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.5))),
+    "1bit": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit())),
+    "packed": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.1)))),
+    "packed threshold": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(Threshold(0.7), value="bfloat16"))),
+    "dgc": lambda opt, loss: opt.step(loss, DGC),
+    "dgc by gather": lambda opt, loss: opt.step(loss, NESTEROV_DGC, break_even=False),
+    "dgc in int8": lambda opt, loss: opt.step(loss, DGC_NOW),
+    "dgc of all": lambda opt, loss: opt.step(loss, DeepGradientCompression(TopK(1.0))),
+}
+WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Packed(TopK(0.1)))))
+CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY, DGC_NOW, NESTEROV_DGC)
+LOSE_NOTHING = "dense,threshold,topk,topk per tensor,topk beyond break even,half with memory,2bit,1bit".split(",")
+LOSE_NOTHING += ["packed", "packed threshold"]
+ELEMENTWISE = (
+    "dense",
+    "half",
+    "bfloat16",
+    "half with memory",
+    "threshold",
+    "topk per tensor",
+    "2bit",
+    "packed threshold",
+    "dgc by gather",
+)
+
+
+SHARDED = (  # who updates what does not depend on what was sent: most modes are tried with one of these
+    {},
+    {"nonfinite": "propagate"},
+    {"overlap": True, "clip_norm": 2.0},
+    {"dtype": "float64", "num_batches": 2, "deterministic": True},
+    {"nonfinite": "propagate", "clip_norm": 2.0},
+)

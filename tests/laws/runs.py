@@ -1,0 +1,86 @@
+"""Runs of some steps, and what is compared after them."""
+
+import hashlib
+
+import numpy as np
+
+from distopt import DistOpt, device, run_ranks
+from laws.inputs import SHAPES, gradients, move_to_device, pairs, parameters, to_device
+from laws.modes import DGC_NOW, MODES, NESTEROV_DGC, maker_for, sgd
+
+
+def train(
+    comm, steps=4, start=0, params=None, opt=None, shapes=SHAPES, dtype="float32", mode="dense", make=sgd, **options
+):
+    """Some steps of a run; returns (params, opt)."""
+    params = move_to_device(comm, parameters(shapes, dtype, comm.rank)) if params is None else params
+    opt = DistOpt(maker_for(mode, make)(), comm, **{"threshold": 60} | options) if opt is None else opt
+    for step in range(start, start + steps):
+        MODES[mode](opt, pairs(comm, params, step))
+    return params, opt
+
+
+def digest(params):
+    """A hash of all values, to the bit."""
+    return hashlib.sha256(b"".join(device.host_copy(p.data).tobytes() for p in params)).hexdigest()
+
+
+def share(params, opt):
+    """Move the parameters into memory that all ranks share."""
+    for p, view in zip(params, opt.parameter_views(params), strict=True):
+        p.data = view
+    return params, opt
+
+
+def train_captured(comm, compressor=None, make=sgd, captured=True, nan_at=(), **options):
+    """Six steps whose gradients a "backward pass" writes to the same arrays each time; returns (params, opt)."""
+    params = move_to_device(comm, parameters(rank=comm.rank))
+    opt = DistOpt(
+        maker_for("dgc" if compressor in (DGC_NOW, NESTEROV_DGC) else "", make)(), comm, **{"threshold": 60} | options
+    )
+    views = opt.gradient_views(params)
+    given = to_device(comm, [np.zeros(p.data.shape, p.data.dtype) for p in params])  # what backward makes of its inputs
+
+    def loss():
+        for view, x in zip(views, given, strict=True):
+            device.copy(view, x)
+        return zip(params, views, strict=True)
+
+    def feed(step):
+        for x, g in zip(given, gradients(params, step, comm.rank), strict=True):
+            if step in nan_at and comm.rank == comm.size - 1:
+                g[...] = np.nan
+            device.copy(x, g)
+
+    feed(0)
+    step = opt.capture(loss, compressor) if captured else lambda: opt.step(loss, compressor)
+    for k in range(captured, 6):
+        feed(k)
+        step()
+    return params, opt
+
+
+def assert_equal_states(a, b):
+    """The same numbers and arrays, to the bit."""
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal_states(a[key], b[key])
+    else:
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def texts_of(size, main, kind=Exception):
+    """The text of the error that ``main`` raises, for every rank; all ranks must raise the same type."""
+
+    def catch(comm):
+        try:
+            main(comm)
+        except kind as error:
+            return type(error), str(error)
+        raise AssertionError(f"rank {comm.rank} did not raise {kind}")
+
+    errors = run_ranks(size, catch)
+    assert len(set(errors)) == 1, errors
+    return errors[0][1]

@@ -1,0 +1,39 @@
+"""No bit of what training leaves has changed since ``digests.json`` was written."""
+
+import functools
+
+import pytest
+
+import digests
+from launch import needs_mpi, run_mpi
+
+WIDE = [name for name in digests.cases() if name not in digests.cases(optimizers=False)]
+NARROW = list(digests.cases(optimizers=False))
+everything = functools.cache(digests.on_threads)
+
+
+@pytest.mark.sampled(60)
+@pytest.mark.parametrize("case", [*NARROW, *WIDE])
+def test_training_on_two_threads_has_the_recorded_bits(case):
+    assert not digests.differences("2 threads", digests.on_threads(2, [case]))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("size", digests.SIZES)
+def test_training_on_many_threads_has_the_recorded_bits(size):
+    assert not digests.differences(f"{size} threads", digests.on_threads(size))
+
+
+def test_virtual_ranks_have_the_recorded_bits():
+    assert not digests.differences("virtual ranks", digests.of_virtual_ranks())
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [2, 3])
+def test_training_on_mpi_has_the_recorded_bits(size, tmp_path):
+    ranks = [{name: str(d) for name, d in rank.items()} for rank in run_mpi(size, digests.of_mpi, tmp_path)]
+    assert not digests.differences(f"{size} threads", digests.joined_digests(ranks))
+
+
+def test_doubles_of_gpus_have_the_recorded_bits(arithmetic):
+    assert not digests.differences("2 threads", digests.on_doubles())

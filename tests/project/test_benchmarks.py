@@ -1,0 +1,121 @@
+"""Benchmarks: the references compute what the library computes, and every case runs."""
+
+import numpy as np
+import pytest
+
+import distopt
+from benchmarks import compression, floor, measure, overhead
+from benchmarks.optimizers import RULES
+from distopt.device import zeros
+from distopt.kernels.layout import BucketLayout
+from launch import needs_mpi, run_mpi
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rule", RULES)
+def test_the_minimal_update_that_benchmarks_compare_with_computes_the_optimizers_update(rule):
+    rng = np.random.default_rng(0)
+    p, g = rng.standard_normal((2, 1000)).astype(np.float32)
+    mine, m, v = p.copy(), np.zeros_like(p), np.zeros_like(p)
+    opt = RULES[rule]()
+    opt.lr = 0.1
+    if rule in ("adam", "adamw", "lamb", "lans"):
+        opt.step_counter = 10**6  # where a bias correction, which the minimal update leaves out, is 1
+    table = BucketLayout(["p"], [p.shape], [0], p.dtype).point_to([p])
+    for _ in range(2):
+        opt.prepare(0.5)
+        opt.update_bucket(table, [(0, 1, g)])
+        floor.update(rule, mine, g, m, v, scale=0.5, lr=0.1, decay=1e-4)
+        opt.step()
+        np.testing.assert_allclose(mine, p, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.thorough
+def test_read_pass_returns_the_sum_of_its_array():
+    x = np.random.default_rng(0).standard_normal(64 * 1000).astype(np.float32)
+    assert floor.read_pass(x) == pytest.approx(x.sum(dtype=np.float64), rel=1e-3, abs=0.1)
+
+
+def test_flat_arrays_start_at_64_bytes():
+    arrays = [np.full(n, n, np.float32) for n in (3, 64, 17)]
+    memory, views = floor.flat(arrays, zeros)
+    assert [v.ctypes.data % 64 for v in views] == [0, 0, 0]
+    assert memory.size == 16 + 64 + 32
+
+
+def test_cases_take_turns_and_ratios_are_formed_round_by_round():
+    calls = []
+    times = measure.interleaved({k: (lambda k=k: calls.append(k)) for k in "ab"}, rounds=2, calls=3)
+    assert "".join(calls) == "aaabbb" * 3
+    assert {k: len(t) for k, t in times.items()} == {"a": 2, "b": 2}
+    times = {"a": [1.0, 2.0, 4.0], "b": [1.0, 1.0, 8.0]}
+    assert measure.ratios(times, "b", "a") == [1.0, 0.5, 2.0]
+    text = measure.table("title", times, "a", {"b": 0.9})
+    assert "1.000  [0.500 - 2.000]  budget 0.9: MISSED" in text
+    assert "budget 1: met" in measure.table("title", times, "a", {"b": 1})
+
+
+def test_each_cause_of_overhead_can_be_timed():
+    for cause in overhead.cases_of(3).values():
+        cause()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("mode", "payload", "wire"),
+    [
+        ("dense", 1, 1),
+        ("half", 2, 2),
+        ("1 bit, rates x 0.3", 32, 32 / 4),
+        ("top-K 1 %", 50, 50 / 4),
+        ("top-K 0.1 %", 500, 500 / 4),
+    ],
+)
+def test_bytes_of_a_mode_are_those_of_its_formula(mode, payload, wire):
+    """8 ranks: what cannot be added on the way reaches every rank from all 8, where an all-reduce sends twice."""
+    assert compression.digits_bytes(mode, 8) == pytest.approx((payload, wire), rel=0.01)
+
+
+def test_bytes_of_dgc_are_entries_and_biases():
+    weights, biases = 300_032, 1034
+    sent = 8 * 302 + 4 * biases
+    assert compression.digits_bytes("DGC 0.1 %", 2)[0] == pytest.approx(4 * (weights + biases) / sent, rel=1e-3)
+
+
+@pytest.mark.thorough
+def test_packed_dgc_of_all_tensors_is_a_thousandth():
+    """Even where headers weigh most, of the small tensors of ResNet-50."""
+    payload, wire = compression.resnet_bytes(compression.ALL, 8)
+    assert payload > 900
+    assert wire == pytest.approx(payload / 4, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", compression.MODES)
+def test_every_case_of_the_compression_benchmark_runs(mode):
+    steps = compression.Steps(64 * 64)
+    step = compression.compression(steps, compression.MODES[mode](), 64)
+    assert 0 < step().nbytes <= 8 * 64 * 64
+
+
+@pytest.mark.thorough
+def test_a_digits_run_of_the_compression_benchmark_returns_accuracy_and_steps(monkeypatch):
+    monkeypatch.setattr(compression, "EPOCHS", 8)
+    accuracy, steps = compression.digits_run("dense", 1)
+    assert accuracy >= 0.95
+    assert 12 <= steps <= 8 * 12
+
+
+def without_votes(comm):
+    """What the cost of votes is measured against is the same step."""
+    from benchmarks import guard
+
+    step = guard.step_of([("w", (3, 4)), ("b", (5,))])
+    with guard.unguarded(distopt.world().control):
+        step()
+    step()
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_step_of_processes_can_be_timed_without_votes(tmp_path):
+    run_mpi(2, without_votes, tmp_path)
