@@ -66,7 +66,7 @@ def main():
     given = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     stub_cuda.install()
-    names = ("kernels", "NCCL calls", "NCCL groups", "copies", "memsets", "event operations")
+    names = ("kernels", "graphs", "NCCL calls", "NCCL groups", "copies", "memsets", "event operations")
     lines = [versions("numpy", "cupy-cuda13x"), ""]
     lines += [f"  {'one step of one of 8 ranks':34}" + "".join(f"{n:>17}" for n in names) + f"{'ms':>8}{'scaled':>8}"]
     for name, (model, make, compressor, new, budget) in CASES.items():

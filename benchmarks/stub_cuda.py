@@ -35,11 +35,11 @@ def counted(name, result=None):
 class Stream:
     """cupy.cuda.Stream."""
 
-    numbers = itertools.count(1)
+    numbers = itertools.count(16)
     current: ClassVar[list] = []
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
-        self.ptr = 0 if null else next(self.numbers)
+        self.ptr, self.capturing = 0 if null else next(self.numbers), False
 
     def __enter__(self):
         self.current.append(self)
@@ -54,11 +54,24 @@ class Stream:
     def wait_event(self, event):
         counts["event operations"] += 1
 
+    def begin_capture(self):
+        self.capturing = True
+
+    def end_capture(self):
+        self.capturing = False
+        return Graph()
+
     def is_capturing(self):
-        return False
+        return self.capturing
 
     def synchronize(self):
         counts["waits"] += 1
+
+
+class Graph:
+    """cupy.cuda.Graph."""
+
+    launch = staticmethod(counted("graphs"))
 
 
 class Event:

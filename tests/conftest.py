@@ -50,6 +50,8 @@ def doubles(monkeypatch):
     gpu.install(monkeypatch.setattr)
     nccl.install(monkeypatch.setattr)
     monkeypatch.setattr("distopt.kernels.dispatch.THREADS", 32)  # a fiber each
+    for name, nbytes in (("MESSAGE", 1120), ("GROUP", 1100)):  # bounds between different buckets of the laws' model
+        monkeypatch.setattr(f"distopt.engine.bucket_store.{name}", nbytes)
     yield gpu
     cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
 

@@ -1,13 +1,15 @@
 """The memory of a plan: a flat gradient for each bucket, and the state that outlives a step beside it."""
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from distopt import device, kernels
-from distopt.buckets.plan import BucketSpec, Plan
-from distopt.buckets.shards import Reduced
+from distopt.buckets.plan import BucketSpec, Plan, merge
+from distopt.buckets.shards import Reduced, unsharded
 from distopt.device import HUGE_PAGE
 from distopt.kernels.layout import ArrayMatcher, BucketLayout
 
@@ -38,8 +40,10 @@ class Bucket:
         bad: per member, how many entries of its packed gradient are not finite, int64.
         peers: every rank's ``gradient``, if memory is shared.
         state: flat arrays that outlive a step, by name: a compressor's residual, for example.
+        recordings: of what a compressor enqueues on a GPU at every step, by name.
         gradients, parameters, means, sums: tables of the members' arrays.
         near_overflow: whether the last ``pack`` saw a gradient above the headroom asked for.
+        group: the bucket of ``BucketSet.groups`` that it is part of; else itself.
 
     Example:
         >>> import numpy as np
@@ -66,7 +70,9 @@ class Bucket:
         self.in_place = False  # whether all gradients lie in the flat array already
         self.largest = float(np.finfo(spec.dtype).max)
         self.near_overflow = False  # whether the last pack saw a gradient above the headroom
+        self.group = self
         self.bad_parts = np.zeros((1, len(spec.names)), np.int64)  # a row per rank, the last one for the sum
+        self.recordings: dict[str, device.Recording] = {}
         self._scratch: dict[str, list[np.ndarray]] = {}
         self._constants: dict[str, device.DeviceMirror] = {}
 
@@ -154,6 +160,8 @@ class BucketSet(list[Bucket]):
         bad: per member of all buckets, how many entries are not finite, int64; the last number is for all ranks.
         shared: whether every rank can read the gradients of all.
         parameters: the parameters in memory that all ranks share, by name; empty if they are not shared.
+        groups: the buckets over the same memory in which gradients are packed, and parameters updated.
+        runs: the buckets of the plan of which each was ``merged``.
 
     Example:
         >>> import numpy as np
@@ -165,26 +173,78 @@ class BucketSet(list[Bucket]):
     """
 
     def __init__(self, plan: Plan, values: Mapping[str, np.ndarray], alloc: Alloc):
-        self.plan = plan
-        self._starts = _starts(plan.buckets)
-        self._memory = alloc(max(1, self._starts[-1]), np.uint8)
-        members = np.cumsum([0, *(len(b.names) for b in plan.buckets)]).tolist()
-        self.bad = device.zeros(members[-1] + 1, np.int64, self._memory)  # per member; the last number is of all ranks
+        starts, members = _starts(plan.buckets), sum(len(b.names) for b in plan.buckets)
+        self._memory = alloc(max(1, starts[-1]), np.uint8)
+        self.bad = device.zeros(members + 1, np.int64, self._memory)  # per member; the last number is of all ranks
         self._last_step = device.StreamEvent() if device.on_gpu(self._memory) else None
-        self += [
-            Bucket(k, b, [values[n].shape for n in b.names], flat, self.bad[members[k] : members[k + 1]])
+        self._shapes = {name: value.shape for name, value in values.items()}  # in plan order
+        self.num_parameters = len(self._shapes)
+        self.shared = False  # whether every rank can read the gradients of all
+        self.parameters: dict[str, np.ndarray] = {}  # views of shared memory, by name; empty if not shared
+        self._halves: list[np.ndarray] | None = None  # by rank; empty if not shared, None before
+        self._cut(plan, starts)
+
+    def _cut(self, plan: Plan, starts: list[int]) -> None:
+        """Let these be the buckets, which begin at ``starts``, in bytes of the common memory."""
+        self.plan, self._starts = plan, starts
+        members = np.cumsum([0, *(len(b.names) for b in plan.buckets)]).tolist()
+        self[:] = [
+            Bucket(k, b, [self._shapes[n] for n in b.names], flat, self.bad[members[k] : members[k + 1]])
             for k, (b, flat) in enumerate(zip(plan.buckets, self._flats(self._memory), strict=True))
         ]
         self._views = {name: v for b in self for name, v in b.views(b.gradient).items()}
-        self._order = tuple(values)
-        self.num_parameters = len(self._order)
-        self.shared = False  # whether every rank can read the gradients of all
-        place = {name: k for k, name in enumerate(self._order)}
+        place = {name: k for k, name in enumerate(self._shapes)}
         self.places = [np.array([place[n] for n in b.names]) for b in plan.buckets]  # each member's index in ``values``
         self._gradients_version = self._parameters_version = -1  # versions of the arrays that the tables point to
         self._copies: dict[int, np.ndarray] = {}  # copies of gradients that lie in the memory of others
-        self.parameters: dict[str, np.ndarray] = {}  # views of shared memory, by name; empty if not shared
-        self._halves: list[np.ndarray] | None = None  # by rank; empty if not shared, None before
+        self.groups, self.runs = self, [[bucket] for bucket in self]
+
+    def merged(self, nbytes: int) -> "BucketSet":
+        """Return larger buckets over the same memory, for work that does not ask where a bucket ends.
+
+        Neighbours of one dtype are merged as long as they take up to ``nbytes`` together; a larger one stays alone.
+        What outlives a step stays with the buckets of the plan.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt.buckets import BucketSet, plan
+            >>> values = {name: np.zeros(3, "f4") for name in "abc"}
+            >>> buckets = BucketSet(plan(list(values), [3] * 3, ["f4"] * 3, threshold=0), values, np.zeros)
+            >>> [bucket.spec.names for bucket in buckets.merged(128)]
+            [('a', 'b'), ('c',)]
+        """
+        runs: list[list[Bucket]] = []
+        for bucket in self:
+            first = runs[-1][0] if runs else bucket
+            end = self._starts[bucket.number] + bucket.spec.nbytes
+            fits = end - self._starts[first.number] <= nbytes and first.spec.stored == bucket.spec.stored
+            runs[-1:] = [[*runs[-1], bucket]] if runs and fits else [*runs[-1:], [bucket]]
+        starts = [self._starts[run[0].number] for run in runs]
+        specs = [
+            merge([b.spec for b in run], [(self._starts[b.number] - start) // b.spec.dtype.itemsize for b in run])
+            for run, start in zip(runs, starts, strict=True)
+        ]
+        twin = copy.copy(self)
+        twin._cut(replace(self.plan, buckets=tuple(specs), payload=()), [*starts, self._starts[-1]])
+        twin.runs = runs
+        return twin
+
+    def group(self, nbytes: int) -> None:
+        """Let ``groups`` be ``merged(nbytes)``: for a GPU, where every launch costs the host's time."""
+        self.groups = self.merged(nbytes)
+        for group, run in zip(self.groups, self.groups.runs, strict=True):
+            for bucket in run:
+                bucket.group = group
+
+    def grouped(self, sums: Iterable[Reduced]) -> tuple["BucketSet", Iterable[Reduced]]:
+        """Return ``groups`` and their sums, if each bucket's sum lies where its gradient was; else these buckets'."""
+        if self.groups is self:
+            return self, sums
+        sums = list(sums)
+        in_place = [len(total) == 1 and total[0].flat is b.gradient for b, total in zip(self, sums, strict=True)]
+        if all(in_place):
+            return self.groups, [unsharded(group.gradient) for group in self.groups]
+        return self, sums
 
     def wait_for_last_step(self) -> None:
         """Make the current stream wait for the last step, on whatever stream of a GPU that was enqueued."""
@@ -287,7 +347,7 @@ class BucketSet(list[Bucket]):
             ValueError: parameters are shared, and one is not the array that ``parameter_views`` returned.
         """
         if version != self._parameters_version:
-            for name, address in zip(self._order, addresses, strict=True) if self.parameters else ():
+            for name, address in zip(self._shapes, addresses, strict=True) if self.parameters else ():
                 shared = self.parameters[name]
                 if shared.size and device.address(shared) != address:
                     raise ValueError(
@@ -307,8 +367,8 @@ class BucketSet(list[Bucket]):
         for k in overlapping:
             if addresses[k] < sent_until:
                 raise ValueError(
-                    f"{self._order[k]}: the gradient must be an array of its own, got the view of another parameter, "
-                    "which was sent already; copy it"
+                    f"{list(self._shapes)[k]}: the gradient must be an array of its own, got the view of another "
+                    "parameter, which was sent already; copy it"
                 )
         self._copies = {k: device.copied(grads[k]) for k in overlapping}
         if self._copies:

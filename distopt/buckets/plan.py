@@ -134,6 +134,25 @@ def plan(names: Sequence[str], sizes: Sequence[int], dtypes: Sequence[Any], thre
     return Plan(tuple(_bucket(group, names, sizes, np.dtype(dtypes[group[0]])) for group in groups), threshold)
 
 
+def merge(buckets: Sequence[BucketSpec], starts: Sequence[int]) -> BucketSpec:
+    """Return the bucket of all members of several ones of one dtype.
+
+    Args:
+        buckets: the buckets.
+        starts: where each begins in the merged one, in elements, ascending.
+
+    Example:
+        >>> from distopt.buckets.plan import BucketSpec, merge
+        >>> import numpy as np
+        >>> a, b = (BucketSpec((name,), (3,), (0,), np.dtype("f4")) for name in "ab")
+        >>> merge([a, b], [0, 16]).offsets
+        (0, 16)
+    """
+    offsets = [start + offset for b, start in zip(buckets, starts, strict=True) for offset in b.offsets]
+    names, sizes = [n for b in buckets for n in b.names], [size for b in buckets for size in b.sizes]
+    return BucketSpec(tuple(names), tuple(sizes), tuple(offsets), buckets[0].stored)
+
+
 def _bucket(group: Sequence[int], names: Sequence[str], sizes: Sequence[int], dtype: np.dtype) -> BucketSpec:
     step = ALIGNMENT // compute_dtype(dtype).itemsize
     room = np.array([-(-sizes[k] // step) * step for k in group], np.int64)

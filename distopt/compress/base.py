@@ -8,14 +8,15 @@ Numbers of laws and bugs are explained in docs/laws.md.
 import abc
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from distopt import device
-from distopt.device import DeviceMirror
+from distopt.device import DeviceMirror, Recorder
 from distopt.kernels.layout import BucketLayout
 
+T = TypeVar("T")
 Make = Callable[[], np.ndarray]
 State = dict[str, np.ndarray]  # by name, arrays of the bucket's size that outlive a step
 
@@ -66,6 +67,7 @@ class DeviceContext(NamedTuple):
         capacity: entries that a payload whose length depends on the data has room for, the same on every rank.  None:
             as many as there are.
         wanted: where a kernel writes how many entries it would have liked to send, ``(1,)`` of int64.
+        recorder: replays the launches of a ``recordable`` compressor; None where there is nothing to gain.
 
     Example:
         >>> context = ExchangeContext(device=DeviceContext(capacity=256))
@@ -76,6 +78,7 @@ class DeviceContext(NamedTuple):
     skip_flag: np.ndarray | None = None
     capacity: int | None = None
     wanted: np.ndarray | None = None
+    recorder: Recorder | None = None
 
 
 class ExchangeContext(NamedTuple):
@@ -114,6 +117,17 @@ class ExchangeContext(NamedTuple):
     def parameters(self) -> BucketLayout | None:
         """``bucket.parameters``."""
         return self.bucket.parameters
+
+    def repeat(self, name: str, work: Callable[[], T], arrays: Sequence[np.ndarray]) -> T:
+        """Return ``work()``; on a GPU its launches, if they are those of the last steps, are replayed as a CUDA graph.
+
+        Args:
+            name: of the work among those of the bucket.
+            work: calls a ``recordable`` compressor.
+            arrays: all arrays that it reads or writes, but for the bucket's scratch memory and constants.
+        """
+        recorder = self.device.recorder
+        return work() if recorder is None else recorder.run(name, work, arrays)
 
     def scratch(self, name: str, nbytes: int) -> np.ndarray:
         """Return memory of so many bytes, ``(nbytes,)`` of uint8, the same at every step."""
@@ -155,6 +169,9 @@ class Compressor(abc.ABC):
         corrects_momentum: the compressor has the momentum, and the optimizer must have none.
         has_hooks: ``begin`` or ``finish`` does something.
         changes_with_step: ``at_step`` returns another compressor at some steps.
+        elementwise: each element is sent by itself, so that neighbouring buckets may travel as one array.
+        recordable: on a GPU all calls with the same arrays enqueue the same launches, whatever the step is, as long as
+            the compressor's ``repr`` is the same.
 
     Example:
         >>> import numpy as np
@@ -182,6 +199,8 @@ class Compressor(abc.ABC):
     corrects_momentum: bool = False
     has_hooks: bool = False
     changes_with_step: bool = False
+    elementwise: bool = False
+    recordable: bool = False
 
     @abc.abstractmethod
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:

@@ -39,7 +39,7 @@ class Half(Lossy):
         [1.0, 4496.0]
     """
 
-    summable = True
+    summable = elementwise = True
 
     def __init__(self, dtype: str = "float16", predivide: bool = True):
         if not isinstance(dtype, str) or dtype not in FORMATS:

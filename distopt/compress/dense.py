@@ -17,7 +17,7 @@ class Dense(Compressor):
         True
     """
 
-    summable = lossless = True
+    summable = lossless = elementwise = True
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
         return itemsize * n

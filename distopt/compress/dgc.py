@@ -63,7 +63,7 @@ class DeepGradientCompression(Compressor):
         array([1., 0., 2., 3.], dtype=float32)
     """
 
-    stateful = corrects_momentum = has_hooks = True
+    stateful = corrects_momentum = recordable = True
 
     def __init__(
         self,
@@ -96,6 +96,11 @@ class DeepGradientCompression(Compressor):
         self.sparsity = _sparsity(warmup, self._density, steps_per_epoch)
         self.changes_with_step = self.sparsity is not None
         self._stage, self._text = self, repr(self)
+
+    @property
+    def has_hooks(self) -> bool:  # type: ignore[override]
+        """Whether weight decay has to be added to the sum, or to gradients, which reads the optimizer's multipliers."""
+        return self.weight_decay > 0
 
     def at_step(self, k: int) -> "DeepGradientCompression":
         """Return the same at the density of update k."""

@@ -68,6 +68,7 @@ class Packed(Sparse):
             raise ValueError(f"value must be one of {', '.join(VALUES)}, got {value!r}")
         self.selector, self.index, self.value = selector, index, value
         self.ragged, self.bounded, self.density = selector.ragged, selector.bounded, selector.density
+        self.recordable = selector.recordable
 
     def count_selected(self, x: np.ndarray, counts: np.ndarray) -> None:
         self.selector.count_selected(x, counts)
@@ -214,9 +215,7 @@ def value_bytes(places: int, value: str) -> int:
 
 def _constant(parts: np.ndarray, context: ExchangeContext) -> device.DeviceMirror:
     """A packing where a kernel finds it."""
-    mirror = context.constant("packing", functools.partial(np.zeros_like, parts))
-    mirror.host[:] = parts
-    return mirror
+    return context.constant(f"packing {parts.tolist()}", parts.copy)
 
 
 def check_header(header: np.ndarray, n: int, places: int | None, value: str) -> int:

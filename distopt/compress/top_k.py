@@ -177,6 +177,7 @@ class FixedDensity(Sparse):
     """A base class of selectors that send the same fraction of entries at every step."""
 
     ragged = False
+    recordable = True
     density: float
 
     @abc.abstractmethod

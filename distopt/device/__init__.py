@@ -45,6 +45,7 @@ from distopt.device.memory import (
     zeros,
 )
 from distopt.device.messages import AsyncReadback, DeviceMirror
+from distopt.device.recording import Recorder, Recording
 from distopt.device.streams import StreamEvent, current_stream, new_stream, synchronize
 
 __all__ = [
@@ -56,6 +57,8 @@ __all__ = [
     "AsyncReadback",
     "DeviceMirror",
     "Graph",
+    "Recorder",
+    "Recording",
     "StreamEvent",
     "address",
     "array_module",

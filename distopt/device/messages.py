@@ -1,8 +1,10 @@
 """Small messages between host and GPU without a wait: a ``DeviceMirror`` uploads, a ``AsyncReadback`` downloads."""
 
+import contextlib
 import copy
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,18 @@ from distopt.device import copies, pinned, streams
 from distopt.device.arrays import address
 from distopt.device.gpus import cupy, current_gpu
 from distopt.device.streams import current_stream
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def mirrors_used() -> Iterator[list["DeviceMirror"]]:
+    """Give a list of the mirrors whose addresses on a GPU this thread asks for in this context."""
+    outer, _thread.used = getattr(_thread, "used", None), list[DeviceMirror]()
+    try:
+        yield _thread.used
+    finally:
+        _thread.used = outer
 
 
 class DeviceMirror:
@@ -48,6 +62,8 @@ class DeviceMirror:
         """Return the address of the numbers on the host (``gpu`` None), or of an up-to-date copy on the current GPU."""
         if gpu is None:
             return self._on_host
+        if (used := getattr(_thread, "used", None)) is not None:
+            used.append(self)
         stream, wanted = (gpu, current_stream().ptr), self._raw.tobytes()
         memory, pointer, sent = self._copies.get(stream, (None, 0, b""))
         if memory is None:

@@ -7,11 +7,17 @@ from typing import Any
 from distopt.device.gpus import cupy
 
 NOT_READY = 600  # cudaErrorNotReady
+OWN = (0, 1, 2)  # the null stream, under its three names
 
 
 def current_stream() -> Any:
     """Return the stream in which this thread enqueues: cupy's, so that ``with stream:`` chooses it."""
     return cupy().cuda.get_current_stream()
+
+
+def can_capture(stream: Any) -> bool:
+    """Tell if work may be recorded in a stream: it is none of CUDA's own streams, and nobody records in it yet."""
+    return stream.ptr not in OWN and not stream.is_capturing()
 
 
 def new_stream() -> Any:

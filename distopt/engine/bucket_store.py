@@ -1,5 +1,6 @@
 """The parameters of a model, the plan of their buckets, and the memory of both."""
 
+import contextlib
 from typing import NamedTuple
 
 import numpy as np
@@ -15,15 +16,19 @@ from distopt.engine.finite_check import DeviceFlag, HostCheck, NoCheck
 from distopt.engine.parameters import GradientCollector
 from distopt.optim.adapters import OptimizerAdapter
 
+GROUP = 256 << 20  # bytes that one launch packs or updates: 16-bit parameters need as much to be updated in
+MESSAGE = 25_000_000  # bytes of an all-reduce between GPUs, as DDP's bucket: where NVLink comes near its bandwidth
+
 
 class NoPlanError(RuntimeError, AttributeError):
     """There is no plan yet; an AttributeError too, so that ``hasattr`` and ``inspect.getmembers`` can ask."""
 
 
 class PlanMemory(NamedTuple):
-    """A plan with all that is made for it."""
+    """A plan with all that is made for it; ``messages`` are the buckets that leave if neighbours may leave together."""
 
     buckets: BucketSet | None = None
+    messages: BucketSet | None = None
     check: NoCheck = NoCheck()
     capacity: PayloadCapacity | None = None
 
@@ -133,14 +138,17 @@ class BucketStore:
         buckets.check(states)
         self._optimizer.check(buckets)
         buckets.restore(states)
-        check, capacity, on_gpu = NoCheck(), None, self._comm.gpu is not None
+        check, capacity, messages, on_gpu = NoCheck(), None, buckets, self._comm.gpu is not None
+        if on_gpu:
+            buckets.group(GROUP)
+            messages = buckets.merged(MESSAGE)
         if self._checked:
             check = DeviceFlag(buckets, self._comm) if on_gpu else HostCheck(buckets, self._checked)
         if on_gpu:
             capacity = PayloadCapacity(buckets, self._comm)
             capacity.restore(self._restored_capacity)
             self._restored_capacity = []
-        self._use(PlanMemory(buckets, check, capacity))
+        self._use(PlanMemory(buckets, messages, check, capacity))
         return True
 
     def _use(self, memory: PlanMemory) -> None:
@@ -184,26 +192,53 @@ class BucketStore:
 
     # -- a step
 
+    def travelling(self, compressor: Compressor) -> BucketSet:
+        """Return the buckets that leave one after the other: on a GPU neighbours together, if the compressor lets them.
+
+        Raises NoPlanError if there is no plan.
+        """
+        messages = self._memory.messages
+        return messages if messages is not None and compressor.elementwise else self.buckets
+
     def check_sizes(self, compressor: Compressor) -> None:
         """Raise ValueError for a bucket that the compressor cannot take."""
         for bucket in self.buckets:
             compressor.payload_bytes(bucket.gradient.size, bucket.gradient.itemsize, bucket.gradients)
 
-    def pack_all(self, packing: Packing, first: int = 0, multipliers: bool = False) -> None:
+    def pack_all(
+        self, packing: Packing, multipliers: bool = False, travelling: BucketSet | None = None, sent: int = 0
+    ) -> None:
         """Bring the collected gradients to their places in the buckets.
 
         Args:
             packing: how.
-            first: buckets before this number are on their way already.
             multipliers: write the optimizer's multipliers into the buckets' tables, for a compressor that reads them.
+            travelling: the buckets that leave one after the other.
+            sent: how many of these are on their way already.
         """
         buckets, values, grads = self.buckets, self.collector.values, self.collector.grads
         buckets.point_to_parameters(values.addresses, values.version)
+        if buckets.groups is not buckets:
+            buckets.groups.point_to_parameters(values.addresses, values.version)
         if multipliers:
             self._optimizer.multiply(buckets)
-        buckets.point_to_gradients(grads.arrays, grads.addresses, grads.version, first)
-        for bucket in buckets[first:]:
+        packed = travelling if travelling and sent else buckets.groups
+        packed.point_to_gradients(grads.arrays, grads.addresses, grads.version, sent)
+        for bucket in packed[sent:]:
             self.pack(bucket, packing)
+
+    def upload_tables(self, travelling: BucketSet) -> None:
+        """Bring the tables of buckets that leave early to the GPU: a step that is recorded can upload nothing.
+
+        To where they are packed, and to where they are compressed.
+        """
+        grads = self.collector.grads
+        travelling.point_to_gradients(grads.arrays, grads.addresses, grads.version)
+        for stream in (contextlib.nullcontext(), self._comm.on_comm_stream()):
+            with stream:
+                for bucket in travelling:
+                    bucket.gradients.table(self._comm.gpu)
+        self._comm.wait()
 
     def pack(self, bucket: Bucket, packing: Packing) -> None:
         """Bring a bucket's gradients to their places."""

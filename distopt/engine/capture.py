@@ -69,6 +69,7 @@ class CapturedStep:
             engine.step(loss, spec)  # makes and compiles all that it needs
             engine.resolve_last_step()
             self._write_numbers()
+            engine.store.upload_tables(engine.step_context.travelling(engine.compressor))
             with self._graph.capture():
                 engine.step(_recorded(loss), spec)
             engine.nonfinite.roll_back()

@@ -175,7 +175,8 @@ class Engine:
                 self.agreement.forget()
             if self.declare(spec.describe(compressor)):
                 store.check_sizes(compressor)
-            store.pack_all(self._packing(attempt), overlap.sent if overlap else 0, compressor.has_hooks)
+            leaving = (overlap.buckets, overlap.sent) if overlap else ()
+            store.pack_all(self._packing(attempt), compressor.has_hooks, *leaving)
         except Exception as error:
             attempt.error = error
         except BaseException:  # an exit; the buckets that others wait for still travel
@@ -368,6 +369,7 @@ class Engine:
             self._background,
             self.comm,
             self.store,
+            self.step_context.travelling(compressor),
             self.reducers.collective(compressor, spec, early=True),
             agree=lambda: self.agree(f"the start of {progress.name}", progress.calls + (1 << 30)),
             pack=lambda bucket: self.store.pack(bucket, packing),

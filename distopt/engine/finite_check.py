@@ -146,7 +146,7 @@ class DeviceFlag(NoCheck):
     deferred = True
 
     def __init__(self, buckets: BucketSet, comm: Communicator):
-        self._comm, self._counts = comm.unwrapped, buckets.bad
+        self._comm, self._buckets, self._counts = comm.unwrapped, buckets, buckets.bad
         self.skip_flag = buckets.bad[-1:]
         self._readback = AsyncReadback(1)
 
@@ -159,7 +159,7 @@ class DeviceFlag(NoCheck):
 
     def nonfinite_sums(self, sums: Iterable[Reduced], may_overflow: bool) -> str:
         """Add what is not finite in the sums to the skip flag, on the GPU; the host knows nothing yet."""
-        for total in sums:
+        for total in self._buckets.grouped(sums)[1]:
             kernels.count_nonfinite(total[0].flat, self.skip_flag)
         return ""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from distopt import device
-from distopt.buckets import Bucket
+from distopt.buckets import Bucket, BucketSet
 from distopt.comm import Communicator
 from distopt.engine.background import Background, Inline
 from distopt.engine.bucket_store import BucketStore
@@ -23,7 +23,8 @@ class Overlap:
     wrong comes with the vote behind the last bucket.
 
     Attributes:
-        sent: buckets that were sent.
+        buckets: the buckets that leave.
+        sent: how many of them were sent.
     """
 
     def __init__(
@@ -31,21 +32,28 @@ class Overlap:
         background: Background | Inline,
         comm: Communicator,
         store: BucketStore,
+        buckets: BucketSet,
         reducer: CollectiveReducer,
         agree: Callable[[], object],
         pack: Callable[[Bucket], None],
     ):
-        """Begin a step: ``agree`` votes on its start, before data moves."""
-        self._background, self._comm, self._store, self._pack = background, comm, store, pack
-        self._buckets = list(store.buckets)
+        """Begin a step of these ``buckets``: ``agree`` votes on its start, before data moves."""
+        self._background, self._comm, self._pack = background, comm, pack
+        self._collector, self.buckets = store.collector, buckets
         self.sent = 0
         comm.set_poll_interval(PATIENCE)
         background.start(agree)
         background.stream(lambda buckets: reducer.stream((b, b.gradient) if b else None for b in buckets))
 
-    def watch(self, pairs: Iterable[Any]) -> Iterator[Any]:
-        """Pass on the pairs of a loss as they come; send each bucket behind its last one."""
-        collector, places = self._store.collector, [p.tolist() for p in self._store.buckets.places]
+    def watch(self, pairs: Iterable[Any]) -> Iterable[Any]:
+        """Pass on the pairs of a loss as they come; send each bucket behind its last one.
+
+        If all are there already, a GPU packs them in one launch, after this.
+        """
+        return pairs if self._comm.gpu is not None and isinstance(pairs, list | tuple) else self._watched(pairs)
+
+    def _watched(self, pairs: Iterable[Any]) -> Iterator[Any]:
+        collector, places = self._collector, [p.tolist() for p in self.buckets.places]
         ends = list(itertools.accumulate(map(collector.last_arrival, places), max))
         arrived: list[Any] = []
         as_before = True
@@ -54,9 +62,9 @@ class Overlap:
             yield pair
             while as_before and self.sent < len(ends) and ends[self.sent] < len(arrived):
                 grads = collector.gradients_if_unchanged(arrived, places[self.sent])
-                as_before = grads is not None and self._store.buckets.try_point_to(self.sent, grads)
+                as_before = grads is not None and self.buckets.try_point_to(self.sent, grads)
                 if as_before:
-                    self._pack(self._buckets[self.sent])
+                    self._pack(self.buckets[self.sent])
                     self._send()
 
     def complete(self, failed: bool) -> None:
@@ -64,7 +72,7 @@ class Overlap:
 
         Raises what all ranks raise if they are not in the same step.
         """
-        for bucket in self._buckets[self.sent :]:
+        for bucket in self.buckets[self.sent :]:
             if failed:
                 device.clear(bucket.gradient)
             self._send()
@@ -72,5 +80,5 @@ class Overlap:
         self._background.finish()
 
     def _send(self) -> None:
-        self._background.put(self._buckets[self.sent])
+        self._background.put(self.buckets[self.sent])
         self.sent += 1

@@ -2,12 +2,13 @@
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from distopt import device
-from distopt.buckets import Bucket, Reduced, unsharded
+from distopt.buckets import Bucket, BucketSet, Reduced, unsharded
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
@@ -65,6 +66,7 @@ class CollectiveReducer(Unreduced):
         super().__init__(step_context.store, compressor)
         self._compressor, self._comm, self._step_context = compressor, comm, step_context
         self._algorithm = choose(compressor, spec.break_even)
+        self._text = repr(compressor) if comm.gpu is not None and compressor.recordable else ""
         for hook in step_context.hooks:
             self._algorithm = hook.wrap_exchange(self._algorithm, compressor)
         pipelined = comm.pipelines and compressor.summable and not compressor.has_hooks
@@ -74,7 +76,12 @@ class CollectiveReducer(Unreduced):
         capacity = self._store.capacity if self._compressor.bounded else None
         if capacity and not self._compressor.stateful:
             capacity.count(arrays, self._compressor.count_selected)
-        yield from self.stream(zip(self._store.buckets, arrays, strict=True))
+        if self._comm.gpu is None:
+            yield from self.stream(zip(self._store.buckets, arrays, strict=True))
+        else:  # buckets that leave together are enqueued together
+            for _ in self.stream((b, b.gradient) for b in self._step_context.travelling(self._compressor)):
+                pass
+            yield from map(unsharded, arrays)
         if capacity and self._compressor.stateful:
             capacity.send()
 
@@ -90,15 +97,17 @@ class CollectiveReducer(Unreduced):
 
     def _exchange(self, bucket: Bucket, x: np.ndarray) -> Reduced:
         comm, compressor, tag = self._comm, self._compressor, self._step_context.tag(bucket)
-        context = self._step_context.exchange_context(bucket, comm, compressor)
+        context = self._step_context.exchange_context(bucket, comm, compressor, self._text)
         with comm.tagged(tag):
             if compressor.has_hooks:
                 with comm.on_comm_stream():
-                    compressor.begin(x, bucket.state, context)
+                    begin = partial(compressor.begin, x, bucket.state, context)
+                    context.repeat("begin", begin, (x, *bucket.state.values()))
             self._algorithm(x, compressor, comm, bucket.state, context, tag)
             if compressor.has_hooks:
                 with comm.on_comm_stream():
-                    compressor.finish(x, bucket.state, context)
+                    finish = partial(compressor.finish, x, bucket.state, context)
+                    context.repeat("finish", finish, (x, *bucket.state.values()))
         return unsharded(x)
 
 
@@ -211,12 +220,18 @@ class StepContext:
         """Whether a hook sees each bucket's exchange."""
         return any([hook.wants_payloads for hook in self.hooks])
 
+    def travelling(self, compressor: Compressor) -> BucketSet:
+        """The buckets that leave one after the other: those of the plan, where a hook sees each one's exchange."""
+        return self.store.buckets if self.payloads_wanted else self.store.travelling(compressor)
+
     def tag(self, bucket: Bucket) -> MessageTag:
         """The tag of the messages of a bucket."""
         return MessageTag("gradients", self._progress.updates + 1, bucket.number, bucket.gradients)
 
-    def exchange_context(self, bucket: Bucket, comm: Communicator, compressor: Compressor) -> ExchangeContext:
-        """Return the context of a call of the compressor in this step."""
+    def exchange_context(
+        self, bucket: Bucket, comm: Communicator, compressor: Compressor, text: str = ""
+    ) -> ExchangeContext:
+        """Return the context of a call of the compressor in this step; its ``text`` if its launches may be recorded."""
         capacity = self.store.capacity if compressor.bounded else None
         number, accumulator = bucket.number, self._accumulator
         on_device = (
@@ -224,12 +239,18 @@ class StepContext:
             if capacity
             else DeviceContext(self.store.skip_flag)
         )
+        divisor, batches = self.divisor, accumulator.num_batches if accumulator.sync_on_apply else 1
+        if text and comm.gpu is not None:
+            numbers = text, comm.size, divisor, batches, on_device.capacity
+            memory = [0 if a is None else device.address(a) for a in (on_device.skip_flag, on_device.wanted)]
+            recorder = device.Recorder(bucket.recordings, (*numbers, *memory), comm.gpu)
+            on_device = on_device._replace(recorder=recorder)
         return ExchangeContext(
             self._progress.updates,
             comm.rank,
             comm.size,
-            self.divisor,
-            accumulator.num_batches if accumulator.sync_on_apply else 1,
+            divisor,
+            batches,
             BucketContext(bucket.gradients, bucket.parameters, bucket.scratch, bucket.constant),
             on_device,
         )

@@ -40,8 +40,9 @@ def gather(
         [[4.0, 4.0, 0.0, 0.0], [4.0, 4.0, 0.0, 0.0]]
     """
     with comm.on_comm_stream():
-        payload = compressor.compress(x, state, context)
-        compressor.decompress_all(gather_payloads(payload, x, compressor, comm, context, tag), x, context)
+        payload = context.repeat("compress", lambda: compressor.compress(x, state, context), (x, *state.values()))
+        payloads = gather_payloads(payload, x, compressor, comm, context, tag)
+        context.repeat("decompress", lambda: compressor.decompress_all(payloads, x, context), (x, *payloads))
 
 
 def gather_or_reduce(
@@ -77,14 +78,17 @@ def gather_or_reduce(
         [[0.0, 2.0, 4.0, 6.0], [0.0, 2.0, 4.0, 6.0]]
     """
     with comm.on_comm_stream():
-        payload = compressor.compress(x, state, context)
+        payload = context.repeat("compress", lambda: compressor.compress(x, state, context), (x, *state.values()))
         ragged = compressor.ragged and context.capacity is None
         total = sum(comm.lengths(payload.nbytes)) if ragged else payload.nbytes * comm.size
-        if dense_is_smaller(total, 0, x.nbytes, comm.size):
-            compressor.decompress_all([payload], x, context)
-            comm.all_reduce(x)
+        dense = dense_is_smaller(total, 0, x.nbytes, comm.size)
+        if dense:
+            payloads = [payload]
         else:
-            compressor.decompress_all(gather_payloads(payload, x, compressor, comm, context, tag), x, context)
+            payloads = gather_payloads(payload, x, compressor, comm, context, tag)
+        context.repeat("decompress", lambda: compressor.decompress_all(payloads, x, context), (x, *payloads))
+        if dense:
+            comm.all_reduce(x)
 
 
 def gather_payloads(

@@ -67,9 +67,13 @@ def mixed(
     if mask is None:
         gather(x, compressor, comm, state, context, tag)
         return
+
+    def compress() -> tuple[np.ndarray, UncompressedMembers]:
+        return compressor.compress(x, state, context), UncompressedMembers(x, mask, context)
+
     with comm.on_comm_stream():
-        payload = compressor.compress(x, state, context)
-        _sum(x, payload, UncompressedMembers(x, mask, context), compressor, comm, context, tag)
+        payload, uncompressed = context.repeat("compress", compress, (x, *state.values()))
+        _sum(x, payload, uncompressed, compressor, comm, context, tag)
 
 
 def mixed_or_reduce(
@@ -94,13 +98,19 @@ def mixed_or_reduce(
     if mask is None:
         gather_or_reduce(x, compressor, comm, state, context, tag)
         return
+
+    def compress() -> tuple[np.ndarray, UncompressedMembers]:
+        return compressor.compress(x, state, context), UncompressedMembers(x, mask, context)
+
+    def decompress() -> None:
+        compressor.decompress_all([payload], x, context)
+        uncompressed.put_back()
+
     with comm.on_comm_stream():
-        payload = compressor.compress(x, state, context)
-        uncompressed = UncompressedMembers(x, mask, context)
+        payload, uncompressed = context.repeat("compress", compress, (x, *state.values()))
         summed = 0 if uncompressed.none else uncompressed.flat.nbytes
         if not uncompressed.all and dense_is_smaller(payload.nbytes * comm.size, summed, x.nbytes, comm.size):
-            compressor.decompress_all([payload], x, context)
-            uncompressed.put_back()
+            context.repeat("decompress", decompress, (x, payload))
             comm.all_reduce(x)
         else:
             _sum(x, payload, uncompressed, compressor, comm, context, tag)
@@ -121,5 +131,10 @@ def _sum(
     if not uncompressed.none:
         with comm.tagged(tag._replace(members=uncompressed.members)):
             comm.all_reduce(uncompressed.flat)
-    compressor.decompress_all(gather_payloads(payload, x, compressor, comm, context, tag), x, context)
-    uncompressed.put_back()
+    payloads = gather_payloads(payload, x, compressor, comm, context, tag)
+
+    def decompress() -> None:
+        compressor.decompress_all(payloads, x, context)
+        uncompressed.put_back()
+
+    context.repeat("decompress", decompress, (x, *payloads))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distopt.buckets import plan
+from distopt.buckets import BucketSet, plan, unsharded
 from distopt.volume.models import resnet50
 
 
@@ -57,3 +57,56 @@ def test_the_plan_prints_the_payload_of_a_compressor():
     assert found.payload == (100, None)
     assert "0.100 kB    4.000 kB  a" in lines[2]
     assert "varies    0.004 kB  b" in lines[3]
+
+
+# ----------------------------------------------------------------------------------------------- larger buckets
+
+
+def bucket_set(sizes, dtypes=None, threshold=0):
+    dtypes = dtypes or ["f4"] * len(sizes)
+    values = {f"p{k}": np.zeros(n, dtype) for k, (n, dtype) in enumerate(zip(sizes, dtypes, strict=True))}
+    return BucketSet(plan(list(values), sizes, dtypes, threshold), values, np.zeros)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtypes", "nbytes", "expected"),
+    [
+        ([16] * 4, None, 128, [2, 2]),  # 64 bytes each
+        ([16] * 4, None, 127, [1, 1, 1, 1]),
+        ([16] * 4, None, 1 << 30, [4]),
+        ([16, 160, 16, 16], None, 128, [1, 1, 2]),  # a larger one stays alone
+        ([0, 0, 3], None, 64, [3]),
+        ([], None, 64, []),
+        ([8, 8, 8, 8], ["f4", "f4", "f8", "f4"], 1 << 30, [2, 1, 1]),  # of one dtype
+        ([8, 8, 8], ["f2", "f4", "f4"], 1 << 30, [1, 2]),  # added up in float32, but stored apart
+    ],
+)
+def test_neighbours_of_one_dtype_merge_up_to_a_size(sizes, dtypes, nbytes, expected):
+    buckets = bucket_set(sizes, dtypes)
+    assert [len(b.spec.names) for b in buckets.merged(nbytes)] == expected
+
+
+def test_a_merged_bucket_is_the_memory_of_its_parts():
+    sizes = [5, 700_000, 3, 16]  # the second one begins at a huge page
+    buckets = bucket_set(sizes)
+    (merged,) = buckets.merged(1 << 30)
+    for k, bucket in enumerate(buckets):
+        bucket.gradient[...] = k + 1
+    views = merged.views(merged.gradient)
+    assert [(v.size, set(v.tolist())) for v in views.values()] == [(n, {k + 1}) for k, n in enumerate(sizes)]
+    assert np.count_nonzero(merged.gradient) == sum(sizes), "what lies between them is zero"
+    merged.bad[:] = [1, 2, 3, 4]
+    assert [b.bad.tolist() for b in buckets] == [[1], [2], [3], [4]]
+
+
+def test_sums_are_grouped_where_they_lie_in_their_buckets():
+    buckets = bucket_set([4, 5, 6])
+    sums = [unsharded(b.gradient) for b in buckets]
+    assert buckets.grouped(sums) == (buckets, sums), "a host updates one bucket after the other"
+    buckets.group(1 << 30)
+    groups, together = buckets.grouped(sums)
+    assert groups is buckets.groups
+    assert [total[0].flat is group.gradient for group, total in zip(groups, together, strict=True)] == [True]
+    elsewhere = [*sums[:2], unsharded(np.zeros(6, np.float32))]
+    assert buckets.grouped(elsewhere) == (buckets, elsewhere)
+    assert {b.group for b in buckets} == set(groups)

@@ -161,14 +161,43 @@ def test_a_threshold_without_memory_waits_once(monkeypatch):
     assert (host, buckets) == (["wait"], 3)
 
 
-LAUNCHES = [("dense", 3), ("half", 5), ("partial", 2), ("2bit", 5), ("1bit", 7), ("dgc of all", 5)]
+LAUNCHES = [("dense", 0, 4), ("half", 0, 6), ("partial", 0, 5), ("2bit", 2, 4), ("1bit", 4, 4), ("dgc of all", 2, 4)]
 
 
-@pytest.mark.parametrize(("mode", "kernels"), LAUNCHES)
-def test_a_step_launches_as_few_kernels_as_listed(mode, kernels, monkeypatch):
+@pytest.mark.parametrize(("mode", "each", "together"), LAUNCHES)
+def test_a_step_launches_as_few_kernels_as_listed(mode, each, together, monkeypatch):
+    """So many for each bucket, and so many for all: pack, sum up and count what is not finite, update."""
+    whole_model(monkeypatch)
     _, launches, buckets = steady(mode, monkeypatch)
-    extra = {"partial": 2}.get(mode, 0)  # the parameters of one bucket, there and back
-    assert len(launches) == kernels * buckets + 1 + extra, launches  # and one that sums up what is not finite
+    assert len(launches) == each * buckets + together, launches
+
+
+def whole_model(monkeypatch):
+    """Let all buckets leave, and be updated, together, as those of a small model are."""
+    for name in ("MESSAGE", "GROUP"):
+        monkeypatch.setattr(f"distopt.engine.bucket_store.{name}", 1 << 20)
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Let every bucket leave by itself, as large ones do."""
+    monkeypatch.setattr("distopt.engine.bucket_store.MESSAGE", 0)
+
+
+@pytest.mark.parametrize(("mode", "messages"), [("dense", 1), ("half", 1), ("2bit", 3), ("topk", 3)])
+def test_neighbouring_buckets_leave_together_where_each_element_is_sent_by_itself(mode, messages, monkeypatch):
+    whole_model(monkeypatch)
+
+    def main(comm):
+        params, opt = laws.train(comm, steps=1, mode=mode)
+        machine = gpu.machine()
+        machine.log.clear()
+        laws.MODES[mode](opt, laws.pairs(comm, params, 1))
+        device.synchronize(device.current_stream())
+        sent = [op for op in machine.log if op.name in ("allReduce", "allGather")]
+        return len(sent) - 1  # and the flag
+
+    assert on_gpus(2, main) == [messages] * 2
 
 
 # ----------------------------------------------------------------------------------------------- not finite
@@ -389,7 +418,7 @@ def test_a_sum_that_overflows_is_refused():
 # ----------------------------------------------------------------------------------------------- overlap
 
 
-def test_buckets_travel_while_gradients_come():
+def test_buckets_travel_while_gradients_come(apart):
     """The first bucket is on the communicator's stream before the backward pass has given the last gradient."""
 
     def main(comm):
@@ -433,7 +462,7 @@ def with_statistics(comm, orders):
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [1, 0, 2, 3]])
-def test_a_loss_may_use_the_communicator(order):
+def test_a_loss_may_use_the_communicator(apart, order):
     """Buckets that were sent before are on the same wire."""
 
     def main(comm):
@@ -442,7 +471,7 @@ def test_a_loss_may_use_the_communicator(order):
     assert on_gpus(2, main) == run_ranks(2, main) == [[-2, -4, -6, -8, 200]] * 2
 
 
-def test_a_loss_that_uses_the_communicator_elsewhere_on_one_rank_is_an_error_on_all():
+def test_a_loss_that_uses_the_communicator_elsewhere_on_one_rank_is_an_error_on_all(apart):
     """NCCL would add one rank's statistics to another one's gradients."""
 
     def main(comm):

@@ -20,12 +20,16 @@ class FusedAdapter(ApplyAdapter):
             self.opt.check(bucket.parameters)
 
     def reserve(self, buckets: BucketSet) -> None:
-        for bucket in buckets:
-            self.opt.reserve(bucket.parameters, bucket.gradient)
+        for group in buckets.groups:
+            self.opt.reserve(group.parameters, group.gradient)
 
     def masters(self, bucket: Bucket) -> np.ndarray | None:
-        masters: np.ndarray | None = self.opt.masters(bucket.parameters, bucket.gradient)
-        return masters
+        group = bucket.group
+        masters: np.ndarray | None = self.opt.masters(group.parameters, group.gradient)
+        if masters is None:
+            return None
+        begin = group.spec.offsets[group.spec.names.index(bucket.spec.names[0])] - bucket.spec.offsets[0]
+        return masters[begin : begin + bucket.spec.size]
 
     def numbers(self) -> list[str]:
         return list(self.opt.numbers())
@@ -40,7 +44,7 @@ class FusedAdapter(ApplyAdapter):
         sum_over_ranks: SumOverRanks | None = None,
     ) -> None:
         self.opt.prepare(scale)
-        for bucket, total in zip(buckets, sums, strict=True):
+        for bucket, total in zip(*buckets.grouped(sums), strict=True):
             self.opt.update_bucket(bucket.parameters, total, skip_flag, sum_over_ranks)
 
     def prepare(self, scale: float, gpu: int | None) -> None:

@@ -1,0 +1,75 @@
+"""Work that is enqueued on a GPU at every step alike: recorded once as a CUDA graph, and enqueued by one call then."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from distopt.device.arrays import address
+from distopt.device.graph import Graph
+from distopt.device.messages import DeviceMirror, mirrors_used
+from distopt.device.streams import can_capture, current_stream
+
+T = TypeVar("T")
+
+
+class Recording:
+    """The launches of one piece of work: enqueued as they are the first time, recorded the second time, then replayed.
+
+    Example:
+        >>> Recording().graph is None
+        True
+    """
+
+    def __init__(self) -> None:
+        self.graph: Graph | None = None
+        self._key: Hashable = None
+        self._mirrors: list[DeviceMirror] = []
+        self._result: Any = None
+
+    def run(self, key: Hashable, work: Callable[[], T], gpu: int) -> T:
+        """Enqueue the work in the current stream, and return what it has returned when it was recorded.
+
+        Args:
+            key: equal keys promise equal launches: of the same kernels, on the same memory, with the same numbers but
+                for those in mirrors, which are brought up to date before each replay.
+            work: enqueues launches, and neither waits nor asks what is in memory.
+            gpu: the number of the current GPU.
+        """
+        if key != self._key:
+            self._key, self.graph = None, None
+            with mirrors_used() as self._mirrors:
+                result = work()  # compiles, allocates and uploads what it needs
+            self._key = key
+            return result
+        for mirror in self._mirrors:
+            mirror.address(gpu)
+        if self.graph is None or self.graph.dropped:
+            self._key, graph = None, Graph()
+            with graph.capture():
+                self._result = work()
+            self._key, self.graph = key, graph
+        self.graph.replay()
+        result = self._result
+        return result
+
+
+class Recorder(NamedTuple):
+    """The recordings of a bucket in one step.
+
+    Args:
+        recordings: by name of the work, from step to step.
+        key: all that launches depend on besides arrays.
+        gpu: the number of the GPU.
+    """
+
+    recordings: dict[str, Recording]
+    key: tuple[Hashable, ...]
+    gpu: int
+
+    def run(self, name: str, work: Callable[[], T], arrays: Sequence[Any]) -> T:
+        """Enqueue the work of this name, which reads and writes these arrays; return what it returns."""
+        stream = current_stream()
+        if not can_capture(stream):
+            return work()
+        if name not in self.recordings:
+            self.recordings[name] = Recording()
+        return self.recordings[name].run((*self.key, stream.ptr, *map(address, arrays)), work, self.gpu)
