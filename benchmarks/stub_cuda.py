@@ -16,7 +16,7 @@ from cupy.cuda import nccl
 from distopt import device
 from distopt.comm import NcclCommunicator
 from distopt.comm.local import LocalControl
-from distopt.device import pinned
+from distopt.device import cubins, pinned
 from distopt.device.copies import DEVICE_TO_HOST
 
 counts: collections.Counter[str] = collections.Counter()
@@ -101,20 +101,14 @@ class Device:
         pass
 
 
-class Function:
-    """cupy.cuda.function.Function."""
+class RawModule:
+    """cupy.RawModule, of a file that nobody reads; a real RawKernel takes 1 to 2 us more to pass its arguments on."""
 
-    ptr = 1
-
-
-class Module:
-    """cupy.cuda.function.Module."""
-
-    def load(self, binary):
+    def __init__(self, path):
         pass
 
     def get_function(self, name):
-        return Function()
+        return counted("kernels")
 
 
 class Nvrtc:
@@ -170,8 +164,8 @@ def install():
         (cuda, {"Stream": Stream, "Event": Event, "Device": Device, "nvrtc": Nvrtc()}),
         (cuda, {"alloc_pinned_memory": lambda nbytes: np.zeros(nbytes, np.uint8)}),
         (cuda, {"get_current_stream": lambda: Stream.current[-1]}),
-        (cuda.function, {"Module": Module}),
-        (cuda.driver, {"launchKernel": counted("kernels")}),
+        (cupy, {"RawModule": RawModule}),
+        (cubins, {"cached": lambda *args: ""}),
         (runtime, {"memsetAsync": counted("memsets"), "memcpyAsync": memcpy, "eventQuery": lambda event: 0}),
         (runtime, {"getDeviceCount": lambda: 1, "getDevice": lambda: 0}),
         (runtime, {"deviceGetPCIBusId": lambda number: "0000:00:00.0", "deviceGetAttribute": lambda *a: 132}),

@@ -1,21 +1,21 @@
 """CUDA C++ kernels: compilation for the current GPU, and launches."""
 
 import ctypes
-import threading
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distopt.device.gpus import cupy
-from distopt.device.streams import current_stream
+import numpy as np
 
-_thread = threading.local()
+from distopt.device import cubins
+from distopt.device.gpus import cupy
 
 
 def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequence[str]) -> Any:
-    """Compile CUDA C++ for the current GPU, and load it.
+    """Compile CUDA C++ for the current GPU, unless that was done before (``cubins``), and load it.
 
-    cupy's own RawModule would add --ftz=true, with which a GPU rounds differently than a host.  For a GPU that is newer
-    than this NVRTC the driver translates PTX.
+    The compilation is not left to cupy, whose RawModule adds -ftz=true behind all options of a text: a GPU would round
+    differently than a host.  For a GPU that is newer than this NVRTC the driver translates PTX.
 
     Args:
         name: the program's name, for the compiler's log.
@@ -24,7 +24,7 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequ
         options: options of NVRTC.
 
     Returns:
-        cupy's Module.
+        A ``cupy.RawModule``.
 
     Raises:
         RuntimeError: NVRTC does not support the GPU, or the text does not compile; then it has the compiler's log.
@@ -36,33 +36,36 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequ
         raise RuntimeError(
             f"NVRTC {nvrtc.getVersion()} does not compile for this GPU's compute capability {capability}"
         )
-    architecture = f"sm_{capability}" if capability in supported else f"compute_{max(supported)}"
-    names, bodies = zip(*((h.encode(), body.encode()) for h, body in headers.items()), strict=True)
-    program = nvrtc.createProgram(text, name, bodies, names)
-    try:
-        nvrtc.compileProgram(program, (*options, f"--gpu-architecture={architecture}"))
-        binary = nvrtc.getCUBIN(program) if capability in supported else nvrtc.getPTX(program)
-    except nvrtc.NVRTCError as error:
-        raise RuntimeError(f"{name} does not compile for {architecture}:\n{nvrtc.getProgramLog(program)}") from error
-    finally:
-        nvrtc.destroyProgram(program)
-    module = cuda.function.Module()
-    module.load(binary)
-    return module
+    native = capability in supported
+    architecture = f"sm_{capability}" if native else f"compute_{max(supported)}"
+    arguments = (*options, f"--gpu-architecture={architecture}")
+
+    def compile_here() -> bytes:
+        names, bodies = zip(*((h.encode(), body.encode()) for h, body in headers.items()), strict=True)
+        program = nvrtc.createProgram(text, name, bodies, names)
+        try:
+            nvrtc.compileProgram(program, arguments)
+            binary: bytes = nvrtc.getCUBIN(program) if native else nvrtc.getPTX(program)
+            return binary
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise RuntimeError(f"{name} does not compile for {architecture}:\n{log}") from error
+        finally:
+            nvrtc.destroyProgram(program)
+
+    source = json.dumps([name, text, dict(headers), arguments, list(nvrtc.getVersion())])
+    return cupy().RawModule(path=cubins.cached(source, compile_here, ".cubin" if native else ".ptx"))
 
 
-def launch(function: Any, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+def launch(kernel: Any, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
     """Enqueue a kernel in the current stream.
 
     Args:
-        function: a function of a module from ``compile_text``.
+        kernel: a ``cupy.RawKernel`` of a module from ``compile_text``.
         blocks: the number of thread blocks, in one dimension.
         threads: the number of threads in a block.
         arguments: ctypes objects, which may be structures passed by value.
     """
-    if not hasattr(_thread, "has_context"):
-        cupy().cuda.Device().use()  # the driver, unlike the runtime, does not make one current by itself
-        _thread.has_context = True
-    values = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-    stream, shape = current_stream().ptr, (blocks, 1, 1, threads, 1, 1)
-    cupy().cuda.driver.launchKernel(function.ptr, *shape, 0, stream, ctypes.addressof(values), 0)
+    # cupy passes an array of one element by value: its bytes
+    values = [np.frombuffer(a, np.dtype((np.void, ctypes.sizeof(a)))) for a in arguments]
+    kernel((blocks,), (threads,), values)

@@ -31,7 +31,7 @@ def calls(monkeypatch):
         return call
 
     monkeypatch.setattr(gpu.Graph, "launch", counted("graphs", gpu.Graph.launch))
-    monkeypatch.setattr("cupy.cuda.driver.launchKernel", counted("kernels", gpu.launch_kernel))
+    monkeypatch.setattr(gpu.RawKernel, "__call__", counted("kernels", gpu.RawKernel.__call__))
     return counts
 
 

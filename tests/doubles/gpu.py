@@ -15,7 +15,9 @@ go on although their hosts do something else.
 import contextlib
 import ctypes
 import itertools
+import pathlib
 import random
+import tempfile
 import threading
 import time
 import weakref
@@ -27,7 +29,7 @@ import cupy
 import numpy as np
 
 from distopt import kernels
-from distopt.device import pinned
+from distopt.device import cubins, pinned
 from doubles import shim
 
 POISON = 0xC3
@@ -382,51 +384,46 @@ def memcpy(to, source, nbytes, kind, stream):
     machine().enqueue("memcpy", lambda: ctypes.memmove(to, source, nbytes), stream, (to, source, nbytes, kind))
 
 
-class Module:
-    """cupy.cuda.function.Module: takes machine code, and finds its kernels in the shim's library."""
+class RawModule:
+    """cupy.RawModule of a file: takes machine code, and finds its kernels in the shim's library."""
 
-    def load(self, binary):
-        assert binary.startswith(b"kernels of ")
+    def __init__(self, *, path):
+        with open(path, "rb") as file:
+            assert file.read().startswith(b"kernels of ")
 
     def get_function(self, name):
-        return Function(name)
+        return RawKernel(name)
 
 
-class Function:
-    """cupy.cuda.function.Function."""
-
-    known: ClassVar[dict] = {}
+class RawKernel:
+    """cupy.RawKernel; arguments are copied at the call, as the driver does."""
 
     def __init__(self, name):
-        self.name, self.ptr = name, id(self)
+        self.name = name
         self.launch = getattr(shim.library(name.rsplit("_", 1)[1]), f"launch_{name}")
         self.sizes = [argument_size(p) for p in kernels.KERNELS[name.rsplit("_", 1)[0]].declared]
-        self.known[self.ptr] = self
+
+    def __call__(self, grid, block, args, shared_mem=0):
+        shape = (*grid, 1, 1)[:3] + (*block, 1, 1)[:3]
+        assert all(isinstance(a, np.ndarray) and a.size == 1 for a in args), "what cupy passes by value"
+        assert [a.nbytes for a in args] == self.sizes, self.name
+        values = [ctypes.create_string_buffer(a.tobytes(), a.nbytes) for a in args]
+        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        dims = (ctypes.c_uint * 6)(*shape)
+
+        def run(keep=values):
+            with _shim:
+                self.launch(dims, ctypes.c_size_t(shared_mem), addresses)
+
+        machine().enqueue(self.name, run, None, (shape, *(v.raw for v in values)))
 
 
 def argument_size(parameter):
     return 8 if parameter.is_array else ctypes.sizeof(kernels.dispatch.SCALARS[parameter.kind])
 
 
+_folder = tempfile.TemporaryDirectory(prefix="distopt-doubles-")  # what is compiled here is nothing for a real GPU
 _shim = threading.Lock()  # which runs one kernel at a time
-
-
-def launch_kernel(function, *rest):
-    """cupy.cuda.driver.launchKernel; arguments are copied now, as the driver does."""
-    shape, shared, stream, given = rest[:6], rest[6], rest[7], rest[8]
-    kernel = Function.known[function]
-    pointers = (ctypes.c_void_p * len(kernel.sizes)).from_address(given)
-    values = [
-        ctypes.create_string_buffer(ctypes.string_at(p, n), n) for p, n in zip(pointers, kernel.sizes, strict=True)
-    ]
-    addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    dims = (ctypes.c_uint * 6)(*shape)
-
-    def run(keep=values):
-        with _shim:
-            kernel.launch(dims, ctypes.c_size_t(shared), addresses)
-
-    machine().enqueue(kernel.name, run, stream, (shape, *(v.raw for v in values)))
 
 
 class Nvrtc:
@@ -471,8 +468,8 @@ def install(patch=setattr):
     for owner, doubles in (
         (cuda, {"Stream": Stream, "Event": Event, "Device": Device, "nvrtc": Nvrtc(), "alloc_pinned_memory": Pinned}),
         (cuda, {"get_current_stream": lambda: machine().current[-1], "MemoryPool": MemoryPool}),
-        (cuda.function, {"Module": Module}),
-        (cuda.driver, {"launchKernel": launch_kernel}),
+        (cupy, {"RawModule": RawModule}),
+        (cubins, {"folder": lambda: pathlib.Path(_folder.name)}),
         (runtime, {"memsetAsync": memset, "memcpyAsync": memcpy, "eventQuery": event_query}),
         (runtime, {"getDeviceCount": lambda: GPUS, "getDevice": lambda: _local.number}),
         (runtime, {"deviceGetPCIBusId": lambda number: f"0000:0{number}:00.0"}),
