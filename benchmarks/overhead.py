@@ -13,9 +13,11 @@ import numpy as np
 
 import distopt
 from benchmarks.measure import interleaved, report, versions
+from benchmarks.models import MODELS
 from distopt.comm import LocalCommunicator
 
 BUDGETS = {"all gradients new": 200, "nothing changed": 100}  # nanoseconds per parameter
+TINY = 3.0  # milliseconds of kernels and Python
 
 
 def cases_of(count):
@@ -53,6 +55,18 @@ def cases_of(count):
     }
 
 
+def tiny():
+    """Steps with the model 'tiny', where kernels and Python take about as long."""
+    shapes = [shape for _, shape in reversed(MODELS["tiny"]())]
+    params = [distopt.Parameter(f"p{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(shapes)]
+    sets = [[(p, np.ones(p.data.shape, np.float32)) for p in params] for _ in range(3)]
+    steps = {}
+    for name, losses in (("all gradients new", itertools.cycle(sets)), ("nothing changed", itertools.cycle(sets[:1]))):
+        opt = distopt.DistOpt(distopt.optim.SGD(1e-3, momentum=0.9), LocalCommunicator())
+        steps[name] = lambda opt=opt, losses=losses: opt(next(losses))
+    return steps
+
+
 def foreign_calls(opt):
     """The calls of a step into C, with their arguments made."""
     from distopt import kernels
@@ -86,6 +100,10 @@ def main():
                 line += f" {statistics.median(net):13.0f}  [{min(net):.0f} - {max(net):.0f}]"
                 line += f"  budget {BUDGETS[name]}: {verdict}" if count == 2000 else ""
             lines.append(line)
+    lines += ["", f"tiny, one rank: {len(MODELS['tiny']())} tensors of 512 to 4096 elements{'ms a step':>24}"]
+    for name, seconds in interleaved(tiny(), rounds=9, calls=10).items():
+        middle = statistics.median(seconds) * 1e3
+        lines.append(f"  {name:42} {middle:8.2f}{'':33}  budget {TINY:g}: {'met' if middle <= TINY else 'MISSED'}")
     report("overhead", "\n".join(lines), args.save)
 
 

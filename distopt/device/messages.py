@@ -18,9 +18,9 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def mirrors_used() -> Iterator[list["DeviceMirror"]]:
-    """Give a list of the mirrors whose addresses on a GPU this thread asks for in this context."""
-    outer, _thread.used = getattr(_thread, "used", None), list[DeviceMirror]()
+def mirrors_used() -> Iterator[dict["DeviceMirror", None]]:
+    """Give the mirrors, each once, whose addresses on a GPU this thread asks for in this context."""
+    outer, _thread.used = getattr(_thread, "used", None), dict[DeviceMirror, None]()
     try:
         yield _thread.used
     finally:
@@ -63,7 +63,7 @@ class DeviceMirror:
         if gpu is None:
             return self._on_host
         if (used := getattr(_thread, "used", None)) is not None:
-            used.append(self)
+            used[self] = None
         stream, wanted = (gpu, current_stream().ptr), self._raw.tobytes()
         memory, pointer, sent = self._copies.get(stream, (None, 0, b""))
         if memory is None:

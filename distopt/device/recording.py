@@ -22,7 +22,7 @@ class Recording:
     def __init__(self) -> None:
         self.graph: Graph | None = None
         self._key: Hashable = None
-        self._mirrors: list[DeviceMirror] = []
+        self._mirrors: dict[DeviceMirror, None] = {}
         self._result: Any = None
 
     def run(self, key: Hashable, work: Callable[[], T], gpu: int) -> T:
@@ -48,8 +48,7 @@ class Recording:
                 self._result = work()
             self._key, self.graph = key, graph
         self.graph.replay()
-        result = self._result
-        return result
+        return self._result  # type: ignore[no-any-return]
 
 
 class Recorder(NamedTuple):
