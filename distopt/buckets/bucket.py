@@ -24,6 +24,9 @@ class Allocator(Protocol):
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
         """Return memory for ``n`` elements that ``peers`` can share."""
 
+    def register(self, x: np.ndarray) -> None:
+        """Tell the network of memory of ``alloc``, which collectives will use."""
+
     def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
         """Return this array on every rank, by rank; None if other ranks' memory cannot be read directly."""
 
@@ -212,7 +215,8 @@ class BucketSet(list[Bucket]):
         return self._views[name]
 
     def connect(self, comm: Allocator) -> None:
-        """Find out whether the gradients of other ranks can be read from here.  Collective, once."""
+        """Register the gradients, and find out whether those of other ranks can be read here.  Collective, once."""
+        comm.register(self._memory)
         memories = comm.peers(self._memory) if comm.size > 1 else None
         for k, bucket in enumerate(self):
             bucket.peers = None if memories is None else [self._flats(m)[k] for m in memories]

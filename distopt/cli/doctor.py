@@ -132,7 +132,7 @@ def gpu() -> Iterator[Finding]:
         yield Finding("warn", f"no NVRTC: {error}".splitlines()[0], "pip install 'distopt[cuda13]' (or [cuda12])")
     state = nccl.nccl_state()
     if state == "ok":
-        yield Finding("ok", f"NCCL {nccl.version_text(nccl.nccl_version())}, {nccl.library_path()}")
+        yield Finding("ok", f"NCCL {nccl.version_text(nccl.nccl_version())}, {', '.join(nccl.library_paths())}")
     else:
         yield _missing("no NCCL", state)
 

@@ -7,6 +7,7 @@ from typing import Any
 from distopt.device.gpus import cupy
 
 NOT_READY = 600  # cudaErrorNotReady
+FIRST = -(1 << 15)  # a priority; CUDA takes the greatest that the GPU has for one beyond its range
 
 
 def current_stream() -> Any:
@@ -14,9 +15,13 @@ def current_stream() -> Any:
     return cupy().cuda.get_current_stream()
 
 
-def new_stream() -> Any:
-    """Return a new stream, which does not wait for the null stream."""
-    return cupy().cuda.Stream(non_blocking=True)
+def new_stream(first: bool = False) -> Any:
+    """Return a new stream, which does not wait for the null stream.
+
+    Args:
+        first: where the GPU has no room for the blocks of all kernels, those of this stream go first.
+    """
+    return cupy().cuda.Stream(non_blocking=True, priority=FIRST if first else None)
 
 
 class StreamEvent:
