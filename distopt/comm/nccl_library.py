@@ -54,8 +54,19 @@ def library_paths() -> list[str]:
 
 @functools.cache
 def library() -> Any:
-    """Return the NCCL library that cupy's binding is linked to, for the functions that the binding lacks."""
-    return ctypes.CDLL(sys.modules[binding().NcclCommunicator.__module__].__file__)  # and what that depends on
+    """Return the NCCL library that cupy's binding is linked to, for the functions that the binding lacks.
+
+    Raises:
+        RuntimeError: the process has two of them, and the binding does not call the one that it is linked to.
+    """
+    linked = ctypes.CDLL(sys.modules[binding().NcclCommunicator.__module__].__file__)  # and what that depends on
+    version = ctypes.c_int()
+    if linked.ncclGetVersion(ctypes.byref(version)) or version.value != nccl_version():
+        raise RuntimeError(
+            f"{REGISTER}=1 needs one NCCL library in a process, got {version_text(version.value)} beside "
+            f"{version_text(nccl_version())}: import cupy before what brings the other one, or do not set it"
+        )
+    return linked
 
 
 def memory_alloc(nbytes: int) -> int:

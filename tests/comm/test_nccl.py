@@ -606,6 +606,27 @@ def test_at_exit_all_stuck_communicators_are_told_to_end_before_one_is_waited_fo
     run_ranks(2, main)
 
 
+def test_at_exit_the_deadline_is_for_all_communicators_together(monkeypatch):
+    monkeypatch.setattr(sys.modules["distopt.comm.nccl"], "_alive", [])
+
+    def main(threads):
+        comms = [NcclCommunicator(threads.control) for _ in range(3)]
+        if threads.rank == 1:
+            for comm in comms:
+                comm.abort()
+        threads.control.vote("rank 1 is gone", 1, list)
+        if threads.rank == 0:
+            nccl.faults.abort = 4.0
+            for comm in comms:
+                comm.all_reduce(gpu.array(np.ones(9, np.float32)))
+            started = time.monotonic()
+            end_all(1.0)
+            assert 0.9 < time.monotonic() - started < 1.9
+        threads.control.vote("all have ended", 1, list)
+
+    run_ranks(2, main)
+
+
 def test_at_exit_a_finished_communicator_is_destroyed_and_not_aborted(monkeypatch):
     """Peers may still read what an abort would take from them."""
     monkeypatch.setattr(sys.modules["distopt.comm.nccl"], "_alive", [])

@@ -99,6 +99,26 @@ def test_memory_is_freed_after_what_the_gpu_still_does_with_it():
     run_ranks(1, main)
 
 
+def test_a_block_is_freed_from_another_gpu():
+    def main(threads):
+        comm = NcclCommunicator(threads.control)
+        x = comm.alloc(3, np.float32)
+        comm.close()
+        device.use_gpu(2)
+        waited = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                device.array_module().cuda.runtime, "deviceSynchronize", lambda: waited.append(device.current_gpu())
+            )
+            del x
+            assert log()[-1] == "free"
+        assert waited == [0]
+        assert device.current_gpu() == 2
+        device.use_gpu(0)
+
+    run_ranks(1, main)
+
+
 def test_at_exit_memory_is_deregistered_before_the_communicator_is_destroyed(monkeypatch):
     monkeypatch.setattr(sys.modules["distopt.comm.nccl"], "_alive", [])
 
