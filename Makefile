@@ -22,21 +22,45 @@ bench: .venv ## the tables of benchmarks/results anew
 	$(PYTHON) -m pip install -q torch
 	for table in exchange "exchange --ranks 4" half optimizers select compression overhead link predict observe; do $(PYTHON) -m benchmarks.$$table --save; done
 	.venv/bin/distopt run -n 2 -m benchmarks.guard --save
-# From a bare checkout: $(GPU_PYTHON) needs numpy, ml_dtypes, cupy, pytest, hypothesis and CMake; mpi4py if there is MPI.
-# Each piece ends within ten minutes.
-test-gpu: test-gpu-kernels test-gpu-nccl test-gpu-laws ## kernels, NCCL and the laws on a real GPU
-test-gpu-kernels: distopt/libdistopt.so ## every kernel against the host, on a real GPU
-	PYTHONPATH=. timeout 590 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu/test_real.py
-test-gpu-nccl: distopt/libdistopt.so ## NCCL between processes, with and without MPI
-	PYTHONPATH=. timeout 590 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu/test_ranks.py
-test-gpu-laws: distopt/libdistopt.so ## the laws on a real GPU
-	PYTHONPATH=. timeout 590 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu/test_every_law.py
+# The first hour on a GPU, in this order; tests/gpu/README.md says what each piece shows.  Each ends within five minutes,
+# and what it prints is kept in benchmarks/results.  From a bare checkout: $(GPU_PYTHON) needs numpy, ml_dtypes, cupy,
+# NCCL, pytest, hypothesis and CMake; mpi4py if there is MPI.  With make -k the other pieces follow one that fails.
+PIECES = doctor load kernels one two faults memcheck racecheck laws modes four
+IN_FIVE_MINUTES = PYTHONPATH=. timeout 290
+GPU_TESTS = $(IN_FIVE_MINUTES) $(GPU_PYTHON) -m pytest -m gpu --durations=10
+KEPT = 2>&1 | tee benchmarks/results/$@.txt
+test-gpu: $(PIECES:%=test-gpu-%) ## all of these pieces
+test-gpu-%: SHELL = /bin/bash -o pipefail
+test-gpu-doctor: distopt/libdistopt.so ## driver, NVRTC and NCCL; a kernel and a sum on each GPU
+	{ date; $(IN_FIVE_MINUTES) $(GPU_PYTHON) -m distopt.cli doctor; } $(KEPT)
+test-gpu-load: distopt/libdistopt.so ## every kernel compiles for this GPU and loads, and a step runs
+	$(GPU_TESTS) tests/gpu/test_load.py $(KEPT)
+test-gpu-kernels: distopt/libdistopt.so ## every kernel against the host
+	$(GPU_TESTS) tests/gpu/test_real.py $(KEPT)
+test-gpu-one: distopt/libdistopt.so ## NCCL with one rank
+	$(GPU_TESTS) tests/gpu/test_ranks.py -k one_rank $(KEPT)
+test-gpu-two: distopt/libdistopt.so ## NCCL with two ranks, which may share a GPU, without MPI and with it
+	$(GPU_TESTS) tests/gpu/test_ranks.py -k two_ranks $(KEPT)
+test-gpu-faults: distopt/libdistopt.so ## ranks that are killed, leave or fail
+	$(GPU_TESTS) tests/gpu/test_faults.py $(KEPT)
+test-gpu-memcheck test-gpu-racecheck: test-gpu-%: distopt/libdistopt.so ## kernels under compute-sanitizer, if there is one
+	@if command -v compute-sanitizer; then \
+	DISTOPT_NO_POOL=1 $(IN_FIVE_MINUTES) compute-sanitizer --tool $* --error-exitcode 9 $(GPU_PYTHON) -m pytest -m gpu \
+	tests/gpu/test_load.py tests/gpu/test_real.py -k "a_step or 1000003 or (every_mode and float32)"; \
+	else echo "skipped: there is no compute-sanitizer on PATH; the CUDA toolkit has it"; fi $(KEPT)
+test-gpu-laws: distopt/libdistopt.so ## the laws but those of modes, with one rank and with two
+	$(GPU_TESTS) tests/gpu/test_every_law.py -k "(one_rank or two_ranks) and not modes" $(KEPT)
+test-gpu-modes: distopt/libdistopt.so ## the laws of every mode, with two ranks
+	$(GPU_TESTS) tests/gpu/test_every_law.py -k "two_ranks and modes" $(KEPT)
+test-gpu-four: distopt/libdistopt.so ## NCCL with four ranks
+	$(GPU_TESTS) tests/gpu/test_ranks.py tests/gpu/test_every_law.py -k "four_ranks and (verbs or steps or sums or bits)" \
+	$(KEPT)
 bench-gpu: bench-gpu-kernels bench-gpu-models ## the tables of a GPU
 bench-gpu-kernels bench-gpu-models: bench-gpu-%: distopt/libdistopt.so
-	PYTHONPATH=. timeout 590 $(GPU_PYTHON) -m benchmarks.gpu_$* --save
+	$(IN_FIVE_MINUTES) $(GPU_PYTHON) -m benchmarks.gpu_$* --save
 distopt/libdistopt.so: $(wildcard native/*) CMakeLists.txt
 	cmake -S . -B build/here -DCMAKE_BUILD_TYPE=Release && cmake --build build/here && cp build/here/libdistopt*.so distopt
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
 .PHONY: help run test test-mpi test-all test-slow soak kills lint bench
-.PHONY: test-gpu test-gpu-kernels test-gpu-nccl test-gpu-laws bench-gpu bench-gpu-kernels bench-gpu-models
+.PHONY: test-gpu $(PIECES:%=test-gpu-%) bench-gpu bench-gpu-kernels bench-gpu-models

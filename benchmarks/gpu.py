@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.measure import Times
 from distopt import device
+from distopt.comm import nccl_library as nccl
 
 
 def need() -> None:
@@ -18,6 +19,14 @@ def need() -> None:
     if state != "ok":
         print(f"no GPU, so nothing to measure: {state}")
         sys.exit(0)
+
+
+def elements_that_fit(bytes_each, most):
+    """How many elements, ``most`` or fewer, find room in the memory that is free now: a multiple of 2^20."""
+    import cupy
+
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    return min(most, int(0.9 * free) // bytes_each >> 20 << 20)
 
 
 def interleaved(cases, rounds=15, calls=3) -> Times:
@@ -75,6 +84,8 @@ def versions():
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     packages = [f"{p} {importlib.metadata.version(p)}" for p in ("numpy", "torch") if importlib.util.find_spec(p)]
+    if nccl.nccl_state() == "ok":
+        packages.append(f"NCCL {nccl.version_text(nccl.nccl_version())}")
     runtime = cupy.cuda.runtime
     return "\n".join(
         [

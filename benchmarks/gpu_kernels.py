@@ -1,6 +1,7 @@
 """Every kernel on a GPU, as a fraction of the speed of a copy: python -m benchmarks.gpu_kernels [--save]
 
-Arrays of 2^28 float32, far larger than any cache; bytes are those that the equations must move.
+Arrays of 2^28 float32, far larger than any cache, or of as many as there is room for; bytes are those that the
+equations must move.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from distopt.compress import (
 from distopt.kernels.layout import BucketLayout
 
 ELEMENTWISE, SELECT = 0.9, 0.8  # budgets, of the copy
+ELEMENTS, BYTES_EACH = 1 << 28, 88  # of GPU memory: the copy's, and the states of all rules in turn
 RULES = {  # optimizer, arrays read or written of float32
     "sgd": (lambda: optim.SGD(1e-6), 3),
     "momentum sgd": (lambda: optim.SGD(1e-6, momentum=0.9, weight_decay=1e-4), 5),
@@ -119,20 +121,21 @@ def compress(compressor, turns, state, context):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--elements", type=int, default=1 << 28)
+    parser.add_argument("--elements", type=int, help=f"of an array; by default {ELEMENTS}, or as many as fit")
     parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
     args = parser.parse_args()
     gpu.need()
-    tables = [gpu.versions()]
-    ceiling = gpu.copy_case(args.elements)
+    tables, elements = [gpu.versions()], args.elements or gpu.elements_that_fit(BYTES_EACH, ELEMENTS)
+    ceiling = gpu.copy_case(elements)
     for kind, cases, n, budget in (
-        ("elementwise", elementwise, args.elements, ELEMENTWISE),
-        ("selection", selection, args.elements, SELECT),
+        ("elementwise", elementwise, elements, ELEMENTWISE),
+        ("selection", selection, elements, SELECT),
         ("selection", selection, 25_600_000, SELECT),
     ):
-        timed = {"copy": ceiling if n == args.elements else gpu.copy_case(n), **cases(n)}
+        timed = {"copy": ceiling if n == elements else gpu.copy_case(n), **cases(n)}
         times = gpu.interleaved({name: case for name, (_, case) in timed.items()})
         nbytes = {name: b for name, (b, _) in timed.items()}
+        del timed  # and its memory, which the next table needs
         tables.append(gpu.fractions(f"{kind}, {n:,} float32", times, nbytes, "copy", dict.fromkeys(cases(1), budget)))
     report("gpu_kernels", "\n\n".join(tables), args.save)
 

@@ -1,8 +1,9 @@
 """A step's work on one GPU beside torch's, for real models: python -m benchmarks.gpu_models [--save]
 
 ResNet-50's and BERT-base's tensors, parameters and gradients allocated one by one: pack + update, the update alone, and
-pack + top-K of 0.1 % with its residual + update, against torch's fused and foreach optimizers on tensors of their own;
-and a captured step.  One rank: what NCCL does is not in it.
+pack + top-K of 0.1 % with its residual + update, eager and captured, against torch's fused and foreach optimizers on
+tensors of their own, and against torch's DDP, whose backward pass has its gradients already, with the fused one.  One
+rank: what NCCL does between ranks is not in it.
 """
 
 import argparse
@@ -58,7 +59,32 @@ def torch_steps(rule, shapes):
             cases[f"torch, {kind}"] = torch.optim.Adam(params, 1e-6, **options).step
         else:
             cases[f"torch, {kind}"] = torch.optim.SGD(params, 1e-6, momentum=0.9, **options).step
+    cases["torch, DDP and fused"] = ddp_step(rule, shapes)
     return cases
+
+
+def ddp_step(rule, shapes, place="cuda", transport="nccl"):
+    """A backward pass that fills DDP's buckets, its all-reduce of one rank, and a fused optimizer."""
+    import torch
+
+    from benchmarks import ddp
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(transport, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    gradients = [torch.randn(s, device=place) for s in shapes]
+    model = ddp.distributed(ddp.Model(shapes, lambda: gradients).to(place))
+    options = {"weight_decay": 1e-4, "fused": True}
+    if rule == "adam":
+        optimizer = torch.optim.Adam(model.parameters(), 1e-6, **options)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-6, momentum=0.9, **options)
+
+    def step():
+        model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def main():

@@ -19,6 +19,7 @@ from distopt.comm.local import LocalControl
 from distopt.device import cubins, pinned
 from distopt.device.copies import DEVICE_TO_HOST
 
+PROPERTIES = {"name": b"a stub", "uuid": bytes(16), "pciDomainID": 0, "pciBusID": 0, "pciDeviceID": 0}
 counts: collections.Counter[str] = collections.Counter()
 
 
@@ -168,8 +169,7 @@ def install():
         (cubins, {"cached": lambda *args: ""}),
         (runtime, {"memsetAsync": counted("memsets"), "memcpyAsync": memcpy, "eventQuery": lambda event: 0}),
         (runtime, {"getDeviceCount": lambda: 1, "getDevice": lambda: 0}),
-        (runtime, {"deviceGetPCIBusId": lambda number: "0000:00:00.0", "deviceGetAttribute": lambda *a: 132}),
-        (runtime, {"getDeviceProperties": lambda number: {"name": b"a stub", "uuid": bytes(16)}}),
+        (runtime, {"deviceGetAttribute": lambda *a: 132, "getDeviceProperties": lambda number: PROPERTIES}),
         (nccl, {"NcclCommunicator": Nccl, "get_unique_id": lambda: (0,) * 128, "get_version": lambda: 22809}),
         (nccl, {"groupStart": counted("NCCL groups"), "groupEnd": lambda: None}),
     ):

@@ -26,6 +26,9 @@ class Allocator(Protocol):
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
         """Return memory for ``n`` elements that ``peers`` can share."""
 
+    def register(self, x: np.ndarray) -> None:
+        """Tell the network of memory of ``alloc``, which collectives will use."""
+
     def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
         """Return this array on every rank, by rank; None if other ranks' memory cannot be read directly."""
 
@@ -43,7 +46,6 @@ class Bucket:
         recordings: of what a compressor enqueues on a GPU at every step, by name.
         gradients, parameters, means, sums: tables of the members' arrays.
         near_overflow: whether the last ``pack`` saw a gradient above the headroom asked for.
-        group: the bucket of ``BucketSet.groups`` that it is part of; else itself.
 
     Example:
         >>> import numpy as np
@@ -70,11 +72,16 @@ class Bucket:
         self.in_place = False  # whether all gradients lie in the flat array already
         self.largest = float(np.finfo(spec.dtype).max)
         self.near_overflow = False  # whether the last pack saw a gradient above the headroom
-        self.group = self
+        self._group: Bucket | None = None  # None for this one: a cycle would keep its memory until a collection
         self.bad_parts = np.zeros((1, len(spec.names)), np.int64)  # a row per rank, the last one for the sum
         self.recordings: dict[str, device.Recording] = {}
         self._scratch: dict[str, list[np.ndarray]] = {}
         self._constants: dict[str, device.DeviceMirror] = {}
+
+    @property
+    def group(self) -> "Bucket":
+        """The bucket of ``BucketSet.groups`` that it is part of; else itself."""
+        return self if self._group is None else self._group
 
     def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         """Return the members' parts of a flat array of this bucket, by name, in their shapes."""
@@ -160,7 +167,6 @@ class BucketSet(list[Bucket]):
         bad: per member of all buckets, how many entries are not finite, int64; the last number is for all ranks.
         shared: whether every rank can read the gradients of all.
         parameters: the parameters in memory that all ranks share, by name; empty if they are not shared.
-        groups: the buckets over the same memory in which gradients are packed, and parameters updated.
         runs: the buckets of the plan of which each was ``merged``.
 
     Example:
@@ -197,7 +203,13 @@ class BucketSet(list[Bucket]):
         self.places = [np.array([place[n] for n in b.names]) for b in plan.buckets]  # each member's index in ``values``
         self._gradients_version = self._parameters_version = -1  # versions of the arrays that the tables point to
         self._copies: dict[int, np.ndarray] = {}  # copies of gradients that lie in the memory of others
-        self.groups, self.runs = self, [[bucket] for bucket in self]
+        self._groups: BucketSet | None = None  # None for these ones
+        self.runs = [[bucket] for bucket in self]
+
+    @property
+    def groups(self) -> "BucketSet":
+        """The buckets over the same memory in which gradients are packed, and parameters updated."""
+        return self if self._groups is None else self._groups
 
     def merged(self, nbytes: int) -> "BucketSet":
         """Return larger buckets over the same memory, for work that does not ask where a bucket ends.
@@ -231,19 +243,19 @@ class BucketSet(list[Bucket]):
 
     def group(self, nbytes: int) -> None:
         """Let ``groups`` be ``merged(nbytes)``: for a GPU, where every launch costs the host's time."""
-        self.groups = self.merged(nbytes)
-        for group, run in zip(self.groups, self.groups.runs, strict=True):
+        self._groups = self.merged(nbytes)
+        for group, run in zip(self._groups, self._groups.runs, strict=True):
             for bucket in run:
-                bucket.group = group
+                bucket._group = group
 
     def grouped(self, sums: Iterable[Reduced]) -> tuple["BucketSet", Iterable[Reduced]]:
         """Return ``groups`` and their sums, if each bucket's sum lies where its gradient was; else these buckets'."""
-        if self.groups is self:
+        if self._groups is None:
             return self, sums
         sums = list(sums)
         in_place = [len(total) == 1 and total[0].flat is b.gradient for b, total in zip(self, sums, strict=True)]
         if all(in_place):
-            return self.groups, [unsharded(group.gradient) for group in self.groups]
+            return self._groups, [unsharded(group.gradient) for group in self._groups]
         return self, sums
 
     def wait_for_last_step(self) -> None:
@@ -272,7 +284,8 @@ class BucketSet(list[Bucket]):
         return self._views[name]
 
     def connect(self, comm: Allocator) -> None:
-        """Find out whether the gradients of other ranks can be read from here.  Collective, once."""
+        """Register the gradients, and find out whether those of other ranks can be read here.  Collective, once."""
+        comm.register(self._memory)
         memories = comm.peers(self._memory) if comm.size > 1 else None
         for k, bucket in enumerate(self):
             bucket.peers = None if memories is None else [self._flats(m)[k] for m in memories]

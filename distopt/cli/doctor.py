@@ -9,32 +9,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import distopt
-from distopt import device
 from distopt.cli import segments
+from distopt.cli.doctor_gpu import gpu_count, gpus, nccls, trial
+from distopt.cli.finding import Finding
 from distopt.cli.launcher import INSTALL, OPEN_MPI_TCP, check_brands, find_launcher
-from distopt.comm import nccl_library as nccl
 from distopt.comm.mpi_start import SRUN
 from distopt.kernels import signatures
 
 SELF_TEST = "import numpy, distopt; x = numpy.ones(9); w = distopt.world(); w.all_reduce(x); assert x[0] == w.size == 2"
 SHARED_MEMORY = 64 << 20  # bytes; MPICH crashes with much less
-
-
-class Finding(NamedTuple):
-    """One line of the report.
-
-    Attributes:
-        status: 'ok', 'warn' or 'fail'.
-        text: the observation.
-        fix: the remedy, '' for none.
-    """
-
-    status: str
-    text: str
-    fix: str = ""
+NCCL_SHARED_MEMORY = 10 << 20  # bytes for each GPU, where NCCL goes through the host
 
 
 def add_to(commands: Any) -> None:
@@ -112,37 +99,6 @@ def mpi() -> Iterator[Finding]:
         )
 
 
-def gpu() -> Iterator[Finding]:
-    """Report GPUs, driver, compiler and NCCL; none of them is required."""
-    state = device.gpu_state()
-    if not device.has_cupy() or state.startswith("cupy is broken"):
-        yield _missing("no GPU", state)
-        return
-    yield Finding("ok", f"cupy {device.array_module().__version__}")
-    if state == "ok":
-        numbers, version = range(device.gpu_count()), device.driver_version()
-        yield Finding("ok", f"CUDA driver for CUDA {version // 1000}.{version % 1000 // 10}")
-        for number in numbers:
-            yield Finding("ok", f"GPU {number} is {device.gpu_name(number)} at {device.bus_id(number)}")
-    else:
-        yield _missing("no GPU", state)
-    try:
-        yield Finding("ok", "NVRTC {}.{}".format(*device.nvrtc_version()))
-    except Exception as error:  # cupy's own, of whichever library is missing
-        yield Finding("warn", f"no NVRTC: {error}".splitlines()[0], "pip install 'distopt[cuda13]' (or [cuda12])")
-    state = nccl.nccl_state()
-    if state == "ok":
-        yield Finding("ok", f"NCCL {nccl.version_text(nccl.nccl_version())}, {nccl.library_path()}")
-    else:
-        yield _missing("no NCCL", state)
-
-
-def _missing(what: str, state: str) -> Finding:
-    """Return a warning from a state 'cause: remedy'."""
-    cause, _, fix = state.partition(": ")
-    return Finding("warn", f"{what}: {cause}", fix)
-
-
 def machine() -> Iterator[Finding]:
     """Report cores, BLAS threads, and shared memory."""
     mine, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
@@ -154,8 +110,9 @@ def machine() -> Iterator[Finding]:
     threads = os.environ.get("OMP_NUM_THREADS")
     yield Finding("ok", f"OMP_NUM_THREADS is {threads or 'not set: distopt run sets it to cores / ranks'}")
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
-    enough = free >= SHARED_MEMORY
-    fix = "" if enough else "give the container more: docker run --shm-size=1g"
+    wanted = SHARED_MEMORY + NCCL_SHARED_MEMORY * gpu_count()
+    enough = free >= wanted
+    fix = "" if enough else f"{wanted / 1e6:.0f} MB are wanted; give the container more: docker run --shm-size=1g"
     yield Finding("ok" if enough else "warn", f"/dev/shm has {free / 1e6:.0f} MB free", fix)
     left = segments.left()
     if left:
@@ -164,4 +121,4 @@ def machine() -> Iterator[Finding]:
         yield Finding("warn", text, f"when no job of yours is about to start: rm {segments.FOLDER}/{segments.PREFIX}*")
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (versions, host_library, mpi, gpu, machine)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (versions, host_library, mpi, gpus, nccls, trial, machine)

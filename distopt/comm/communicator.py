@@ -208,6 +208,12 @@ class Communicator(abc.ABC):
         """
         return device.zeros(n, dtype)
 
+    def register(self, x: np.ndarray) -> None:  # noqa: B027  most need not know
+        """Tell the network of an array that ``alloc`` returned and collectives will use, at once or in parts.
+
+        Collective: each rank gives an array of the same size.
+        """
+
     def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
         """Return the arrays of all ranks, in rank order, as shared memory.  Collective.
 
@@ -291,6 +297,7 @@ class Wrapper(Communicator):
     check = _forwarded(Communicator.check)
     set_poll_interval = _forwarded(Communicator.set_poll_interval)
     alloc = _forwarded(Communicator.alloc)
+    register = _forwarded(Communicator.register)
     peers = _forwarded(Communicator.peers)
     count_all_reduce = _forwarded(Communicator.count_all_reduce)
     close = _forwarded(Communicator.close)

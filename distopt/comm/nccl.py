@@ -19,15 +19,20 @@ from distopt.comm import mpi_control
 from distopt.comm.byte_counts import RING
 from distopt.comm.communicator import Communicator, as_flat, check_root, flat_parts, slices, split
 from distopt.comm.control import ControlChannel, fingerprint
+from distopt.comm.nccl_buffers import RegisteredMemory
 from distopt.comm.nccl_library import (
+    REGISTER,
     binding,
     check_one_gpu_each,
     gpu_identity,
+    isolated,
     nccl_unique_id,
     nccl_version,
+    registers,
     select_gpu,
     version_text,
 )
+from distopt.resilience.watchdog import say
 
 ID_BYTES = 128
 IN_PROGRESS = 7  # ncclInProgress, for which cupy has no name; it is no failure
@@ -56,7 +61,8 @@ class NcclCommunicator(Communicator):
 
     Raises:
         RuntimeError: on every rank alike, if a rank has no driver, GPU or NCCL, or if ranks do not find each other.
-        ValueError: on every rank alike, if NCCL's versions differ, or if two ranks are on one GPU.
+        ValueError: on every rank alike, if NCCL's versions or DISTOPT_NCCL_REGISTER differ, or if two ranks are on one
+            GPU.
 
     Example:
         Skipped where examples run as tests: it needs MPI, cupy and a GPU for each of two processes.
@@ -88,17 +94,22 @@ class NcclCommunicator(Communicator):
         self.local_rank = self.rank if local_rank is None else local_rank
         self.rank_ordered = self.size == 1
         self._verb, self._failure = "its start", ""
-        self.gpu: int = self._select_gpu(gpu)
+        number, advice = self._select_gpu(gpu)
+        self.gpu: int = number
         self.xp = device.array_module()
         self._kinds, self._sum = _kinds(), binding().NCCL_SUM
         self._comm: Any = self._meet(self._agree_on_id(unique_id))
-        self._stream, self._order = device.new_stream(), device.StreamEvent()
+        self._memory, self._registers = RegisteredMemory(self._comm), registers()
+        # NCCL's few blocks must not wait behind those of a backward pass, for which other ranks would wait too
+        self._stream, self._order = device.new_stream(first=True), device.StreamEvent()
         self._log = control.log("NCCL")
         self._kept: list[np.ndarray] = []  # arrays that the communicator's stream may still use
         _alive.append(self)
         _helper()
         name = f"NCCL {version_text(nccl_version())} on GPU {self.gpu} ({device.bus_id(self.gpu)})"
-        self.reason = f"{name}; {reason}" if reason else name
+        self.reason = "; ".join(filter(None, (name, "buckets registered" * self._registers, reason, advice)))
+        if advice and self.rank == 0:
+            say(f"distopt: {advice}\n")
 
     @classmethod
     def from_mpi(cls, comm: Any = None, gpu: int | None = None, reason: str = "") -> "NcclCommunicator":
@@ -152,18 +163,22 @@ class NcclCommunicator(Communicator):
 
     # ------------------------------------------------------------------------------------------- start
 
-    def _select_gpu(self, gpu: int | None) -> int:
-        """Choose a GPU, vote on all that can be checked before NCCL is called, and return the GPU's number."""
-        error, version, number, location = None, 0, 0, ""
+    def _select_gpu(self, gpu: int | None) -> tuple[int, str]:
+        """Choose a GPU, and vote on all that can be checked before NCCL is called.
+
+        Returns:
+            The GPU's number, and advice for the user, '' for none.
+        """
+        error, version, number, location, setting = None, 0, 0, "", False
         try:
             number = select_gpu(gpu, self.local_rank)
-            version, location = nccl_version(), gpu_identity(number, self.rank)
+            version, location, setting = nccl_version(), gpu_identity(number, self.rank), registers()
         except Exception as problem:
             error = problem
-        lines = [f"NCCL {version_text(version)}"]
+        lines = [f"NCCL {version_text(version)}", f"{REGISTER}={int(setting)}"]
         identities = self.control.vote("NCCL's start", fingerprint(lines), lambda: lines, error, location)
         check_one_gpu_each(identities, self.rank)
-        return number
+        return number, isolated(identities)
 
     def _agree_on_id(self, unique_id: bytes | None) -> bytes:
         if unique_id is not None:
@@ -310,8 +325,16 @@ class NcclCommunicator(Communicator):
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
         """Allocate zeros, ``(n,)``, on the communicator's GPU."""
         self._check_thread()
-        array: np.ndarray = device.gpu_zeros(n, dtype)
+        array: np.ndarray = (self._memory.zeros if self._registers else device.gpu_zeros)(n, dtype)
         return array
+
+    def register(self, x: np.ndarray) -> None:
+        """Register an array of ``alloc`` with NCCL, if DISTOPT_NCCL_REGISTER is 1.  Collective."""
+        if self._registers:
+            with self._log("registering", x.nbytes):
+                self.wait()
+                device.synchronize(device.current_stream(), self.check)
+                self._memory.register(x)
 
     # ------------------------------------------------------------------------------------------- streams
 
@@ -330,15 +353,14 @@ class NcclCommunicator(Communicator):
         nccl = binding()
         try:
             with self._log(verb, arrays[0].nbytes, self._tag):  # NCCL may wait for others before it enqueues
-                nccl.groupStart()
-                try:
+                with _group():
                     yield self._stream.ptr
-                finally:  # an open group would swallow all later calls of this thread
-                    nccl.groupEnd()
-        except Exception as error:
-            raise self._failed(f"{self._verb}: {type(error).__name__}: {error}") from error
+        except nccl.NcclError as error:
+            raise self._failed(f"{self._verb}: {error}") from error
+        except Exception as error:  # of distopt, or of cupy in its name
+            raise self._failed(f"{self._verb}: {type(error).__name__}: {error}", nccl=False) from error
         except BaseException:  # a part was enqueued, and other ranks may wait for the rest
-            self._failed(f"{self._verb}, which was interrupted")
+            self._failed(f"{self._verb}, which was interrupted", nccl=False)
             raise
 
     def wait(self) -> None:
@@ -409,9 +431,15 @@ class NcclCommunicator(Communicator):
         except binding().NcclError as error:
             raise self._failed(f"{self._verb}, or before: {error}") from error
 
-    def _failed(self, text: str) -> RuntimeError:
-        """Return the error for a failed collective; no collective is possible after it."""
-        self._failure = f"NCCL failed on GPU {self.gpu} in {text}; NCCL_DEBUG=WARN says more"
+    def _failed(self, text: str, nccl: bool = True) -> RuntimeError:
+        """Return the error for a failed collective; no collective is possible after it.
+
+        Args:
+            text: the collective, and what went wrong.
+            nccl: NCCL has failed, and not its caller.
+        """
+        who, more = ("NCCL", "; NCCL_DEBUG=WARN says more") if nccl else ("distopt", "")
+        self._failure = f"{who} failed on GPU {self.gpu} in {text}{more}"
         return RuntimeError(f"rank {self.rank}: {self._failure}")
 
     def abort(self, deadline: float = 5.0) -> bool:
@@ -423,6 +451,7 @@ class NcclCommunicator(Communicator):
         Returns:
             Whether NCCL stopped in time.
         """
+        self._memory.abandon()
         comm, kept = self._give_up()
         self._failure = self._failure or "the communicator was aborted"
         return comm is None or _within(deadline, comm.abort, (comm, kept))
@@ -440,6 +469,7 @@ class NcclCommunicator(Communicator):
             with self._log("closing"):
                 device.drop_graphs(self.gpu)
                 device.synchronize(self._stream, self.check)
+                self._memory.deregister()
                 self._give_up()[0].destroy()
         self.control.close()
 
@@ -451,6 +481,16 @@ class NcclCommunicator(Communicator):
         if self in _alive:
             _alive.remove(self)
         return comm, arrays
+
+
+@contextlib.contextmanager
+def _group() -> Iterator[None]:
+    """Let NCCL take the calls of this thread in this context as one."""
+    binding().groupStart()
+    try:
+        yield
+    finally:  # an open group would swallow all later calls of this thread
+        binding().groupEnd()
 
 
 @functools.cache
@@ -535,12 +575,16 @@ def end_all(deadline: float = 10.0) -> None:
                 if owner._failure:
                     raise RuntimeError(owner._failure)
                 device.synchronize(owner._stream, poll)
+                owner._memory.deregister()
             except Exception:
+                owner._memory.abandon()
                 stuck.append(comm)
             else:
                 done.append(comm)
-        for comm in stuck:  # first: destroy() may wait for the kernels of a stuck communicator
-            comm.abort()
+        if stuck:  # first: destroy() may wait for the kernels of a stuck communicator
+            with contextlib.suppress(Exception), _group():  # which waits for kernels when all have been told to end
+                for comm in stuck:
+                    comm.abort()
         for comm in done:
             comm.destroy()
 

@@ -1,13 +1,16 @@
 """NCCL's library and its version, and the choice of a GPU for each rank."""
 
+import ctypes
 import functools
 import json
 import os
 import pathlib
 import platform
+import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 from distopt import device
 from distopt.comm.control import agreed
@@ -15,12 +18,22 @@ from distopt.comm.control import agreed
 MINIMUM = 21801  # first version with all functions that cupy 14's binding needs (ncclCommSplit)
 SHARES_A_GPU = 23000  # first version with NCCL_MULTI_RANK_GPU_ENABLE
 TAKES_PARTITIONS = 23000  # first version that identifies GPUs by UUID, which differs between MIG partitions of one GPU
+WINDOWS = 22703  # first version with ncclCommWindowRegister
+SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC: in a collective each rank gives the same place of its window
+REGISTER = "DISTOPT_NCCL_REGISTER"
+# Two communicators of one GPU, of which a user or another library may make the second, deadlock without it: NCCL then
+# starts their kernels in the order in which the host calls it (from 2.26 on).
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 @functools.cache
 def binding() -> ModuleType:
-    """Return cupy's module of NCCL's functions, ``cupy.cuda.nccl``."""
+    """Return cupy's module of NCCL's functions, ``cupy.cuda.nccl``.
+
+    NCCL reads its variables at its first call, so LAUNCH_ORDER is set here, unless the user has set it.
+    """
+    os.environ.setdefault(LAUNCH_ORDER, "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nccl_state reports a missing NCCL, in more detail
         from cupy.cuda import nccl
@@ -33,10 +46,92 @@ def nccl_version() -> int:
     return int(binding().get_version())
 
 
-def library_path() -> str:
-    """Return the path of the NCCL library that is loaded, or 'at an unknown place'."""
-    maps = pathlib.Path("/proc/self/maps").read_text()
-    return next((line.split()[-1] for line in maps.splitlines() if "libnccl" in line), "at an unknown place")
+def library_paths() -> list[str]:
+    """Return the paths of the NCCL libraries that this process has loaded."""
+    maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    return list(dict.fromkeys(line.split(maxsplit=5)[-1] for line in maps if "/libnccl" in line))
+
+
+@functools.cache
+def library() -> Any:
+    """Return the NCCL library that cupy's binding is linked to, for the functions that the binding lacks.
+
+    Raises:
+        RuntimeError: the process has two of them, and the binding does not call the one that it is linked to.
+    """
+    linked = ctypes.CDLL(sys.modules[binding().NcclCommunicator.__module__].__file__)  # and what that depends on
+    version = ctypes.c_int()
+    if linked.ncclGetVersion(ctypes.byref(version)) or version.value != nccl_version():
+        raise RuntimeError(
+            f"{REGISTER}=1 needs one NCCL library in a process, got {version_text(version.value)} beside "
+            f"{version_text(nccl_version())}: import cupy before what brings the other one, or do not set it"
+        )
+    return linked
+
+
+def memory_alloc(nbytes: int) -> int:
+    """Allocate memory of the current GPU that NCCL can register, and return its address.
+
+    Raises:
+        MemoryError: there is not enough.
+    """
+    address = ctypes.c_void_p()
+    if status := library().ncclMemAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes)):
+        raise MemoryError(
+            f"NCCL cannot allocate {nbytes} bytes of GPU memory for buckets: {binding().NcclError(status)}"
+        )
+    return address.value or 0
+
+
+def memory_free(address: int) -> None:
+    """Free memory of ``memory_alloc``, which must not be registered any more."""
+    _check(library().ncclMemFree(ctypes.c_void_p(address)))
+
+
+class Registration:
+    """Memory of ``memory_alloc`` that a communicator reads and writes without a copy.  Making one is collective.
+
+    It is a window from NCCL 2.27 on, which ranks on NVLink reach in each other's memory.
+
+    Args:
+        comm: cupy's communicator.
+        address: where the memory starts.
+        nbytes: its size, the same on every rank.
+    """
+
+    def __init__(self, comm: Any, address: int, nbytes: int):
+        self._comm, self._window, self._handle = comm, ctypes.c_void_p(), ctypes.c_void_p()
+        whole = ctypes.c_void_p(comm.comm), ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
+        if nccl_version() >= WINDOWS:
+            _check(library().ncclCommWindowRegister(*whole, ctypes.byref(self._window), SYMMETRIC))
+        if not self._window.value:  # no window is made for ranks that cannot reach each other's memory
+            _check(library().ncclCommRegister(*whole, ctypes.byref(self._handle)))
+
+    def end(self) -> None:
+        """Deregister the memory, while the communicator is there and none of its collectives uses it."""
+        comm = ctypes.c_void_p(self._comm.comm)
+        if self._window.value:
+            _check(library().ncclCommWindowDeregister(comm, self._window))
+        else:
+            _check(library().ncclCommDeregister(comm, self._handle))
+
+
+def _check(status: int) -> None:
+    """Raise NcclError for a status other than success."""
+    if status:
+        raise binding().NcclError(status)
+
+
+def registers() -> bool:
+    """Tell if buckets are registered with NCCL: DISTOPT_NCCL_REGISTER is 1; by default they are not.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
+    value = os.environ.get(REGISTER, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{REGISTER} must be 0 or 1, or not set, got {value!r}")
+    return value == "1"
 
 
 def version_text(version: int) -> str:
@@ -115,9 +210,10 @@ def select_gpu(gpu: int | None, local_rank: int) -> int:
 
 
 def gpu_identity(gpu: int, rank: int) -> str:
-    """Return a JSON text ``[key, name]`` of a rank's GPU.
+    """Return a JSON text ``[key, name, place, alone]`` of a rank's GPU.
 
-    The key is how NCCL identifies a GPU: the host's id with the bus id or the UUID.  The name is for error texts.
+    The key is how NCCL identifies a GPU: the host's id with the bus id or the UUID.  The name is for error texts.  The
+    place is the host with the bus id; ``alone`` is None if this process sees other GPUs, else CUDA_VISIBLE_DEVICES.
     """
     host = platform.node()
     host_id = os.environ.get("NCCL_HOSTID") or host + (BOOT_ID.read_text().strip() if BOOT_ID.exists() else "")
@@ -125,7 +221,35 @@ def gpu_identity(gpu: int, rank: int) -> str:
         host_id += f" rank {rank}"
     bus = device.bus_id(gpu)
     gpu_id = device.uuid(gpu) if nccl_version() >= TAKES_PARTITIONS else bus
-    return json.dumps([[host_id, gpu_id], f"GPU {gpu} ({bus}) of host {host}"])
+    alone = os.environ.get("CUDA_VISIBLE_DEVICES", "") if device.gpu_count() == 1 else None
+    return json.dumps([[host_id, gpu_id], f"GPU {gpu} ({bus}) of host {host}", [host, bus], alone])
+
+
+def isolated(identities: Sequence[str]) -> str:
+    """Return advice if a host's ranks see a GPU each that the others cannot see; '' for none.
+
+    Where CUDA_VISIBLE_DEVICES alone gives each rank another GPU, it differs, and NCCL still reaches all of them.
+
+    Args:
+        identities: the text of ``gpu_identity`` of each rank, ``(size,)``.
+
+    Example:
+        >>> ranks = [json.dumps([[], "", ["node1", bus], "0"]) for bus in ("0000:0f:00.0", "0000:10:00.0")]
+        >>> isolated(ranks).partition(":")[0]
+        'ranks of host node1 see one GPU each and not those of the others'
+    """
+    places: dict[tuple[str, str], set[str]] = {}
+    for _, _, (host, bus), alone in map(json.loads, identities):
+        if alone is not None:
+            places.setdefault((host, alone), set()).add(bus)
+    hosts = [host for (host, _), buses in places.items() if len(buses) > 1]
+    if not hosts:
+        return ""
+    return (
+        f"ranks of host {hosts[0]} see one GPU each and not those of the others: NCCL then moves their data through "
+        "the host's memory in place of NVLink; show each rank all GPUs (Slurm: --gpus-per-node=N --gpu-bind=none in "
+        "place of --gpus-per-task=1; containers: --gpus all)"
+    )
 
 
 def check_one_gpu_each(identities: Sequence[str], rank: int) -> None:
@@ -139,7 +263,7 @@ def check_one_gpu_each(identities: Sequence[str], rank: int) -> None:
         ValueError: on every rank alike, if two ranks share a GPU.
     """
     first: dict[tuple[str, ...], int] = {}
-    for peer, (key, name) in enumerate(map(json.loads, identities)):
+    for peer, (key, name, *_) in enumerate(map(json.loads, identities)):
         if (first_rank := first.setdefault(tuple(key), peer)) != peer:
             raise agreed(
                 ValueError(

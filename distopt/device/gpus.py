@@ -66,19 +66,52 @@ def use_gpu(number: int) -> None:
     cupy().cuda.Device(number).use()
 
 
+def wait_for_gpu(number: int) -> None:
+    """Wait, on the host, for all work enqueued on a GPU, in any stream."""
+    before = current_gpu()
+    use_gpu(number)
+    try:
+        cupy().cuda.runtime.deviceSynchronize()
+    finally:
+        use_gpu(before)
+
+
 def gpu_name(number: int) -> str:
     """Return the product name of a GPU."""
     return str(cupy().cuda.runtime.getDeviceProperties(number)["name"].decode())
 
 
 def bus_id(number: int) -> str:
-    """Return the PCI bus ID of a GPU, which is unique on this host."""
-    return str(cupy().cuda.runtime.deviceGetPCIBusId(number))
+    """Return the PCI bus ID of a GPU, as 0000:0f:00.0; MIG partitions of one GPU have the same.
+
+    It is made of the GPU's properties: cupy's ``deviceGetPCIBusId`` has no room for a domain of five digits.
+    """
+    properties = cupy().cuda.runtime.getDeviceProperties(number)
+    domain, bus, place = (properties[name] for name in ("pciDomainID", "pciBusID", "pciDeviceID"))
+    return f"{domain:04x}:{bus:02x}:{place:02x}.0"
 
 
 def uuid(number: int) -> str:
-    """Return the UUID of a GPU or of a MIG partition, 32 hex digits that no other one has."""
-    return bytes(cupy().cuda.runtime.getDeviceProperties(number)["uuid"]).hex()
+    """Return the UUID of a GPU or of a MIG partition, 32 hex digits that no other one has.
+
+    cupy reads it as a C string: it ends at a zero byte, and without one goes on behind the 16 bytes.
+    """
+    return bytes(cupy().cuda.runtime.getDeviceProperties(number)["uuid"])[:16].ljust(16, b"\0").hex()
+
+
+def compute_mode(number: int) -> int:
+    """Return who may use a GPU: 0 everybody, 2 nobody, 1 or 3 one process at a time."""
+    return int(cupy().cuda.runtime.getDeviceProperties(number)["computeMode"])
+
+
+def capability(number: int) -> int:
+    """Return the compute capability of a GPU, such as 90 for 9.0."""
+    return int(cupy().cuda.Device(number).compute_capability)
+
+
+def reaches(number: int, other: int) -> bool:
+    """Tell if a GPU can read and write the memory of another one (P2P)."""
+    return bool(cupy().cuda.runtime.deviceCanAccessPeer(number, other))
 
 
 @functools.cache
@@ -96,3 +129,8 @@ def nvrtc_version() -> tuple[int, int]:
     """Return the major and minor version of NVRTC, the compiler for GPUs; raises cupy's error if there is none."""
     major, minor = cupy().cuda.nvrtc.getVersion()
     return int(major), int(minor)
+
+
+def nvrtc_architectures() -> list[int]:
+    """Return the compute capabilities for which NVRTC compiles; raises cupy's error if there is none."""
+    return [int(a) for a in cupy().cuda.nvrtc.getSupportedArchs()]

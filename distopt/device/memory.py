@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from distopt.device.arrays import on_gpu
-from distopt.device.gpus import cupy
+from distopt.device.gpus import cupy, current_gpu
 from distopt.device.streams import current_stream, synchronize
 
 HUGE_PAGE = 2 << 20
@@ -62,6 +62,19 @@ def gpu_zeros(n: int, dtype: Any) -> Any:
     x = cupy().empty(n, dtype)
     clear(x)
     return x
+
+
+def gpu_array_at(address: int, n: int, dtype: Any, owner: Any) -> Any:
+    """Return memory of the current GPU that cupy did not allocate as an array of shape ``(n,)``.
+
+    Args:
+        address: where it starts.
+        n: the number of elements.
+        dtype: their dtype.
+        owner: an object that lives as long as the array, or a view of it, does.
+    """
+    memory = cupy().cuda.UnownedMemory(address, n * np.dtype(dtype).itemsize, owner, current_gpu())
+    return cupy().ndarray((n,), dtype, cupy().cuda.MemoryPointer(memory, 0))
 
 
 def clear(x: Any) -> None:

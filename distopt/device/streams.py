@@ -8,6 +8,7 @@ from distopt.device.gpus import cupy
 
 NOT_READY = 600  # cudaErrorNotReady
 OWN = (0, 1, 2)  # the null stream, under its three names
+FIRST = -(1 << 15)  # a priority; CUDA takes the greatest that the GPU has for one beyond its range
 
 
 def current_stream() -> Any:
@@ -20,9 +21,13 @@ def can_capture(stream: Any) -> bool:
     return stream.ptr not in OWN and not stream.is_capturing()
 
 
-def new_stream() -> Any:
-    """Return a new stream, which does not wait for the null stream."""
-    return cupy().cuda.Stream(non_blocking=True)
+def new_stream(first: bool = False) -> Any:
+    """Return a new stream, which does not wait for the null stream.
+
+    Args:
+        first: where the GPU has no room for the blocks of all kernels, those of this stream go first.
+    """
+    return cupy().cuda.Stream(non_blocking=True, priority=FIRST if first else None)
 
 
 class StreamEvent:

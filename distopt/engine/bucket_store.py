@@ -217,12 +217,13 @@ class BucketStore:
             sent: how many of these are on their way already.
         """
         buckets, values, grads = self.buckets, self.collector.values, self.collector.grads
+        groups = buckets.groups
         buckets.point_to_parameters(values.addresses, values.version)
-        if buckets.groups is not buckets:
-            buckets.groups.point_to_parameters(values.addresses, values.version)
+        if groups is not buckets:
+            groups.point_to_parameters(values.addresses, values.version)
         if multipliers:
             self._optimizer.multiply(buckets)
-        packed = travelling if travelling and sent else buckets.groups
+        packed = travelling if travelling and sent else groups
         packed.point_to_gradients(grads.arrays, grads.addresses, grads.version, sent)
         for bucket in packed[sent:]:
             self.pack(bucket, packing)

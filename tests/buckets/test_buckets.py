@@ -1,5 +1,8 @@
 """Plans worked out by hand: which tensors SINGA's rule puts into one bucket."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -110,3 +113,18 @@ def test_sums_are_grouped_where_they_lie_in_their_buckets():
     elsewhere = [*sums[:2], unsharded(np.zeros(6, np.float32))]
     assert buckets.grouped(elsewhere) == (buckets, elsewhere)
     assert {b.group for b in buckets} == set(groups)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_buckets_free_their_memory_when_nobody_has_them_any_more(grouped):
+    """At once: on a GPU another plan's buckets may need it before the next collection."""
+    gc.disable()
+    try:
+        buckets = bucket_set([4, 5, 6])
+        if grouped:
+            buckets.group(1 << 30)
+        memory = weakref.ref(buckets[0].gradient.base)
+        del buckets
+        assert memory() is None
+    finally:
+        gc.enable()

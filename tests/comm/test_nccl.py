@@ -1,6 +1,7 @@
 """The NCCL communicator on doubles of GPUs and of NCCL: every verb, every order of streams, and errors."""
 
 import argparse
+import json
 import multiprocessing
 import os
 import re
@@ -19,11 +20,18 @@ import spawned
 
 import laws
 from distopt import DistOpt, device, run_ranks, world
-from distopt.cli import doctor
-from distopt.comm import LocalCommunicator, Metered, NcclCommunicator, Ordered, mpi_control, nccl_unique_id
+from distopt.comm import (
+    LocalCommunicator,
+    Metered,
+    NcclCommunicator,
+    Ordered,
+    mpi_control,
+    nccl_library,
+    nccl_unique_id,
+)
 from distopt.comm.control import PeerLeft
 from distopt.comm.nccl import end_all
-from doubles import gpu, nccl, shim
+from doubles import gpu, nccl, nccl_buffers, shim
 from launch import finish, needs_mpi, run_mpi
 
 pytestmark = pytest.mark.device
@@ -32,7 +40,7 @@ pytestmark = pytest.mark.device
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch):
     """The doubles, for one test."""
-    for variable in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
+    for variable in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE", "CUDA_VISIBLE_DEVICES", nccl_library.REGISTER):
         monkeypatch.delenv(variable, raising=False)
     nccl_checks.install(monkeypatch.setattr)
     shim.library("float")  # for the processes that a test starts too
@@ -127,6 +135,34 @@ def test_wrappers_pass_on_what_streams_need():
         assert "Metered(Ordered(<NcclCommunicator, rank" in repr(wrapped)
 
     with_nccl(2, main)
+
+
+def test_a_job_has_one_nccl_communicator_per_rank():
+    """Two of them would need an order among each other."""
+    with_nccl(2, lambda comm: laws.train(comm, overlap=True))
+    assert nccl._made == {0: 1, 1: 1}
+
+
+def test_nccls_kernels_go_before_those_of_a_backward_pass():
+    def main(comm):
+        assert comm._stream.priority == gpu.GREATEST_PRIORITY
+        assert device.new_stream().priority == device.current_stream().priority == 0
+
+    with_nccl(1, main)
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("0", "0")])
+def test_kernels_of_several_communicators_start_in_the_hosts_order_unless_the_user_says_otherwise(
+    given, found, monkeypatch
+):
+    monkeypatch.setenv(nccl_library.LAUNCH_ORDER, "")
+    if given is None:
+        monkeypatch.delenv(nccl_library.LAUNCH_ORDER)
+    else:
+        monkeypatch.setenv(nccl_library.LAUNCH_ORDER, given)
+    nccl_library.binding.cache_clear()
+    nccl_unique_id()
+    assert os.environ[nccl_library.LAUNCH_ORDER] == found
 
 
 # ----------------------------------------------------------------------------------------------------- processes
@@ -291,10 +327,69 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch):
 
 def test_partitions_of_one_gpu_need_a_newer_nccl(monkeypatch):
     """They have one place on the bus, but a UUID each, by which NCCL tells them apart from 2.30 on."""
-    monkeypatch.setattr(cupy.cuda.runtime, "deviceGetPCIBusId", lambda number: "0000:01:00.0")
+    monkeypatch.setattr(
+        cupy.cuda.runtime, "getDeviceProperties", lambda number: gpu.properties(number) | {"pciBusID": 1}
+    )
     alike(raised(2, lambda threads: NcclCommunicator(threads.control), ValueError), "got ranks 0 and 1 on GPU 1")
     nccl.faults.version = 23007
     with_nccl(2, lambda comm: comm.all_reduce(gpu.array(np.ones(3, np.float32))))
+
+
+@pytest.mark.parametrize(
+    ("place", "text"), [((0, 15, 0), "0000:0f:00.0"), ((1, 2, 3), "0001:02:03.0"), ((0x10000, 1, 0), "10000:01:00.0")]
+)
+def test_a_gpu_in_any_pci_domain_has_a_bus_id(place, text, monkeypatch):
+    properties = dict(zip(("pciDomainID", "pciBusID", "pciDeviceID"), place, strict=True))
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda number: properties)
+    assert device.bus_id(0) == text
+
+
+@pytest.mark.parametrize("read", [b"\1\2", bytes(range(1, 17)), bytes(range(1, 17)) + b"more"])
+def test_a_uuid_has_32_digits_however_much_of_it_cupy_reads(read, monkeypatch):
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda number: {"uuid": read})
+    assert device.uuid(0) == read[:16].hex().ljust(32, "0")
+
+
+def identity(host="node1", bus="0000:01:00.0", alone="0"):
+    return json.dumps([[host, bus], f"GPU 0 ({bus}) of host {host}", [host, bus], alone])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "advised"),
+    [
+        ([identity(), identity(bus="0000:02:00.0")], True),  # both call it 0: each sees its own only
+        ([identity(alone=""), identity(bus="0000:02:00.0", alone="")], True),
+        ([identity(), identity(bus="0000:02:00.0", alone="1")], False),  # the variable alone tells them apart
+        ([identity(alone=None), identity(bus="0000:02:00.0", alone=None)], False),  # they see several
+        ([identity(), identity(bus="0000:02:00.0"), identity(bus="0000:02:00.0", alone=None)], True),
+        ([identity(), identity(host="node2", bus="0000:02:00.0")], False),
+        ([identity(), identity()], False),  # a test: both on one GPU
+        ([identity(), identity(host="node2"), identity(host="node2", bus="0000:02:00.0")], True),
+    ],
+)
+def test_ranks_that_see_nothing_but_a_gpu_each_are_advised(ranks, advised):
+    assert bool(nccl_library.isolated(ranks)) == advised
+
+
+def test_ranks_with_isolated_gpus_are_told_once_and_in_their_repr(monkeypatch, capfd):
+    """As Slurm's --gpus-per-task=1 does it: each rank has GPU 0, and another one."""
+
+    def properties(number):
+        return gpu.properties(number) | {"pciBusID": gpu._local.rank, "uuid": bytes([gpu._local.rank] * 16)}
+
+    def main(threads):
+        gpu._local.rank = threads.rank
+        comm = NcclCommunicator(threads.control)
+        assert "; ranks of host" in repr(comm)
+        assert "--gpu-bind=none" in repr(comm)
+        comm.close()
+
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 1)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", properties)
+    run_ranks(3, main)
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert re.match("distopt: ranks of host .* see one GPU each and not those of the others: .*NVLink; show", told[0])
 
 
 def test_more_ranks_than_gpus():
@@ -411,10 +506,23 @@ def test_a_call_that_nccl_refuses_is_an_error():
     def main(comm):
         nccl.faults.refuses = 0
         with pytest.raises(
-            RuntimeError, match="rank 0: NCCL failed on GPU 0 in all_reduce of 2 float32: NcclError: NCCL_ERROR_INVALID"
+            RuntimeError, match="rank 0: NCCL failed on GPU 0 in all_reduce of 2 float32: NCCL_ERROR_INVALID"
         ):
             comm.all_reduce(gpu.array(np.ones(2, np.float32)))
         assert not nccl.in_a_group()
+
+    with_nccl(1, main)
+
+
+def test_an_error_of_distopts_own_is_not_called_nccls():
+    def main(comm):
+        def all_reduce(*arguments):
+            raise ZeroDivisionError("oops")
+
+        comm._comm.allReduce = all_reduce
+        for match in ("^rank 0: distopt failed on GPU 0 in all_reduce of 2 float32: ZeroDivisionError: oops$",) * 2:
+            with pytest.raises(RuntimeError, match=match):
+                comm.all_reduce(gpu.array(np.ones(2, np.float32)))
 
     with_nccl(1, main)
 
@@ -472,6 +580,48 @@ def test_at_exit_operations_that_a_dead_peer_owes_are_aborted(monkeypatch):
             assert time.monotonic() - started < 5
         assert inner.aborted
         assert not inner.destroyed
+        threads.control.vote("all have ended", 1, list)
+
+    run_ranks(2, main)
+
+
+def test_at_exit_all_stuck_communicators_are_told_to_end_before_one_is_waited_for(monkeypatch):
+    """The kernels of the second one would keep NCCL from freeing what the first one has."""
+    monkeypatch.setattr(sys.modules["distopt.comm.nccl"], "_alive", [])
+
+    def main(threads):
+        comms = [NcclCommunicator(threads.control) for _ in range(2)]
+        if threads.rank == 1:
+            for comm in comms:
+                comm.abort()  # as a process that is gone
+        threads.control.vote("rank 1 is gone", 1, list)
+        if threads.rank == 0:
+            for comm in comms:
+                comm.all_reduce(gpu.array(np.ones(9, np.float32)))
+            nccl_buffers.library.log.clear()
+            end_all(1.0)
+            assert nccl_buffers.library.log == ["abort", "abort", "reclaim", "reclaim"]
+        threads.control.vote("all have ended", 1, list)
+
+    run_ranks(2, main)
+
+
+def test_at_exit_the_deadline_is_for_all_communicators_together(monkeypatch):
+    monkeypatch.setattr(sys.modules["distopt.comm.nccl"], "_alive", [])
+
+    def main(threads):
+        comms = [NcclCommunicator(threads.control) for _ in range(3)]
+        if threads.rank == 1:
+            for comm in comms:
+                comm.abort()
+        threads.control.vote("rank 1 is gone", 1, list)
+        if threads.rank == 0:
+            nccl.faults.abort = 4.0
+            for comm in comms:
+                comm.all_reduce(gpu.array(np.ones(9, np.float32)))
+            started = time.monotonic()
+            end_all(1.0)
+            assert 0.9 < time.monotonic() - started < 1.9
         threads.control.vote("all have ended", 1, list)
 
     run_ranks(2, main)
@@ -594,7 +744,7 @@ def test_communicators_of_the_host_refuse_arrays_of_a_gpu():
     run_ranks(2, main)
 
 
-# ----------------------------------------------------------------------------------------------------- world, doctor
+# ----------------------------------------------------------------------------------------------------- world
 
 
 def test_one_rank_carries_arrays_of_both_kinds():
@@ -629,8 +779,6 @@ def test_every_cause_of_no_gpu_has_its_remedy(status, monkeypatch):
 
     monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", count)
     assert re.match(CAUSES[status], device.gpu_state())
-    cause, _, remedy = device.gpu_state().partition(": ")
-    assert ("warn", f"no GPU: {cause}", remedy) in list(doctor.gpu())
 
 
 @needs_mpi
@@ -666,15 +814,6 @@ def test_a_world_without_a_gpu_refuses_cuda_and_takes_the_host_on_auto(fresh_wor
     with pytest.raises(RuntimeError, match="device='cuda': the CUDA driver sees no GPU: check CUDA_VISIBLE_DEVICES"):
         world("cuda")
     assert "numpy: no MPI launcher; the CUDA driver sees no GPU" in repr(world("auto"))
-
-
-def test_doctor_lists_gpus_nvrtc_and_nccl():
-    findings = [(f.status, f.text) for f in doctor.gpu()]
-    for text in ("CUDA driver for CUDA 13.0", "GPU 3 is a double at 0000:03:00.0", "NVRTC 13.0"):
-        assert ("ok", text) in findings
-    assert findings[-1][1].startswith("NCCL 2.28.9, ")
-    nccl.faults.version = 20304
-    assert list(doctor.gpu())[-1].text == "no NCCL: NCCL 2.3.4 is too old, 2.18.1 is wanted"
 
 
 @pytest.mark.parametrize(

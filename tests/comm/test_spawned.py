@@ -1,10 +1,17 @@
 """What runs on real GPUs (tests/gpu/test_ranks.py), on doubles: its processes, and its jobs."""
 
+import argparse
+import functools
+import os
+
 import pytest
 
 pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
 
 import spawned
+
+import laws
+from distopt.comm.nccl_library import REGISTER
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("doubles")]
 
@@ -15,6 +22,39 @@ pytestmark = [pytest.mark.device, pytest.mark.usefixtures("doubles")]
 def test_jobs_for_real_gpus_pass_on_doubles(job, tmp_path):
     found = spawned.run(job, 2, tmp_path, spawned.on_doubles, timeout=120.0)
     assert found == {"0": "done", "1": "done"}
+
+
+def registered(rank):
+    """Doubles, and the variable that registers buckets."""
+    os.environ[REGISTER] = "1"
+    spawned.on_doubles(rank)
+
+
+def test_the_job_of_registered_buckets_passes_on_doubles(tmp_path):
+    found = spawned.run(spawned.registered, 2, tmp_path, registered, timeout=120.0)
+    assert found == {"0": "done", "1": "done"}
+
+
+def test_a_part_of_the_laws_passes_on_doubles(tmp_path):
+    found = spawned.run(functools.partial(spawned.law, part="more"), 2, tmp_path, spawned.on_doubles, timeout=120.0)
+    assert found == {"0": "done", "1": "done"}
+
+
+def test_the_parts_of_the_laws_are_all_of_them(monkeypatch):
+    """``laws.all_of_them`` has the digests beside them."""
+    whole, parts = [], []
+    names = ("ranks_agree_with_whole_batch", "nothing_is_lost", "ranks_agree_with_one", "same_bits", "resume")
+    for name in (*names, "modes_agree", "overlap_changes_no_bit", "independence"):
+        for module in (laws, laws.laws):
+            monkeypatch.setattr(module, name, lambda comm, *rest, name=name, **more: called.append((name, rest, more)))
+    comm, called = argparse.Namespace(gpu=0), whole
+    laws.all_of_them(comm)
+    called = parts
+    for part in spawned.LAWS:
+        spawned.law(comm, part)
+    spawned.digests(comm)
+    assert sorted(map(repr, parts)) == sorted(map(repr, whole))
+    assert len(whole) > 100
 
 
 def wrong(comm):

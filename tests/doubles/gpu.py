@@ -33,6 +33,7 @@ from distopt.device import cubins, pinned
 from doubles import shim
 
 POISON = 0xC3
+GREATEST_PRIORITY = -5  # of a stream
 
 
 class Op(NamedTuple):
@@ -228,6 +229,7 @@ class Stream:
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
         self.ptr = 0 if null else next(self._numbers)
+        self.priority = max(GREATEST_PRIORITY, min(0, priority or 0))
         self._machine = None if null else machine()
 
     @property
@@ -457,7 +459,8 @@ GPUS = 4  # per host
 
 def properties(number):
     """cupy.cuda.runtime.getDeviceProperties."""
-    return {"name": b"a double", "uuid": bytes([number] * 16)}
+    place = {"pciDomainID": 0, "pciBusID": number, "pciDeviceID": 0}
+    return {"name": b"a double", "uuid": bytes([number] * 16), "computeMode": 0, **place}
 
 
 def install(patch=setattr):
@@ -472,7 +475,7 @@ def install(patch=setattr):
         (cubins, {"folder": lambda: pathlib.Path(_folder.name)}),
         (runtime, {"memsetAsync": memset, "memcpyAsync": memcpy, "eventQuery": event_query}),
         (runtime, {"getDeviceCount": lambda: GPUS, "getDevice": lambda: _local.number}),
-        (runtime, {"deviceGetPCIBusId": lambda number: f"0000:0{number}:00.0"}),
+        (runtime, {"deviceSynchronize": lambda: machine().finish(), "deviceCanAccessPeer": lambda a, b: 1}),
         (runtime, {"deviceGetAttribute": lambda attribute, number: 2}),  # multiprocessors
         (runtime, {"getDeviceProperties": properties, "driverGetVersion": lambda: 13000}),
     ):

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from cupy.cuda import nccl as real
 
-from doubles import gpu
+from doubles import gpu, nccl_buffers
 
 DTYPES = {
     real.NCCL_UINT8: np.uint8,
@@ -334,13 +334,23 @@ class NcclCommunicator:
             raise KeyError(status) if status >= IN_PROGRESS else real.NcclError(status)
 
     def abort(self):
-        time.sleep(faults.abort)
+        """Tell the kernels to end, and wait for them; in a group, when all of it has been told."""
         self.aborted = True
+        nccl_buffers.library.log.append("abort")
+        if getattr(_group, "depth", 0):
+            _group.ends.append(self.reclaim)
+        else:
+            self.reclaim()
+
+    def reclaim(self):
+        time.sleep(faults.abort)
+        nccl_buffers.library.log.append("reclaim")
         self.board.close()
 
     def destroy(self):
         assert not self.destroyed
         self.destroyed = True
+        nccl_buffers.library.log.append("destroy")
         self.board.close()
 
 
@@ -352,7 +362,7 @@ def get_unique_id():
 
 def groupStart():
     if not getattr(_group, "depth", 0):
-        _group.depth, _group.calls = 0, {}
+        _group.depth, _group.calls, _group.ends = 0, {}, []
     _group.depth += 1
 
 
@@ -362,6 +372,8 @@ def groupEnd():
     if not _group.depth:
         for (comm, stream), calls in _group.calls.items():
             comm.enqueue(calls, stream)
+        for end in _group.ends:
+            end()
 
 
 def in_a_group():
@@ -388,5 +400,6 @@ def install(patch=setattr, processes=False):
         patch(real, double.__name__, double)
     patch(real, "get_version", lambda: faults.version)
     patch(real, "available", True)
+    nccl_buffers.install(patch)
     if processes:
         threading.Thread(target=_engine, daemon=True).start()

@@ -1,8 +1,19 @@
+import os
+
 import pytest
 
-from distopt.device import gpu_state
+from distopt import device
 
-STATE = gpu_state()
+STATE = device.gpu_state()
+
+
+def pytest_report_header():
+    """What a result depends on, for the file that it is kept in."""
+    if STATE != "ok":
+        return f"no GPU: {STATE}"
+    from benchmarks import gpu
+
+    return [*gpu.versions().splitlines(), *(f"GPU {k}: {device.gpu_name(k)}" for k in range(device.gpu_count()))]
 
 
 def pytest_collection_modifyitems(items):
@@ -11,3 +22,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
             if STATE != "ok":
                 item.add_marker(pytest.mark.skip(reason=f"no GPU: {STATE}"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def allocator():
+    """Under memcheck each array is an allocation of its own: within cupy's pool it would see no overrun."""
+    if STATE == "ok" and "DISTOPT_NO_POOL" in os.environ:
+        device.array_module().cuda.set_allocator(None)
+
+
+@pytest.fixture
+def loopback(monkeypatch):
+    """Where the parent, which makes the id, waits for the ranks."""
+    import workers
+
+    for name, value in workers.SEVERAL_ON_ONE.items():
+        monkeypatch.setenv(name, value)

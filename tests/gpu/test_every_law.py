@@ -1,4 +1,6 @@
-"""Every law over NCCL on a real GPU: make test-gpu-laws."""
+"""Every law over NCCL on a real GPU: make test-gpu-laws, test-gpu-modes and test-gpu-four."""
+
+import functools
 
 import pytest
 
@@ -6,17 +8,22 @@ pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13
 import spawned
 import workers
 
-import laws
 from distopt import run_ranks
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("loopback")]
+TIMEOUT = 240.0
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_every_law_holds_over_nccl_with_the_bits_of_the_host(size, tmp_path, monkeypatch):
-    """Some 11,000 collectives a rank."""
-    for name, value in workers.SEVERAL_ON_ONE.items():
-        monkeypatch.setenv(name, value)
-    found = spawned.run(spawned.every_law, size, tmp_path, workers.a_host_of_its_own, timeout=480.0)
-    expected = run_ranks(size, laws.independence)
-    assert found == {str(rank): str(digests) for rank, digests in enumerate(expected)}
+@pytest.mark.parametrize("size", workers.SIZES)
+@pytest.mark.parametrize("part", spawned.LAWS)
+def test_every_law_holds_over_nccl(part, size, tmp_path):
+    """Some 10,000 collectives a rank, all parts together."""
+    job = functools.partial(spawned.law, part=part)
+    found = spawned.run(job, size, tmp_path, workers.a_host_of_its_own, timeout=TIMEOUT)
+    assert found == {str(rank): "done" for rank in range(size)}
+
+
+@pytest.mark.parametrize("size", workers.SIZES)
+def test_the_bits_are_those_of_the_host(size, tmp_path):
+    found = spawned.run(spawned.digests, size, tmp_path, workers.a_host_of_its_own, timeout=TIMEOUT)
+    assert found == {str(rank): str(digests) for rank, digests in enumerate(run_ranks(size, spawned.digests))}

@@ -1,52 +1,37 @@
-"""NCCL on real GPUs: make test-gpu-nccl.  Ranks may share one; the same ranks run in CI on doubles."""
+"""NCCL on real GPUs: make test-gpu-one, test-gpu-two and test-gpu-four.
+
+Ranks may share a GPU; the same ranks run in CI on doubles (tests/comm/test_spawned.py).
+"""
 
 import pytest
 
 pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
-import nccl_checks
 import spawned
 import workers
 
 from launch import needs_mpi, run_mpi
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("loopback")]
 
 # A collective of several ranks on one GPU takes some ten milliseconds, most of them for taking turns.
 TIMEOUT = 120.0
+JOBS = [spawned.verbs, spawned.streams, spawned.captured, spawned.steps]
 
 
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch):
-    """Where the parent, which makes the id, waits for the ranks."""
-    for name, value in workers.SEVERAL_ON_ONE.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("job", [spawned.verbs, spawned.streams, spawned.captured], ids=lambda job: job.__name__)
-def test_verbs_streams_and_captured_steps_work_on_real_nccl(job, size, tmp_path):
+@pytest.mark.parametrize("size", workers.SIZES)
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_ranks_over_nccl_do_their_job(job, size, tmp_path):
     found = spawned.run(job, size, tmp_path, workers.a_host_of_its_own, timeout=TIMEOUT)
     assert found == {str(rank): "done" for rank in range(size)}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_mode_has_the_same_bits_on_all_ranks(size, tmp_path):
-    found = spawned.run(spawned.steps, size, tmp_path, workers.a_host_of_its_own, timeout=TIMEOUT)
+@pytest.mark.parametrize("size", workers.SIZES)
+def test_buckets_may_be_registered_with_nccl(size, tmp_path):
+    found = spawned.run(spawned.registered, size, tmp_path, workers.with_registered_buckets, timeout=TIMEOUT)
     assert found == {str(rank): "done" for rank in range(size)}
-
-
-def test_a_process_that_closes_nothing_ends(tmp_path):
-    found = spawned.run(nccl_checks.forgotten, 2, tmp_path, workers.a_host_of_its_own, timeout=TIMEOUT)
-    assert found == {"0": "done", "1": "done"}
-
-
-def test_a_process_that_is_killed_is_named_by_the_other(tmp_path):
-    """The other one learns it, and ends, although its GPU waits for ever."""
-    found = spawned.run(nccl_checks.killed, 2, tmp_path, workers.a_host_of_its_own, timeout=TIMEOUT)
-    assert found == {"0": "PeerLeft: rank 1 ended without a word, before a barrier"}
 
 
 @pytest.mark.mpi
 @needs_mpi
-def test_processes_may_vote_over_mpi(tmp_path):
+def test_two_ranks_may_vote_over_mpi(tmp_path):
     run_mpi(2, workers.over_mpi, tmp_path, timeout=TIMEOUT)

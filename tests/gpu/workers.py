@@ -2,7 +2,12 @@
 
 import os
 
+import pytest
+
 from distopt.comm import NcclCommunicator
+from distopt.comm.nccl_library import REGISTER
+
+SIZES = [pytest.param(1, id="one_rank"), pytest.param(2, id="two_ranks"), pytest.param(4, id="four_ranks")]
 
 SEVERAL_ON_ONE = {
     "NCCL_NET": "Socket",
@@ -20,6 +25,12 @@ SEVERAL_ON_ONE = {
 def a_host_of_its_own(rank):
     """For a process that has not called NCCL, which reads its variables once."""
     os.environ.update(SEVERAL_ON_ONE, NCCL_HOSTID=f"rank{rank}")
+
+
+def with_registered_buckets(rank):
+    """The same, and distopt registers its buckets."""
+    a_host_of_its_own(rank)
+    os.environ[REGISTER] = "1"
 
 
 def over_mpi(comm):
