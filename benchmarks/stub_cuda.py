@@ -148,6 +148,9 @@ def allocate(nbytes):
     return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(start - start % -512, nbytes, raw, 0), 0)
 
 
+PROPERTIES = {"name": b"a stub", "uuid": bytes(16), "pciDomainID": 0, "pciBusID": 0, "pciDeviceID": 0}
+
+
 def install():
     """Let cupy be this in this process."""
     cuda, runtime = cupy.cuda, cupy.cuda.runtime
@@ -161,8 +164,7 @@ def install():
         (cuda.driver, {"launchKernel": counted("kernels")}),
         (runtime, {"memsetAsync": counted("memsets"), "memcpyAsync": memcpy, "eventQuery": lambda event: 0}),
         (runtime, {"getDeviceCount": lambda: 1, "getDevice": lambda: 0}),
-        (runtime, {"deviceGetPCIBusId": lambda number: "0000:00:00.0", "deviceGetAttribute": lambda *a: 132}),
-        (runtime, {"getDeviceProperties": lambda number: {"name": b"a stub", "uuid": bytes(16)}}),
+        (runtime, {"deviceGetAttribute": lambda *a: 132, "getDeviceProperties": lambda number: PROPERTIES}),
         (nccl, {"NcclCommunicator": Nccl, "get_unique_id": lambda: (0,) * 128, "get_version": lambda: 22809}),
         (nccl, {"groupStart": counted("NCCL groups"), "groupEnd": lambda: None}),
     ):
