@@ -25,11 +25,13 @@ bench: .venv ## the tables of benchmarks/results anew
 # The first hour on a GPU, in this order; tests/gpu/README.md says what each piece shows.  Each ends within five minutes,
 # and what it prints is kept in benchmarks/results.  From a bare checkout: $(GPU_PYTHON) needs numpy, ml_dtypes, cupy,
 # NCCL, pytest, hypothesis and CMake; mpi4py if there is MPI.  With make -k the other pieces follow one that fails.
-PIECES = doctor load kernels one two faults memcheck racecheck laws modes four
+HOUR = test-gpu-doctor test-gpu-load test-gpu-kernels test-gpu-one test-gpu-two test-gpu-faults test-gpu-memcheck \
+	test-gpu-racecheck bench-gpu-kernels bench-gpu-models test-gpu-laws test-gpu-modes test-gpu-four
 IN_FIVE_MINUTES = PYTHONPATH=. timeout 290
 GPU_TESTS = $(IN_FIVE_MINUTES) $(GPU_PYTHON) -m pytest -m gpu --durations=10
 KEPT = 2>&1 | tee benchmarks/results/$@.txt
-test-gpu: $(PIECES:%=test-gpu-%) ## all of these pieces
+first-hour: $(HOUR) ## all that there is for a GPU, in pieces of five minutes
+test-gpu: $(filter test-%,$(HOUR)) ## all tests on a real GPU
 test-gpu-%: SHELL = /bin/bash -o pipefail
 test-gpu-doctor: distopt/libdistopt.so ## driver, NVRTC and NCCL; a kernel and a sum on each GPU
 	{ date; $(IN_FIVE_MINUTES) $(GPU_PYTHON) -m distopt.cli doctor; } $(KEPT)
@@ -55,7 +57,7 @@ test-gpu-modes: distopt/libdistopt.so ## the laws of every mode, with two ranks
 test-gpu-four: distopt/libdistopt.so ## NCCL with four ranks
 	$(GPU_TESTS) tests/gpu/test_ranks.py tests/gpu/test_every_law.py -k "four_ranks and (verbs or steps or sums or bits)" \
 	$(KEPT)
-bench-gpu: bench-gpu-kernels bench-gpu-models ## the tables of a GPU
+bench-gpu: $(filter bench-%,$(HOUR)) ## the tables of a GPU
 bench-gpu-kernels bench-gpu-models: bench-gpu-%: distopt/libdistopt.so
 	$(IN_FIVE_MINUTES) $(GPU_PYTHON) -m benchmarks.gpu_$* --save
 distopt/libdistopt.so: $(wildcard native/*) CMakeLists.txt
@@ -63,4 +65,4 @@ distopt/libdistopt.so: $(wildcard native/*) CMakeLists.txt
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
 .PHONY: help run test test-mpi test-all test-slow soak kills lint bench
-.PHONY: test-gpu $(PIECES:%=test-gpu-%) bench-gpu bench-gpu-kernels bench-gpu-models
+.PHONY: first-hour test-gpu bench-gpu $(HOUR)

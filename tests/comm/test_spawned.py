@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
 
+import cupy
 import spawned
+import workers
 
 import laws
 from distopt.comm.nccl_library import REGISTER
@@ -55,6 +57,14 @@ def test_the_parts_of_the_laws_are_all_of_them(monkeypatch):
     spawned.digests(comm)
     assert sorted(map(repr, parts)) == sorted(map(repr, whole))
     assert len(whole) > 100
+
+
+def test_ranks_claim_to_be_different_hosts_only_where_they_share_a_gpu(monkeypatch):
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 4)
+    assert workers.environment(1) == {}
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 3)
+    assert workers.environment(1)["NCCL_HOSTID"] == "rank1"
+    assert workers.environment(1)["NCCL_NET"] == "Socket"
 
 
 def wrong(comm):

@@ -1,4 +1,6 @@
 import os
+import shlex
+import sys
 
 import pytest
 
@@ -9,11 +11,13 @@ STATE = device.gpu_state()
 
 def pytest_report_header():
     """What a result depends on, for the file that it is kept in."""
+    command = shlex.join(sys.orig_argv)
     if STATE != "ok":
-        return f"no GPU: {STATE}"
+        return [command, f"no GPU: {STATE}"]
     from benchmarks import gpu
 
-    return [*gpu.versions().splitlines(), *(f"GPU {k}: {device.gpu_name(k)}" for k in range(device.gpu_count()))]
+    names = [f"GPU {number}: {device.gpu_name(number)}" for number in range(device.gpu_count())]
+    return [command, *gpu.versions().splitlines(), *names]
 
 
 def pytest_collection_modifyitems(items):
@@ -36,5 +40,5 @@ def loopback(monkeypatch):
     """Where the parent, which makes the id, waits for the ranks."""
     import workers
 
-    for name, value in workers.SEVERAL_ON_ONE.items():
+    for name, value in workers.environment("the parent").items():
         monkeypatch.setenv(name, value)

@@ -19,11 +19,11 @@ TIMEOUT = 240.0
 def test_every_law_holds_over_nccl(part, size, tmp_path):
     """Some 10,000 collectives a rank, all parts together."""
     job = functools.partial(spawned.law, part=part)
-    found = spawned.run(job, size, tmp_path, workers.a_host_of_its_own, timeout=TIMEOUT)
+    found = spawned.run(job, size, tmp_path, workers.begin, timeout=TIMEOUT)
     assert found == {str(rank): "done" for rank in range(size)}
 
 
 @pytest.mark.parametrize("size", workers.SIZES)
 def test_the_bits_are_those_of_the_host(size, tmp_path):
-    found = spawned.run(spawned.digests, size, tmp_path, workers.a_host_of_its_own, timeout=TIMEOUT)
+    found = spawned.run(spawned.digests, size, tmp_path, workers.begin, timeout=TIMEOUT)
     assert found == {str(rank): str(digests) for rank, digests in enumerate(run_ranks(size, spawned.digests))}

@@ -13,23 +13,23 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("loopback")]
 TIMEOUT = 120.0
 
 
-def run(job, folder):
-    """What came of two ranks, and the seconds until both had ended."""
+def run(job, folder, size=2):
+    """What came of the ranks, and the seconds until all had ended."""
     started = time.monotonic()
-    found = spawned.run(job, 2, folder, workers.a_host_of_its_own, timeout=TIMEOUT)
+    found = spawned.run(job, size, folder, workers.begin, timeout=TIMEOUT)
     return found, time.monotonic() - started
 
 
-def test_a_process_that_closes_nothing_ends(tmp_path):
-    found, _ = run(nccl_checks.forgotten, tmp_path)
-    assert found == {"0": "done", "1": "done"}
+@pytest.mark.parametrize("size", workers.SIZES[:2])
+def test_a_process_that_closes_nothing_ends(size, tmp_path):
+    found, _ = run(nccl_checks.forgotten, tmp_path, size)
+    assert found == {str(rank): "done" for rank in range(size)}
 
 
 def test_a_process_that_is_killed_is_named_by_the_other_which_ends(tmp_path):
     """Its GPU waits for ever for the part of a sum, until NCCL is told to abort."""
     found, seconds = run(nccl_checks.killed, tmp_path)
     assert found == {"0": "PeerLeft: rank 1 ended without a word, before a barrier"}
-    print(f"both processes had ended {seconds:.1f} s after the start of the first")
     assert seconds < 60, "the other's exit may take ten seconds, and the start of CUDA and NCCL some more"
 
 

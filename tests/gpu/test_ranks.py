@@ -21,7 +21,7 @@ JOBS = [spawned.verbs, spawned.streams, spawned.captured, spawned.steps]
 @pytest.mark.parametrize("size", workers.SIZES)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_ranks_over_nccl_do_their_job(job, size, tmp_path):
-    found = spawned.run(job, size, tmp_path, workers.a_host_of_its_own, timeout=TIMEOUT)
+    found = spawned.run(job, size, tmp_path, workers.begin, timeout=TIMEOUT)
     assert found == {str(rank): "done" for rank in range(size)}
 
 

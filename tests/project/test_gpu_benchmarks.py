@@ -1,6 +1,7 @@
 """The benchmarks for a GPU, on its double: every case runs and launches its kernel."""
 
 import inspect
+import sys
 
 import pytest
 
@@ -9,6 +10,7 @@ gpu = pytest.importorskip("doubles.gpu")
 
 from benchmarks import gpu as benchmark_gpu  # noqa: E402
 from benchmarks import gpu_kernels, gpu_models  # noqa: E402
+from launch import PROJECT, finish  # noqa: E402
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("doubles")]
 
@@ -54,6 +56,20 @@ def test_every_model_case_packs_and_updates_on_the_gpu(rule):
         launches = [op.name for op in gpu.machine().log if "_float" in op.name]
         assert any("pack" in n for n in launches), name
         assert any("sgd" in n or "adam" in n for n in launches), name
+
+
+def test_the_stubs_of_the_hosts_table_carry_a_step_of_one_of_several_ranks():
+    code = """
+from benchmarks import stub_cuda
+from distopt import DistOpt, Parameter, optim
+stub_cuda.install()
+opt = DistOpt(optim.SGD(0.1), stub_cuda.communicator(8))
+param = Parameter("w", stub_cuda.array((100,)))
+for _ in range(2):
+    opt.step([(param, stub_cuda.array((100,)))])
+assert stub_cuda.counts["kernels"] and stub_cuda.counts["NCCL calls"]
+"""
+    assert finish([sys.executable, "-c", code], 60, cwd=PROJECT) == (0, "")
 
 
 @pytest.mark.torch

@@ -26,8 +26,8 @@ def recipe(target):
 
 
 def test_the_pieces_are_those_of_the_readme_in_its_order():
-    pieces = [line for target in ("test-gpu", "bench-gpu") for line in recipe(target)]
-    assert pieces == [line for piece in PIECES for line in recipe(piece)]
+    assert recipe("first-hour") == [line for piece in PIECES for line in recipe(piece)]
+    assert sorted(recipe("first-hour")) == sorted(recipe("test-gpu") + recipe("bench-gpu"))
     assert len(PIECES) == 13
 
 
