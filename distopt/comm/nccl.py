@@ -451,10 +451,12 @@ class NcclCommunicator(Communicator):
         Returns:
             Whether NCCL stopped in time.
         """
-        self._memory.abandon()
         comm, kept = self._give_up()
         self._failure = self._failure or "the communicator was aborted"
-        return comm is None or _within(deadline, comm.abort, (comm, kept))
+        if comm is None:
+            return True
+        self._memory.abandon()
+        return _within(deadline, comm.abort, (comm, kept))
 
     def close(self) -> None:
         """Wait for the collectives under way, and release the resources of NCCL and ``control``.  Collective.

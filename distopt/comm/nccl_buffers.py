@@ -36,8 +36,8 @@ class Block:
         memory_free(self.address)
 
 
-class User:
-    """What the arrays of a block keep alive."""
+class Lease:
+    """What the arrays of a block keep alive: without it the block is unused."""
 
 
 class RegisteredMemory:
@@ -58,10 +58,10 @@ class RegisteredMemory:
 
     def zeros(self, n: int, dtype: Any) -> Any:
         """Return zeros, ``(n,)``, on the current GPU, in a block of their own; MemoryError if there is no room."""
-        block, user = Block(max(1, n * np.dtype(dtype).itemsize)), User()
+        block, lease = Block(max(1, n * np.dtype(dtype).itemsize)), Lease()
         self._used[block.address] = block
-        weakref.finalize(user, self._leave, block.address).atexit = False
-        array = device.gpu_array_at(block.address, n, dtype, user)
+        weakref.finalize(lease, self._leave, block.address).atexit = False
+        array = device.gpu_array_at(block.address, n, dtype, lease)
         device.clear(array)
         return array
 
