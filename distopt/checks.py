@@ -52,7 +52,13 @@ def check_number(name: str, value: Any) -> int | float:
 
 
 def check_float(name: str, value: Any, least: float = 0.0, most: float = math.inf) -> float:
-    """Return ``value`` as a finite float in [least, most].
+    """Return a value as a finite float.
+
+    Args:
+        name: of the value, for errors.
+        value: any object.
+        least: the least number that it may be.
+        most: the greatest.
 
     Raises:
         TypeError: it is no number.
@@ -119,7 +125,13 @@ def check_callable(name: str, value: Any, arguments: str) -> Any:
 
 
 def suggest(name: object, known: Iterable[str], most: int = 1, least: float = 0.6) -> str:
-    """Return '; did you mean ...?' with up to ``most`` known names; '' if none is as close as ``least`` (0 to 1).
+    """Return '; did you mean ...?' with the known names that are closest; '' if none is close.
+
+    Args:
+        name: what was given.
+        known: the names that there are.
+        most: so many of them at most.
+        least: how close a name must be, from 0, anything, to 1, the same (``difflib``).
 
     Example:
         >>> suggest("thresold", ["threshold", "overlap"])

@@ -655,6 +655,13 @@ class DistOpt(SingaModes, Checkpointed):
     ) -> None:
         """Replace arrays of one dtype, taken as one, as ``sparsification`` does.  Collective.
 
+        Args:
+            xs: the arrays.
+            accumulation: the residual of all of them, flat, of their dtype and of their sizes' sum; None drops the
+                rest.
+            spars: with ``topK`` the fraction of entries that is sent, otherwise the least magnitude.
+            topK: send a fraction instead of what is large enough.
+
         Example:
             >>> import numpy as np
             >>> from distopt import DistOpt, Parameter

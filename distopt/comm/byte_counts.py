@@ -126,7 +126,14 @@ class Algorithm(abc.ABC):
         return Moved(_zeroed_at(parts, rank), _zeroed_at(received, rank))
 
     def broadcast(self, nbytes: int, size: int, root: int, rank: int) -> Moved:
-        """Return the bytes of a broadcast that is pipelined along all ranks, beginning at ``root``."""
+        """Return the bytes of a broadcast that is pipelined along all ranks.
+
+        Args:
+            nbytes: of the array.
+            size: ranks.
+            root: the rank that has it.
+            rank: whose bytes are counted.
+        """
         sent, received = [0] * size, [0] * size
         if (rank + 1) % size != root:
             sent[(rank + 1) % size] = nbytes

@@ -281,7 +281,23 @@ class Engine:
         part: str = "",
         doubts: bool = False,
     ) -> list[str]:
-        """Vote (``Agreement.vote``); then the proposed plan is that of all ranks, or is taken back.  Collective."""
+        """Vote (``Agreement.vote``); then the proposed plan is that of all ranks, or is taken back.  Collective.
+
+        Args:
+            name: the call that the vote is about.
+            number: its number, the same on all ranks.
+            error: what went wrong on this rank.
+            report: a text for all ranks.
+            part: what of the call the vote is about, if it has several.
+            doubts: sums of what this rank brings may overflow.
+
+        Returns:
+            One report per rank, [] if none has any.
+
+        Raises:
+            AllJoinedError: no rank has batches left.
+            Exception: what ``Agreement.vote`` raises.
+        """
         try:
             reports = self.agreement.vote(name, number, error, report, part, doubts)
         except Exception:

@@ -38,6 +38,12 @@ class MeanGradients:
     def apply_hook(self, sums: Iterable[Reduced], scale: float, check_finite: bool, vote: Vote) -> list[Reduced]:
         """Return ``scale`` times the sums, as the hook leaves them.  Collective.
 
+        Args:
+            sums: the sum of each bucket.
+            scale: makes means of them.
+            check_finite: what the hook leaves must be finite.
+            vote: tells all ranks what the hook has raised here.
+
         Raises, on every rank alike, what the hook raises on one; TypeError if it returns anything, and
         FloatingPointError if it leaves what is not finite, with ``check_finite``.
         """

@@ -231,7 +231,14 @@ class StepContext:
     def exchange_context(
         self, bucket: Bucket, comm: Communicator, compressor: Compressor, text: str = ""
     ) -> ExchangeContext:
-        """Return the context of a call of the compressor in this step; its ``text`` if its launches may be recorded."""
+        """Return the context of a call of the compressor in this step.
+
+        Args:
+            bucket: what is sent.
+            comm: the communicator that it is sent on.
+            compressor: what sends it.
+            text: the compressor's ``repr`` where its launches are recorded on a GPU; else ''.
+        """
         capacity = self.store.capacity if compressor.bounded else None
         number, accumulator = bucket.number, self._accumulator
         on_device = (
@@ -284,7 +291,14 @@ class Reducers:
         return CollectiveReducer(compressor, spec, self._comm.duplicate() if early else self._comm, self._step_context)
 
     def choose(self, compressor: Compressor, spec: StepSpec, check_finite: bool, vote: Vote) -> Reducer:
-        """Return the reducer of a step whose buckets have not left before the vote."""
+        """Return the reducer of a step whose buckets have not left before the vote.
+
+        Args:
+            compressor: what is sent.
+            spec: what the step is.
+            check_finite: sums in shared memory are checked.
+            vote: tells all ranks what is not finite in them.
+        """
         store = self._step_context.store
         reducer: Reducer
         if not spec.reduced:

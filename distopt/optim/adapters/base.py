@@ -117,7 +117,14 @@ class OptimizerAdapter(abc.ABC):
         self.one_by_one(buckets, order, sums, scale)
 
     def one_by_one(self, buckets: BucketSet, order: Mapping[str, Known], sums: Iterable[Reduced], scale: float) -> None:
-        """Update the parameters in ``order``, one after the other, and no others; the sums are finite."""
+        """Update the parameters in ``order``, one after the other, and no others.
+
+        Args:
+            buckets: the buckets.
+            order: the parameters, by name.
+            sums: the sum of each bucket, which is finite.
+            scale: makes means of the sums.
+        """
         means: dict[str, np.ndarray] = {}
         for bucket, total in zip(buckets, sums, strict=True):
             means |= bucket.mean(total, scale)

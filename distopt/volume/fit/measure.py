@@ -131,7 +131,13 @@ def case_of(comm: Communicator, verb: str, nbytes: int, x: np.ndarray, room: np.
 
 
 def operation(comm: Communicator, verb: str, x: np.ndarray, room: np.ndarray) -> Callable[[], object]:
-    """Return a function that calls a verb with the array ``x``; what it gathers goes to ``room``.
+    """Return a function that calls a collective.
+
+    Args:
+        comm: the communicator.
+        verb: the collective's name, as 'all_reduce'.
+        x: the array that is sent, ``(n,)``.
+        room: memory for what is gathered, of x's dtype.
 
     Example:
         >>> import numpy as np
@@ -203,7 +209,13 @@ def measure(comm: Communicator, seconds: float, clock: Clock = time.perf_counter
 
 
 def take_turns(comm: Communicator, cases: Sequence[Case], seconds: float, clock: Clock = time.perf_counter) -> None:
-    """Time all cases round by round, as long as another round fits into so many seconds.  Collective.
+    """Time all cases round by round, as long as another round fits.  Collective.
+
+    Args:
+        comm: the communicator, on which ranks agree on the end.
+        cases: what is timed; each notes its own seconds.
+        seconds: how long all rounds may take together.
+        clock: returns seconds.
 
     Example:
         >>> from distopt.comm import LocalCommunicator
