@@ -1,28 +1,24 @@
-// Sums in a fixed order, so that they are the same for every split of the work: blocks of CHUNK consecutive elements of
-// one tensor, LANES interleaved accumulators each, folded pairwise; then the blocks one after the other.
-#include "portable.h"
+// Norms and means of whole tensors, from sums in a fixed order.
+#include "sums.h"
 
 // partial[c] <- the sum of squares of chunk c, for all chunks that this call is given
 KERNEL(partial_squares)(Table table, const real *flat, double *partial) {
-  FOR_EACH_CHUNK_BY_LANES(c, table) {
+  FOR_EACH_CHUNK(c, table) {
     const real *x = flat + table.members[c.member].offset;
-    sum_chunk(c, partial, [&](long long i) { return Terms{squared(x[i])}; });
+    SUM_CHUNK(i, c, partial, x) { return Squares{x[i]}; };
   }
 }
 
-// x <- x + add, where there are `addends`; else add is x.  partial[c] <- the sum of magnitudes of chunk c, in
-// which what is finite counts as no more than a single can hold.
-INLINE double add_and_measure(real &x, real add, bool addends) {
-  if (addends) x += add;
-  const double most = 0x1.fffffep127, size = x < 0 ? -x : x;
-  return is_finite(x) && size > most ? most : size;
-}
+// x <- x + add, where there are `addends`; else add is x.  partial[c] <- the sum of magnitudes of chunk c
 KERNEL(partial_magnitudes)(Table table, real *x, const real *add, long long addends, double *partial, SkipIf skip) {
   if (skips(skip)) return;
-  FOR_EACH_CHUNK_BY_LANES(c, table) {
+  FOR_EACH_CHUNK(c, table) {
     real *const to = x + table.members[c.member].offset;
     const real *const increment = add + table.members[c.member].offset;
-    sum_chunk(c, partial, [&](long long i) { return Terms{add_and_measure(to[i], increment[i], addends)}; });
+    if (addends)
+      SUM_CHUNK(i, c, partial, to, increment) { return Magnitudes{to[i] += increment[i]}; };
+    else
+      SUM_CHUNK(i, c, partial, increment) { return Magnitudes{increment[i]}; };
   }
 }
 
