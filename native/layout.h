@@ -86,7 +86,7 @@ INLINE void with_format(const Member &m, const Body &body) {
 }
 
 // The parameter as reals: where it lives, or in `wide`, as of the last `weights`.
-INLINE real *wide(const Member &m) { return m.format == WIDE ? (real *)m.data : m.wide; }
+INLINE real *wide(const Member &m) { return assume_global(m.format == WIDE ? (real *)m.data : m.wide); }
 
 // The same for a chunk that is about to be updated.
 INLINE real *weights(const Member &m, const Chunk &c) {

@@ -3,8 +3,8 @@
 
 #define HOST 0  // the few texts that only one side has ask for it
 
-// At most 256 threads; that there is room for two blocks keeps the compiler from spilling to make room for more.
-#define KERNEL(name) extern "C" __global__ void __launch_bounds__(256, 2) PASTE(name, real)
+// At most 256 threads, in 64 registers each, or 128 where reals are doubles: four blocks of a multiprocessor, or two.
+#define KERNEL(name) extern "C" __global__ void __launch_bounds__(256, 16 / sizeof(real)) PASTE(name, real)
 #define INLINE static __device__ __forceinline__
 #define SHARED __shared__ __align__(16)  // [two FOR_EACH_IN over one chunk give a thread the same elements: no barrier]
 
