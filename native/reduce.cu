@@ -22,29 +22,12 @@ KERNEL(partial_magnitudes)(Table table, real *x, const real *add, long long adde
   }
 }
 
-// The sum of values[step begin], ..., values[step (end - 1)], one after the other; the thread that leads its block gets
-// it.
-#define STAGE 256ll  // chunks that are read at once
-INLINE double in_order(const double *values, long long begin, long long end, long long step) {
-  SHARED double stage[STAGE];
-  double total = 0;
-  for (long long first = begin; first < end; first += STAGE) {
-    const long long count = min(end - first, STAGE);
-    FOR_EACH_IN_BLOCK(j, 0, count) stage[j] = values[(first + j) * step];
-    block_sync();
-    if (is_block_leader())
-      for (long long j = 0; j < count; ++j) total += stage[j];
-    block_sync();
-  }
-  return total;
-}
-
 // sum[kinds m + k] <- the sum of partial[kinds c + k] over that member's chunks c, for every kind k of sum
 KERNEL(fold_partials)(Table table, const double *partial, double *sum, long long kinds) BLOCKS(members) {
   FOR_EACH_MEMBER(m, table) {
     const long long begin = table.members[m].first, chunks = (table.members[m].size + CHUNK - 1) / CHUNK;
     for (long long k = 0; k < kinds; ++k) {
-      const double total = in_order(partial + k, begin, begin + chunks, kinds);
+      const double total = sum_in_turn(partial + k, begin, begin + chunks, kinds);
       if (is_block_leader()) sum[m * kinds + k] = total;
     }
   }
@@ -55,7 +38,7 @@ KERNEL(mean_of_partials)(long long n, const double *partial, long long one, sing
                          SkipIf skip) {
   if (skips(skip)) return;
   FOR_EACH_PIECE(alone, 1) {  // one block
-    const double total = in_order(partial, 0, n, 1);
+    const double total = sum_in_turn(partial, 0, n, 1);
     if (is_block_leader()) mean[0] = (single_t)(count > 0 ? total / count : 0);
   }
 }

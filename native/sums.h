@@ -1,9 +1,10 @@
 // Sums in a fixed order, so that they are the same for every split of the work: LANES accumulators take the elements of
-// a chunk in turn, and are folded pairwise.
+// a chunk in turn, and are folded pairwise; then FOLD accumulators take the sums of a tensor's chunks, likewise.
 #pragma once
 #include "portable.h"
 
 #define LANES 16
+#define FOLD 256ll
 
 // What an element adds to each of n sums: the squares of these numbers,
 template <int n>
@@ -108,4 +109,19 @@ template <class... T>
 INLINE auto sums_of(const Chunk &c, double *partial, T *...array) {
   const auto run = [=](const auto &terms_of) { sum_chunk(c, partial, terms_of, array...); };
   return Loop<decltype(run)>{run};
+}
+
+// The sum of values[step begin], ..., values[step (end - 1)] by FOLD accumulators.  All threads of a block come here.
+INLINE double sum_in_turn(const double *values, long long begin, long long end, long long step) {
+  SHARED double sum[FOLD];
+  FOR_EACH_IN_BLOCK(j, 0, FOLD) {
+    double mine = 0;
+    for (long long i = begin + j; i < end; i += FOLD) mine += values[i * step];
+    sum[j] = mine;
+  }
+  block_sync();
+  fold(sum, FOLD, 1);
+  const double total = sum[0];
+  block_sync();
+  return total;
 }
