@@ -159,6 +159,7 @@ def install():
         (cuda, {"get_current_stream": lambda: Stream.current[-1]}),
         (cuda.function, {"Module": Module}),
         (cuda.driver, {"launchKernel": counted("kernels")}),
+        (cuda.driver, {"occupancyMaxActiveBlocksPerMultiprocessor": lambda function, threads, shared: 4}),
         (runtime, {"memsetAsync": counted("memsets"), "memcpyAsync": memcpy, "eventQuery": lambda event: 0}),
         (runtime, {"getDeviceCount": lambda: 1, "getDevice": lambda: 0}),
         (runtime, {"deviceGetPCIBusId": lambda number: "0000:00:00.0", "deviceGetAttribute": lambda *a: 132}),

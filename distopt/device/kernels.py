@@ -1,11 +1,12 @@
 """CUDA C++ kernels: compilation for the current GPU, and launches."""
 
 import ctypes
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distopt.device.gpus import cupy
+from distopt.device.gpus import cupy, current_gpu, multiprocessors
 from distopt.device.streams import current_stream
 
 _thread = threading.local()
@@ -60,9 +61,27 @@ def launch(function: Any, blocks: int, threads: int, arguments: Sequence[Any]) -
         threads: the number of threads in a block.
         arguments: ctypes objects, which may be structures passed by value.
     """
-    if not hasattr(_thread, "has_context"):
-        cupy().cuda.Device().use()  # the driver, unlike the runtime, does not make one current by itself
-        _thread.has_context = True
+    _need_context()
     values = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     stream, shape = current_stream().ptr, (blocks, 1, 1, threads, 1, 1)
     cupy().cuda.driver.launchKernel(function.ptr, *shape, 0, stream, ctypes.addressof(values), 0)
+
+
+@functools.cache
+def resident_blocks(function: Any, threads: int) -> int:
+    """Return how many blocks of a kernel the current GPU runs at once; the driver is asked once for each kernel.
+
+    Args:
+        function: a function of a module from ``compile_text``.
+        threads: the number of threads in a block.
+    """
+    _need_context()
+    blocks = cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, threads, 0)
+    return int(blocks) * multiprocessors(current_gpu())
+
+
+def _need_context() -> None:
+    """Make a context of the driver current in this thread, which it, unlike the runtime, does not do by itself."""
+    if not hasattr(_thread, "has_context"):
+        cupy().cuda.Device().use()
+        _thread.has_context = True
