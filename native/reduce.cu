@@ -12,14 +12,18 @@ KERNEL(partial_squares)(Table table, const real *flat, double *partial) {
 // x <- x + add, where there are `addends`; else add is x.  partial[c] <- the sum of magnitudes of chunk c
 KERNEL(partial_magnitudes)(Table table, real *x, const real *add, long long addends, double *partial, SkipIf skip) {
   if (skips(skip)) return;
-  FOR_EACH_CHUNK(c, table) {
-    real *const to = x + table.members[c.member].offset;
-    const real *const increment = add + table.members[c.member].offset;
-    if (addends)
+  if (addends)
+    FOR_EACH_CHUNK(c, table) {
+      const long long at = table.members[c.member].offset;
+      real *const to = x + at;
+      const real *const increment = add + at;
       SUM_CHUNK(i, c, partial, to, increment) { return Magnitudes{to[i] += increment[i]}; };
-    else
-      SUM_CHUNK(i, c, partial, increment) { return Magnitudes{increment[i]}; };
-  }
+    }
+  else
+    FOR_EACH_CHUNK(c, table) {
+      const real *const from = add + table.members[c.member].offset;
+      SUM_CHUNK(i, c, partial, from) { return Magnitudes{from[i]}; };
+    }
 }
 
 // sum[kinds m + k] <- the sum of partial[kinds c + k] over that member's chunks c, for every kind k of sum

@@ -87,14 +87,14 @@ INLINE void sum_chunk(const Chunk &c, double *partial, const TermsOf &terms_of, 
   Terms *const terms = (Terms *)room.numbers;
   double *const sum = room.sum;  // number k of lane j in sum[n j + k]
   for (long long begin = c.begin; begin < c.end; begin += stage) {
-    const long long end = min(begin + stage, c.end);
-    const auto keep = [&](long long i, int j, auto *...at) { terms[i - begin] = terms_of(i, j, at...); };
-    grid_stride<rows>(begin, end, 0, 1, keep, array...);
+    const int count = (int)min(c.end - begin, (long long)stage);
+    const auto keep = [&](long long i, int j, auto *...at) { terms[i] = terms_of(i, j, at...); };
+    grid_stride<rows>(0, count, 0, 1, keep, array + begin...);
     block_sync();
     FOR_EACH_IN_BLOCK(l, 0, lanes) {
       double mine = begin > c.begin ? sum[l] : 0;
 #pragma unroll 8
-      for (int j = (int)l; j < n * (int)(end - begin); j += lanes) mine += Terms::term(room.numbers[j]);
+      for (int j = (int)l; j < n * count; j += lanes) mine += Terms::term(room.numbers[j]);
       sum[l] = mine;
     }
     block_sync();
