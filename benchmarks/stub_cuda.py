@@ -7,6 +7,7 @@ once.  It needs cupy, and no GPU, driver or NCCL.
 import collections
 import ctypes
 import itertools
+import types
 from typing import ClassVar
 
 import cupy
@@ -109,7 +110,9 @@ class RawModule:
         pass
 
     def get_function(self, name):
-        return counted("kernels")
+        kernel = counted("kernels")
+        kernel.kernel = types.SimpleNamespace(ptr=1)  # type: ignore[attr-defined]
+        return kernel
 
 
 class Nvrtc:
@@ -167,6 +170,7 @@ def install():
         (cuda, {"get_current_stream": lambda: Stream.current[-1]}),
         (cupy, {"RawModule": RawModule}),
         (cubins, {"cached": lambda *args: ""}),
+        (cuda.driver, {"occupancyMaxActiveBlocksPerMultiprocessor": lambda function, threads, shared: 4}),
         (runtime, {"memsetAsync": counted("memsets"), "memcpyAsync": memcpy, "eventQuery": lambda event: 0}),
         (runtime, {"getDeviceCount": lambda: 1, "getDevice": lambda: 0}),
         (runtime, {"deviceGetAttribute": lambda *a: 132, "getDeviceProperties": lambda number: PROPERTIES}),

@@ -1,5 +1,6 @@
 // LAMB (You et al., 2020): Adam's direction with decoupled weight decay, as long as the parameter itself.
 #include "adam.h"
+#include "sums.h"
 
 struct Lamb : Adam {
   double lower, upper;
@@ -15,15 +16,15 @@ INLINE real update(const AdamReals &r, real m, real v, real w) {
 KERNEL(lamb_moments)(Table table, const real *grad, real *first, real *second, double *partial, const Lamb *hyper,
                      SkipIf skip) {
   if (skips(skip)) return;
-  FOR_EACH_CHUNK_BY_LANES(c, table) {
+  FOR_EACH_CHUNK(c, table) {
     const Member param = member(table, c);
     const real *g = grad + param.offset, *w = wide(param);
     real *m = first + param.offset, *v = second + param.offset;
     const AdamReals r = reals_of(hyper, param);
-    sum_chunk(c, partial, [&](long long i) {
+    SUM_CHUNK(i, c, partial, g, m, v, w) {
       const auto [mi, vi] = average(r, clamp(r.scale * g[i], r.limit), m[i], v[i]);
-      return Terms{squared(w[i]), squared(update(r, mi, vi, w[i]))};
-    });
+      return Squares{w[i], update(r, mi, vi, w[i])};
+    };
   }
 }
 

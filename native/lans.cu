@@ -1,6 +1,7 @@
 // LANS (Zheng et al., 2020): LAMB on gradients of length 1, with Nesterov's momentum; the parts of old and new gradient
 // each have the parameter's length.
 #include "adam.h"
+#include "sums.h"
 
 struct Lans : Adam {
   double lower, upper;
@@ -23,18 +24,18 @@ INLINE Pair updates(const AdamReals &r, real m, real v, real h, real w) {
 KERNEL(lans_moments)(Table table, const real *grad, real *first, real *second, const double *square, double *partial,
                      const Lans *hyper, SkipIf skip) {
   if (skips(skip)) return;
-  FOR_EACH_CHUNK_BY_LANES(c, table) {
+  FOR_EACH_CHUNK(c, table) {
     const Member param = member(table, c);
     const real *g = grad + param.offset, *w = wide(param);
     real *m = first + param.offset, *v = second + param.offset;
     const real unit = unit_of(square[c.member], hyper->scale);
     const AdamReals r = reals_of(hyper, param);
-    sum_chunk(c, partial, [&](long long i) {
+    SUM_CHUNK(i, c, partial, g, m, v, w) {
       const real h = clamp(unit * g[i], r.limit);
       const auto [mi, vi] = average(r, h, m[i], v[i]);
       const auto [um, ug] = updates(r, mi, vi, h, w[i]);
-      return Terms{squared(w[i]), squared(um), squared(ug)};
-    });
+      return Squares{w[i], um, ug};
+    };
   }
 }
 

@@ -1,4 +1,5 @@
 // LARS (You, Gitman and Ginsburg, 2017), as in MXNet: the learning rate stands inside the momentum buffer.
+#include "sums.h"
 #include "update.h"
 
 struct Lars : Update {
@@ -7,10 +8,10 @@ struct Lars : Update {
 
 // partial[2 c] <- sum of w^2, partial[2 c + 1] <- sum of g^2, of chunk c
 KERNEL(lars_squares)(Table table, const real *grad, double *partial) {
-  FOR_EACH_CHUNK_BY_LANES(c, table) {
+  FOR_EACH_CHUNK(c, table) {
     const Member m = member(table, c);
     const real *g = grad + m.offset, *w = wide(m);
-    sum_chunk(c, partial, [&](long long i) { return Terms{squared(w[i]), squared(g[i])}; });
+    SUM_CHUNK(i, c, partial, g, w) { return Squares{w[i], g[i]}; };
   }
 }
 

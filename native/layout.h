@@ -86,7 +86,7 @@ INLINE void with_format(const Member &m, const Body &body) {
 }
 
 // The parameter as reals: where it lives, or in `wide`, as of the last `weights`.
-INLINE real *wide(const Member &m) { return m.format == WIDE ? (real *)m.data : m.wide; }
+INLINE real *wide(const Member &m) { return assume_global(m.format == WIDE ? (real *)m.data : m.wide); }
 
 // The same for a chunk that is about to be updated.
 INLINE real *weights(const Member &m, const Chunk &c) {
@@ -105,33 +105,4 @@ INLINE void round_to_storage(const Member &m, const Chunk &c) {
   if_narrow(m, [&](auto format, auto *stored) {
     FOR_EACH_IN(i, c, w, stored) { stored[i] = format.round(w[i]); };
   });
-}
-
-// What an element adds to each of n sums.
-template <int n>
-struct Terms {
-  static constexpr int SUMS = n;
-  double of[n];
-};
-template <class... T> Terms(T...) -> Terms<sizeof...(T)>;
-
-// partial[n c + k] <- sum number k of the n of chunk c, to which element i adds terms_of(i), in a fixed order: LANES
-// accumulators take the elements in turn, and are folded pairwise.  For FOR_EACH_CHUNK_BY_LANES.
-template <class TermsOf>
-INLINE void sum_chunk(const Chunk &c, double *partial, const TermsOf &terms_of) {
-  constexpr int n = decltype(terms_of(c.begin))::SUMS;
-  Sums sums[n] = {};
-  const auto add = [&](long long i, int j) {
-    const auto terms = terms_of(i);
-    for (int k = 0; k < n; ++k) sums[k][j] += terms.of[k];
-  };
-  long long i = c.begin;
-  for (; i + LANES <= c.end; i += LANES)
-    EACH_LANE(j) add(i + j, j);
-  EACH_LANE(j)
-    if (i + j < c.end) add(i + j, j);
-  for (int k = 0; k < n; ++k) {
-    const double sum = folded(sums[k]);
-    if (is_lane_leader()) partial[n * c.index + k] = sum;
-  }
 }

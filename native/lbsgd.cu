@@ -1,5 +1,6 @@
 // Large-batch SGD, as in MXNet: gradients of several batches are added up, and the learning rate, which stands inside
 // the momentum buffer, warms up to what the large batch allows.
+#include "sums.h"
 #include "update.h"
 
 // `scale` takes the mean over ranks, `rescale` that over the batches, and the user's rescaling, behind it.
@@ -21,11 +22,11 @@ KERNEL(lbsgd_gather)(Table table, const real *grad, real *total, const Lbsgd *hy
 
 // partial[2 c] <- sum of w^2, partial[2 c + 1] <- sum of s^2, of chunk c          [s = sum + scale g]
 KERNEL(lbsgd_squares)(Table table, const real *grad, const real *total, double *partial, const Lbsgd *hyper) {
-  FOR_EACH_CHUNK_BY_LANES(c, table) {
+  FOR_EACH_CHUNK(c, table) {
     const Member m = member(table, c);
     const real *g = grad + m.offset, *sum = total + m.offset, *w = wide(m);
     const real scale = (real)hyper->scale;
-    sum_chunk(c, partial, [&](long long i) { return Terms{squared(w[i]), squared(sum[i] + scale * g[i])}; });
+    SUM_CHUNK(i, c, partial, g, sum, w) { return Squares{w[i], sum[i] + scale * g[i]}; };
   }
 }
 

@@ -3,8 +3,8 @@
 
 #define HOST 0  // the few texts that only one side has ask for it
 
-// At most 256 threads; that there is room for two blocks keeps the compiler from spilling to make room for more.
-#define KERNEL(name) extern "C" __global__ void __launch_bounds__(256, 2) PASTE(name, real)
+// At most 256 threads, in 64 registers each, or 128 where reals are doubles: four blocks of a multiprocessor, or two.
+#define KERNEL(name) extern "C" __global__ void __launch_bounds__(256, 16 / sizeof(real)) PASTE(name, real)
 #define INLINE static __device__ __forceinline__
 #define SHARED __shared__ __align__(16)  // [two FOR_EACH_IN over one chunk give a thread the same elements: no barrier]
 
@@ -16,13 +16,9 @@
   for (Chunk c = {blockIdx.x, 0, 0, 0}; c.index * CHUNK < (n) && begin_at(c, c.index * CHUNK, n); c.index += gridDim.x)
 #define FOR_EACH_MEMBER(m, table) for (long long m = blockIdx.x; m < table.count; m += gridDim.x)
 #define FOR_EACH_IN_BLOCK(i, begin, end) for (long long i = (begin) + threadIdx.x; i < (end); i += blockDim.x)
-#define FOR_EACH_CHUNK_BY_LANES(c, table)                                                            \
-  for (Chunk c = {table.begin + (blockIdx.x * (long long)blockDim.x + threadIdx.x) / LANES, 0, 0, 0}; \
-       c.index < table.end && locate(c, table); c.index += (long long)gridDim.x * blockDim.x / LANES)
-#define EACH_LANE(j) if (const int j = threadIdx.x % LANES; true)
 
-#define LOOP(i, begin, end, block, blocks, ...) \
-  loop(begin, end, block, blocks, __VA_ARGS__) = [&](int i, NAMES(__VA_ARGS__, 5, 4, 3, 2, 1, 0)(__VA_ARGS__))
+#define LOOP(i, begin, end, block, blocks, ...) loop(begin, end, block, blocks, __VA_ARGS__) = BODY(i, __VA_ARGS__)
+#define BODY(i, ...) [&](long long, int i, NAMES(__VA_ARGS__, 5, 4, 3, 2, 1, 0)(__VA_ARGS__))
 #define NAMES(_1, _2, _3, _4, _5, n, ...) NAMES_##n
 #define NAMES_1(a) auto *a
 #define NAMES_2(a, b) auto *a, auto *b
@@ -46,6 +42,7 @@ struct Vector {
   typedef typename Access<sizeof(Value)>::Type AtOnce;
   T *origin;
   Value value;
+  Vector() = default;
   __device__ __forceinline__ explicit Vector(T *p) : origin(p), value(*(const Value *)p) {}
   __device__ __forceinline__ Vector(T *p, const T *from) : origin(p) {
 #pragma unroll
@@ -61,6 +58,7 @@ struct Vector {
 template <class T>
 struct Vector<const T> {
   typename Vector<T>::Value value;
+  Vector() = default;
   __device__ __forceinline__ explicit Vector(const T *p) : value(*(const typename Vector<T>::Value *)p) {}
   __device__ __forceinline__ const T *at() const { return value.at; }
   __device__ __forceinline__ void store() const {}
@@ -69,38 +67,50 @@ struct Vector<const T> {
 template <class T>
 INLINE bool is_aligned(const T *p) { return (size_t)p % (sizeof(T) * WIDTH) == 0; }
 
-template <class Body, class... Some>
-INLINE void apply_to(const Body &body, Some... vectors) {
+// Some vectors of an array, `step` elements apart.
+template <int rows, class T>
+struct Rows {
+  Vector<T> row[rows];
+  __device__ __forceinline__ Rows(T *p, long long step) {
 #pragma unroll
-  for (int j = 0; j < WIDTH; ++j) body(j, vectors.at()...);
-  (vectors.store(), ...);
+    for (int r = 0; r < rows; ++r) row[r] = Vector<T>(p + r * step);
+  }
+};
+
+// What the arguments have read is in registers by then, and nothing is written before all of it has been used.
+template <int rows, class Body, class... T>
+INLINE void apply_to(const Body &body, long long i, long long step, Rows<rows, T>... of) {
+#pragma unroll
+  for (int r = 0; r < rows; ++r)
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) body(i + r * step + j, j, of.row[r].at()...);
+#pragma unroll
+  for (int r = 0; r < rows; ++r) (of.row[r].store(), ...);
 }
 
-// A grid-stride loop: body(0, array + i, ...) for i in [begin, end), each WIDTH of them by one thread.  Which thread
-// that is does not depend on where the arrays lie: what is not aligned, and the end, goes one by one.
-template <class Body, class... T>
+// A grid-stride loop: body(i, 0, array + i, ...) for i in [begin, end), each WIDTH of them by one thread, which reads
+// `rows` of these at once where there are as many.  Which thread that is does not depend on where the arrays lie: what
+// is not aligned, and the end, goes one by one.
+template <int rows, class Body, class... T>
 INLINE void grid_stride(long long begin, long long end, unsigned block, unsigned blocks, const Body &body,
                         T *...array) {
   const bool aligned = (is_aligned(array + begin) && ...);
   const long long step = (long long)blocks * blockDim.x * WIDTH;
-  for (long long i = begin + ((long long)block * blockDim.x + threadIdx.x) * WIDTH; i < end; i += step) {
-    if (aligned && i + WIDTH <= end) apply_to(body, Vector<T>(array + i)...);
+  long long i = begin + ((long long)block * blockDim.x + threadIdx.x) * WIDTH;
+  if constexpr (rows > 1)
+    for (; aligned && i + (rows - 1) * step + WIDTH <= end; i += rows * step)
+      apply_to(body, i, step, Rows<rows, T>(array + i, step)...);
+  for (; i < end; i += step) {
+    if (aligned && i + WIDTH <= end) apply_to(body, i, step, Rows<1, T>(array + i, step)...);
     else
 #pragma unroll 1
-      for (long long j = i; j < end && j < i + WIDTH; ++j) body(0, array + j...);
+      for (long long j = i; j < end && j < i + WIDTH; ++j) body(j, 0, array + j...);
   }
 }
 
-// `loop(...) = body` runs the body, so that a loop can be written in front of it.
-template <class Run>
-struct Loop {
-  Run run;
-  template <class Body>
-  __device__ __forceinline__ void operator=(const Body &body) const { run(body); }
-};
 template <class... T>
 INLINE auto loop(long long begin, long long end, unsigned block, unsigned blocks, T *...array) {
-  const auto run = [=](const auto &body) { grid_stride(begin, end, block, blocks, body, array...); };
+  const auto run = [=](const auto &body) { grid_stride<1>(begin, end, block, blocks, body, array...); };
   return Loop<decltype(run)>{run};
 }
 
@@ -124,18 +134,6 @@ INLINE void block_sync() { __syncthreads(); }
 INLINE bool block_or(bool mine) { return __syncthreads_or(mine); }
 
 INLINE bool is_block_leader() { return threadIdx.x == 0; }
-INLINE bool is_lane_leader() { return threadIdx.x % LANES == 0; }
-
-// The accumulators of a chunk, one in each of LANES threads.
-struct Sums {
-  double mine;
-  __device__ __forceinline__ double &operator[](int) { return mine; }
-};
-INLINE double folded(Sums sums) {
-  const unsigned lanes = 0xffffu << threadIdx.x % 32 / LANES * LANES;
-  for (int by = LANES / 2; by; by /= 2) sums.mine += __shfl_xor_sync(lanes, sums.mine, by);
-  return sums.mine;
-}
 
 // Warp-aggregated: all threads of a warp come here, and one of them adds for all, if there is anything to add.
 INLINE void atomic_add(long long *total, long long n) {

@@ -28,8 +28,7 @@
   for (Chunk c = {0, 0, 0, 0}; c.index * CHUNK < (n) && begin_at(c, c.index * CHUNK, n); ++c.index)
 #define FOR_EACH_MEMBER(m, table) for (long long m = 0; m < table.count; ++m)
 #define FOR_EACH_IN_BLOCK(i, begin, end) INDEPENDENT for (long long i = (begin); i < (end); ++i)
-#define FOR_EACH_CHUNK_BY_LANES(c, table) FOR_EACH_CHUNK(c, table)
-#define EACH_LANE(j) NO_UNROLL INDEPENDENT for (int j = 0; j < LANES; ++j)
+#define BODY(i, ...) [&](long long i)
 #define SHARED
 
 using std::sqrt;
@@ -47,17 +46,5 @@ INLINE T *assume_global(T *p) { return p; }
 INLINE void block_sync() {}
 INLINE bool block_or(bool mine) { return mine; }
 INLINE bool is_block_leader() { return true; }
-INLINE bool is_lane_leader() { return true; }
-
-// The accumulators of a chunk.
-struct Sums {
-  double at[LANES];
-  double &operator[](int j) { return at[j]; }
-};
-INLINE double folded(Sums sums) {
-  for (int by = LANES / 2; by; by /= 2)
-    for (int j = 0; j < by; ++j) sums.at[j] += sums.at[j + by];
-  return sums.at[0];
-}
 
 INLINE void atomic_add(long long *total, long long n) { *total += n; }

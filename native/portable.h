@@ -7,7 +7,6 @@
 #endif
 
 #define CHUNK 4096  // elements that a block works on at a time; also the block length of every fixed-order sum
-#define LANES 16    // accumulators of such a sum, which take elements in turn and are folded pairwise
 
 typedef unsigned short half_t;      // the bits of an IEEE binary16
 typedef unsigned short bfloat16_t;  // the upper half of an IEEE binary32
@@ -19,6 +18,14 @@ typedef unsigned long long Word64;
 #define WIDE 0  // a real
 #define HALF 1
 #define BFLOAT16 2
+
+// `Loop{run} = body` runs the body, so that a loop can be written in front of it.
+template <class Run>
+struct Loop {
+  Run run;
+  template <class Body>
+  void operator=(const Body &body) const { run(body); }
+};
 
 #define PASTE_(name, type) name##_##type
 #define PASTE(name, type) PASTE_(name, type)
@@ -37,10 +44,9 @@ typedef unsigned long long Word64;
 //   FOR_EACH_CHUNK(c, table)             the chunks of a table,
 //   FOR_EACH_PIECE(c, n)                 n elements, CHUNK at a time,
 //   FOR_EACH_MEMBER(m, table)            and the members of a table: a block each
-//   FOR_EACH_CHUNK_BY_LANES(c, table)    the chunks of a table, LANES threads each, for sums in a fixed order
-//   EACH_LANE(j), Sums, folded           the LANES accumulators of such a sum
+//   BODY(i, arrays)                      the head of a lambda for what these loops do with the elements at i
 //   block_sync, block_or, atomic_add     barriers, and a sum over all threads
-//   is_block_leader, is_lane_leader      whether this thread writes what its block, or its chunk's, computed
+//   is_block_leader                      whether this thread writes what its block computed
 //   float_as_uint, uint_as_float, double_as_longlong, sqrt, min, popcount, countr_zero, assume_global
 // FOR_EACH and FOR_EACH_IN name the arrays that their body meets at i, and nowhere else; the body ends with `};`.
 #ifdef __CUDACC__

@@ -171,3 +171,23 @@ def lars_around_sgd(w, b, g, *, lr, momentum, ratio, weight_decay, epsilon=0.0, 
     """One update of MoXing's wrapper around momentum SGD, the learning rate outside; returns the new (w, b)."""
     q = 1.0 if excluded else trust_ratio(w, g, ratio=ratio, weight_decay=weight_decay, epsilon=epsilon)
     return sgd(w, b, q * (g + weight_decay * w), lr=lr, momentum=momentum)
+
+
+def sum_in_turn(terms, accumulators):
+    """The sum of float64 numbers by accumulators that take them in turn and are folded pairwise: one order of many."""
+    sums = np.zeros(accumulators)
+    for row in np.concatenate([terms, np.zeros(-len(terms) % accumulators)]).reshape(-1, accumulators):
+        sums += row
+    while sums.size > 1:
+        sums = sums[: sums.size // 2] + sums[sums.size // 2 :]
+    return float(sums[0])
+
+
+def sums_of_chunks(terms):
+    """A tensor's sums over chunks, in the order of native/sums.h."""
+    return [sum_in_turn(terms[begin : begin + 4096], 16) for begin in range(0, len(terms), 4096)]
+
+
+def sum_of_tensor(terms):
+    """The sum of a tensor's terms in the order of native/sums.h."""
+    return sum_in_turn(sums_of_chunks(terms), 256)

@@ -38,7 +38,7 @@ from distopt.device.gpus import (
 )
 from distopt.device.gpus import cupy as array_module
 from distopt.device.graph import Graph, drop_graphs
-from distopt.device.kernels import compile_text, launch
+from distopt.device.kernels import compile_text, launch, resident_blocks
 from distopt.device.memory import (
     HUGE_PAGE,
     clear,
@@ -104,6 +104,7 @@ __all__ = [
     "persistent_zeros",
     "reaches",
     "remedy",
+    "resident_blocks",
     "synchronize",
     "use_gpu",
     "uuid",

@@ -1,6 +1,7 @@
 """CUDA C++ kernels: compilation for the current GPU, and launches."""
 
 import ctypes
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from distopt.device import cubins
-from distopt.device.gpus import cupy
+from distopt.device.gpus import cupy, current_gpu, multiprocessors
 
 
 def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequence[str]) -> Any:
@@ -69,3 +70,16 @@ def launch(kernel: Any, blocks: int, threads: int, arguments: Sequence[Any]) -> 
     # cupy passes an array of one element by value: its bytes
     values = [np.frombuffer(a, np.dtype((np.void, ctypes.sizeof(a)))) for a in arguments]
     kernel((blocks,), (threads,), values)
+
+
+@functools.cache
+def resident_blocks(kernel: Any, threads: int) -> int:
+    """Return how many blocks of a kernel the current GPU runs at once; the driver is asked once for each kernel.
+
+    Args:
+        kernel: a ``cupy.RawKernel`` of a module from ``compile_text``.
+        threads: the number of threads in a block.
+    """
+    cupy().cuda.Device().use()  # the driver, unlike the runtime, does not make a context current by itself
+    blocks = cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.kernel.ptr, threads, 0)
+    return int(blocks) * multiprocessors(current_gpu())

@@ -34,7 +34,6 @@ from distopt.kernels.signatures import (
 )
 
 THREADS = 256  # threads of a block
-BLOCKS = 8  # per multiprocessor: as many as fit with 256 threads each
 
 SCALARS: dict[str, Any] = {
     "int": ctypes.c_int,
@@ -147,7 +146,7 @@ class Kernel:
         if gpu is None:
             function(*arguments)
             return
-        blocks = max(1, min(work, BLOCKS * device.multiprocessors(gpu)))
+        blocks = max(1, min(work, device.resident_blocks(function, THREADS)))
         converted = [a if isinstance(a, kind) else kind(a) for kind, a in zip(self._kinds, arguments, strict=True)]
         device.launch(function, blocks, THREADS, converted)
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import laws
+import reference
 from distopt import DistOpt, Parameter, run_ranks
 from distopt.compress import BucketContext, DeviceContext, ErrorFeedback, ExchangeContext, OneBit, TwoBit
 from distopt.kernels.layout import CHUNK, BucketLayout
@@ -64,16 +65,9 @@ def one_bit(x, theta, s, here):
 
 
 def mean_in_order(x, members):
-    """The mean magnitude in the order that native/ has: chunks, 16 accumulators each, folded pairwise, in order."""
-    total = 0.0
-    for row in range(len(members.names)):
-        member = abs(members.view(x, row).astype(np.float64))
-        for begin in range(0, member.size, CHUNK):
-            part = member[begin : begin + CHUNK]
-            lanes = np.concatenate([part, np.zeros(-part.size % 16)]).reshape(-1, 16).cumsum(0)[-1]
-            while lanes.size > 1:
-                lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
-            total += lanes[0]
+    """The mean magnitude in the order that native/ has."""
+    arrays = [abs(members.view(x, row).astype(np.float64)) for row in range(len(members.names))]
+    total = reference.sum_in_turn([s for a in arrays for s in reference.sums_of_chunks(a)], 256)
     return np.float32(total / max(1, members.records["size"].sum()))
 
 

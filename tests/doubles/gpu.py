@@ -20,6 +20,7 @@ import random
 import tempfile
 import threading
 import time
+import types
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -401,7 +402,7 @@ class RawKernel:
     """cupy.RawKernel; arguments are copied at the call, as the driver does."""
 
     def __init__(self, name):
-        self.name = name
+        self.name, self.kernel = name, types.SimpleNamespace(ptr=len(name))
         self.launch = getattr(shim.library(name.rsplit("_", 1)[1]), f"launch_{name}")
         self.sizes = [argument_size(p) for p in kernels.KERNELS[name.rsplit("_", 1)[0]].declared]
 
@@ -426,6 +427,11 @@ def argument_size(parameter):
 
 _folder = tempfile.TemporaryDirectory(prefix="distopt-doubles-")  # what is compiled here is nothing for a real GPU
 _shim = threading.Lock()  # which runs one kernel at a time
+
+
+def occupancy(function, threads, shared):
+    """cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor; kernels differ, so that grids do."""
+    return 1 + function % 4
 
 
 class Nvrtc:
@@ -473,6 +479,7 @@ def install(patch=setattr):
         (cuda, {"get_current_stream": lambda: machine().current[-1], "MemoryPool": MemoryPool}),
         (cupy, {"RawModule": RawModule}),
         (cubins, {"folder": lambda: pathlib.Path(_folder.name)}),
+        (cuda.driver, {"occupancyMaxActiveBlocksPerMultiprocessor": occupancy}),
         (runtime, {"memsetAsync": memset, "memcpyAsync": memcpy, "eventQuery": event_query}),
         (runtime, {"getDeviceCount": lambda: GPUS, "getDevice": lambda: _local.number}),
         (runtime, {"deviceSynchronize": lambda: machine().finish(), "deviceCanAccessPeer": lambda a, b: 1}),

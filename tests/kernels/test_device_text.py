@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_kernels import REALS, SIZES, members
+from test_kernels import REALS, SIZES, folded, members
 
 import laws
 from distopt import device as device_memory
@@ -122,6 +122,15 @@ def test_device_table_kernels_have_the_hosts_bits_at_every_size_and_alignment(de
     host = tables(dtype, by)
     with device():
         on_device = tables(dtype, by)
+    same(host, on_device)
+
+
+@pytest.mark.parametrize("kinds", [1, 3])
+def test_device_folds_have_the_hosts_bits(device, kinds):
+    """Members of many more chunks than a block has threads."""
+    host = folded([1, 0, 3, 255, 256, 257, 1000], kinds)
+    with device():
+        on_device = folded([1, 0, 3, 255, 256, 257, 1000], kinds)
     same(host, on_device)
 
 

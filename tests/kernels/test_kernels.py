@@ -134,20 +134,6 @@ def test_a_kernel_may_say_how_many_blocks_it_wants():
         assert count == "members" or count in [p.name for p in kernels.KERNELS[name].parameters]
 
 
-def squares_in_order(x):
-    """The sum of squares in the order that native/ has: chunks, 16 accumulators each, folded pairwise."""
-    total = 0.0
-    for begin in range(0, x.size, CHUNK):
-        lanes = np.zeros(16)
-        for row in range(begin, min(begin + CHUNK, x.size), 16):
-            part = x[row : min(row + 16, begin + CHUNK, x.size)].astype(np.float64)
-            lanes[: part.size] += part * part
-        while lanes.size > 1:
-            lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
-        total += lanes[0]
-    return total
-
-
 @pytest.mark.parametrize("dtype", REALS)
 @pytest.mark.parametrize("shares", [1, 3])
 def test_sums_of_squares_have_one_order(dtype, shares):
@@ -158,8 +144,27 @@ def test_sums_of_squares_have_one_order(dtype, shares):
     for share in range(shares):
         kernels.partial_squares(table.shard(share, shares), flat, partial)
     kernels.fold_partials(table, partial, sums, 1)
-    assert sums.tolist() == [squares_in_order(a) for a in arrays]
+    assert sums.tolist() == [reference.sum_of_tensor(a.astype(np.float64) ** 2) for a in arrays]
     np.testing.assert_allclose(sums, [np.sum(a.astype(np.float64) ** 2) for a in arrays], rtol=1e-13)
+
+
+def folded(chunks, kinds, seed=0):
+    """Sums of random sums of chunks, for members of so many chunks each: (chunks' sums, members' sums)."""
+    table = BucketLayout([f"p{k}" for k in range(len(chunks))], [(n * CHUNK,) for n in chunks], [0] * len(chunks), "f4")
+    partial = np.exp(np.random.default_rng(seed).standard_normal(kinds * max(table.chunks, len(chunks))))
+    sums = np.full(kinds * len(chunks), -1.0)
+    kernels.fold_partials(table, partial, sums, kinds)
+    return partial.reshape(-1, kinds), sums.reshape(-1, kinds)
+
+
+@pytest.mark.parametrize("kinds", [1, 3])
+def test_sums_of_chunks_are_folded_in_one_order(kinds):
+    """256 accumulators, from none to several rounds of them."""
+    chunks = [1, 0, 3, 255, 256, 257, 1000]
+    partial, sums = folded(chunks, kinds)
+    parts = np.split(partial[: sum(chunks)], np.cumsum(chunks)[:-1])
+    assert sums.tolist() == [[reference.sum_in_turn(p, 256) for p in part.T] for part in parts]
+    np.testing.assert_allclose(sums, [part.sum(0) for part in parts], rtol=1e-14)
 
 
 def test_entries_of_all_ranks_are_added_in_rank_order():

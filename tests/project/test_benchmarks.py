@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import distopt
-from benchmarks import compression, floor, measure, overhead
+from benchmarks import compression, floor, gpu_sass, measure, overhead
 from benchmarks.optimizers import RULES
 from distopt.device import zeros
 from distopt.kernels.layout import BucketLayout
@@ -119,3 +119,39 @@ def without_votes(comm):
 @pytest.mark.mpi
 def test_a_step_of_processes_can_be_timed_without_votes(tmp_path):
     run_mpi(2, without_votes, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "architecture", "blocks"),
+    [
+        (16, 0, 90, 8),
+        (32, 0, 90, 8),
+        (33, 0, 90, 6),
+        (64, 0, 90, 4),
+        (65, 0, 90, 3),
+        (16, 40960, 80, 4),
+        (16, 40960, 90, 5),
+    ],
+)
+def test_blocks_that_fit_are_limited_by_registers_shared_memory_and_warps(registers, shared, architecture, blocks):
+    """As the CUDA occupancy calculator has it, for blocks of 256 threads."""
+    assert gpu_sass.resident_blocks(registers, shared, architecture) == blocks
+
+
+def test_loads_under_way_at_once_end_at_a_store_a_branch_and_a_label():
+    code = gpu_sass.Accesses()
+    for line in (
+        "/*0000*/ LDG.E.128 R4, desc[UR4][R2.64] ;",
+        "/*0010*/ LDG.E R8, desc[UR4][R2.64] ;",
+        "/*0020*/ @P0 BRA `(.L_x_1) ;",
+        "/*0030*/ LDG.E.128 R4, desc[UR4][R2.64] ;",
+        "/*0040*/ LDG.E.128.CONSTANT R8, desc[UR4][R2.64] ;",
+        "/*0050*/ STG.E.128.STRONG.SM desc[UR4][R2.64], R4 ;",
+        "/*0060*/ LDG.E.128 R4, desc[UR4][R2.64] ;",
+        ".L_x_1:",
+        "/*0070*/ LD.E.U16 R4, desc[UR4][R2.64] ;",
+        "/*0080*/ LDG.E.128 R4, desc[UR4][R2.64] ;",
+    ):
+        code.add(line)
+    assert code.loads_at_once == 2
+    assert code.counts == {("LDG", 128): 5, ("LDG", 32): 1, ("STG", 128): 1, ("LD", 16): 1}

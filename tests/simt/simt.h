@@ -4,7 +4,8 @@
 // and how many blocks are resident at once: some, or
 // many for seeds that end in 9; seed 0 is the plain order.  Shared memory is poisoned before every block.
 // What this finds: results that depend on order, warp operations with missing lanes, barriers not reached by all, and
-// waiting without end.  What it cannot: how a device orders memory, and how fast it is.
+// waiting without end.  What it cannot: how a device orders memory, and how fast it is.  A shared variable of a template
+// is one for all blocks here, as GCC ignores its section: such a template must have no barrier.
 #pragma once
 #define __CUDACC__
 #include <pthread.h>
