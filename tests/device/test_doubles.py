@@ -1,6 +1,7 @@
 """What the doubles of GPUs and NCCL must not hide: each test plants a mistake that real ones punish, and sees it."""
 
 import contextlib
+import ctypes
 import threading
 import time
 
@@ -11,8 +12,11 @@ import laws
 from distopt import DistOpt, Parameter, device, kernels, run_ranks
 from distopt.comm import LocalCommunicator, NcclCommunicator
 from distopt.comm.nccl import end_all
+from distopt.kernels.signatures import NATIVE
 from distopt.optim import SGD
+from doubles import shim
 from doubles.ranks import on_gpus
+from simt.build import build
 
 cupy = pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
 gpu, nccl = (pytest.importorskip(f"doubles.{name}") for name in ("gpu", "nccl"))
@@ -392,8 +396,30 @@ def test_a_collective_in_a_stream_of_another_gpu_is_refused():
 # ----------------------------------------------------------------------------------------------- blocks
 
 
-def test_blocks_have_the_warps_of_real_ones():
-    params, opt = laws.train(LocalCommunicator(gpu=0), steps=1)
-    opt(laws.pairs(LocalCommunicator(gpu=0), params, 1))
-    launches = [op for op in gpu.machine().log if op.name.endswith("_float")]
-    assert {op.details[0][3] for op in launches} == {kernels.dispatch.THREADS}
+class Planted:
+    """A library of launches, of which some are another one's."""
+
+    def __init__(self, planted, plain):
+        self.planted, self.plain = planted, plain
+
+    def __getattr__(self, name):
+        return getattr(self.planted if hasattr(self.planted, name) else self.plain, name)
+
+
+def test_a_barrier_of_one_warp_is_too_little_for_a_block(monkeypatch, tmp_path):
+    """Threads pack the codes that others have found; a block of one warp would not show it."""
+    text, plain = tmp_path / "codec.cu", shim.library("float")
+    text.write_text(f'#define __syncthreads() __syncwarp()\n#include "{NATIVE / "codec.cu"}"\n')
+    planted = Planted(ctypes.CDLL(str(build(tmp_path, "float", texts=[text]))), plain)
+
+    def same(library):
+        monkeypatch.setattr(shim, "library", lambda real: library)
+        for kernel in kernels.KERNELS.values():
+            monkeypatch.setattr(kernel, "_functions", {})
+        here, there = (laws.train(comm, mode="1bit")[0] for comm in (LocalCommunicator(), LocalCommunicator(gpu=0)))
+        return laws.digest(here) == laws.digest(there)
+
+    assert same(plain)
+    assert not same(planted)
+    monkeypatch.setattr(kernels.dispatch, "THREADS", 32)
+    assert same(planted)

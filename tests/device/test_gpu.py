@@ -83,14 +83,14 @@ def test_masters_are_averaged_on_the_device():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_all_laws_hold_on_doubles_of_gpus(size):
+def test_all_laws_hold_on_doubles_of_gpus(size, one_warp):
     found = on_gpus(size, laws.all_of_them)
     expected = run_ranks(size, laws.independence)
     assert [r["digests"].tolist() for r in found] == [list(e) for e in expected]
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_more_ranks_have_the_bits_of_the_host(size):
+def test_more_ranks_have_the_bits_of_the_host(size, one_warp):
     assert on_gpus(size, laws.independence) == run_ranks(size, laws.independence)
 
 
