@@ -32,7 +32,7 @@ from distopt.device.gpus import (
     uuid,
 )
 from distopt.device.gpus import cupy as array_module
-from distopt.device.graph import Graph, drop_graphs
+from distopt.device.graph import Graph, drop_graphs, is_capture_error
 from distopt.device.kernels import compile_text, launch
 from distopt.device.memory import (
     HUGE_PAGE,
@@ -80,6 +80,7 @@ __all__ = [
     "has_cupy",
     "host_copy",
     "is_array",
+    "is_capture_error",
     "launch",
     "matching_address",
     "matching_addresses",
