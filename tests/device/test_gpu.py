@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import threading
 
 import numpy as np
 import pytest
@@ -1058,14 +1057,12 @@ def test_commands_left_by_an_ended_rank_are_not_run_later(monkeypatch):
     """They would write to memory that was freed."""
     done, left = [], []
 
-    def rank():
+    def rank(comm):
         left.append(gpu.machine())
         left[0].order = min
         left[0].enqueue("late", lambda: done.append("late"))
 
-    thread = threading.Thread(target=rank)
-    thread.start()
-    thread.join()
+    run_ranks(1, rank)
     gpu.install(monkeypatch.setattr)
     left[0].go_on()
     assert not done
