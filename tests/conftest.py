@@ -49,11 +49,16 @@ def doubles(monkeypatch):
     gpu, nccl = (pytest.importorskip(f"doubles.{name}") for name in ("gpu", "nccl"))
     gpu.install(monkeypatch.setattr)
     nccl.install(monkeypatch.setattr)
-    monkeypatch.setattr("distopt.kernels.dispatch.THREADS", 32)  # a fiber each
     for name, nbytes in (("MESSAGE", 1120), ("GROUP", 1100)):  # bounds between different buckets of the laws' model
         monkeypatch.setattr(f"distopt.engine.bucket_store.{name}", nbytes)
     yield gpu
     cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
+
+
+@pytest.fixture
+def one_warp(monkeypatch):
+    """Blocks of one warp: a thread is a fiber here, and thousands of steps would take twice as long with eight."""
+    monkeypatch.setattr("distopt.kernels.dispatch.THREADS", 32)
 
 
 @pytest.fixture

@@ -158,7 +158,8 @@ class NcclCommunicator(Communicator):
             )
         control = SocketControl(unique_id, local_rank, world_size, *([] if patience is None else [patience]))
         comm = cls(control, gpu, local_rank, "votes over local sockets, one host", unique_id)
-        Finalize(None, end_all, exitpriority=2)  # multiprocessing's children skip atexit; runs before votes close
+        # multiprocessing's children skip atexit.  After the votes say farewell: NCCL's end may wait for the others.
+        Finalize(None, end_all, exitpriority=0)
         return comm
 
     # ------------------------------------------------------------------------------------------- start
@@ -467,13 +468,14 @@ class NcclCommunicator(Communicator):
             return
         if self._failure:
             self.abort()
-        else:
-            with self._log("closing"):
-                device.drop_graphs(self.gpu)
-                device.synchronize(self._stream, self.check)
-                self._memory.deregister()
-                self._give_up()[0].destroy()
-        self.control.close()
+            self.control.close()
+            return
+        with self._log("closing"):
+            device.drop_graphs(self.gpu)
+            device.synchronize(self._stream, self.check)
+            self.control.close()  # before NCCL waits for the others: those that still vote learn that this rank leaves
+            self._memory.deregister()
+            self._give_up()[0].destroy()
 
     def _give_up(self) -> tuple[Any, list[np.ndarray]]:
         """Detach cupy's communicator, and return it, or None at later calls, with the arrays that it may still use."""

@@ -37,7 +37,7 @@ from distopt.device.gpus import (
     wait_for_gpu,
 )
 from distopt.device.gpus import cupy as array_module
-from distopt.device.graph import Graph, drop_graphs
+from distopt.device.graph import Graph, drop_graphs, is_capture_error
 from distopt.device.kernels import compile_text, launch, resident_blocks
 from distopt.device.memory import (
     HUGE_PAGE,
@@ -92,6 +92,7 @@ __all__ = [
     "has_cupy",
     "host_copy",
     "is_array",
+    "is_capture_error",
     "launch",
     "matching_address",
     "matching_addresses",

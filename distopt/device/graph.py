@@ -8,6 +8,8 @@ from typing import Any
 from distopt.device.gpus import cupy, current_gpu
 from distopt.device.streams import current_stream
 
+CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread
+
 
 class Graph:
     """A CUDA graph of the work that is enqueued in the context ``capture()``.
@@ -51,6 +53,11 @@ class Graph:
     def replay(self) -> None:
         """Enqueue the recorded work in the current stream."""
         self._graph.launch(current_stream())
+
+
+def is_capture_error(error: Exception) -> bool:
+    """Tell if work cannot be captured: cupy records no call of cuBLAS and the like, and CUDA no wait of the host."""
+    return isinstance(error, NotImplementedError) or getattr(error, "status", 0) in CAPTURE_ERRORS
 
 
 _graphs: weakref.WeakSet[Graph] = weakref.WeakSet()

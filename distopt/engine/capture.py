@@ -11,7 +11,7 @@ from distopt.engine.parameters import iterable
 from distopt.engine.spec import StepSpec
 
 UNRECORDED = (
-    "a captured loss can only enqueue kernels, and cupy records no matrix product and no random number ({}): let "
+    "a captured loss can only enqueue kernels: no matrix product, no random numbers and no wait are recorded ({}); let "
     "forward and backward pass go before, into opt.gradient_views(params), and capture the rest: "
     "step = opt.capture(lambda: pairs)"
 )
@@ -65,17 +65,19 @@ class CapturedStep:
         self._stream = device.new_stream()  # the null stream cannot be captured
         caller = device.current_stream()
         self._order(caller, self._stream)
-        with self._stream:
-            engine.step(loss, spec)  # makes and compiles all that it needs
-            engine.resolve_last_step()
-            self._write_numbers()
-            engine.store.upload_tables(engine.step_context.travelling(engine.compressor))
-            with self._graph.capture():
-                engine.step(_recorded(loss), spec)
-            engine.nonfinite.roll_back()
-            self._version, self._lines = self._current_version, ["a captured step", *engine.agreement.lines]
-            self._fingerprint = fingerprint(self._lines)
-        self._order(self._stream, caller)
+        try:
+            with self._stream:
+                engine.step(loss, spec)  # makes and compiles all that it needs
+                engine.resolve_last_step()
+                self._write_numbers()
+                engine.store.upload_tables(engine.step_context.travelling(engine.compressor))
+                with self._graph.capture():
+                    engine.step(_recorded(loss), spec)
+                engine.nonfinite.roll_back()
+        finally:  # also without a capture, the ordinary step was made
+            self._order(self._stream, caller)
+        self._version, self._lines = self._current_version, ["a captured step", *engine.agreement.lines]
+        self._fingerprint = fingerprint(self._lines)
 
     def __call__(self) -> bool:
         """Make the next step; True, which the next call takes back if a gradient was not finite.  Collective."""
@@ -134,8 +136,10 @@ class CapturedStep:
 
 
 def _recorded(loss: Callable[[], Any]) -> Iterator[Any]:
-    """The pairs of a loss that is being captured.  RuntimeError where cupy refuses to record what it calls."""
+    """Yield the pairs of a loss that is being captured.  RuntimeError for what cannot be recorded."""
     try:
         yield from iterable(loss)
-    except NotImplementedError as error:
+    except Exception as error:
+        if not device.is_capture_error(error):
+            raise
         raise RuntimeError(UNRECORDED.format(error)) from error

@@ -241,7 +241,7 @@ def test_an_nccl_that_fails_is_found_on_the_gpu_where_it_does(monkeypatch):
     code = DOUBLED + (
         "from doubles import gpu, nccl; whole = nccl.NcclCommunicator.allReduce\n"
         "def refuse(self, *rest):\n"
-        "    nccl.faults.refuses = 0 if self._device == 1 else None\n"
+        "    nccl.faults.refuses = 0 if self.device_id() == 1 else None\n"
         "    whole(self, *rest)\n"
         "from cupy.cuda import nccl as real; real.NcclCommunicator.allReduce = refuse\n" + RUN
     )

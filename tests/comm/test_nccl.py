@@ -563,13 +563,14 @@ def test_an_abort_that_hangs_is_given_up_in_time():
     run_ranks(1, main)
 
 
-def test_at_exit_operations_that_a_dead_peer_owes_are_aborted(monkeypatch):
+def test_at_exit_operations_that_a_dead_peer_owes_are_aborted():
     """Waiting for it takes no longer than half of the deadline."""
-    monkeypatch.setattr(sys.modules["distopt.comm.nccl"], "_alive", [])
 
     def main(threads):
         comm = NcclCommunicator(threads.control)
         inner = comm._comm
+        comm.all_reduce(gpu.array(np.ones(9, np.float32)))
+        threads.control.vote("all have connected", 1, list)
         if comm.rank == 1:
             comm.abort()  # as a process that is gone
         threads.control.vote("rank 1 is gone", 1, list)
@@ -585,12 +586,20 @@ def test_at_exit_operations_that_a_dead_peer_owes_are_aborted(monkeypatch):
     run_ranks(2, main)
 
 
-def test_at_exit_all_stuck_communicators_are_told_to_end_before_one_is_waited_for(monkeypatch):
+def connected(threads, number):
+    """Communicators that have made a collective, for which NCCL waits until all ranks are there."""
+    comms = [NcclCommunicator(threads.control) for _ in range(number)]
+    for comm in comms:
+        comm.all_reduce(gpu.array(np.ones(9, np.float32)))
+    threads.control.vote("all have connected", 1, list)
+    return comms
+
+
+def test_at_exit_all_stuck_communicators_are_told_to_end_before_one_is_waited_for():
     """The kernels of the second one would keep NCCL from freeing what the first one has."""
-    monkeypatch.setattr(sys.modules["distopt.comm.nccl"], "_alive", [])
 
     def main(threads):
-        comms = [NcclCommunicator(threads.control) for _ in range(2)]
+        comms = connected(threads, 2)
         if threads.rank == 1:
             for comm in comms:
                 comm.abort()  # as a process that is gone
@@ -606,11 +615,9 @@ def test_at_exit_all_stuck_communicators_are_told_to_end_before_one_is_waited_fo
     run_ranks(2, main)
 
 
-def test_at_exit_the_deadline_is_for_all_communicators_together(monkeypatch):
-    monkeypatch.setattr(sys.modules["distopt.comm.nccl"], "_alive", [])
-
+def test_at_exit_the_deadline_is_for_all_communicators_together():
     def main(threads):
-        comms = [NcclCommunicator(threads.control) for _ in range(3)]
+        comms = connected(threads, 3)
         if threads.rank == 1:
             for comm in comms:
                 comm.abort()
@@ -627,20 +634,15 @@ def test_at_exit_the_deadline_is_for_all_communicators_together(monkeypatch):
     run_ranks(2, main)
 
 
-def test_at_exit_a_finished_communicator_is_destroyed_and_not_aborted(monkeypatch):
+def test_at_exit_a_finished_communicator_is_destroyed_and_not_aborted():
     """Peers may still read what an abort would take from them."""
-    monkeypatch.setattr(sys.modules["distopt.comm.nccl"], "_alive", [])
-    together = threading.Barrier(2)
 
     def main(threads):
         comm = NcclCommunicator(threads.control)
         inner = comm._comm
         comm.all_reduce(gpu.array(np.ones(9, np.float32)))
         threads.control.vote("both have summed", 1, list)
-        together.wait(20)
-        if comm.rank == 0:
-            end_all(20.0)
-        together.wait(20)
+        end_all(20.0)
         assert inner.destroyed
         assert not inner.aborted
 

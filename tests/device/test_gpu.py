@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import pathlib
-import threading
 
 import numpy as np
 import pytest
@@ -84,14 +83,14 @@ def test_masters_are_averaged_on_the_device():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_all_laws_hold_on_doubles_of_gpus(size):
+def test_all_laws_hold_on_doubles_of_gpus(size, one_warp):
     found = on_gpus(size, laws.all_of_them)
     expected = run_ranks(size, laws.independence)
     assert [r["digests"].tolist() for r in found] == [list(e) for e in expected]
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_more_ranks_have_the_bits_of_the_host(size):
+def test_more_ranks_have_the_bits_of_the_host(size, one_warp):
     assert on_gpus(size, laws.independence) == run_ranks(size, laws.independence)
 
 
@@ -878,7 +877,7 @@ def test_a_captured_matrix_product_is_refused_with_what_to_capture_instead(arith
         w, x = laws.to_device(comm, [np.zeros((3, 3), np.float32), np.ones((3, 3), np.float32)])
         param, opt = Parameter("w", w), DistOpt(SGD(1.0), comm)
         with pytest.raises(
-            RuntimeError, match=r"rank 0: a captured loss .* no matrix product .*cuBLAS.*gradient_views"
+            RuntimeError, match=r"rank 0: a captured loss .* no matrix product, .*cuBLAS.*gradient_views"
         ):
             opt.capture(lambda: [(param, x @ x)])
         [view] = opt.gradient_views([param])
@@ -893,6 +892,57 @@ def test_a_captured_matrix_product_is_refused_with_what_to_capture_instead(arith
     found = on_gpus(2, main)
     assert found[0] == found[1]
     assert len(set(found[0])) == 1
+
+
+NOT_CAPTURED = {
+    "matrix product": (lambda x: x @ x, "calling cuBLAS API during stream capture"),
+    "random numbers": (lambda x: cupy.random.standard_normal((3, 3)), "calling cuRAND API during stream capture"),
+    "wait": (lambda x: x * float(x.sum()), "cudaErrorStreamCaptureUnsupported"),
+}
+
+
+@pytest.mark.parametrize("call", NOT_CAPTURED)
+def test_a_loss_that_cannot_be_captured_on_one_rank_leaves_all_ranks_as_after_a_step(call, arithmetic):
+    make, text = NOT_CAPTURED[call]
+
+    def main(comm):
+        w, x = laws.to_device(comm, [np.zeros((3, 3), np.float32), np.ones((3, 3), np.float32)])
+        param, opt, caller = Parameter("w", w), DistOpt(SGD(1.0), comm), device.current_stream()
+        [view] = opt.gradient_views([param])
+
+        def loss():
+            device.copy(view, (make(x) if comm.rank else x + x).astype(np.float32))
+            yield param, view
+
+        with gpu.lazily(gpu.shuffled(0) if comm.rank else min):  # the caller's stream first
+            with pytest.raises(RuntimeError, match=rf"rank 1: a captured loss can only .*{text}.*gradient_views"):
+                opt.capture(loss)
+            seen = device.host_copy(w)  # the ordinary step was made, and the caller's stream comes behind it
+        assert gpu.machine().captures == {}
+        assert device.current_stream() is caller
+        assert opt.step_counter == 1
+        before = device.host_copy(w)
+        assert seen.tobytes() == before.tobytes() != bytes(before.nbytes)
+        opt([(param, x)])
+        np.testing.assert_array_equal(device.host_copy(w), before - 1)
+
+    on_gpus(2, main)
+
+
+def test_a_captured_step_keeps_the_gradients_that_it_reads():
+    """Its caller may forget them, and their memory would be that of others."""
+
+    def main(comm):
+        n = 1003
+        w, g = laws.to_device(comm, [np.zeros(n, np.float32), np.full(n, 3, np.float32)])
+        pairs = [(Parameter("w", w), g)]
+        step = DistOpt(SGD(1.0), comm).capture(lambda pairs=pairs: pairs)
+        del pairs, g
+        others = laws.to_device(comm, [np.full(n, k, np.float32) for k in range(8)])
+        step()
+        return set(device.host_copy(w).tolist()), len(others)
+
+    assert on_gpus(2, main) == [({-6.0}, 8)] * 2
 
 
 def test_a_kernel_takes_two_lists_of_arrays():
@@ -1037,14 +1087,12 @@ def test_commands_left_by_an_ended_rank_are_not_run_later(monkeypatch):
     """They would write to memory that was freed."""
     done, left = [], []
 
-    def rank():
+    def rank(comm):
         left.append(gpu.machine())
         left[0].order = min
         left[0].enqueue("late", lambda: done.append("late"))
 
-    thread = threading.Thread(target=rank)
-    thread.start()
-    thread.join()
+    run_ranks(1, rank)
     gpu.install(monkeypatch.setattr)
     left[0].go_on()
     assert not done

@@ -1,7 +1,8 @@
 """Arithmetic of cupy's arrays on the GPUs of ``doubles.gpu``: what numpy makes of their memory, enqueued.
 
-As cupy does, it refuses to mix with numpy's arrays, and to record matrix products in a graph.  Whatever a result's
-shape and dtype depend on but the shapes and dtypes of what it is made of is missing here.
+As cupy does, it refuses to mix with numpy's arrays, and to record calls of CUDA's libraries in a graph: matrix
+products, solvers and random numbers.  Whatever a result's shape and dtype depend on but the shapes and dtypes of what
+it is made of is missing here.
 """
 
 import ctypes
@@ -14,6 +15,11 @@ from doubles import gpu
 
 OPERATORS = "add sub mul truediv pow matmul eq ne lt le gt ge and or xor".split()
 REDUCTIONS = "sum mean max min argmax argmin".split()
+LIBRARIES = {
+    **dict.fromkeys("matmul dot vdot inner outer tensordot einsum".split(), "cuBLAS"),
+    **dict.fromkeys("solve inv lstsq svd qr eigh cholesky".split(), "cuSOLVER"),
+}
+RANDOM = "random standard_normal uniform normal randint".split()
 
 
 def place(x):
@@ -53,10 +59,16 @@ def elements_there(x):
     return look(*x) if isinstance(x, Place) else x
 
 
+def refuse_in_capture(library):
+    """What each of cupy's wrappers of a library's functions does first."""
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise NotImplementedError(f"calling {library} API during stream capture is currently unsupported")
+
+
 def compute(name, function, *given, **options):
     """A new array, which has what the function makes of the arguments when the stream comes to it."""
-    if name == "matmul" and cupy.cuda.get_current_stream().is_capturing():
-        raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
+    if name in LIBRARIES:
+        refuse_in_capture(LIBRARIES[name])
     places = each(given, arrays_as_places)
     with np.errstate(all="ignore"):
         like = np.asarray(function(*each(places, zeros_there), **options))
@@ -160,6 +172,16 @@ def zeros(shape, dtype=float):
     return gpu.array(np.zeros(shape, dtype))
 
 
+def drawing(name):
+    """One of cupy.random's functions."""
+
+    def draw(*given, **options):
+        refuse_in_capture("cuRAND")
+        return gpu.array(getattr(np.random.default_rng(0), name.replace("randint", "integers"))(*given, **options))
+
+    return draw
+
+
 def install(patch=setattr):
     """Let arrays do so from now on, in this process; with a monkeypatch's ``setattr`` until that is undone."""
     array = cupy.ndarray
@@ -192,5 +214,9 @@ def install(patch=setattr):
         "asnumpy": asnumpy,
         "zeros": zeros,
         "pad": method("pad", np.pad),
+        "dot": method("dot", np.dot),
+        "tensordot": method("tensordot", np.tensordot),
     }.items():
         patch(cupy, name, double)
+    for name in RANDOM:
+        patch(cupy.random, name, drawing(name))

@@ -7,9 +7,12 @@ written yet (fresh memory is poisoned).  As in cupy's pool, freed memory is that
 made in the stream that was current when it was allocated, whatever other streams, or graphs, still do with it; it is
 poisoned when that stream comes to the point where it was freed.
 
-Each thread has a GPU of its own, so that threads can be ranks; streams and events belong to the GPU of the thread that
-made them, whichever thread uses them.  ``log`` has what was enqueued, by stream.  Where one GPU waits for others, they
-go on although their hosts do something else.
+A captured graph has only the edges that streams and events gave it: the nodes of a replay are done in any order that
+these allow, another one each time.
+
+A rank of ``run_ranks`` is a process here: with all threads that it starts it has GPUs, streams and pinned memory of its
+own (``Process``).  Streams and events belong to one GPU, and are refused on another one as CUDA refuses them.  ``log``
+has what was enqueued, by stream.  Where one GPU waits for others, they go on although their hosts do something else.
 """
 
 import contextlib
@@ -30,6 +33,7 @@ import cupy
 import numpy as np
 
 from distopt import kernels
+from distopt.comm.threads import current_rank
 from distopt.device import cubins, pinned
 from doubles import shim
 
@@ -42,21 +46,21 @@ class Op(NamedTuple):
     stream: int
     details: tuple
     action: object  # a function
-    ready: object  # a function: may it be done now?
+    ready: object = lambda: True  # a function: may it be done now?
     outside: bool = False  # does it wait for other GPUs?
 
 
 class Machine:
-    """One GPU: its streams, and what the host did."""
+    """One GPU of a process: its streams, and what the host did."""
 
-    def __init__(self):
-        self.queues: dict[int, deque[Op]] = {}
+    def __init__(self, number):
+        self.number = number
+        self.queues: dict[int, deque[Op]] = {}  # by stream; the nodes of a replay have one each, below 0
         self.log: list[Op] = []
         self.host: list[str] = []  # allocations and waits
-        self.capture: dict[int, list[Op]] = {}  # by stream: the ops of the capture that it has joined
+        self.captures: dict[int, Capture] = {}  # by stream: the capture that it has joined
         self.order = None  # a function of the numbers of streams that could go on; None does everything at once
-        self.behind: dict[int, bool] = {}  # streams whose captured work nobody has waited for
-        self.current: list[Stream] = [Stream.null]
+        self.random = random.Random(number)  # chooses where there is no order
         self.pool = MemoryPool()
         self.memory = 1 << 40  # bytes beyond which one allocation fails
         self.patience = 4.0  # seconds to wait for other GPUs
@@ -65,27 +69,28 @@ class Machine:
         self.broken = None  # what went wrong meanwhile
         machines.add(self)
 
-    def enqueue(self, name, action, stream=None, details=(), ready=lambda: True, outside=False):
-        stream = self.current[-1].ptr if stream is None else stream
-        op = Op(name, stream, details, action, ready, outside)
-        if stream in self.capture:
-            self.capture[stream].append(op)
-            self.behind[stream] = True
+    def enqueue(self, name, action, stream=None, details=(), **conditions):
+        stream = current()[-1].ptr if stream is None else stream
+        op = Op(name, stream, details, action, **conditions)
+        if stream in self.captures:
+            self.captures[stream].add(op)
         else:
             self.push(op)
 
-    def push(self, op):
+    def push(self, op, log=True):
         with self.lock:
-            if op.name != "free":
+            if log:
                 self.log.append(op)
             self.queues.setdefault(op.stream, deque()).append(op)
             while self.order is None and self.advance():
                 pass
 
-    def forbid(self, what):
-        """The host waits, or allocates on the host, which a capture forbids."""
-        if self.capture:
-            raise RuntimeError(f"{what} while a stream is being captured")
+    def note(self, what, forbidding=()):
+        """The host waits, or allocates pinned memory; captures that forbid it are broken by it."""
+        for capture in forbidding:
+            capture.valid = False
+        if forbidding:
+            refuse(UNSUPPORTED)
         self.host.append(what)
 
     def advance(self):
@@ -105,9 +110,12 @@ class Machine:
         if not able:
             assert not heads or any(op.outside for op in heads), "every stream waits for another one"
             return False
-        chosen = able[0] if self.order is None else self.order(able)
+        chosen = self.random.choice(able) if self.order is None else self.order(able)
         try:
-            self.queues[chosen].popleft().action()
+            op = self.queues[chosen].popleft()
+            if chosen < 0:
+                del self.queues[chosen]
+            op.action()
         except BaseException as error:
             self.broken = error
             raise
@@ -145,7 +153,7 @@ class Machine:
         self.wait(lambda: not (any(self.queues.copy().values()) if stream is None else self.queues.get(stream)))
 
 
-machines: weakref.WeakSet[Machine] = weakref.WeakSet()  # of this process
+machines: weakref.WeakSet[Machine] = weakref.WeakSet()  # of all ranks that are threads here
 
 
 def abandon():
@@ -153,6 +161,86 @@ def abandon():
     for m in list(machines):
         with m.lock:
             m.queues.clear()
+
+
+# ----------------------------------------------------------------------------------------------------- processes
+
+
+class Process:
+    """A rank: its GPUs, which its threads share."""
+
+    def __init__(self):
+        self.gpus, self.lock = {}, threading.Lock()
+
+    def gpu(self, number):
+        if number not in self.gpus:
+            with self.lock:
+                self.gpus.setdefault(number, Machine(number))
+        return self.gpus[number]
+
+
+class Local(threading.local):
+    """What CUDA and cupy keep for each thread."""
+
+    def __init__(self):
+        self.process = None  # that of the thread, once it is asked for
+        self.number = 0  # of the current GPU
+        self.streams: dict[int, list[Stream]] = {}  # the current one of each GPU, above those to come back to
+
+
+_local = Local()
+
+
+def process() -> Process:
+    """This rank's, which the threads that it starts inherit."""
+    if _local.process is None:
+        starter = getattr(threading.current_thread(), "starter", None)
+        _local.process = Process() if starter is None or current_rank() else starter
+    return _local.process
+
+
+def machine() -> Machine:
+    """This thread's current GPU."""
+    return process().gpu(_local.number)
+
+
+def current():
+    """This thread's streams on its current GPU, the current one last."""
+    return _local.streams.setdefault(_local.number, [Stream.null])
+
+
+def inheriting(start):
+    """threading.Thread.start, which tells the new thread what process it belongs to."""
+
+    def begin(thread):
+        thread.starter = process()
+        start(thread)
+
+    return begin
+
+
+class EachRank:
+    """What distopt has one of in a process: one for each rank, although these are threads."""
+
+    def __init__(self, make):
+        self._make, self._made = make, weakref.WeakKeyDictionary()
+
+    @property
+    def own(self):
+        """That of this thread's rank."""
+        return self._made.get(process()) or self._made.setdefault(process(), self._make())
+
+    def __getattr__(self, name):
+        return getattr(self.own, name)
+
+    def __getitem__(self, key):
+        return self.own[key]
+
+    def __contains__(self, x):
+        return x in self.own
+
+
+# ----------------------------------------------------------------------------------------------------- memory
 
 
 class MemoryPool:
@@ -166,21 +254,23 @@ class MemoryPool:
         m.host.append("allocate")
         if nbytes > m.memory:
             raise cupy.cuda.memory.OutOfMemoryError(nbytes, 0)
-        key = m.current[-1].ptr, -(-nbytes // 512) * 512
+        if not nbytes:
+            return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, m.number), 0)
+        key = current()[-1].ptr, -(-nbytes // 512) * 512
         idle = self.idle.get(key)
         raw = idle.pop() if idle else np.full(key[1] + 512, POISON, np.uint8)
         start, block = raw.ctypes.data + -raw.ctypes.data % 512, Block()
         owner = next(owners)
         allocations[owner] = start, nbytes
         weakref.finalize(block, self.free, m, key, raw, owner).atexit = False
-        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(start, nbytes, block, _local.number), 0)
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(start, nbytes, block, m.number), 0)
 
     def free(self, gpu, key, raw, owner):
         def release():
             del allocations[owner]
             raw.fill(POISON)
 
-        gpu.push(Op("free", key[0], (), release, lambda: True))
+        gpu.push(Op("free", key[0], (), release), log=False)
         self.idle.setdefault(key, []).append(raw)
 
 
@@ -192,14 +282,7 @@ owners = itertools.count(1)
 allocations: dict[int, tuple[int, int]] = {}  # address and bytes by owner, of all GPUs of this process
 
 
-class Local(threading.local):
-    def __init__(self):
-        self.machine, self.number = Machine(), 0
-
-
-def machine() -> Machine:
-    """This thread's GPU."""
-    return _local.machine
+# ----------------------------------------------------------------------------------------------------- order
 
 
 def lagging(*streams):
@@ -223,40 +306,68 @@ def lazily(order):
         machine().order = None
 
 
+# ----------------------------------------------------------------------------------------------------- streams
+
+INVALID = 400  # cudaErrorInvalidResourceHandle; the others are cudaErrorStreamCapture... and cudaErrorCapturedEvent
+UNSUPPORTED, INVALIDATED, MERGE, UNJOINED, ISOLATION, IMPLICIT, CAPTURED = 900, 901, 902, 904, 905, 906, 907
+
+
+def refuse(status):
+    raise cupy.cuda.runtime.CUDARuntimeError(status)
+
+
 class Stream:
     """cupy.cuda.Stream."""
 
+    known: ClassVar = weakref.WeakValueDictionary()
     _numbers = itertools.count(1)
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
         self.ptr = 0 if null else next(self._numbers)
         self.priority = max(GREATEST_PRIORITY, min(0, priority or 0))
         self._machine = None if null else machine()
+        self.known[self.ptr] = self
 
     @property
     def machine(self):
-        """Of the null stream that of the thread."""
+        """Of the null stream the current one."""
         return self._machine or machine()
 
+    def _check_device(self):
+        if self.machine is not machine():
+            raise RuntimeError(
+                f"The device that the stream is created on ({self.machine.number}) does not match with the current "
+                f"device ({_local.number})"
+            )
+
     def __enter__(self):
-        machine().current.append(self)
+        self._check_device()
+        current().append(self)
         return self
 
     def __exit__(self, *error):
-        machine().current.pop()
+        _local.streams[self.machine.number].pop()
 
     def use(self):
-        machine().current[-1] = self
+        self._check_device()
+        current()[-1] = self
         return self
 
     def wait_event(self, event):
-        record, m = event.last, self.machine
-        if event.captured is not None and event.captured in m.capture.values():
-            m.capture.setdefault(self.ptr, event.captured)  # joins the capture
-            m.behind.pop(event.stream if event.stream != self.ptr else None, None)
+        record, captures = event.last, self.machine.captures
+        if event.captured:
+            capture, nodes = event.captured
+            if capture not in captures.values():
+                refuse(CAPTURED)
+            if not self.ptr:
+                refuse(IMPLICIT)
+            if captures.setdefault(self.ptr, capture) is not capture:
+                refuse(MERGE)
+            capture.join(self.ptr, nodes)
             return
-        assert self.ptr not in m.capture, "a captured stream waits for an event from outside"
-        m.enqueue("wait", lambda: None, self.ptr, (id(event),), lambda: record.reached)
+        if self.ptr in captures:
+            refuse(ISOLATION)
+        self.machine.enqueue("wait", lambda: None, self.ptr, (id(event),), ready=lambda: record.reached)
 
     def record(self, event=None):
         event = event or Event()
@@ -264,32 +375,44 @@ class Stream:
         return event
 
     def synchronize(self):
-        self.machine.forbid("synchronize")
-        self.machine.finish(self.ptr)
+        m = self.machine
+        m.note("synchronize", [c for stream, c in m.captures.items() if stream == self.ptr])
+        m.finish(self.ptr)
 
     @property
     def done(self):
         return self.machine.look(lambda: not self.machine.queues.get(self.ptr))
 
     def begin_capture(self, mode=None):
-        assert self.ptr, "the null stream cannot be captured"
-        self.machine.capture[self.ptr] = []
+        if not self.ptr:
+            raise RuntimeError("cannot capture on the default (legacy) stream")
+        self.machine.captures[self.ptr] = Capture(self.ptr)
 
     def end_capture(self):
-        m = self.machine
-        ops = m.capture[self.ptr]
-        unjoined = [s for s, joined in m.capture.items() if joined is ops and s in m.behind and s != self.ptr]
-        m.behind.clear()
-        m.capture = {s: o for s, o in m.capture.items() if o is not ops}
-        assert not unjoined, f"streams {unjoined} did not come back to the captured one"
-        return Graph(ops)
+        m, capture = self.machine, self.machine.captures[self.ptr]
+        m.captures = {s: c for s, c in m.captures.items() if c is not capture}
+        if not capture.valid:
+            refuse(INVALIDATED)
+        if capture.unjoined(self.ptr):
+            refuse(UNJOINED)
+        return Graph(capture)
 
     def is_capturing(self):
-        return self.ptr in self.machine.capture
+        return self.ptr in self.machine.captures
 
 
 Stream.null = Stream(null=True)
-_local = Local()
+
+
+def gpu_of_stream(pointer):
+    return Stream.known[pointer].machine if pointer else machine()
+
+
+def check_launch(pointer):
+    """Kernels are launched in a stream of the current GPU; copies in one of any."""
+    if gpu_of_stream(pointer) is not machine():
+        refuse(INVALID)
+    return machine()
 
 
 @dataclass
@@ -308,14 +431,16 @@ class Event:
         self.ptr = id(self)
         self.known[self.ptr] = self
         self.last = Record(reached=True)
-        self.captured = None  # the capture in which it was recorded
-        self.stream, self.machine = 0, machine()
+        self.captured = None  # the capture in which it was recorded, and the nodes that its stream had last
+        self.machine = machine()
 
     def record(self, stream=None):
-        stream = stream or machine().current[-1]
-        self.machine = m = stream.machine
-        self.captured, self.stream = m.capture.get(stream.ptr), stream.ptr
-        if self.captured is not None:
+        stream, m = stream or current()[-1], self.machine
+        if stream.machine is not m:
+            refuse(INVALID)
+        capture = m.captures.get(stream.ptr)
+        self.captured = capture and (capture, capture.last[stream.ptr])
+        if capture:
             return
         self.last = record = Record(reached=False)
 
@@ -324,32 +449,102 @@ class Event:
 
         m.enqueue("record", reach, stream.ptr, (id(self),))
 
+    def _check_uncaptured(self):
+        if self.captured:
+            refuse(CAPTURED)
+
     @property
     def done(self):
-        assert self.captured is None, "a captured event cannot be looked at"
+        self._check_uncaptured()
         return self.machine.look(lambda: self.last.reached)
 
     def synchronize(self):
-        self.machine.forbid("wait for an event")
+        self._check_uncaptured()
+        self.machine.note("wait for an event")
         self.machine.wait(lambda: self.last.reached)
 
 
-class Graph:
-    """cupy.cuda.Graph."""
+# ----------------------------------------------------------------------------------------------------- graphs
 
-    def __init__(self, ops):
-        self.ops = ops
+
+class Capture:
+    """What streams enqueue while they are captured: nodes, each behind those that its stream had to wait for."""
+
+    def __init__(self, origin):
+        self.nodes: list[tuple[Op, frozenset[int]]] = []  # and the numbers of those before it
+        self.last: dict[int, frozenset[int]] = {origin: frozenset()}  # by stream: what its next node is behind
+        self.valid = True
+
+    def add(self, op):
+        self.nodes.append((op, self.last[op.stream]))
+        self.last[op.stream] = frozenset([len(self.nodes) - 1])
+
+    def join(self, stream, nodes):
+        self.last[stream] = self.last.get(stream, frozenset()) | nodes
+
+    def unjoined(self, origin):
+        """The nodes that the captured stream does not wait for."""
+        seen, ahead = set(), set(self.last[origin])
+        while ahead:
+            node = ahead.pop()
+            seen.add(node)
+            ahead |= self.nodes[node][1] - seen
+        return set(range(len(self.nodes))) - seen
+
+
+class Graph:
+    """cupy.cuda.Graph: a replay does its nodes in any order that its edges allow."""
+
+    def __init__(self, capture):
+        self.nodes = capture.nodes
+        self.behind = [[k for k, (_, before) in enumerate(self.nodes) if n in before] for n in range(len(self.nodes))]
 
     def launch(self, stream=None):
-        for op in self.ops:
-            machine().push(op._replace(stream=stream.ptr if stream else machine().current[-1].ptr))
+        stream = stream or current()[-1]
+        Replay(self, stream.machine, stream.ptr)
+
+
+class Replay:
+    """A launch of a graph: behind what its stream has so far, and before what comes."""
+
+    _numbers = itertools.count(-1, -1)  # of the nodes' queues
+
+    def __init__(self, graph, gpu, stream):
+        self.graph, self.gpu, self.left = graph, gpu, len(graph.nodes)
+        self.missing = [len(before) for _, before in graph.nodes]
+        with gpu.lock:
+            gpu.log += [op._replace(stream=stream) for op, _ in graph.nodes]
+        gpu.push(Op("a replay begins", stream, (), self.begin), log=False)
+        gpu.push(Op("a replay ends", stream, (), lambda: None, lambda: not self.left), log=False)
+
+    def begin(self):
+        for node, missing in enumerate(self.missing):
+            if not missing:
+                self.release(node)
+
+    def release(self, node):
+        op, _ = self.graph.nodes[node]
+
+        def run():
+            op.action()
+            self.left -= 1
+            for following in self.graph.behind[node]:
+                self.missing[following] -= 1
+                if not self.missing[following]:
+                    self.release(following)
+
+        self.gpu.push(op._replace(stream=next(self._numbers), action=run), log=False)
+
+
+# ----------------------------------------------------------------------------------------------------- the runtime
 
 
 class Pinned:
     """What cupy.cuda.alloc_pinned_memory returns."""
 
     def __new__(cls, nbytes):
-        machine().forbid("allocate pinned memory")
+        m = machine()
+        m.note("allocate pinned memory", m.captures.values())
         return np.full(nbytes, POISON, np.uint8)
 
 
@@ -380,11 +575,13 @@ def event_query(pointer):
 
 
 def memset(pointer, value, nbytes, stream):
-    machine().enqueue("memset", lambda: ctypes.memset(pointer, value, nbytes), stream, (pointer, value, nbytes))
+    m = gpu_of_stream(stream)
+    m.enqueue("memset", lambda: ctypes.memset(pointer, value, nbytes), stream, (pointer, value, nbytes))
 
 
 def memcpy(to, source, nbytes, kind, stream):
-    machine().enqueue("memcpy", lambda: ctypes.memmove(to, source, nbytes), stream, (to, source, nbytes, kind))
+    m = gpu_of_stream(stream)
+    m.enqueue("memcpy", lambda: ctypes.memmove(to, source, nbytes), stream, (to, source, nbytes, kind))
 
 
 class RawModule:
@@ -418,7 +615,8 @@ class RawKernel:
             with _shim:
                 self.launch(dims, ctypes.c_size_t(shared_mem), addresses)
 
-        machine().enqueue(self.name, run, None, (shape, *(v.raw for v in values)))
+        stream = current()[-1].ptr
+        check_launch(stream).enqueue(self.name, run, stream, (shape, *(v.raw for v in values)))
 
 
 def argument_size(parameter):
@@ -473,10 +671,11 @@ def install(patch=setattr):
     """Let cupy be this from now on, in this process; with a monkeypatch's ``setattr`` until that is undone."""
     cuda, runtime = cupy.cuda, cupy.cuda.runtime
     abandon()
+    _local.__init__()  # this thread begins anew
     cuda.set_allocator(allocate)
     for owner, doubles in (
         (cuda, {"Stream": Stream, "Event": Event, "Device": Device, "nvrtc": Nvrtc(), "alloc_pinned_memory": Pinned}),
-        (cuda, {"get_current_stream": lambda: machine().current[-1], "MemoryPool": MemoryPool}),
+        (cuda, {"get_current_stream": lambda: current()[-1], "MemoryPool": MemoryPool}),
         (cupy, {"RawModule": RawModule}),
         (cubins, {"folder": lambda: pathlib.Path(_folder.name)}),
         (cuda.driver, {"occupancyMaxActiveBlocksPerMultiprocessor": occupancy}),
@@ -488,7 +687,8 @@ def install(patch=setattr):
     ):
         for name, double in doubles.items():
             patch(owner, name, double)
-    pinned.pool = pinned.Pool()
+    patch(pinned, "pool", EachRank(pinned.Pool))
+    patch(threading.Thread, "start", inheriting(threading.Thread.start))
 
 
 def numpy_view(x):

@@ -4,6 +4,9 @@ The ranks of an id meet on a board: in memory if they are threads of one process
 the id.  A call's contribution is read when its stream comes to it, and its result is written when all ranks' are there.
 All ranks must make the same calls, on memory that is allocated then and when the stream comes to it.  Sums go around in
 a ring: each part of an array starts at another rank, and halves are rounded at every hop.
+
+A host waits for the others where NCCL may let it wait: at a communicator's first call, for which they connect, and when
+it is destroyed.  An abort waits for nobody, and what others have still to read of this rank is gone.
 """
 
 import collections
@@ -12,16 +15,19 @@ import ctypes
 import json
 import os
 import pathlib
+import queue
 import secrets
 import shutil
 import tempfile
 import threading
 import time
+import weakref
 
 import ml_dtypes
 import numpy as np
 from cupy.cuda import nccl as real
 
+import distopt.comm.nccl as ours
 from doubles import gpu, nccl_buffers
 
 DTYPES = {
@@ -33,7 +39,7 @@ DTYPES = {
     real.NCCL_FLOAT64: np.float64,
     real.NCCL_BFLOAT16: ml_dtypes.bfloat16,
 }
-INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 5, 6, 7
+UNHANDLED_CUDA_ERROR, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 1, 5, 6, 7
 
 
 class Faults:
@@ -72,6 +78,9 @@ class Memory:
     def see(self, key):
         return self.posts.get(key)
 
+    def overwrite(self, key, content):
+        self.posts[key] = content
+
     def remove(self, key):
         self.posts.pop(key, None)
 
@@ -90,6 +99,8 @@ class Folder:
         draft = self.path / f"{key}.draft"
         draft.write_bytes(content)
         os.rename(draft, self.path / key)
+
+    overwrite = post
 
     def see(self, key):
         with contextlib.suppress(FileNotFoundError):
@@ -154,22 +165,27 @@ class NcclCommunicator:
         assert 0 <= rank < ndev
         if faults.start == rank:
             raise real.NcclError(2)
-        self._n, self._rank, self._device = ndev, rank, gpu._local.number
+        self._n, self._rank, self._gpu = ndev, rank, gpu.machine()
         self.number = _made[rank]  # of this rank's communicators
         _made[rank] += 1
         self.board = boards(commId)
         self.collectives = self.calls = 0
         self.messages: dict[tuple, int] = {}
         self.old: list[str] = []  # own posts that all ranks have seen, once they come to a later one
-        self.aborted = self.destroyed = False
+        self.unread: set[str] = set()  # own posts of which it is not known that all ranks have seen them
+        self.connected = self.aborted = self.destroyed = False
         self.comm = id(self)
-        started = time.monotonic()
-        if faults.never != rank:
-            self.board.post(f"born {rank}", b"")
-        while not all(self.board.see(f"born {r}") is not None for r in range(ndev)):
-            if time.monotonic() - started > faults.patience:
-                raise real.NcclError(REMOTE_ERROR)
-            time.sleep(1e-3)
+        self._meet("born", says=faults.never != rank)
+
+    def _meet(self, word, says=True):
+        """The host waits until all ranks have come here."""
+        if says:
+            self.board.post(f"{word} {self._rank}", b"")
+        deadline = time.monotonic() + faults.patience
+        while missing := [r for r in range(self._n) if self.board.see(f"{word} {r}") is None]:
+            if time.monotonic() > deadline:
+                raise real.NcclError(REMOTE_ERROR) from TimeoutError(f"ranks {missing} are not {word}")
+            time.sleep(1e-4)
 
     def rank_id(self):
         return self._rank
@@ -178,7 +194,7 @@ class NcclCommunicator:
         return self._n
 
     def device_id(self):
-        return self._device
+        return self._gpu.number
 
     # ------------------------------------------------------------------------------------------- calls
 
@@ -278,6 +294,11 @@ class NcclCommunicator:
         """Several calls as one operation: all contribute before one of them waits."""
         mine, done, needs = [], {}, {}
         name = " ".join(sorted({c.name for c in calls}))
+        if gpu.gpu_of_stream(stream) is not self._gpu:
+            raise real.NcclError(UNHANDLED_CUDA_ERROR)
+        if not self.connected:
+            self._meet("connected")
+            self.connected = True
 
         def post():
             if self.aborted:
@@ -292,6 +313,7 @@ class NcclCommunicator:
                 for key, content in posts.items():
                     self.board.post(key, content)
                     mine.append(key)
+            self.unread.update(mine)
 
         def ready():
             if self.aborted:
@@ -314,11 +336,11 @@ class NcclCommunicator:
             if any(key.startswith("collective") for key in mine):
                 for key in self.old:
                     self.board.remove(key)
+                self.unread.difference_update(self.old)
                 self.old = [key for key in mine if key.startswith("collective")]
 
-        machine = gpu.machine()
-        machine.enqueue(f"{name}: given", post, stream)
-        machine.enqueue(name, take, stream, ready=ready, outside=True)
+        self._gpu.enqueue(f"{name}: given", post, stream)
+        self._gpu.enqueue(name, take, stream, ready=ready, outside=True)
 
     # ------------------------------------------------------------------------------------------- ends
 
@@ -345,13 +367,22 @@ class NcclCommunicator:
     def reclaim(self):
         time.sleep(faults.abort)
         nccl_buffers.library.log.append("reclaim")
+        for key in self.unread:
+            content = self.board.see(key)
+            if content is not None:
+                header, end, elements = content.partition(b"\n")
+                self.board.overwrite(key, header + end + bytes([gpu.POISON]) * len(elements))
+        self.board.post(f"destroyed {self._rank}", b"")
         self.board.close()
 
     def destroy(self):
         assert not self.destroyed
         self.destroyed = True
         nccl_buffers.library.log.append("destroy")
-        self.board.close()
+        try:
+            self._meet("destroyed")
+        finally:
+            self.board.close()
 
 
 def get_unique_id():
@@ -381,6 +412,28 @@ def in_a_group():
     return getattr(_group, "depth", 0) > 0
 
 
+class Helpers:
+    """The thread that ends a process's communicators: here one for each rank, which ends with it."""
+
+    def __init__(self):
+        self.queues = weakref.WeakKeyDictionary()
+
+    def __call__(self):
+        if gpu.process() not in self.queues:
+            self.queues[gpu.process()] = jobs = queue.SimpleQueue()
+            threading.Thread(target=self.work, args=[jobs], daemon=True).start()
+            weakref.finalize(threading.current_thread(), jobs.put, None).atexit = False
+        return self.queues[gpu.process()]
+
+    @staticmethod
+    def work(jobs):
+        for job in iter(jobs.get, None):
+            job()
+
+    def cache_clear(self):
+        self.queues.pop(gpu.process(), None)
+
+
 def _engine():
     """The GPUs of a process go on while its host does something else."""
     while True:
@@ -398,6 +451,8 @@ def install(patch=setattr, processes=False):
     boards = Folder if processes else Memory
     for double in (NcclCommunicator, get_unique_id, groupStart, groupEnd):
         patch(real, double.__name__, double)
+    patch(ours, "_alive", gpu.EachRank(list))
+    patch(ours, "_helper", Helpers())
     patch(real, "get_version", lambda: faults.version)
     patch(real, "available", True)
     nccl_buffers.install(patch)

@@ -33,7 +33,10 @@ def share(params, opt):
 
 
 def train_captured(comm, compressor=None, make=sgd, captured=True, nan_at=(), **options):
-    """Six steps whose gradients a "backward pass" writes to the same arrays each time; returns (params, opt)."""
+    """Six steps whose gradients a "backward pass" writes to the same arrays each time; returns (params, opt).
+
+    It writes each as it yields it, so that buckets are sent meanwhile, and NaNs come in the last one alone.
+    """
     params = move_to_device(comm, parameters(rank=comm.rank))
     opt = DistOpt(
         maker_for("dgc" if compressor in (DGC_NOW, NESTEROV_DGC) else "", make)(), comm, **{"threshold": 60} | options
@@ -42,14 +45,15 @@ def train_captured(comm, compressor=None, make=sgd, captured=True, nan_at=(), **
     given = to_device(comm, [np.zeros(p.data.shape, p.data.dtype) for p in params])  # what backward makes of its inputs
 
     def loss():
-        for view, x in zip(views, given, strict=True):
+        for param, view, x in zip(params, views, given, strict=True):
             device.copy(view, x)
-        return zip(params, views, strict=True)
+            yield param, view
 
     def feed(step):
-        for x, g in zip(given, gradients(params, step, comm.rank), strict=True):
-            if step in nan_at and comm.rank == comm.size - 1:
-                g[...] = np.nan
+        grads = gradients(params, step, comm.rank)
+        if step in nan_at and comm.rank == comm.size - 1:
+            grads[-1][...] = np.nan
+        for x, g in zip(given, grads, strict=True):
             device.copy(x, g)
 
     feed(0)

@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
 
+import cupy
+
 import distopt
-from distopt import run_ranks
+from distopt import Parameter, run_ranks
 from doubles.ranks import on_gpus
 from launch import PROJECT
 
@@ -62,3 +64,11 @@ def test_an_example_trains_on_gpus_as_on_the_host(name, options, said):
     assert len(number.findall(cuda)) > 1
     for one, other in zip(number.findall(cuda), number.findall(cpu), strict=True):
         assert abs(float(one) - float(other)) <= 0.011 * max(1, float(other)), (cuda, cpu)
+
+
+@pytest.mark.parametrize(("name", "options"), [SCRIPTS[0], *SCRIPTS[4:]], ids=["digits", "dgc", "large_batch"])
+def test_an_example_whose_parameters_stay_on_the_host_fails(name, options, said, monkeypatch):
+    """So the test above sees an array that was forgotten there."""
+    monkeypatch.setattr(distopt, "Parameter", lambda name, data: Parameter(name, cupy.asnumpy(data)))
+    with pytest.raises(TypeError, match="cupy does not mix with it"):
+        said(name, options, "cuda")
