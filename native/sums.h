@@ -111,7 +111,8 @@ INLINE auto sums_of(const Chunk &c, double *partial, T *...array) {
   return Loop<decltype(run)>{run};
 }
 
-// The sum of values[step begin], ..., values[step (end - 1)] by FOLD accumulators.  All threads of a block come here.
+// The sum of values[step begin], ..., values[step (end - 1)] by FOLD accumulators.  All threads of a block come here,
+// and its leader gets the sum; others may find what it has begun to write for the next one.
 INLINE double sum_in_turn(const double *values, long long begin, long long end, long long step) {
   SHARED double sum[FOLD];
   FOR_EACH_IN_BLOCK(j, 0, FOLD) {
@@ -121,7 +122,5 @@ INLINE double sum_in_turn(const double *values, long long begin, long long end, 
   }
   block_sync();
   fold(sum, FOLD, 1);
-  const double total = sum[0];
-  block_sync();
-  return total;
+  return sum[0];
 }

@@ -5,7 +5,7 @@ Numbers of laws and bugs are explained in docs/laws.md.
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import laws
@@ -107,6 +107,7 @@ def test_two_bit_codes_of_a_bucket_equal_the_reference(sizes, tau, dtype, seed):
     dtype=st.sampled_from(REALS),
     seed=SEEDS,
 )
+@example([40, 7, CHUNK + 5, 11, 13, 17], 0.0, "mean", "float64", 2)  # seven chunks
 def test_one_bit_codes_of_a_bucket_equal_the_reference(sizes, theta, scale, dtype, seed):
     """Gaps have no bits and get no values, though zero lies above a threshold below it."""
     members, compressor = bucket(sizes, dtype), OneBit(theta, scale)

@@ -148,10 +148,11 @@ def test_loads_under_way_at_once_end_at_a_store_a_branch_and_a_label():
         "/*0040*/ LDG.E.128.CONSTANT R8, desc[UR4][R2.64] ;",
         "/*0050*/ STG.E.128.STRONG.SM desc[UR4][R2.64], R4 ;",
         "/*0060*/ LDG.E.128 R4, desc[UR4][R2.64] ;",
+        "/*0068*/ LDG.E.128 R8, desc[UR4][R2.64] ;",
         ".L_x_1:",
         "/*0070*/ LD.E.U16 R4, desc[UR4][R2.64] ;",
         "/*0080*/ LDG.E.128 R4, desc[UR4][R2.64] ;",
     ):
         code.add(line)
     assert code.loads_at_once == 2
-    assert code.counts == {("LDG", 128): 5, ("LDG", 32): 1, ("STG", 128): 1, ("LD", 16): 1}
+    assert code.counts == {("LDG", 128): 6, ("LDG", 32): 1, ("STG", 128): 1, ("LD", 16): 1}
