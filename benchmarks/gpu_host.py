@@ -77,7 +77,7 @@ def main():
         step()
         per_step = dict(stub_cuda.counts)
         gc.collect()
-        times = interleaved({"step": step, "loop": loop}, rounds=9, calls=5, clock=time.thread_time)
+        times = interleaved({"step": step, "loop": loop}, rounds=9, calls=20, clock=time.thread_time)
         scaled = [mine / this * REFERENCE * 1e3 for mine, this in zip(times["step"], times["loop"], strict=True)]
         line = f"  {name:34}" + "".join(f"{per_step.get(n, 0):17}" for n in names)
         line += f"{statistics.median(times['step']) * 1e3:8.2f}{statistics.median(scaled):8.2f}"

@@ -93,7 +93,8 @@ class NcclCommunicator(Communicator):
         self.control, self.rank, self.size, self._hosts = control, control.rank, control.size, hosts
         self.local_rank = self.rank if local_rank is None else local_rank
         self.rank_ordered = self.size == 1
-        self._verb, self._failure = "its start", ""
+        self._last: tuple[str, int, Any] = "its start", 0, None  # verb, size and dtype, for the text of an error
+        self._failure = ""
         number, advice = self._select_gpu(gpu)
         self.gpu: int = number
         self.xp = device.array_module()
@@ -346,7 +347,7 @@ class NcclCommunicator(Communicator):
             raise RuntimeError(f"rank {self.rank}: {self._failure or 'the communicator is closed'}")
         self._check_thread()
         self._order(device.current_stream(), self._stream)
-        self._verb = f"{verb} of {arrays[0].size} {arrays[0].dtype}"
+        self._last = verb, arrays[0].size, arrays[0].dtype
         self.collectives_fingerprint = zlib.crc32(
             f"{verb} {arrays[0].dtype.char} {self._tag}".encode(), self.collectives_fingerprint
         )
@@ -413,6 +414,12 @@ class NcclCommunicator(Communicator):
         return self
 
     # ------------------------------------------------------------------------------------------- ends
+
+    @property
+    def _verb(self) -> str:
+        """The last operation, in words."""
+        verb, size, dtype = self._last
+        return verb if dtype is None else f"{verb} of {size} {dtype}"
 
     def check(self) -> None:
         """Check the collectives that are under way.
