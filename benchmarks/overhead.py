@@ -64,7 +64,9 @@ def tiny():
     for name, losses in (("all gradients new", itertools.cycle(sets)), ("nothing changed", itertools.cycle(sets[:1]))):
         opt = distopt.DistOpt(distopt.optim.SGD(1e-3, momentum=0.9), LocalCommunicator())
         steps[name] = lambda opt=opt, losses=losses: opt(next(losses))
-    return steps
+        opt(next(losses))
+    calls = list(foreign_calls(opt))
+    return steps | {"kernels alone": lambda: [call() for call in calls]}
 
 
 def foreign_calls(opt):
@@ -103,7 +105,8 @@ def main():
     lines += ["", f"tiny, one rank: {len(MODELS['tiny']())} tensors of 512 to 4096 elements{'ms a step':>24}"]
     for name, seconds in interleaved(tiny(), rounds=9, calls=10).items():
         middle = statistics.median(seconds) * 1e3
-        lines.append(f"  {name:42} {middle:8.2f}{'':33}  budget {TINY:g}: {'met' if middle <= TINY else 'MISSED'}")
+        verdict = f"{'':33}  budget {TINY:g}: {'met' if middle <= TINY else 'MISSED'}" * (name != "kernels alone")
+        lines.append(f"  {name:42} {middle:8.2f}{verdict}")
     report("overhead", "\n".join(lines), args.save)
 
 

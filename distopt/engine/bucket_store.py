@@ -25,9 +25,18 @@ class NoPlanError(RuntimeError, AttributeError):
 
 
 class PlanMemory(NamedTuple):
-    """A plan with all that is made for it; ``messages`` are the buckets that leave if neighbours may leave together."""
+    """A plan with all that is made for it.
+
+    Args:
+        buckets: those of the plan.
+        groups: larger ones over the same memory, which are packed and updated as a whole; on the host the same.
+        messages: those that leave as a whole, if neighbours may leave together; on the host the same.
+        check: for what is not finite in them.
+        capacity: of payloads on a GPU.
+    """
 
     buckets: BucketSet | None = None
+    groups: BucketSet | None = None
     messages: BucketSet | None = None
     check: NoCheck = NoCheck()
     capacity: PayloadCapacity | None = None
@@ -148,7 +157,7 @@ class BucketStore:
             capacity = PayloadCapacity(buckets, self._comm)
             capacity.restore(self._restored_capacity)
             self._restored_capacity = []
-        self._use(PlanMemory(buckets, messages, check, capacity))
+        self._use(PlanMemory(buckets, buckets.groups, messages, check, capacity))
         return True
 
     def _use(self, memory: PlanMemory) -> None:
@@ -216,8 +225,10 @@ class BucketStore:
             travelling: the buckets that leave one after the other.
             sent: how many of these are on their way already.
         """
-        buckets, values, grads = self.buckets, self.collector.values, self.collector.grads
-        groups = buckets.groups
+        values, grads = self.collector.values, self.collector.grads
+        buckets, groups = self._memory.buckets, self._memory.groups
+        assert buckets is not None
+        assert groups is not None
         buckets.point_to_parameters(values.addresses, values.version)
         if groups is not buckets:
             groups.point_to_parameters(values.addresses, values.version)
