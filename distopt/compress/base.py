@@ -289,6 +289,24 @@ class Compressor(abc.ABC):
         """
         return None
 
+    def __repr__(self) -> str:
+        """Return the class and its public attributes, as a text that is the same on all ranks, which compare it.
+
+        A subclass whose attributes do not tell all that it does, or have no such text, defines its own.
+
+        Example:
+            >>> from distopt.compress import Dense
+            >>> class Scaled(Dense):
+            ...     __repr__ = Compressor.__repr__
+            ...
+            ...     def __init__(self, factor):
+            ...         self.factor = factor
+            >>> Scaled(0.5)
+            Scaled(factor=0.5)
+        """
+        shown = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def count_selected(self, x: np.ndarray, counts: np.ndarray) -> None:
         """Add to ``counts[0]``, an int64, how many entries of x a ``bounded`` compressor would send: by default all."""
         counts += x.size

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from distopt import DistOpt, Parameter, run_ranks
 from distopt.comm import LocalCommunicator, Metered
-from distopt.compress import BucketContext, Dense, ErrorFeedback, ExchangeContext, Half, Threshold, TopK
+from distopt.compress import BucketContext, Compressor, Dense, ErrorFeedback, ExchangeContext, Half, Threshold, TopK
 from distopt.compress.top_k import unpack_entries
 from distopt.exchange import choose
 from distopt.kernels.layout import BucketLayout
@@ -412,3 +412,36 @@ def test_ranks_that_step_in_different_modes_are_refused(first, second):
         (second if comm.rank == 1 else first)(DistOpt(communicator=comm), constant_pairs(three_parameters()))
 
     assert "ranks differ: rank 0 has a" in texts_of(3, main, ValueError)
+
+
+class Doubled(Compressor):
+    """A user's own, without a text."""
+
+    summable = True
+
+    def __init__(self, factor=2):
+        self.factor, self._hidden = factor, object()
+
+    def payload_bytes(self, n, itemsize=4, layout=None):
+        return itemsize * n
+
+    def compress(self, x, state, context):
+        return x * self.factor
+
+    def decompress(self, payload, out, context):
+        out[...] = payload / self.factor
+
+
+def test_ranks_tell_compressors_of_ones_own_apart_by_their_public_attributes():
+    """A compressor of each rank's own has another address, which says nothing."""
+
+    def main(comm):
+        w, opt = Parameter("w", np.zeros(3)), DistOpt(SGD(1.0), comm)
+        opt.step([(w, np.ones(3))], Doubled())
+        with pytest.raises(
+            ValueError, match=r"rank 0 has a step with Doubled\(factor=3\), rank 1 .* Doubled\(factor=4\)"
+        ):
+            opt.step([(w, np.ones(3))], Doubled(3 + comm.rank))
+        return w.data.tolist()
+
+    assert run_ranks(2, main) == [[-1.0] * 3] * 2
