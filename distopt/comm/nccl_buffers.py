@@ -37,7 +37,7 @@ class Block:
 
 
 class Lease:
-    """What the arrays of a block keep alive: without it the block is unused."""
+    """A token that the arrays of a block hold, so that its end tells that the block is unused."""
 
 
 class RegisteredMemory:

@@ -63,6 +63,7 @@ class BucketStore:
     when the vote has failed.  What outlives a step moves from plan to plan by parameter name.
 
     Attributes:
+        messages: the buckets that leave if neighbours may leave together (``PlanMemory``); None if there is no plan.
         check: the check for what is not finite in the buckets.
         skip_flag: the number on the GPU by which kernels skip the step (``NoCheck``).
         capacity: of payloads whose length depends on the data; None on the host, where it needs none.
@@ -163,7 +164,7 @@ class BucketStore:
     def _use(self, memory: PlanMemory) -> None:
         """Let this be the plan of the next step."""
         self._memory = memory
-        self.check, self.capacity = memory.check, memory.capacity
+        self.messages, self.check, self.capacity = memory.messages, memory.check, memory.capacity
         self.skip_flag = memory.check.skip_flag
         self.sharded = memory.buckets is not None and bool(memory.buckets.parameters)
 
@@ -200,14 +201,6 @@ class BucketStore:
         return self.buckets.parameters
 
     # -- a step
-
-    def travelling(self, compressor: Compressor) -> BucketSet:
-        """Return the buckets that leave one after the other: on a GPU neighbours together, if the compressor lets them.
-
-        Raises NoPlanError if there is no plan.
-        """
-        messages = self._memory.messages
-        return messages if messages is not None and compressor.elementwise else self.buckets
 
     def check_sizes(self, compressor: Compressor) -> None:
         """Raise ValueError for a bucket that the compressor cannot take."""

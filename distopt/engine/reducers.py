@@ -221,8 +221,12 @@ class StepContext:
         return any([hook.wants_payloads for hook in self.hooks])
 
     def travelling(self, compressor: Compressor) -> BucketSet:
-        """The buckets that leave one after the other: those of the plan, where a hook sees each one's exchange."""
-        return self.store.buckets if self.payloads_wanted else self.store.travelling(compressor)
+        """The buckets that leave one after the other: on a GPU neighbours together, if the compressor lets them.
+
+        Those of the plan, where a hook sees each one's exchange.
+        """
+        messages = None if self.payloads_wanted or not compressor.elementwise else self.store.messages
+        return self.store.buckets if messages is None else messages
 
     def tag(self, bucket: Bucket) -> MessageTag:
         """The tag of the messages of a bucket."""

@@ -67,12 +67,8 @@ def mixed(
     if mask is None:
         gather(x, compressor, comm, state, context, tag)
         return
-
-    def compress() -> tuple[np.ndarray, UncompressedMembers]:
-        return compressor.compress(x, state, context), UncompressedMembers(x, mask, context)
-
     with comm.on_comm_stream():
-        payload, uncompressed = context.repeat("compress", compress, (x, *state.values()))
+        payload, uncompressed = _compress(x, mask, compressor, state, context)
         _sum(x, payload, uncompressed, compressor, comm, context, tag)
 
 
@@ -98,22 +94,41 @@ def mixed_or_reduce(
     if mask is None:
         gather_or_reduce(x, compressor, comm, state, context, tag)
         return
-
-    def compress() -> tuple[np.ndarray, UncompressedMembers]:
-        return compressor.compress(x, state, context), UncompressedMembers(x, mask, context)
-
-    def decompress() -> None:
-        compressor.decompress_all([payload], x, context)
-        uncompressed.put_back()
-
     with comm.on_comm_stream():
-        payload, uncompressed = context.repeat("compress", compress, (x, *state.values()))
+        payload, uncompressed = _compress(x, mask, compressor, state, context)
         summed = 0 if uncompressed.none else uncompressed.flat.nbytes
         if not uncompressed.all and dense_is_smaller(payload.nbytes * comm.size, summed, x.nbytes, comm.size):
-            context.repeat("decompress", decompress, (x, payload))
+            _decompress([payload], uncompressed, x, compressor, context)
             comm.all_reduce(x)
         else:
             _sum(x, payload, uncompressed, compressor, comm, context, tag)
+
+
+def _compress(
+    x: np.ndarray, mask: DeviceMirror, compressor: Compressor, state: State, context: ExchangeContext
+) -> tuple[np.ndarray, UncompressedMembers]:
+    """Return the payload of x, and the members that stay in it."""
+
+    def work() -> tuple[np.ndarray, UncompressedMembers]:
+        return compressor.compress(x, state, context), UncompressedMembers(x, mask, context)
+
+    return context.repeat("compress", work, (x, *state.values()))
+
+
+def _decompress(
+    payloads: list[np.ndarray],
+    uncompressed: UncompressedMembers,
+    x: np.ndarray,
+    compressor: Compressor,
+    context: ExchangeContext,
+) -> None:
+    """Write the sum of payloads, and the members beside them, to x."""
+
+    def work() -> None:
+        compressor.decompress_all(payloads, x, context)
+        uncompressed.put_back()
+
+    context.repeat("decompress", work, (x, *payloads))
 
 
 def _sum(
@@ -132,9 +147,4 @@ def _sum(
         with comm.tagged(tag._replace(members=uncompressed.members)):
             comm.all_reduce(uncompressed.flat)
     payloads = gather_payloads(payload, x, compressor, comm, context, tag)
-
-    def decompress() -> None:
-        compressor.decompress_all(payloads, x, context)
-        uncompressed.put_back()
-
-    context.repeat("decompress", decompress, (x, *payloads))
+    _decompress(payloads, uncompressed, x, compressor, context)
