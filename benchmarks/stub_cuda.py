@@ -17,8 +17,9 @@ from cupy.cuda import nccl
 from distopt import device
 from distopt.comm import NcclCommunicator
 from distopt.comm.local import LocalControl
-from distopt.device import cubins, pinned
+from distopt.device import pinned
 from distopt.device.copies import DEVICE_TO_HOST
+from distopt.kernels import cubins
 
 PROPERTIES = {"name": b"a stub", "uuid": bytes(16), "pciDomainID": 0, "pciBusID": 0, "pciDeviceID": 0}
 counts: collections.Counter[str] = collections.Counter()

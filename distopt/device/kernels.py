@@ -3,17 +3,18 @@
 import ctypes
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from distopt.device import cubins
 from distopt.device.gpus import cupy, current_gpu, multiprocessors
 
+Cached = Callable[[str, Callable[[], bytes], str], str]
 
-def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequence[str]) -> Any:
-    """Compile CUDA C++ for the current GPU, unless that was done before (``cubins``), and load it.
+
+def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequence[str], cached: Cached) -> Any:
+    """Compile CUDA C++ for the current GPU, unless that was done before, and load it.
 
     The compilation is not left to cupy, whose RawModule adds -ftz=true behind all options of a text: a GPU would round
     differently than a host.  For a GPU that is newer than this NVRTC the driver translates PTX.
@@ -23,6 +24,7 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequ
         text: the source.
         headers: the texts of headers, by the names under which they are included.
         options: options of NVRTC.
+        cached: ``cached(source, compile, suffix)`` returns the path of a file with what ``compile()`` makes of it.
 
     Returns:
         A ``cupy.RawModule``.
@@ -55,7 +57,7 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequ
             nvrtc.destroyProgram(program)
 
     source = json.dumps([name, text, dict(headers), arguments, list(nvrtc.getVersion())])
-    return cupy().RawModule(path=cubins.cached(source, compile_here, ".cubin" if native else ".ptx"))
+    return cupy().RawModule(path=cached(source, compile_here, ".cubin" if native else ".ptx"))
 
 
 def launch(kernel: Any, blocks: int, threads: int, arguments: Sequence[Any]) -> None:

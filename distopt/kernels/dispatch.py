@@ -22,6 +22,7 @@ import numpy as np
 
 from distopt import device
 from distopt.device import DeviceMirror
+from distopt.kernels import cubins
 from distopt.kernels.layout import CHUNK, BucketLayout, KernelStruct, Table
 from distopt.kernels.signatures import (
     CUDA_FLAGS,
@@ -256,7 +257,8 @@ class TableKernel(Kernel):
 def _module(source: str, real: str, gpu: int) -> Any:
     """Compile a file of native/ for a GPU."""
     headers = {h.name: h.read_text() for h in sorted(NATIVE.glob("*.h"))}
-    return device.compile_text(source, (NATIVE / source).read_text(), headers, (*CUDA_FLAGS, f"-Dreal={real}"))
+    options = (*CUDA_FLAGS, f"-Dreal={real}")
+    return device.compile_text(source, (NATIVE / source).read_text(), headers, options, cubins.cached)
 
 
 KERNELS: dict[str, FlatKernel | TableKernel] = {

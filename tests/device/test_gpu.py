@@ -14,6 +14,7 @@ from distopt import DistOpt, Parameter, device, kernels, run_ranks
 from distopt.comm import LocalCommunicator, Metered, NcclCommunicator
 from distopt.compress import ErrorFeedback, Half, Threshold, TopK
 from distopt.device import streams
+from distopt.kernels import cubins
 from distopt.kernels.signatures import CUDA_FLAGS, NATIVE
 from distopt.optim import SGD
 from doubles import shim
@@ -1123,7 +1124,9 @@ def nvrtc(monkeypatch):
 
 def compiled(text="pack.cu", more="", flags=CUDA_FLAGS):
     headers = {h.name: h.read_text() for h in NATIVE.glob("*.h")}
-    return device.compile_text(text, (NATIVE / text).read_text() + more, headers, (*flags, "-Dreal=float")).binary
+    return device.compile_text(
+        text, (NATIVE / text).read_text() + more, headers, (*flags, "-Dreal=float"), cubins.cached
+    ).binary
 
 
 def test_texts_are_compiled_for_the_gpu_at_hand(nvrtc, monkeypatch):

@@ -34,7 +34,8 @@ import numpy as np
 
 from distopt import kernels
 from distopt.comm.threads import current_rank
-from distopt.device import cubins, pinned
+from distopt.device import pinned
+from distopt.kernels import cubins
 from doubles import shim
 
 POISON = 0xC3

@@ -18,6 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
+from distopt.resilience.pending import prepare
+
 PATIENCE = 60.0  # seconds to wait for another rank, which may have been stopped, before compiling here too
 
 
@@ -41,14 +43,7 @@ def cached(source: str, compile_source: Callable[[], bytes], suffix: str = ".cub
             path.unlink(missing_ok=True)
         binary = compile_source()
         path = directory / _name(key, binary, suffix)
-        handle, unfinished = tempfile.mkstemp(dir=directory)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(binary)
-            os.replace(unfinished, path)
-        except BaseException:
-            os.unlink(unfinished)
-            raise
+        prepare(path, binary, durable=False).commit()
     return str(path)
 
 

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from distopt.device import cubins
+from distopt.kernels import cubins
+from distopt.resilience import pending
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_a_disk_that_is_full_leaves_no_part(folder, monkeypatch):
     def full(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cubins.os, "replace", full)
+    monkeypatch.setattr(pending.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         cubins.cached("a", lambda: b"machine code")
     assert files(folder) == []
