@@ -109,7 +109,13 @@ class SingaModes(Facade):
         return self.run(loss, StepSpec(Half, threshold, float(clip_Value) if clipping else None))
 
     def backward_and_sparse_update(
-        self, loss: Loss, threshold: int | None = None, spars: float = 0.05, topK: bool = False, corr: bool = True
+        self,
+        loss: Loss,
+        threshold: int | None = None,
+        spars: float = 0.05,
+        topK: bool = False,
+        corr: bool = True,
+        exchange: str = "gather",
     ) -> bool:
         """Make one step with the largest entries of the gradients.  Collective.
 
@@ -139,9 +145,11 @@ class SingaModes(Facade):
             selector = TopK(spars) if topK else Threshold(spars)
             return ErrorFeedback(selector) if corr else selector
 
-        return self.run(loss, StepSpec(make, threshold))
+        return self.run(loss, StepSpec(make, threshold, exchange=exchange))
 
-    def step(self, loss: Any, compressor: Compressor | None = None, break_even: bool = True) -> bool:
+    def step(
+        self, loss: Any, compressor: Compressor | None = None, break_even: bool = True, exchange: str = "auto"
+    ) -> bool:
         """Make one step with any compressor.  Collective.
 
         Args:
@@ -153,7 +161,9 @@ class SingaModes(Facade):
         Returns:
             True if an update was applied.
         """
-        return self.run(loss, StepSpec(lambda: Dense() if compressor is None else compressor, break_even=break_even))
+        chosen = Dense() if compressor is None else compressor
+        spec = StepSpec(lambda: chosen, break_even=break_even, exchange=exchange)
+        return self.run(loss, spec)
 
     def advise(
         self,
@@ -382,7 +392,13 @@ class DistOpt(SingaModes, Checkpointed):
         self._last = self._partial.step, threshold
         return self._partial.step(loss, threshold)
 
-    def step(self, loss: Loss | None = None, compressor: Compressor | None = None, break_even: bool = True) -> bool:
+    def step(
+        self,
+        loss: Loss | None = None,
+        compressor: Compressor | None = None,
+        break_even: bool = True,
+        exchange: str = "auto",
+    ) -> bool:
         """Make one step with any compressor; without a loss, end a step made of ``all_reduce`` and ``update``.
 
         Collective.
@@ -411,7 +427,7 @@ class DistOpt(SingaModes, Checkpointed):
             array([0.5, 0.5], dtype=float32)
         """
         if loss is not None:
-            return super().step(loss, compressor, break_even)
+            return super().step(loss, compressor, break_even, exchange)
         engine = self.engine
         engine.check_open()
         if not self._updated:

@@ -42,6 +42,11 @@ INLINE long long partition_point(long long low, long long high, const Before &be
   return low;
 }
 
+// The first of n ascending indices that is not below `at`; negative ones, which are no entries, stand at the end.
+INLINE long long first_from(long long at, const int *index, long long n) {
+  return partition_point(0, n, [=](long long j) { return (unsigned)index[j] < at; });
+}
+
 // The member that a chunk belongs to.
 INLINE Member member(const Table &table, const Chunk &c) {
   Member m = table.members[c.member];

@@ -5,6 +5,9 @@
 // indices are: 0.6 more for each, where k < n / 20, than the shortest code that there can be of one length for all.
 //
 // Entries go in pieces of CHUNK.  Whatever bits a payload has, all of the planes is written, and nothing else is.
+//
+// A payload is one of two: `pack_planes` writes the entries of an array behind a header of 16 bytes; `pack_sections`
+// cuts them at borders, and writes those of each section of the array behind a header of 4.
 #include "portable.h"
 
 #define STRETCH 128  // entries whose upper parts are one thread's
@@ -17,6 +20,12 @@
 // how it begins; there are `bits` lower bits and `words` of 64 bits for the upper parts.
 struct Packing {
   long long kind, format, n, places, bits, words, high, jumps, low, values, scales, bytes;
+};
+
+// A payload of the elements [base, base + n), which begins at the byte `at` of those of all sections; the planes of its
+// entries begin at the place `plane`.
+struct Section : Packing {
+  long long base, at, plane;
 };
 
 // How a payload begins.
@@ -36,18 +45,37 @@ INLINE long long entries_of(const byte_t *payload, const Packing &p) {
   return intact && header.entries <= p.places ? (long long)header.entries : -1;
 }
 
+// How a section begins: with its number of entries, times an odd number so that one wrong bit makes it another number
+// altogether, beside the section's kind and size.
+#define SPREAD 0x9e3779b1u
+#define GATHERED 0x0e8b2f51u  // times SPREAD that is 1
+INLINE unsigned salt_of(const Packing &p) { return (unsigned)p.kind * 0xc2b2ae3d + (unsigned)p.n * 0x85ebca77; }
+INLINE unsigned section_header(const Packing &p, long long entries) { return ((unsigned)entries * SPREAD) ^ salt_of(p); }
+INLINE long long entries_of_section(const byte_t *payload, const Packing &p) {
+  const unsigned entries = (*(const unsigned *)payload ^ salt_of(p)) * GATHERED;
+  return entries <= p.places ? (long long)entries : -1;
+}
+
 // The same of planes: places without an entry have the index -1, and stand at the end.
 INLINE long long entries_of(const int *index, long long places) {
   return partition_point(0, places, [=](long long j) { return index[j] >= 0; });
 }
 
+// The indices of entries, from an element of the array on.
+struct Indices {
+  const int *index;
+  int base;
+  int operator[](long long i) const { return index[i] - base; }
+  Indices operator+(long long i) const { return {index + i, base}; }
+};
+
 // ---------------------------------------------------------------------------------------------------------- indices
 
 // The bit that stands for entry i.
-INLINE long long place_of(const int *index, long long i, long long bits) { return (index[i] >> bits) + i; }
+INLINE long long place_of(const Indices &index, long long i, long long bits) { return (index[i] >> bits) + i; }
 
 // Write the words whose first one stands for an entry of the stretch [begin, end); the others are zeros already.
-INLINE void pack_stretch(const int *index, long long begin, long long end, long long k, long long bits, Word64 *high) {
+INLINE void pack_stretch(const Indices &index, long long begin, long long end, long long k, long long bits, Word64 *high) {
   long long i = begin;
   while (i && i < end && place_of(index, i, bits) / 64 == place_of(index, i - 1, bits) / 64) ++i;
   while (i < end) {
@@ -60,7 +88,7 @@ INLINE void pack_stretch(const int *index, long long begin, long long end, long 
 
 // The upper parts of a piece, and where the first entry of every piece but the first one stands, so that none has to be
 // read for another.
-INLINE void pack_upper(const int *index, const Chunk &c, long long k, const Packing &p, byte_t *payload) {
+INLINE void pack_upper(const Indices &index, const Chunk &c, long long k, const Packing &p, byte_t *payload) {
   if (c.index && is_block_leader()) ((unsigned *)(payload + p.jumps))[c.index - 1] = place_of(index, c.begin, p.bits);
   FOR_EACH_IN_BLOCK(r, 0, (c.end - c.begin + STRETCH - 1) / STRETCH) {
     const long long begin = c.begin + r * STRETCH;
@@ -96,13 +124,14 @@ INLINE unsigned shifted(unsigned x, int by) { return by < 0 ? x >> -by : x << by
 
 // Lower bits as a table: entry (row, column) has those from bit row L on of its column's words, and words of the same
 // number stand beside each other, so that neighbours do the same.
-INLINE void pack_table(const int *index, long long count, long long columns, int rows, int bits, unsigned *low) {
+INLINE void pack_table(const Indices &index, long long count, long long columns, int rows, int bits, unsigned *low) {
   const unsigned mask = (1u << bits) - 1;
   for (int w = 0; 32 * w < rows * bits; ++w, low += columns) {
     SHARED unsigned word[COLUMNS];
     FOR_EACH_IN_BLOCK(l, 0, columns) word[l] = 0;
     for (int row = 32 * w / bits; row < rows && row * bits < 32 * (w + 1); ++row) {
-      const int *const from = index + row * columns, by = row * bits - 32 * w;
+      const Indices from = index + row * columns;
+      const int by = row * bits - 32 * w;
       FOR_EACH_IN_BLOCK(l, 0, min(columns, count - row * columns)) word[l] |= shifted(from[l] & mask, by);
     }
     FOR_EACH_IN_BLOCK(l, 0, columns) low[l] = word[l];
@@ -127,11 +156,11 @@ INLINE void unpack_table(const unsigned *low, long long count, long long columns
 
 // A piece is a table of 32 rows, whose columns fill whole words, and one of a single column for what is left behind the
 // last piece.  Of the places of both, those before c.end have an entry.
-INLINE void pack_lower(const int *index, const Chunk &c, const Packing &p, byte_t *payload) {
+INLINE void pack_lower(Indices index, const Chunk &c, const Packing &p, byte_t *payload) {
   const long long places = min(c.begin + CHUNK, p.places) - c.begin, columns = places / ROWS, count = c.end - c.begin;
   const int bits = (int)p.bits;
   unsigned *const low = (unsigned *)(payload + p.low) + c.begin / ROWS * bits;
-  index += c.begin;
+  index = index + c.begin;
   pack_table(index, count, columns, ROWS, bits, low);
   const long long in_table = columns * ROWS;
   pack_table(index + in_table, count - in_table, 1, (int)(places - in_table), bits, low + columns * bits);
@@ -149,12 +178,17 @@ INLINE void unpack_lower(const byte_t *payload, const Packing &p, const Chunk &c
 
 // ----------------------------------------------------------------------------------------------------------- values
 
-#define INT8 3  // beside HALF and BFLOAT16
+#define INT8 3  // beside HALF, BFLOAT16, and WIDE for values as they are
 #define LEAST (-112)  // exponents of scales; beyond, factors there or back would be no normal singles
 #define MOST 127
 
 // Formats of values.  A group's largest one is scaled to [2^TOP, 2^(TOP + 1)), unless TOP is 0; `limit` is the largest
 // that there is below that, so that none is rounded to infinity, and `beyond` what stands for no finite one.
+struct ExactValue : Wide {
+  static constexpr int TOP = 0;
+  INLINE real limit() { return sizeof(real) == 4 ? (real)0x1.fffffep127 : (real)0x1.fffffffffffffp1023; }
+  INLINE Bits beyond(real x) { return x; }
+};
 struct HalfValue : Float16 {
   static constexpr int TOP = 14;
   INLINE real limit() { return 32752; }
@@ -247,6 +281,39 @@ INLINE void unpack_values(const byte_t *values, const byte_t *scales, const Chun
   block_sync();
 }
 
+// What an entry's index and value become in a payload, and back.
+INLINE void pack_piece(real *x, const Indices &index, const real *entry, const Chunk &c, long long k, const Packing &p,
+                       byte_t *payload, Notes &notes) {
+  byte_t *const values = payload + p.values, *const scales = payload + p.scales;
+  pack_upper(index, c, k, p, payload);
+  pack_lower(index, c, p, payload);
+  if (p.format == HALF) pack_values<HalfValue>(x, index.index, entry, c, notes, values, scales);
+  else if (p.format == BFLOAT16) pack_values<Bfloat16Value>(x, index.index, entry, c, notes, values, scales);
+  else if (p.format == INT8) pack_values<Int8Value>(x, index.index, entry, c, notes, values, scales);
+  else pack_values<ExactValue>(x, index.index, entry, c, notes, values, scales);
+}
+
+// The places of piece number `number` of a payload of so many entries, or of a damaged one, whose places become NaN.
+INLINE void unpack_piece(const byte_t *payload, const Packing &p, long long number, long long entries, int *index,
+                         real *entry, real *back) {
+  const byte_t *const values = payload + p.values, *const scales = payload + p.scales;
+  const long long k = entries < 0 ? p.places : entries;
+  Chunk c = {number, 0, 0, 0};
+  begin_at(c, number * CHUNK, p.places);
+  const long long end = c.end;
+  c.end = k < c.begin ? c.begin : min(k, c.end);
+  FOR_EACH_IN_BLOCK(i, entries < 0 ? c.begin : c.end, end) index[i] = -1, entry[i] = 0;
+  if (entries >= 0) {
+    unpack_upper(payload, p, c, index);
+    block_sync();
+    unpack_lower(payload, p, c, index);
+  }
+  if (p.format == HALF) unpack_values<HalfValue>(values, scales, c, back, index, entry);
+  else if (p.format == BFLOAT16) unpack_values<Bfloat16Value>(values, scales, c, back, index, entry);
+  else if (p.format == INT8) unpack_values<Int8Value>(values, scales, c, back, index, entry);
+  else unpack_values<ExactValue>(values, scales, c, back, index, entry);
+}
+
 // ---------------------------------------------------------------------------------------------------------- payloads
 
 // payload <- what the planes hold; it was zeros.  x gets back what that cannot carry.
@@ -254,15 +321,11 @@ KERNEL(pack_planes)(long long n, real *x, long long places, const int *index, co
                     byte_t *payload, const Packing *packing) {
   const Packing p = *packing;
   const long long k = entries_of(index, p.places);
-  byte_t *const values = payload + p.values, *const scales = payload + p.scales;
+  const Indices indices = {index, 0};
   FOR_EACH_PIECE(once, 1) if (is_block_leader()) *(Header *)payload = header_of(p, k);
   FOR_EACH_PIECE(c, k) {
     SHARED Notes notes;
-    pack_upper(index, c, k, p, payload);
-    pack_lower(index, c, p, payload);
-    if (p.format == HALF) pack_values<HalfValue>(x, index, entry, c, notes, values, scales);
-    else if (p.format == BFLOAT16) pack_values<Bfloat16Value>(x, index, entry, c, notes, values, scales);
-    else pack_values<Int8Value>(x, index, entry, c, notes, values, scales);
+    pack_piece(x, indices, entry, c, k, p, payload, notes);
   }
 }
 
@@ -276,22 +339,47 @@ KERNEL(unpack_planes)(long long ranks, const byte_t *const *payload, long long t
     const long long r = turn.index / pieces;
     SHARED real back[SCALES];
     const byte_t *const from = assume_global(payload[r]);
-    const byte_t *const values = from + p.values, *const scales = from + p.scales;
-    int *const indices = index + r * p.places;
-    real *const to = entry + r * p.places;
-    const long long entries = entries_of(from, p), k = entries < 0 ? p.places : entries;
-    Chunk c = {turn.index % pieces, 0, 0, 0};
-    begin_at(c, c.index * CHUNK, p.places);
-    const long long end = c.end;
-    c.end = k < c.begin ? c.begin : min(k, c.end);
-    FOR_EACH_IN_BLOCK(i, entries < 0 ? c.begin : c.end, end) indices[i] = -1, to[i] = 0;
-    if (entries >= 0) {
-      unpack_upper(from, p, c, indices);
-      block_sync();
-      unpack_lower(from, p, c, indices);
-    }
-    if (p.format == HALF) unpack_values<HalfValue>(values, scales, c, back, indices, to);
-    else if (p.format == BFLOAT16) unpack_values<Bfloat16Value>(values, scales, c, back, indices, to);
-    else unpack_values<Int8Value>(values, scales, c, back, indices, to);
+    unpack_piece(from, p, turn.index % pieces, entries_of(from, p), index + r * p.places, entry + r * p.places, back);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------- sections
+
+// payload <- the entries of each section, behind one another; it was zeros.  x gets back what that cannot carry, and the
+// entries that a section has no places for.  No section has more places than `pieces` pieces.
+KERNEL(pack_sections)(long long n, real *x, long long places, const int *index, const real *entry, long long bytes,
+                      byte_t *payload, long long cells, const long long *table, long long pieces) {
+  const Section *const section = (const Section *)table;
+  const long long sections = cells * sizeof(long long) / sizeof(Section);
+  FOR_EACH_PIECE(turn, sections * pieces * CHUNK) {
+    SHARED Notes notes;
+    const Section s = section[turn.index / pieces];
+    const long long first = first_from(s.base, index, places), found = first_from(s.base + s.n, index, places) - first;
+    const long long k = min(found, s.places), number = turn.index % pieces;
+    byte_t *const to = payload + s.at;
+    if (!number && is_block_leader()) *(unsigned *)to = section_header(s, k);
+    if (!number) FOR_EACH_IN_BLOCK(i, first + k, first + found) x[index[i]] = entry[i];
+    Chunk c = {number, 0, 0, 0};
+    begin_at(c, number * CHUNK, k);
+    const Indices indices = {index + first, (int)s.base};
+    if (c.begin < k) pack_piece(x, indices, entry + first, c, k, s, to, notes);
+  }
+}
+
+// The planes of sections, each at its place, with indices from each section's base on.  A damaged one becomes NaN, at
+// the section's first elements.
+KERNEL(unpack_sections)(long long sections, const byte_t *const *payload, long long total, int *index, real *entry,
+                        long long cells, const long long *table, long long pieces) {
+  const Section *const section = (const Section *)table;
+  FOR_EACH_PIECE(turn, sections * pieces * CHUNK) {
+    SHARED real back[SCALES];
+    const Section s = section[turn.index / pieces];
+    const long long number = turn.index % pieces, begin = number * CHUNK;
+    if (begin >= s.places) continue;
+    const byte_t *const from = assume_global(payload[turn.index / pieces]);
+    int *const indices = index + s.plane;
+    unpack_piece(from, s, number, entries_of_section(from, s), indices, entry + s.plane, back);
+    FOR_EACH_IN_BLOCK(i, begin, min(begin + CHUNK, s.places)) indices[i] += indices[i] < 0 ? 0 : (int)s.base;
+    block_sync();
   }
 }

@@ -8,11 +8,6 @@ KERNEL(decode_sparse)(long long n, real *x, long long k, const int *index, const
   };
 }
 
-// The first of n ascending indices that is not below `at`; negative ones, which are no entries, stand at the end.
-INLINE long long first_from(long long at, const int *index, long long n) {
-  return partition_point(0, n, [=](long long j) { return (unsigned)index[j] < at; });
-}
-
 // x <- the sum of all ranks' entries, added in rank order: the bits of zeros and one decode_sparse after the other.
 #define RANKS 64ll  // whose entries are looked for at once
 KERNEL(decode_all)(long long n, real *x, long long ranks, const int *const *index, const real *const *entry,

@@ -425,20 +425,18 @@ class BucketSet(list[Bucket]):
     def restore_copies(self, copies: list[dict[str, np.ndarray]]) -> None:
         """Restore the copies of ``copied_states``; state that did not exist then becomes zeros."""
         for bucket, states in zip(self, copies, strict=True):
-            for state, flat in bucket.state.items():
-                if state in states:
-                    device.copy(flat, states[state])
-                else:
-                    device.clear(flat)
+            for state, saved in states.items():
+                device.copy(bucket.state_array(state), saved)
+            for state in bucket.state.keys() - states.keys():
+                device.clear(bucket.state[state])
 
     def restore(self, states: States) -> None:
         """Replace the state that outlives a step by ``states``, from another plan or from a checkpoint."""
         for bucket in self:
             bucket.state.clear()
             for state, arrays in states.items():
-                for name, view in bucket.views(bucket.state_array(state)).items():
-                    if name in arrays:
-                        device.copy(view, arrays[name])
+                for name in arrays.keys() & set(bucket.spec.names):
+                    device.copy(bucket.views(bucket.state_array(state))[name], arrays[name])
 
 
 def _starts(buckets: Sequence[BucketSpec]) -> list[int]:

@@ -59,6 +59,7 @@ class Plan:
         threshold: the number of elements that fill a bucket.
         payload: the bytes of each bucket's payload with the compressor in use, None where they depend on the data;
             empty when dense.
+        exchange: how payloads are exchanged that cannot be added on the wire; '' for those that can.
 
     Example:
         >>> from distopt.buckets import plan
@@ -71,10 +72,16 @@ class Plan:
     buckets: tuple[BucketSpec, ...]
     threshold: int
     payload: tuple[int | None, ...] = ()
+    exchange: str = ""
 
-    def with_payload(self, payload: Sequence[int | None]) -> "Plan":
-        """Return the same plan with the bytes of each bucket's payload, None where they depend on the data."""
-        return replace(self, payload=tuple(payload))
+    def with_payload(self, payload: Sequence[int | None], exchange: str = "") -> "Plan":
+        """Return the same plan with the bytes of each bucket's payload, None where they depend on the data.
+
+        Args:
+            payload: the bytes, one for each bucket.
+            exchange: how the payloads are exchanged.
+        """
+        return replace(self, payload=tuple(payload), exchange=exchange)
 
     def __str__(self) -> str:
         tensors = sum(len(b.names) for b in self.buckets)
@@ -90,6 +97,8 @@ class Plan:
                 f"{k:>6}  {b.dtype!s:7}  {len(b.names):>7}  {sum(b.sizes):>12,}  {_bytes(payload):>10}  "
                 f"{_bytes(b.nbytes):>10}  {members}"
             )
+        if self.exchange:
+            lines.append(f"exchange: {self.exchange}")
         return "\n".join(lines)
 
 

@@ -36,6 +36,11 @@ class Meter:
         """Return a context whose messages are labelled with a phase, a step and a bucket."""
         return tagging(self, tag)
 
+    @property
+    def knows_breakdown(self) -> bool:
+        """Whether the tag tells of a gathered payload what it consists of."""
+        return self._tag.breakdown is not None
+
     def breakdown(self, payload: np.ndarray) -> LazyBreakdown:
         """Return the breakdown of a gathered payload, computed when its entry is made.
 
@@ -73,15 +78,17 @@ class Meter:
         """
         self._write("all_gather", sizes[self.rank], lambda: self._algorithm.all_gather(sizes, self.rank), breakdown)
 
-    def all_to_all(self, sizes: Sequence[int], received: Sequence[int]) -> None:
+    def all_to_all(self, sizes: Sequence[int], received: Sequence[int], breakdown: LazyBreakdown | None = None) -> None:
         """Write an all-to-all.
 
         Args:
             sizes: bytes of this rank's part for each rank, ``(size,)``.
             received: bytes of each rank's part for this one, ``(size,)``.
+            breakdown: breakdown of this rank's parts; None if they are values only, of no known members.
         """
-        moved = self._algorithm.all_to_all(sizes, received, self.rank)
-        self._write("all_to_all", sum(sizes), lambda: moved, lambda: PayloadBreakdown(sum(sizes)), spread=False)
+        moved, total = self._algorithm.all_to_all(sizes, received, self.rank), sum(sizes)
+        lazy = breakdown or (lambda: PayloadBreakdown(total))
+        self._write("all_to_all", total, lambda: moved, lazy, spread=breakdown is not None)
 
     def lengths(self) -> None:
         """Write an exchange of lengths: 8 bytes to every other rank, which do not count as values."""

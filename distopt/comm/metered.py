@@ -72,7 +72,8 @@ class Metered(Wrapper):
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
         received = self.comm.all_to_all(parts, ragged)
-        self._meter.all_to_all([part.nbytes for part in parts], [part.nbytes for part in received])
+        breakdown = self._meter.breakdown(parts[self.rank]) if self._meter.knows_breakdown else None
+        self._meter.all_to_all([part.nbytes for part in parts], [part.nbytes for part in received], breakdown)
         return received
 
     def reduce_scatter(self, x: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Gradient compression: what to send.  Adding a compressor is one file here, one test file, and one line below."""
 
-from distopt.compress.base import BucketContext, Compressor, DeviceContext, ExchangeContext
+from distopt.compress.base import Compressor
 from distopt.compress.cast import Half
+from distopt.compress.context import BucketContext, DeviceContext, ExchangeContext
 from distopt.compress.dense import Dense
 from distopt.compress.dgc import DeepGradientCompression
 from distopt.compress.elias_fano import Packed

@@ -7,7 +7,8 @@ import numpy as np
 
 from distopt import kernels
 from distopt.checks import check_bool
-from distopt.compress.base import ExchangeContext, Lossy, State
+from distopt.compress.base import Lossy
+from distopt.compress.context import ExchangeContext, State
 from distopt.kernels.layout import BucketLayout
 
 LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127")}

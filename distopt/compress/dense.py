@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from distopt.compress.base import Compressor, ExchangeContext, State
+from distopt.compress.base import Compressor
+from distopt.compress.context import ExchangeContext, State
 from distopt.kernels.layout import BucketLayout
 
 

@@ -8,9 +8,13 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.checks import as_float, check_bool, check_float, check_int
-from distopt.compress.base import BucketContext, Compressor, ExchangeContext, State, layout_of, state_array
+from distopt.compress.base import Compressor
+from distopt.compress.context import BucketContext, ExchangeContext, State, layout_of, state_array
 from distopt.compress.elias_fano import Packed
-from distopt.compress.top_k import Increment, Sparse, TopK, unpack_entries
+from distopt.compress.entry_shards import EntryShards
+from distopt.compress.planes import unpack_entries
+from distopt.compress.shards import ShardCodec
+from distopt.compress.top_k import Increment, Sparse, TopK
 from distopt.compress.warmup import BELOW_ONE, Sparsity, Stages, geometric
 from distopt.kernels.layout import BucketLayout
 
@@ -150,6 +154,18 @@ class DeepGradientCompression(Compressor):
 
     def compress(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
         """Return the payload of what is selected; members that are summed as they are stand in x."""
+        planes, residual, selection = self._select(x, state, context)
+        return self.selector.encode(planes, residual, selection) if selection else planes
+
+    def _select(
+        self, x: np.ndarray, state: State, context: ExchangeContext
+    ) -> tuple[np.ndarray, np.ndarray, ExchangeContext | None]:
+        """Bring momentum into the residual, and move what is selected out of that.
+
+        Returns:
+            The planes of the entries, the residual, and the call for the members that they were selected from; None if
+            these are no members.
+        """
         layout = layout_of(x, context)
         summed = self.uncompressed(layout, context)
         velocity, residual = state_array(state, VELOCITY, x), state_array(state, "residual", x)
@@ -160,12 +176,23 @@ class DeepGradientCompression(Compressor):
         kernels.correct_momentum(uncompressed, x, velocity, self.momentum, self.nesterov, context.skip_flag)
         kernels.encode_whole(uncompressed, x, residual, context.skip_flag)
         if summed.host.all():
-            return context.scratch("payload", 0)
+            return context.scratch("payload", 0), residual, None
         context = self.selection(layout, context)
         planes = self.selector.select(residual, context, Increment(x, velocity, self.momentum, self.nesterov))
         if self.factor_masking:
             kernels.mask(velocity, unpack_entries(planes, x.dtype)[0])
-        return self.selector.encode(planes, residual, context)
+        return planes, residual, context
+
+    def sharded(self) -> ShardCodec:
+        def choose(x: np.ndarray, state: State, context: ExchangeContext) -> tuple[np.ndarray, np.ndarray]:
+            planes, residual, _ = self._select(x, state, context)
+            return planes, residual
+
+        return EntryShards(self.selector, self.selector.value, choose, self._selected_members).remembering()
+
+    def _selected_members(self, layout: BucketLayout, context: ExchangeContext) -> BucketLayout:
+        """Return the members that entries are selected from."""
+        return layout.select(self.selected(layout, context))
 
     def selected(self, layout: BucketLayout, context: ExchangeContext) -> np.ndarray:
         """Return which members entries are selected from, a bool each."""

@@ -8,15 +8,16 @@ from typing import Any, cast
 import numpy as np
 
 from distopt import device, kernels
-from distopt.compress.base import Compressor, ExchangeContext, per_payload
-from distopt.compress.top_k import INDEX, FixedDensity, Increment, Sparse, payload_size, unpack_entries
+from distopt.compress.base import Compressor
+from distopt.compress.context import ExchangeContext, per_payload
+from distopt.compress.planes import INDEX, payload_size, unpack_entries
+from distopt.compress.top_k import FixedDensity, Increment, Sparse
+from distopt.compress.values import VALUES, value_bytes
 from distopt.kernels.layout import CHUNK, BucketLayout
 from distopt.kernels.signatures import struct
 
 HEADER = 16  # bytes
 MAGIC = 0x45460100  # "EF", and the version of what stands behind the header; the format of values makes it complete
-VALUES = {"float16": (1, 2), "bfloat16": (2, 2), "int8": (3, 1)}  # the number of a format (packed.cu), and its bytes
-GROUP = 64  # entries that share a scale (packed.cu)
 
 
 class Packed(Sparse):
@@ -68,10 +69,19 @@ class Packed(Sparse):
             raise ValueError(f"value must be one of {', '.join(VALUES)}, got {value!r}")
         self.selector, self.index, self.value = selector, index, value
         self.ragged, self.bounded, self.density = selector.ragged, selector.bounded, selector.density
-        self.recordable = selector.recordable
+        self.recordable, self.reselect = selector.recordable, selector.reselect
 
     def count_selected(self, x: np.ndarray, counts: np.ndarray) -> None:
         self.selector.count_selected(x, counts)
+
+    def expected_count(self, layout: BucketLayout) -> int | None:
+        return self.selector.expected_count(layout)
+
+    def count_parts(self, index: np.ndarray, layout: BucketLayout) -> np.ndarray:
+        return self.selector.count_parts(index, layout)
+
+    def reselect_sum(self, x: np.ndarray, add: np.ndarray, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
+        return self.selector.reselect_sum(x, add, counts, context)
 
     def counts(self, sizes: np.ndarray) -> np.ndarray:
         """Return how many entries of each part are sent, of parts of these sizes."""
@@ -206,11 +216,6 @@ def packing(n: int, places: int, value: str) -> np.ndarray:
     parts = np.array([(MAGIC + number, number, n, places, bits, words, *starts, -(-end // 8) * 8)], struct("Packing"))
     parts.flags.writeable = False
     return parts
-
-
-def value_bytes(places: int, value: str) -> int:
-    """Return the bytes of so many values, and of their scales."""
-    return VALUES[value][1] * places + -(-places // GROUP) * (value != "bfloat16")
 
 
 def _constant(parts: np.ndarray, context: ExchangeContext) -> device.DeviceMirror:

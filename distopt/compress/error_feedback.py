@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from distopt.compress.base import ExchangeContext, Lossy, State, check_compressor, state_array
+from distopt.compress.base import Lossy, check_compressor
+from distopt.compress.context import ExchangeContext, State, state_array
+from distopt.compress.shards import ShardCodec
 from distopt.compress.wrapper import CompressorWrapper
 
 
@@ -51,6 +53,10 @@ class ErrorFeedback(CompressorWrapper):
     def compress(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
         """Add x to the residual, and move out of that what is worth sending."""
         return self.compressor.compress(state_array(state, "residual", x), state, context, add=x)
+
+    def sharded(self) -> ShardCodec | None:
+        codec = self.compressor.sharded()
+        return codec and codec.remembering()
 
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.compressor!r})"

@@ -8,7 +8,9 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.checks import as_float
-from distopt.compress.base import ExchangeContext, Lossy, State, check_fits, layout_of, per_payload
+from distopt.compress.base import Lossy
+from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload, state_array
+from distopt.compress.shards import Piece, ShardCodec
 from distopt.kernels.layout import BucketLayout
 
 LEAST, MOST = (float(x) for x in (np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max))
@@ -25,6 +27,17 @@ class Codec(Lossy):
 
     @abc.abstractmethod
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int: ...
+
+    @abc.abstractmethod
+    def of_sum(self, ranks: int) -> "Codec":
+        """Return the codec of a sum over so many ranks, whose mean has the magnitudes that this one is meant for."""
+
+    def sharded(self) -> ShardCodec:
+        return CodeShards(self)
+
+    def code_bytes(self, n: int) -> int:
+        """Return the bytes of the codes of n elements, without what fills up the last word."""
+        return -(-n * self.bits // 8)
 
     def compress(
         self, x: np.ndarray, state: State, context: ExchangeContext, add: np.ndarray | None = None
@@ -91,6 +104,75 @@ def _words(bits: int) -> int:
     return -(-bits // 32) * 4
 
 
+class CodeShards(ShardCodec):
+    """Codes of a bit or two are cut at the borders of shards, each part behind the scale of its bucket.
+
+    Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence speed", 2021.
+
+    Args:
+        codec: makes the codes.
+    """
+
+    def __init__(self, codec: Codec):
+        self._codec = codec
+
+    def expected_bytes(self, layout: BucketLayout) -> int:
+        return self._codec.code_bytes(layout.extent)
+
+    def code_bytes(self, piece: Piece) -> int:
+        """Return the bytes of the codes of a piece, without a scale."""
+        return self._codec.code_bytes(piece.size)
+
+    def compress(
+        self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece]
+    ) -> list[np.ndarray]:
+        codec = self._codec
+        if self.remembers:
+            payload = codec.compress(state_array(state, "residual", x), state, context, x)
+        else:
+            payload = codec.compress(x, state, context)
+        scale, codes = payload[: codec.header], payload[codec.header :]
+        parts = []
+        for piece in pieces:
+            begin = piece.start * codec.bits // 8
+            part = codes[begin : begin + codec.code_bytes(piece.size)]
+            parts.append(device.concatenated([scale, part]) if codec.header else part)
+        return parts
+
+    def add(
+        self, payloads: Sequence[np.ndarray], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
+    ) -> np.ndarray:
+        out = total if first else context.scratch("numbers", total.nbytes).view(total.dtype)
+        device.clear(out)
+        self._decode(self._codec, payloads, out, context)
+        if not first:
+            kernels.accumulate(out, total)
+        return np.zeros(0, np.int64)
+
+    def compress_sum(
+        self, total: np.ndarray, memory: np.ndarray | None, counts: np.ndarray, piece: Piece, context: ExchangeContext
+    ) -> np.ndarray:
+        codec = self._codec.of_sum(context.size)
+        x, add = (total, None) if memory is None else (memory, total)
+        return codec.compress(x, {}, context, add)[: codec.header + codec.code_bytes(piece.size)]
+
+    def decompress(
+        self, payloads: Sequence[np.ndarray], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+    ) -> None:
+        codec = self._codec.of_sum(context.size)
+        for payload, piece in zip(payloads, pieces, strict=True):
+            self._decode(codec, [payload], piece.of(x), piece.context(context))
+
+    def payload_bytes(self, payload: np.ndarray, piece: Piece, itemsize: int, summed: bool) -> int:
+        codec = self._codec.of_sum(1) if summed else self._codec
+        return codec.header + codec.code_bytes(piece.size)
+
+    @staticmethod
+    def _decode(codec: Codec, payloads: Sequence[np.ndarray], out: np.ndarray, context: ExchangeContext) -> None:
+        addresses = [device.address(payload) for payload in payloads]
+        codec.decode_sum(per_payload("payloads", addresses, context), out, context)
+
+
 class TwoBit(Codec):
     """Send ``threshold`` for every element that is at least that in magnitude, with its sign, and 0 for the others.
 
@@ -126,6 +208,9 @@ class TwoBit(Codec):
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
         return _words(2 * n)
+
+    def of_sum(self, ranks: int) -> "TwoBit":
+        return TwoBit(self.threshold * ranks)
 
     def encode(
         self, x: np.ndarray, add: np.ndarray, added: bool, payload: np.ndarray, context: ExchangeContext
@@ -181,12 +266,16 @@ class OneBit(Codec):
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
         return self.header + _words(n)
 
+    def of_sum(self, ranks: int) -> "OneBit":
+        threshold = self.threshold * ranks
+        return OneBit(threshold) if self.scale == "mean" else UnitOfSum(threshold, ranks)
+
     def encode(
         self, x: np.ndarray, add: np.ndarray, added: bool, payload: np.ndarray, context: ExchangeContext
     ) -> None:
         """Take one pass, and another one before it for the mean."""
         members = layout_of(x, context)
-        if self.header:
+        if self.scale == "mean":
             chunks, elements = members.span[1], int(members.records["size"].sum())
             partial = context.scratch("partials", 8 * (chunks + len(members.names))).view(np.float64)
             kernels.partial_magnitudes(members, x, add, added, partial, context.skip_flag)
@@ -200,3 +289,22 @@ class OneBit(Codec):
 
     def __repr__(self) -> str:
         return f"OneBit({self.threshold}, scale={self.scale!r})"
+
+
+class UnitOfSum(OneBit):
+    """Send +-``ranks`` in the place of +-1, in front of the bits: what a sum of units over so many ranks can be.
+
+    Args:
+        threshold: as of ``OneBit``.
+        ranks: whose sum is sent.
+    """
+
+    def __init__(self, threshold: float, ranks: int):
+        super().__init__(threshold, "unit")
+        self.ranks, self.header = ranks, 4
+
+    def encode(
+        self, x: np.ndarray, add: np.ndarray, added: bool, payload: np.ndarray, context: ExchangeContext
+    ) -> None:
+        device.copy(payload[:4].view(np.float32), np.array([self.ranks], np.float32))
+        super().encode(x, add, added, payload, context)

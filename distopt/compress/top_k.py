@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distopt import device, kernels
+from distopt.checks import check_bool
 from distopt.compress import select
-from distopt.compress.base import ExchangeContext, Lossy, State, check_fits, layout_of, per_payload, sizes_of
+from distopt.compress.base import Lossy
+from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload, sizes_of
+from distopt.compress.entry_shards import EntryShards
+from distopt.compress.planes import payload_size, truncate, unpack_entries
+from distopt.compress.shards import ShardCodec
 from distopt.kernels.layout import CHUNK, BucketLayout
 
-INDEX = 4  # bytes of an index
 SPARE = 64  # at least one of so many entries has room
 LIMIT = 2**31  # what an index can tell apart
 
@@ -47,6 +51,8 @@ class Sparse(Lossy):
 
     Attributes:
         density: the fraction of entries that is sent; None if that depends on the data.
+        reselect: an owner of a shard chooses again among the sums; else it sends all of them.
+        value: the format of values in a two-phase exchange (``sections``).
 
     Raises:
         ValueError: for buckets of 2^31 elements or more.
@@ -54,6 +60,41 @@ class Sparse(Lossy):
 
     ragged = True
     density: float | None = None
+    reselect: bool = False
+    value = "exact"
+
+    def sharded(self) -> ShardCodec:
+        return EntryShards(self, self.value)
+
+    def expected_count(self, layout: BucketLayout) -> int | None:
+        """Return how many entries are sent of a bucket; None if that depends on the data."""
+        return None
+
+    def count_parts(self, index: np.ndarray, layout: BucketLayout) -> np.ndarray:
+        """Count entries by the part that the selector chooses from: by default one part, all of the layout.
+
+        Args:
+            index: their indices in the layout, ``(k,)`` of int32, in any order.
+            layout: members.
+
+        Returns:
+            The counts, ``(parts,)`` of int64.
+        """
+        return np.array([index.size], np.int64)
+
+    def reselect_sum(self, x: np.ndarray, add: np.ndarray, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
+        """Move what the owner of a shard sends of a sum over ranks out of x + add: by default all that is not zero.
+
+        Args:
+            x: the memory, or the sum, ``(n,)``.
+            add: the sum, if x is the memory; else empty.
+            counts: of the entries that all ranks have sent, by part (``count_parts``).
+            context: the call for a piece of the bucket.
+
+        Returns:
+            The planes of the entries.
+        """
+        return Threshold(0.0).extract(x, Increment(add, x[:0]), context)
 
     def compress(
         self, x: np.ndarray, state: State, context: ExchangeContext, add: np.ndarray | None = None
@@ -153,26 +194,6 @@ def check_size(n: int) -> None:
         )
 
 
-def payload_size(k: int, itemsize: int) -> int:
-    """Return the bytes of k entries: a multiple of the value's, so that payloads behind each other are aligned."""
-    return -(-int(k) * (itemsize + INDEX) // itemsize) * itemsize
-
-
-def unpack_entries(payload: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the planes of indices and of values; values come first in a payload, so that both are aligned."""
-    itemsize = np.dtype(dtype).itemsize
-    k = payload.size // (itemsize + INDEX)
-    return payload[k * itemsize : k * (itemsize + INDEX)].view(np.int32), payload[: k * itemsize].view(dtype)
-
-
-def truncate(payload: np.ndarray, k: int, dtype: Any) -> np.ndarray:
-    """Return the payload of the first k entries, in the same memory: the indices move down to the values."""
-    index, entry = unpack_entries(payload, dtype)
-    split = k * entry.itemsize
-    payload[split : split + k * INDEX] = index[:k].view(np.uint8)
-    return payload[: payload_size(k, entry.itemsize)]
-
-
 class FixedDensity(Sparse):
     """A base class of selectors that send the same fraction of entries at every step."""
 
@@ -197,9 +218,11 @@ class TopK(FixedDensity):
     Args:
         density: the fraction of entries that is sent: ceil(density n) of n, at least 1.
         per_tensor: select so many of each tensor, instead of the whole bucket.
+        reselect: in a two-phase exchange, the owner of a shard sends as many entries of the sum as a rank sent it on
+            average, the largest; False: all of them, so that the sum is exact, and its bytes grow with the ranks.
 
     Raises:
-        TypeError: for a density that is no number.
+        TypeError: for a density that is no number, or a ``reselect`` that is no bool.
         ValueError: for a density outside (0, 1].
 
     Example:
@@ -213,20 +236,21 @@ class TopK(FixedDensity):
         array([1., 0., 2., 0.], dtype=float32)
     """
 
-    def __init__(self, density: float, per_tensor: bool = False):
+    def __init__(self, density: float, per_tensor: bool = False, reselect: bool = True):
         if isinstance(density, bool) or not isinstance(density, Real):
             raise TypeError(f"density must be a number, got {density!r}")
         if not 0 < density <= 1:
             raise ValueError(f"density must be in (0, 1], got {density}")
         self.density = float(density)
         self.per_tensor: bool = bool(per_tensor)
+        self.reselect: bool = check_bool("reselect", reselect)
 
     def count(self, n: int) -> int:
         """Return how many of n entries are sent."""
         return int(self.counts(np.array([n]))[0])
 
     def with_density(self, density: float) -> "TopK":
-        return TopK(density, per_tensor=True)
+        return TopK(density, True, self.reselect)
 
     def counts(self, sizes: np.ndarray) -> np.ndarray:
         return selected_counts(self.density, sizes)
@@ -235,12 +259,33 @@ class TopK(FixedDensity):
         check_size(n)
         return payload_size(self.counts(self.parts(sizes_of(n, layout))).sum(), itemsize)
 
+    def expected_count(self, layout: BucketLayout) -> int:
+        return int(self.counts(self.parts(sizes_of(layout.extent, layout))).sum())
+
     def extract(self, x: np.ndarray, add: Increment, context: ExchangeContext) -> np.ndarray:
         """Select from a first guess of how large the largest entries are (topk_host.cu, topk_device.cu)."""
-        records = layout_of(x, context).records
-        offsets, sizes = records["offset"].astype(np.int64), records["size"].astype(np.int64)
-        counts = self.counts(self.parts(sizes))
-        if not self.per_tensor:  # one part, in which the gaps lie, but do not count
+        sizes = layout_of(x, context).records["size"].astype(np.int64)
+        return self._extract(x, add, self.counts(self.parts(sizes)), context)
+
+    def count_parts(self, index: np.ndarray, layout: BucketLayout) -> np.ndarray:
+        members = len(layout.names)
+        if not self.per_tensor or members == 1:
+            return super().count_parts(index, layout)
+        ends = layout.records["offset"] + layout.records["size"]
+        return np.bincount(np.searchsorted(ends, index, "right"), minlength=members)
+
+    def reselect_sum(self, x: np.ndarray, add: np.ndarray, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
+        """As many of each part as a rank has sent of it on average, rounded up, so that no part starves."""
+        if not self.reselect:
+            return super().reselect_sum(x, add, counts, context)
+        return self._extract(x, Increment(add, x[:0]), -(-counts // context.size), context)
+
+    def _extract(self, x: np.ndarray, add: Increment, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
+        """Move the largest entries out of x + add, so many of each part."""
+        if self.per_tensor:
+            records = layout_of(x, context).records
+            offsets, sizes = records["offset"].astype(np.int64), records["size"].astype(np.int64)
+        else:  # one part, in which the gaps lie, but do not count
             offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
         payload = context.scratch("payload", payload_size(counts.sum(), x.itemsize))
         planes = unpack_entries(payload, x.dtype)
@@ -261,7 +306,7 @@ class TopK(FixedDensity):
         return sizes if self.per_tensor else sizes.sum(keepdims=True)
 
     def __repr__(self) -> str:
-        return f"TopK({self.density}, per_tensor={self.per_tensor})"
+        return f"TopK({self.density}, per_tensor={self.per_tensor}{', reselect=False' * (not self.reselect)})"
 
 
 class Threshold(Sparse):
@@ -272,9 +317,11 @@ class Threshold(Sparse):
 
     Args:
         magnitude: in units of the local, un-averaged gradient; 0 sends everything that is not zero.
+        reselect: in a two-phase exchange, the owner of a shard sends what reaches this magnitude in the mean over
+            ranks; False: all of the sum, so that it is exact, and its bytes grow with the ranks.
 
     Raises:
-        TypeError: for a magnitude that is no number.
+        TypeError: for a magnitude that is no number, or a ``reselect`` that is no bool.
         ValueError: for one that is negative or not finite.
 
     Example:
@@ -288,12 +335,13 @@ class Threshold(Sparse):
 
     bounded = True
 
-    def __init__(self, magnitude: float):
+    def __init__(self, magnitude: float, reselect: bool = True):
         if isinstance(magnitude, bool) or not isinstance(magnitude, Real):
             raise TypeError(f"magnitude must be a number, got {magnitude!r}")
         if not 0 <= magnitude < math.inf:
             raise ValueError(f"magnitude must be finite and at least 0, got {magnitude}")
         self.magnitude: float = float(magnitude)
+        self.reselect: bool = check_bool("reselect", reselect)
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> None:
         check_size(n)
@@ -304,6 +352,12 @@ class Threshold(Sparse):
 
     def count_selected(self, x: np.ndarray, counts: np.ndarray) -> None:
         kernels.count_above(x, counts, self._bound(x))
+
+    def reselect_sum(self, x: np.ndarray, add: np.ndarray, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
+        """What is at least as large in the mean, in which a sum is one for each rank."""
+        if not self.reselect:
+            return super().reselect_sum(x, add, counts, context)
+        return Threshold(self.magnitude * context.size).extract(x, Increment(add, x[:0]), context)
 
     def _bound(self, x: np.ndarray) -> int:
         """The magnitude above which entries are sent."""
@@ -341,7 +395,7 @@ class Threshold(Sparse):
         return payload
 
     def __repr__(self) -> str:
-        return f"Threshold({self.magnitude})"
+        return f"Threshold({self.magnitude}{', reselect=False' * (not self.reselect)})"
 
 
 def _magnitude(value: float, dtype: Any) -> int:

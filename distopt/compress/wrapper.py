@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distopt.compress.base import Compressor, ExchangeContext
+from distopt.compress.base import Compressor
+from distopt.compress.context import ExchangeContext
 from distopt.kernels.layout import BucketLayout
 
 

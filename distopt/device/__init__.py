@@ -16,7 +16,16 @@ from distopt.device.arrays import (
     remedy,
     writable,
 )
-from distopt.device.copies import DEVICE_TO_DEVICE, DEVICE_TO_HOST, HOST_TO_DEVICE, contiguous, copied, copy, host_copy
+from distopt.device.copies import (
+    DEVICE_TO_DEVICE,
+    DEVICE_TO_HOST,
+    HOST_TO_DEVICE,
+    concatenated,
+    contiguous,
+    copied,
+    copy,
+    host_copy,
+)
 from distopt.device.gpus import (
     NO_CUPY,
     bus_id,
@@ -74,6 +83,7 @@ __all__ = [
     "clear",
     "compile_text",
     "compute_mode",
+    "concatenated",
     "contiguous",
     "copied",
     "copy",

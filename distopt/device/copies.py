@@ -1,5 +1,6 @@
 """Copies between arrays on the host and on GPUs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 from distopt.device import pinned
 from distopt.device.arrays import describe, on_gpu
 from distopt.device.gpus import cupy, current_gpu
-from distopt.device.memory import empty
+from distopt.device.memory import empty, zeros
 from distopt.device.streams import current_stream
 
 PINNED = 1 << 20  # bytes up to which an upload goes through pinned memory, and does not wait
@@ -51,6 +52,29 @@ def copied(x: Any) -> np.ndarray:
     duplicate = empty(x.size, x.dtype, like=x).reshape(x.shape)
     copy(duplicate, x)
     return duplicate
+
+
+def concatenated(parts: Sequence[Any], aligned: int = 1) -> np.ndarray:
+    """Return flat arrays of one dtype behind one another, on the same host or GPU; the only one as it is.
+
+    Args:
+        parts: the arrays, at least one.
+        aligned: elements of a multiple of which each begins; what is between them is 0.
+
+    Example:
+        >>> concatenated([np.array([1]), np.array([2, 3])], aligned=2).tolist()
+        [1, 0, 2, 3]
+    """
+    if len(parts) == 1:
+        whole: np.ndarray = parts[0]
+        return whole
+    starts = [0]
+    for part in parts[:-1]:
+        starts.append(-(-(starts[-1] + part.size) // aligned) * aligned)
+    whole = zeros(starts[-1] + parts[-1].size, parts[0].dtype, like=parts[0])
+    for start, part in zip(starts, parts, strict=True):
+        copy(whole[start : start + part.size], part)
+    return whole
 
 
 def contiguous(x: Any) -> Any:

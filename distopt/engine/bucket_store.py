@@ -122,12 +122,12 @@ class BucketStore:
         parameters = [f"parameter {k} = {n} {p.value.shape} {p.value.dtype}" for k, (n, p) in enumerate(order)]
         return [*parameters, f"threshold={self.buckets.plan.threshold}"]
 
-    def plan(self, compressor: Compressor) -> Plan | None:
-        """The plan, with what ``compressor`` sends of each bucket; None if there is none."""
+    def plan(self, compressor: Compressor, exchange: str) -> Plan | None:
+        """The plan, with what ``compressor`` sends of each bucket, and how; None if there is none."""
         if self._memory.buckets is None:
             return None
         flats = ((b.gradient.size, b.gradient.itemsize, b.gradients) for b in self.buckets)
-        return self.buckets.plan.with_payload([compressor.payload_bytes(*flat) for flat in flats])
+        return self.buckets.plan.with_payload([compressor.payload_bytes(*flat) for flat in flats], exchange)
 
     # -- a plan: propose, commit or roll back
 

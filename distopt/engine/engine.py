@@ -24,6 +24,7 @@ from distopt.engine.parameters import Loss
 from distopt.engine.progress import Progress
 from distopt.engine.reducers import Reducer, Reducers, StepContext, Unreduced
 from distopt.engine.spec import Options, StepSpec
+from distopt.exchange import EXCHANGES
 from distopt.optim.adapters import adapt
 from distopt.resilience.operation_log import recorder
 
@@ -78,6 +79,7 @@ class Engine:
         hooks: are told of every step.
         threshold: elements that fill a bucket, from the next step on.
         compressor: the compressor of the last step.
+        spec: what the last step was.
         closed: everything is refused.
         in_backward: buckets leave while a loss yields its gradients.
     """
@@ -115,7 +117,8 @@ class Engine:
             self.hooks.append(DivergenceCheck(options.check_every, comm, self.store, self.progress))
         self.step_context = StepContext(comm, self.store, self.progress, self.accumulator, self.hooks)
         self.agreement = Agreement(comm, kind)
-        self.compressor: Compressor = Dense()  # of the last step
+        self.compressor: Compressor = Dense()  # of the last step, as is its specification
+        self.spec = StepSpec()
         self.closed = self.in_backward = False
         self._option_lines = options.lines(comm)
         self._background = Background() if comm.gpu is None else Inline()
@@ -173,7 +176,8 @@ class Engine:
             store.collector.collect(loss, *watches)
             if store.propose(threshold):
                 self.agreement.forget()
-            if self.declare(spec.describe(compressor)):
+            phases = None if compressor.summable else self.reducers.two_phases(compressor, spec)
+            if self.declare(spec.describe(compressor, phases is not None)):
                 store.check_sizes(compressor)
             leaving = (overlap.buckets, overlap.sent) if overlap else ()
             store.pack_all(self._packing(attempt), compressor.has_hooks, *leaving)
@@ -201,7 +205,7 @@ class Engine:
         if store.broadcast_due:
             store.broadcast_parameters(progress.updates)
         progress.snapshot()
-        self.compressor = attempt.compressor
+        self.compressor, self.spec = attempt.compressor, attempt.spec
         store.check.begin(doubted, self.compressor.stateful)
         return True
 
@@ -342,6 +346,8 @@ class Engine:
         """Return the threshold of a step; raise what forbids the step."""
         self.progress.check()
         self.accumulator.check(spec.reduced)
+        if spec.exchange not in EXCHANGES:
+            raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, got {spec.exchange!r}")
         if spec.clip_value is not None and not spec.clip_value >= 0:
             raise ValueError(f"clip_Value must be at least 0, got {spec.clip_value}")
         if spec.threshold is None:

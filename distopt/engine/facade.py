@@ -72,7 +72,8 @@ class Facade:
     @property
     def plan(self) -> Plan | None:
         """Which parameters share a bucket; printable.  None before the first step or ``gradient_views``."""
-        return self.engine.store.plan(self.engine.compressor)
+        engine = self.engine
+        return engine.store.plan(engine.compressor, engine.reducers.describe(engine.compressor, engine.spec))
 
     def __repr__(self) -> str:
         """One line: the optimizer with its numbers as they are now, the rank, the steps so far, the chosen options."""

@@ -1,9 +1,10 @@
 """The ways in which the buckets of a step are reduced over ranks, and which one a step takes."""
 
 import abc
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,13 +13,16 @@ from distopt.buckets import Bucket, BucketSet, Reduced, unsharded
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
+from distopt.compress.context import state_array
+from distopt.compress.shards import OWED, settle
 from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
 from distopt.engine.progress import Progress
 from distopt.engine.spec import StepSpec
-from distopt.exchange import choose, reduce_each, reduce_half_shards, reduce_shards
+from distopt.exchange import TwoPhase, choose, reduce_each, reduce_half_shards, reduce_shards, two_phase, two_phases
 from distopt.exchange.shared_memory import describe, nonfinite
+from distopt.exchange.two_phase import Owned
 
 Vote = Callable[[str], list[str]]  # on a report about the sums; returns those of all ranks
 Stream = Iterable[tuple[Bucket, np.ndarray] | None]  # None: the next bucket will take a while
@@ -98,6 +102,8 @@ class CollectiveReducer(Unreduced):
     def _exchange(self, bucket: Bucket, x: np.ndarray) -> Reduced:
         comm, compressor, tag = self._comm, self._compressor, self._step_context.tag(bucket)
         context = self._step_context.exchange_context(bucket, comm, compressor, self._text)
+        if OWED in bucket.state and compressor.stateful:
+            settle(state_array(bucket.state, "residual", x), bucket.state, skip_flag=context.skip_flag)
         with comm.tagged(tag):
             if compressor.has_hooks:
                 with comm.on_comm_stream():
@@ -109,6 +115,42 @@ class CollectiveReducer(Unreduced):
                     finish = partial(compressor.finish, x, bucket.state, context)
                     context.repeat("finish", finish, (x, *bucket.state.values()))
         return unsharded(x)
+
+
+class TwoPhaseReducer(Unreduced):
+    """Let the owners of shards add up what the ranks send, and send the sums, all buckets together."""
+
+    def __init__(
+        self,
+        phases: TwoPhase,
+        compressor: Compressor,
+        comm: Communicator,
+        step_context: "StepContext",
+        owned: Owned,
+        otherwise: CollectiveReducer,
+    ):
+        """Make one; ``otherwise`` takes the buckets that are no part of it."""
+        super().__init__(step_context.store, compressor)
+        self._phases, self._compressor, self._comm, self._step_context = phases, compressor, comm, step_context
+        self._owned, self._otherwise = owned, otherwise
+
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        compressor, step, comm = self._compressor, self._step_context, self._comm
+        together: list[tuple[Bucket, np.ndarray]] = []
+        alone: list[tuple[Bucket, np.ndarray]] = []
+        for bucket, x in zip(self._store.buckets, arrays, strict=True):
+            (together if bucket.number in self._phases.buckets else alone).append((bucket, x))
+        travelling = [(x, b.state, step.exchange_context(b, comm, compressor), step.tag(b)) for b, x in together]
+        if compressor.has_hooks:
+            for x, state, context, _ in travelling:
+                compressor.begin(x, state, context)
+        two_phase(travelling, compressor, self._phases.codec, comm, self._owned, step.tag())
+        if compressor.has_hooks:
+            for x, state, context, _ in travelling:
+                compressor.finish(x, state, context)
+        for _ in self._otherwise.stream(alone):
+            pass
+        return map(unsharded, arrays)
 
 
 class SharedMemoryReducer(Reducer):
@@ -163,6 +205,9 @@ class KeepStates(Reducer):
         saved = {state: {name: device.copied(by_name[name]) for name in self._names} for state, by_name in states}
         yield from self._reducer.reduce(arrays)
         self._comm.wait()
+        for bucket in self._store.buckets:
+            for state in saved.keys() - bucket.state.keys():  # it has moved to another one
+                bucket.state_array(state)
         for state, after in self._store.buckets.states().items():
             for name in self._names:
                 if state in saved:
@@ -228,8 +273,10 @@ class StepContext:
         messages = None if self.payloads_wanted or not compressor.elementwise else self.store.messages
         return self.store.buckets if messages is None else messages
 
-    def tag(self, bucket: Bucket) -> MessageTag:
-        """The tag of the messages of a bucket."""
+    def tag(self, bucket: Bucket | None = None) -> MessageTag:
+        """The tag of the messages of a bucket; without one, of those of all buckets."""
+        if bucket is None:
+            return MessageTag("gradients", self._progress.updates + 1)
         return MessageTag("gradients", self._progress.updates + 1, bucket.number, bucket.gradients)
 
     def exchange_context(
@@ -273,6 +320,9 @@ class Reducers:
     def __init__(self, comm: Communicator, step_context: StepContext, accumulator: GradientAccumulator, overlap: bool):
         self._comm, self._step_context, self._accumulator = comm, step_context, accumulator
         self.overlap = overlap
+        self._asked: tuple[Any, ...] = (None,) * 4  # what the last choice of an exchange depended on
+        self._phases: TwoPhase | None = None
+        self._owned: Owned = {}  # of each bucket, what this rank owned of it in the last exchange of two phases
 
     def in_shared_memory(self, compressor: Compressor) -> bool:
         """Tell if dense gradients are added up in shared memory, where what is not finite is found in the sums.
@@ -288,7 +338,29 @@ class Reducers:
         if not (self.overlap and spec.reduced and self._accumulator.num_batches == 1):
             return False
         grows = compressor.bounded and store.capacity is not None
-        return store.started and threshold == store.threshold and not compressor.stateful and not grows
+        if not store.started or threshold != store.threshold or compressor.stateful or grows:
+            return False
+        return not self.two_phases(compressor, spec)
+
+    def two_phases(self, compressor: Compressor, spec: StepSpec) -> TwoPhase | None:
+        """Return the exchange in two phases that a step takes; None if it takes another one."""
+        if compressor.summable or spec.exchange == "gather" or not spec.reduced or self._comm.gpu is not None:
+            return None
+        buckets = self._step_context.store.buckets
+        asked = (buckets, compressor, spec.exchange, spec.break_even)
+        if not all(map(operator.is_, asked, self._asked)):
+            plan = [bucket.gradients for bucket in buckets]
+            self._phases = two_phases(spec.exchange, compressor, plan, self._comm.size, spec.break_even)
+            self._asked = asked
+        return self._phases
+
+    def describe(self, compressor: Compressor, spec: StepSpec) -> str:
+        """Say how payloads that cannot be added on the wire are exchanged; '' for those that can, or without a plan."""
+        if compressor.summable or not spec.reduced or self._step_context.store.buckets_if_any is None:
+            return ""
+        phases = self.two_phases(compressor, spec)
+        plan = [bucket.gradients for bucket in self._step_context.store.buckets]
+        return phases.describe(plan, self._comm.size) if phases else "gather"
 
     def collective(self, compressor: Compressor, spec: StepSpec, early: bool = False) -> CollectiveReducer:
         """Reduce by a collective per bucket; ``early`` on a communicator of its own, which a loss does not use."""
@@ -310,7 +382,11 @@ class Reducers:
         if self.in_shared_memory(compressor):
             reducer = SharedMemoryReducer(self._comm, self._step_context, check_finite, vote)
         else:
-            reducer = self.collective(compressor, spec)
+            reducer = collective = self.collective(compressor, spec)
+            phases = self.two_phases(compressor, spec)
+            if phases:
+                step, owned = self._step_context, self._owned
+                reducer = TwoPhaseReducer(phases, compressor, self._comm, step, owned, collective)
             if isinstance(compressor, Half) and self._halves_fit(compressor):
                 reducer = SharedHalfReducer(compressor, self._comm, self._step_context, reducer)
         unchanged = [] if spec.only is None else [name for name in store.collector.order if name not in spec.only]

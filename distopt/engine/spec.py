@@ -81,6 +81,7 @@ class StepSpec(NamedTuple):
         threshold: elements that fill a bucket; None keeps the usual number.
         clip_value: every element of the gradients is first held between ``-clip_value`` and ``clip_value``.
         break_even: never send more bytes than a dense array has.
+        exchange: 'gather', 'two_phase' or 'auto' (``exchange.shard_codec``).
         reduced: gradients are reduced over ranks; False in a partial step, which updates with this rank's own.
         divisor: divides the sums, to make a mean of them; None divides by the number of gradients.
         only: names of the parameters that are updated; None updates all.
@@ -91,16 +92,23 @@ class StepSpec(NamedTuple):
     threshold: int | None = None
     clip_value: float | None = None
     break_even: bool = False
+    exchange: str = "auto"
     reduced: bool = True
     divisor: float | None = None
     only: Collection[str] | None = None
     label: str = "a step"
 
-    def describe(self, compressor: Compressor) -> str:
-        """One line that ranks compare in the vote."""
+    def describe(self, compressor: Compressor, two_phase: bool = False) -> str:
+        """One line that ranks compare in the vote.
+
+        Args:
+            compressor: what is sent.
+            two_phase: owners of shards send sums again.
+        """
         clipped = f", clipped at {self.clip_value}" * (self.clip_value is not None)
         gathered = not (self.break_even or compressor.summable)
-        return f"{self.label} with {compressor!r}{clipped}" + ", break_even=False" * gathered
+        exchange = ", two-phase" * two_phase + ", break_even=False" * gathered
+        return f"{self.label} with {compressor!r}{clipped}{exchange}"
 
 
 def _overlaps(overlap: str | bool, comm: Communicator) -> bool:

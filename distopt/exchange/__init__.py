@@ -7,11 +7,14 @@ import numpy as np
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.base import State, check_compressor
+from distopt.compress.base import check_compressor
+from distopt.compress.context import State
 from distopt.exchange.all_gather import gather, gather_or_reduce
 from distopt.exchange.all_reduce import reduce, reduce_each
+from distopt.exchange.choice import EXCHANGES, TwoPhase, two_phases
 from distopt.exchange.mixed import mixed, mixed_or_reduce
 from distopt.exchange.shared_memory import reduce_half_shards, reduce_shards
+from distopt.exchange.two_phase import two_phase
 
 Algorithm = Callable[[np.ndarray, Compressor, Communicator, State, ExchangeContext, MessageTag], None]
 
@@ -38,7 +41,9 @@ def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
 
 
 __all__ = [
+    "EXCHANGES",
     "Algorithm",
+    "TwoPhase",
     "choose",
     "gather",
     "gather_or_reduce",
@@ -46,4 +51,6 @@ __all__ = [
     "reduce_each",
     "reduce_half_shards",
     "reduce_shards",
+    "two_phase",
+    "two_phases",
 ]

@@ -5,7 +5,7 @@ import numpy as np
 from distopt.comm import Communicator
 from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.base import State
+from distopt.compress.context import State
 from distopt.exchange.breakdown import payload_breakdown
 from distopt.exchange.traffic import dense_is_smaller
 

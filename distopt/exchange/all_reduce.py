@@ -8,7 +8,7 @@ import numpy as np
 from distopt.comm import Communicator
 from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.base import State
+from distopt.compress.context import State
 
 TravellingBucket = tuple[np.ndarray, State, ExchangeContext, MessageTag]
 

@@ -5,7 +5,7 @@ Of a compressor that is not registered here, a payload counts as values alone.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,15 @@ import numpy as np
 from distopt import device
 from distopt.comm.message import LazyBreakdown, PayloadBreakdown
 from distopt.compress import Compressor, DeepGradientCompression, ErrorFeedback, ExchangeContext, Packed, TopK
-from distopt.compress.base import layout_of, sizes_of
-from distopt.compress.elias_fano import HEADER, packing, value_bytes
-from distopt.compress.quantize import Codec
-from distopt.compress.top_k import INDEX, Sparse, selected_counts, unpack_entries
+from distopt.compress.context import layout_of, sizes_of
+from distopt.compress.elias_fano import HEADER, packing
+from distopt.compress.entry_shards import EntryShards
+from distopt.compress.planes import INDEX, unpack_entries
+from distopt.compress.quantize import Codec, CodeShards
+from distopt.compress.sections import HEADER as HEADER_OF_SECTION
+from distopt.compress.shards import Piece, ShardCodec
+from distopt.compress.top_k import Sparse, selected_counts
+from distopt.compress.values import value_bytes
 from distopt.kernels.layout import BucketLayout
 
 SAMPLED = 2048  # bytes of codes from which their entropy is estimated
@@ -118,6 +123,57 @@ def _(compressor: Codec, payload: np.ndarray, x: np.ndarray, context: ExchangeCo
         return lambda: PayloadBreakdown(nbytes)
     sample = codes[sampled(-(-n * bits // 8))]
     return lambda: PayloadBreakdown(nbytes, ideal=header + round(n * entropy(count_codes(sample, bits, n))))
+
+
+# ------------------------------------------------------------------------------------------------- of pieces
+
+
+@functools.singledispatch
+def shard_breakdown(
+    codec: ShardCodec, payloads: Sequence[tuple[Piece, np.ndarray]], members: BucketLayout, like: np.ndarray
+) -> LazyBreakdown:
+    """Read what is needed of the payloads of pieces, and return a function that computes their make-up later.
+
+    Args:
+        codec: what has made them.
+        payloads: the pieces, and of each its payload.
+        members: of the whole plan, among which entries are shared out.
+        like: an array of the dtype and device of the gradients.
+    """
+    total = sum(payload.nbytes for _, payload in payloads)
+    return lambda: PayloadBreakdown(total)
+
+
+@shard_breakdown.register
+def _(
+    codec: EntryShards, payloads: Sequence[tuple[Piece, np.ndarray]], members: BucketLayout, like: np.ndarray
+) -> LazyBreakdown:
+    """Values with their scales, and indices; the rest is headers, and what aligns."""
+    if device.on_gpu(like):
+        return lambda: PayloadBreakdown(sum(payload.nbytes for _, payload in payloads))
+    values = indices = ideal = 0
+    counts, row = np.zeros(len(members.names), np.int64), {name: k for k, name in enumerate(members.names)}
+    for piece, payload in payloads:
+        index = codec.indices(payload, piece, like)
+        of_values = codec.value_bytes(index.size, like.itemsize)
+        values += of_values
+        indices += payload.nbytes - HEADER_OF_SECTION - of_values
+        ideal += combination_bits(piece.size, index.size) + 8 * of_values
+        counts[[row[name] for name in piece.layout.names]] += counts_by_member(index, piece.layout)
+    return lambda: PayloadBreakdown(values, indices, ideal, counts)
+
+
+@shard_breakdown.register
+def _(
+    codec: CodeShards, payloads: Sequence[tuple[Piece, np.ndarray]], members: BucketLayout, like: np.ndarray
+) -> LazyBreakdown:
+    """Codes behind scales, of all elements of the pieces."""
+    counts, row = np.zeros(len(members.names), np.int64), {name: k for k, name in enumerate(members.names)}
+    total = 0
+    for piece, _ in payloads:
+        total += codec.code_bytes(piece)
+        counts[[row[name] for name in piece.layout.names]] += piece.layout.records["size"]
+    return lambda: PayloadBreakdown(total, counts=counts)
 
 
 # ------------------------------------------------------------------------------------------------- before there is one

@@ -8,7 +8,7 @@ from distopt import kernels
 from distopt.comm import Communicator
 from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.base import State, layout_of
+from distopt.compress.context import State, layout_of
 from distopt.device import DeviceMirror
 from distopt.exchange.all_gather import gather, gather_or_reduce, gather_payloads
 from distopt.exchange.traffic import dense_is_smaller

@@ -132,6 +132,21 @@ class BucketLayout:
             self._parts[chosen.tobytes()] = part
         return self._parts[chosen.tobytes()]
 
+    def stretch(self, start: int, stop: int) -> "BucketLayout":
+        """Return a layout of what lies in ``flat[start:stop]``: members, or parts of them, as arrays of one dimension.
+
+        Example:
+            >>> layout = BucketLayout(["w", "b"], [(2, 2), (3,)], [0, 16], np.float32)
+            >>> part = layout.stretch(2, 18)
+            >>> part.names, part.shapes, part.records["offset"].tolist()
+            (('w', 'b'), ((2,), (2,)), [0, 14])
+        """
+        begins = np.maximum(self.records["offset"], start)
+        ends = np.minimum(self.records["offset"] + self.records["size"], stop)
+        rows = np.flatnonzero(begins < ends)
+        shapes = [(int(n),) for n in (ends - begins)[rows]]
+        return BucketLayout([self.names[k] for k in rows], shapes, (begins[rows] - start).tolist(), self.stored)
+
     def compacted(self, flat: np.ndarray) -> "BucketLayout":
         """Return a layout of the same members without gaps, whose arrays are those in ``flat``."""
         if self._compacted is None:

@@ -1,6 +1,7 @@
 """The exchange of ranks that take turns in one process: their payloads are added up in rank order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -9,10 +10,15 @@ from distopt.comm.communicator import BFLOAT16, HALVES
 from distopt.comm.message import LazyBreakdown, MessageTag, PayloadBreakdown
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.base import State, layout_of
-from distopt.exchange.breakdown import payload_breakdown
+from distopt.compress.context import State, layout_of, state_array
+from distopt.compress.shards import OWED, Piece, ShardCodec, owed, settle
+from distopt.exchange.all_reduce import TravellingBucket
+from distopt.exchange.breakdown import payload_breakdown, shard_breakdown
 from distopt.exchange.mixed import UncompressedMembers
 from distopt.exchange.traffic import traffic
+from distopt.exchange.two_phase import Owned, message_bytes, owned_piece, settle_moved, shards_of
+
+T = TypeVar("T")
 
 
 class RunningSum:
@@ -135,3 +141,207 @@ class SequentialReduce:
 
     def _entries(self, x: np.ndarray) -> np.ndarray:
         return self._scratch("sum of entries", x.nbytes).view(x.dtype)
+
+
+class SequentialExchange(Protocol):
+    """The exchange of all buckets of a step: ``add`` those of each rank, in rank order, then ``write_sums``."""
+
+    def add(self, buckets: Sequence[TravellingBucket]) -> None:
+        """Add the buckets of the next rank, and change what the compressor keeps of them."""
+
+    def write_sums(self, buckets: Sequence[TravellingBucket], states: Sequence[Sequence[State]]) -> None:
+        """Overwrite the buckets by the sums over ranks.
+
+        Args:
+            buckets: the arrays as the last rank has left them, with the contexts of the first one.
+            states: what compressors keep, by rank and bucket.
+        """
+
+    def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:
+        """Write the messages by which ranks would have exchanged the buckets into a ledger.
+
+        Args:
+            meter: writes them.
+            buckets: as of ``write_sums``.
+            tag: of messages of all buckets.
+        """
+
+
+class SequentialBuckets:
+    """Exchange of one bucket after the other.
+
+    Args:
+        compressor: what is sent of them.
+        turns: the exchange of each bucket.
+        break_even: a bucket is all-reduced as dense where that is less.
+    """
+
+    def __init__(self, compressor: Compressor, turns: Sequence[SequentialReduce], break_even: bool):
+        self._compressor, self._turns, self._break_even = compressor, turns, break_even
+
+    def add(self, buckets: Sequence[TravellingBucket]) -> None:
+        """Add the buckets of the next rank, and change what the compressor keeps of them."""
+        for (x, state, context, _), turn in zip(buckets, self._turns, strict=True):
+            if OWED in state and self._compressor.stateful:
+                settle(state_array(state, "residual", x), state, skip_flag=context.skip_flag)
+            turn.add(x, state, context)
+
+    def write_sums(self, buckets: Sequence[TravellingBucket], states: Sequence[Sequence[State]]) -> None:
+        """Overwrite the buckets by the sums over ranks."""
+        for (x, _, context, _), turn in zip(buckets, self._turns, strict=True):
+            turn.write_sum(x, context)
+
+    def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:
+        """Write the messages of each bucket into a ledger."""
+        for (x, _, _, bucket_tag), turn in zip(buckets, self._turns, strict=True):
+            turn.write_messages(meter, x, bucket_tag, self._break_even)
+
+
+class SequentialTwoPhase:
+    """Exchange of all buckets of a step in two phases: ``add`` those of each rank, in rank order, then ``write_sums``.
+
+    Args:
+        compressor: what is sent of the buckets.
+        codec: the same, as it takes part.
+        owned: of each rank, what it owned of each bucket in the last step; empty at first.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.comm.message import UNTAGGED
+        >>> from distopt.compress import ExchangeContext, TopK
+        >>> memory = {}
+        >>> scratch = lambda name, nbytes: memory.setdefault(name, np.empty(nbytes, np.uint8))
+        >>> exchange = SequentialTwoPhase(TopK(0.5), TopK(0.5).sharded(), [{}, {}])
+        >>> for rank, x in enumerate(np.array([[1, 2], [-3, 0]], np.float32)):
+        ...     context = ExchangeContext(rank=rank, size=2)
+        ...     exchange.add([(x, {}, context, UNTAGGED)])
+        >>> exchange.write_sums([(x, {}, context, UNTAGGED)], [[{}], [{}]])
+        >>> x
+        array([-3.,  0.], dtype=float32)
+    """
+
+    def __init__(self, compressor: Compressor, codec: ShardCodec, owned: Sequence[Owned]):
+        self._compressor, self._codec, self._owned, self._rank = compressor, codec, owned, 0
+        self._flats: dict[int, tuple[UncompressedMembers, RunningSum]] = {}  # by bucket
+        self._totals: list[np.ndarray] = []
+        self._counts: dict[tuple[int, int], np.ndarray] = {}  # of entries, by owner and bucket
+        self._breakdowns: list[LazyBreakdown] = []  # of the first rank's two messages
+        self.sent: list[list[int]] = []  # bytes of messages of the first phase, by sender and owner
+        self.gathered: list[int] = []  # bytes of messages of the second phase, by owner
+
+    def add(self, buckets: Sequence[TravellingBucket]) -> None:
+        """Add the buckets of the next rank, and change what the compressor keeps of them."""
+        codec, rank, first = self._codec, self._rank, self._rank == 0
+        size = buckets[0][2].size
+        shards, messages = shards_of(buckets, codec, size), [list[int]() for _ in range(size)]
+        of_rank: list[tuple[Piece, np.ndarray]] = []
+        for number, (x, state, context, _) in enumerate(buckets):
+            pieces = shards.of_bucket[number]
+            if codec.remembers:
+                settle_moved(x, state, context, owned_piece(pieces, rank), self._owned[rank], number)
+            payloads = codec.compress(x, state, context, pieces)
+            if first:
+                self._totals.append(context.scratch("sum of entries", x.nbytes).view(x.dtype))
+            for piece, payload in zip(pieces, payloads, strict=True):
+                messages[piece.owner].append(payload.nbytes)
+                of_rank.append((piece, payload))
+                total, here = piece.of(self._totals[number]), piece.context(context)
+                counts = codec.add([payload], total, piece, here, first)
+                self._counts[piece.owner, number] = self._counts.get((piece.owner, number), 0) + counts
+            self._add_uncompressed(number, x, context, first)
+        if first:
+            self._breakdowns.append(shard_breakdown(codec, of_rank, shards.members, buckets[0][0]))
+        self.sent.append([message_bytes(nbytes) for nbytes in messages])
+        self._rank += 1
+
+    def _add_uncompressed(self, number: int, x: np.ndarray, context: ExchangeContext, first: bool) -> None:
+        mask = self._compressor.uncompressed(layout_of(x, context), context)
+        if mask is None:
+            return
+        members = UncompressedMembers(x, mask, context)
+        if members.none:
+            return
+        if first:
+            running = RunningSum(lambda nbytes: context.scratch("sum over ranks", nbytes))
+        else:
+            _, running = self._flats[number]
+        running.add(members.flat, first)
+        self._flats[number] = members, running
+
+    def write_sums(self, buckets: Sequence[TravellingBucket], states: Sequence[Sequence[State]]) -> None:
+        """Overwrite the last rank's buckets by the sums that owners send.
+
+        Args:
+            buckets: as of ``add``, of the last rank.
+            states: what compressors keep, by rank and bucket.
+        """
+        codec, size = self._codec, buckets[0][2].size
+        shards = shards_of(buckets, codec, size)
+        payloads: list[list[np.ndarray]] = [[] for _ in buckets]
+        for owner, pieces in enumerate(shards.of_owner):
+            results = [self._result(piece, buckets[piece.bucket], states[owner][piece.bucket]) for piece in pieces]
+            for piece, result in zip(pieces, results, strict=True):
+                payloads[piece.bucket].append(device.copied(result))
+            if owner == 0:
+                of_rank = list(zip(pieces, results, strict=True))
+                self._breakdowns.append(shard_breakdown(codec, of_rank, shards.members, buckets[0][0]))
+            self.gathered.append(message_bytes([result.nbytes for result in results]))
+        for number, (x, _, context, _) in enumerate(buckets):
+            if shards.of_bucket[number]:
+                codec.decompress(payloads[number], x, context, shards.of_bucket[number])
+            if number in self._flats:
+                members, running = self._flats[number]
+                running.write_sum(members.flat)
+                if not members.all:
+                    members.put_back()
+
+    def _result(self, piece: Piece, bucket: TravellingBucket, state: State) -> np.ndarray:
+        x, _, context, _ = bucket
+        total, here = piece.of(self._totals[piece.bucket]), piece.context(context)
+        memory = owed(x, state, piece) if self._codec.remembers else None
+        return self._codec.compress_sum(total, memory, self._counts[piece.owner, piece.bucket], piece, here)
+
+    def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:
+        """Write the messages by which rank 0 would have taken part into a ledger."""
+        for number, (members, _) in sorted(self._flats.items()):
+            x, _, _, bucket_tag = buckets[number]
+            with meter.tagged(bucket_tag if members.all else bucket_tag._replace(members=members.members)):
+                meter.all_reduce(members.flat.size, x.itemsize)
+        with meter.tagged(tag._replace(members=shards_of(buckets, self._codec, meter.size).members)):
+            meter.all_to_all(self.sent[0], [row[0] for row in self.sent], self._breakdowns[0])
+            meter.all_gather(self.gathered, self._breakdowns[1])
+
+
+class SequentialChoice:
+    """Exchange of some buckets of a step in two phases, and of the others one by one.
+
+    Args:
+        phases: the exchange in two phases.
+        buckets: the others' exchange, of as many buckets.
+        numbers: which buckets take part in the first.
+    """
+
+    def __init__(self, phases: SequentialTwoPhase, buckets: SequentialBuckets, numbers: Collection[int]):
+        self._phases, self._buckets, self._numbers = phases, buckets, numbers
+
+    def _split(self, buckets: Sequence[T]) -> tuple[list[T], list[T]]:
+        together = [bucket for k, bucket in enumerate(buckets) if k in self._numbers]
+        return together, [bucket for k, bucket in enumerate(buckets) if k not in self._numbers]
+
+    def add(self, buckets: Sequence[TravellingBucket]) -> None:
+        """Add the buckets of the next rank, and change what the compressor keeps of them."""
+        together, alone = self._split(buckets)
+        self._phases.add(together)
+        self._buckets.add(alone)
+
+    def write_sums(self, buckets: Sequence[TravellingBucket], states: Sequence[Sequence[State]]) -> None:
+        """Overwrite the buckets by the sums over ranks."""
+        together, alone = self._split(buckets)
+        self._phases.write_sums(together, [self._split(of_rank)[0] for of_rank in states])
+        self._buckets.write_sums(alone, [self._split(of_rank)[1] for of_rank in states])
+
+    def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:
+        """Write the messages of all buckets into a ledger."""
+        together, alone = self._split(buckets)
+        self._phases.write_messages(meter, together, tag)
+        self._buckets.write_messages(meter, alone, tag)

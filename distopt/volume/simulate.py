@@ -18,14 +18,23 @@ from distopt.comm.local import LocalControl
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
+from distopt.compress.context import State
 from distopt.dist_opt import SingaModes
 from distopt.engine.bucket_store import Packing
 from distopt.engine.engine import Engine
 from distopt.engine.reducers import Reducer, Reducers, Vote
 from distopt.engine.spec import GradientHook, Options, StepSpec
+from distopt.exchange.all_reduce import TravellingBucket
+from distopt.exchange.two_phase import Owned
 from distopt.optim import SGD, AnyOptimizer
 from distopt.volume.observe import QualityHook
-from distopt.volume.sequential import SequentialReduce
+from distopt.volume.sequential import (
+    SequentialBuckets,
+    SequentialChoice,
+    SequentialExchange,
+    SequentialReduce,
+    SequentialTwoPhase,
+)
 
 Losses = Callable[[int], Any]
 
@@ -186,32 +195,41 @@ class VirtualLosses:
 
 
 class SequentialReducer(Reducer):
-    """Reducer that brings one rank after the other, and adds up what each of them sends."""
+    """Reducer that brings one rank after the other, and adds up what each of them sends.
+
+    Args:
+        engine: of the steps.
+        ranks: the ranks.
+        losses: of all ranks.
+        compressor: what is sent.
+        spec: what the step is.
+        make: makes the exchange of a step.
+    """
 
     def __init__(
-        self, engine: Engine, ranks: VirtualRanks, losses: VirtualLosses, compressor: Compressor, spec: StepSpec
+        self,
+        engine: Engine,
+        ranks: VirtualRanks,
+        losses: VirtualLosses,
+        compressor: Compressor,
+        spec: StepSpec,
+        make: Callable[[], SequentialExchange],
     ):
         self._engine, self._ranks, self._losses = engine, ranks, losses
-        self._compressor, self._spec = compressor, spec
+        self._compressor, self._spec, self._make = compressor, spec, make
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
-        engine, compressor = self._engine, self._compressor
-        buckets, kept = list(engine.store.buckets), self._losses.states_of(len(arrays))
-        turns = [self._turns(bucket) for bucket in buckets]
+        engine, compressor, kept = self._engine, self._compressor, self._losses.states_of(len(arrays))
+        exchange = self._make()
         if compressor.has_hooks:
-            for bucket, state in zip(buckets, kept[0], strict=True):
-                compressor.begin(
-                    bucket.gradient, state, engine.step_context.exchange_context(bucket, self._ranks, compressor)
-                )
+            for x, state, context, _ in self._travelling(kept[0]):
+                compressor.begin(x, state, context)
         try:
             for rank, states in enumerate(kept):
                 self._ranks.set_rank(rank)
                 if rank:
                     self._collect_and_pack(rank)
-                for bucket, turn, state in zip(buckets, turns, states, strict=True):
-                    turn.add(
-                        bucket.gradient, state, engine.step_context.exchange_context(bucket, self._ranks, compressor)
-                    )
+                exchange.add(self._travelling(states))
         except BaseException as error:
             step = engine.progress.updates + 1
             failure = f"the ranks before rank {rank} have done step {step}, where that failed"
@@ -219,7 +237,21 @@ class SequentialReducer(Reducer):
             raise
         finally:
             self._ranks.set_rank(0)
-        return map(self._write_sum, buckets, turns, kept[0])
+        travelling = self._travelling(kept[0])
+        exchange.write_sums(travelling, kept)
+        exchange.write_messages(self._ranks.meter, travelling, engine.step_context.tag())
+        if compressor.has_hooks:
+            for x, state, context, _ in travelling:
+                compressor.finish(x, state, context)
+        return map(unsharded, arrays)
+
+    def _travelling(self, states: Sequence[State]) -> list[TravellingBucket]:
+        """Return the buckets of the rank whose turn it is."""
+        step = self._engine.step_context
+        return [
+            (bucket.gradient, state, step.exchange_context(bucket, self._ranks, self._compressor), step.tag(bucket))
+            for bucket, state in zip(self._engine.store.buckets, states, strict=True)
+        ]
 
     def nonfinite(self, sums: list[Reduced]) -> str:
         """Return a text on sums that are not finite, after a pass over each, which is little here; '' for none."""
@@ -229,14 +261,6 @@ class SequentialReducer(Reducer):
             lost = f"what the ranks sent in step {progress.updates + 1} is lost: {nonfinite}"
             progress.fail(f"{lost}; {progress.remedy}")
         return nonfinite
-
-    def _turns(self, bucket: Bucket) -> SequentialReduce:
-        hooks = [hook for hook in self._engine.hooks if isinstance(hook, QualityHook)]
-        return (
-            hooks[0].observer.sequential(self._compressor, bucket.scratch)
-            if hooks
-            else SequentialReduce(self._compressor, bucket.scratch)
-        )
 
     def _collect_and_pack(self, rank: int) -> None:
         """Collect and pack the gradients of a rank, or raise what they raise on P ranks."""
@@ -253,16 +277,6 @@ class SequentialReducer(Reducer):
         if error or nonfinite:
             engine.nonfinite.enforce(by_rank(engine.agree(name, engine.progress.calls, error, nonfinite)))
 
-    def _write_sum(self, bucket: Bucket, turn: SequentialReduce, state: dict[str, np.ndarray]) -> Reduced:
-        """Write the sum over ranks to a bucket, and the messages to the ledger."""
-        compressor, x = self._compressor, bucket.gradient
-        context = self._engine.step_context.exchange_context(bucket, self._ranks, compressor)
-        turn.write_sum(x, context)
-        turn.write_messages(self._ranks.meter, x, self._engine.step_context.tag(bucket), self._spec.break_even)
-        if compressor.has_hooks:
-            compressor.finish(x, state, context)
-        return unsharded(x)
-
 
 class SequentialReducers(Reducers):
     """Choice of a reducer for each step, which is always the sequential one.
@@ -274,12 +288,31 @@ class SequentialReducers(Reducers):
     def __init__(self, engine: Engine, ranks: VirtualRanks):
         super().__init__(engine.comm, engine.step_context, engine.accumulator, overlap=False)
         self._engine, self._ranks, self.losses = engine, ranks, VirtualLosses(engine, ranks)
+        self._owned_by_rank: list[Owned] = [{} for _ in range(ranks.size)]
 
     def in_shared_memory(self, compressor: Compressor) -> bool:
         return False
 
     def choose(self, compressor: Compressor, spec: StepSpec, check_finite: bool, vote: Vote) -> Reducer:
-        return SequentialReducer(self._engine, self._ranks, self.losses, compressor, spec)
+        phases = self.two_phases(compressor, spec)
+
+        def make() -> SequentialExchange:
+            alone = [b for b in self._engine.store.buckets if not phases or b.number not in phases.buckets]
+            one_by_one = SequentialBuckets(compressor, [self._turns(compressor, b) for b in alone], spec.break_even)
+            if not phases:
+                return one_by_one
+            together = SequentialTwoPhase(compressor, phases.codec, self._owned_by_rank)
+            return SequentialChoice(together, one_by_one, phases.buckets)
+
+        return SequentialReducer(self._engine, self._ranks, self.losses, compressor, spec, make)
+
+    def _turns(self, compressor: Compressor, bucket: Bucket) -> SequentialReduce:
+        hooks = [hook for hook in self._engine.hooks if isinstance(hook, QualityHook)]
+        return (
+            hooks[0].observer.sequential(compressor, bucket.scratch)
+            if hooks
+            else SequentialReduce(compressor, bucket.scratch)
+        )
 
 
 class Simulation(SingaModes):

@@ -320,7 +320,7 @@ def test_never_more_bytes_than_dense(ranks):
                 opt = DistOpt(SGD(0.05), metered, broadcast=False, threshold=10**6)
                 compressor = DeepGradientCompression(TopK(density), weight_decay=0.1)
                 for step in range(3):
-                    opt.step(laws.pairs(comm, params, step), compressor, break_even)
+                    opt.step(laws.pairs(comm, params, step), compressor, break_even, exchange="gather")
                 wire = sum(map(int, comm.control.gather(str(metered.ledger.total()["sent"]))))
                 found.append((wire, [p.data for p in params]))
             (least, one), (most, other) = found[-2:]

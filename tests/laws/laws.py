@@ -11,7 +11,7 @@ import numpy as np
 
 import reference
 from distopt import DistOpt, device
-from distopt.compress import ExchangeContext
+from distopt.compress import ExchangeContext, Threshold, TopK
 from distopt.optim import SGD
 from laws.inputs import TOLERANCE, gradients, move_to_device, pairs, parameters, summed
 from laws.modes import ELEMENTWISE, LOSE_NOTHING, MODES, OPTIMIZERS, SHARDED, sgd
@@ -53,10 +53,11 @@ def nothing_is_lost(comm, mode="dense", dtype="float32"):
             for s, g in zip(total, gradients(params, step, rank), strict=True):
                 s += g
         MODES[mode](opt, pairs(comm, params, step))
-    kept = opt.state_dict()["states"].get("residual", {})
+    states = opt.state_dict()["states"]
+    kept = [states.get(state, {}) for state in ("residual", "owed")]
     for p, b, s in zip(params, before, total, strict=True):
-        residual = np.zeros(p.data.shape) if not kept else kept[p.name].astype(np.float64)
-        residual = summed(comm, residual)
+        residual = sum(np.asarray(arrays.get(p.name, np.zeros(p.data.shape)), np.float64) for arrays in kept)
+        residual = summed(comm, np.asarray(residual))
         wire = 2e-3 * comm.size if "half" in mode else 0  # the sum itself is rounded to 16 bits
         np.testing.assert_allclose(
             comm.size * (b - device.host_copy(p.data)) + residual,
@@ -98,12 +99,16 @@ def modes_agree(comm):
     steps = MODES | {
         "density 1": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=1.0, topK=True),
         "threshold 0": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.0, corr=False),
+        "density 1 in two phases": lambda opt, loss: opt.step(loss, TopK(1.0), False, "two_phase"),
+        "all above 0 in two phases": lambda opt, loss: opt.step(loss, Threshold(0, reselect=False), False, "two_phase"),
         "one bucket": lambda opt, loss: opt.backward_and_partial_update(loss, threshold=10**6),
     }
     dense, _ = train(comm, make=lambda: SGD(0.1))
     for mode, tolerance in {
         "density 1": 1e-6,
         "threshold 0": 1e-6,
+        "density 1 in two phases": 1e-6,
+        "all above 0 in two phases": 1e-6,
         "one bucket": 1e-6,
         "half": 2e-3,
         "bfloat16": 2e-2,
@@ -189,9 +194,9 @@ def each_once(comm):
     ranks_agree_with_whole_batch(comm)
     ranks_agree_with_one(comm, OPTIMIZERS["adam"])
     modes_agree(comm)
-    for mode in ("topk", "2bit"):
+    for mode in ("topk", "2bit", "packed in two phases"):
         nothing_is_lost(comm, mode)
-    for mode in ("dense", "half", "partial", "topk"):
+    for mode in ("dense", "half", "partial", "topk", "topk in two phases"):
         same_bits(comm, mode)
         resume(comm, mode, stops=(3,))
         overlap_changes_no_bit(comm, mode)

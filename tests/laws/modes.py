@@ -78,6 +78,12 @@ NESTEROV_DGC = DeepGradientCompression(
     TopK(0.1), 0.8, nesterov=True, clip_norm=2.0, weight_decay=1e-2, exclude_1d=False, min_numel=8
 )
 
+
+def two_phase(compressor):
+    """A step whose sums are formed by the owners of shards, and compressed again."""
+    return lambda opt, loss: opt.step(loss, compressor, exchange="two_phase")
+
+
 # One step of every kind, as a user would write it.
 MODES = {
     "dense": lambda opt, loss: opt(loss),
@@ -100,11 +106,23 @@ MODES = {
     "dgc by gather": lambda opt, loss: opt.step(loss, NESTEROV_DGC, break_even=False),
     "dgc in int8": lambda opt, loss: opt.step(loss, DGC_NOW),
     "dgc of all": lambda opt, loss: opt.step(loss, DeepGradientCompression(TopK(1.0))),
+    "topk in two phases": two_phase(ErrorFeedback(TopK(0.1))),
+    "topk in two phases without memory": two_phase(TopK(0.1, per_tensor=True)),
+    "all that was sent in two phases": two_phase(ErrorFeedback(TopK(0.1, reselect=False))),
+    "threshold in two phases": two_phase(ErrorFeedback(Threshold(0.7))),
+    "packed in two phases": two_phase(ErrorFeedback(Packed(TopK(0.1)))),
+    "packed threshold in two phases": two_phase(ErrorFeedback(Packed(Threshold(0.7), value="int8"))),
+    "2bit in two phases": two_phase(ErrorFeedback(TwoBit(0.5))),
+    "1bit in two phases": two_phase(ErrorFeedback(OneBit())),
+    "1bit units in two phases": two_phase(ErrorFeedback(OneBit(scale="unit"))),
+    "dgc in two phases": two_phase(DGC),
+    "dgc of Nesterov in two phases": two_phase(NESTEROV_DGC),
 }
 WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Packed(TopK(0.1)))))
 CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY, DGC_NOW, NESTEROV_DGC)
 LOSE_NOTHING = "dense,threshold,topk,topk per tensor,topk beyond break even,half with memory,2bit,1bit".split(",")
 LOSE_NOTHING += ["packed", "packed threshold"]
+LOSE_NOTHING += [mode for mode in MODES if mode.endswith("in two phases") and "dgc" not in mode]
 ELEMENTWISE = (
     "dense",
     "half",

@@ -41,6 +41,14 @@ MODES = {
     "DGC": lambda opt, loss: opt.step(loss, DGC),
     "DGC by gather": lambda opt, loss: opt.step(loss, NESTEROV, break_even=False),
     "DGC of all": lambda opt, loss: opt.step(loss, DeepGradientCompression(TopK(1.0))),
+    "top-K in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.02)), exchange="two_phase"),
+    "dense top-K in two phases": lambda opt, loss: opt.step(loss, TopK(0.97, per_tensor=True), exchange="two_phase"),
+    "threshold in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(Threshold(1.5)), exchange="two_phase"),
+    "2 bits in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.3)), exchange="two_phase"),
+    "1 bit in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit()), exchange="two_phase"),
+    "units in two phases": lambda opt, loss: opt.step(loss, OneBit(scale="unit"), exchange="two_phase"),
+    "DGC in two phases": lambda opt, loss: opt.step(loss, DGC, exchange="two_phase"),
+    "Nesterov's in two phases": lambda opt, loss: opt.step(loss, NESTEROV, False, "two_phase"),
 }
 DGC = DeepGradientCompression(TopK(0.05), weight_decay=0.01, clip_norm=3.0, warmup=[0.5, 0.9, 0.95], steps_per_epoch=1)
 NESTEROV = DeepGradientCompression(Packed(TopK(0.1)), nesterov=True, weight_decay=0.01, exclude_1d=False, min_numel=8)
@@ -128,7 +136,8 @@ def test_virtual_ranks_have_the_bits_and_bytes_of_processes(size, tmp_path):
         assert np.array(comparable(ledger)).tolist() == ranks[0][mode].tolist()
 
 
-def test_a_thousand_virtual_ranks_lose_nothing_and_count_their_bytes():
+@pytest.mark.parametrize("exchange", ["gather", pytest.param("auto", marks=pytest.mark.thorough)])
+def test_a_thousand_virtual_ranks_lose_nothing_and_count_their_bytes(exchange):
     """1024 ranks of a small model: only what a compressor keeps is there 1024 times."""
     w = laws.parameters([(100, 10)])[0]
     sim = simulate(1024, SGD(0.1))
@@ -136,12 +145,15 @@ def test_a_thousand_virtual_ranks_lose_nothing_and_count_their_bytes():
     for step in range(3):
         grads = [np.random.default_rng((step, r)).standard_normal((100, 10)).astype("f4") for r in range(1024)]
         total += np.sum(grads, 0, np.float64) / 1024
-        sim.step(lambda rank: [(w, grads[rank])], ErrorFeedback(TopK(0.01)), break_even=False)  # noqa: B023
-    kept = sum(state["residual"].reshape(100, 10).astype(np.float64) for (state,) in sim._losses.states) / 1024
-    np.testing.assert_allclose((start - w.data) / 0.1 + kept, total, atol=1e-4)
-    (row,) = (row for row in sim.ledger.by("verb", "phase") if row["phase"] == "gradients")
-    assert row["payload"] == 3 * 10 * 8
-    assert row["sent"] == row["payload"] * 1023
+        sim.step(lambda rank: [(w, grads[rank])], ErrorFeedback(TopK(0.01)), False, exchange)  # noqa: B023
+    kept = sum(flat.reshape(100, 10).astype(float) for (state,) in sim._losses.states for flat in state.values())
+    np.testing.assert_allclose((start - w.data) / 0.1 + kept / 1024, total, atol=1e-4)
+    rows = [row for row in sim.ledger.by("verb", "phase") if row["phase"] == "gradients"]
+    if exchange == "gather":
+        assert rows[0]["payload"] == 3 * 10 * 8
+        assert rows[0]["sent"] == rows[0]["payload"] * 1023
+    else:  # of the 16 blocks one is rank 0's
+        assert sum(row["sent"] for row in rows) < 3 * (4 * 16 + 10 * 8 + 1023 * 100)
 
 
 def test_state_that_all_ranks_have_alike_is_kept_once():

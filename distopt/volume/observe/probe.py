@@ -9,7 +9,7 @@ from distopt.comm import Communicator
 from distopt.comm.message import LazyBreakdown, MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.base import State, layout_of
+from distopt.compress.context import State, layout_of
 from distopt.compress.wrapper import CompressorWrapper
 from distopt.device import DeviceMirror
 from distopt.exchange import Algorithm

@@ -1,0 +1,171 @@
+"""Sections: the entries of a stretch of an array in few bits, for the owner of a shard (packed.cu).
+
+A section is a header of 4 bytes, indices in Elias-Fano's code from the start of the stretch on, and values in one of
+the formats of ``Packed``, or as they are.  Its length tells how many entries it has.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distopt import device, kernels
+from distopt.compress.context import ExchangeContext, per_payload
+from distopt.compress.planes import payload_size, unpack_entries
+from distopt.compress.values import GROUP, SCALED, VALUES
+from distopt.kernels.layout import CHUNK
+from distopt.kernels.signatures import struct
+
+HEADER = 4  # bytes
+ALIGNED = 8  # a section begins at a multiple of so many bytes
+KIND = 0x45460200  # "EF", and the version of a section
+SPREAD, GATHERED = 0x9E3779B1, 0x0E8B2F51  # packed.cu; their product is 1 modulo 2^32
+FORMATS = {"exact": (0, 0)} | VALUES  # the number of a format, and its bytes; 0 for those of the array
+
+
+def table(bases: np.ndarray, sizes: np.ndarray, places: np.ndarray, value: str, itemsize: int) -> np.ndarray:
+    """Return where everything is in some sections that stand behind one another, ``(sections,)`` of ``struct Section``.
+
+    Args:
+        bases: where each stretch begins in the array, ``(sections,)`` of int64.
+        sizes: its elements, likewise.
+        places: entries that the section has room for, likewise.
+        value: the format of values, a key of ``FORMATS``.
+        itemsize: bytes of an element of the array.
+
+    Example:
+        >>> import numpy as np
+        >>> two = table(np.array([0, 1000]), np.array([1000, 1000]), np.array([1, 1]), "float16", 4)
+        >>> two["bytes"].tolist(), two["at"].tolist()
+        ([19, 19], [0, 24])
+    """
+    number, width = FORMATS[value]
+    rows = np.zeros(len(bases), struct("Section"))
+    each = width or itemsize
+    bits = np.where(places > 0, np.frexp((sizes // np.maximum(places, 1)).astype(float))[1] - 1, 0)
+    words = np.where(places > 0, -(-(places + (sizes >> bits)) // 64), 0)
+    jumps, lower = np.maximum(-(-places // CHUNK) - 1, 0), -(-places * bits // 32)
+    scales = -(-places // GROUP) if value in SCALED else 0
+    rows["kind"], rows["format"], rows["n"] = KIND + 16 * number + itemsize, number, sizes
+    rows["places"], rows["bits"], rows["words"] = places, bits, words
+    rows["jumps"] = HEADER
+    rows["low"] = HEADER + 4 * jumps
+    rows["high"] = _aligned(rows["low"] + 4 * lower)
+    rows["values"] = rows["high"] + 8 * words
+    rows["scales"] = rows["values"] + each * places
+    rows["bytes"] = np.where(places > 0, rows["scales"] + scales, HEADER)
+    rows["base"] = bases
+    room = _aligned(rows["bytes"])
+    rows["at"], rows["plane"] = np.cumsum(room) - room, np.cumsum(places) - places
+    return rows
+
+
+def value_bytes(places: int, value: str, itemsize: int) -> int:
+    """Return the bytes of so many values, and of their scales.
+
+    Args:
+        places: entries that there is room for.
+        value: the format of values, a key of ``FORMATS``.
+        itemsize: bytes of an element of the array.
+
+    Example:
+        >>> value_bytes(64, "exact", 4), value_bytes(64, "int8", 4)
+        (256, 65)
+    """
+    return (FORMATS[value][1] or itemsize) * places + -(-places // GROUP) * (value in SCALED)
+
+
+def section_bytes(n: int, places: int, value: str, itemsize: int) -> int:
+    """Return the bytes of one section, as ``table`` has them of many.
+
+    Args:
+        n: elements of its stretch.
+        places: entries that it has room for.
+        value: the format of values, a key of ``FORMATS``.
+        itemsize: bytes of an element of the array.
+
+    Example:
+        >>> section_bytes(1000, 1, "float16", 4)
+        19
+    """
+    if not places:
+        return HEADER
+    bits = (n // places).bit_length() - 1
+    words, jumps, lower = -(-(places + (n >> bits)) // 64), -(-places // CHUNK) - 1, -(-places * bits // 32)
+    high = -(-(HEADER + 4 * jumps + 4 * lower) // ALIGNED) * ALIGNED
+    return high + 8 * words + value_bytes(places, value, itemsize)
+
+
+def pack(x: np.ndarray, planes: np.ndarray, rows: np.ndarray, context: ExchangeContext) -> list[np.ndarray]:
+    """Return the sections of an array's entries, each ``(bytes,)`` of uint8; what they cannot carry goes back to x.
+
+    Args:
+        x: the array that the entries were moved out of, ``(n,)``.
+        planes: their values and indices, as ``Sparse.select`` returns them.
+        rows: where everything goes, of ``table``.
+        context: the call of the compressor.
+    """
+    if not len(rows):
+        return []
+    payload = context.scratch("sections", int(rows["at"][-1] + rows["bytes"][-1]))
+    device.clear(payload)
+    index, entry = unpack_entries(planes, x.dtype)
+    kernels.pack_sections(x, index, entry, payload, *_launch(rows))
+    return [payload[at : at + nbytes] for at, nbytes in zip(rows["at"].tolist(), rows["bytes"].tolist(), strict=True)]
+
+
+def unpack(
+    payloads: Sequence[np.ndarray], rows: np.ndarray, like: np.ndarray, context: ExchangeContext
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the entries of sections: the plane of indices, and that of values; an index below 0 is no entry.
+
+    Args:
+        payloads: the sections, each of uint8, of any ranks.
+        rows: where everything is in them; those of section i begin at the place ``rows["plane"][i]``.
+        like: an array of the dtype and device of the values.
+        context: the call of the compressor.
+
+    Returns:
+        The indices, ``(places,)`` of int32, and the values, ``(places,)`` of the dtype of ``like``.
+    """
+    places = int(rows["places"].sum())
+    planes = context.scratch("section entries", payload_size(places, like.itemsize))
+    index, entry = unpack_entries(planes, like.dtype)
+    index, entry = index[:places], entry[:places]
+    if places:
+        addresses = [device.address(payload) for payload in payloads]
+        kernels.unpack_sections(per_payload("sections", addresses, context), index, entry, *_launch(rows))
+    return index, entry
+
+
+def entries(payload: np.ndarray, n: int, value: str, itemsize: int) -> int:
+    """Return how many entries a section has, as its header says; the host reads it.
+
+    Args:
+        payload: a section, of uint8, or one and what stands behind it.
+        n: elements of its stretch.
+        value: the format of values, a key of ``FORMATS``.
+        itemsize: bytes of an element of the array.
+
+    Raises:
+        ValueError: it is none of this format and size, or was damaged.
+    """
+    if payload.nbytes < HEADER:
+        raise ValueError(f"a section must be of at least {HEADER} bytes, its header, got {payload.nbytes}")
+    salt = ((KIND + 16 * FORMATS[value][0] + itemsize) * 0xC2B2AE3D + n * 0x85EBCA77) % 2**32
+    found = (int(payload[:HEADER].view(np.uint32)[0]) ^ salt) * GATHERED % 2**32
+    if found > n:
+        raise ValueError(
+            f"a section's header must be one of {n} elements with values in {value}, got another; it was damaged on "
+            "its way, or is another compressor's"
+        )
+    return found
+
+
+def _aligned(nbytes: np.ndarray) -> np.ndarray:
+    aligned: np.ndarray = -(-nbytes // ALIGNED) * ALIGNED
+    return aligned
+
+
+def _launch(rows: np.ndarray) -> tuple[device.DeviceMirror, int]:
+    """Return the table where a kernel finds it, and the pieces of the largest section."""
+    return device.DeviceMirror(rows.view(np.int64)), max(1, -(-int(rows["places"].max()) // CHUNK))

@@ -1,0 +1,198 @@
+"""The interface of compressors in a two-phase exchange, in which every rank owns a shard of the plan.
+
+In the first phase each rank sends every owner what it has compressed of the owner's shard.  The owner adds, in rank
+order, compresses the sum again, and keeps what it does not send: the error feedback of Tang et al., "DoubleSqueeze:
+parallel stochastic gradient descent with double-pass error-compensated compression", 2019.  In the second phase every
+owner sends the result to all.
+"""
+
+import abc
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from distopt import kernels
+from distopt.compress.context import BucketContext, ExchangeContext, State, state_array
+from distopt.kernels.layout import BucketLayout
+
+OWED = "owed"  # the state of what a rank, as the owner of a shard, has not sent: in the part of it that it owns
+
+
+class Piece(NamedTuple):
+    """The part of a bucket that lies in one rank's shard.
+
+    Args:
+        owner: the rank.
+        bucket: the number of the bucket.
+        start: its first element in the bucket's flat arrays.
+        stop: the element behind its last one.
+        layout: the members, or parts of them, that are exchanged; offsets count from ``start``.
+    """
+
+    owner: int
+    bucket: int
+    start: int
+    stop: int
+    layout: BucketLayout
+
+    @property
+    def size(self) -> int:
+        """The elements of its flat arrays; gaps between members count."""
+        return self.stop - self.start
+
+    def of(self, flat: np.ndarray) -> np.ndarray:
+        """Return its part of a flat array of the bucket."""
+        return flat[self.start : self.stop]
+
+    def context(self, context: ExchangeContext) -> ExchangeContext:
+        """Return a call of a compressor for it, from one for its bucket."""
+        bucket, name = context.bucket, f"of {self.start}"
+        return context._replace(
+            bucket=BucketContext(
+                self.layout,
+                None,
+                lambda text, nbytes: bucket.scratch(f"shard {text}", nbytes),
+                lambda text, make: bucket.constant(f"{text} {name}", make),
+            )
+        )
+
+
+class ShardCodec(abc.ABC):
+    """A compressor in a two-phase exchange.
+
+    Attributes:
+        block: borders of shards are multiples of so many elements from the start of a member.
+        ragged: lengths of payloads depend on the data.
+        note: what a description of the exchange says of it; '' for nothing.
+        remembers: the owner of a shard keeps what it does not send of the sum, as the state ``OWED``.
+    """
+
+    block = 64
+    ragged = False
+    remembers = False
+    note = ""
+
+    def remembering(self) -> Self:
+        """Return the same for a compressor with a memory: gradients are added to the residual, and so are sums."""
+        twin = copy.copy(self)
+        twin.remembers = True
+        return twin
+
+    @abc.abstractmethod
+    def expected_bytes(self, layout: BucketLayout) -> int | None:
+        """Return the bytes of the payloads of all pieces of a bucket in one phase, but for headers.
+
+        Args:
+            layout: the members that are cut.
+
+        Returns:
+            The bytes; None if they depend on the data.
+        """
+
+    def cut(self, layout: BucketLayout, context: ExchangeContext) -> BucketLayout:
+        """Return the members of a bucket that are cut into shards; the others are summed as they are."""
+        return layout
+
+    @abc.abstractmethod
+    def compress(
+        self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece]
+    ) -> list[np.ndarray]:
+        """Move what is worth sending out of a bucket, as ``Compressor.compress`` does; return a payload per piece.
+
+        Args:
+            x: the gradients of the bucket, ``(n,)``.
+            state: arrays of x's size by name.
+            context: the call for the bucket.
+            pieces: its pieces, in order.
+        """
+
+    @abc.abstractmethod
+    def add(
+        self, payloads: Sequence[np.ndarray], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
+    ) -> np.ndarray:
+        """Add the payloads of a piece to ``total``, in their order.
+
+        Args:
+            payloads: of one piece, in rank order.
+            total: ``(piece.size,)``.
+            piece: the piece.
+            context: the call for the piece.
+            first: nothing was added yet, and ``total`` is overwritten.
+
+        Returns:
+            How many entries of each part were added, ``(parts,)`` of int64; empty if all of them are.
+        """
+
+    @abc.abstractmethod
+    def compress_sum(
+        self, total: np.ndarray, memory: np.ndarray | None, counts: np.ndarray, piece: Piece, context: ExchangeContext
+    ) -> np.ndarray:
+        """Return the payload of a sum over ranks.
+
+        Args:
+            total: the sum, ``(piece.size,)``, which is spent.
+            memory: what was not sent of earlier sums, of the same size, which is added first and keeps the rest; None
+                drops the rest.
+            counts: what ``add`` has returned, the sum if it was called several times.
+            piece: the piece.
+            context: the call for the piece.
+        """
+
+    @abc.abstractmethod
+    def decompress(
+        self, payloads: Sequence[np.ndarray], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+    ) -> None:
+        """Overwrite the pieces of a bucket by what the payloads of their sums stand for.
+
+        Args:
+            payloads: one per piece.
+            x: ``(n,)``, of the bucket.
+            context: the call for the bucket.
+            pieces: the pieces of the bucket, in order.
+        """
+
+    @abc.abstractmethod
+    def payload_bytes(self, payload: np.ndarray, piece: Piece, itemsize: int, summed: bool) -> int:
+        """Return how many bytes at the beginning of a message are the payload of a piece.
+
+        Args:
+            payload: the message, from the payload on, of uint8, on the host if that depends on the data.
+            piece: the piece.
+            itemsize: bytes of an element of the bucket.
+            summed: whether it is one of the second phase.
+
+        Raises:
+            ValueError: the message is too short, or was damaged.
+        """
+
+
+def owed(x: np.ndarray, state: State, piece: Piece) -> np.ndarray:
+    """Return what the owner of a piece has not sent of earlier sums, ``(piece.size,)``.
+
+    Args:
+        x: the gradients of the bucket, ``(n,)``.
+        state: arrays of x's size by name.
+        piece: the piece.
+    """
+    return piece.of(state_array(state, OWED, x))
+
+
+def settle(residual: np.ndarray, state: State, owned: slice | None = None, skip_flag: np.ndarray | None = None) -> None:
+    """Move what this rank owes as the owner of a shard to its residual, as the sum of both is what counts.
+
+    Args:
+        residual: ``(n,)``, of the bucket.
+        state: arrays of its size by name.
+        owned: the part of the bucket that it still owns, which stays; None for nothing.
+        skip_flag: as of ``DeviceContext``.
+    """
+    if OWED not in state:
+        return
+    debt = state[OWED]
+    for part in (slice(0), slice(None)) if owned is None else (slice(0, owned.start), slice(owned.stop, None)):
+        kernels.accumulate(debt[part], residual[part], skip_flag)
+        kernels.clear(debt[part], skip_flag)
+    if owned is None and skip_flag is None:
+        del state[OWED]

@@ -1,0 +1,113 @@
+"""Which exchange a step takes: a pure function of the plan, the compressor and the number of ranks."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from distopt.compress import Compressor, ExchangeContext
+from distopt.compress.shards import ShardCodec
+from distopt.exchange.cut import cut
+from distopt.kernels.layout import BucketLayout
+
+EXCHANGES = ("auto", "gather", "two_phase")
+GATHER_BELOW = 1 << 16  # bytes of a step's payloads from all other ranks; messages are cheaper than what they save
+VARIES = 100  # where the length of a payload depends on the data, one of so many bytes is taken to be sent
+
+
+class TwoPhase(NamedTuple):
+    """An exchange in two phases.
+
+    Args:
+        codec: the compressor, as it takes part.
+        buckets: the numbers of the buckets that take part; the others are exchanged one by one.
+    """
+
+    codec: ShardCodec
+    buckets: tuple[int, ...]
+
+    def describe(self, plan: Sequence[BucketLayout], ranks: int) -> str:
+        """Return a line on what it does.
+
+        Args:
+            plan: the layout of each bucket.
+            ranks: their number.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt.compress import TopK
+            >>> plan = [BucketLayout(["w"], [(1000, 1000)], [0], np.float32)]
+            >>> two_phases("auto", TopK(0.01), plan, 8).describe(plan, 8)
+            'two-phase, 8 shards of 124,992 to 125,056 elements'
+        """
+        codec, context = self.codec, ExchangeContext(size=ranks)
+        sizes = cut(tuple(codec.cut(plan[k], context) for k in self.buckets), ranks, codec.block).sizes
+        alone = len(plan) - len(self.buckets)
+        others = f"; {alone} of {len(plan)} buckets one by one" if alone else ""
+        return f"two-phase, {ranks} shards of {min(sizes):,} to {max(sizes):,} elements{codec.note}{others}"
+
+
+def two_phases(
+    exchange: str, compressor: Compressor, plan: Sequence[BucketLayout], ranks: int, break_even: bool = True
+) -> TwoPhase | None:
+    """Choose between a gather of payloads and an exchange in two phases.
+
+    A gather sends a payload to each other rank, and sums are exact.  Two phases send two payloads in all, and half of
+    that with two ranks; so two ranks gather, and so do more of them where their payloads of a whole step are below
+    ``GATHER_BELOW``.  No measurement takes part, so all ranks choose alike.
+
+    Args:
+        exchange: 'auto' for that, or what is wanted.
+        compressor: what is sent.
+        plan: the layout of each bucket.
+        ranks: their number.
+        break_even: a bucket whose payloads are no fewer bytes than dense takes no part.
+
+    Returns:
+        The exchange; None for a gather, or for payloads that are added on the wire.
+
+    Raises:
+        ValueError: two phases are wanted of a compressor whose payloads can only be gathered.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.compress import TopK
+        >>> plan = [BucketLayout(["w"], [(1000, 1000)], [0], np.float32)]
+        >>> [two_phases("auto", TopK(0.01), plan, ranks) is not None for ranks in (2, 3)]
+        [False, True]
+    """
+    codec = None if compressor.summable or exchange == "gather" else compressor.sharded()
+    if exchange == "two_phase" and codec is None and not compressor.summable:
+        raise ValueError(f"exchange must be 'auto' or 'gather' for {compressor!r}, got 'two_phase'")
+    if codec is None or ranks == 1:
+        return None
+    if exchange == "auto" and (ranks == 2 or (ranks - 1) * gathered_bytes(compressor, plan) < GATHER_BELOW):
+        return None
+    context = ExchangeContext(size=ranks)
+    smaller = tuple(k for k, layout in enumerate(plan) if not break_even or _is_smaller(codec, layout, context))
+    return TwoPhase(codec, smaller) if smaller else None
+
+
+def _is_smaller(codec: ShardCodec, layout: BucketLayout, context: ExchangeContext) -> bool:
+    """Tell if what is exchanged of a bucket in two phases is fewer bytes than its dense sum."""
+    cut = codec.cut(layout, context)
+    expected = codec.expected_bytes(cut)
+    return expected is None or expected <= int(cut.records["size"].sum()) * cut.dtype.itemsize
+
+
+def gathered_bytes(compressor: Compressor, plan: Sequence[BucketLayout]) -> int:
+    """Return the bytes of a rank's payloads in a gather, without members that are summed as they are.
+
+    Args:
+        compressor: what is sent.
+        plan: the layout of each bucket.
+    """
+    total = 0
+    for layout in plan:
+        itemsize = layout.dtype.itemsize
+        payload = compressor.payload_bytes(layout.extent, itemsize, layout)
+        if payload is None:
+            total += layout.extent * itemsize // VARIES
+            continue
+        mask = compressor.uncompressed(layout, ExchangeContext())
+        summed = 0 if mask is None else int(layout.records["size"][mask.host != 0].sum())
+        total += payload - summed * itemsize
+    return total
