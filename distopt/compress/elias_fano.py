@@ -74,8 +74,8 @@ class Packed(Sparse):
     def count_selected(self, x: np.ndarray, counts: np.ndarray) -> None:
         self.selector.count_selected(x, counts)
 
-    def expected_count(self, layout: BucketLayout) -> int | None:
-        return self.selector.expected_count(layout)
+    def expected_parts(self, layout: BucketLayout) -> list[tuple[int, int, int]] | None:
+        return self.selector.expected_parts(layout)
 
     def count_parts(self, index: np.ndarray, layout: BucketLayout) -> np.ndarray:
         return self.selector.count_parts(index, layout)

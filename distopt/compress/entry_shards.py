@@ -9,7 +9,7 @@ from distopt import device, kernels
 from distopt.compress import sections
 from distopt.compress.context import ExchangeContext, State, state_array
 from distopt.compress.planes import INDEX, unpack_entries
-from distopt.compress.shards import Piece, ShardCodec
+from distopt.compress.shards import Piece, PieceBytes, ShardCodec
 from distopt.kernels.layout import BucketLayout
 
 Choose = Callable[[np.ndarray, State, ExchangeContext], tuple[np.ndarray, np.ndarray]]
@@ -21,8 +21,8 @@ class Selector(Protocol):
 
     reselect: bool
 
-    def expected_count(self, layout: BucketLayout) -> int | None:
-        """Return how many are sent of a bucket; None if that depends on the data."""
+    def expected_parts(self, layout: BucketLayout) -> list[tuple[int, int, int]] | None:
+        """Return of each part where it begins and ends, and how many are sent; None if that depends on the data."""
 
     def select(self, x: np.ndarray, context: ExchangeContext, add: np.ndarray | None = None) -> np.ndarray:
         """Move the selected entries out of x (+ add); return their planes."""
@@ -64,11 +64,21 @@ class EntryShards(ShardCodec):
     def cut(self, layout: BucketLayout, context: ExchangeContext) -> BucketLayout:
         return layout if self._cut is None else self._cut(layout, context)
 
-    def expected_bytes(self, layout: BucketLayout) -> int | None:
-        count = self._selector.expected_count(layout)
-        if count is None:
+    def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes] | None:
+        parts = self._selector.expected_parts(layout)
+        if parts is None:
             return None
-        return sections.section_bytes(layout.extent, count, self._value, layout.dtype.itemsize)
+        edges = np.array([(piece.start, piece.stop) for piece in pieces], np.int64).reshape(-1, 2)
+        counts = np.zeros(len(pieces), np.int64)
+        for begin, end, count in parts:
+            before = count * (np.clip(edges, begin, end) - begin) // max(1, end - begin)
+            counts += before[:, 1] - before[:, 0]
+        itemsize = layout.dtype.itemsize
+        rows = sections.table(edges[:, 0], edges[:, 1] - edges[:, 0], counts, self._value, itemsize)
+        return [
+            PieceBytes(total, values := self.value_bytes(count, itemsize), total - sections.HEADER - values)
+            for total, count in zip(rows["bytes"].tolist(), counts.tolist(), strict=True)
+        ]
 
     def choose(self, x: np.ndarray, state: State, context: ExchangeContext) -> tuple[np.ndarray, np.ndarray]:
         """Move what is sent of a bucket out of an array; return the planes of the entries, and the array."""

@@ -10,7 +10,7 @@ from distopt import device, kernels
 from distopt.checks import as_float
 from distopt.compress.base import Lossy
 from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload, state_array
-from distopt.compress.shards import Piece, ShardCodec
+from distopt.compress.shards import Piece, PieceBytes, ShardCodec
 from distopt.kernels.layout import BucketLayout
 
 LEAST, MOST = (float(x) for x in (np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max))
@@ -116,8 +116,10 @@ class CodeShards(ShardCodec):
     def __init__(self, codec: Codec):
         self._codec = codec
 
-    def expected_bytes(self, layout: BucketLayout) -> int:
-        return self._codec.code_bytes(layout.extent)
+    def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes]:
+        codec = self._codec.of_sum(1) if summed else self._codec
+        codes = [codec.code_bytes(piece.size) for piece in pieces]
+        return [PieceBytes(codec.header + nbytes, nbytes) for nbytes in codes]
 
     def code_bytes(self, piece: Piece) -> int:
         """Return the bytes of the codes of a piece, without a scale."""
@@ -164,8 +166,7 @@ class CodeShards(ShardCodec):
             self._decode(codec, [payload], piece.of(x), piece.context(context))
 
     def payload_bytes(self, payload: np.ndarray, piece: Piece, itemsize: int, summed: bool) -> int:
-        codec = self._codec.of_sum(1) if summed else self._codec
-        return codec.header + codec.code_bytes(piece.size)
+        return self.expected_bytes(piece.layout, [piece], summed)[0].total
 
     @staticmethod
     def _decode(codec: Codec, payloads: Sequence[np.ndarray], out: np.ndarray, context: ExchangeContext) -> None:

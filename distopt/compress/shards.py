@@ -8,6 +8,7 @@ owner sends the result to all.
 
 import abc
 import copy
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
@@ -20,7 +21,7 @@ from distopt.kernels.layout import BucketLayout
 OWED = "owed"  # the state of what a rank, as the owner of a shard, has not sent: in the part of it that it owns
 
 
-class Piece(NamedTuple):
+class Piece:
     """The part of a bucket that lies in one rank's shard.
 
     Args:
@@ -28,19 +29,20 @@ class Piece(NamedTuple):
         bucket: the number of the bucket.
         start: its first element in the bucket's flat arrays.
         stop: the element behind its last one.
-        layout: the members, or parts of them, that are exchanged; offsets count from ``start``.
+        members: those of the bucket that are exchanged.
+
+    Attributes:
+        size: the elements of its flat arrays; gaps between members count.
     """
 
-    owner: int
-    bucket: int
-    start: int
-    stop: int
-    layout: BucketLayout
+    def __init__(self, owner: int, bucket: int, start: int, stop: int, members: BucketLayout):
+        self.owner, self.bucket, self.start, self.stop, self._members = owner, bucket, start, stop, members
+        self.size = stop - start
 
-    @property
-    def size(self) -> int:
-        """The elements of its flat arrays; gaps between members count."""
-        return self.stop - self.start
+    @functools.cached_property
+    def layout(self) -> BucketLayout:
+        """The members, or parts of them, that lie in it; offsets count from its start."""
+        return self._members.stretch(self.start, self.stop)
 
     def of(self, flat: np.ndarray) -> np.ndarray:
         """Return its part of a flat array of the bucket."""
@@ -57,6 +59,14 @@ class Piece(NamedTuple):
                 lambda text, make: bucket.constant(f"{text} {name}", make),
             )
         )
+
+
+class PieceBytes(NamedTuple):
+    """The bytes of a payload of a piece, and how many of them are values and indices; the others are headers."""
+
+    total: int
+    values: int
+    indices: int = 0
 
 
 class ShardCodec(abc.ABC):
@@ -81,14 +91,16 @@ class ShardCodec(abc.ABC):
         return twin
 
     @abc.abstractmethod
-    def expected_bytes(self, layout: BucketLayout) -> int | None:
-        """Return the bytes of the payloads of all pieces of a bucket in one phase, but for headers.
+    def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes] | None:
+        """Return the bytes of the payload of each piece, if entries are spread evenly over what they are chosen from.
 
         Args:
-            layout: the members that are cut.
+            layout: the members of a bucket that are cut.
+            pieces: its pieces, in order.
+            summed: whether these are payloads of the second phase.
 
         Returns:
-            The bytes; None if they depend on the data.
+            The bytes; None if they depend on the data even so.
         """
 
     def cut(self, layout: BucketLayout, context: ExchangeContext) -> BucketLayout:

@@ -66,8 +66,11 @@ class Sparse(Lossy):
     def sharded(self) -> ShardCodec:
         return EntryShards(self, self.value)
 
-    def expected_count(self, layout: BucketLayout) -> int | None:
-        """Return how many entries are sent of a bucket; None if that depends on the data."""
+    def expected_parts(self, layout: BucketLayout) -> list[tuple[int, int, int]] | None:
+        """Return of each part that it chooses from where it begins and ends in the flat array, and how many are sent.
+
+        None if that depends on the data.
+        """
         return None
 
     def count_parts(self, index: np.ndarray, layout: BucketLayout) -> np.ndarray:
@@ -259,8 +262,11 @@ class TopK(FixedDensity):
         check_size(n)
         return payload_size(self.counts(self.parts(sizes_of(n, layout))).sum(), itemsize)
 
-    def expected_count(self, layout: BucketLayout) -> int:
-        return int(self.counts(self.parts(sizes_of(layout.extent, layout))).sum())
+    def expected_parts(self, layout: BucketLayout) -> list[tuple[int, int, int]]:
+        sizes, begins = layout.records["size"].astype(np.int64), layout.records["offset"].astype(np.int64)
+        if not self.per_tensor:
+            return [(0, layout.extent, int(self.counts(self.parts(sizes))[0]))]
+        return list(zip(begins.tolist(), (begins + sizes).tolist(), self.counts(sizes).tolist(), strict=True))
 
     def extract(self, x: np.ndarray, add: Increment, context: ExchangeContext) -> np.ndarray:
         """Select from a first guess of how large the largest entries are (topk_host.cu, topk_device.cu)."""

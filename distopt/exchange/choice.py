@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.shards import ShardCodec
-from distopt.exchange.cut import cut
+from distopt.compress.shards import Piece, ShardCodec
+from distopt.exchange.cut import Cut, cut
 from distopt.kernels.layout import BucketLayout
 
 EXCHANGES = ("auto", "gather", "two_phase")
@@ -24,6 +24,16 @@ class TwoPhase(NamedTuple):
     codec: ShardCodec
     buckets: tuple[int, ...]
 
+    def shards(self, plan: Sequence[BucketLayout], ranks: int) -> Cut:
+        """Return the shards of the buckets that take part.
+
+        Args:
+            plan: the layout of each bucket.
+            ranks: their number.
+        """
+        context = ExchangeContext(size=ranks)
+        return cut(tuple(self.codec.cut(plan[k], context) for k in self.buckets), ranks, self.codec.block)
+
     def describe(self, plan: Sequence[BucketLayout], ranks: int) -> str:
         """Return a line on what it does.
 
@@ -38,8 +48,7 @@ class TwoPhase(NamedTuple):
             >>> two_phases("auto", TopK(0.01), plan, 8).describe(plan, 8)
             'two-phase, 8 shards of 124,992 to 125,056 elements'
         """
-        codec, context = self.codec, ExchangeContext(size=ranks)
-        sizes = cut(tuple(codec.cut(plan[k], context) for k in self.buckets), ranks, codec.block).sizes
+        codec, sizes = self.codec, self.shards(plan, ranks).sizes
         alone = len(plan) - len(self.buckets)
         others = f"; {alone} of {len(plan)} buckets one by one" if alone else ""
         return f"two-phase, {ranks} shards of {min(sizes):,} to {max(sizes):,} elements{codec.note}{others}"
@@ -88,9 +97,9 @@ def two_phases(
 
 def _is_smaller(codec: ShardCodec, layout: BucketLayout, context: ExchangeContext) -> bool:
     """Tell if what is exchanged of a bucket in two phases is fewer bytes than its dense sum."""
-    cut = codec.cut(layout, context)
-    expected = codec.expected_bytes(cut)
-    return expected is None or expected <= int(cut.records["size"].sum()) * cut.dtype.itemsize
+    members = codec.cut(layout, context)
+    expected = codec.expected_bytes(members, [Piece(0, 0, 0, members.extent, members)], summed=False)
+    return expected is None or expected[0].total <= int(members.records["size"].sum()) * members.dtype.itemsize
 
 
 def gathered_bytes(compressor: Compressor, plan: Sequence[BucketLayout]) -> int:

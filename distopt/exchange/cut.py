@@ -20,6 +20,7 @@ class Cut:
     Attributes:
         of_bucket: the pieces of each bucket, in order.
         of_owner: the pieces of each rank's shard, in order.
+        sizes: the elements of each rank's shard.
         members: all members of all buckets that are cut, one behind the other.
 
     Example:
@@ -34,6 +35,8 @@ class Cut:
         self.of_owner: list[list[Piece]] = [[] for _ in range(ranks)]
         sizes, first = np.concatenate([layout.records["size"] for layout in layouts]), 0
         members, elements = _borders(sizes, ranks, block)
+        starts = np.cumsum([0, *sizes])
+        self.sizes: list[int] = np.diff(starts[members] + elements).tolist()
         for number, layout in enumerate(layouts):
             begins, count = layout.records["offset"], len(layout.names)
             rows = np.clip(members - first, 0, count - 1) if count else members
@@ -41,19 +44,13 @@ class Cut:
             at = np.where(members < first, begins[:1].sum(), np.where(members < first + count, inside, layout.extent))
             first += count
             for owner in np.flatnonzero(at[:-1] < at[1:]).tolist():
-                start, stop = int(at[owner]), int(at[owner + 1])
-                piece = Piece(owner, number, start, stop, layout.stretch(start, stop))
+                piece = Piece(owner, number, int(at[owner]), int(at[owner + 1]), layout)
                 self.of_bucket[number].append(piece)
                 self.of_owner[owner].append(piece)
         names = [name for layout in layouts for name in layout.names]
         self.members = BucketLayout(
             names, [(int(n),) for n in sizes], (np.cumsum(sizes) - sizes).tolist(), layouts[0].dtype
         )
-
-    @property
-    def sizes(self) -> list[int]:
-        """The elements of each rank's shard."""
-        return [sum(int(p.layout.records["size"].sum()) for p in pieces) for pieces in self.of_owner]
 
 
 def _borders(sizes: np.ndarray, ranks: int, block: int) -> tuple[np.ndarray, np.ndarray]:

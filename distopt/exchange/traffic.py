@@ -13,10 +13,10 @@ class Message(NamedTuple):
     """A collective.
 
     Args:
-        verb: 'all_reduce', 'all_gather' or 'lengths'.
+        verb: 'all_reduce', 'all_gather', 'all_to_all' or 'lengths'.
         elements: that are summed.
         itemsize: bytes of each of them.
-        sizes: bytes that are gathered, by rank.
+        sizes: bytes that are gathered, by rank, or that every rank sends to each.
         uncompressed: is it the sum of the members that a compressor leaves as they are?
     """
 
@@ -27,12 +27,14 @@ class Message(NamedTuple):
     uncompressed: bool = False
 
     def write(self, meter: Meter, breakdown: LazyBreakdown) -> None:
-        """Write it into a ledger, with the make-up of the payload if it is gathered."""
+        """Write it into a ledger, with the make-up of the payload if it is not summed."""
         match self.verb:
             case "all_reduce":
                 meter.all_reduce(self.elements, self.itemsize)
             case "all_gather":
                 meter.all_gather(self.sizes, breakdown)
+            case "all_to_all":
+                meter.all_to_all(self.sizes, [self.sizes[meter.rank]] * meter.size, breakdown)
             case "lengths":
                 meter.lengths()
 

@@ -166,7 +166,7 @@ def advise(
         >>> gradients = buckets(shapes("resnet50")[::-1])
         >>> advice = advise(gradients, 64, network("1GbE"), "half,topk=0.01", measure=None)
         >>> [choice.mode.name for choice in advice.choices]
-        ['half', 'topk=0.01', 'dense']
+        ['topk=0.01', 'half', 'dense']
         >>> advise(gradients, 1, network("1GbE"), "topk=0.01", measure=None).verdict
         'Do not compress: one rank sends nothing.'
     """

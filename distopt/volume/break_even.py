@@ -28,7 +28,7 @@ class Bounds(NamedTuple):
         >>> from distopt.volume import Question, break_even, buckets, mode, network
         >>> question = Question(buckets([("weight", (1000, 1000))]), 8, network("1GbE"))
         >>> break_even.ranks(question, mode("topk=0.01"))
-        [Bounds(first=2, last=99)]
+        [Bounds(first=2, last=1355)]
     """
 
     first: int
@@ -62,7 +62,7 @@ def bandwidth(question: Question, mode: Mode) -> float | None:
     network = question.wire
     if not isinstance(network, Network) or 1 < question.ranks <= network.per_node:
         return None
-    sent = [(m, sendings(question.buckets, m, question.ranks)) for m in (mode, DENSE)]
+    sent = [(m, sendings(question.buckets, m, question.ranks, exchange=question.exchange)) for m in (mode, DENSE)]
 
     def faster(rate: float) -> bool:
         faster_link = question._replace(wire=network.at_bandwidth(rate))

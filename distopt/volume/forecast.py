@@ -7,11 +7,13 @@ from typing import NamedTuple
 from distopt.checks import check_int
 from distopt.comm.byte_counts import DIRECT
 from distopt.comm.ledger import Ledger
-from distopt.comm.message import MessageTag
+from distopt.comm.message import LazyBreakdown, MessageTag, PayloadBreakdown
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
+from distopt.exchange import TwoPhase, two_phases
 from distopt.exchange.breakdown import forecast_breakdown
 from distopt.exchange.traffic import Message, traffic
+from distopt.exchange.two_phase import message_bytes
 from distopt.kernels.layout import BucketLayout
 from distopt.volume.modes import Mode
 
@@ -55,7 +57,7 @@ class Forecast(NamedTuple):
         >>> from distopt.volume import buckets, forecast, mode
         >>> found = forecast(buckets([("weight", (1000, 1000))]), mode("dgc=0.01"), ranks=4)
         >>> found.payload, found.values, found.indices, found.dense
-        (80000, 40000, 40000, 4000000)
+        (63436, 49996, 13420, 4000000)
     """
 
     payload: float
@@ -69,11 +71,17 @@ class Forecast(NamedTuple):
 
 
 def forecast(
-    buckets: Sequence[BucketLayout], mode: Mode, ranks: int, per_node: int = 1, break_even: bool = True
+    buckets: Sequence[BucketLayout],
+    mode: Mode,
+    ranks: int,
+    per_node: int = 1,
+    break_even: bool = True,
+    exchange: str = "auto",
 ) -> Forecast:
-    """Count what ``step(loss, mode.compressor, break_even)`` sends of gradients in these buckets.
+    """Count what ``step(loss, mode.compressor, break_even, exchange)`` sends of gradients in these buckets.
 
-    Wire bytes are those of a direct exchange (``cost.wire``).
+    Wire bytes are those of a direct exchange (``cost.wire``).  How long the messages of entries are in two phases
+    depends on where they are: here they are spread evenly over what they are chosen from.
 
     Args:
         buckets: the layouts of the buckets, in plan order.
@@ -81,6 +89,7 @@ def forecast(
         ranks: the number of ranks.
         per_node: ranks on each host; bytes between these do not count as ``between``.
         break_even: whether a bucket is all-reduced as dense where that is less.
+        exchange: 'gather', 'two_phase' or 'auto'.
 
     Raises:
         TypeError: a number is no integer.
@@ -92,7 +101,7 @@ def forecast(
         >>> found.payload, found.sent, found.between
         (4000000, 6000000, 4000000)
     """
-    ledger = step_ledger(buckets, mode, ranks, per_node, break_even)
+    ledger = step_ledger(buckets, mode, ranks, per_node, break_even, exchange)
     return summary(ledger, buckets, mode, 1)
 
 
@@ -115,7 +124,8 @@ def summary(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: 
     total = {name: sum(row[name] for row in rows) for name in ("payload", "values", "indices", "sent", "received")}
     between = sum(row["sent_between"] for row in rows)
     nbytes = [bucket.extent * bucket.dtype.itemsize for bucket in buckets]
-    summed = {row["bucket"] for row in rows if row["verb"] == "all_reduce" and row["payload"] >= nbytes[row["bucket"]]}
+    reduced = [row for row in rows if row["verb"] == "all_reduce"]
+    summed = {row["bucket"] for row in reduced if row["payload"] >= nbytes[row["bucket"]]}
     fallen = [k for k in summed if _summed_elements(mode.compressor, buckets[k])[0] != buckets[k].extent]
     return Forecast(
         **{name: _mean(count, steps) for name, count in total.items()},
@@ -126,7 +136,12 @@ def summary(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: 
 
 
 def step_ledger(
-    buckets: Sequence[BucketLayout], mode: Mode, ranks: int, per_node: int = 1, break_even: bool = True
+    buckets: Sequence[BucketLayout],
+    mode: Mode,
+    ranks: int,
+    per_node: int = 1,
+    break_even: bool = True,
+    exchange: str = "auto",
 ) -> Ledger:
     """Return the first rank's ledger of one step, without tensors and ideal bits, which depend on the data.
 
@@ -136,6 +151,7 @@ def step_ledger(
         ranks: the number of ranks.
         per_node: ranks on each host.
         break_even: whether a bucket is all-reduced as dense where that is less.
+        exchange: 'gather', 'two_phase' or 'auto'.
 
     Raises:
         TypeError: a number is no integer.
@@ -150,12 +166,58 @@ def step_ledger(
     if ranks > MOST_RANKS:
         raise ValueError(f"ranks must be at most {MOST_RANKS}, got {ranks}")
     meter = Meter(0, ranks, [rank // per_node for rank in range(ranks)], DIRECT, ledger)
+    phases = two_phases(exchange, mode.compressor, buckets, ranks, break_even)
     for number, bucket in enumerate(buckets):
         breakdown = functools.partial(forecast_breakdown, mode.compressor, bucket.extent, bucket.dtype.itemsize, bucket)
         with meter.tagged(MessageTag("gradients", 0, number)):
-            for message in messages(bucket, mode, ranks, break_even):
+            alone = not phases or number not in phases.buckets
+            for message in messages(bucket, mode, ranks, break_even) if alone else summed_apart(bucket, mode):
                 message.write(meter, breakdown)
+    if phases:
+        with meter.tagged(MessageTag("gradients")):
+            for message, consists in phase_messages(buckets, phases, mode, ranks):
+                message.write(meter, consists)
     return ledger
+
+
+def phase_messages(
+    buckets: Sequence[BucketLayout], phases: TwoPhase, mode: Mode, ranks: int
+) -> list[tuple[Message, LazyBreakdown]]:
+    """Return the messages of all buckets that are exchanged in two phases, and what the first rank's consist of.
+
+    Args:
+        buckets: the layouts of the buckets, in plan order.
+        phases: the exchange.
+        mode: the compression mode.
+        ranks: the number of ranks.
+
+    Raises:
+        ValueError: the lengths of the messages depend on the gradients.
+    """
+    shards, codec = phases.shards(buckets, ranks), phases.codec
+    found: list[tuple[Message, LazyBreakdown]] = []
+    for verb, summed in (("all_to_all", False), ("all_gather", True)):
+        to_owner: list[list[int]] = [[] for _ in range(ranks)]
+        values = indices = 0
+        for number, pieces in zip(phases.buckets, shards.of_bucket, strict=True):
+            layout = codec.cut(buckets[number], ExchangeContext(size=ranks))
+            expected = codec.expected_bytes(layout, pieces, summed)
+            if expected is None:
+                raise _depends(mode)
+            for piece, nbytes in zip(pieces, expected, strict=True):
+                to_owner[piece.owner].append(nbytes.total)
+                if piece.owner == 0 or not summed:
+                    values, indices = values + nbytes.values, indices + nbytes.indices
+        message = Message(verb, sizes=[message_bytes(payloads) for payloads in to_owner])
+        found.append((message, functools.partial(PayloadBreakdown, values, indices)))
+    return found
+
+
+def summed_apart(bucket: BucketLayout, mode: Mode) -> list[Message]:
+    """Return the message by which members are summed that the compressor leaves as they are, if there are any."""
+    summed, _ = _summed_elements(mode.compressor, bucket)
+    itemsize = bucket.dtype.itemsize
+    return [] if summed is None else [Message("all_reduce", summed, itemsize, uncompressed=summed != bucket.extent)]
 
 
 def messages(bucket: BucketLayout, mode: Mode, ranks: int, break_even: bool = True) -> list[Message]:
@@ -173,16 +235,15 @@ def messages(bucket: BucketLayout, mode: Mode, ranks: int, break_even: bool = Tr
     compressor, itemsize = mode.compressor, bucket.dtype.itemsize
     payload = compressor.payload_bytes(bucket.extent, itemsize, bucket)
     if payload is None:
-        raise ValueError(
-            f"mode must send as much whatever the gradients are, got {mode.name}; record some (distopt record) for "
-            "distopt volume --gradients, or count those of distopt.simulate"
-        )
+        raise _depends(mode)
     summed, elements = _summed_elements(compressor, bucket)
     payloads = [payload - elements * itemsize] * ranks
     return traffic(compressor, bucket.extent, itemsize, payloads, summed, break_even)
 
 
-def sendings(buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even: bool = True) -> list[Sending]:
+def sendings(
+    buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even: bool = True, exchange: str = "auto"
+) -> list[Sending]:
     """Return the messages that ``forecast`` counts, for predictions of how long they take.
 
     Args:
@@ -190,9 +251,10 @@ def sendings(buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even
         mode: the compression mode.
         ranks: the number of ranks.
         break_even: whether a bucket is all-reduced as dense where that is less.
+        exchange: 'gather', 'two_phase' or 'auto'.
 
     Returns:
-        One ``Sending`` per bucket.
+        One ``Sending`` per bucket, and a last one of no elements for messages of all buckets, if there are any.
 
     Raises:
         ValueError: the bytes depend on the gradients.
@@ -202,10 +264,14 @@ def sendings(buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even
         >>> sendings(buckets([("weight", (1000, 1000))]), mode("dense"), ranks=4)
         [Sending(elements=1000000, decompressed=4000000, collectives=(('all_reduce', 4000000),))]
     """
-    sends = []
-    for bucket in buckets:
-        calls = [_call(message, ranks) for message in messages(bucket, mode, ranks, break_even)]
-        sends.append(_sending(bucket, mode, calls))
+    phases, sends = two_phases(exchange, mode.compressor, buckets, ranks, break_even), []
+    for number, bucket in enumerate(buckets):
+        alone = not phases or number not in phases.buckets
+        found = messages(bucket, mode, ranks, break_even) if alone else summed_apart(bucket, mode)
+        sends.append(_sending(bucket.extent, mode, [_call(message, ranks) for message in found]))
+    if phases:
+        together = [_call(message, ranks) for message, _ in phase_messages(buckets, phases, mode, ranks)]
+        sends.append(_sending(0, mode, together))
     return sends
 
 
@@ -219,33 +285,40 @@ def observed(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps:
         steps: the number of steps in the ledger.
 
     Returns:
-        One ``Sending`` per bucket.
+        One ``Sending`` per bucket, and a last one of no elements for messages of all buckets, if there are any.
 
     Example:
         >>> from distopt.volume import buckets, mode, observed, sendings, step_ledger
         >>> there, topk = buckets([("weight", (1000, 1000))]), mode("topk=0.01")
-        >>> observed(step_ledger(there, topk, ranks=4), there, topk, steps=1) == sendings(there, topk, ranks=4)
+        >>> observed(step_ledger(there, topk, ranks=2), there, topk, steps=1) == sendings(there, topk, ranks=2)
         True
     """
-    calls: list[list[tuple[str, int]]] = [[] for _ in buckets]
+    calls: dict[int | None, list[tuple[str, int]]] = {number: [] for number in range(len(buckets))}
     for row in ledger.by("phase", "bucket", "verb"):
         if row["phase"] == "gradients":
-            nbytes = row["payload"] + (0 if row["verb"] == "all_reduce" else row["received"])  # those of all ranks
-            calls[row["bucket"]].append((row["verb"], nbytes // steps))
-    return [_sending(bucket, mode, sends) for bucket, sends in zip(buckets, calls, strict=True)]
+            more = row["received"] if row["verb"] in ("all_gather", "lengths") else 0  # those of all ranks
+            calls.setdefault(row["bucket"], []).append((row["verb"], (row["payload"] + more) // steps))
+    return [_sending(0 if k is None else buckets[k].extent, mode, sends) for k, sends in calls.items()]
 
 
-def _sending(bucket: BucketLayout, mode: Mode, calls: Sequence[tuple[str, int]]) -> Sending:
-    verb = "all_reduce" if mode.compressor.summable else "all_gather"
+def _depends(mode: Mode) -> ValueError:
+    return ValueError(
+        f"mode must send as much whatever the gradients are, got {mode.name}; record some (distopt record) for "
+        "distopt volume --gradients, or count those of distopt.simulate"
+    )
+
+
+def _sending(elements: int, mode: Mode, calls: Sequence[tuple[str, int]]) -> Sending:
+    verbs = ("all_reduce",) if mode.compressor.summable else ("all_gather", "all_to_all")
     timed = [("all_gather" if name == "lengths" else name, nbytes) for name, nbytes in calls]
-    return Sending(bucket.extent, sum(nbytes for name, nbytes in calls if name == verb), tuple(timed))
+    return Sending(elements, sum(nbytes for name, nbytes in calls if name in verbs), tuple(timed))
 
 
 def _call(message: Message, ranks: int) -> tuple[str, int]:
     match message.verb:
         case "all_reduce":
             return message.verb, message.elements * message.itemsize
-        case "all_gather":
+        case "all_gather" | "all_to_all":
             return message.verb, sum(message.sizes)
         case _:
             return message.verb, 8 * ranks

@@ -34,10 +34,11 @@ class Network(NamedTuple):
         """Return the seconds of a collective: within a node first, then between nodes.
 
         An all-reduce costs ``cost.hierarchical_all_reduce``.  An all-gather sends each part to the ranks of the same
-        number on other nodes, all at the same time, and from these to their neighbours within the node.
+        number on other nodes, all at the same time, and from these to their neighbours within the node.  The parts of
+        an all-to-all go straight to their ranks, those of other nodes over the shared link.
 
         Args:
-            verb: ``all_reduce`` or ``all_gather``; on nodes of one rank any verb of ``cost.seconds``.
+            verb: ``all_reduce``, ``all_gather`` or ``all_to_all``; on nodes of one rank any verb of ``cost.seconds``.
             nbytes: the bytes of one rank; of all ranks together for an all-gather.
             size: the number of ranks.
 
@@ -52,8 +53,12 @@ class Network(NamedTuple):
             return cost.seconds(verb, nbytes, size, self.link)
         if verb == "all_reduce":
             return cost.hierarchical_all_reduce(nbytes, local, nodes, self.inside, link)
+        if verb == "all_to_all":
+            elsewhere = cost.seconds(verb, nbytes, nodes, link) + (local - 1) * (nodes - 1) * link.latency
+            return elsewhere + cost.seconds(verb, nbytes / nodes, local, self.inside)
         if verb != "all_gather":
-            raise ValueError(f"verb must be all_reduce or all_gather where nodes have several ranks, got {verb!r}")
+            verbs = "all_reduce, all_gather or all_to_all"
+            raise ValueError(f"verb must be {verbs} where nodes have several ranks, got {verb!r}")
         between = cost.seconds(verb, nbytes / local, nodes, link)
         return between + cost.seconds(verb, nbytes, local, self.inside)
 

@@ -46,6 +46,7 @@ class Question(NamedTuple):
         backward: the seconds of a backward pass, until the last gradient is ready.
         computes: the measured compute cost by (kind of mode, density); 1 stands for a mode without a density.
         overlap: whether buckets of modes without state travel while the backward pass goes on.
+        exchange: 'gather', 'two_phase' or 'auto', as of a step.
 
     Example:
         >>> from distopt.volume import Question, buckets, mode, network
@@ -60,10 +61,11 @@ class Question(NamedTuple):
     backward: float = 0.0
     computes: Computes = MappingProxyType({})
     overlap: bool = True
+    exchange: str = "auto"
 
     def predict(self, mode: Mode) -> Prediction:
         """Predict the seconds of a step in a mode."""
-        sent = sendings(self.buckets, mode, self.ranks)
+        sent = sendings(self.buckets, mode, self.ranks, exchange=self.exchange)
         return self.timed(sent, mode, self.compute(mode))
 
     def compute(self, mode: Mode) -> Compute:
@@ -85,7 +87,7 @@ class Question(NamedTuple):
         bucket_seconds = [w + o for w, o in zip(wire, compute_seconds, strict=True)]
         end = (
             self._behind(sent, bucket_seconds)
-            if self.overlap and mode.overlaps_backward
+            if self.overlap and mode.overlaps_backward and len(sent) == len(self.buckets)
             else self.backward + sum(bucket_seconds)
         )
         return Prediction(sum(wire), sum(compute_seconds), end)
