@@ -1,16 +1,18 @@
 """Hooks of a step: what is told of its loss, its payloads and its end."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distopt.comm import Communicator
 from distopt.compress import Compressor
+from distopt.compress.shards import ShardCodec
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.divergence import check_divergence
 from distopt.engine.parameters import GradientCollector
 from distopt.engine.progress import Progress
 from distopt.engine.spec import StepSpec
 from distopt.exchange import Algorithm
+from distopt.exchange.all_reduce import TravellingBucket
 
 RECORD = "DISTOPT_RECORD"  # set by distopt record: STEPS:EVERY:FOLDER, as "10:1:/path"
 
@@ -39,6 +41,13 @@ class StepHook:
     def wrap_exchange(self, algorithm: Algorithm, compressor: Compressor) -> Algorithm:
         """Return the algorithm that exchanges the buckets of this step."""
         return algorithm
+
+    def wrap_shards(self, codec: ShardCodec, compressor: Compressor) -> ShardCodec:
+        """Return the codec by which the buckets of this step are exchanged in two phases."""
+        return codec
+
+    def after_two_phases(self, buckets: Sequence[TravellingBucket], comm: Communicator) -> None:
+        """Be told that these buckets have their sums, by the codec of ``wrap_shards``.  Collective."""
 
     def after_vote(self, collector: GradientCollector, optimizer: Any) -> None:
         """Be told that all ranks have agreed on the step, whose gradients are in ``collector``."""

@@ -144,7 +144,12 @@ class TwoPhaseReducer(Unreduced):
         if compressor.has_hooks:
             for x, state, context, _ in travelling:
                 compressor.begin(x, state, context)
-        two_phase(travelling, compressor, self._phases.codec, comm, self._owned, step.tag())
+        codec = self._phases.codec
+        for hook in step.hooks:
+            codec = hook.wrap_shards(codec, compressor)
+        two_phase(travelling, compressor, codec, comm, self._owned, step.tag())
+        for hook in step.hooks:
+            hook.after_two_phases(travelling, comm)
         if compressor.has_hooks:
             for x, state, context, _ in travelling:
                 compressor.finish(x, state, context)

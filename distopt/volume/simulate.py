@@ -240,10 +240,18 @@ class SequentialReducer(Reducer):
         travelling = self._travelling(kept[0])
         exchange.write_sums(travelling, kept)
         exchange.write_messages(self._ranks.meter, travelling, engine.step_context.tag())
+        for hook in engine.hooks:
+            if isinstance(hook, QualityHook):
+                hook.observer.compare(travelling, self._write_dense)
         if compressor.has_hooks:
             for x, state, context, _ in travelling:
                 compressor.finish(x, state, context)
         return map(unsharded, arrays)
+
+    def _write_dense(self, dense: np.ndarray, tag: MessageTag) -> None:
+        """Write the sum of gradients as they were, which is there, to the ledger."""
+        with self._ranks.meter.tagged(tag):
+            self._ranks.meter.all_reduce(dense.size, dense.itemsize)
 
     def _travelling(self, states: Sequence[State]) -> list[TravellingBucket]:
         """Return the buckets of the rank whose turn it is."""
@@ -301,7 +309,10 @@ class SequentialReducers(Reducers):
             one_by_one = SequentialBuckets(compressor, [self._turns(compressor, b) for b in alone], spec.break_even)
             if not phases:
                 return one_by_one
-            together = SequentialTwoPhase(compressor, phases.codec, self._owned_by_rank)
+            codec = phases.codec
+            for hook in self._engine.hooks:
+                codec = hook.wrap_shards(codec, compressor)
+            together = SequentialTwoPhase(compressor, codec, self._owned_by_rank)
             return SequentialChoice(together, one_by_one, phases.buckets)
 
         return SequentialReducer(self._engine, self._ranks, self.losses, compressor, spec, make)

@@ -160,6 +160,46 @@ def test_observed_numbers_equal_a_float64_computation(case):
             close(numbers, steps[k][rank])
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "half" not in case])
+def test_in_two_phases_what_each_rank_sends_is_observed(case):
+    """The sum, to which gradients are compared, is that of the owners; virtual ranks have the means of threads."""
+    compressor, make = CASES[case]
+
+    def train(step_of, seen, params, opt):
+        opt.observe(lambda *call: seen.append(call[1]), every=1)
+        applied = []
+        for step in range(STEPS):
+            before = flat([p.data for p in params])
+            opt.step(step_of(step), compressor, exchange="two_phase")
+            applied.append(before - flat([p.data for p in params]))
+        return seen, applied
+
+    def main(comm):
+        params = laws.parameters(SHAPES)
+        return train(lambda step: laws.pairs(comm, params, step), [], params, DistOpt(SGD(1.0), comm))
+
+    ranks, steps = run_ranks(RANKS, main), expected(make)
+    for step in range(STEPS):
+        gradients = [flat(laws.gradients(laws.parameters(SHAPES), step, rank)) for rank in range(RANKS)]
+        total, dense = ranks[0][1][step].astype(np.float64), np.sum(gradients, 0, np.float64)
+        cosine = total @ dense / np.linalg.norm(total) / np.linalg.norm(dense)
+        for rank in range(RANKS):
+            numbers = ranks[rank][0][step]
+            assert numbers["cosine"] == pytest.approx(cosine, rel=1e-4)
+            close(numbers, steps[step][rank] | {"cosine": numbers["cosine"]})
+    params = laws.parameters(SHAPES)
+    virtual, _ = train(
+        lambda step: lambda rank: laws.pairs(laws.VirtualRank(rank, RANKS), params, step),
+        [],
+        params,
+        simulate(RANKS, SGD(1.0)),
+    )
+    for step, numbers in enumerate(virtual):
+        for name in ("energy", "density", "cosine"):
+            mean = np.mean([ranks[rank][0][step][name] for rank in range(RANKS)])
+            assert numbers[name] == pytest.approx(mean, rel=1e-6)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_virtual_ranks_have_their_mean(case):
     compressor, make = CASES[case]

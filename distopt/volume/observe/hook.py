@@ -1,12 +1,18 @@
 """Observe how good what is sent in a step is."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from distopt.comm import Communicator
+from distopt.comm.message import MessageTag
 from distopt.compress import Compressor
+from distopt.compress.shards import ShardCodec
 from distopt.engine.engine import Engine
 from distopt.engine.hooks import StepHook
 from distopt.engine.spec import StepSpec
 from distopt.exchange import Algorithm
+from distopt.exchange.all_reduce import TravellingBucket
 from distopt.volume.observe.observer import Callback, Observer
 
 
@@ -42,6 +48,16 @@ class QualityHook(StepHook):
 
     def wrap_exchange(self, algorithm: Algorithm, compressor: Compressor) -> Algorithm:
         return self.observer.wrap(algorithm, compressor)
+
+    def wrap_shards(self, codec: ShardCodec, compressor: Compressor) -> ShardCodec:
+        return self.observer.wrap_shards(codec, compressor)
+
+    def after_two_phases(self, buckets: Sequence[TravellingBucket], comm: Communicator) -> None:
+        def add(dense: np.ndarray, tag: MessageTag) -> None:
+            with comm.tagged(tag):
+                comm.all_reduce(dense)
+
+        self.observer.compare(buckets, add)
 
     def after_call(self, step: int, applied: bool) -> None:
         if applied:

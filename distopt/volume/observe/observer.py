@@ -1,15 +1,18 @@
 """Call back with the quality of what is sent, at some steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from distopt.checks import check_int
 from distopt.comm import Communicator
 from distopt.comm.ledger import Ledger
+from distopt.comm.message import MessageTag
 from distopt.compress import Compressor
+from distopt.compress.shards import ShardCodec
 from distopt.exchange import Algorithm
-from distopt.volume.observe.probe import ObservedSequentialReduce, observed
+from distopt.exchange.all_reduce import TravellingBucket
+from distopt.volume.observe.probe import ObservedSequentialReduce, ObservedShards, observed
 from distopt.volume.observe.quality import Quality
 from distopt.volume.sequential import SequentialReduce
 
@@ -40,6 +43,7 @@ class Observer:
             raise TypeError(f"callback must be callable with a step and its numbers, or None, got {callback!r:.60}")
         self._callback, self.every = callback, check_int("every", every, least=0)
         self._quality: Quality | None = None  # of a step that is measured
+        self._shards: ObservedShards | None = None
 
     def begin(self, step: int, sent: bool, exchanges: int = 1) -> None:
         """Begin step number ``step``, from 1, in which gradients are ``sent`` or not, in so many ``exchanges``.
@@ -61,6 +65,24 @@ class Observer:
         if self._quality is None or compressor.lossless:
             return algorithm
         return observed(algorithm, self._quality)
+
+    def wrap_shards(self, codec: ShardCodec, compressor: Compressor) -> ShardCodec:
+        """Return the codec of an exchange in two phases in this step, which is measured."""
+        if self._quality is None:
+            return codec
+        self._shards = ObservedShards(codec, compressor, self._quality)
+        return self._shards
+
+    def compare(self, buckets: Sequence[TravellingBucket], add: Callable[[np.ndarray, MessageTag], None]) -> None:
+        """Compare the sums that an exchange in two phases has left with those of the gradients.
+
+        Args:
+            buckets: the buckets that took part.
+            add: adds up an array over ranks, if it is not that yet.
+        """
+        if self._shards:
+            self._shards.compare(buckets, add)
+            self._shards = None
 
     def sequential(self, compressor: Compressor, scratch: Callable[[str, int], np.ndarray]) -> SequentialReduce:
         """Return the exchange of a bucket in this step, of ranks that take turns in one process."""

@@ -1,6 +1,6 @@
 """Measure what is sent, and change nothing of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,10 +10,12 @@ from distopt.comm.message import LazyBreakdown, MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State, layout_of
+from distopt.compress.shards import Piece, PieceBytes, ShardCodec
 from distopt.compress.wrapper import CompressorWrapper
 from distopt.device import DeviceMirror
 from distopt.exchange import Algorithm
-from distopt.exchange.breakdown import payload_breakdown
+from distopt.exchange.all_reduce import TravellingBucket
+from distopt.exchange.breakdown import payload_breakdown, shard_breakdown
 from distopt.kernels.layout import BucketLayout
 from distopt.volume.observe.quality import Quality
 from distopt.volume.sequential import RunningSum, SequentialReduce
@@ -43,17 +45,11 @@ class Probe(CompressorWrapper):
         payload = self.compressor.compress(x, state, context)
         spent = np.may_share_memory(payload, x)
         carried = x.copy() if spent else self._carried(payload, x, context)
-        share.add_sent(layout, carried, self._left_behind(x, spent, state))
+        share.add_sent(layout, carried, left_behind(self.compressor, x, spent, state))
         return payload
 
     def uncompressed(self, layout: BucketLayout, context: ExchangeContext) -> DeviceMirror | None:
         return self.compressor.uncompressed(layout, context)
-
-    def _left_behind(self, x: np.ndarray, spent: bool, state: State) -> np.ndarray:
-        """Return what has not left x, nothing if x is ``spent``; NaN if only the compressor knows."""
-        if not self.compressor.stateful:
-            return np.zeros_like(x) if spent else x
-        return state["residual"] if "residual" in state else np.full_like(x, np.nan)
 
     def _carried(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> np.ndarray:
         """Return what a payload stands for, ``(n,)``; members that are summed as they are stand in x."""
@@ -72,6 +68,101 @@ class Probe(CompressorWrapper):
     def compare(self, total: np.ndarray, context: ExchangeContext) -> None:
         """Compare the sum over ranks of what was sent, ``(n,)``, with that of the gradients."""
         self._quality.compare(layout_of(total, context), total, self.dense)
+
+
+def left_behind(compressor: Compressor, x: np.ndarray, spent: bool, state: State) -> np.ndarray:
+    """Return what has not left x, nothing if x is ``spent``; NaN if only the compressor knows.
+
+    Args:
+        compressor: what has sent the rest.
+        x: the gradients of a bucket, ``(n,)``, after they were compressed.
+        spent: x is what was sent.
+        state: what the compressor keeps of the bucket.
+    """
+    if not compressor.stateful:
+        return np.zeros_like(x) if spent else x
+    return state["residual"] if "residual" in state else np.full_like(x, np.nan)
+
+
+class ObservedShards(ShardCodec):
+    """A ``ShardCodec`` that tells ``quality`` what each rank sends in the first phase, and changes nothing.
+
+    Args:
+        codec: the compressor, as it takes part.
+        compressor: the compressor.
+        quality: is told.
+
+    Attributes:
+        codec: the first one.
+    """
+
+    def __init__(self, codec: ShardCodec, compressor: Compressor, quality: Quality):
+        self.codec, self._compressor, self._quality = codec, compressor, quality
+        self.block, self.ragged, self.remembers, self.note = codec.block, codec.ragged, codec.remembers, codec.note
+        self._dense: dict[BucketLayout, RunningSum] = {}  # of gradients as they came
+
+    def cut(self, layout: BucketLayout, context: ExchangeContext) -> BucketLayout:
+        return self.codec.cut(layout, context)
+
+    def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes] | None:
+        return self.codec.expected_bytes(layout, pieces, summed)
+
+    def add(
+        self, payloads: Sequence[np.ndarray], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
+    ) -> np.ndarray:
+        return self.codec.add(payloads, total, piece, context, first)
+
+    def compress_sum(
+        self, total: np.ndarray, memory: np.ndarray | None, counts: np.ndarray, piece: Piece, context: ExchangeContext
+    ) -> np.ndarray:
+        return self.codec.compress_sum(total, memory, counts, piece, context)
+
+    def decompress(
+        self, payloads: Sequence[np.ndarray], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+    ) -> None:
+        self.codec.decompress(payloads, x, context, pieces)
+
+    def payload_bytes(self, payload: np.ndarray, piece: Piece, itemsize: int, summed: bool) -> int:
+        return self.codec.payload_bytes(payload, piece, itemsize, summed)
+
+    def compress(
+        self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece]
+    ) -> list[np.ndarray]:
+        layout, share = layout_of(x, context), self._quality.of_rank(context.rank)
+        first = layout not in self._dense
+        running = self._dense.setdefault(layout, RunningSum(lambda nbytes: device.zeros(nbytes, np.uint8)))
+        running.add(x, first)
+        share.add_gradient(layout, x)
+        payloads = self.codec.compress(x, state, context, pieces)
+        carried = device.zeros(x.size, x.dtype)
+        for piece, payload in zip(pieces, payloads, strict=True):
+            self.codec.add([payload], piece.of(carried), piece, piece.context(context), first=True)
+        mask = self._compressor.uncompressed(layout, context)
+        for row in np.flatnonzero([] if mask is None else mask.host).tolist():
+            layout.view(carried, row)[...] = layout.view(x, row)
+        share.add_sent(layout, carried, left_behind(self._compressor, x, False, state))
+        return payloads
+
+    def compare(self, buckets: Sequence[TravellingBucket], add: Callable[[np.ndarray, MessageTag], None]) -> None:
+        """Compare the sums of buckets with those of the gradients.
+
+        Args:
+            buckets: of which some took part.
+            add: adds up an array over ranks, if it is not that yet.
+        """
+        for x, _, context, tag in buckets:
+            layout = layout_of(x, context)
+            if layout in self._dense:
+                dense = self._dense[layout].total
+                add(dense, tag._replace(phase="quality"))
+                self._quality.compare(layout, x, dense)
+
+
+@shard_breakdown.register
+def _(
+    codec: ObservedShards, payloads: Sequence[tuple[Piece, np.ndarray]], members: BucketLayout, like: np.ndarray
+) -> LazyBreakdown:
+    return shard_breakdown(codec.codec, payloads, members, like)
 
 
 @payload_breakdown.register
