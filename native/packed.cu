@@ -345,6 +345,11 @@ KERNEL(unpack_planes)(long long ranks, const byte_t *const *payload, long long t
 
 // ---------------------------------------------------------------------------------------------------------- sections
 
+// place <- the first of k ascending indices that is not below each edge; those below 0 are no entries.
+KERNEL(find_edges)(long long edges, const long long *edge, long long *place, long long k, const int *index) {
+  FOR_EACH(e, edges, edge, place) { place[e] = first_from(edge[e], index, k); };
+}
+
 // payload <- the entries of each section, behind one another; it was zeros.  x gets back what that cannot carry, and the
 // entries that a section has no places for.  No section has more places than `pieces` pieces.
 KERNEL(pack_sections)(long long n, real *x, long long places, const int *index, const real *entry, long long bytes,

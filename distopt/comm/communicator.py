@@ -23,6 +23,7 @@ from distopt.device import describe
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
 NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)), *HALVES)
+Ragged = bool | Sequence[int]  # whether lengths differ, or the elements from each rank, if they are known
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -120,24 +121,24 @@ class Communicator(abc.ABC):
                 yield x
 
     @abc.abstractmethod
-    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return every rank's x, flat, in rank order.  Collective.
 
         Args:
             x: an array of n elements, of the same length on every rank unless ``ragged``.
-            ragged: whether lengths may differ.
+            ragged: whether lengths may differ; or the lengths, by rank, where they are known and need not be sent.
             into: memory for the results, ``(size * n,)`` of x's dtype; only used without ``ragged``.  Default: new
                 memory.
         """
 
     @abc.abstractmethod
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r, and return the parts for this rank, flat, in rank order.  Collective.
 
         Args:
             parts: one array per rank, all of one dtype.
-            ragged: whether lengths may differ.  If not, every rank's part for this rank has the length of
-                ``parts[rank]``.
+            ragged: whether lengths may differ; or those of the parts for this rank, where they are known.  If not,
+                every rank's part for this rank has the length of ``parts[rank]``.
         """
 
     @abc.abstractmethod

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from distopt import device
-from distopt.comm.communicator import Communicator, as_flat, check_root, flat_parts
+from distopt.comm.communicator import Communicator, Ragged, as_flat, check_root, flat_parts
 from distopt.comm.control import ControlChannel
 
 
@@ -52,7 +52,7 @@ class LocalCommunicator(Communicator):
         """Check x, and leave it as it is: it is the sum over one rank."""
         as_flat(x, gpu=device.gpu_of(x))
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return a flat copy of x."""
         flat = as_flat(x, writable=False, gpu=device.gpu_of(x))
         if into is None:
@@ -60,7 +60,7 @@ class LocalCommunicator(Communicator):
         device.copy(into, flat)
         return [into]
 
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
         """Return a flat copy of the only part."""
         return [device.copied(x) for x in flat_parts(parts, 1, device.gpu_of(parts[0]) if parts else None)]
 

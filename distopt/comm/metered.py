@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from distopt.comm.communicator import Communicator, Wrapper
+from distopt.comm.communicator import Communicator, Ragged, Wrapper
 from distopt.comm.ledger import KEEP, Ledger
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
@@ -65,12 +65,12 @@ class Metered(Wrapper):
         self.comm.all_reduce(x)
         self._meter.all_reduce(x.size, x.itemsize)
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         parts = self.comm.all_gather(x, ragged, into)
         self._meter.all_gather([part.nbytes for part in parts], self._meter.breakdown(x))
         return parts
 
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
         received = self.comm.all_to_all(parts, ragged)
         breakdown = self._meter.breakdown(parts[self.rank]) if self._meter.knows_breakdown else None
         self._meter.all_to_all([part.nbytes for part in parts], [part.nbytes for part in received], breakdown)

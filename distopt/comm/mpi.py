@@ -10,6 +10,7 @@ import numpy as np
 from distopt.comm.communicator import (
     HALVES,
     Communicator,
+    Ragged,
     as_flat,
     check_root,
     flat_parts,
@@ -152,18 +153,19 @@ class MpiCommunicator(Communicator):
         yield
         finish(requests, self)
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return every rank's x, flat, in rank order.  Collective."""
         flat = as_flat(x, writable=False)
         with self._log("ragged all_gather" if ragged else "all_gather", flat.nbytes, self._tag):
-            sizes = self._sizes(flat.size) if ragged else [flat.size] * self.size
+            sizes = self._sizes(flat.size) if ragged is True else list(ragged or [flat.size] * self.size)
             return self._swap([flat] * self.size, sizes, None if into is None or ragged else split(into, sizes))
 
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r, and return the parts for this rank, flat, in rank order.  Collective."""
         flats = flat_parts(parts, self.size)
         with self._log("ragged all_to_all" if ragged else "all_to_all", 0, self._tag):
-            return self._swap(flats, self._lengths(flats) if ragged else [flats[self.rank].size] * self.size)
+            sizes = self._lengths(flats) if ragged is True else list(ragged or [flats[self.rank].size] * self.size)
+            return self._swap(flats, sizes)
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         """Replace x, in place, by the x of rank ``root``.  Collective."""

@@ -17,7 +17,7 @@ import numpy as np
 from distopt import device
 from distopt.comm import mpi_control
 from distopt.comm.byte_counts import RING
-from distopt.comm.communicator import Communicator, as_flat, check_root, flat_parts, slices, split
+from distopt.comm.communicator import Communicator, Ragged, as_flat, check_root, flat_parts, slices, split
 from distopt.comm.control import ControlChannel, fingerprint
 from distopt.comm.nccl_buffers import RegisteredMemory
 from distopt.comm.nccl_library import (
@@ -243,12 +243,12 @@ class NcclCommunicator(Communicator):
         """Return every rank's n, in rank order, sent from host to host.  Collective."""
         return [int(text) for text in self.control.gather(str(n))]
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return every rank's x, flat, in rank order, as parts of one piece of memory.  Collective."""
         flat = as_flat(x, writable=False, gpu=self.gpu)
         if not ragged and flat.size <= self.CHUNK:
             return self._all_gather(flat, into)
-        sizes = self.lengths(flat.size) if ragged else [flat.size] * self.size
+        sizes = self.lengths(flat.size) if ragged is True else list(ragged or [flat.size] * self.size)
         received = self._aligned_arrays(sizes, flat) if into is None or ragged else split(into, sizes)
         with self._enqueued("all_gather", flat, *received) as stream:
             for root, part in enumerate(received):
@@ -270,11 +270,11 @@ class NcclCommunicator(Communicator):
                 self._comm.allGather(device.address(flat), device.address(room), n, kind, stream)
         return parts
 
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r, and return the parts for this rank, flat, in rank order.  Collective."""
         flats = flat_parts(parts, self.size, self.gpu)
-        sizes = [flats[self.rank].size] * self.size
-        if ragged:
+        sizes = list(ragged or [flats[self.rank].size] * self.size) if ragged is not True else []
+        if ragged is True:
             texts = self.control.gather(" ".join(str(x.size) for x in flats))
             sizes = [int(text.split()[self.rank]) for text in texts]
         received = self._aligned_arrays(sizes, flats[0])

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from distopt.comm.communicator import Communicator, as_flat, check_root, flat_parts, sum_in_rank_order
+from distopt.comm.communicator import Communicator, Ragged, as_flat, check_root, flat_parts, sum_in_rank_order
 from distopt.comm.control import ControlChannel, PeerLeft
 
 _thread = threading.local()  # ``rank``: the communicator of a thread that run_ranks started
@@ -123,12 +123,12 @@ class ThreadCommunicator(Communicator):
         """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
         self._meet("all_reduce", as_flat(x), _all_reduce, x)
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return read-only copies of every rank's x, which the ranks share; ``into`` is not used.  Collective."""
         flat = as_flat(x, writable=False)
         return list(self._meet("all_gather", flat, _all_gather, None if ragged else x))
 
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
         """Return copies of the parts for this rank, in rank order.  Collective."""
         return list(self._meet("all_to_all", flat_parts(parts, self.size), _all_to_all, None))
 

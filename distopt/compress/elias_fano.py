@@ -77,8 +77,8 @@ class Packed(Sparse):
     def expected_parts(self, layout: BucketLayout) -> list[tuple[int, int, int]] | None:
         return self.selector.expected_parts(layout)
 
-    def count_parts(self, index: np.ndarray, layout: BucketLayout) -> np.ndarray:
-        return self.selector.count_parts(index, layout)
+    def part_starts(self, layout: BucketLayout) -> np.ndarray:
+        return self.selector.part_starts(layout)
 
     def reselect_sum(self, x: np.ndarray, add: np.ndarray, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
         return self.selector.reselect_sum(x, add, counts, context)

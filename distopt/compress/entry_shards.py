@@ -8,8 +8,9 @@ import numpy as np
 from distopt import device, kernels
 from distopt.compress import sections
 from distopt.compress.context import ExchangeContext, State, state_array
-from distopt.compress.planes import INDEX, unpack_entries
-from distopt.compress.shards import Piece, PieceBytes, ShardCodec
+from distopt.compress.planes import INDEX, add_planes, unpack_entries
+from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec
+from distopt.device import DeviceMirror
 from distopt.kernels.layout import BucketLayout
 
 Choose = Callable[[np.ndarray, State, ExchangeContext], tuple[np.ndarray, np.ndarray]]
@@ -27,8 +28,8 @@ class Selector(Protocol):
     def select(self, x: np.ndarray, context: ExchangeContext, add: np.ndarray | None = None) -> np.ndarray:
         """Move the selected entries out of x (+ add); return their planes."""
 
-    def count_parts(self, index: np.ndarray, layout: BucketLayout) -> np.ndarray:
-        """Count entries by the part that the selector chooses from."""
+    def part_starts(self, layout: BucketLayout) -> np.ndarray:
+        """Return where the parts begin that it chooses from."""
 
     def reselect_sum(self, x: np.ndarray, add: np.ndarray, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
         """Move what an owner sends of a sum over ranks out of x + add; return the planes."""
@@ -89,35 +90,53 @@ class EntryShards(ShardCodec):
         residual = state_array(state, "residual", x)
         return self._selector.select(residual, context, x), residual
 
-    def compress(
-        self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece]
-    ) -> list[np.ndarray]:
+    def edges(self, pieces: Sequence[Piece]) -> np.ndarray:
+        starts = [piece.start + self._selector.part_starts(piece.layout) for piece in pieces]
+        return np.concatenate([*starts, [piece.stop for piece in pieces[-1:]]]).astype(np.int64)
+
+    def parts(self, piece: Piece) -> int:
+        return len(self._selector.part_starts(piece.layout))
+
+    def select(
+        self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray
+    ) -> Selected:
         planes, memory = self.choose(x, state, context)
+        if pieces:
+            index, _ = unpack_entries(planes, x.dtype)
+            kernels.find_edges(DeviceMirror(self.edges(pieces)), places, index)
+        return Selected(planes, memory)
+
+    def pack(
+        self, selected: Selected, counts: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+    ) -> list[Payload]:
         if not pieces:
             return []
-        starts = np.array([piece.start for piece in pieces], np.int64)
-        sizes = np.array([piece.size for piece in pieces], np.int64)
-        index, _ = unpack_entries(planes, x.dtype)
-        borders = np.searchsorted(index, np.concatenate([starts, starts[-1:] + sizes[-1:]]))
-        rows = sections.table(starts, sizes, np.diff(borders), self._value, x.itemsize)
-        return sections.pack(memory, planes, rows, context)
+        starts = np.cumsum([0, *(self.parts(piece) for piece in pieces[:-1])])
+        entries, x = np.add.reduceat(counts, starts), selected.memory
+        payloads = sections.pack(x, selected.payload, self._table(pieces, entries, x.itemsize), context)
+        return [Payload(payload, n) for payload, n in zip(payloads, entries.tolist(), strict=True)]
 
     def add(
-        self, payloads: Sequence[np.ndarray], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
+        self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
     ) -> np.ndarray:
-        n, itemsize = piece.size, total.itemsize
-        places = np.array([sections.entries(payload, n, self._value, itemsize) for payload in payloads], np.int64)
-        rows = sections.table(np.zeros_like(places), np.full_like(places, n), places, self._value, itemsize)
-        index, entry = sections.unpack(payloads, rows, total, context)
+        entries = np.array([payload.entries for payload in payloads], np.int64)
+        sizes, value = np.full_like(entries, piece.size), self._value
+        rows = sections.table(np.zeros_like(entries), sizes, entries, value, total.itemsize)
+        index, entry = sections.unpack([payload.data for payload in payloads], rows, total, context)
+        cuts = [slice(a, a + n) for a, n in zip(rows["plane"].tolist(), entries.tolist(), strict=True)]
         if first:
-            device.clear(total)
-        for begin, count in zip(rows["plane"].tolist(), places.tolist(), strict=True):
-            kernels.decode_sparse(total, index[begin : begin + count], entry[begin : begin + count])
-        return self._selector.count_parts(index, piece.layout)
+            add_planes([(index[cut], entry[cut]) for cut in cuts], total, context)
+        else:
+            for cut in cuts:
+                kernels.decode_sparse(total, index[cut], entry[cut])
+        if device.on_gpu(total):
+            return np.zeros(0, np.int64)
+        starts = self._selector.part_starts(piece.layout)
+        return np.bincount(np.searchsorted(starts, index, "right") - 1, minlength=len(starts))
 
     def compress_sum(
         self, total: np.ndarray, memory: np.ndarray | None, counts: np.ndarray, piece: Piece, context: ExchangeContext
-    ) -> np.ndarray:
+    ) -> Payload:
         x, add = (total, total[:0]) if memory is None else (memory, total)
         planes = self._selector.reselect_sum(x, add, counts, context)
         entries = planes.nbytes // (x.itemsize + INDEX)
@@ -125,19 +144,25 @@ class EntryShards(ShardCodec):
             np.zeros(1, np.int64), np.array([piece.size]), np.array([entries]), self._value, x.itemsize
         )
         (payload,) = sections.pack(x, planes, rows, context)
-        return payload
+        return Payload(payload, entries)
 
     def decompress(
-        self, payloads: Sequence[np.ndarray], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+        self, payloads: Sequence[Payload], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
     ) -> None:
-        sizes = [piece.size for piece in pieces]
-        places = [sections.entries(p, n, self._value, x.itemsize) for p, n in zip(payloads, sizes, strict=True)]
-        starts = np.array([piece.start for piece in pieces], np.int64)
-        rows = sections.table(starts, np.array(sizes), np.array(places), self._value, x.itemsize)
+        rows = self._table(pieces, np.array([payload.entries for payload in payloads], np.int64), x.itemsize)
         device.clear(x)
-        kernels.decode_sparse(x, *sections.unpack(payloads, rows, x, context))
+        kernels.decode_sparse(x, *sections.unpack([payload.data for payload in payloads], rows, x, context))
 
-    def indices(self, payload: np.ndarray, piece: Piece, like: np.ndarray) -> np.ndarray:
+    def _table(self, pieces: Sequence[Piece], entries: np.ndarray, itemsize: int) -> np.ndarray:
+        starts, sizes = (
+            np.array(numbers, np.int64) for numbers in ([p.start for p in pieces], [p.size for p in pieces])
+        )
+        return sections.table(starts, sizes, entries, self._value, itemsize)
+
+    def entries(self, message: np.ndarray, piece: Piece, itemsize: int) -> int:
+        return sections.entries(message, piece.size, self._value, itemsize)
+
+    def indices(self, payload: Payload, piece: Piece, like: np.ndarray) -> np.ndarray:
         """Return the indices of the entries of a payload, from the start of its piece, ``(k,)`` of int32.
 
         Args:
@@ -145,14 +170,13 @@ class EntryShards(ShardCodec):
             piece: the piece.
             like: an array of the dtype of the entries.
         """
-        count = np.array([sections.entries(payload, piece.size, self._value, like.itemsize)])
-        rows = sections.table(np.zeros_like(count), np.array([piece.size]), count, self._value, like.itemsize)
-        return sections.unpack([payload], rows, like, ExchangeContext())[0]
+        entries = np.array([payload.entries])
+        rows = sections.table(np.zeros_like(entries), np.array([piece.size]), entries, self._value, like.itemsize)
+        return sections.unpack([payload.data], rows, like, ExchangeContext())[0]
 
     def value_bytes(self, k: int, itemsize: int) -> int:
         """Return the bytes of so many values, and of their scales."""
         return sections.value_bytes(k, self._value, itemsize)
 
-    def payload_bytes(self, payload: np.ndarray, piece: Piece, itemsize: int, summed: bool) -> int:
-        count = sections.entries(payload, piece.size, self._value, itemsize)
-        return sections.section_bytes(piece.size, count, self._value, itemsize)
+    def payload_bytes(self, entries: int, piece: Piece, itemsize: int, summed: bool) -> int:
+        return sections.section_bytes(piece.size, entries, self._value, itemsize)

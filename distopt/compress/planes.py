@@ -1,8 +1,12 @@
 """Planes: the values and the indices of entries that were moved out of an array, values first."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from distopt import device, kernels
+from distopt.compress.context import ExchangeContext, per_payload
 
 INDEX = 4  # bytes of an index
 
@@ -25,3 +29,24 @@ def truncate(payload: np.ndarray, k: int, dtype: Any) -> np.ndarray:
     split = k * entry.itemsize
     payload[split : split + k * INDEX] = index[:k].view(np.uint8)
     return payload[: payload_size(k, entry.itemsize)]
+
+
+def add_planes(planes: Sequence[tuple[np.ndarray, np.ndarray]], out: np.ndarray, context: ExchangeContext) -> None:
+    """Overwrite ``out`` by the sum of entries: in one launch on a GPU, those of one after the other on the host.
+
+    Args:
+        planes: of each payload the indices, ``(k,)`` of int32, and the values, ``(k,)`` of the dtype of ``out``.
+        out: ``(n,)``, float32 or float64.
+        context: the call of the compressor.
+    """
+    if not device.on_gpu(out):
+        device.clear(out)
+        for index, entry in planes:
+            kernels.decode_sparse(out, index, entry)
+        return
+    kernels.decode_all(
+        out,
+        per_payload("indices", [device.address(index) for index, _ in planes], context),
+        per_payload("entries", [device.address(entry) for _, entry in planes], context),
+        per_payload("lengths", [index.size for index, _ in planes], context),
+    )

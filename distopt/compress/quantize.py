@@ -10,7 +10,7 @@ from distopt import device, kernels
 from distopt.checks import as_float
 from distopt.compress.base import Lossy
 from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload, state_array
-from distopt.compress.shards import Piece, PieceBytes, ShardCodec
+from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec
 from distopt.kernels.layout import BucketLayout
 
 LEAST, MOST = (float(x) for x in (np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max))
@@ -125,47 +125,51 @@ class CodeShards(ShardCodec):
         """Return the bytes of the codes of a piece, without a scale."""
         return self._codec.code_bytes(piece.size)
 
-    def compress(
-        self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece]
-    ) -> list[np.ndarray]:
-        codec = self._codec
-        if self.remembers:
-            payload = codec.compress(state_array(state, "residual", x), state, context, x)
-        else:
-            payload = codec.compress(x, state, context)
-        scale, codes = payload[: codec.header], payload[codec.header :]
-        parts = []
+    def select(
+        self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray
+    ) -> Selected:
+        if not self.remembers:
+            return Selected(self._codec.compress(x, state, context), x)
+        residual = state_array(state, "residual", x)
+        return Selected(self._codec.compress(residual, state, context, x), residual)
+
+    def pack(
+        self, selected: Selected, counts: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+    ) -> list[Payload]:
+        codec, payloads = self._codec, []
+        scale, codes = selected.payload[: codec.header], selected.payload[codec.header :]
         for piece in pieces:
             begin = piece.start * codec.bits // 8
             part = codes[begin : begin + codec.code_bytes(piece.size)]
-            parts.append(device.concatenated([scale, part]) if codec.header else part)
-        return parts
+            payloads.append(Payload(device.concatenated([scale, part]) if codec.header else part, 0))
+        return payloads
 
     def add(
-        self, payloads: Sequence[np.ndarray], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
+        self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
     ) -> np.ndarray:
         out = total if first else context.scratch("numbers", total.nbytes).view(total.dtype)
         device.clear(out)
-        self._decode(self._codec, payloads, out, context)
+        self._decode(self._codec, [payload.data for payload in payloads], out, context)
         if not first:
             kernels.accumulate(out, total)
         return np.zeros(0, np.int64)
 
     def compress_sum(
         self, total: np.ndarray, memory: np.ndarray | None, counts: np.ndarray, piece: Piece, context: ExchangeContext
-    ) -> np.ndarray:
+    ) -> Payload:
         codec = self._codec.of_sum(context.size)
         x, add = (total, None) if memory is None else (memory, total)
-        return codec.compress(x, {}, context, add)[: codec.header + codec.code_bytes(piece.size)]
+        payload = codec.compress(x, {}, context, add)
+        return Payload(payload[: codec.header + codec.code_bytes(piece.size)], 0)
 
     def decompress(
-        self, payloads: Sequence[np.ndarray], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+        self, payloads: Sequence[Payload], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
     ) -> None:
         codec = self._codec.of_sum(context.size)
         for payload, piece in zip(payloads, pieces, strict=True):
-            self._decode(codec, [payload], piece.of(x), piece.context(context))
+            self._decode(codec, [payload.data], piece.of(x), piece.context(context))
 
-    def payload_bytes(self, payload: np.ndarray, piece: Piece, itemsize: int, summed: bool) -> int:
+    def payload_bytes(self, entries: int, piece: Piece, itemsize: int, summed: bool) -> int:
         return self.expected_bytes(piece.layout, [piece], summed)[0].total
 
     @staticmethod

@@ -69,6 +69,30 @@ class PieceBytes(NamedTuple):
     indices: int = 0
 
 
+class Payload(NamedTuple):
+    """What is sent of a piece.
+
+    Args:
+        data: the payload, of uint8.
+        entries: how many it has; 0 if all elements are sent.
+    """
+
+    data: np.ndarray
+    entries: int
+
+
+class Selected(NamedTuple):
+    """What is sent of a bucket, before it is cut.
+
+    Args:
+        payload: the payload of the bucket, or the planes of its entries.
+        memory: the array that it was moved out of, where the rest stays.
+    """
+
+    payload: np.ndarray
+    memory: np.ndarray
+
+
 class ShardCodec(abc.ABC):
     """A compressor in a two-phase exchange.
 
@@ -107,22 +131,48 @@ class ShardCodec(abc.ABC):
         """Return the members of a bucket that are cut into shards; the others are summed as they are."""
         return layout
 
+    def edges(self, pieces: Sequence[Piece]) -> np.ndarray:
+        """Return the elements of a bucket at which entries are counted, ascending, ``(edges,)`` of int64.
+
+        From one to the next is a part of a piece, of as many as ``parts`` says; the last edge ends the last piece.
+        Empty if all elements are sent.
+        """
+        return np.zeros(0, np.int64)
+
+    def parts(self, piece: Piece) -> int:
+        """Return the number of parts of a piece in which entries are counted."""
+        return 0
+
     @abc.abstractmethod
-    def compress(
-        self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece]
-    ) -> list[np.ndarray]:
-        """Move what is worth sending out of a bucket, as ``Compressor.compress`` does; return a payload per piece.
+    def select(
+        self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray
+    ) -> Selected:
+        """Move what is worth sending out of a bucket, as ``Compressor.compress`` does.
 
         Args:
             x: the gradients of the bucket, ``(n,)``.
             state: arrays of x's size by name.
             context: the call for the bucket.
             pieces: its pieces, in order.
+            places: how many entries lie before each of ``edges`` is written here, ``(edges,)`` of int64, where x is.
+        """
+
+    @abc.abstractmethod
+    def pack(
+        self, selected: Selected, counts: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+    ) -> list[Payload]:
+        """Return the payload of each piece.
+
+        Args:
+            selected: what ``select`` has returned.
+            counts: of the entries of each part, ``(parts,)`` of int64, on the host.
+            context: the call for the bucket.
+            pieces: its pieces, in order.
         """
 
     @abc.abstractmethod
     def add(
-        self, payloads: Sequence[np.ndarray], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
+        self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
     ) -> np.ndarray:
         """Add the payloads of a piece to ``total``, in their order.
 
@@ -134,27 +184,27 @@ class ShardCodec(abc.ABC):
             first: nothing was added yet, and ``total`` is overwritten.
 
         Returns:
-            How many entries of each part were added, ``(parts,)`` of int64; empty if all of them are.
+            On the host, how many entries of each part were added, ``(parts,)`` of int64.
         """
 
     @abc.abstractmethod
     def compress_sum(
         self, total: np.ndarray, memory: np.ndarray | None, counts: np.ndarray, piece: Piece, context: ExchangeContext
-    ) -> np.ndarray:
+    ) -> Payload:
         """Return the payload of a sum over ranks.
 
         Args:
             total: the sum, ``(piece.size,)``, which is spent.
             memory: what was not sent of earlier sums, of the same size, which is added first and keeps the rest; None
                 drops the rest.
-            counts: what ``add`` has returned, the sum if it was called several times.
+            counts: of the entries that all ranks have sent, by part.
             piece: the piece.
             context: the call for the piece.
         """
 
     @abc.abstractmethod
     def decompress(
-        self, payloads: Sequence[np.ndarray], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+        self, payloads: Sequence[Payload], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
     ) -> None:
         """Overwrite the pieces of a bucket by what the payloads of their sums stand for.
 
@@ -165,18 +215,28 @@ class ShardCodec(abc.ABC):
             pieces: the pieces of the bucket, in order.
         """
 
-    @abc.abstractmethod
-    def payload_bytes(self, payload: np.ndarray, piece: Piece, itemsize: int, summed: bool) -> int:
-        """Return how many bytes at the beginning of a message are the payload of a piece.
+    def entries(self, message: np.ndarray, piece: Piece, itemsize: int) -> int:
+        """Return how many entries the payload of a piece has, as its header says; 0 if all elements are sent.
 
         Args:
-            payload: the message, from the payload on, of uint8, on the host if that depends on the data.
+            message: begins with the payload, of uint8, on the host.
+            piece: the piece.
+            itemsize: bytes of an element of the bucket.
+
+        Raises:
+            ValueError: it is none of this compressor, or was damaged.
+        """
+        return 0
+
+    @abc.abstractmethod
+    def payload_bytes(self, entries: int, piece: Piece, itemsize: int, summed: bool) -> int:
+        """Return the bytes of the payload of a piece.
+
+        Args:
+            entries: how many it has.
             piece: the piece.
             itemsize: bytes of an element of the bucket.
             summed: whether it is one of the second phase.
-
-        Raises:
-            ValueError: the message is too short, or was damaged.
         """
 
 

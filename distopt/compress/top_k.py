@@ -12,9 +12,9 @@ from distopt import device, kernels
 from distopt.checks import check_bool
 from distopt.compress import select
 from distopt.compress.base import Lossy
-from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload, sizes_of
+from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, sizes_of
 from distopt.compress.entry_shards import EntryShards
-from distopt.compress.planes import payload_size, truncate, unpack_entries
+from distopt.compress.planes import add_planes, payload_size, truncate, unpack_entries
 from distopt.compress.shards import ShardCodec
 from distopt.kernels.layout import CHUNK, BucketLayout
 
@@ -73,17 +73,9 @@ class Sparse(Lossy):
         """
         return None
 
-    def count_parts(self, index: np.ndarray, layout: BucketLayout) -> np.ndarray:
-        """Count entries by the part that the selector chooses from: by default one part, all of the layout.
-
-        Args:
-            index: their indices in the layout, ``(k,)`` of int32, in any order.
-            layout: members.
-
-        Returns:
-            The counts, ``(parts,)`` of int64.
-        """
-        return np.array([index.size], np.int64)
+    def part_starts(self, layout: BucketLayout) -> np.ndarray:
+        """Return where the parts begin that it chooses from, ``(parts,)`` of int64: by default one, all of it."""
+        return np.zeros(1, np.int64)
 
     def reselect_sum(self, x: np.ndarray, add: np.ndarray, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
         """Move what the owner of a shard sends of a sum over ranks out of x + add: by default all that is not zero.
@@ -91,7 +83,7 @@ class Sparse(Lossy):
         Args:
             x: the memory, or the sum, ``(n,)``.
             add: the sum, if x is the memory; else empty.
-            counts: of the entries that all ranks have sent, by part (``count_parts``).
+            counts: of the entries that all ranks have sent, by part (``part_starts``).
             context: the call for a piece of the bucket.
 
         Returns:
@@ -168,18 +160,7 @@ class Sparse(Lossy):
 
     def decompress_all(self, payloads: Sequence[np.ndarray], out: np.ndarray, context: ExchangeContext) -> None:
         """Overwrite ``out`` by the sum of payloads: in one launch on a GPU, one after the other on the host."""
-        planes = self.decode(payloads, out, context)
-        if not device.on_gpu(out):
-            device.clear(out)
-            for index, entry in planes:
-                kernels.decode_sparse(out, index, entry)
-            return
-        kernels.decode_all(
-            out,
-            per_payload("indices", [device.address(index) for index, _ in planes], context),
-            per_payload("entries", [device.address(entry) for _, entry in planes], context),
-            per_payload("lengths", [index.size for index, _ in planes], context),
-        )
+        add_planes(self.decode(payloads, out, context), out, context)
 
 
 def selected_counts(density: float, sizes: np.ndarray) -> np.ndarray:
@@ -273,12 +254,8 @@ class TopK(FixedDensity):
         sizes = layout_of(x, context).records["size"].astype(np.int64)
         return self._extract(x, add, self.counts(self.parts(sizes)), context)
 
-    def count_parts(self, index: np.ndarray, layout: BucketLayout) -> np.ndarray:
-        members = len(layout.names)
-        if not self.per_tensor or members == 1:
-            return super().count_parts(index, layout)
-        ends = layout.records["offset"] + layout.records["size"]
-        return np.bincount(np.searchsorted(ends, index, "right"), minlength=members)
+    def part_starts(self, layout: BucketLayout) -> np.ndarray:
+        return layout.records["offset"].astype(np.int64) if self.per_tensor else super().part_starts(layout)
 
     def reselect_sum(self, x: np.ndarray, add: np.ndarray, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
         """As many of each part as a rank has sent of it on average, rounded up, so that no part starves."""

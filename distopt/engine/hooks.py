@@ -5,7 +5,6 @@ from typing import Any
 
 from distopt.comm import Communicator
 from distopt.compress import Compressor
-from distopt.compress.shards import ShardCodec
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.divergence import check_divergence
 from distopt.engine.parameters import GradientCollector
@@ -13,6 +12,7 @@ from distopt.engine.progress import Progress
 from distopt.engine.spec import StepSpec
 from distopt.exchange import Algorithm
 from distopt.exchange.all_reduce import TravellingBucket
+from distopt.exchange.two_phase import Watch
 
 RECORD = "DISTOPT_RECORD"  # set by distopt record: STEPS:EVERY:FOLDER, as "10:1:/path"
 
@@ -42,12 +42,11 @@ class StepHook:
         """Return the algorithm that exchanges the buckets of this step."""
         return algorithm
 
-    def wrap_shards(self, codec: ShardCodec, compressor: Compressor) -> ShardCodec:
-        """Return the codec by which the buckets of this step are exchanged in two phases."""
-        return codec
+    def watch_shards(self, compressor: Compressor) -> Watch | None:
+        """Return what is shown the buckets of this step that are exchanged in two phases."""
 
     def after_two_phases(self, buckets: Sequence[TravellingBucket], comm: Communicator) -> None:
-        """Be told that these buckets have their sums, by the codec of ``wrap_shards``.  Collective."""
+        """Be told that these buckets have their sums.  Collective."""
 
     def after_vote(self, collector: GradientCollector, optimizer: Any) -> None:
         """Be told that all ranks have agreed on the step, whose gradients are in ``collector``."""

@@ -142,17 +142,17 @@ class TwoPhaseReducer(Unreduced):
             (together if bucket.number in self._phases.buckets else alone).append((bucket, x))
         travelling = [(x, b.state, step.exchange_context(b, comm, compressor), step.tag(b)) for b, x in together]
         if compressor.has_hooks:
-            for x, state, context, _ in travelling:
-                compressor.begin(x, state, context)
-        codec = self._phases.codec
-        for hook in step.hooks:
-            codec = hook.wrap_shards(codec, compressor)
-        two_phase(travelling, compressor, codec, comm, self._owned, step.tag())
+            with comm.on_comm_stream():
+                for x, state, context, _ in travelling:
+                    compressor.begin(x, state, context)
+        watches = [watch for hook in step.hooks if (watch := hook.watch_shards(compressor))]
+        two_phase(travelling, compressor, self._phases.codec, comm, self._owned, step.tag(), watches)
         for hook in step.hooks:
             hook.after_two_phases(travelling, comm)
         if compressor.has_hooks:
-            for x, state, context, _ in travelling:
-                compressor.finish(x, state, context)
+            with comm.on_comm_stream():
+                for x, state, context, _ in travelling:
+                    compressor.finish(x, state, context)
         for _ in self._otherwise.stream(alone):
             pass
         return map(unsharded, arrays)

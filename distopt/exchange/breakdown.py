@@ -19,7 +19,7 @@ from distopt.compress.entry_shards import EntryShards
 from distopt.compress.planes import INDEX, unpack_entries
 from distopt.compress.quantize import Codec, CodeShards
 from distopt.compress.sections import HEADER as HEADER_OF_SECTION
-from distopt.compress.shards import Piece, ShardCodec
+from distopt.compress.shards import Payload, Piece, ShardCodec
 from distopt.compress.top_k import Sparse, selected_counts
 from distopt.compress.values import value_bytes
 from distopt.kernels.layout import BucketLayout
@@ -130,7 +130,7 @@ def _(compressor: Codec, payload: np.ndarray, x: np.ndarray, context: ExchangeCo
 
 @functools.singledispatch
 def shard_breakdown(
-    codec: ShardCodec, payloads: Sequence[tuple[Piece, np.ndarray]], members: BucketLayout, like: np.ndarray
+    codec: ShardCodec, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout, like: np.ndarray
 ) -> LazyBreakdown:
     """Read what is needed of the payloads of pieces, and return a function that computes their make-up later.
 
@@ -140,32 +140,32 @@ def shard_breakdown(
         members: of the whole plan, among which entries are shared out.
         like: an array of the dtype and device of the gradients.
     """
-    total = sum(payload.nbytes for _, payload in payloads)
+    total = sum(payload.data.nbytes for _, payload in payloads)
     return lambda: PayloadBreakdown(total)
 
 
 @shard_breakdown.register
 def _(
-    codec: EntryShards, payloads: Sequence[tuple[Piece, np.ndarray]], members: BucketLayout, like: np.ndarray
+    codec: EntryShards, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout, like: np.ndarray
 ) -> LazyBreakdown:
     """Values with their scales, and indices; the rest is headers, and what aligns."""
     if device.on_gpu(like):
-        return lambda: PayloadBreakdown(sum(payload.nbytes for _, payload in payloads))
+        return lambda: PayloadBreakdown(sum(payload.data.nbytes for _, payload in payloads))
     values = indices = ideal = 0
     counts, row = np.zeros(len(members.names), np.int64), {name: k for k, name in enumerate(members.names)}
     for piece, payload in payloads:
-        index = codec.indices(payload, piece, like)
-        of_values = codec.value_bytes(index.size, like.itemsize)
+        of_values = codec.value_bytes(payload.entries, like.itemsize)
         values += of_values
-        indices += payload.nbytes - HEADER_OF_SECTION - of_values
-        ideal += combination_bits(piece.size, index.size) + 8 * of_values
+        indices += payload.data.nbytes - HEADER_OF_SECTION - of_values
+        ideal += combination_bits(piece.size, payload.entries) + 8 * of_values
+        index = codec.indices(payload, piece, like)
         counts[[row[name] for name in piece.layout.names]] += counts_by_member(index, piece.layout)
     return lambda: PayloadBreakdown(values, indices, ideal, counts)
 
 
 @shard_breakdown.register
 def _(
-    codec: CodeShards, payloads: Sequence[tuple[Piece, np.ndarray]], members: BucketLayout, like: np.ndarray
+    codec: CodeShards, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout, like: np.ndarray
 ) -> LazyBreakdown:
     """Codes behind scales, of all elements of the pieces."""
     counts, row = np.zeros(len(members.names), np.int64), {name: k for k, name in enumerate(members.names)}

@@ -10,6 +10,7 @@ Adam", 2021, for codes.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -18,14 +19,26 @@ from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State, layout_of, state_array
-from distopt.compress.shards import OWED, Piece, ShardCodec, owed, settle
+from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, owed, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.breakdown import shard_breakdown
 from distopt.exchange.cut import Cut, cut
 from distopt.exchange.mixed import UncompressedMembers
+from distopt.exchange.told import ALIGNED, Headers, PlaceCounts, Told
 
-ALIGNED = 8  # a payload in a message begins at a multiple of so many bytes
 Owned = dict[int, tuple[np.ndarray, int, int]]  # by bucket: the state OWED, and the part of it that the rank owns
+
+
+class Watch(Protocol):
+    """Is shown what a rank sends in the first phase."""
+
+    def before(self, bucket: TravellingBucket) -> None:
+        """See a bucket before it is compressed."""
+
+    def after(
+        self, bucket: TravellingBucket, codec: ShardCodec, pieces: Sequence[Piece], payloads: Sequence[Payload]
+    ) -> None:
+        """See it afterwards, and what is sent of its pieces."""
 
 
 def two_phase(
@@ -35,8 +48,11 @@ def two_phase(
     comm: Communicator,
     owned: Owned,
     tag: MessageTag,
+    watches: Sequence[Watch] = (),
 ) -> None:
     """Replace arrays by what the owners of their shards send of the sums over ranks.  Collective.
+
+    On a GPU the host waits once for the numbers of entries, which it tells the other ranks' hosts.
 
     Args:
         buckets: of each the array, the state, the context and the tag.
@@ -45,6 +61,7 @@ def two_phase(
         comm: the ranks.
         owned: empty at first; the same at every step.
         tag: of the messages of all buckets.
+        watches: are shown what this rank sends.
 
     Example:
         >>> import numpy as np
@@ -61,36 +78,83 @@ def two_phase(
         >>> run_ranks(3, main)[0]
         ([0, 1, 64, 128], [1.0, 6.0, 2.0, 3.0])
     """
-    shards = shards_of(buckets, codec, comm.size)
+    shards, like = shards_of(buckets, codec, comm.size), buckets[0][0]
+    mine = shards.of_owner[comm.rank]
     with comm.on_comm_stream():
-        outbox: list[list[tuple[Piece, np.ndarray]]] = [[] for _ in range(comm.size)]
-        uncompressed = []
-        for number, (x, state, context, bucket_tag) in enumerate(buckets):
-            pieces = shards.of_bucket[number]
-            if codec.remembers:
-                settle_moved(x, state, context, owned_piece(pieces, comm.rank), owned, number)
-            for piece, payload in zip(pieces, codec.compress(x, state, context, pieces), strict=True):
-                outbox[piece.owner].append((piece, payload))
-            uncompressed.append(_sum_uncompressed(x, compressor, comm, context, bucket_tag))
-        like = buckets[0][0]
-        with comm.tagged(_labelled(tag, shards, codec, [p for sent in outbox for p in sent], like)):
-            inbox = comm.all_to_all([_message(sent, like) for sent in outbox], ragged=True)
+        sent, counts, uncompressed = compress_all(buckets, compressor, codec, shards, comm, owned, watches)
+        told: Headers = Headers(codec) if comm.gpu is None else Told(codec, shards, comm, like.itemsize)
+        told.tell(counts)
+        outbox = [[(piece, sent[piece.bucket, piece.start]) for piece in pieces] for pieces in shards.of_owner]
+        with comm.tagged(_labelled(tag, shards, codec, [p for payloads in outbox for p in payloads], like)):
+            inbox = comm.all_to_all([_message(payloads, like) for payloads in outbox], ragged=told.lengths)
         results = [
-            (piece, sum_and_compress(piece, payloads, codec, buckets[piece.bucket]))
-            for piece, payloads in _by_piece(inbox, shards.of_owner[comm.rank], codec, buckets)
+            (piece, sum_and_compress(piece, payloads, codec, buckets[piece.bucket], told.counts(piece)))
+            for piece, payloads in by_piece(inbox, [mine] * comm.size, told, buckets)
         ]
+        told.tell_sums([payload.entries for _, payload in results])
         with comm.tagged(_labelled(tag, shards, codec, results, like)):
-            gathered = comm.all_gather(_message(results, like), ragged=True)
-        received: list[list[np.ndarray]] = [[] for _ in buckets]
-        for owner, message in enumerate(gathered):
-            for piece, (payload,) in _by_piece([message], shards.of_owner[owner], codec, buckets, summed=True):
-                received[piece.bucket].append(payload)
+            gathered = comm.all_gather(_message(results, like), ragged=told.lengths)
+        received: list[list[Payload]] = [[] for _ in buckets]
+        for piece, payloads in by_piece(gathered, shards.of_owner, told, buckets):
+            received[piece.bucket] += payloads
         for number, (x, _, context, _) in enumerate(buckets):
             if shards.of_bucket[number]:
                 codec.decompress(received[number], x, context, shards.of_bucket[number])
             members = uncompressed[number]
             if members and not members.none and not members.all:
                 members.put_back()
+
+
+def compress_all(
+    buckets: Sequence[TravellingBucket],
+    compressor: Compressor,
+    codec: ShardCodec,
+    shards: Cut,
+    comm: Communicator,
+    owned: Owned,
+    watches: Sequence[Watch],
+) -> tuple[dict[tuple[int, int], Payload], np.ndarray, list[UncompressedMembers | None]]:
+    """Compress this rank's buckets, and sum up the members that stay as they are.  Collective.
+
+    Args:
+        buckets: as of ``two_phase``.
+        compressor: as of ``two_phase``.
+        codec: as of ``two_phase``.
+        shards: of these buckets.
+        comm: as of ``two_phase``.
+        owned: as of ``two_phase``.
+        watches: as of ``two_phase``.
+
+    Returns:
+        The payload of each piece, by bucket and start; the number of entries of each part of each piece, in order;
+        and of each bucket the members that were summed.
+    """
+    uncompressed = []
+    selected, places = [], PlaceCounts(codec, shards, buckets[0][0])
+    for number, bucket in enumerate(buckets):
+        x, state, context, tag = bucket
+        for watch in watches:
+            watch.before(bucket)
+        pieces = shards.of_bucket[number]
+        if codec.remembers:
+            settle_moved(x, state, context, owned_piece(pieces, comm.rank), owned, number)
+        selected.append(codec.select(x, state, context, pieces, places.of_bucket(number)))
+        uncompressed.append(_sum_uncompressed(x, compressor, comm, context, tag))
+    counts, sent = places.counts(), dict[tuple[int, int], Payload]()
+    for number, bucket in enumerate(buckets):
+        pieces = shards.of_bucket[number]
+        payloads = codec.pack(selected[number], counts[number], bucket[2], pieces)
+        sent |= {(number, piece.start): payload for piece, payload in zip(pieces, payloads, strict=True)}
+        for watch in watches:
+            watch.after(bucket, codec, pieces, payloads)
+    return sent, np.concatenate(counts), uncompressed
+
+
+def compress_bucket(bucket: TravellingBucket, codec: ShardCodec, pieces: Sequence[Piece]) -> list[Payload]:
+    """Return the payloads of the pieces of one bucket, which is on the host."""
+    x, state, context, _ = bucket
+    places = np.empty(len(codec.edges(pieces)) if pieces else 0, np.int64)
+    return codec.pack(codec.select(x, state, context, pieces, places), np.diff(places), context, pieces)
 
 
 def shards_of(buckets: Sequence[TravellingBucket], codec: ShardCodec, ranks: int) -> Cut:
@@ -100,14 +164,27 @@ def shards_of(buckets: Sequence[TravellingBucket], codec: ShardCodec, ranks: int
 
 
 def sum_and_compress(
-    piece: Piece, payloads: Sequence[np.ndarray], codec: ShardCodec, bucket: TravellingBucket
-) -> np.ndarray:
-    """Return what the owner of a piece sends of the sum of its payloads, which are in rank order."""
+    piece: Piece,
+    payloads: Sequence[Payload],
+    codec: ShardCodec,
+    bucket: TravellingBucket,
+    counts: np.ndarray | None = None,
+) -> Payload:
+    """Return what the owner of a piece sends of the sum of its payloads.
+
+    Args:
+        piece: the piece.
+        payloads: of all ranks, in rank order.
+        codec: the compressor, as it takes part.
+        bucket: of the piece.
+        counts: of all ranks' entries, by part; None if they are counted here.
+    """
     x, state, context, _ = bucket
     total = context.scratch("shard sum", piece.size * x.itemsize).view(x.dtype)
     here = piece.context(context)
-    counts = codec.add(payloads, total, piece, here, first=True)
-    return codec.compress_sum(total, owed(x, state, piece) if codec.remembers else None, counts, piece, here)
+    found = codec.add(payloads, total, piece, here, first=True)
+    memory = owed(x, state, piece) if codec.remembers else None
+    return codec.compress_sum(total, memory, found if counts is None else counts, piece, here)
 
 
 def settle_moved(
@@ -134,15 +211,15 @@ def settle_moved(
     owned[number] = state_array(state, OWED, x), piece.start, piece.stop
 
 
-def _message(payloads: Sequence[tuple[Piece, np.ndarray]], like: np.ndarray) -> np.ndarray:
+def _message(payloads: Sequence[tuple[Piece, Payload]], like: np.ndarray) -> np.ndarray:
     """Return the payloads of pieces as one message, where ``like`` is."""
     if not payloads:
         return like[:0].view(np.uint8)
-    return device.concatenated([payload for _, payload in payloads], ALIGNED)
+    return device.concatenated([payload.data for _, payload in payloads], ALIGNED)
 
 
 def _labelled(
-    tag: MessageTag, shards: Cut, codec: ShardCodec, payloads: Sequence[tuple[Piece, np.ndarray]], like: np.ndarray
+    tag: MessageTag, shards: Cut, codec: ShardCodec, payloads: Sequence[tuple[Piece, Payload]], like: np.ndarray
 ) -> MessageTag:
     """Return the tag of the messages of these payloads."""
     members = shards.members
@@ -168,46 +245,32 @@ def _sum_uncompressed(
     return members
 
 
-def message_bytes(payloads: Sequence[int]) -> int:
-    """Return the bytes of a message with payloads of these bytes.
-
-    Example:
-        >>> message_bytes([19, 4])
-        28
-    """
-    end = 0
-    for nbytes in payloads:
-        end = -(-end // ALIGNED) * ALIGNED + nbytes
-    return end
-
-
-def _by_piece(
+def by_piece(
     messages: Sequence[np.ndarray],
-    pieces: Sequence[Piece],
-    codec: ShardCodec,
+    shards: Sequence[Sequence[Piece]],
+    told: Headers,
     buckets: Sequence[TravellingBucket],
-    summed: bool = False,
-) -> list[tuple[Piece, list[np.ndarray]]]:
-    """Return the payloads of each piece of a shard, one from each message.
+) -> list[tuple[Piece, list[Payload]]]:
+    """Return the payloads of each piece, in the order of messages.
 
     Args:
-        messages: of the same shard, one for each rank that has sent one.
-        pieces: of the shard.
-        codec: the compressor.
+        messages: one of each rank.
+        shards: the pieces of which each message has a payload: always the same ones, or each its own.
+        told: how many entries they have.
         buckets: of the plan.
-        summed: whether these are messages of the second phase.
 
     Raises:
         ValueError: a message is not as long as its payloads say.
     """
-    found: list[tuple[Piece, list[np.ndarray]]] = [(piece, []) for piece in pieces]
-    for sender, message in enumerate(messages):
+    found: dict[Piece, list[Payload]] = {piece: [] for pieces in shards for piece in pieces}
+    for sender, (message, pieces) in enumerate(zip(messages, shards, strict=True)):
         end = 0
-        for piece, payloads in found:
+        for piece in pieces:
             start = -(-end // ALIGNED) * ALIGNED
-            end = start + codec.payload_bytes(message[start:], piece, buckets[piece.bucket][0].itemsize, summed)
-            payloads.append(message[start:end])
+            entries, nbytes = told.payload(sender, piece, message[start:], buckets[piece.bucket][0].itemsize)
+            end = start + nbytes
+            found[piece].append(Payload(message[start:end], entries))
         if end != message.nbytes:
             text = f"message {sender} of a shard must be of {end} bytes, as its headers say, got {message.nbytes}"
             raise ValueError(f"{text}; it was damaged")
-    return found
+    return list(found.items())

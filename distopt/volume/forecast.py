@@ -12,8 +12,8 @@ from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
 from distopt.exchange import TwoPhase, two_phases
 from distopt.exchange.breakdown import forecast_breakdown
+from distopt.exchange.told import message_bytes
 from distopt.exchange.traffic import Message, traffic
-from distopt.exchange.two_phase import message_bytes
 from distopt.kernels.layout import BucketLayout
 from distopt.volume.modes import Mode
 

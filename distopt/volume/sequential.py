@@ -11,12 +11,13 @@ from distopt.comm.message import LazyBreakdown, MessageTag, PayloadBreakdown
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State, layout_of, state_array
-from distopt.compress.shards import OWED, Piece, ShardCodec, owed, settle
+from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, owed, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.breakdown import payload_breakdown, shard_breakdown
 from distopt.exchange.mixed import UncompressedMembers
+from distopt.exchange.told import message_bytes
 from distopt.exchange.traffic import traffic
-from distopt.exchange.two_phase import Owned, message_bytes, owned_piece, settle_moved, shards_of
+from distopt.exchange.two_phase import Owned, Watch, compress_bucket, owned_piece, settle_moved, shards_of
 
 T = TypeVar("T")
 
@@ -204,6 +205,7 @@ class SequentialTwoPhase:
         compressor: what is sent of the buckets.
         codec: the same, as it takes part.
         owned: of each rank, what it owned of each bucket in the last step; empty at first.
+        watches: are shown what each rank sends.
 
     Example:
         >>> import numpy as np
@@ -220,38 +222,46 @@ class SequentialTwoPhase:
         array([-3.,  0.], dtype=float32)
     """
 
-    def __init__(self, compressor: Compressor, codec: ShardCodec, owned: Sequence[Owned]):
+    def __init__(
+        self, compressor: Compressor, codec: ShardCodec, owned: Sequence[Owned], watches: Sequence[Watch] = ()
+    ):
         self._compressor, self._codec, self._owned, self._rank = compressor, codec, owned, 0
+        self._watches = watches
         self._flats: dict[int, tuple[UncompressedMembers, RunningSum]] = {}  # by bucket
         self._totals: list[np.ndarray] = []
-        self._counts: dict[tuple[int, int], np.ndarray] = {}  # of entries, by owner and bucket
+        self._counts: dict[Piece, np.ndarray] = {}  # of entries, by part
         self._breakdowns: list[LazyBreakdown] = []  # of the first rank's two messages
         self.sent: list[list[int]] = []  # bytes of messages of the first phase, by sender and owner
         self.gathered: list[int] = []  # bytes of messages of the second phase, by owner
 
     def add(self, buckets: Sequence[TravellingBucket]) -> None:
         """Add the buckets of the next rank, and change what the compressor keeps of them."""
-        codec, rank, first = self._codec, self._rank, self._rank == 0
-        size = buckets[0][2].size
-        shards, messages = shards_of(buckets, codec, size), [list[int]() for _ in range(size)]
-        of_rank: list[tuple[Piece, np.ndarray]] = []
-        for number, (x, state, context, _) in enumerate(buckets):
+        codec, rank, first, size = self._codec, self._rank, self._rank == 0, buckets[0][2].size
+        shards, sent = shards_of(buckets, codec, size), list[tuple[Piece, Payload]]()
+        for number, bucket in enumerate(buckets):
+            x, state, context, _ = bucket
             pieces = shards.of_bucket[number]
             if codec.remembers:
                 settle_moved(x, state, context, owned_piece(pieces, rank), self._owned[rank], number)
-            payloads = codec.compress(x, state, context, pieces)
             if first:
                 self._totals.append(context.scratch("sum of entries", x.nbytes).view(x.dtype))
+            for watch in self._watches:
+                watch.before(bucket)
+            payloads = compress_bucket(bucket, codec, pieces)
+            for watch in self._watches:
+                watch.after(bucket, codec, pieces, payloads)
             for piece, payload in zip(pieces, payloads, strict=True):
-                messages[piece.owner].append(payload.nbytes)
-                of_rank.append((piece, payload))
+                sent.append((piece, payload))
                 total, here = piece.of(self._totals[number]), piece.context(context)
                 counts = codec.add([payload], total, piece, here, first)
-                self._counts[piece.owner, number] = self._counts.get((piece.owner, number), 0) + counts
+                self._counts[piece] = self._counts.get(piece, 0) + counts
             self._add_uncompressed(number, x, context, first)
         if first:
-            self._breakdowns.append(shard_breakdown(codec, of_rank, shards.members, buckets[0][0]))
-        self.sent.append([message_bytes(nbytes) for nbytes in messages])
+            self._breakdowns.append(shard_breakdown(codec, sent, shards.members, buckets[0][0]))
+        to_owner: list[list[int]] = [[] for _ in range(size)]
+        for piece, payload in sent:
+            to_owner[piece.owner].append(payload.data.nbytes)
+        self.sent.append([message_bytes(nbytes) for nbytes in to_owner])
         self._rank += 1
 
     def _add_uncompressed(self, number: int, x: np.ndarray, context: ExchangeContext, first: bool) -> None:
@@ -277,15 +287,15 @@ class SequentialTwoPhase:
         """
         codec, size = self._codec, buckets[0][2].size
         shards = shards_of(buckets, codec, size)
-        payloads: list[list[np.ndarray]] = [[] for _ in buckets]
+        payloads: list[list[Payload]] = [[] for _ in buckets]
         for owner, pieces in enumerate(shards.of_owner):
             results = [self._result(piece, buckets[piece.bucket], states[owner][piece.bucket]) for piece in pieces]
             for piece, result in zip(pieces, results, strict=True):
-                payloads[piece.bucket].append(device.copied(result))
+                payloads[piece.bucket].append(result._replace(data=device.copied(result.data)))
             if owner == 0:
                 of_rank = list(zip(pieces, results, strict=True))
                 self._breakdowns.append(shard_breakdown(codec, of_rank, shards.members, buckets[0][0]))
-            self.gathered.append(message_bytes([result.nbytes for result in results]))
+            self.gathered.append(message_bytes([result.data.nbytes for result in results]))
         for number, (x, _, context, _) in enumerate(buckets):
             if shards.of_bucket[number]:
                 codec.decompress(payloads[number], x, context, shards.of_bucket[number])
@@ -295,11 +305,11 @@ class SequentialTwoPhase:
                 if not members.all:
                     members.put_back()
 
-    def _result(self, piece: Piece, bucket: TravellingBucket, state: State) -> np.ndarray:
+    def _result(self, piece: Piece, bucket: TravellingBucket, state: State) -> Payload:
         x, _, context, _ = bucket
         total, here = piece.of(self._totals[piece.bucket]), piece.context(context)
         memory = owed(x, state, piece) if self._codec.remembers else None
-        return self._codec.compress_sum(total, memory, self._counts[piece.owner, piece.bucket], piece, here)
+        return self._codec.compress_sum(total, memory, self._counts[piece], piece, here)
 
     def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:
         """Write the messages by which rank 0 would have taken part into a ledger."""

@@ -11,7 +11,7 @@ from distopt import device
 from distopt.buckets import Bucket, Reduced, unsharded
 from distopt.checks import check_int
 from distopt.comm import LocalCommunicator, objects
-from distopt.comm.communicator import as_flat, check_root, flat_parts, split, sum_in_rank_order
+from distopt.comm.communicator import Ragged, as_flat, check_root, flat_parts, split, sum_in_rank_order
 from distopt.comm.control import by_rank
 from distopt.comm.ledger import KEEP, Ledger
 from distopt.comm.local import LocalControl
@@ -100,7 +100,7 @@ class VirtualRanks(LocalCommunicator):
         device.copy(flat, sum_in_rank_order([flat] * self.size))
         self.meter.all_reduce(x.size, x.itemsize)
 
-    def all_gather(self, x: np.ndarray, ragged: bool = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return a flat copy of x for each rank."""
         flat = self._alike(as_flat(x, writable=False, gpu=device.gpu_of(x)))
         memory = device.empty(flat.size * self.size, flat.dtype, like=flat) if into is None else into
@@ -110,7 +110,7 @@ class VirtualRanks(LocalCommunicator):
         self.meter.all_gather([x.nbytes] * self.size, self.meter.breakdown(x))
         return parts
 
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: bool = False) -> list[np.ndarray]:
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
         """Return, from each rank, a flat copy of its part for this one."""
         flat = flat_parts(parts, self.size, device.gpu_of(parts[0]) if parts else None)
         part = self._alike(flat[self.rank])
@@ -309,10 +309,8 @@ class SequentialReducers(Reducers):
             one_by_one = SequentialBuckets(compressor, [self._turns(compressor, b) for b in alone], spec.break_even)
             if not phases:
                 return one_by_one
-            codec = phases.codec
-            for hook in self._engine.hooks:
-                codec = hook.wrap_shards(codec, compressor)
-            together = SequentialTwoPhase(compressor, codec, self._owned_by_rank)
+            watches = [watch for hook in self._engine.hooks if (watch := hook.watch_shards(compressor))]
+            together = SequentialTwoPhase(compressor, phases.codec, self._owned_by_rank, watches)
             return SequentialChoice(together, one_by_one, phases.buckets)
 
         return SequentialReducer(self._engine, self._ranks, self.losses, compressor, spec, make)

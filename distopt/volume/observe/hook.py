@@ -7,12 +7,12 @@ import numpy as np
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor
-from distopt.compress.shards import ShardCodec
 from distopt.engine.engine import Engine
 from distopt.engine.hooks import StepHook
 from distopt.engine.spec import StepSpec
 from distopt.exchange import Algorithm
 from distopt.exchange.all_reduce import TravellingBucket
+from distopt.exchange.two_phase import Watch
 from distopt.volume.observe.observer import Callback, Observer
 
 
@@ -49,8 +49,8 @@ class QualityHook(StepHook):
     def wrap_exchange(self, algorithm: Algorithm, compressor: Compressor) -> Algorithm:
         return self.observer.wrap(algorithm, compressor)
 
-    def wrap_shards(self, codec: ShardCodec, compressor: Compressor) -> ShardCodec:
-        return self.observer.wrap_shards(codec, compressor)
+    def watch_shards(self, compressor: Compressor) -> Watch | None:
+        return self.observer.watch_shards(compressor)
 
     def after_two_phases(self, buckets: Sequence[TravellingBucket], comm: Communicator) -> None:
         def add(dense: np.ndarray, tag: MessageTag) -> None:

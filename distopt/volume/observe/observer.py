@@ -9,7 +9,6 @@ from distopt.comm import Communicator
 from distopt.comm.ledger import Ledger
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor
-from distopt.compress.shards import ShardCodec
 from distopt.exchange import Algorithm
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.volume.observe.probe import ObservedSequentialReduce, ObservedShards, observed
@@ -66,11 +65,9 @@ class Observer:
             return algorithm
         return observed(algorithm, self._quality)
 
-    def wrap_shards(self, codec: ShardCodec, compressor: Compressor) -> ShardCodec:
-        """Return the codec of an exchange in two phases in this step, which is measured."""
-        if self._quality is None:
-            return codec
-        self._shards = ObservedShards(codec, compressor, self._quality)
+    def watch_shards(self, compressor: Compressor) -> ObservedShards | None:
+        """Return what watches an exchange in two phases, if this step is measured."""
+        self._shards = None if self._quality is None else ObservedShards(compressor, self._quality)
         return self._shards
 
     def compare(self, buckets: Sequence[TravellingBucket], add: Callable[[np.ndarray, MessageTag], None]) -> None:

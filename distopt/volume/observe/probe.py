@@ -10,12 +10,12 @@ from distopt.comm.message import LazyBreakdown, MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State, layout_of
-from distopt.compress.shards import Piece, PieceBytes, ShardCodec
+from distopt.compress.shards import Payload, Piece, ShardCodec
 from distopt.compress.wrapper import CompressorWrapper
 from distopt.device import DeviceMirror
 from distopt.exchange import Algorithm
 from distopt.exchange.all_reduce import TravellingBucket
-from distopt.exchange.breakdown import payload_breakdown, shard_breakdown
+from distopt.exchange.breakdown import payload_breakdown
 from distopt.kernels.layout import BucketLayout
 from distopt.volume.observe.quality import Quality
 from distopt.volume.sequential import RunningSum, SequentialReduce
@@ -84,64 +84,39 @@ def left_behind(compressor: Compressor, x: np.ndarray, spent: bool, state: State
     return state["residual"] if "residual" in state else np.full_like(x, np.nan)
 
 
-class ObservedShards(ShardCodec):
-    """A ``ShardCodec`` that tells ``quality`` what each rank sends in the first phase, and changes nothing.
+class ObservedShards:
+    """Tells ``quality`` what each rank sends in the first phase of an exchange in two.
 
     Args:
-        codec: the compressor, as it takes part.
-        compressor: the compressor.
+        compressor: what is sent.
         quality: is told.
-
-    Attributes:
-        codec: the first one.
     """
 
-    def __init__(self, codec: ShardCodec, compressor: Compressor, quality: Quality):
-        self.codec, self._compressor, self._quality = codec, compressor, quality
-        self.block, self.ragged, self.remembers, self.note = codec.block, codec.ragged, codec.remembers, codec.note
+    def __init__(self, compressor: Compressor, quality: Quality):
+        self._compressor, self._quality = compressor, quality
         self._dense: dict[BucketLayout, RunningSum] = {}  # of gradients as they came
 
-    def cut(self, layout: BucketLayout, context: ExchangeContext) -> BucketLayout:
-        return self.codec.cut(layout, context)
-
-    def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes] | None:
-        return self.codec.expected_bytes(layout, pieces, summed)
-
-    def add(
-        self, payloads: Sequence[np.ndarray], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
-    ) -> np.ndarray:
-        return self.codec.add(payloads, total, piece, context, first)
-
-    def compress_sum(
-        self, total: np.ndarray, memory: np.ndarray | None, counts: np.ndarray, piece: Piece, context: ExchangeContext
-    ) -> np.ndarray:
-        return self.codec.compress_sum(total, memory, counts, piece, context)
-
-    def decompress(
-        self, payloads: Sequence[np.ndarray], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
-    ) -> None:
-        self.codec.decompress(payloads, x, context, pieces)
-
-    def payload_bytes(self, payload: np.ndarray, piece: Piece, itemsize: int, summed: bool) -> int:
-        return self.codec.payload_bytes(payload, piece, itemsize, summed)
-
-    def compress(
-        self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece]
-    ) -> list[np.ndarray]:
-        layout, share = layout_of(x, context), self._quality.of_rank(context.rank)
+    def before(self, bucket: TravellingBucket) -> None:
+        """Add the gradient of a bucket."""
+        x, _, context, _ = bucket
+        layout = layout_of(x, context)
         first = layout not in self._dense
         running = self._dense.setdefault(layout, RunningSum(lambda nbytes: device.zeros(nbytes, np.uint8)))
         running.add(x, first)
-        share.add_gradient(layout, x)
-        payloads = self.codec.compress(x, state, context, pieces)
-        carried = device.zeros(x.size, x.dtype)
+        self._quality.of_rank(context.rank).add_gradient(layout, x)
+
+    def after(
+        self, bucket: TravellingBucket, codec: ShardCodec, pieces: Sequence[Piece], payloads: Sequence[Payload]
+    ) -> None:
+        """Add what is sent of it."""
+        x, state, context, _ = bucket
+        layout, carried = layout_of(x, context), device.zeros(x.size, x.dtype)
         for piece, payload in zip(pieces, payloads, strict=True):
-            self.codec.add([payload], piece.of(carried), piece, piece.context(context), first=True)
+            codec.add([payload], piece.of(carried), piece, piece.context(context), first=True)
         mask = self._compressor.uncompressed(layout, context)
         for row in np.flatnonzero([] if mask is None else mask.host).tolist():
             layout.view(carried, row)[...] = layout.view(x, row)
-        share.add_sent(layout, carried, left_behind(self._compressor, x, False, state))
-        return payloads
+        self._quality.of_rank(context.rank).add_sent(layout, carried, left_behind(self._compressor, x, False, state))
 
     def compare(self, buckets: Sequence[TravellingBucket], add: Callable[[np.ndarray, MessageTag], None]) -> None:
         """Compare the sums of buckets with those of the gradients.
@@ -156,13 +131,6 @@ class ObservedShards(ShardCodec):
                 dense = self._dense[layout].total
                 add(dense, tag._replace(phase="quality"))
                 self._quality.compare(layout, x, dense)
-
-
-@shard_breakdown.register
-def _(
-    codec: ObservedShards, payloads: Sequence[tuple[Piece, np.ndarray]], members: BucketLayout, like: np.ndarray
-) -> LazyBreakdown:
-    return shard_breakdown(codec.codec, payloads, members, like)
 
 
 @payload_breakdown.register

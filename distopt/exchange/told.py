@@ -1,0 +1,143 @@
+"""How many entries payloads have, which tells how long they are: their headers say it, or on a GPU the ranks' hosts."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distopt import device
+from distopt.comm import Communicator
+from distopt.compress.shards import Piece, ShardCodec
+from distopt.exchange.cut import Cut
+
+ALIGNED = 8  # a payload in a message begins at a multiple of so many bytes
+
+
+def message_bytes(payloads: Sequence[int]) -> int:
+    """Return the bytes of a message with payloads of these bytes.
+
+    Example:
+        >>> message_bytes([19, 4])
+        28
+    """
+    end = 0
+    for nbytes in payloads:
+        end = -(-end // ALIGNED) * ALIGNED + nbytes
+    return end
+
+
+class PlaceCounts:
+    """How many entries lie in each part of each piece: found where the entries are, and read by the host at once.
+
+    Args:
+        codec: counts them.
+        shards: of the buckets.
+        like: an array of their device.
+    """
+
+    def __init__(self, codec: ShardCodec, shards: Cut, like: np.ndarray):
+        lengths = [len(codec.edges(pieces)) if pieces else 0 for pieces in shards.of_bucket]
+        self._ends = np.cumsum([0, *lengths])
+        self._places: np.ndarray = device.empty(int(self._ends[-1]), np.int64, like=like)
+
+    def of_bucket(self, number: int) -> np.ndarray:
+        """Return where ``ShardCodec.select`` writes those of a bucket."""
+        return self._places[self._ends[number] : self._ends[number + 1]]
+
+    def counts(self) -> list[np.ndarray]:
+        """Return those of each bucket; on a GPU the host waits for them."""
+        places = device.host_copy(self._places) if self._places.size else np.zeros(0, np.int64)
+        return [np.diff(places[a:b]) for a, b in zip(self._ends[:-1], self._ends[1:], strict=True)]
+
+
+class Headers:
+    """What the headers of payloads on the host say.
+
+    Args:
+        codec: the compressor, as it takes part.
+
+    Attributes:
+        lengths: the bytes of each rank's message, of the phase that is next; True if only the messages tell.
+    """
+
+    lengths: bool | list[int] = True
+
+    def __init__(self, codec: ShardCodec):
+        self._codec, self._summed = codec, False
+
+    def tell(self, counts: np.ndarray) -> None:
+        """Begin the first phase, in which this rank sends so many entries of each part of each piece, in order."""
+
+    def tell_sums(self, entries: Sequence[int]) -> None:
+        """Begin the second phase, in which this rank sends so many entries of each piece of its shard."""
+        self._summed = True
+
+    def counts(self, piece: Piece) -> np.ndarray | None:
+        """Return how many entries of each part of a piece all ranks have sent together; None if nobody has told."""
+        return None
+
+    def payload(self, sender: int, piece: Piece, message: np.ndarray, itemsize: int) -> tuple[int, int]:
+        """Return how many entries, and how many bytes, the payload of a piece has with which a message begins.
+
+        Args:
+            sender: the rank that has sent it.
+            piece: the piece.
+            message: the message, from the payload on.
+            itemsize: bytes of an element of the bucket.
+
+        Raises:
+            ValueError: the payload was damaged.
+        """
+        entries = self._codec.entries(message, piece, itemsize)
+        return entries, self._codec.payload_bytes(entries, piece, itemsize, self._summed)
+
+
+class Told(Headers):
+    """What the ranks' hosts tell each other, since no host sees the headers of payloads on GPUs.
+
+    Args:
+        codec: the compressor, as it takes part.
+        shards: of the buckets.
+        comm: the ranks.
+        itemsize: bytes of an element.
+    """
+
+    def __init__(self, codec: ShardCodec, shards: Cut, comm: Communicator, itemsize: int):
+        super().__init__(codec)
+        self._shards, self._comm, self._itemsize = shards, comm, itemsize
+        pieces = [piece for pieces in shards.of_bucket for piece in pieces]
+        ends = np.cumsum([0, *(codec.parts(piece) for piece in pieces)]).tolist()
+        self._rows = {piece: slice(a, b) for piece, a, b in zip(pieces, ends[:-1], ends[1:], strict=True)}
+        self._counts = np.zeros((comm.size, 0), np.int64)
+        self._sums: dict[Piece, int] = {}
+
+    def tell(self, counts: np.ndarray) -> None:
+        self._counts = np.array(self._gathered(counts.tolist()), np.int64).reshape(self._comm.size, -1)
+        mine = self._shards.of_owner[self._comm.rank]
+        self.lengths = [self._message_bytes(sender, mine) for sender in range(self._comm.size)]
+
+    def tell_sums(self, entries: Sequence[int]) -> None:
+        self._summed = True
+        for pieces, told in zip(self._shards.of_owner, self._gathered(entries), strict=True):
+            self._sums |= dict(zip(pieces, told, strict=True))
+        self.lengths = [self._message_bytes(owner, pieces) for owner, pieces in enumerate(self._shards.of_owner)]
+
+    def counts(self, piece: Piece) -> np.ndarray | None:
+        total: np.ndarray = self._counts[:, self._rows[piece]].sum(axis=0)
+        return total
+
+    def payload(self, sender: int, piece: Piece, message: np.ndarray, itemsize: int) -> tuple[int, int]:
+        entries = self._entries(sender, piece)
+        return entries, self._codec.payload_bytes(entries, piece, itemsize, self._summed)
+
+    def _entries(self, sender: int, piece: Piece) -> int:
+        return self._sums[piece] if self._summed else int(self._counts[sender, self._rows[piece]].sum())
+
+    def _message_bytes(self, sender: int, pieces: Sequence[Piece]) -> int:
+        entries = [self._entries(sender, piece) for piece in pieces]
+        numbers = zip(entries, pieces, strict=True)
+        return message_bytes([self._codec.payload_bytes(n, p, self._itemsize, self._summed) for n, p in numbers])
+
+    def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of every rank.  Collective."""
+        texts = self._comm.control.gather(" ".join(map(str, numbers)))
+        return [list(map(int, text.split())) for text in texts]
