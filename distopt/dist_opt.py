@@ -126,6 +126,7 @@ class SingaModes(Facade):
             topK: send a fraction (``compress.TopK``) instead of what is large enough (``compress.Threshold``).
             corr: keep the rest as a residual, which is added to the next gradient (``compress.ErrorFeedback``);
                 otherwise the rest is lost.
+            exchange: as for ``step``; a gather by default, so that the sum is all that the ranks have sent.
 
         Returns:
             True if an update was applied.
@@ -157,6 +158,9 @@ class SingaModes(Facade):
             compressor: what is sent of a bucket; None for ``Dense()``.
             break_even: all-reduce a bucket whose payloads would be more bytes than dense as a dense array of the same
                 entries.
+            exchange: of payloads that cannot be added on the wire: 'gather', by which sums are exact, and bytes grow
+                with the ranks; 'two_phase', by which owners of shards compress the sums again; or 'auto' for a gather
+                with two ranks and of less than 64 kB (``exchange.two_phases``).
 
         Returns:
             True if an update was applied.
@@ -408,6 +412,9 @@ class DistOpt(SingaModes, Checkpointed):
             compressor: what is sent of a bucket; None for ``Dense()``.
             break_even: all-reduce a bucket whose payloads would be more bytes than dense as a dense array of the same
                 entries.
+            exchange: of payloads that cannot be added on the wire: 'gather', by which sums are exact, and bytes grow
+                with the ranks; 'two_phase', by which owners of shards compress the sums again; or 'auto' for a gather
+                with two ranks and of less than 64 kB (``exchange.two_phases``).
 
         Returns:
             True if an update was applied.
@@ -495,9 +502,10 @@ class DistOpt(SingaModes, Checkpointed):
         arrays are the graph's own.  The loss is called twice here: for an ordinary step, which counts, and for the
         capture.
 
-        Not captured are ``Threshold``, whose payloads are as long as the data want, a warm-up, whose density changes,
-        a partial step, which averages another bucket each time, ``clip_norm`` and ``gradient_hook``; and the optimizer
-        is one of distopt's own.  A ``Metered`` communicator does not see what a replay sends.  Each rank needs a
+        Payloads are gathered, since the host takes part in two phases.  Not captured are ``Threshold``, whose payloads
+        are as long as the data want, a warm-up, whose density changes, a partial step, which averages another bucket
+        each time, ``clip_norm`` and ``gradient_hook``; and the optimizer is one of distopt's own.  A ``Metered``
+        communicator does not see what a replay sends.  Each rank needs a
         process of its own: NCCL may deadlock when one process launches the graphs of several.
 
         Args:
@@ -515,7 +523,8 @@ class DistOpt(SingaModes, Checkpointed):
         self.engine.check_open()
         chosen = Dense() if compressor is None else compressor
         check_capture(self.engine, chosen)
-        return CapturedStep(self.engine, loss, StepSpec(lambda: chosen, break_even=break_even))
+        spec = StepSpec(lambda: chosen, break_even=break_even, exchange="gather")
+        return CapturedStep(self.engine, loss, spec)
 
     def update(self, param: Any, grad: np.ndarray) -> None:
         """Take the mean of a summed gradient, in place, and update one parameter with it.

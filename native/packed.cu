@@ -347,7 +347,8 @@ KERNEL(unpack_planes)(long long ranks, const byte_t *const *payload, long long t
 
 // place <- the first of k ascending indices that is not below each edge; those below 0 are no entries.
 KERNEL(find_edges)(long long edges, const long long *edge, long long *place, long long k, const int *index) {
-  FOR_EACH(e, edges, edge, place) { place[e] = first_from(edge[e], index, k); };
+  FOR_EACH_PIECE(c, edges)
+    FOR_EACH_IN_BLOCK(e, c.begin, c.end) place[e] = first_from(edge[e], index, k);
 }
 
 // payload <- the entries of each section, behind one another; it was zeros.  x gets back what that cannot carry, and the

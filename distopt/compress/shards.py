@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from distopt import kernels
-from distopt.compress.context import BucketContext, ExchangeContext, State, state_array
+from distopt.compress.context import BucketContext, DeviceContext, ExchangeContext, State, state_array
 from distopt.kernels.layout import BucketLayout
 
 OWED = "owed"  # the state of what a rank, as the owner of a shard, has not sent: in the part of it that it owns
@@ -52,12 +52,13 @@ class Piece:
         """Return a call of a compressor for it, from one for its bucket."""
         bucket, name = context.bucket, f"of {self.start}"
         return context._replace(
+            device=DeviceContext(context.skip_flag),  # the capacity is that of the bucket's payload
             bucket=BucketContext(
                 self.layout,
                 None,
                 lambda text, nbytes: bucket.scratch(f"shard {text}", nbytes),
                 lambda text, make: bucket.constant(f"{text} {name}", make),
-            )
+            ),
         )
 
 

@@ -2,7 +2,7 @@
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -12,10 +12,11 @@ from distopt import device, kernels
 from distopt.checks import check_bool
 from distopt.compress import select
 from distopt.compress.base import Lossy
-from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, sizes_of
+from distopt.compress.context import ExchangeContext, Make, State, check_fits, layout_of, sizes_of
 from distopt.compress.entry_shards import EntryShards
 from distopt.compress.planes import add_planes, payload_size, truncate, unpack_entries
 from distopt.compress.shards import ShardCodec
+from distopt.device import DeviceMirror
 from distopt.kernels.layout import CHUNK, BucketLayout
 
 SPARE = 64  # at least one of so many entries has room
@@ -163,6 +164,11 @@ class Sparse(Lossy):
         add_planes(self.decode(payloads, out, context), out, context)
 
 
+def new_mirror(make: Make) -> DeviceMirror:
+    """Return a table that differs from step to step."""
+    return DeviceMirror(make())
+
+
 def selected_counts(density: float, sizes: np.ndarray) -> np.ndarray:
     """Return a fraction of these sizes, rounded up: one at least, if there is one."""
     exact = density * sizes
@@ -252,7 +258,11 @@ class TopK(FixedDensity):
     def extract(self, x: np.ndarray, add: Increment, context: ExchangeContext) -> np.ndarray:
         """Select from a first guess of how large the largest entries are (topk_host.cu, topk_device.cu)."""
         sizes = layout_of(x, context).records["size"].astype(np.int64)
-        return self._extract(x, add, self.counts(self.parts(sizes)), context)
+
+        def kept(make: Make) -> DeviceMirror:
+            return context.constant(f"parts of {self!r}", make)
+
+        return self._extract(x, add, self.counts(self.parts(sizes)), kept, context)
 
     def part_starts(self, layout: BucketLayout) -> np.ndarray:
         return layout.records["offset"].astype(np.int64) if self.per_tensor else super().part_starts(layout)
@@ -261,10 +271,17 @@ class TopK(FixedDensity):
         """As many of each part as a rank has sent of it on average, rounded up, so that no part starves."""
         if not self.reselect:
             return super().reselect_sum(x, add, counts, context)
-        return self._extract(x, Increment(add, x[:0]), -(-counts // context.size), context)
+        return self._extract(x, Increment(add, x[:0]), -(-counts // context.size), new_mirror, context)
 
-    def _extract(self, x: np.ndarray, add: Increment, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
-        """Move the largest entries out of x + add, so many of each part."""
+    def _extract(
+        self,
+        x: np.ndarray,
+        add: Increment,
+        counts: np.ndarray,
+        mirror: Callable[[Make], DeviceMirror],
+        context: ExchangeContext,
+    ) -> np.ndarray:
+        """Move the largest entries out of x + add, so many of each part; ``mirror`` brings a table to a GPU."""
         if self.per_tensor:
             records = layout_of(x, context).records
             offsets, sizes = records["offset"].astype(np.int64), records["size"].astype(np.int64)
@@ -273,7 +290,7 @@ class TopK(FixedDensity):
         payload = context.scratch("payload", payload_size(counts.sum(), x.itemsize))
         planes = unpack_entries(payload, x.dtype)
         if device.on_gpu(x):
-            parts = context.constant(f"parts of {self!r}", lambda: select.parts_table(offsets, sizes, counts))
+            parts = mirror(lambda: select.parts_table(offsets, sizes, counts))
             held = context.scratch("candidates", payload_size(select.candidates(parts.host), x.itemsize))
             state = context.scratch("state", 8 * select.largest_words(parts.host, x.dtype)).view(np.int64)
             added = add.added(layout_of(x, context), context)

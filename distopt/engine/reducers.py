@@ -349,7 +349,7 @@ class Reducers:
 
     def two_phases(self, compressor: Compressor, spec: StepSpec) -> TwoPhase | None:
         """Return the exchange in two phases that a step takes; None if it takes another one."""
-        if compressor.summable or spec.exchange == "gather" or not spec.reduced or self._comm.gpu is not None:
+        if compressor.summable or spec.exchange == "gather" or not spec.reduced:
             return None
         buckets = self._step_context.store.buckets
         asked = (buckets, compressor, spec.exchange, spec.break_even)

@@ -1146,3 +1146,35 @@ def test_a_gpu_newer_than_the_compiler_gets_ptx(nvrtc, monkeypatch):
 def test_a_text_that_does_not_compile_says_where(nvrtc):
     with pytest.raises(RuntimeError, match=r"(?s)pack.cu does not compile for sm_90.*undefined"):
         compiled(more="\nKERNEL(wrong)(long long n) { nonsense(n); }\n")
+
+
+# ----------------------------------------------------------------------------------------------------- two phases
+
+TWO_PHASES = [m for m in laws.MODES if "two phases" in m and "threshold" not in m]  # which has a capacity on GPUs
+
+
+@pytest.mark.parametrize("mode", TWO_PHASES)
+def test_in_two_phases_gpus_have_the_bits_of_the_host(mode, one_warp):
+    """Parameters, residuals and what owners owe: the owner adds in rank order wherever the arrays are."""
+
+    def main(comm):
+        params, opt = laws.train(comm, mode=mode, shapes=[(40, 30), (7,), (3000,), ()], deterministic=True)
+        states = opt.state_dict()["states"]
+        kept = {(s, n): a.tobytes() for s, arrays in states.items() for n, a in arrays.items() if a.any()}
+        return laws.digest(params), kept
+
+    assert on_gpus(3, main) == run_ranks(3, main)
+
+
+def test_in_two_phases_a_refused_step_leaves_everything_as_it_was(one_warp):
+    """The skip flag is read by kernels: nothing is selected, sent or owed in a step with a NaN."""
+
+    def main(comm):
+        params, opt = laws.train(comm, steps=2, mode="packed in two phases", nonfinite="skip")
+        before = laws.digest(params), opt.state_dict()["states"]
+        laws.MODES["packed in two phases"](opt, poisoned(comm, params, 2, 2))
+        laws.assert_equal_states(opt.state_dict()["states"], before[1])
+        assert laws.digest(params) == before[0]
+        assert opt.skipped == 1
+
+    on_gpus(2, main)

@@ -23,8 +23,9 @@ from test_kernels import REALS, SIZES, folded, members
 import laws
 from distopt import device as device_memory
 from distopt import kernels, run_ranks
-from distopt.compress import select
-from distopt.compress.elias_fano import VALUES, packing
+from distopt.compress import sections, select
+from distopt.compress.elias_fano import packing
+from distopt.compress.values import VALUES
 from distopt.kernels.layout import CHUNK, BucketLayout, KernelStruct
 from simt.build import build, sanitized
 from simt.device import on
@@ -635,6 +636,59 @@ def packed(x, index, entry, value, damage):
     kernels.unpack_planes([payload, other], places, values, layout)
     values[np.isnan(values)] = np.nan  # of either sign
     return payload, x, places, values
+
+
+def cut_into_sections(x, index, entry, bases, spare, value, damage):
+    """Sections with places for ``spare`` entries more or fewer, what stays in x, and the planes of them."""
+    sizes = np.diff([*bases, x.size])
+    edges = np.full(len(bases) + 1, 7)
+    kernels.find_edges(np.array([*bases, x.size]), edges, index)
+    places = np.clip(np.diff(edges) + spare, 0, sizes)
+    rows, x = sections.table(np.array(bases), sizes, places, value, x.itemsize), x.copy()
+    table, pieces = device_memory.DeviceMirror(rows.view(np.int64)), max(1, -(-int(places.max()) // CHUNK))
+    payload = np.zeros(int(rows["at"][-1] + rows["bytes"][-1]), np.uint8)
+    kernels.pack_sections(x, index, entry, payload, table, pieces)
+    other = payload.copy()
+    if damage is not None:
+        other[damage:] = np.random.default_rng(x.size).integers(0, 256, other[damage:].size)
+    found = np.full(int(places.sum()), 7, np.int32), np.full(int(places.sum()), 7, x.dtype)
+    parts = [other[at:] for at in rows["at"].tolist()]
+    if found[0].size:
+        kernels.unpack_sections(parts, *found, table, pieces)
+    found[1][np.isnan(found[1])] = np.nan  # of either sign
+    return edges, payload, x, *found
+
+
+@pytest.mark.filterwarnings("ignore:invalid")
+@settings(max_examples=30)
+@given(
+    n=st.one_of(st.sampled_from([40, CHUNK, 9 * CHUNK]), st.integers(1, 9 * CHUNK)),
+    density=st.sampled_from([0.0, 0.001, 0.1, 1.0]),
+    cuts=st.integers(0, 6),
+    spare=st.sampled_from([0, 3, -5]),
+    missing=st.integers(0, 5),
+    value=st.sampled_from(list(sections.FORMATS)),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    damage=st.sampled_from([None, 0, 4]),
+    seed=SEEDS,
+)
+def test_sections_have_the_hosts_bits_even_if_damaged(
+    libraries, n, density, cuts, spare, missing, value, dtype, grid, damage, seed
+):
+    """Planes may end with places without an entry; entries that a section has no place for go back."""
+    rng = np.random.default_rng(seed)
+    index = np.flatnonzero(rng.random(n) < density).astype(np.int32)
+    entry, x = rng.standard_normal(index.size).astype(dtype), rng.standard_normal(n).astype(dtype)
+    index, entry = np.append(index, np.full(missing, -1, np.int32)), np.append(entry, np.zeros(missing, dtype))
+    x[index[index >= 0]] = 0
+    bases = sorted({0, *rng.integers(0, n, cuts).tolist()})
+    host = cut_into_sections(x, index, entry, bases, spare, value, damage)
+    with on(libraries, *grid):
+        on_device = cut_into_sections(x, index, entry, bases, spare, value, damage)
+    same(host, on_device)
+    if damage is None and spare >= 0:
+        assert host[3][host[3] >= 0].tolist() == index[index >= 0].tolist()
 
 
 @pytest.mark.filterwarnings("ignore:invalid")
