@@ -229,7 +229,7 @@ class SequentialTwoPhase:
         self._watches = watches
         self._flats: dict[int, tuple[UncompressedMembers, RunningSum]] = {}  # by bucket
         self._totals: list[np.ndarray] = []
-        self._counts: dict[Piece, np.ndarray] = {}  # of entries, by part
+        self._counts: dict[tuple[int, int], np.ndarray] = {}  # of entries by part, of each owner and bucket
         self._breakdowns: list[LazyBreakdown] = []  # of the first rank's two messages
         self.sent: list[list[int]] = []  # bytes of messages of the first phase, by sender and owner
         self.gathered: list[int] = []  # bytes of messages of the second phase, by owner
@@ -254,7 +254,8 @@ class SequentialTwoPhase:
                 sent.append((piece, payload))
                 total, here = piece.of(self._totals[number]), piece.context(context)
                 counts = codec.add([payload], total, piece, here, first)
-                self._counts[piece] = self._counts.get(piece, 0) + counts
+                key = piece.owner, piece.bucket
+                self._counts[key] = self._counts.get(key, 0) + counts
             self._add_uncompressed(number, x, context, first)
         if first:
             self._breakdowns.append(shard_breakdown(codec, sent, shards.members, buckets[0][0]))
@@ -309,7 +310,7 @@ class SequentialTwoPhase:
         x, _, context, _ = bucket
         total, here = piece.of(self._totals[piece.bucket]), piece.context(context)
         memory = owed(x, state, piece) if self._codec.remembers else None
-        return self._codec.compress_sum(total, memory, self._counts[piece], piece, here)
+        return self._codec.compress_sum(total, memory, self._counts[piece.owner, piece.bucket], piece, here)
 
     def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:
         """Write the messages by which rank 0 would have taken part into a ledger."""
