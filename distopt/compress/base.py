@@ -6,7 +6,7 @@ Numbers of laws and bugs are explained in docs/laws.md.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from distopt.compress.context import ExchangeContext, State
 from distopt.compress.shards import ShardCodec
 from distopt.device import DeviceMirror
 from distopt.kernels.layout import BucketLayout
+
+Budget = float | Callable[[int], float]  # bytes of a step, or a schedule of them
 
 
 class Compressor(abc.ABC):
@@ -35,6 +37,8 @@ class Compressor(abc.ABC):
         has_hooks: ``begin`` or ``finish`` does something.
         changes_with_step: ``at_step`` returns another compressor at some steps.
         elementwise: each element is sent by itself, so that neighbouring buckets may travel as one array.
+        budget: the bytes that a rank sends in a step, or a schedule of k that returns them, by which ``at_density`` is
+            chosen; None if the compressor knows its density, or has none.
         recordable: on a GPU all calls with the same arrays enqueue the same launches, whatever the step is, as long as
             the compressor's ``repr`` is the same.
 
@@ -66,6 +70,7 @@ class Compressor(abc.ABC):
     changes_with_step: bool = False
     elementwise: bool = False
     recordable: bool = False
+    budget: Budget | None = None
 
     @abc.abstractmethod
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
@@ -128,6 +133,10 @@ class Compressor(abc.ABC):
     def sharded(self) -> ShardCodec | None:
         """Return how it takes part in a two-phase exchange (``shards``); None: its payloads are gathered."""
         return None
+
+    def at_density(self, density: float) -> "Compressor":
+        """Return the same with another density; TypeError for a compressor that has none."""
+        raise TypeError(f"a compressor must have a density, got {self!r}")
 
     def at_step(self, k: int) -> "Compressor":
         """Return the compressor that update k is made with; k is 0 for the first."""

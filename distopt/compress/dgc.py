@@ -85,8 +85,13 @@ class DeepGradientCompression(Compressor):
     ):
         if not _has_density(selector):
             raise TypeError(f"selector must be one with a density, as TopK or Packed(TopK), got {selector!r}")
-        self._density: float = selector.density
-        self.selector: TopK | Packed = selector.with_density(self._density)
+        self._density: float | None = selector.density
+        self.selector: TopK | Packed = selector
+        self.budget = selector.budget
+        if self._density is not None:
+            self.selector = selector.with_density(self._density)
+        elif warmup is not None:
+            raise ValueError(f"warmup must be None with bytes, which may be a schedule instead, got {warmup!r}")
         self.momentum = check_float("momentum", momentum, most=1.0)
         self.nesterov = check_bool("nesterov", nesterov)
         self.factor_masking = check_bool("factor_masking", factor_masking)
@@ -97,7 +102,7 @@ class DeepGradientCompression(Compressor):
         self.exclude_1d = check_bool("exclude_1d", exclude_1d)
         self.min_numel = check_int("min_numel", min_numel, least=0)
         self.decay_in_gradient = check_bool("decay_in_gradient", decay_in_gradient)
-        self.sparsity = _sparsity(warmup, self._density, steps_per_epoch)
+        self.sparsity = None if self._density is None else _sparsity(warmup, self._density, steps_per_epoch)
         self.changes_with_step = self.sparsity is not None
         self._stage, self._text = self, repr(self)
 
@@ -111,11 +116,14 @@ class DeepGradientCompression(Compressor):
         if self.sparsity is None:
             return self
         sparsity = check_float(f"warmup at update {k}", self.sparsity(k), most=BELOW_ONE)
-        last, stage = self._density, self._stage  # threads that are ranks share this object
+        last, stage = self._density or 1.0, self._stage  # threads that are ranks share this object
         density = last if math.isclose(1 - sparsity, last, rel_tol=1e-9) else 1 - sparsity
         if stage.sparsity is not None or stage.selector.density != density:
             self._stage = stage = DeepGradientCompression(self.selector.with_density(density), **self._options())
         return stage
+
+    def at_density(self, density: float) -> "DeepGradientCompression":
+        return DeepGradientCompression(self.selector.at_density(density), **self._options())
 
     def _options(self) -> dict[str, Any]:
         """Arguments of the constructor, but for selector and warm-up."""
@@ -249,7 +257,8 @@ class DeepGradientCompression(Compressor):
 
 def _has_density(selector: Any) -> bool:
     """Tell if it chooses entries, as many of a tensor as its size says."""
-    return isinstance(selector, Sparse) and not selector.ragged and selector.density is not None
+    known = isinstance(selector, Sparse) and not selector.ragged
+    return known and (selector.density is not None or selector.budget is not None)
 
 
 def _sparsity(warmup: Any, density: float, steps_per_epoch: int | None) -> Sparsity | None:

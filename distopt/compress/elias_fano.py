@@ -70,6 +70,10 @@ class Packed(Sparse):
         self.selector, self.index, self.value = selector, index, value
         self.ragged, self.bounded, self.density = selector.ragged, selector.bounded, selector.density
         self.recordable, self.reselect = selector.recordable, selector.reselect
+        self.budget = selector.budget
+
+    def at_density(self, density: float) -> "Packed":
+        return Packed(cast(Sparse, self.selector.at_density(density)), self.index, self.value)
 
     def count_selected(self, x: np.ndarray, counts: np.ndarray) -> None:
         self.selector.count_selected(x, counts)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distopt import device, kernels
-from distopt.checks import check_bool
+from distopt.checks import check_bool, check_float
 from distopt.compress import select
-from distopt.compress.base import Lossy
+from distopt.compress.base import Budget, Lossy
 from distopt.compress.context import ExchangeContext, Make, State, check_fits, layout_of, sizes_of
 from distopt.compress.entry_shards import EntryShards
 from distopt.compress.planes import add_planes, payload_size, truncate, unpack_entries
@@ -164,6 +164,14 @@ class Sparse(Lossy):
         add_planes(self.decode(payloads, out, context), out, context)
 
 
+def _checked_density(density: Any) -> float:
+    if isinstance(density, bool) or not isinstance(density, Real):
+        raise TypeError(f"density must be a number, got {density!r}")
+    if not 0 < float(density) <= 1:
+        raise ValueError(f"density must be in (0, 1], got {density}")
+    return float(density)
+
+
 def new_mirror(make: Make) -> DeviceMirror:
     """Return a table that differs from step to step."""
     return DeviceMirror(make())
@@ -189,7 +197,6 @@ class FixedDensity(Sparse):
 
     ragged = False
     recordable = True
-    density: float
 
     @abc.abstractmethod
     def counts(self, sizes: np.ndarray) -> np.ndarray:
@@ -210,10 +217,13 @@ class TopK(FixedDensity):
         per_tensor: select so many of each tensor, instead of the whole bucket.
         reselect: in a two-phase exchange, the owner of a shard sends as many entries of the sum as a rank sent it on
             average, the largest; False: all of them, so that the sum is exact, and its bytes grow with the ranks.
+        bytes: in the place of a density, the bytes that a rank sends over the wire in a step, of the whole model,
+            headers included, or a schedule of k that returns them.  A step takes the largest density that fits
+            (``exchange.budget``); what is summed as it is counts.
 
     Raises:
         TypeError: for a density that is no number, or a ``reselect`` that is no bool.
-        ValueError: for a density outside (0, 1].
+        ValueError: for a density outside (0, 1], for bytes below 1, and for both.
 
     Example:
         >>> import numpy as np
@@ -226,12 +236,21 @@ class TopK(FixedDensity):
         array([1., 0., 2., 0.], dtype=float32)
     """
 
-    def __init__(self, density: float, per_tensor: bool = False, reselect: bool = True):
-        if isinstance(density, bool) or not isinstance(density, Real):
-            raise TypeError(f"density must be a number, got {density!r}")
-        if not 0 < density <= 1:
-            raise ValueError(f"density must be in (0, 1], got {density}")
-        self.density = float(density)
+    def __init__(
+        self,
+        density: float | None = None,
+        per_tensor: bool = False,
+        reselect: bool = True,
+        *,
+        bytes: Budget | None = None,
+    ):
+        if bytes is not None:
+            if density is not None:
+                raise ValueError(f"density must be None with bytes, from which it follows, got {density!r}")
+            self.budget = bytes if callable(bytes) else check_float("bytes", bytes, least=1.0)
+            self.density: float | None = None
+        else:
+            self.density = _checked_density(density)
         self.per_tensor: bool = bool(per_tensor)
         self.reselect: bool = check_bool("reselect", reselect)
 
@@ -242,7 +261,12 @@ class TopK(FixedDensity):
     def with_density(self, density: float) -> "TopK":
         return TopK(density, True, self.reselect)
 
+    def at_density(self, density: float) -> "TopK":
+        return TopK(density, self.per_tensor, self.reselect)
+
     def counts(self, sizes: np.ndarray) -> np.ndarray:
+        if self.density is None:
+            raise ValueError(f"bytes must be those of a step, from whose plan the density follows, got {self!r} alone")
         return selected_counts(self.density, sizes)
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
@@ -306,7 +330,8 @@ class TopK(FixedDensity):
         return sizes if self.per_tensor else sizes.sum(keepdims=True)
 
     def __repr__(self) -> str:
-        return f"TopK({self.density}, per_tensor={self.per_tensor}{', reselect=False' * (not self.reselect)})"
+        amount = f"bytes={self.budget}" if self.density is None else f"{self.density}"
+        return f"TopK({amount}, per_tensor={self.per_tensor}{', reselect=False' * (not self.reselect)})"
 
 
 class Threshold(Sparse):

@@ -19,7 +19,10 @@ class CompressorWrapper(Compressor):
     def __init__(self, compressor: Compressor):
         self.compressor = compressor
         self.summable, self.ragged, self.bounded = compressor.summable, compressor.ragged, compressor.bounded
-        self.recordable = compressor.recordable
+        self.recordable, self.budget = compressor.recordable, compressor.budget
+
+    def at_density(self, density: float) -> "CompressorWrapper":
+        return type(self)(self.compressor.at_density(density))
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
         return self.compressor.payload_bytes(n, itemsize, layout)

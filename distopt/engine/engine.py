@@ -176,6 +176,8 @@ class Engine:
             store.collector.collect(loss, *watches)
             if store.propose(threshold):
                 self.agreement.forget()
+            if compressor.budget is not None:
+                compressor = attempt.compressor = self.reducers.within_budget(compressor, spec, self.progress.updates)
             phases = None if compressor.summable else self.reducers.two_phases(compressor, spec)
             if self.declare(spec.describe(compressor, phases is not None)):
                 store.check_sizes(compressor)

@@ -10,6 +10,7 @@ import numpy as np
 
 from distopt import device
 from distopt.buckets import Bucket, BucketSet, Reduced, unsharded
+from distopt.checks import check_float
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
@@ -21,6 +22,7 @@ from distopt.engine.hooks import StepHook
 from distopt.engine.progress import Progress
 from distopt.engine.spec import StepSpec
 from distopt.exchange import TwoPhase, choose, reduce_each, reduce_half_shards, reduce_shards, two_phase, two_phases
+from distopt.exchange.budget import within
 from distopt.exchange.shared_memory import describe, nonfinite
 from distopt.exchange.two_phase import Owned
 
@@ -327,6 +329,7 @@ class Reducers:
         self.overlap = overlap
         self._asked: tuple[Any, ...] = (None,) * 4  # what the last choice of an exchange depended on
         self._phases: TwoPhase | None = None
+        self._fitted: tuple[Any, ...] = (None,) * 4  # the last compressor of a budget, and what it depended on
         self._owned: Owned = {}  # of each bucket, what this rank owned of it in the last exchange of two phases
 
     def in_shared_memory(self, compressor: Compressor) -> bool:
@@ -340,12 +343,25 @@ class Reducers:
     def may_overlap(self, compressor: Compressor, spec: StepSpec, threshold: int) -> bool:
         """Tell if buckets may leave before the vote: they are the last step's, and nothing outlives the step."""
         store = self._step_context.store
-        if not (self.overlap and spec.reduced and self._accumulator.num_batches == 1):
+        if not (self.overlap and spec.reduced and self._accumulator.num_batches == 1) or compressor.budget is not None:
             return False
         grows = compressor.bounded and store.capacity is not None
         if not store.started or threshold != store.threshold or compressor.stateful or grows:
             return False
         return not self.two_phases(compressor, spec)
+
+    def within_budget(self, compressor: Compressor, spec: StepSpec, k: int) -> Compressor:
+        """Return a compressor at the density of which update k sends no more bytes than it may."""
+        budget = compressor.budget
+        assert budget is not None
+        nbytes = check_float(f"bytes at update {k}", budget(k) if callable(budget) else budget, least=1.0)
+        buckets, asked = self._step_context.store.buckets, (nbytes, spec.break_even, spec.exchange)
+        if self._fitted[0] is not compressor or self._fitted[1] is not buckets or self._fitted[2] != asked:
+            plan = [bucket.gradients for bucket in buckets]
+            fitted = within(nbytes, compressor, plan, self._comm.size, spec.break_even, spec.exchange)
+            self._fitted = compressor, buckets, asked, fitted
+        found: Compressor = self._fitted[3]
+        return found
 
     def two_phases(self, compressor: Compressor, spec: StepSpec) -> TwoPhase | None:
         """Return the exchange in two phases that a step takes; None if it takes another one."""

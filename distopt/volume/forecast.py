@@ -1,19 +1,15 @@
 """The bytes of a step by formula: to the byte what a ledger would count, without gradients and without ranks."""
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from distopt.checks import check_int
 from distopt.comm.byte_counts import DIRECT
 from distopt.comm.ledger import Ledger
-from distopt.comm.message import LazyBreakdown, MessageTag, PayloadBreakdown
+from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
-from distopt.compress import Compressor, ExchangeContext
-from distopt.exchange import TwoPhase, two_phases
-from distopt.exchange.breakdown import forecast_breakdown
-from distopt.exchange.told import message_bytes
-from distopt.exchange.traffic import Message, traffic
+from distopt.exchange.step_traffic import StepMessage, step_messages, summed_elements
+from distopt.exchange.traffic import Message
 from distopt.kernels.layout import BucketLayout
 from distopt.volume.modes import Mode
 
@@ -126,7 +122,7 @@ def summary(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: 
     nbytes = [bucket.extent * bucket.dtype.itemsize for bucket in buckets]
     reduced = [row for row in rows if row["verb"] == "all_reduce"]
     summed = {row["bucket"] for row in reduced if row["payload"] >= nbytes[row["bucket"]]}
-    fallen = [k for k in summed if _summed_elements(mode.compressor, buckets[k])[0] != buckets[k].extent]
+    fallen = [k for k in summed if summed_elements(mode.compressor, buckets[k])[0] != buckets[k].extent]
     return Forecast(
         **{name: _mean(count, steps) for name, count in total.items()},
         between=_mean(between, steps),
@@ -166,79 +162,34 @@ def step_ledger(
     if ranks > MOST_RANKS:
         raise ValueError(f"ranks must be at most {MOST_RANKS}, got {ranks}")
     meter = Meter(0, ranks, [rank // per_node for rank in range(ranks)], DIRECT, ledger)
-    phases = two_phases(exchange, mode.compressor, buckets, ranks, break_even)
-    for number, bucket in enumerate(buckets):
-        breakdown = functools.partial(forecast_breakdown, mode.compressor, bucket.extent, bucket.dtype.itemsize, bucket)
+    for number, message, breakdown in messages(buckets, mode, ranks, break_even, exchange):
         with meter.tagged(MessageTag("gradients", 0, number)):
-            alone = not phases or number not in phases.buckets
-            for message in messages(bucket, mode, ranks, break_even) if alone else summed_apart(bucket, mode):
-                message.write(meter, breakdown)
-    if phases:
-        with meter.tagged(MessageTag("gradients")):
-            for message, consists in phase_messages(buckets, phases, mode, ranks):
-                message.write(meter, consists)
+            message.write(meter, breakdown)
     return ledger
 
 
-def phase_messages(
-    buckets: Sequence[BucketLayout], phases: TwoPhase, mode: Mode, ranks: int
-) -> list[tuple[Message, LazyBreakdown]]:
-    """Return the messages of all buckets that are exchanged in two phases, and what the first rank's consist of.
+def messages(
+    buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even: bool = True, exchange: str = "auto"
+) -> list[StepMessage]:
+    """Return the messages of a step.
 
     Args:
         buckets: the layouts of the buckets, in plan order.
-        phases: the exchange.
         mode: the compression mode.
         ranks: the number of ranks.
-
-    Raises:
-        ValueError: the lengths of the messages depend on the gradients.
-    """
-    shards, codec = phases.shards(buckets, ranks), phases.codec
-    found: list[tuple[Message, LazyBreakdown]] = []
-    for verb, summed in (("all_to_all", False), ("all_gather", True)):
-        to_owner: list[list[int]] = [[] for _ in range(ranks)]
-        values = indices = 0
-        for number, pieces in zip(phases.buckets, shards.of_bucket, strict=True):
-            layout = codec.cut(buckets[number], ExchangeContext(size=ranks))
-            expected = codec.expected_bytes(layout, pieces, summed)
-            if expected is None:
-                raise _depends(mode)
-            for piece, nbytes in zip(pieces, expected, strict=True):
-                to_owner[piece.owner].append(nbytes.total)
-                if piece.owner == 0 or not summed:
-                    values, indices = values + nbytes.values, indices + nbytes.indices
-        message = Message(verb, sizes=[message_bytes(payloads) for payloads in to_owner])
-        found.append((message, functools.partial(PayloadBreakdown, values, indices)))
-    return found
-
-
-def summed_apart(bucket: BucketLayout, mode: Mode) -> list[Message]:
-    """Return the message by which members are summed that the compressor leaves as they are, if there are any."""
-    summed, _ = _summed_elements(mode.compressor, bucket)
-    itemsize = bucket.dtype.itemsize
-    return [] if summed is None else [Message("all_reduce", summed, itemsize, uncompressed=summed != bucket.extent)]
-
-
-def messages(bucket: BucketLayout, mode: Mode, ranks: int, break_even: bool = True) -> list[Message]:
-    """Return the messages of a bucket in one step.
-
-    Args:
-        bucket: the bucket's layout.
-        mode: the compression mode.
-        ranks: the number of ranks.
-        break_even: whether the bucket is all-reduced as dense where that is less.
+        break_even: whether a bucket is all-reduced as dense where that is less.
+        exchange: 'gather', 'two_phase' or 'auto'.
 
     Raises:
         ValueError: the lengths of the messages depend on the gradients; the text has a remedy.
     """
-    compressor, itemsize = mode.compressor, bucket.dtype.itemsize
-    payload = compressor.payload_bytes(bucket.extent, itemsize, bucket)
-    if payload is None:
-        raise _depends(mode)
-    summed, elements = _summed_elements(compressor, bucket)
-    payloads = [payload - elements * itemsize] * ranks
-    return traffic(compressor, bucket.extent, itemsize, payloads, summed, break_even)
+    found = step_messages(buckets, mode.compressor, ranks, break_even, exchange)
+    if found is None:
+        raise ValueError(
+            f"mode must send as much whatever the gradients are, got {mode.name}; record some (distopt record) for "
+            "distopt volume --gradients, or count those of distopt.simulate"
+        )
+    return found
 
 
 def sendings(
@@ -264,15 +215,10 @@ def sendings(
         >>> sendings(buckets([("weight", (1000, 1000))]), mode("dense"), ranks=4)
         [Sending(elements=1000000, decompressed=4000000, collectives=(('all_reduce', 4000000),))]
     """
-    phases, sends = two_phases(exchange, mode.compressor, buckets, ranks, break_even), []
-    for number, bucket in enumerate(buckets):
-        alone = not phases or number not in phases.buckets
-        found = messages(bucket, mode, ranks, break_even) if alone else summed_apart(bucket, mode)
-        sends.append(_sending(bucket.extent, mode, [_call(message, ranks) for message in found]))
-    if phases:
-        together = [_call(message, ranks) for message, _ in phase_messages(buckets, phases, mode, ranks)]
-        sends.append(_sending(0, mode, together))
-    return sends
+    calls: dict[int | None, list[tuple[str, int]]] = {number: [] for number in range(len(buckets))}
+    for number, message, _ in messages(buckets, mode, ranks, break_even, exchange):
+        calls.setdefault(number, []).append(_call(message, ranks))
+    return [_sending(0 if k is None else buckets[k].extent, mode, sends) for k, sends in calls.items()]
 
 
 def observed(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: int) -> list[Sending]:
@@ -301,13 +247,6 @@ def observed(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps:
     return [_sending(0 if k is None else buckets[k].extent, mode, sends) for k, sends in calls.items()]
 
 
-def _depends(mode: Mode) -> ValueError:
-    return ValueError(
-        f"mode must send as much whatever the gradients are, got {mode.name}; record some (distopt record) for "
-        "distopt volume --gradients, or count those of distopt.simulate"
-    )
-
-
 def _sending(elements: int, mode: Mode, calls: Sequence[tuple[str, int]]) -> Sending:
     verbs = ("all_reduce",) if mode.compressor.summable else ("all_gather", "all_to_all")
     timed = [("all_gather" if name == "lengths" else name, nbytes) for name, nbytes in calls]
@@ -322,16 +261,6 @@ def _call(message: Message, ranks: int) -> tuple[str, int]:
             return message.verb, sum(message.sizes)
         case _:
             return message.verb, 8 * ranks
-
-
-def _summed_elements(compressor: Compressor, bucket: BucketLayout) -> tuple[int | None, int]:
-    """Return the elements that are summed as they are, as ``traffic`` takes them, and their number."""
-    mask = compressor.uncompressed(bucket, ExchangeContext())
-    if mask is None:
-        return None, 0
-    chosen = mask.host != 0
-    elements = int(bucket.records["size"][chosen].sum())
-    return (bucket.extent if chosen.all() else elements if chosen.any() else None), elements
 
 
 def _mean(count: int, steps: int) -> float:
