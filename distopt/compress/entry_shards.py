@@ -116,19 +116,13 @@ class EntryShards(ShardCodec):
         payloads = sections.pack(x, selected.payload, self._table(pieces, entries, x.itemsize), context)
         return [Payload(payload, n) for payload, n in zip(payloads, entries.tolist(), strict=True)]
 
-    def add(
-        self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
-    ) -> np.ndarray:
+    def add(self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext) -> np.ndarray:
         entries = np.array([payload.entries for payload in payloads], np.int64)
         sizes, value = np.full_like(entries, piece.size), self._value
         rows = sections.table(np.zeros_like(entries), sizes, entries, value, total.itemsize)
         index, entry = sections.unpack([payload.data for payload in payloads], rows, total, context)
         cuts = [slice(a, a + n) for a, n in zip(rows["plane"].tolist(), entries.tolist(), strict=True)]
-        if first:
-            add_planes([(index[cut], entry[cut]) for cut in cuts], total, context)
-        else:
-            for cut in cuts:
-                kernels.decode_sparse(total, index[cut], entry[cut])
+        add_planes([(index[cut], entry[cut]) for cut in cuts], total, context)
         if device.on_gpu(total):
             return np.zeros(0, np.int64)
         starts = self._selector.part_starts(piece.layout)
@@ -147,7 +141,12 @@ class EntryShards(ShardCodec):
         return Payload(payload, entries)
 
     def decompress(
-        self, payloads: Sequence[Payload], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+        self,
+        payloads: Sequence[Payload],
+        x: np.ndarray,
+        context: ExchangeContext,
+        pieces: Sequence[Piece],
+        summed: bool = True,
     ) -> None:
         rows = self._table(pieces, np.array([payload.entries for payload in payloads], np.int64), x.itemsize)
         device.clear(x)

@@ -144,14 +144,9 @@ class CodeShards(ShardCodec):
             payloads.append(Payload(device.concatenated([scale, part]) if codec.header else part, 0))
         return payloads
 
-    def add(
-        self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
-    ) -> np.ndarray:
-        out = total if first else context.scratch("numbers", total.nbytes).view(total.dtype)
-        device.clear(out)
-        self._decode(self._codec, [payload.data for payload in payloads], out, context)
-        if not first:
-            kernels.accumulate(out, total)
+    def add(self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext) -> np.ndarray:
+        device.clear(total)
+        self._decode(self._codec, [payload.data for payload in payloads], total, context)
         return np.zeros(0, np.int64)
 
     def compress_sum(
@@ -163,9 +158,14 @@ class CodeShards(ShardCodec):
         return Payload(payload[: codec.header + codec.code_bytes(piece.size)], 0)
 
     def decompress(
-        self, payloads: Sequence[Payload], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+        self,
+        payloads: Sequence[Payload],
+        x: np.ndarray,
+        context: ExchangeContext,
+        pieces: Sequence[Piece],
+        summed: bool = True,
     ) -> None:
-        codec = self._codec.of_sum(context.size)
+        codec = self._codec.of_sum(context.size) if summed else self._codec
         for payload, piece in zip(payloads, pieces, strict=True):
             self._decode(codec, [payload.data], piece.of(x), piece.context(context))
 

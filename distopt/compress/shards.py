@@ -172,17 +172,14 @@ class ShardCodec(abc.ABC):
         """
 
     @abc.abstractmethod
-    def add(
-        self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext, first: bool
-    ) -> np.ndarray:
-        """Add the payloads of a piece to ``total``, in their order.
+    def add(self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext) -> np.ndarray:
+        """Overwrite ``total`` by the sum of the payloads of a piece, added in their order.
 
         Args:
             payloads: of one piece, in rank order.
             total: ``(piece.size,)``.
             piece: the piece.
             context: the call for the piece.
-            first: nothing was added yet, and ``total`` is overwritten.
 
         Returns:
             On the host, how many entries of each part were added, ``(parts,)`` of int64.
@@ -205,15 +202,21 @@ class ShardCodec(abc.ABC):
 
     @abc.abstractmethod
     def decompress(
-        self, payloads: Sequence[Payload], x: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+        self,
+        payloads: Sequence[Payload],
+        x: np.ndarray,
+        context: ExchangeContext,
+        pieces: Sequence[Piece],
+        summed: bool = True,
     ) -> None:
-        """Overwrite the pieces of a bucket by what the payloads of their sums stand for.
+        """Overwrite the pieces of a bucket by what their payloads stand for.
 
         Args:
             payloads: one per piece.
             x: ``(n,)``, of the bucket.
             context: the call for the bucket.
             pieces: the pieces of the bucket, in order.
+            summed: whether they are those of sums, of the second phase.
         """
 
     def entries(self, message: np.ndarray, piece: Piece, itemsize: int) -> int:

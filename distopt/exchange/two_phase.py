@@ -150,11 +150,15 @@ def compress_all(
     return sent, np.concatenate(counts), uncompressed
 
 
-def compress_bucket(bucket: TravellingBucket, codec: ShardCodec, pieces: Sequence[Piece]) -> list[Payload]:
-    """Return the payloads of the pieces of one bucket, which is on the host."""
+def compress_bucket(
+    bucket: TravellingBucket, codec: ShardCodec, pieces: Sequence[Piece]
+) -> tuple[list[Payload], np.ndarray]:
+    """Return the payloads of the pieces of one bucket, which is on the host, and the entries of each part of them."""
     x, state, context, _ = bucket
     places = np.empty(len(codec.edges(pieces)) if pieces else 0, np.int64)
-    return codec.pack(codec.select(x, state, context, pieces, places), np.diff(places), context, pieces)
+    selected = codec.select(x, state, context, pieces, places)
+    counts: np.ndarray = np.diff(places)
+    return codec.pack(selected, counts, context, pieces), counts
 
 
 def shards_of(buckets: Sequence[TravellingBucket], codec: ShardCodec, ranks: int) -> Cut:
@@ -182,7 +186,7 @@ def sum_and_compress(
     x, state, context, _ = bucket
     total = context.scratch("shard sum", piece.size * x.itemsize).view(x.dtype)
     here = piece.context(context)
-    found = codec.add(payloads, total, piece, here, first=True)
+    found = codec.add(payloads, total, piece, here)
     memory = owed(x, state, piece) if codec.remembers else None
     return codec.compress_sum(total, memory, found if counts is None else counts, piece, here)
 

@@ -14,6 +14,7 @@ from distopt.compress.context import State, layout_of, state_array
 from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, owed, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.breakdown import payload_breakdown, shard_breakdown
+from distopt.exchange.cut import Cut
 from distopt.exchange.mixed import UncompressedMembers
 from distopt.exchange.told import message_bytes
 from distopt.exchange.traffic import traffic
@@ -229,7 +230,7 @@ class SequentialTwoPhase:
         self._watches = watches
         self._flats: dict[int, tuple[UncompressedMembers, RunningSum]] = {}  # by bucket
         self._totals: list[np.ndarray] = []
-        self._counts: dict[tuple[int, int], np.ndarray] = {}  # of entries by part, of each owner and bucket
+        self._counts: dict[int, np.ndarray] = {}  # of entries, by bucket, of each part of its pieces in order
         self._breakdowns: list[LazyBreakdown] = []  # of the first rank's two messages
         self.sent: list[list[int]] = []  # bytes of messages of the first phase, by sender and owner
         self.gathered: list[int] = []  # bytes of messages of the second phase, by owner
@@ -247,15 +248,12 @@ class SequentialTwoPhase:
                 self._totals.append(context.scratch("sum of entries", x.nbytes).view(x.dtype))
             for watch in self._watches:
                 watch.before(bucket)
-            payloads = compress_bucket(bucket, codec, pieces)
+            payloads, counts = compress_bucket(bucket, codec, pieces)
             for watch in self._watches:
                 watch.after(bucket, codec, pieces, payloads)
-            for piece, payload in zip(pieces, payloads, strict=True):
-                sent.append((piece, payload))
-                total, here = piece.of(self._totals[number]), piece.context(context)
-                counts = codec.add([payload], total, piece, here, first)
-                key = piece.owner, piece.bucket
-                self._counts[key] = self._counts.get(key, 0) + counts
+            sent += zip(pieces, payloads, strict=True)
+            self._add(number, bucket, payloads, pieces)
+            self._counts[number] = self._counts.get(number, 0) + counts
             self._add_uncompressed(number, x, context, first)
         if first:
             self._breakdowns.append(shard_breakdown(codec, sent, shards.members, buckets[0][0]))
@@ -264,6 +262,19 @@ class SequentialTwoPhase:
             to_owner[piece.owner].append(payload.data.nbytes)
         self.sent.append([message_bytes(nbytes) for nbytes in to_owner])
         self._rank += 1
+
+    def _add(self, number: int, bucket: TravellingBucket, payloads: Sequence[Payload], pieces: Sequence[Piece]) -> None:
+        """Add what the payloads of a rank stand for, which is 0 where they have no entries."""
+        x, _, context, _ = bucket
+        if not pieces:
+            return
+        if self._rank == 0:
+            self._codec.decompress(payloads, self._totals[number], context, pieces, summed=False)
+            return
+        carried = context.scratch("entries of a rank", x.nbytes).view(x.dtype)
+        device.clear(carried)
+        self._codec.decompress(payloads, carried, context, pieces, summed=False)
+        kernels.accumulate(carried, self._totals[number])
 
     def _add_uncompressed(self, number: int, x: np.ndarray, context: ExchangeContext, first: bool) -> None:
         mask = self._compressor.uncompressed(layout_of(x, context), context)
@@ -289,8 +300,12 @@ class SequentialTwoPhase:
         codec, size = self._codec, buckets[0][2].size
         shards = shards_of(buckets, codec, size)
         payloads: list[list[Payload]] = [[] for _ in buckets]
+        counts = self._counts_by_piece(shards)
         for owner, pieces in enumerate(shards.of_owner):
-            results = [self._result(piece, buckets[piece.bucket], states[owner][piece.bucket]) for piece in pieces]
+            results = [
+                self._result(piece, buckets[piece.bucket], states[owner][piece.bucket], counts[piece])
+                for piece in pieces
+            ]
             for piece, result in zip(pieces, results, strict=True):
                 payloads[piece.bucket].append(result._replace(data=device.copied(result.data)))
             if owner == 0:
@@ -306,11 +321,19 @@ class SequentialTwoPhase:
                 if not members.all:
                     members.put_back()
 
-    def _result(self, piece: Piece, bucket: TravellingBucket, state: State) -> Payload:
+    def _counts_by_piece(self, shards: Cut) -> dict[Piece, np.ndarray]:
+        """Return how many entries of each part of each piece all ranks have sent together."""
+        found: dict[Piece, np.ndarray] = {}
+        for number, pieces in enumerate(shards.of_bucket):
+            ends = np.cumsum([self._codec.parts(piece) for piece in pieces])
+            found |= dict(zip(pieces, np.split(self._counts[number], ends[:-1]), strict=True)) if pieces else {}
+        return found
+
+    def _result(self, piece: Piece, bucket: TravellingBucket, state: State, counts: np.ndarray) -> Payload:
         x, _, context, _ = bucket
         total, here = piece.of(self._totals[piece.bucket]), piece.context(context)
         memory = owed(x, state, piece) if self._codec.remembers else None
-        return self._codec.compress_sum(total, memory, self._counts[piece.owner, piece.bucket], piece, here)
+        return self._codec.compress_sum(total, memory, counts, piece, here)
 
     def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:
         """Write the messages by which rank 0 would have taken part into a ledger."""

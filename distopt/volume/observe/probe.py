@@ -111,8 +111,8 @@ class ObservedShards:
         """Add what is sent of it."""
         x, state, context, _ = bucket
         layout, carried = layout_of(x, context), device.zeros(x.size, x.dtype)
-        for piece, payload in zip(pieces, payloads, strict=True):
-            codec.add([payload], piece.of(carried), piece, piece.context(context), first=True)
+        if pieces:
+            codec.decompress(payloads, carried, context, pieces, summed=False)
         mask = self._compressor.uncompressed(layout, context)
         for row in np.flatnonzero([] if mask is None else mask.host).tolist():
             layout.view(carried, row)[...] = layout.view(x, row)
