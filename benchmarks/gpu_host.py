@@ -16,9 +16,10 @@ from benchmarks import stub_cuda
 from benchmarks.measure import interleaved, report, versions
 from benchmarks.models import MODELS
 from distopt import DistOpt, Parameter, optim
-from distopt.compress import DeepGradientCompression, ErrorFeedback, Packed, TopK
+from distopt.compress import DeepGradientCompression, ErrorFeedback, Packed, TopK, TwoBit
 
 RANKS = 8
+DGC = DeepGradientCompression(Packed(TopK(0.001)))
 REFERENCE = 50e-3  # seconds of ``loop`` on the core for which the budgets hold
 
 
@@ -27,29 +28,26 @@ def sgd():
     return optim.SGD(0.1, momentum=0.9, weight_decay=1e-4)
 
 
-CASES = {  # name: model, optimizer, compressor, whether gradients are new arrays in each step, budget in ms
-    "ResNet-50 dense, new gradients": ("resnet50", sgd, None, True, 1.0),
-    "ResNet-50 dense, gradients stay": ("resnet50", sgd, None, False, 1.0),
-    "ResNet-50 dense, LAMB": ("resnet50", lambda: optim.LAMB(0.01), None, True, None),
-    "BERT-base dense, new gradients": ("bert-base", sgd, None, True, 2.5),
-    "ResNet-50 top-K 0.1 %": ("resnet50", sgd, ErrorFeedback(TopK(0.001)), True, 3.0),
-    "ResNet-50 DGC packed 0.1 %": (
-        "resnet50",
-        lambda: optim.SGD(0.1),
-        DeepGradientCompression(Packed(TopK(0.001))),
-        True,
-        4.0,
-    ),
+CASES = {  # name: model, optimizer, compressor, whether gradients are new arrays in each step, exchange, budget in ms
+    "ResNet-50 dense, new gradients": ("resnet50", sgd, None, True, "auto", 1.0),
+    "ResNet-50 dense, gradients stay": ("resnet50", sgd, None, False, "auto", 1.0),
+    "ResNet-50 dense, LAMB": ("resnet50", lambda: optim.LAMB(0.01), None, True, "auto", None),
+    "BERT-base dense, new gradients": ("bert-base", sgd, None, True, "auto", 2.5),
+    "ResNet-50 top-K 0.1 %, gather": ("resnet50", sgd, ErrorFeedback(TopK(0.001)), True, "gather", 3.0),
+    "ResNet-50 top-K 0.1 %, two phases": ("resnet50", sgd, ErrorFeedback(TopK(0.001)), True, "auto", 3.0),
+    "ResNet-50 two bits, two phases": ("resnet50", sgd, ErrorFeedback(TwoBit()), True, "auto", None),
+    "ResNet-50 DGC packed, gather": ("resnet50", lambda: optim.SGD(0.1), DGC, True, "gather", 4.0),
+    "ResNet-50 DGC packed, two phases": ("resnet50", lambda: optim.SGD(0.1), DGC, True, "auto", 4.0),
 }
 
 
-def step_of(model, make, compressor, new):
+def step_of(model, make, compressor, new, exchange):
     """A step of a rank."""
     shapes = [shape for _, shape in reversed(MODELS[model]())]
     params = [Parameter(f"p{k}", stub_cuda.array(shape)) for k, shape in enumerate(shapes)]
     sets = [[(p, stub_cuda.array(p.data.shape)) for p in params] for _ in range(3 if new else 1)]
     losses, opt = itertools.cycle(sets), DistOpt(make(), stub_cuda.communicator(RANKS))
-    return lambda: opt.step(next(losses), compressor)
+    return lambda: opt.step(next(losses), compressor, exchange=exchange)
 
 
 def loop():
@@ -69,8 +67,8 @@ def main():
     names = ("kernels", "graphs", "NCCL calls", "NCCL groups", "copies", "memsets", "event operations")
     lines = [versions("numpy", "cupy-cuda13x"), ""]
     lines += [f"  {'one step of one of 8 ranks':34}" + "".join(f"{n:>17}" for n in names) + f"{'ms':>8}{'scaled':>8}"]
-    for name, (model, make, compressor, new, budget) in CASES.items():
-        step = step_of(model, make, compressor, new)
+    for name, (model, make, compressor, new, exchange, budget) in CASES.items():
+        step = step_of(model, make, compressor, new, exchange)
         for _ in range(8):
             step()
         stub_cuda.counts.clear()

@@ -10,7 +10,6 @@ from distopt.compress import sections
 from distopt.compress.context import ExchangeContext, State, state_array
 from distopt.compress.planes import INDEX, add_planes, unpack_entries
 from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec
-from distopt.device import DeviceMirror
 from distopt.kernels.layout import BucketLayout
 
 Choose = Callable[[np.ndarray, State, ExchangeContext], tuple[np.ndarray, np.ndarray]]
@@ -100,11 +99,16 @@ class EntryShards(ShardCodec):
     def select(
         self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray
     ) -> Selected:
-        planes, memory = self.choose(x, state, context)
-        if pieces:
-            index, _ = unpack_entries(planes, x.dtype)
-            kernels.find_edges(DeviceMirror(self.edges(pieces)), places, index)
-        return Selected(planes, memory)
+        edges = self.edges(pieces) if pieces else places
+
+        def work() -> Selected:
+            planes, memory = self.choose(x, state, context)
+            if pieces:
+                index, _ = unpack_entries(planes, x.dtype)
+                kernels.find_edges(context.constant(f"edges {edges.tobytes()!r}", edges.copy), places, index)
+            return Selected(planes, memory)
+
+        return context.repeat("select", work, (x, places, *state.values()))
 
     def pack(
         self, selected: Selected, counts: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]

@@ -142,7 +142,8 @@ class TwoPhaseReducer(Unreduced):
         alone: list[tuple[Bucket, np.ndarray]] = []
         for bucket, x in zip(self._store.buckets, arrays, strict=True):
             (together if bucket.number in self._phases.buckets else alone).append((bucket, x))
-        travelling = [(x, b.state, step.exchange_context(b, comm, compressor), step.tag(b)) for b, x in together]
+        text = repr(compressor) if comm.gpu is not None and compressor.recordable else ""
+        travelling = [(x, b.state, step.exchange_context(b, comm, compressor, text), step.tag(b)) for b, x in together]
         if compressor.has_hooks:
             with comm.on_comm_stream():
                 for x, state, context, _ in travelling:

@@ -6,6 +6,7 @@ import numpy as np
 
 from distopt import device
 from distopt.comm import Communicator
+from distopt.compress import ExchangeContext
 from distopt.compress.shards import Piece, ShardCodec
 from distopt.exchange.cut import Cut
 
@@ -31,13 +32,13 @@ class PlaceCounts:
     Args:
         codec: counts them.
         shards: of the buckets.
-        like: an array of their device.
+        context: the call for any of them, in whose memory they are counted.
     """
 
-    def __init__(self, codec: ShardCodec, shards: Cut, like: np.ndarray):
+    def __init__(self, codec: ShardCodec, shards: Cut, context: ExchangeContext):
         lengths = [len(codec.edges(pieces)) if pieces else 0 for pieces in shards.of_bucket]
         self._ends = np.cumsum([0, *lengths])
-        self._places: np.ndarray = device.empty(int(self._ends[-1]), np.int64, like=like)
+        self._places: np.ndarray = context.scratch("places", 8 * int(self._ends[-1])).view(np.int64)
 
     def of_bucket(self, number: int) -> np.ndarray:
         """Return where ``ShardCodec.select`` writes those of a bucket."""
@@ -117,8 +118,9 @@ class Told(Headers):
 
     def tell_sums(self, entries: Sequence[int]) -> None:
         self._summed = True
-        for pieces, told in zip(self._shards.of_owner, self._gathered(entries), strict=True):
-            self._sums |= dict(zip(pieces, told, strict=True))
+        padding = [0] * (max(map(len, self._shards.of_owner)) - len(entries))  # all texts have as many numbers
+        for pieces, told in zip(self._shards.of_owner, self._gathered([*entries, *padding]), strict=True):
+            self._sums |= dict(zip(pieces, told, strict=False))
         self.lengths = [self._message_bytes(owner, pieces) for owner, pieces in enumerate(self._shards.of_owner)]
 
     def counts(self, piece: Piece) -> np.ndarray | None:

@@ -130,7 +130,7 @@ def compress_all(
         and of each bucket the members that were summed.
     """
     uncompressed = []
-    selected, places = [], PlaceCounts(codec, shards, buckets[0][0])
+    selected, places = [], PlaceCounts(codec, shards, buckets[0][2])
     for number, bucket in enumerate(buckets):
         x, state, context, tag = bucket
         for watch in watches:
