@@ -23,8 +23,9 @@ from test_kernels import REALS, SIZES, folded, members
 import laws
 from distopt import device as device_memory
 from distopt import kernels, run_ranks
-from distopt.compress import select
+from distopt.compress import ExchangeContext, sections, select
 from distopt.compress.elias_fano import VALUES, packing
+from distopt.compress.planes import payload_size, unpack_entries
 from distopt.kernels.layout import CHUNK, BucketLayout, KernelStruct
 from simt.build import build, sanitized
 from simt.device import on
@@ -652,6 +653,8 @@ def packed(x, index, entry, value, damage):
 )
 @example(9 * CHUNK, 1.0, 0, "float16", 0, "float32", (1, 256, 0), 0, 0)  # one block has all pieces
 @example(9 * CHUNK, 1.0, 0, "int8", 0, "float64", (2, 256, 3), None, 0)
+@example(9 * CHUNK - 100, 1.0, 0, "2bit", 0, "float32", (1, 256, 0), 0, 0)
+@example(3 * CHUNK + 7, 0.7, 50, "2bit", 1, "float64", (7, 32, 2), 16, 1)
 def test_packed_payloads_have_the_hosts_bits_even_if_damaged(
     libraries, n, density, spare, value, by, dtype, grid, damage, seed
 ):
@@ -674,6 +677,42 @@ def test_packed_payloads_have_the_hosts_bits_even_if_damaged(
     if damage == 0:
         assert (host[2][places:] == np.arange(places)).all()
         assert np.isnan(host[3][places:]).all()
+
+
+def in_sections(x, index, entry, value, borders):
+    """The sections between borders, what stays in x, and the planes of what they carry."""
+    places = np.diff(np.searchsorted(index, borders))
+    rows = sections.table(borders[:-1], np.diff(borders), places, value, x.itemsize)
+    planes, x = np.zeros(payload_size(index.size, x.itemsize), np.uint8), x.copy()
+    for plane, numbers in zip(unpack_entries(planes, x.dtype), (index, entry), strict=True):
+        plane[:] = numbers
+    payloads = sections.pack(x, planes, rows, ExchangeContext())
+    found, values = sections.unpack(payloads, rows, x, ExchangeContext())
+    values[np.isnan(values)] = np.nan  # of either sign
+    return *payloads, x, found, values
+
+
+@pytest.mark.filterwarnings("ignore:invalid")
+@settings(max_examples=20)
+@given(
+    n=st.sampled_from([300, CHUNK, 5 * CHUNK + 11]),
+    density=st.sampled_from([0.001, 0.1, 1.0]),
+    value=st.sampled_from(sections.FORMATS),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    seed=SEEDS,
+)
+@example(5 * CHUNK + 11, 1.0, "2bit", "float32", (2, 256, 3), 0)
+def test_packed_sections_have_the_hosts_bits(libraries, n, density, value, dtype, grid, seed):
+    rng = np.random.default_rng(seed)
+    index = np.flatnonzero(rng.random(n) < density).astype(np.int32)
+    entry = (rng.standard_normal(index.size) * 2.0 ** rng.integers(-20, 20, index.size)).astype(dtype)
+    entry[::911] = np.nan
+    given = np.zeros(n, dtype), index, entry, value, np.array([0, n // 7, n // 3, n])
+    host = in_sections(*given)
+    with on(libraries, *grid):
+        same(host, in_sections(*given))
+    np.testing.assert_array_equal(host[-2], index)
 
 
 @pytest.mark.skipif(SANITIZE in os.environ, reason="this is that run")
