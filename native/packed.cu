@@ -1,5 +1,5 @@
 // Entries in few bits: indices in the code of Elias ("Efficient storage and retrieval by content and address of static
-// files", 1974) and Fano, values as 8 or 16 bits.  k ascending indices below n have L = floor(log2(n / k)) lower bits
+// files", 1974) and Fano, values as 2, 8 or 16 bits.  k ascending indices below n have L = floor(log2(n / k)) lower bits
 // each, which are stored as they are; of the upper parts each is a one, at the bit (upper part) + (number of the
 // entry), so that as many zeros stand before it as its upper part says.  That is k (L + 1) + n / 2^L bits, whatever the
 // indices are: 0.6 more for each, where k < n / 20, than the shortest code that there can be of one length for all.
@@ -8,11 +8,13 @@
 //
 // A payload is one of two: `pack_planes` writes the entries of an array behind a header of 16 bytes; `pack_sections`
 // cuts them at borders, and writes those of each section of the array behind a header of 4.
-#include "portable.h"
+#include "marks.h"
 
 #define STRETCH 128  // entries whose upper parts are one thread's
 #define GROUP 64  // entries that share a scale
 #define SCALES (CHUNK / GROUP)
+#define PAIRED 256  // entries that share two magnitudes
+#define PAIRS (CHUNK / PAIRED)
 #define ROWS 32  // entries whose lower bits fill whole words
 #define COLUMNS (CHUNK / ROWS)
 
@@ -179,6 +181,7 @@ INLINE void unpack_lower(const byte_t *payload, const Packing &p, const Chunk &c
 // ----------------------------------------------------------------------------------------------------------- values
 
 #define INT8 3  // beside HALF, BFLOAT16, and WIDE for values as they are
+#define TWO_BITS 4
 #define LEAST (-112)  // exponents of scales; beyond, factors there or back would be no normal singles
 #define MOST 127
 
@@ -216,10 +219,10 @@ struct Int8Value {
 
 INLINE real power_of_two(int e) { return uint_as_float((unsigned)(127 + e) << 23); }
 
-// The exponent of the largest finite magnitude of a group.
-INLINE int exponent_of(const real *entry, long long begin, long long end) {
+// The exponent of the largest finite magnitude among every `step`-th of some entries.
+INLINE int exponent_of(const real *entry, long long begin, long long end, int step = 1) {
   Magnitude most = 0;
-  for (long long i = begin; i < end; ++i) {
+  for (long long i = begin; i < end; i += step) {
     const Magnitude size = magnitude(is_finite(entry[i]) ? entry[i] : 0);
     most = size > most ? size : most;
   }
@@ -227,15 +230,14 @@ INLINE int exponent_of(const real *entry, long long begin, long long end) {
   return e < LEAST ? LEAST : e > MOST ? MOST : e;
 }
 
-// What a block knows of its piece: what groups are multiplied with on their way to the wire and back, and what entries
-// are rounded by.  [one for all formats: a kernel declares it, since a block has little of such memory]
-struct Notes {
+// What groups are multiplied with on their way to the wire and back, and what entries are rounded by.
+struct Rounding {
   real factor[SCALES], back[SCALES], rest[CHUNK];
 };
 
 // Write the values of a piece, and to x, where zeros are, what they are rounded by: nothing of what is not finite.
 template <class Format>
-INLINE void pack_values(real *x, const int *index, const real *entry, const Chunk &c, Notes &notes, byte_t *values,
+INLINE void pack_values(real *x, const int *index, const real *entry, const Chunk &c, Rounding &notes, byte_t *values,
                         byte_t *scales) {
   typedef typename Format::Bits Bits;
   const long long count = c.end - c.begin;
@@ -262,24 +264,158 @@ INLINE void pack_values(real *x, const int *index, const real *entry, const Chun
   block_sync();
 }
 
-// entry <- the values of a piece; NaN at a place of its own where the index is none.
+// entry <- the values of a piece
 template <class Format>
-INLINE void unpack_values(const byte_t *values, const byte_t *scales, const Chunk &c, real *back, int *index,
-                          real *entry) {
+INLINE void unpack_values(const byte_t *values, const byte_t *scales, const Chunk &c, real *back, real *entry) {
   const long long count = c.end - c.begin;
   FOR_EACH_IN_BLOCK(b, 0, (count + GROUP - 1) / GROUP)
     back[b] = Format::TOP ? power_of_two(scales[c.begin / GROUP + b] + LEAST - Format::TOP) : 1;
   block_sync();
-  index += c.begin, entry += c.begin;
+  entry += c.begin;
   const typename Format::Bits *const code = (const typename Format::Bits *)values + c.begin;
   FOR_EACH_IN_BLOCK(i, 0, count) entry[i] = Format::widen(code[i]) * back[(int)i / GROUP];
-  FOR_EACH_IN_BLOCK(i, 0, count)
-    if (index[i] < 0) {
-      index[i] = (int)(c.begin + i);
-      entry[i] = uint_as_float(0x7fc00000u);
+}
+
+// ---------------------------------------------------------------------------------------------------------- two bits
+
+// A code is a sign, and whether the magnitude is nearer to the upper than to the lower one of the two that PAIRED
+// neighbours share; none stands for 0, since what a selector chooses is far from it.  If an entry is not finite, `upper`
+// is NaN, which is nearer to no other entry.
+#define UPPER 1
+#define NEGATIVE 2
+struct TwoMagnitudes {
+  bfloat16_t lower, upper;
+};
+
+// The codes of a piece, and what each one stands for in each group.
+struct Coded {
+  real value[PAIRS][4];
+  Marks mark;
+};
+INLINE real decoded(const Coded &coded, long long i) { return coded.value[(int)i / PAIRED][coded.mark.one[i]]; }
+INLINE void set_values(real (&value)[4], const TwoMagnitudes &pair) {
+  value[0] = Bfloat16::widen(pair.lower), value[NEGATIVE] = -value[0];
+  value[UPPER] = Bfloat16::widen(pair.upper), value[NEGATIVE | UPPER] = -value[UPPER];
+}
+
+// Magnitudes up to a bound and those above it: how many there are, and their sums in steps of 2^-22 of the power of two
+// in the group's largest.  [integers, whose sums do not depend on who adds them up]
+#define STEPS 22
+struct Halves {
+  int below, above, lower, upper;
+};
+INLINE Halves sum_of(const Halves &a, const Halves &b) {
+  return {a.below + b.below, a.above + b.above, a.lower + b.lower, a.upper + b.upper};
+}
+
+// The same of the finite ones among every `step`-th of these entries, which are `factor` steps.
+INLINE Halves halves_of(const real *entry, long long begin, long long end, int step, real factor, int bound) {
+  Halves h = {0, 0, 0, 0};
+  NO_UNROLL for (long long i = begin; i < end; i += step) {
+    const bool finite = is_finite(entry[i]);
+    const real seen = finite ? entry[i] : 0;
+    const int size = (int)clamp((seen < 0 ? -seen : seen) * factor, (real)((2 << STEPS) - 1));
+    const int above = size > bound, below = finite & !above;
+    h = sum_of(h, {below, above, below * size, above * size});
+  }
+  return h;
+}
+
+// The search for the two magnitudes of each group, of which TEAM threads have a part each.
+#define TEAM (HOST ? 1 : 16)
+struct Search {
+  real factor[PAIRS], back[PAIRS];
+  int bound[PAIRS], exponent[PAIRS * TEAM];
+  Halves part[PAIRS * TEAM];
+};
+
+INLINE bfloat16_t nearest_finite(real x) { return Bfloat16::round(clamp(x, uint_as_float(0x7f7f0000u))); }
+
+// The two magnitudes are the means of two halves: what is above a bound, and the rest.  The first bound is such that all
+// is one half, the second one the mean, the third one what the halves' means are with each other's weight.  [So squared
+// errors of Laplacian, normal and top-K of normal entries are within 2 % of the least that two magnitudes can have.  They
+// would be within 6 % if the third bound were half-way between the means, as Lloyd's, and 13 % without a third one.]
+INLINE void find_magnitudes(const real *entry, long long count, Search &search, TwoMagnitudes *pair) {
+  const long long groups = (count + PAIRED - 1) / PAIRED;
+  NO_UNROLL FOR_EACH_IN_BLOCK(t, 0, groups * TEAM) {
+    const long long begin = t / TEAM * PAIRED;
+    search.exponent[t] = exponent_of(entry, begin + t % TEAM, min(begin + PAIRED, count), TEAM);
+  }
+  block_sync();
+  NO_UNROLL FOR_EACH_IN_BLOCK(g, 0, groups) {
+    int e = STEPS - 126;  // beyond, steps would be no normal singles
+    NO_UNROLL for (int l = 0; l < TEAM; ++l) e = e < search.exponent[g * TEAM + l] ? search.exponent[g * TEAM + l] : e;
+    search.factor[g] = power_of_two(STEPS - e);
+    search.back[g] = power_of_two(e - STEPS);
+    search.bound[g] = 2 << STEPS;
+  }
+  block_sync();
+  NO_UNROLL for (int pass = 0; pass < 3; ++pass) {
+    NO_UNROLL FOR_EACH_IN_BLOCK(t, 0, groups * TEAM) {
+      const long long g = t / TEAM, begin = g * PAIRED, end = min(begin + PAIRED, count);
+      search.part[t] = halves_of(entry, begin + t % TEAM, end, TEAM, search.factor[g], search.bound[g]);
     }
+    block_sync();
+    NO_UNROLL FOR_EACH_IN_BLOCK(g, 0, groups) {
+      Halves h = {0, 0, 0, 0};
+      NO_UNROLL for (int l = 0; l < TEAM; ++l) h = sum_of(h, search.part[g * TEAM + l]);
+      const int finite = h.below + h.above;
+      const real below = (real)h.below, above = (real)h.above;
+      const real lower = h.below ? (real)h.lower / below : 0, upper = h.above ? (real)h.upper / above : lower;
+      if (finite) search.bound[g] = (int)((above * lower + below * upper) / (real)finite);
+      const bool all_finite = finite == min((g + 1) * PAIRED, count) - g * PAIRED;
+      pair[g].lower = nearest_finite(lower * search.back[g]);
+      pair[g].upper = all_finite ? nearest_finite(upper * search.back[g]) : 0x7fc0;
+    }
+    block_sync();
+  }
+}
+
+INLINE void pack_two_bits(real *x, const int *index, const real *entry, const Chunk &c, Search &search, Coded &coded,
+                          byte_t *values, byte_t *scales) {
+  const long long count = c.end - c.begin, bytes = (count + 3) / 4;
+  TwoMagnitudes *const pair = (TwoMagnitudes *)scales + c.begin / PAIRED;
+  index += c.begin, entry += c.begin, values += c.begin / 4;
+  find_magnitudes(entry, count, search, pair);
+  NO_UNROLL FOR_EACH_IN_BLOCK(g, 0, (count + PAIRED - 1) / PAIRED) set_values(coded.value[g], pair[g]);
+  NO_UNROLL FOR_EACH_IN_BLOCK(i, count, 4 * bytes) coded.mark.one[i] = 0;
+  block_sync();
+  NO_UNROLL FOR_EACH_IN_BLOCK(i, 0, count) {
+    const real *const value = coded.value[(int)i / PAIRED], size = entry[i] < 0 ? -entry[i] : entry[i];
+    const int nearer = size - value[0] > value[UPPER] - size, finite = is_finite(entry[i]), negative = entry[i] < 0;
+    coded.mark.one[i] = (byte_t)((nearer | !finite) * UPPER + negative * NEGATIVE);
+  }
+  block_sync();
+  NO_UNROLL FOR_EACH_IN_BLOCK(b, 0, bytes) values[b] = pack_four(coded.mark.four[b]);
+  NO_UNROLL FOR_EACH_IN_BLOCK(i, 0, count) x[index[i]] = is_finite(entry[i]) ? entry[i] - decoded(coded, i) : 0;
   block_sync();
 }
+
+INLINE void unpack_two_bits(const byte_t *values, const byte_t *scales, const Chunk &c, Coded &coded, real *entry) {
+  const long long count = c.end - c.begin;
+  const TwoMagnitudes *const pair = (const TwoMagnitudes *)scales + c.begin / PAIRED;
+  entry += c.begin, values += c.begin / 4;
+  NO_UNROLL FOR_EACH_IN_BLOCK(g, 0, (count + PAIRED - 1) / PAIRED) set_values(coded.value[g], pair[g]);
+  NO_UNROLL FOR_EACH_IN_BLOCK(b, 0, (count + 3) / 4) coded.mark.four[b] = unpack_four(values[b]);
+  block_sync();
+  NO_UNROLL FOR_EACH_IN_BLOCK(i, 0, count) entry[i] = decoded(coded, i);
+}
+
+// ------------------------------------------------------------------------------------------------------------ pieces
+
+// What a block knows of its piece when it packs it, and when it unpacks it.  [one for all formats: a kernel declares it,
+// since a block has little of such memory]
+union Notes {
+  Rounding rounding;
+  struct {
+    Search search;
+    Coded coded;
+  } halving;
+};
+union Sizes {
+  real back[SCALES];
+  Coded coded;
+};
 
 // What an entry's index and value become in a payload, and back.
 INLINE void pack_piece(real *x, const Indices &index, const real *entry, const Chunk &c, long long k, const Packing &p,
@@ -287,15 +423,18 @@ INLINE void pack_piece(real *x, const Indices &index, const real *entry, const C
   byte_t *const values = payload + p.values, *const scales = payload + p.scales;
   pack_upper(index, c, k, p, payload);
   pack_lower(index, c, p, payload);
-  if (p.format == HALF) pack_values<HalfValue>(x, index.index, entry, c, notes, values, scales);
-  else if (p.format == BFLOAT16) pack_values<Bfloat16Value>(x, index.index, entry, c, notes, values, scales);
-  else if (p.format == INT8) pack_values<Int8Value>(x, index.index, entry, c, notes, values, scales);
-  else pack_values<ExactValue>(x, index.index, entry, c, notes, values, scales);
+  Rounding &rounding = notes.rounding;
+  if (p.format == HALF) pack_values<HalfValue>(x, index.index, entry, c, rounding, values, scales);
+  else if (p.format == BFLOAT16) pack_values<Bfloat16Value>(x, index.index, entry, c, rounding, values, scales);
+  else if (p.format == INT8) pack_values<Int8Value>(x, index.index, entry, c, rounding, values, scales);
+  else if (p.format == TWO_BITS)
+    pack_two_bits(x, index.index, entry, c, notes.halving.search, notes.halving.coded, values, scales);
+  else pack_values<ExactValue>(x, index.index, entry, c, rounding, values, scales);
 }
 
 // The places of piece number `number` of a payload of so many entries, or of a damaged one, whose places become NaN.
 INLINE void unpack_piece(const byte_t *payload, const Packing &p, long long number, long long entries, int *index,
-                         real *entry, real *back) {
+                         real *entry, Sizes &sizes) {
   const byte_t *const values = payload + p.values, *const scales = payload + p.scales;
   const long long k = entries < 0 ? p.places : entries;
   Chunk c = {number, 0, 0, 0};
@@ -308,10 +447,17 @@ INLINE void unpack_piece(const byte_t *payload, const Packing &p, long long numb
     block_sync();
     unpack_lower(payload, p, c, index);
   }
-  if (p.format == HALF) unpack_values<HalfValue>(values, scales, c, back, index, entry);
-  else if (p.format == BFLOAT16) unpack_values<Bfloat16Value>(values, scales, c, back, index, entry);
-  else if (p.format == INT8) unpack_values<Int8Value>(values, scales, c, back, index, entry);
-  else unpack_values<ExactValue>(values, scales, c, back, index, entry);
+  if (p.format == HALF) unpack_values<HalfValue>(values, scales, c, sizes.back, entry);
+  else if (p.format == BFLOAT16) unpack_values<Bfloat16Value>(values, scales, c, sizes.back, entry);
+  else if (p.format == INT8) unpack_values<Int8Value>(values, scales, c, sizes.back, entry);
+  else if (p.format == TWO_BITS) unpack_two_bits(values, scales, c, sizes.coded, entry);
+  else unpack_values<ExactValue>(values, scales, c, sizes.back, entry);
+  NO_UNROLL FOR_EACH_IN_BLOCK(i, c.begin, c.end)  // NaN at a place of its own where the index is none
+    if (index[i] < 0) {
+      index[i] = (int)i;
+      entry[i] = uint_as_float(0x7fc00000u);
+    }
+  block_sync();
 }
 
 // ---------------------------------------------------------------------------------------------------------- payloads
@@ -333,13 +479,13 @@ KERNEL(pack_planes)(long long n, real *x, long long places, const int *index, co
 // places of the array.
 KERNEL(unpack_planes)(long long ranks, const byte_t *const *payload, long long total, int *index, real *entry,
                       const Packing *packing) {
-  const Packing p = *packing;
+  const Packing &p = *packing;  // [a copy would want more registers than there are]
   const long long pieces = (p.places + CHUNK - 1) / CHUNK;
   FOR_EACH_PIECE(turn, ranks * pieces * CHUNK) {
     const long long r = turn.index / pieces;
-    SHARED real back[SCALES];
+    SHARED Sizes sizes;
     const byte_t *const from = assume_global(payload[r]);
-    unpack_piece(from, p, turn.index % pieces, entries_of(from, p), index + r * p.places, entry + r * p.places, back);
+    unpack_piece(from, p, turn.index % pieces, entries_of(from, p), index + r * p.places, entry + r * p.places, sizes);
   }
 }
 
@@ -378,14 +524,14 @@ KERNEL(unpack_sections)(long long sections, const byte_t *const *payload, long l
                         long long cells, const long long *table, long long pieces) {
   const Section *const section = (const Section *)table;
   FOR_EACH_PIECE(turn, sections * pieces * CHUNK) {
-    SHARED real back[SCALES];
-    const Section s = section[turn.index / pieces];
+    SHARED Sizes sizes;
+    const Section &s = section[turn.index / pieces];  // [no copy, as above]
     const long long number = turn.index % pieces, begin = number * CHUNK;
     if (begin >= s.places) continue;
     const byte_t *const from = assume_global(payload[turn.index / pieces]);
-    int *const indices = index + s.plane;
-    unpack_piece(from, s, number, entries_of_section(from, s), indices, entry + s.plane, back);
-    FOR_EACH_IN_BLOCK(i, begin, min(begin + CHUNK, s.places)) indices[i] += indices[i] < 0 ? 0 : (int)s.base;
+    unpack_piece(from, s, number, entries_of_section(from, s), index + s.plane, entry + s.plane, sizes);
+    FOR_EACH_IN_BLOCK(i, s.plane + begin, s.plane + min(begin + CHUNK, s.places))
+      index[i] += index[i] < 0 ? 0 : (int)s.base;
     block_sync();
   }
 }

@@ -15,6 +15,7 @@
 #define FOR_EACH_PIECE(c, n) \
   for (Chunk c = {blockIdx.x, 0, 0, 0}; c.index * CHUNK < (n) && begin_at(c, c.index * CHUNK, n); c.index += gridDim.x)
 #define FOR_EACH_MEMBER(m, table) for (long long m = blockIdx.x; m < table.count; m += gridDim.x)
+#define NO_UNROLL _Pragma("unroll 1")  // one iteration at a time, for want of registers
 #define FOR_EACH_IN_BLOCK(i, begin, end) for (long long i = (begin) + threadIdx.x; i < (end); i += blockDim.x)
 
 #define LOOP(i, begin, end, block, blocks, ...) loop(begin, end, block, blocks, __VA_ARGS__) = BODY(i, __VA_ARGS__)

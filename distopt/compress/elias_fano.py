@@ -1,4 +1,4 @@
-"""Send chosen entries in few bits: about 12 for an index at a density of 0.1 %, and 8 or 16 for a value."""
+"""Send chosen entries in few bits: about 12 for an index at a density of 0.1 %, and 2, 8 or 16 for a value."""
 
 import functools
 import itertools
@@ -12,7 +12,7 @@ from distopt.compress.base import Compressor
 from distopt.compress.context import ExchangeContext, per_payload
 from distopt.compress.planes import INDEX, payload_size, unpack_entries
 from distopt.compress.top_k import FixedDensity, Increment, Sparse
-from distopt.compress.values import VALUES, value_bytes
+from distopt.compress.values import VALUES
 from distopt.kernels.layout import CHUNK, BucketLayout
 from distopt.kernels.signatures import struct
 
@@ -31,9 +31,14 @@ class Packed(Sparse):
     share a power of two, from 2^-112 on, so that neither tiny nor huge ones are lost; in int8 an entry is off by
     1 / 128 of the largest at most, and what is not finite is sent as NaN.
 
+    In '2bit' 256 neighbours share two magnitudes, the means of their smaller and of their larger ones, and each entry
+    is sent as the nearer one with its sign: 2.125 bits.  What is not finite is sent as NaN, and the rest of its 256 as
+    the smaller magnitude.
+
     What rounding leaves goes back where the entry was, so ``ErrorFeedback(Packed(TopK(0.01)))`` loses nothing: to the
-    bit for magnitudes below 2^128, that is for all of float32.  Larger ones of float64 are sent as the largest there
-    is, and the rest of them stays.
+    bit for magnitudes below 2^128, that is for all of float32; in 2bit to the bit for an entry between half of what it
+    is sent as and 65,536 times that, which a selector's nearly always is, else within one unit in the last place of the
+    larger.  Larger ones of float64 are sent as the largest there is, and the rest of them stays.
 
     A payload whose header was damaged, or is not this compressor's, raises ValueError; on a GPU, where a kernel cannot
     raise, its entries become NaN.
@@ -41,7 +46,7 @@ class Packed(Sparse):
     Args:
         selector: which entries are sent.
         index: 'elias-fano'.
-        value: 'float16', 'bfloat16' or 'int8'.
+        value: 'float16', 'bfloat16', 'int8' or '2bit'.
 
     Raises:
         TypeError: for a selector that selects no entries.
@@ -211,13 +216,14 @@ def packing(n: int, places: int, value: str) -> np.ndarray:
         places: entries that the payload has room for.
         value: the format of values, a key of ``VALUES``.
     """
-    number = VALUES[value][0]
+    form = VALUES[value]
     bits = (n // places).bit_length() - 1 if places else 0
     words = -(-(places + (n >> bits)) // 64) if places else 0
-    jumps, lower, plane = max(-(-places // CHUNK) - 1, 0), -(-places * bits // 32), VALUES[value][1] * places
-    sizes = HEADER, 8 * words, 4 * jumps, 4 * lower, plane, value_bytes(places, value) - plane
-    *starts, end = itertools.accumulate(sizes)
-    parts = np.array([(MAGIC + number, number, n, places, bits, words, *starts, -(-end // 8) * 8)], struct("Packing"))
+    jumps, lower = max(-(-places // CHUNK) - 1, 0), -(-places * bits // 32)
+    *starts, values = itertools.accumulate((HEADER, 8 * words, 4 * jumps, 4 * lower))
+    starts += [values, values + form.code_bytes(places)]
+    nbytes = -(-(values + form.value_bytes(places)) // 8) * 8
+    parts = np.array([(MAGIC + form.number, form.number, n, places, bits, words, *starts, nbytes)], struct("Packing"))
     parts.flags.writeable = False
     return parts
 
@@ -240,7 +246,7 @@ def check_header(header: np.ndarray, n: int, places: int | None, value: str) -> 
         ValueError: a field, which is named, is wrong.
     """
     kind, size, entries, check = map(int, header.view(np.uint32))
-    due = MAGIC + VALUES[value][0]
+    due = MAGIC + VALUES[value].number
     if kind != due:
         raise ValueError(f"a payload with values in {value} must begin with {due:#x}, got {kind:#x}")
     if size != n:

@@ -11,7 +11,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.compress.context import ExchangeContext, per_payload
 from distopt.compress.planes import payload_size, unpack_entries
-from distopt.compress.values import GROUP, SCALED, VALUES
+from distopt.compress.values import VALUES, Format
 from distopt.kernels.layout import CHUNK
 from distopt.kernels.signatures import struct
 
@@ -19,7 +19,12 @@ HEADER = 4  # bytes
 ALIGNED = 8  # a section begins at a multiple of so many bytes
 KIND = 0x45460200  # "EF", and the version of a section
 SPREAD, GATHERED = 0x9E3779B1, 0x0E8B2F51  # packed.cu; their product is 1 modulo 2^32
-FORMATS = {"exact": (0, 0)} | VALUES  # the number of a format, and its bytes; 0 for those of the array
+FORMATS = ("exact", *VALUES)  # of values, the first one as they are
+
+
+def format_of(value: str, itemsize: int) -> Format:
+    """Return a format of values, where an element of the array has so many bytes."""
+    return Format(0, itemsize) if value == "exact" else VALUES[value]
 
 
 def table(bases: np.ndarray, sizes: np.ndarray, places: np.ndarray, value: str, itemsize: int) -> np.ndarray:
@@ -29,7 +34,7 @@ def table(bases: np.ndarray, sizes: np.ndarray, places: np.ndarray, value: str, 
         bases: where each stretch begins in the array, ``(sections,)`` of int64.
         sizes: its elements, likewise.
         places: entries that the section has room for, likewise.
-        value: the format of values, a key of ``FORMATS``.
+        value: the format of values, one of ``FORMATS``.
         itemsize: bytes of an element of the array.
 
     Example:
@@ -38,21 +43,18 @@ def table(bases: np.ndarray, sizes: np.ndarray, places: np.ndarray, value: str, 
         >>> two["bytes"].tolist(), two["at"].tolist()
         ([19, 19], [0, 24])
     """
-    number, width = FORMATS[value]
-    rows = np.zeros(len(bases), struct("Section"))
-    each = width or itemsize
+    form, rows = format_of(value, itemsize), np.zeros(len(bases), struct("Section"))
     bits = np.where(places > 0, np.frexp((sizes // np.maximum(places, 1)).astype(float))[1] - 1, 0)
     words = np.where(places > 0, -(-(places + (sizes >> bits)) // 64), 0)
     jumps, lower = np.maximum(-(-places // CHUNK) - 1, 0), -(-places * bits // 32)
-    scales = -(-places // GROUP) if value in SCALED else 0
-    rows["kind"], rows["format"], rows["n"] = KIND + 16 * number + itemsize, number, sizes
+    rows["kind"], rows["format"], rows["n"] = _kind(form, itemsize), form.number, sizes
     rows["places"], rows["bits"], rows["words"] = places, bits, words
     rows["jumps"] = HEADER
     rows["low"] = HEADER + 4 * jumps
     rows["high"] = _aligned(rows["low"] + 4 * lower)
     rows["values"] = rows["high"] + 8 * words
-    rows["scales"] = rows["values"] + each * places
-    rows["bytes"] = np.where(places > 0, rows["scales"] + scales, HEADER)
+    rows["scales"] = rows["values"] + form.code_bytes(places)
+    rows["bytes"] = np.where(places > 0, rows["values"] + form.value_bytes(places), HEADER)
     rows["base"] = bases
     room = _aligned(rows["bytes"])
     rows["at"], rows["plane"] = np.cumsum(room) - room, np.cumsum(places) - places
@@ -64,14 +66,15 @@ def value_bytes(places: int, value: str, itemsize: int) -> int:
 
     Args:
         places: entries that there is room for.
-        value: the format of values, a key of ``FORMATS``.
+        value: the format of values, one of ``FORMATS``.
         itemsize: bytes of an element of the array.
 
     Example:
         >>> value_bytes(64, "exact", 4), value_bytes(64, "int8", 4)
         (256, 65)
     """
-    return (FORMATS[value][1] or itemsize) * places + -(-places // GROUP) * (value in SCALED)
+    nbytes: int = format_of(value, itemsize).value_bytes(places)
+    return nbytes
 
 
 def section_bytes(n: int, places: int, value: str, itemsize: int) -> int:
@@ -80,7 +83,7 @@ def section_bytes(n: int, places: int, value: str, itemsize: int) -> int:
     Args:
         n: elements of its stretch.
         places: entries that it has room for.
-        value: the format of values, a key of ``FORMATS``.
+        value: the format of values, one of ``FORMATS``.
         itemsize: bytes of an element of the array.
 
     Example:
@@ -143,7 +146,7 @@ def entries(payload: np.ndarray, n: int, value: str, itemsize: int) -> int:
     Args:
         payload: a section, of uint8, or one and what stands behind it.
         n: elements of its stretch.
-        value: the format of values, a key of ``FORMATS``.
+        value: the format of values, one of ``FORMATS``.
         itemsize: bytes of an element of the array.
 
     Raises:
@@ -151,7 +154,7 @@ def entries(payload: np.ndarray, n: int, value: str, itemsize: int) -> int:
     """
     if payload.nbytes < HEADER:
         raise ValueError(f"a section must be of at least {HEADER} bytes, its header, got {payload.nbytes}")
-    salt = ((KIND + 16 * FORMATS[value][0] + itemsize) * 0xC2B2AE3D + n * 0x85EBCA77) % 2**32
+    salt = (_kind(format_of(value, itemsize), itemsize) * 0xC2B2AE3D + n * 0x85EBCA77) % 2**32
     found = (int(payload[:HEADER].view(np.uint32)[0]) ^ salt) * GATHERED % 2**32
     if found > n:
         raise ValueError(
@@ -159,6 +162,11 @@ def entries(payload: np.ndarray, n: int, value: str, itemsize: int) -> int:
             "its way, or is another compressor's"
         )
     return found
+
+
+def _kind(form: Format, itemsize: int) -> int:
+    """What a section's header is made with, beside its size."""
+    return KIND + 16 * form.number + itemsize
 
 
 def _aligned(nbytes: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from distopt.compress.quantize import Codec, CodeShards
 from distopt.compress.sections import HEADER as HEADER_OF_SECTION
 from distopt.compress.shards import Payload, Piece, ShardCodec
 from distopt.compress.top_k import Sparse, selected_counts
-from distopt.compress.values import value_bytes
+from distopt.compress.values import VALUES
 from distopt.kernels.layout import BucketLayout
 
 SAMPLED = 2048  # bytes of codes from which their entropy is estimated
@@ -233,7 +233,7 @@ def _entries(compressor: Sparse, values: int, indices: int, k: int, layout: Buck
 def _packed(compressor: Packed, n: int, k: int, layout: BucketLayout) -> PayloadBreakdown:
     """The make-up of a packed payload of k of n entries; indices are what stands between header and values."""
     start = int(packing(n, k, compressor.value)["values"][0])
-    return _entries(compressor, value_bytes(k, compressor.value), start - HEADER, k, layout)
+    return _entries(compressor, VALUES[compressor.value].value_bytes(k), start - HEADER, k, layout)
 
 
 @functools.singledispatch

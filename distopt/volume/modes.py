@@ -80,8 +80,8 @@ def mode(text: str) -> Mode:
 
     * ``dense``, ``half`` (float16), ``bfloat16``, ``1bit``: no number.
     * ``2bit[=threshold]``, ``topk[=density]``, ``threshold[=magnitude]``, ``dgc[=density]``.
-    * options: ``packed``, ``packed:bfloat16`` or ``packed:int8`` for the last three, ``per-tensor`` for topk (dgc
-      always selects per tensor), ``1d`` for dgc: tensors of one dimension are compressed too.
+    * options: ``packed``, ``packed:bfloat16``, ``packed:int8`` or ``packed:2bit`` for the last three, ``per-tensor``
+      for topk (dgc always selects per tensor), ``1d`` for dgc: tensors of one dimension are compressed too.
 
     All but dense, half and bfloat16 have error feedback.  Dgc (deep gradient compression) applies momentum itself, so
     the optimizer must have none.

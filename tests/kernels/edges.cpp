@@ -175,18 +175,19 @@ int main() {
 
     // all entries, at one lower bit for each, so that there is room for twice as many elements
     for (long long i = 0; i < n; ++i) candidate[i] = (int)(2 * i), large[i] = (real)(i % 3);
-    for (long long format : {HALF, BFLOAT16, INT8}) {
+    for (long long format : {HALF, BFLOAT16, INT8, TWO_BITS}) {
       const long long words = (3 * n + 63) / 64, low = (n + 31) / 32, jumps = (n + CHUNK - 1) / CHUNK - (n > 0);
       const long long first = 16 + 8 * words, second = first + 4 * jumps, third = second + 4 * low;
-      const long long end = third + (format == INT8 ? n : 2 * n);
-      const Packing all = {1, format, 2 * n, n, 1, words, 16, first, second, third, end, end + (n + 63) / 64};
+      const long long end = third + (format == TWO_BITS ? (n + 15) / 16 * 4 : format == INT8 ? n : 2 * n);
+      const long long bytes = end + (format == TWO_BITS ? (n + 255) / 256 * 4 : (n + 63) / 64);
+      const Packing all = {1, format, 2 * n, n, 1, words, 16, first, second, third, end, bytes};
       std::vector<byte_t> payload(all.bytes);
       std::vector<real> kept(2 * n), entries(2 * n);
       std::vector<int> indices(2 * n);
       pack_planes_float(2 * n, kept.data(), n, candidate.data(), large.data(), all.bytes, payload.data(), &all);
       const byte_t *const both[] = {payload.data(), payload.data()};
       unpack_planes_float(2, both, 2 * n, indices.data(), entries.data(), &all);
-      for (long long i = 0; i < 2 * n; ++i) bad[0] += indices[i] != 2 * (i % n) || entries[i] != (real)(i % n % 3);
+      for (long long i = 0; i < 2 * n; ++i) bad[0] += indices[i] != 2 * (i % n) || kept[indices[i]] + entries[i] != (real)(i % n % 3);
       for (long long i = 0; i < all.bytes; ++i) payload[i] = i < 16 ? payload[i] : (byte_t)(167 * i);
       unpack_planes_float(2, both, 2 * n, indices.data(), entries.data(), &all);
       for (int i : indices) bad[0] += i < 0 || i >= 2 * n;

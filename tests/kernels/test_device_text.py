@@ -706,6 +706,8 @@ def test_sections_have_the_hosts_bits_even_if_damaged(
 )
 @example(9 * CHUNK, 1.0, 0, "float16", 0, "float32", (1, 256, 0), 0, 0)  # one block has all pieces
 @example(9 * CHUNK, 1.0, 0, "int8", 0, "float64", (2, 256, 3), None, 0)
+@example(9 * CHUNK - 100, 1.0, 0, "2bit", 0, "float32", (1, 256, 0), 0, 0)
+@example(3 * CHUNK + 7, 0.7, 50, "2bit", 1, "float64", (7, 32, 2), 16, 1)
 def test_packed_payloads_have_the_hosts_bits_even_if_damaged(
     libraries, n, density, spare, value, by, dtype, grid, damage, seed
 ):

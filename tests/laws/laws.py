@@ -34,11 +34,16 @@ def conservation(compressor, x, size=1, ulps=0):
     if payload is x:  # the payload is x itself, x is spent, and the sum stands in x
         out, x = x, np.zeros_like(x)
     compressor.decompress(payload, out, context)
+    add_up(x, out, before, ulps)
+
+
+def add_up(kept, sent, before, ulps=0):
+    """What stays and what arrives are what was there, to the bit, or within ``ulps`` of the largest of them."""
     if ulps:
-        largest = np.maximum(np.maximum(abs(x), abs(out)), abs(before))
-        assert (abs(x + out - before) <= ulps * np.spacing(largest)).all()
+        largest = np.maximum(np.maximum(abs(kept), abs(sent)), abs(before))
+        assert (abs(kept + sent - before) <= ulps * np.spacing(largest)).all()
     else:
-        np.testing.assert_array_equal(x + out, before)
+        np.testing.assert_array_equal(kept + sent, before)
 
 
 def nothing_is_lost(comm, mode="dense", dtype="float32"):

@@ -117,11 +117,13 @@ MODES = {
     "1bit units in two phases": two_phase(ErrorFeedback(OneBit(scale="unit"))),
     "dgc in two phases": two_phase(DGC),
     "dgc of Nesterov in two phases": two_phase(NESTEROV_DGC),
+    "packed 2bit": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.1), value="2bit"))),
+    "packed 2bit in two phases": two_phase(ErrorFeedback(Packed(TopK(0.1), value="2bit"))),
 }
 WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Packed(TopK(0.1)))))
 CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY, DGC_NOW, NESTEROV_DGC)
 LOSE_NOTHING = "dense,threshold,topk,topk per tensor,topk beyond break even,half with memory,2bit,1bit".split(",")
-LOSE_NOTHING += ["packed", "packed threshold"]
+LOSE_NOTHING += ["packed", "packed threshold", "packed 2bit"]
 LOSE_NOTHING += [mode for mode in MODES if mode.endswith("in two phases") and "dgc" not in mode]
 ELEMENTWISE = (
     "dense",

@@ -30,6 +30,7 @@ COMPRESSORS = [
     Packed(Threshold(0.7), value="bfloat16"),
 ]
 ROUNDING = [TwoBit(0.5), TwoBit(0.3), OneBit(), OneBit(scale="unit"), OneBit(0.3)]  # what stays behind
+ROUNDING += [Packed(TopK(0.5), value="2bit"), Packed(TopK(1.0), value="2bit")]
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)

@@ -38,6 +38,7 @@ MODES = {
     "1 bit, no dense": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit()), break_even=False),
     "packed": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.05)))),
     "packed threshold": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(Threshold(2.0), value="int8"))),
+    "packed 2 bits": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.05), value="2bit"))),
     "DGC": lambda opt, loss: opt.step(loss, DGC),
     "DGC by gather": lambda opt, loss: opt.step(loss, NESTEROV, break_even=False),
     "DGC of all": lambda opt, loss: opt.step(loss, DeepGradientCompression(TopK(1.0))),
@@ -47,6 +48,9 @@ MODES = {
     "2 bits in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.3)), exchange="two_phase"),
     "1 bit in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit()), exchange="two_phase"),
     "units in two phases": lambda opt, loss: opt.step(loss, OneBit(scale="unit"), exchange="two_phase"),
+    "packed 2 bits in two phases": lambda opt, loss: opt.step(
+        loss, ErrorFeedback(Packed(TopK(0.05), value="2bit")), exchange="two_phase"
+    ),
     "DGC in two phases": lambda opt, loss: opt.step(loss, DGC, exchange="two_phase"),
     "Nesterov's in two phases": lambda opt, loss: opt.step(loss, NESTEROV, False, "two_phase"),
 }
