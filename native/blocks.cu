@@ -109,41 +109,38 @@ INLINE void encode_blocks(const Table &table, real *x, const real *add, long lon
                           const long long *place, long long block, const Round &round, SkipIf skip, Blocks &blocks) {
   const bool refused = skips(skip);
   const real levels = Code::LEVELS, room = Round::template room<Code>(), infinite = uint_as_float(0x7f800000u);
-  FOR_EACH_CHUNK(c, table) {
-    const long long at = table.members[c.member].offset, count = c.end - c.begin;
-    const auto to = coded<Code, bfloat16_t>(payload + place[c.member], table.members[c.member].size, c, block);
-    if (refused) {
-      FOR_EACH_IN_BLOCK(i, 0, to.bytes) to.codes[i] = 0;
-      FOR_EACH_IN_BLOCK(b, 0, to.slots) to.scales[b] = 0;
-      continue;
+  FOR_EACH_CHUNK(c, table)
+    FOR_EACH_STRETCH(s, c, block) {
+      const long long at = table.members[c.member].offset, count = s.end - s.begin;
+      const auto to = coded<Code, bfloat16_t>(payload + place[c.member], table.members[c.member].size, s, block);
+      if (refused) {
+        FOR_EACH_IN_BLOCK(i, 0, to.bytes) to.codes[i] = 0;
+        FOR_EACH_IN_BLOCK(b, 0, to.slots) to.scales[b] = 0;
+        continue;
+      }
+      add_and_measure(s, block, x + at, add + at, addends, blocks.now, blocks.most);
+      FOR_EACH_IN_BLOCK(b, 0, to.slots) {
+        const Magnitude most = b < to.blocks ? blocks.most[b * (block / SMALLEST)] : 0;
+        const bfloat16_t bits = scale_of<Code>(of_magnitude(most), room);
+        to.scales[b] = bits;
+        blocks.scale[b] = bits == NAN_SCALE ? 0 : Bfloat16::widen(bits);
+        if (bits == NAN_SCALE)
+          for (long long i = b * block; i < min((b + 1) * block, count); ++i) blocks.now[i] = 0;
+      }
+      block_sync();
+      byte_t *const mark = Code::BITS == 8 ? to.codes : blocks.mark.one;
+      FOR_EACH_IN_BLOCK(i, count, to.bytes * 8 / Code::BITS) mark[i] = 0;
+      const auto code = [&](long long i, real scale, const real &number, real &rest, byte_t &sent) {
+        const real whole = round(number / (scale > 0 ? scale : infinite), at + i, levels);
+        sent = Code::mark((int)whole);
+        rest = number - whole * scale;
+      };
+      each_with_scale(s, block, blocks.scale, code, (const real *)blocks.now - s.begin, x + at, mark - s.begin);
+      block_sync();
+      if (Code::BITS == 4)
+        FOR_EACH_IN_BLOCK(b, 0, to.bytes) to.codes[b] = (byte_t)((blocks.mark.two[b] & 15) | blocks.mark.two[b] >> 4);
+      block_sync();
     }
-    real *const kept = x + at, *const now = blocks.now - c.begin;
-    const real *const increment = add + at;
-    FOR_EACH_IN(i, c, kept, increment, now) { now[i] = addends ? kept[i] + increment[i] : kept[i]; };
-    block_sync();
-    find_largest(blocks.now, count, block, blocks.most);
-    FOR_EACH_IN_BLOCK(b, 0, to.slots) {
-      const long long stretch = HOST ? b : b * (block / SMALLEST);
-      const bfloat16_t bits = b < to.blocks ? scale_of<Code>(of_magnitude(blocks.most[stretch]), room) : 0;
-      to.scales[b] = bits;
-      blocks.scale[b] = bits == NAN_SCALE ? 0 : Bfloat16::widen(bits);
-      if (bits == NAN_SCALE)
-        for (long long i = b * block; i < min((b + 1) * block, count); ++i) blocks.now[i] = 0;
-    }
-    block_sync();
-    byte_t *const mark = Code::BITS == 8 ? to.codes : blocks.mark.one;
-    FOR_EACH_IN_BLOCK(i, count, to.bytes * 8 / Code::BITS) mark[i] = 0;
-    const auto code = [&](long long i, real scale, const real &number, real &rest, byte_t &sent) {
-      const real whole = round(number / (scale > 0 ? scale : infinite), at + i, levels);
-      sent = Code::mark((int)whole);
-      rest = number - whole * scale;
-    };
-    each_with_scale(c, block, blocks.scale, code, (const real *)now, kept, mark - c.begin);
-    block_sync();
-    if (Code::BITS == 4)
-      FOR_EACH_IN_BLOCK(b, 0, to.bytes) to.codes[b] = (byte_t)((blocks.mark.two[b] & 15) | blocks.mark.two[b] >> 4);
-    block_sync();
-  }
 }
 KERNEL(encode_int8)(Table table, real *x, const real *add, long long addends, byte_t *payload, const long long *place,
                     long long block, SkipIf skip) {

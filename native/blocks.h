@@ -4,12 +4,22 @@
 
 #define SMALLEST 32  // elements of a block at least; a power of two, as all blocks are
 
-// body(i, scale of its block, array[i] ...) for the elements i of a chunk.
+// FOR_EACH_STRETCH(s, c, block): the stretches of a chunk that are worked on at a time, which are one block on the host,
+// so that memory is read while the last one is computed, and the whole chunk on a GPU.
+#if HOST
+#define FOR_EACH_STRETCH(s, c, block)                                                          \
+  for (Chunk s = {c.index, c.member, c.begin, min(c.begin + (block), c.end)}; s.begin < c.end; \
+       s.begin = s.end, s.end = min(s.begin + (block), c.end))
+#else
+#define FOR_EACH_STRETCH(s, c, block) for (Chunk s = c; s.begin < c.end; s.begin = c.end)
+#endif
+
+// body(i, scale of its block, array[i] ...) for the elements i of a stretch or a chunk.
 template <class Body, class... T>
 INLINE void each_with_scale(const Chunk &c, long long block, const real *scale, const Body &body, T *...array) {
 #if HOST
-  for (long long begin = c.begin; begin < c.end; begin += block) {
-    const real mine = scale[(begin - c.begin) / block];
+  for (long long begin = c.begin; begin < c.end; begin += block, ++scale) {
+    const real mine = *scale;
     const long long end = min(begin + block, c.end);
     INDEPENDENT for (long long i = begin; i < end; ++i) body(i, mine, array[i]...);
   }
@@ -20,16 +30,23 @@ INLINE void each_with_scale(const Chunk &c, long long block, const real *scale, 
 #endif
 }
 
-// most[b] <- the largest magnitude of block b of `count` numbers.
-INLINE void find_largest(const real *now, long long count, long long block, Magnitude *most) {
+// now <- x + add, or x where there are no `addends`, of a stretch that begins at now[0]; the first of a block's
+// numbers in `most`, which has one for every SMALLEST elements, <- its largest magnitude.
+INLINE void add_and_measure(const Chunk &s, long long block, const real *x, const real *add, bool addends, real *now,
+                            Magnitude *most) {
+  real *const sums = now - s.begin;
 #if HOST
-  for (long long b = 0; b * block < count; ++b) {
-    const long long end = min((b + 1) * block, count);
-    Magnitude mine = 0;
-    for (long long i = b * block; i < end; ++i) mine = magnitude(now[i]) > mine ? magnitude(now[i]) : mine;
-    most[b] = mine;
-  }
+  Magnitude mine = 0;
+  const auto measure = [&](long long i) { mine = magnitude(sums[i]) > mine ? magnitude(sums[i]) : mine; };
+  if (addends)
+    for (long long i = s.begin; i < s.end; ++i) sums[i] = x[i] + add[i], measure(i);
+  else
+    for (long long i = s.begin; i < s.end; ++i) sums[i] = x[i], measure(i);
+  most[0] = mine;
 #else
+  const int count = (int)(s.end - s.begin);
+  FOR_EACH_IN(i, s, x, add, sums) { sums[i] = addends ? x[i] + add[i] : x[i]; };
+  block_sync();
   FOR_EACH_IN_BLOCK(r, 0, (count + SMALLEST - 1) / SMALLEST) {
     Magnitude mine = 0;
     for (int j = 0; j < SMALLEST; ++j) {  // [each thread begins at another number: no two meet in a memory bank]
@@ -38,14 +55,14 @@ INLINE void find_largest(const real *now, long long count, long long block, Magn
     }
     most[r] = mine;
   }
-  for (long long by = SMALLEST, runs = (count + by - 1) / by; by < block; by *= 2, runs = (runs + 1) / 2) {
-    const long long step = by / SMALLEST;
+  for (int by = SMALLEST, runs = (count + by - 1) / by; by < block; by *= 2, runs = (runs + 1) / 2) {
+    const int step = by / SMALLEST;
     block_sync();
     FOR_EACH_IN_BLOCK(r, 0, runs / 2) {
       const Magnitude other = most[(2 * r + 1) * step];
       if (other > most[2 * r * step]) most[2 * r * step] = other;
     }
   }
-#endif
   block_sync();
+#endif
 }
