@@ -49,6 +49,11 @@ class Blocks(Lossy):
             getattr(kernels, f"{verb}_int{self.bits}") for verb in ("encode", "dither", "decode")
         )
 
+    @property
+    def changes_with_step(self) -> bool:  # type: ignore[override]
+        """Whether random numbers, which depend on the step, take part."""
+        return self.rounding == "stochastic"
+
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
         return int(_member_bytes(sizes_of(n, layout), self.bits, self.block).sum())
 
@@ -177,7 +182,7 @@ class Int8(Blocks):
 class Int4(Blocks):
     """Send each block's elements as multiples, from -7 to 7, of a scale: 4.13 bits an element.
 
-    As ``Int8``, but that an element moves by up to 1 / 14 of the largest of its block; use it with ``ErrorFeedback``.
+    As ``Int8``, but that an element moves by up to 1 / 13 of the largest of its block; use it with ``ErrorFeedback``.
 
     Args:
         block: as of ``Int8``.

@@ -19,7 +19,7 @@ class CompressorWrapper(Compressor):
     def __init__(self, compressor: Compressor):
         self.compressor = compressor
         self.summable, self.ragged, self.bounded = compressor.summable, compressor.ragged, compressor.bounded
-        self.recordable = compressor.recordable
+        self.recordable, self.changes_with_step = compressor.recordable, compressor.changes_with_step
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
         return self.compressor.payload_bytes(n, itemsize, layout)

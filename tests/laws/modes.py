@@ -124,7 +124,7 @@ MODES = {
     "dgc in two phases": two_phase(DGC),
     "dgc of Nesterov in two phases": two_phase(NESTEROV_DGC),
 }
-WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Packed(TopK(0.1)))))
+WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Int8(), Int4(32), Packed(TopK(0.1)))))
 CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY, DGC_NOW, NESTEROV_DGC)
 LOSE_NOTHING = "dense,threshold,topk,topk per tensor,topk beyond break even,half with memory,2bit,1bit".split(",")
 LOSE_NOTHING += ["int8", "packed", "packed threshold"]
