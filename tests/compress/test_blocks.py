@@ -306,6 +306,13 @@ def test_random_numbers_are_a_function_of_seed_step_rank_and_position(kind):
     assert 0.45 < alike.mean() < 0.55
 
 
+def test_random_numbers_are_none_of_a_captured_step():
+    """A replay would have the same ones every time (engine/capture.py)."""
+    for kind in KINDS.values():
+        assert ErrorFeedback(kind(rounding="stochastic")).changes_with_step
+        assert not ErrorFeedback(kind()).changes_with_step
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("kind", KINDS)
 @given(sizes=SIZES, ranks=st.integers(1, 9), dtype=st.sampled_from(REALS), seed=SEEDS)
