@@ -37,7 +37,7 @@ struct Nearest {
     const real large = sizeof(real) == 4 ? (real)0x1.8p23 : (real)0x1.8p52;  // beside it there are integers only
     return x + large - large;
   }
-  // [a single is at most `room`; a double may be more, if the scale is the largest]
+  // [of a single it is LEVELS at most; a double may be beyond the largest scale]
   real operator()(real x, long long, real levels) const {
     return sizeof(real) == 4 ? nearest(x) : clamp(nearest(x), levels);
   }
