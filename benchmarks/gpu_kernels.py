@@ -20,6 +20,8 @@ from distopt.compress import (
     ErrorFeedback,
     ExchangeContext,
     Half,
+    Int4,
+    Int8,
     OneBit,
     Packed,
     Threshold,
@@ -107,11 +109,13 @@ def selection(n):
         "DGC 0.1 %, packed": DeepGradientCompression(Packed(TopK(0.001)), momentum=0.0, exclude_1d=False),
         "half with memory": ErrorFeedback(Half()),
         "two bits": ErrorFeedback(TwoBit()),
+        "int8": ErrorFeedback(Int8()),
+        "int4": ErrorFeedback(Int4()),
         "one bit": ErrorFeedback(OneBit()),
     }.items():
         turns = itertools.cycle([grad, opposite] if "threshold" in name else [grad])
-        nbytes = 20 if name in ("one bit", "DGC 0.1 %, packed") else 12
-        cases[name] = (nbytes * n, functools.partial(compress, compressor, turns, {}, context))
+        nbytes = {"one bit": 20, "DGC 0.1 %, packed": 20, "int8": 13, "int4": 12.5}.get(name, 12)
+        cases[name] = (int(nbytes * n), functools.partial(compress, compressor, turns, {}, context))
     return cases
 
 

@@ -16,7 +16,18 @@ from benchmarks.floor import read_pass
 from benchmarks.models import MODELS
 from distopt import kernels
 from distopt.buckets import plan
-from distopt.compress import BucketContext, ErrorFeedback, ExchangeContext, OneBit, Packed, Threshold, TopK, TwoBit
+from distopt.compress import (
+    BucketContext,
+    ErrorFeedback,
+    ExchangeContext,
+    Int4,
+    Int8,
+    OneBit,
+    Packed,
+    Threshold,
+    TopK,
+    TwoBit,
+)
 from distopt.device import zeros
 from distopt.kernels.layout import BucketLayout
 
@@ -26,7 +37,7 @@ BUDGETS = {f"threshold {100 * d:g} %": 2.2 + 0.2 * (d > 0.001) for d in DENSITIE
 }
 BUDGETS |= {f"packed top-K {100 * d:g} %": 3.1 + 0.6 * (d > 0.001) for d in DENSITIES}  # top-K, and 6 ns an entry
 BUDGETS |= {f"unpack and add {100 * d:g} %": 0.15 + 0.75 * (d > 0.001) for d in DENSITIES}  # once for each rank
-BUDGETS |= {"two bits": 2.5, "one bit": 4.0}  # one pass, and two: the mean comes first
+BUDGETS |= {"two bits": 2.5, "int8": 4.0, "int4": 4.0, "one bit": 4.0}  # one pass, and two: the mean comes first
 
 
 def filled(values):
@@ -95,6 +106,8 @@ def ours(n):
         cases[f"unpack and add {100 * d:g} %"] = steps.decompression(Packed(TopK(d)), d)
         cases[f"add as it is {100 * d:g} %"] = steps.decompression(TopK(d), d)
     cases["two bits"] = steps.compression(TwoBit(steps.threshold(0.5)), 0.5)
+    cases["int8"] = steps.compression(Int8(), 0.5)
+    cases["int4"] = steps.compression(Int4(), 0.5)
     cases["one bit"] = steps.compression(OneBit(), 0.5)
     return measure.interleaved(cases, rounds=9, calls=3)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import distopt
-from distopt.compress import ErrorFeedback, OneBit, TwoBit
+from distopt.compress import ErrorFeedback, Int4, Int8, OneBit, TwoBit
 
 
 class Dense:
@@ -115,6 +115,8 @@ MODES = {
     "partial": lambda opt, loss: opt.backward_and_partial_update(loss, threshold=0),
     "topk": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.02, topK=True),
     "threshold": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.02),
+    "int8": lambda opt, loss: opt.step(loss, ErrorFeedback(Int8())),
+    "int4": lambda opt, loss: opt.step(loss, ErrorFeedback(Int4())),
     "2bit": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.1))),
     "1bit": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit())),
 }

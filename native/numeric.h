@@ -1,10 +1,12 @@
 // Numbers: comparisons by bits, and conversions that round the same on every platform.
 #pragma once
 
-// |x| as an integer that orders like it; NaN lies above infinity.
+// |x| as an integer that orders like it, and back; NaN lies above infinity.
 INLINE int magnitude(float x) { return float_as_uint(x) & 0x7fffffff; }
 INLINE long long magnitude(double x) { return double_as_longlong(x) & 0x7fffffffffffffff; }
 typedef decltype(magnitude((real)0)) Magnitude;
+INLINE float of_magnitude(int size) { return uint_as_float((unsigned)size); }
+INLINE double of_magnitude(long long size) { return longlong_as_double(size); }
 
 // [x - x is 0 for every finite x and NaN for the others]
 INLINE bool is_finite(real x) { return x - x == 0; }

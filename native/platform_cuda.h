@@ -118,6 +118,7 @@ INLINE auto loop(long long begin, long long end, unsigned block, unsigned blocks
 INLINE unsigned float_as_uint(float x) { return __float_as_uint(x); }
 INLINE float uint_as_float(unsigned u) { return __uint_as_float(u); }
 INLINE long long double_as_longlong(double x) { return __double_as_longlong(x); }
+INLINE double longlong_as_double(long long u) { return __longlong_as_double(u); }
 INLINE int popcount(unsigned long long x) { return __popcll(x); }
 INLINE int countr_zero(unsigned long long x) { return __ffsll(x) - 1; }
 

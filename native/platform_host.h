@@ -36,6 +36,7 @@ using std::sqrt;
 INLINE unsigned float_as_uint(float x) { unsigned u; memcpy(&u, &x, sizeof u); return u; }
 INLINE float uint_as_float(unsigned u) { float x; memcpy(&x, &u, sizeof x); return x; }
 INLINE long long double_as_longlong(double x) { long long u; memcpy(&u, &x, sizeof u); return u; }
+INLINE double longlong_as_double(long long u) { double x; memcpy(&x, &u, sizeof x); return x; }
 INLINE long long min(long long a, long long b) { return a < b ? a : b; }
 INLINE int popcount(unsigned long long x) { return __builtin_popcountll(x); }
 INLINE int countr_zero(unsigned long long x) { return __builtin_ctzll(x); }

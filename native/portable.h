@@ -47,7 +47,8 @@ struct Loop {
 //   BODY(i, arrays)                      the head of a lambda for what these loops do with the elements at i
 //   block_sync, block_or, atomic_add     barriers, and a sum over all threads
 //   is_block_leader                      whether this thread writes what its block computed
-//   float_as_uint, uint_as_float, double_as_longlong, sqrt, min, popcount, countr_zero, assume_global
+//   float_as_uint, uint_as_float, double_as_longlong, longlong_as_double, sqrt, min, popcount, countr_zero,
+//   assume_global
 // FOR_EACH and FOR_EACH_IN name the arrays that their body meets at i, and nowhere else; the body ends with `};`.
 #ifdef __CUDACC__
 #include "platform_cuda.h"

@@ -25,6 +25,8 @@ from distopt.compress import (
     DeepGradientCompression,
     ErrorFeedback,
     ExchangeContext,
+    Int4,
+    Int8,
     OneBit,
     Packed,
     Threshold,
@@ -36,6 +38,7 @@ from distopt.kernels.signatures import simd_level
 
 N = 1 << 24  # elements of float32: no cache holds them
 ROUNDS = 7
+RANKS = 4  # whose payloads are added
 MOMENTUM = 0.9
 
 Case = tuple[int, Callable[[], object]]  # bytes that the memory must move, and the call
@@ -117,7 +120,8 @@ def passes(n: int) -> dict[str, Case]:
 def selection(n: int) -> dict[str, Case]:
     """Return the cases of compressors, which read the gradient and the residual, and write the residual.
 
-    One bit reads the gradient twice; DGC also reads and writes velocities.
+    One bit reads the gradient twice; DGC also reads and writes velocities.  Integers write as many bytes as count, and
+    their sums are written to memory that is not read.
     """
     gradient = _filled(n, 2)
     speed = float(np.abs(gradient).mean())
@@ -129,6 +133,11 @@ def selection(n: int) -> dict[str, Case]:
             cases[f"{name} {text}"] = (12 * n, _step(ErrorFeedback(selector), gradient, speed / density))
     cases["two bits"] = (12 * n, _step(ErrorFeedback(TwoBit(2 * speed)), gradient, 2 * speed))
     cases["one bit"] = (20 * n, _step(ErrorFeedback(OneBit()), gradient, 2 * speed))
+    for name, blocks, nbytes in (("int8", Int8(), 1.0), ("int4", Int4(), 0.5)):
+        cases[name] = (int((12 + 2 * nbytes) * n), _step(ErrorFeedback(blocks), gradient, speed / 127))
+        payload, total, context = blocks.compress(gradient.copy(), {}, ExchangeContext()), _filled(n, 4), _context(n)
+        decode = functools.partial(blocks.decompress_all, [payload] * RANKS, total, context)
+        cases[f"{name}, sum of {RANKS}"] = (int((8 + RANKS * nbytes) * n), decode)
     dgc = DeepGradientCompression(Packed(TopK(0.001)), momentum=MOMENTUM, exclude_1d=False)
     cases["DGC 0.1 %, packed"] = (20 * n, _step(dgc, gradient, speed / (1 - MOMENTUM) / 0.001))
     return cases
@@ -137,6 +146,15 @@ def selection(n: int) -> dict[str, Case]:
 def _step(compressor: Any, gradient: np.ndarray, threshold: float) -> Callable[[], object]:
     """Return a call that compresses a step, with the residual of many steps: uniform between 0 and the threshold."""
     rng = np.random.default_rng(3)
+    residual, velocity = (device.zeros(gradient.size, np.float32) for _ in range(2))
+    np.copysign(rng.random(gradient.size, np.float32) * np.float32(threshold), gradient, out=residual)
+    velocity[:] = gradient / np.float32(1 - MOMENTUM)
+    state = {"residual": residual, "velocity": velocity}
+    return functools.partial(compressor.compress, gradient, state, _context(gradient.size))
+
+
+def _context(n: int) -> ExchangeContext:
+    """Return the call for a bucket of n elements, whose memory is the same at every call."""
     scratch: dict[str, np.ndarray] = {}
     constants: dict[str, device.DeviceMirror] = {}
 
@@ -150,13 +168,8 @@ def _step(compressor: Any, gradient: np.ndarray, threshold: float) -> Callable[[
             constants[name] = device.DeviceMirror(make())
         return constants[name]
 
-    residual, velocity = (device.zeros(gradient.size, np.float32) for _ in range(2))
-    np.copysign(rng.random(gradient.size, np.float32) * np.float32(threshold), gradient, out=residual)
-    velocity[:] = gradient / np.float32(1 - MOMENTUM)
-    state = {"residual": residual, "velocity": velocity}
-    layout = BucketLayout(["x"], [gradient.shape], [0], np.float32)
-    context = ExchangeContext(bucket=BucketContext(layout, scratch=kept, constant=constant))
-    return functools.partial(compressor.compress, gradient, state, context)
+    layout = BucketLayout(["x"], [(n,)], [0], np.float32)
+    return ExchangeContext(bucket=BucketContext(layout, scratch=kept, constant=constant))
 
 
 def _filled(n: int, seed: int) -> np.ndarray:

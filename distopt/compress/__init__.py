@@ -1,6 +1,7 @@
 """Gradient compression: what to send.  Adding a compressor is one file here, one test file, and one line below."""
 
 from distopt.compress.base import Compressor
+from distopt.compress.blocks import Int4, Int8
 from distopt.compress.cast import Half
 from distopt.compress.context import BucketContext, DeviceContext, ExchangeContext
 from distopt.compress.dense import Dense
@@ -19,6 +20,8 @@ __all__ = [
     "ErrorFeedback",
     "ExchangeContext",
     "Half",
+    "Int4",
+    "Int8",
     "OneBit",
     "Packed",
     "Threshold",

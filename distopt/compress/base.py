@@ -35,7 +35,7 @@ class Compressor(abc.ABC):
         bounded: on a GPU a ragged payload has room for a number of entries that all ranks know.
         corrects_momentum: the compressor has the momentum, and the optimizer must have none.
         has_hooks: ``begin`` or ``finish`` does something.
-        changes_with_step: ``at_step`` returns another compressor at some steps.
+        changes_with_step: ``at_step`` returns another compressor at some steps, or random numbers depend on the step.
         elementwise: each element is sent by itself, so that neighbouring buckets may travel as one array.
         budget: the bytes that a rank sends in a step, or a schedule of k that returns them, by which ``at_density`` is
             chosen; None if the compressor knows its density, or has none.

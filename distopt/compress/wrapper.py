@@ -19,7 +19,8 @@ class CompressorWrapper(Compressor):
     def __init__(self, compressor: Compressor):
         self.compressor = compressor
         self.summable, self.ragged, self.bounded = compressor.summable, compressor.ragged, compressor.bounded
-        self.recordable, self.budget = compressor.recordable, compressor.budget
+        self.recordable, self.changes_with_step = compressor.recordable, compressor.changes_with_step
+        self.budget = compressor.budget
 
     def at_density(self, density: float) -> "CompressorWrapper":
         return type(self)(self.compressor.at_density(density))

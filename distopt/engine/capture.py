@@ -39,7 +39,8 @@ def check_capture(engine: Engine, compressor: Compressor) -> None:
         )
     if compressor.changes_with_step:
         raise ValueError(
-            f"the compressor of a captured step must be the same at every step, got {compressor!r}; use no warmup"
+            f"the compressor of a captured step must be the same at every step, got {compressor!r}; use no warmup, and "
+            "no stochastic rounding"
         )
     if accumulator.num_batches > 1:
         raise ValueError(f"num_batches must be 1 in a captured step, got {accumulator.num_batches}")

@@ -13,6 +13,7 @@ import numpy as np
 from distopt import device
 from distopt.comm.message import LazyBreakdown, PayloadBreakdown
 from distopt.compress import Compressor, DeepGradientCompression, ErrorFeedback, ExchangeContext, Packed, TopK
+from distopt.compress.blocks import Blocks, BlockShards
 from distopt.compress.context import layout_of, sizes_of
 from distopt.compress.elias_fano import HEADER, packing
 from distopt.compress.entry_shards import EntryShards
@@ -125,6 +126,12 @@ def _(compressor: Codec, payload: np.ndarray, x: np.ndarray, context: ExchangeCo
     return lambda: PayloadBreakdown(nbytes, ideal=header + round(n * entropy(count_codes(sample, bits, n))))
 
 
+@payload_breakdown.register
+def _(compressor: Blocks, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+    breakdown = forecast_breakdown(compressor, x.size, x.itemsize, layout_of(x, context))
+    return lambda: breakdown
+
+
 # ------------------------------------------------------------------------------------------------- of pieces
 
 
@@ -165,9 +172,12 @@ def _(
 
 @shard_breakdown.register
 def _(
-    codec: CodeShards, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout, like: np.ndarray
+    codec: CodeShards | BlockShards,
+    payloads: Sequence[tuple[Piece, Payload]],
+    members: BucketLayout,
+    like: np.ndarray,
 ) -> LazyBreakdown:
-    """Codes behind scales, of all elements of the pieces."""
+    """Codes beside scales, of all elements of the pieces."""
     counts, row = np.zeros(len(members.names), np.int64), {name: k for k, name in enumerate(members.names)}
     total = 0
     for piece, _ in payloads:
@@ -220,6 +230,12 @@ def _(compressor: Packed, n: int, itemsize: int, bucket: BucketLayout) -> Payloa
 @forecast_breakdown.register
 def _(compressor: Codec, n: int, itemsize: int, bucket: BucketLayout) -> PayloadBreakdown:
     return PayloadBreakdown(compressor.payload_bytes(n, itemsize, bucket) - compressor.header)
+
+
+@forecast_breakdown.register
+def _(compressor: Blocks, n: int, itemsize: int, bucket: BucketLayout) -> PayloadBreakdown:
+    """Codes; the rest is scales, and what fills up words."""
+    return PayloadBreakdown(compressor.code_bytes(sizes_of(n, bucket)))
 
 
 # ------------------------------------------------------------------------------------------------- of entries

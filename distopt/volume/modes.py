@@ -11,6 +11,8 @@ from distopt.compress import (
     Dense,
     ErrorFeedback,
     Half,
+    Int4,
+    Int8,
     OneBit,
     Packed,
     Threshold,
@@ -24,6 +26,8 @@ PLAIN: dict[str, Callable[[], Compressor]] = {
     "dense": Dense,
     "half": Half,
     "bfloat16": lambda: Half("bfloat16"),
+    "int8": lambda: ErrorFeedback(Int8()),
+    "int4": lambda: ErrorFeedback(Int4()),
     "1bit": lambda: ErrorFeedback(OneBit()),
 }
 NUMBERED = {"2bit": 0.5, "topk": 0.01, "threshold": 0.05, "dgc": 0.001}  # kinds with a number, and its default
@@ -78,7 +82,7 @@ class Mode(NamedTuple):
 def mode(text: str) -> Mode:
     """Parse a compression mode: ``kind[=number][+option]...``.
 
-    * ``dense``, ``half`` (float16), ``bfloat16``, ``1bit``: no number.
+    * ``dense``, ``half`` (float16), ``bfloat16``, ``int8``, ``int4``, ``1bit``: no number.
     * ``2bit[=threshold]``, ``topk[=density]``, ``threshold[=magnitude]``, ``dgc[=density]``.
     * options: ``packed``, ``packed:bfloat16``, ``packed:int8`` or ``packed:2bit`` for the last three, ``per-tensor``
       for topk (dgc always selects per tensor), ``1d`` for dgc: tensors of one dimension are compressed too.

@@ -12,6 +12,8 @@ from distopt.comm.communicator import Wrapper
 from distopt.compress import (
     DeepGradientCompression,
     ErrorFeedback,
+    Int4,
+    Int8,
     OneBit,
     Packed,
     Threshold,
@@ -34,6 +36,9 @@ LOSING_NOTHING = [
     Packed(Threshold(3.0), value="bfloat16"),
     TwoBit(2.0),
     OneBit(scale="unit"),
+    Int8(64),
+    Int4(),
+    Int8(32, "stochastic"),
 ]
 
 
@@ -425,7 +430,7 @@ class Cutting(Wrapper):
         return super().all_to_all(parts, ragged)
 
 
-@pytest.mark.parametrize("compressor", [TopK(0.1), TwoBit()], ids=repr)
+@pytest.mark.parametrize("compressor", [TopK(0.1), TwoBit(), Int8()], ids=repr)
 def test_a_message_that_is_too_short_is_refused(compressor):
     def main(comm):
         p, opt = Parameter("w", np.zeros(1000, np.float32)), DistOpt(SGD(1.0), Cutting(comm))

@@ -2,6 +2,7 @@
 #include "adagrad.cu"
 #include "adam.cu"
 #include "adamw.cu"
+#include "blocks.cu"
 #include "cast.cu"
 #include "codec.cu"
 #include "dgc.cu"
@@ -152,6 +153,22 @@ int main() {
     encode_one_bit_float(alone, x.data(), x.data(), 0, one.data(), 4, 0, nullptr);
     decode_one_bit_float(alone, y.data(), 1, once, 4);
     for (long long i = 0; i < n; ++i) bad[0] += x[i] != 0 || y[i] != (real)1.5;
+
+    for (long long block : {32, CHUNK}) {  // what is sent twice, and what stays twice, is twice the sum
+      const long long scales = ((n + block - 1) / block + 1) / 2 * 4, begin[] = {0}, number[] = {0};
+      std::vector<byte_t> eight((n + 3) / 4 * 4 + scales), four((n + 7) / 8 * 4 + scales);
+      const byte_t *const eights[] = {eight.data(), eight.data()}, *const fours[] = {four.data(), four.data()};
+      std::fill(x.begin(), x.end(), (real)0.5);
+      encode_int8_float(alone, x.data(), add.data(), 1, eight.data(), begin, block, nullptr);
+      decode_int8_float(alone, y.data(), 2, eights, begin, number, 2, block, 0);
+      for (long long i = 0; i < n; ++i) bad[0] += y[i] + 2 * x[i] != 2;
+      std::fill(x.begin(), x.end(), (real)7);
+      encode_int4_float(alone, x.data(), x.data(), 0, four.data(), begin, block, nullptr);
+      decode_int4_float(alone, y.data(), 2, fours, begin, number, 1, block, 1);
+      for (long long i = 0; i < n; ++i) bad[0] += x[i] != 0;
+      dither_int8_float(alone, y.data(), y.data(), 0, eight.data(), begin, block, 1234567890123, 5, nullptr);
+      dither_int4_float(alone, y.data(), add.data(), 1, four.data(), begin, block, -7, 5, nullptr);
+    }
 
     std::vector<real> velocity(n, 1), grown(n, 1);
     for (long long nesterov = 0; nesterov < 2; ++nesterov) {  // every entry comes to 2, and half of them leave

@@ -624,6 +624,57 @@ def test_one_and_two_bit_codes_have_the_hosts_bits(libraries, sizes, by, dtype, 
         assert not any(payload.any() for payload in host[8:14])
 
 
+def blocks(sizes, dtype, by, block, seed, refused=None):
+    """What the kernels of blocks.cu make of a bucket: payloads of two ranks, what is kept, and sums of them."""
+    table, _ = members(sizes, dtype)
+    x, add, y = (shifted(a, by) for a in np.random.default_rng(seed).standard_normal((3, table.extent)).astype(dtype))
+    if seed % 2:
+        x[: x.size // 9 : 505] = np.nan
+        add[: x.size // 5 : 707] = -np.inf
+        y[: y.size // 2] *= dtype(1e-42)
+    results = []
+    for bits in (8, 4):
+        each = 4 * (-(-np.array(sizes) * bits // 32) + np.ceil(np.array(sizes) / block / 2).astype(np.int64))
+        place = np.cumsum(each) - each
+        payloads = [shifted(np.full(each.sum() + 8, 0xA5, np.uint8), 4 * by) for _ in range(3)]
+        encode, dither, decode = (getattr(kernels, f"{verb}_int{bits}") for verb in ("encode", "dither", "decode"))
+        kept = [shifted(a, by) for a in (x, y, y)]
+        encode(table, kept[0], add, True, payloads[0], place, block, refused)
+        encode(table, kept[1], kept[1], False, payloads[1], place, block, refused)
+        dither(table, kept[2], add, True, payloads[2], place, block, seed * 12345678901, seed, refused)
+        sums = [shifted(np.full(table.extent, 3, dtype), by) for _ in range(3)]
+        none = np.zeros_like(place)
+        decode(table, sums[0], payloads, place, none, 3, block, False)
+        decode(table, sums[1], payloads[1:], place, none, 1, block, True)
+        decode(table, sums[2], payloads, place, np.arange(len(sizes)) % 3, 1, block, False)
+        results += [*kept, *payloads, *sums]
+    for a in results:
+        if a.dtype == np.dtype(dtype):
+            a[np.isnan(a)] = np.nan  # of either sign
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:invalid")
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.one_of(st.sampled_from(SIZES), st.integers(0, 3 * CHUNK)), min_size=1, max_size=6),
+    by=st.integers(0, 3),
+    block=st.sampled_from([32, 128, 256, CHUNK]),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    refused=st.sampled_from([None, np.zeros(1, np.int64), YES]),
+    seed=SEEDS,
+)
+def test_blocks_of_integers_have_the_hosts_bits(libraries, sizes, by, block, dtype, grid, refused, seed):
+    dtype = np.dtype(dtype).type
+    host = blocks(sizes, dtype, by, block, seed, refused)
+    with on(libraries, *grid):
+        on_device = blocks(sizes, dtype, by, block, seed, refused)
+    same(host, on_device)
+    if refused is YES:
+        assert not any(payload[:-8].any() for payload in (*host[3:6], *host[12:15]))
+
+
 def packed(x, index, entry, value, damage):
     """A payload, what stays in x, and the planes of it and of one that is noise from the byte ``damage`` on."""
     layout = device_memory.DeviceMirror(packing(x.size, index.size, value))

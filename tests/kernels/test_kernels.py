@@ -286,7 +286,7 @@ def compiler():
 def compiled(folder, name, *flags):
     """Some texts for float, with extra flags, as a library."""
     units = []
-    for text in ("cast", "codec", "packed", "reduce", "sgd", "topk_host"):
+    for text in ("blocks", "cast", "codec", "packed", "reduce", "sgd", "topk_host"):
         unit = folder / f"{name}-{text}.o"
         plain = ["-x", "c++", "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-trapping-math", "-Dreal=float"]
         subprocess.run([compiler(), *plain, *flags, "-c", NATIVE / f"{text}.cu", "-o", unit], check=True)
@@ -335,6 +335,7 @@ def _some_steps(function):
     wire = np.empty(grad.size, np.uint16)
     function("to_half")(ctypes.c_longlong(grad.size), pointer(grad.ctypes.data), pointer(wire.ctypes.data))
     found = [*arrays, buffer, wire, *_selected(function, grad, buffer), *_coded(function, table, grad, buffer)]
+    found += _blocks(function, table, grad, buffer)
     found += [a for value in VALUES for a in _packed(function, grad, value)]
     return b"".join(a.tobytes() for a in found)
 
@@ -373,6 +374,23 @@ def _coded(function, table, x, add):
     function("decode_two_bits")(size(x.size), pointer(sums[0]), size(3), pointer(addresses[0]), number(0.3))
     function("decode_one_bit")(table.table(None), pointer(sums[1]), size(3), pointer(addresses[1]), size(4))
     return kept, more, two, one, sums
+
+
+def _blocks(function, table, x, add):
+    """All that blocks of integers write, of 8 bits and of 4, to the nearest and at random."""
+    size, pointer = ctypes.c_longlong, lambda a: ctypes.c_void_p(a.ctypes.data)
+    sizes, sums, found = table.records["size"].astype(np.int64), np.zeros_like(x), []
+    place, first = np.cumsum(2 * sizes + 16) // 4 * 4, np.zeros_like(sizes)
+    for verb, random in (("encode", ()), ("dither", (size(123456789012345), size(7)))):
+        for kind in ("int8", "int4"):
+            kept, payload = x.copy(), np.zeros(int(place[-1]) + 2 * x.size, np.uint8)
+            to = pointer(payload), pointer(place), size(64)
+            function(f"{verb}_{kind}")(table.table(None), pointer(kept), pointer(add), size(1), *to, *random, None)
+            both = np.array([payload.ctypes.data] * 2)
+            of = pointer(both), pointer(place), pointer(first), size(2), size(64), size(1)
+            function(f"decode_{kind}")(table.table(None), pointer(sums), size(2), *of)
+            found += [kept, payload, sums.copy()]
+    return found
 
 
 def _packed(function, x, value):

@@ -5,6 +5,8 @@ from distopt.compress import (
     Dense,
     ErrorFeedback,
     Half,
+    Int4,
+    Int8,
     OneBit,
     Packed,
     Threshold,
@@ -100,6 +102,7 @@ MODES = {
     "topk beyond break even": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.9))),
     "2bit": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.5))),
     "1bit": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit())),
+    "int8": lambda opt, loss: opt.step(loss, ErrorFeedback(Int8())),
     "packed": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.1)))),
     "packed threshold": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(Threshold(0.7), value="bfloat16"))),
     "dgc": lambda opt, loss: opt.step(loss, DGC),
@@ -115,15 +118,18 @@ MODES = {
     "2bit in two phases": two_phase(ErrorFeedback(TwoBit(0.5))),
     "1bit in two phases": two_phase(ErrorFeedback(OneBit())),
     "1bit units in two phases": two_phase(ErrorFeedback(OneBit(scale="unit"))),
+    "int8 in two phases": two_phase(ErrorFeedback(Int8(32))),
+    "int4 in two phases": two_phase(ErrorFeedback(Int4(32))),
+    "int4 at random in two phases without memory": two_phase(Int4(32, "stochastic", seed=1)),
     "dgc in two phases": two_phase(DGC),
     "dgc of Nesterov in two phases": two_phase(NESTEROV_DGC),
     "packed 2bit": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.1), value="2bit"))),
     "packed 2bit in two phases": two_phase(ErrorFeedback(Packed(TopK(0.1), value="2bit"))),
 }
-WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Packed(TopK(0.1)))))
+WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Int8(), Int4(32), Packed(TopK(0.1)))))
 CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY, DGC_NOW, NESTEROV_DGC)
 LOSE_NOTHING = "dense,threshold,topk,topk per tensor,topk beyond break even,half with memory,2bit,1bit".split(",")
-LOSE_NOTHING += ["packed", "packed threshold", "packed 2bit"]
+LOSE_NOTHING += ["int8", "packed", "packed threshold", "packed 2bit"]
 LOSE_NOTHING += [mode for mode in MODES if mode.endswith("in two phases") and "dgc" not in mode]
 ELEMENTWISE = (
     "dense",

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 import laws
 from distopt import run_ranks
 from distopt.buckets import plan
-from distopt.compress import Dense, Half, OneBit, Packed, Threshold, TopK, TwoBit
+from distopt.compress import Dense, Half, Int4, Int8, OneBit, Packed, Threshold, TopK, TwoBit
 from launch import needs_mpi, run_mpi
 
 COMPRESSORS = [
@@ -28,9 +28,12 @@ COMPRESSORS = [
     Packed(TopK(0.5)),
     Packed(TopK(1.0), value="int8"),
     Packed(Threshold(0.7), value="bfloat16"),
+    Int8(),
+    Int4(),
 ]
-ROUNDING = [TwoBit(0.5), TwoBit(0.3), OneBit(), OneBit(scale="unit"), OneBit(0.3)]  # what stays behind
+ROUNDING = [TwoBit(0.5), TwoBit(0.3), OneBit(), OneBit(scale="unit"), OneBit(0.3)]
 ROUNDING += [Packed(TopK(0.5), value="2bit"), Packed(TopK(1.0), value="2bit")]
+ROUNDING += [Int8(rounding="stochastic"), Int4(rounding="stochastic")]  # what stays behind
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)

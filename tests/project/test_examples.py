@@ -44,7 +44,16 @@ def test_the_digits_example_trains_a_cnn_and_draws_its_curve(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-SHARES = {"half": 0.51, "partial": 0.3, "topk": 0.05, "threshold": 0.5, "2bit": 1 / 15, "1bit": 1 / 30}
+SHARES = {
+    "half": 0.51,
+    "partial": 0.3,
+    "topk": 0.05,
+    "threshold": 0.5,
+    "int8": 0.26,
+    "int4": 0.14,
+    "2bit": 1 / 15,
+    "1bit": 1 / 30,
+}
 
 
 @pytest.mark.parametrize("mode", SHARES)

@@ -429,6 +429,7 @@ inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline unsigned __float_as_uint(float x) { unsigned u; memcpy(&u, &x, sizeof u); return u; }
 inline float __uint_as_float(unsigned u) { float x; memcpy(&x, &u, sizeof x); return x; }
 inline long long __double_as_longlong(double x) { long long u; memcpy(&u, &x, sizeof u); return u; }
+inline double __longlong_as_double(long long u) { double x; memcpy(&x, &u, sizeof x); return x; }
 
 // Fibers switch nowhere else than above, so plain accesses are atomic.
 template <class T>

@@ -13,6 +13,8 @@ from distopt.compress import (
     Dense,
     ErrorFeedback,
     Half,
+    Int4,
+    Int8,
     OneBit,
     Packed,
     Threshold,
@@ -36,6 +38,8 @@ MODES = {
     "2 bits": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.3))),
     "1 bit": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit())),
     "1 bit, no dense": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit()), break_even=False),
+    "int8": lambda opt, loss: opt.step(loss, ErrorFeedback(Int8())),
+    "int4": lambda opt, loss: opt.step(loss, Int4(32, "stochastic"), break_even=False),
     "packed": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.05)))),
     "packed threshold": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(Threshold(2.0), value="int8"))),
     "packed 2 bits": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.05), value="2bit"))),
@@ -50,6 +54,11 @@ MODES = {
     "units in two phases": lambda opt, loss: opt.step(loss, OneBit(scale="unit"), exchange="two_phase"),
     "packed 2 bits in two phases": lambda opt, loss: opt.step(
         loss, ErrorFeedback(Packed(TopK(0.05), value="2bit")), exchange="two_phase"
+    ),
+    "int8 in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(Int8(64)), exchange="two_phase"),
+    "int4 in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(Int4()), exchange="two_phase"),
+    "int8 at random in two phases": lambda opt, loss: opt.step(
+        loss, ErrorFeedback(Int8(32, "stochastic")), exchange="two_phase"
     ),
     "DGC in two phases": lambda opt, loss: opt.step(loss, DGC, exchange="two_phase"),
     "Nesterov's in two phases": lambda opt, loss: opt.step(loss, NESTEROV, False, "two_phase"),

@@ -38,8 +38,8 @@ from distopt.volume.break_even import bandwidth, density, pays, ranks
 from distopt.volume.cost import LINKS, Link
 from distopt.volume.fit import Fit, Line, Piece
 
-FIXED = "dense half bfloat16 1bit 2bit=0.25 topk=0.1 topk=0.9 topk=0.05+per-tensor topk=0.2+packed:int8".split()
-FIXED += ["topk=0.2+packed:2bit"]
+FIXED = "dense half bfloat16 int8 int4 1bit 2bit=0.25 topk=0.1 topk=0.9 topk=0.05+per-tensor".split()
+FIXED += ["topk=0.2+packed:int8", "topk=0.2+packed:2bit"]
 FIXED += "dgc=0.1 dgc=0.02+1d dgc=0.3+packed dgc=1.0".split()
 COUNTS = "payload", "values", "indices", "sent", "received", "sent_between", "received_between"
 DENSE = mode("dense")

@@ -1,0 +1,339 @@
+"""Send every element as an integer of 8 bits or 4, beside a scale for each block of them (blocks.cu)."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from distopt import device, kernels
+from distopt.checks import check_int, check_one_of
+from distopt.compress.base import Lossy
+from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload, sizes_of, state_array
+from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec
+from distopt.device import DeviceMirror
+from distopt.kernels.layout import CHUNK, BucketLayout
+
+SMALLEST = 32  # elements of a block at least
+ROUNDINGS = "nearest", "stochastic"
+OF_RANK, OF_SUM = range(2)  # what random numbers are for: the two phases of an exchange
+
+
+class Blocks(Lossy):
+    """A compressor whose payload has, member by member, a code for every element and a bfloat16 for every block.
+
+    Wang et al., "ZeRO++: extremely efficient collective communication for giant model training", 2023, exchange
+    gradients so.  What codes do not stand for stays in x; without error feedback it is dropped.
+
+    Args:
+        block: elements that share a scale; the last block of a tensor, or of its part in a shard, may be shorter.
+        rounding: 'nearest', ties to even, or 'stochastic': up or down at random, so that the mean is the element.
+        seed: of 'stochastic'; random numbers are a function of it, the step, the rank and the element's position.
+
+    Raises:
+        TypeError: for a block or a seed that is no integer.
+        ValueError: for a block that is no power of two in [32, 4096], an unknown rounding, or a seed outside [0, 2^64).
+    """
+
+    bits: int  # of a code
+
+    def __init__(self, block: int, rounding: str = "nearest", seed: int = 0):
+        self.block = check_int("block", block, SMALLEST)
+        if self.block > CHUNK or self.block & (self.block - 1):
+            raise ValueError(f"block must be a power of two in [{SMALLEST}, {CHUNK}], got {block}")
+        self.rounding = check_one_of("rounding", rounding, ROUNDINGS)
+        self.seed = check_int("seed", seed, 0)
+        if self.seed >= 2**64:
+            raise ValueError(f"seed must be at least 0 and below 2^64, got {seed}")
+        self._encode, self._dither, self._decode = (
+            getattr(kernels, f"{verb}_int{self.bits}") for verb in ("encode", "dither", "decode")
+        )
+
+    @property
+    def changes_with_step(self) -> bool:  # type: ignore[override]
+        """Whether random numbers, which depend on the step, take part."""
+        return self.rounding == "stochastic"
+
+    def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
+        return int(_member_bytes(sizes_of(n, layout), self.bits, self.block).sum())
+
+    def code_bytes(self, sizes: np.ndarray) -> int:
+        """Return the bytes of the codes of members of these sizes, without what fills them up."""
+        return int((-(-sizes * self.bits // 8)).sum())
+
+    def sharded(self) -> ShardCodec:
+        return BlockShards(self)
+
+    def compress(
+        self, x: np.ndarray, state: State, context: ExchangeContext, add: np.ndarray | None = None
+    ) -> np.ndarray:
+        return self.encode(x, add, self.whole(x, context), context, (OF_RANK, context.rank))
+
+    def decompress(self, payload: np.ndarray, out: np.ndarray, context: ExchangeContext) -> None:
+        self.decode([payload], out, self.whole(out, context), context, adds=True)
+
+    def decompress_all(self, payloads: Sequence[np.ndarray], out: np.ndarray, context: ExchangeContext) -> None:
+        """Overwrite ``out`` by the sum of payloads, in one pass; what lies between its members stays as it is."""
+        self.decode(payloads, out, self.whole(out, context), context)
+
+    def whole(self, x: np.ndarray, context: ExchangeContext) -> "Placed":
+        """Return one payload that has all of x."""
+        return self.placed((layout_of(x, context),), (0,))
+
+    def placed(self, layouts: tuple[BucketLayout, ...], starts: tuple[int, ...]) -> "Placed":
+        """Return the places of members in a payload for each of these stretches of a flat array.
+
+        Args:
+            layouts: the members of each stretch.
+            starts: the first element of each stretch.
+        """
+        return _placed(layouts, starts, self.bits, self.block)
+
+    def encode(
+        self,
+        x: np.ndarray,
+        add: np.ndarray | None,
+        to: "Placed",
+        context: ExchangeContext,
+        use: tuple[int, int],
+        base: int = 0,
+    ) -> np.ndarray:
+        """Move what its codes stand for out of x + ``add``, in one pass; return the payloads, behind one another.
+
+        Args:
+            x: the memory or the gradient, ``(n,)``, float32 or float64.
+            add: the new gradient, like x; None for nothing.
+            to: where the codes go.
+            context: the call of the compressor.
+            use: what random numbers are for, and of which rank.
+            base: the position of x[0] in the bucket, for random numbers.
+        """
+        if add is not None:
+            check_fits(x, add)
+        payload = context.scratch("payload", sum(to.nbytes))
+        given = to.layout, x, x if add is None else add, add is not None, payload, to.outbox, self.block
+        if self.rounding == "nearest":
+            self._encode(*given, context.skip_flag)
+        else:
+            self._dither(*given, random_key(self.seed, context.step, *use), base, context.skip_flag)
+        return payload
+
+    def decode(
+        self,
+        payloads: Sequence[np.ndarray],
+        out: np.ndarray,
+        of: "Placed",
+        context: ExchangeContext,
+        adds: bool = False,
+    ) -> None:
+        """Overwrite ``out`` by the sum of payloads, in their order and in one pass.
+
+        Args:
+            payloads: as many of each stretch as ranks have sent.
+            out: ``(n,)``, float32 or float64.
+            of: where the codes are.
+            context: the call of the compressor.
+            adds: add to ``out`` instead.
+
+        Raises:
+            ValueError: a payload is not of the size that its members have.
+        """
+        ranks = len(payloads) // len(of.nbytes)
+        for payload, expected in zip(payloads, np.repeat(of.nbytes, ranks).tolist(), strict=True):
+            if payload.nbytes != expected:
+                raise ValueError(f"a payload of {out.size} elements must be of {expected} bytes, got {payload.nbytes}")
+        addresses = per_payload("payloads", [device.address(payload) for payload in payloads], context)
+        self._decode(of.layout, out, addresses, of.place, of.number, ranks, self.block, adds)
+
+
+class Int8(Blocks):
+    """Send each block's elements as multiples, from -127 to 127, of a scale: 8.06 bits an element.
+
+    The scale is a bfloat16, by which the block's largest element has the code 127 or -127, so that an element moves by
+    at most 1 / 253 of that.  A block in which something is not finite arrives as NaN, and nothing of it stays behind.
+
+    Args:
+        block: elements that share a scale, a power of two in [32, 4096]; no block has elements of two tensors.
+        rounding: 'nearest', ties to even, or 'stochastic': up or down at random, so that the mean is the element
+            (Alistarh et al., "QSGD", 2017), which then moves by up to twice as much.
+        seed: of 'stochastic'; random numbers are a function of it, the step, the rank and the element's position.
+
+    Raises:
+        TypeError: for a block or a seed that is no integer.
+        ValueError: for a block that is no such power of two, an unknown rounding, or a seed outside [0, 2^64).
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.compress import ExchangeContext
+        >>> x = np.array([127, -63.75, 0.25, 0], np.float32)
+        >>> payload = Int8().compress(x, {}, ExchangeContext())
+        >>> payload[:4].view(np.int8), payload.nbytes  # the scale, 1, is behind them
+        (array([127, -64,   0,   0], dtype=int8), 8)
+        >>> x
+        array([0.  , 0.25, 0.25, 0.  ], dtype=float32)
+    """
+
+    bits = 8
+
+    def __init__(self, block: int = 256, rounding: str = "nearest", seed: int = 0):
+        super().__init__(block, rounding, seed)
+
+
+class Int4(Blocks):
+    """Send each block's elements as multiples, from -7 to 7, of a scale: 4.13 bits an element.
+
+    As ``Int8``, but that an element moves by up to 1 / 13 of the largest of its block; use it with ``ErrorFeedback``.
+
+    Args:
+        block: as of ``Int8``.
+        rounding: as of ``Int8``.
+        seed: as of ``Int8``.
+
+    Raises:
+        TypeError: for a block or a seed that is no integer.
+        ValueError: for a block that is no such power of two, an unknown rounding, or a seed outside [0, 2^64).
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.compress import ExchangeContext
+        >>> x = np.array([7, -3.25, 0.25, 0], np.float32)
+        >>> payload = Int4().compress(x, {}, ExchangeContext())
+        >>> payload[:2].tolist() == [0xD7, 0x00], payload.nbytes  # the first element is in the lower half of a byte
+        (True, 8)
+        >>> x
+        array([ 0.  , -0.25,  0.25,  0.  ], dtype=float32)
+    """
+
+    bits = 4
+
+    def __init__(self, block: int = 128, rounding: str = "nearest", seed: int = 0):
+        super().__init__(block, rounding, seed)
+
+
+def random_key(*numbers: int) -> int:
+    """Return 64 bits, as a signed number, that depend on all of these: SplitMix64 (Steele et al., 2014) of one by one.
+
+    Example:
+        >>> random_key(0, 1) == random_key(1, 0), -(2**63) <= random_key(7) < 2**63
+        (False, True)
+    """
+    key, bits = 0, 2**64 - 1
+    for number in numbers:
+        key = (key + number + 0x9E3779B97F4A7C15) & bits
+        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & bits
+        key = (key ^ key >> 27) * 0x94D049BB133111EB & bits
+        key ^= key >> 31
+    return key - (key >> 63 << 64)
+
+
+class Placed(NamedTuple):
+    """Where members are in payloads, one for each stretch of a flat array.
+
+    Args:
+        layout: the members of all stretches, at their places in the flat array.
+        nbytes: of each payload.
+        outbox: where each member begins in all payloads behind one another.
+        place: where each member begins in its payload.
+        number: of each member's payload.
+    """
+
+    layout: BucketLayout
+    nbytes: list[int]
+    outbox: DeviceMirror
+    place: DeviceMirror
+    number: DeviceMirror
+
+
+@functools.lru_cache(256)
+def _placed(layouts: tuple[BucketLayout, ...], starts: tuple[int, ...], bits: int, block: int) -> Placed:
+    counts = [len(layout.names) for layout in layouts]
+    sizes = np.concatenate([layout.records["size"].astype(np.int64) for layout in layouts])
+    offsets = np.concatenate([layout.records["offset"].astype(np.int64) for layout in layouts])
+    number = np.repeat(np.arange(len(layouts)), counts)
+    each = _member_bytes(sizes, bits, block)
+    outbox = np.cumsum(each) - each
+    nbytes = np.bincount(number, each, len(layouts)).astype(np.int64)
+    place = outbox - (np.cumsum(nbytes) - nbytes)[number]
+    layout = layouts[0]
+    if len(layouts) > 1 or starts[0]:
+        layout = BucketLayout(
+            [name for layout in layouts for name in layout.names],
+            [shape for layout in layouts for shape in layout.shapes],
+            (offsets + np.array(starts, np.int64)[number]).tolist(),
+            layout.stored,
+        )
+    return Placed(layout, nbytes.tolist(), DeviceMirror(outbox), DeviceMirror(place), DeviceMirror(number))
+
+
+def _member_bytes(sizes: np.ndarray, bits: int, block: int) -> np.ndarray:
+    """Return the bytes of members of these sizes: codes, and scales of two bytes, each in whole words of four."""
+    scales = -(-sizes // block)
+    members: np.ndarray = 4 * (-(-sizes * bits // 32) - (-scales // 2))
+    return members
+
+
+class BlockShards(ShardCodec):
+    """Blocks are cut at their borders, so that shards have the codes and scales of the whole.
+
+    Args:
+        blocks: makes the codes.
+    """
+
+    def __init__(self, blocks: Blocks):
+        self._blocks, self.block = blocks, blocks.block
+
+    def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes]:
+        return [PieceBytes(self.payload_bytes(0, piece, 0, summed), self.code_bytes(piece)) for piece in pieces]
+
+    def code_bytes(self, piece: Piece) -> int:
+        """Return the bytes of the codes of a piece, without scales."""
+        return self._blocks.code_bytes(piece.layout.records["size"].astype(np.int64))
+
+    def select(
+        self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray
+    ) -> Selected:
+        if not pieces:
+            return Selected(context.scratch("payload", 0), x)
+        memory, add = (state_array(state, "residual", x), x) if self.remembers else (x, None)
+        payload = self._blocks.encode(memory, add, self._of_pieces(pieces), context, (OF_RANK, context.rank))
+        return Selected(payload, memory)
+
+    def pack(
+        self, selected: Selected, counts: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
+    ) -> list[Payload]:
+        nbytes = self._of_pieces(pieces).nbytes if pieces else []
+        ends = itertools.accumulate(nbytes)
+        return [Payload(selected.payload[end - n : end], 0) for end, n in zip(ends, nbytes, strict=True)]
+
+    def add(self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext) -> np.ndarray:
+        self._blocks.decode([payload.data for payload in payloads], total, self._of_piece(piece), context)
+        return np.zeros(0, np.int64)
+
+    def compress_sum(
+        self, total: np.ndarray, memory: np.ndarray | None, counts: np.ndarray, piece: Piece, context: ExchangeContext
+    ) -> Payload:
+        x, add = (total, None) if memory is None else (memory, total)
+        payload = self._blocks.encode(x, add, self._of_piece(piece), context, (OF_SUM, piece.owner), piece.start)
+        return Payload(payload, 0)
+
+    def decompress(
+        self,
+        payloads: Sequence[Payload],
+        x: np.ndarray,
+        context: ExchangeContext,
+        pieces: Sequence[Piece],
+        summed: bool = True,
+    ) -> None:
+        self._blocks.decode([payload.data for payload in payloads], x, self._of_pieces(pieces), context)
+
+    def payload_bytes(self, entries: int, piece: Piece, itemsize: int, summed: bool) -> int:
+        return self._of_piece(piece).nbytes[0]
+
+    def _of_piece(self, piece: Piece) -> Placed:
+        """Return the places of a piece in one payload, from its start on."""
+        return self._blocks.placed((piece.layout,), (0,))
+
+    def _of_pieces(self, pieces: Sequence[Piece]) -> Placed:
+        """Return the places of pieces in a payload each, from the start of their bucket on."""
+        return self._blocks.placed(tuple(p.layout for p in pieces), tuple(p.start for p in pieces))
