@@ -99,12 +99,12 @@ class Told(Headers):
         codec: the compressor, as it takes part.
         shards: of the buckets.
         comm: the ranks.
-        itemsize: bytes of an element.
+        itemsizes: bytes of an element of each bucket.
     """
 
-    def __init__(self, codec: ShardCodec, shards: Cut, comm: Communicator, itemsize: int):
+    def __init__(self, codec: ShardCodec, shards: Cut, comm: Communicator, itemsizes: Sequence[int]):
         super().__init__(codec)
-        self._shards, self._comm, self._itemsize = shards, comm, itemsize
+        self._shards, self._comm, self._itemsizes = shards, comm, itemsizes
         pieces = [piece for pieces in shards.of_bucket for piece in pieces]
         ends = np.cumsum([0, *(codec.parts(piece) for piece in pieces)]).tolist()
         self._rows = {piece: slice(a, b) for piece, a, b in zip(pieces, ends[:-1], ends[1:], strict=True)}
@@ -135,9 +135,8 @@ class Told(Headers):
         return self._sums[piece] if self._summed else int(self._counts[sender, self._rows[piece]].sum())
 
     def _message_bytes(self, sender: int, pieces: Sequence[Piece]) -> int:
-        entries = [self._entries(sender, piece) for piece in pieces]
-        numbers = zip(entries, pieces, strict=True)
-        return message_bytes([self._codec.payload_bytes(n, p, self._itemsize, self._summed) for n, p in numbers])
+        numbers = ((self._entries(sender, piece), piece, self._itemsizes[piece.bucket]) for piece in pieces)
+        return message_bytes([self._codec.payload_bytes(*number, self._summed) for number in numbers])
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of every rank.  Collective."""

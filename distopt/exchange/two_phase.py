@@ -82,7 +82,8 @@ def two_phase(
     mine = shards.of_owner[comm.rank]
     with comm.on_comm_stream():
         sent, counts, uncompressed = compress_all(buckets, compressor, codec, shards, comm, owned, watches)
-        told: Headers = Headers(codec) if comm.gpu is None else Told(codec, shards, comm, like.itemsize)
+        itemsizes = [x.itemsize for x, _, _, _ in buckets]
+        told: Headers = Headers(codec) if comm.gpu is None else Told(codec, shards, comm, itemsizes)
         told.tell(counts)
         outbox = [[(piece, sent[piece.bucket, piece.start]) for piece in pieces] for pieces in shards.of_owner]
         with comm.tagged(_labelled(tag, shards, codec, [p for payloads in outbox for p in payloads], like)):

@@ -9,6 +9,7 @@ from distopt.checks import suggest
 from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, OneBit, TopK, TwoBit
 from distopt.engine.parameters import Parameter
+from distopt.exchange import EXCHANGES
 from distopt.optim import Optimizer
 from distopt.optim.arguments import arguments
 
@@ -144,7 +145,7 @@ def compressor(params: Mapping[str, Any] | None) -> Compressor:
         return Dense()
     if not isinstance(params, Mapping):
         raise TypeError(f"compression_params must be a dict or None, got {type(params).__name__}")
-    options = dict(params)
+    options = {name: value for name, value in params.items() if name != "exchange"}
     kind = options.pop("type", None)
     if not isinstance(kind, str) or kind not in COMPRESSORS:
         raise ValueError(f"the type of compression_params must be one of {tuple(COMPRESSORS)}, got {kind!r}")
@@ -153,3 +154,17 @@ def compressor(params: Mapping[str, Any] | None) -> Compressor:
     except TypeError as error:
         raise ValueError(f"compression_params of type {kind!r}: {error}") from None
     return COMPRESSORS[kind](**options)
+
+
+def exchange(params: Mapping[str, Any] | None) -> str:
+    """Return how payloads are exchanged: as ``{'exchange': ...}`` says, or by gather.
+
+    A gather is what MXNet's servers do: they add up all that the workers have sent.
+
+    Raises:
+        ValueError: there is no such exchange.
+    """
+    chosen = "gather" if params is None else params.get("exchange", "gather")
+    if chosen not in EXCHANGES:
+        raise ValueError(f"the exchange of compression_params must be one of {', '.join(EXCHANGES)}, got {chosen!r}")
+    return str(chosen)

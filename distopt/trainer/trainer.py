@@ -55,7 +55,8 @@ class Trainer(Checkpointed):
         kvstore: None, a communicator, or 'device', 'local', 'dist_sync', which all mean None.
         compression_params: ``{'type': '2bit', 'threshold': 0.5}``, or the types '1bit', 'fp16', 'topk' (with a
             ``density``) and 'none'.  It may be assigned later: what '2bit', '1bit' or 'topk' leave behind waits for the
-            next step with one of them.
+            next step with one of them.  'exchange' is that of ``DistOpt.step``, a gather by default: the sum is all
+            that the ranks have sent, as MXNet's servers make it.
         update_on_kvstore: None or False; there is no server.
         communicator: the communicator; None is ``distopt.world()``.
         threshold: the number of elements that fill a bucket (``buckets.plan``).
@@ -169,7 +170,7 @@ class Trainer(Checkpointed):
 
     @compression_params.setter
     def compression_params(self, params: Mapping[str, Any] | None) -> None:
-        self._compression = gluon.compressor(params)
+        self._compression, self._exchange = gluon.compressor(params), gluon.exchange(params)
         self._compression_params = None if params is None else dict(params)
 
     def gradient_views(self, params: Iterable[Any]) -> list[np.ndarray]:
@@ -261,7 +262,13 @@ class Trainer(Checkpointed):
         """The specification of a step: sums are divided by the batch size; parameters fresh nowhere are left alone."""
         names = self.engine.store.collector.order or [p.name for p in self._planned]
         only = None if self._touched.issuperset(names) else frozenset(self._touched)
-        return StepSpec(lambda: self._compression, break_even=True, divisor=self._batch_size, only=only)
+        return StepSpec(
+            lambda: self._compression,
+            break_even=True,
+            exchange=self._exchange,
+            divisor=self._batch_size,
+            only=only,
+        )
 
     def _fresh_pairs(self) -> Pairs:
         trained = set(self._active) if not self.engine.agreement.joined else ()

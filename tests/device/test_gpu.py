@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_mixed_precision import MODES, PARTIAL, RULES, partial_masters
 from test_mixed_precision import train as train_narrow
+from test_two_phase import in_two_dtypes
 
 import laws
 from distopt import DistOpt, Parameter, device, kernels, run_ranks
@@ -1178,3 +1179,7 @@ def test_in_two_phases_a_refused_step_leaves_everything_as_it_was(one_warp):
         assert opt.skipped == 1
 
     on_gpus(2, main)
+
+
+def test_in_two_phases_buckets_of_several_dtypes_have_the_bits_of_the_host(one_warp):
+    assert on_gpus(3, in_two_dtypes) == run_ranks(3, in_two_dtypes)

@@ -458,3 +458,22 @@ def test_processes_have_the_bits_and_bytes_of_threads(size, tmp_path):
     for processes, threads in zip(run_mpi(size, on_mpi, tmp_path), run_ranks(size, on_mpi), strict=True):
         for name, array in threads.items():
             assert processes[name].tobytes() == array.tobytes(), name
+
+
+def in_two_dtypes(comm):
+    """The bytes of parameters of float32 and of float64, and of 16 bits, after three steps."""
+    shapes = {"a": ((3000,), "float32"), "b": ((2000,), "float64"), "c": ((50, 40), "float16")}
+    params = [Parameter(name, np.zeros(shape, dtype)) for name, (shape, dtype) in shapes.items()]
+    params = laws.move_to_device(comm, params)
+    opt = DistOpt(SGD(1.0), comm, threshold=0)
+    for step in range(3):
+        rng = np.random.default_rng([step, comm.rank])
+        grads = [rng.standard_normal(shape).astype(dtype) for shape, dtype in shapes.values()]
+        loss = list(zip(params, laws.to_device(comm, grads), strict=True))
+        opt.step(loss, ErrorFeedback(Packed(TopK(0.05))), exchange="two_phase")
+    return laws.digest(params)
+
+
+def test_buckets_of_several_dtypes_share_one_exchange():
+    digests = run_ranks(3, in_two_dtypes)
+    assert digests == digests[:1] * 3

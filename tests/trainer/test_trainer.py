@@ -1385,3 +1385,27 @@ def test_training_has_the_same_bits_however_far_streams_lag(doubles, step):
             assert laws.digest(params) == expected
 
     on_gpus(2, main)
+
+
+def test_compression_gathers_unless_it_is_told_otherwise():
+    """MXNet's servers add up all that was sent; in two phases owners of shards compress the sum again."""
+
+    def main(comm):
+        found = []
+        for more in ({}, {"exchange": "gather"}, {"exchange": "two_phase"}):
+            p = Parameter("w", np.zeros(4000, np.float32))
+            trainer = Trainer([p], SGD(1.0), kvstore=comm, compression_params={"type": "topk", "density": 0.01} | more)
+            for step in range(3):
+                p.grad = np.random.default_rng([step, comm.rank]).standard_normal(4000).astype(np.float32)
+                trainer.step(1)
+            found.append(p.data)
+        return found
+
+    for by_default, gathered, in_phases in run_ranks(3, main):
+        assert by_default.tobytes() == gathered.tobytes() != in_phases.tobytes()
+        assert np.count_nonzero(gathered) > np.count_nonzero(in_phases)
+
+
+def test_an_unknown_exchange_of_compression_is_refused():
+    with pytest.raises(ValueError, match="the exchange of compression_params must be one of auto, gather, two_phase"):
+        Trainer([], "sgd", compression_params={"type": "2bit", "exchange": "ring"})
