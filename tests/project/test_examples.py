@@ -173,7 +173,10 @@ def volume(monkeypatch):
 
 
 def test_the_volume_example_writes_the_bytes_of_its_formulas(tmp_path):
-    """One epoch of 11 steps; dense is a sum of 301,072 elements, top-K 3,011 pairs of 8 bytes to every other rank."""
+    """One epoch of 11 steps; dense is a sum of 301,072 elements, top-K 3,011 pairs of 8 bytes to the other rank.
+
+    With 8 ranks it takes two phases, in which the owner of a shard sends as many entries as lie in it.
+    """
     pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install 'distopt[plot]'")
     picture, records = tmp_path / "volume.png", tmp_path / "of" / "runs"
     options = ["--modes", "dense", "topk-0.01", "--ranks", 2, 8, "--epochs", 1, "--seeds", 2]
@@ -188,15 +191,19 @@ def test_the_volume_example_writes_the_bytes_of_its_formulas(tmp_path):
         for mode, wire in sent.items():
             for seed in (1, 2):
                 found = experiment.read(records / f"{mode}-{ranks}-ranks-seed-{seed}.json")
-                assert found["curves"]["wire"] == {"steps": [11], "values": [11 * wire]}
+                (total,) = found["curves"]["wire"]["values"]
+                assert found["curves"]["wire"]["steps"] == [11]
                 assert found["totals"].pop("start broadcast")["payload"] == 4 * 301_066  # there is no gap
-                assert [verb["wire"] for verb in found["totals"].values()] == [11 * wire]
+                assert sum(verb["wire"] for verb in found["totals"].values()) == total
+                if ranks == 2 or mode == "dense":
+                    assert total == 11 * wire
+                else:
+                    assert 0.1 * 11 * wire < total < 0.5 * 11 * wire
                 assert found["results"]["accuracy"] == found["curves"]["accuracy"]["values"][-1] > 0.2
     rows = re.findall(r"^  (dense|topk-0.01) +0\.\d+ 0\.\d+ .* ([\d.]+) x +- -", done.stdout, re.M)
-    assert [(mode, float(times)) for mode, times in rows] == [
-        *(("dense", 1.0), ("topk-0.01", 50.0)),
-        *(("dense", 1.0), ("topk-0.01", 12.5)),
-    ]
+    assert [mode for mode, _ in rows] == ["dense", "topk-0.01"] * 2
+    assert [float(times) for _, times in rows[:3]] == [1.0, 50.0, 1.0]
+    assert float(rows[3][1]) > 25
 
 
 @pytest.mark.parametrize("mode", ["threshold", "dgc-packed"])
