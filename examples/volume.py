@@ -1,4 +1,4 @@
-"""What would it cost?  Accuracy against bytes sent, in nine modes at 2, 8 and 32 ranks, all of them in one process.
+"""What would it cost?  Accuracy against bytes sent, in eleven modes at 2, 8 and 32 ranks, all of them in one process.
 
     python examples/volume.py [--modes dense topk-0.001] [--ranks 2 8 32] [--seeds 3] [--out runs] [--plot volume.png]
 
@@ -43,12 +43,14 @@ def dgc(selector, steps, **options):
 MODES = {  # by the steps of the training
     "dense": lambda steps: compress.Dense(),
     "half": lambda steps: compress.Half(),
+    "int8": lambda steps: ErrorFeedback(compress.Int8()),
     "2bit": lambda steps: ErrorFeedback(compress.TwoBit(0.05)),
     "1bit": lambda steps: ErrorFeedback(compress.OneBit()),
     "threshold": lambda steps: ErrorFeedback(compress.Threshold(0.05)),
     "topk-0.01": lambda steps: ErrorFeedback(TopK(0.01)),
     "topk-0.001": lambda steps: ErrorFeedback(TopK(0.001)),
     "dgc-0.001": lambda steps: dgc(TopK(0.001), steps),
+    "topk-0.01-2bit": lambda steps: ErrorFeedback(Packed(TopK(0.01), value="2bit")),
     "dgc-packed": lambda steps: dgc(Packed(TopK(0.001)), steps, exclude_1d=False),
 }
 

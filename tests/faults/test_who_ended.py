@@ -88,9 +88,11 @@ def test_ranks_end_with_their_launcher(tmp_path, number):
     script = tmp_path / "script.py"
     script.write_text(HEAD + "print('pid', os.getpid(), flush=True)\ntime.sleep(120)\n")
     command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", str(script)]
-    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup would have it ignore
+    ignored = signal.SIGHUP, signal.SIGQUIT  # by what nohup starts, and by what a shell starts with &
+    before = [signal.signal(n, signal.SIG_DFL) for n in ignored]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    signal.signal(signal.SIGHUP, hang_up)
+    for n, handler in zip(ignored, before, strict=True):
+        signal.signal(n, handler)
     with running.stdout:
         lines = [running.stdout.readline() for _ in range(2)]
         pids = [int(pid) for pid in re.findall(r"pid (\d+)", "".join(lines))]
