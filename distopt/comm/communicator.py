@@ -5,9 +5,9 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar, cast
 
 import ml_dtypes
@@ -23,6 +23,7 @@ from distopt.device import describe
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
 NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)), *HALVES)
+Groups = tuple[tuple[int, ...], ...]  # of ranks
 Ragged = bool | Sequence[int]  # whether lengths differ, or the elements from each rank, if they are known
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,8 +40,8 @@ class Communicator(abc.ABC):
     On a GPU a collective is only enqueued.  Its results may be used on the caller's stream after ``wait()``; until then
     its arguments must not be written to.
 
-    A subclass defines ``all_reduce``, ``all_gather``, ``all_to_all``, ``broadcast``, ``barrier`` and
-    ``make_duplicate``, and the attributes without a default: ``rank``, ``size``, ``local_rank`` and ``control``.
+    A subclass defines ``all_reduce``, ``all_gather``, ``all_to_all``, ``broadcast``, ``barrier``, ``make_duplicate``
+    and ``make_subgroup``, and the attributes without a default: ``rank``, ``size``, ``local_rank`` and ``control``.
 
     Attributes:
         rank: this rank's number, from 0.
@@ -83,6 +84,7 @@ class Communicator(abc.ABC):
     _hosts: Sequence[int] = ()
     _tag = ""  # of the operation in progress, for the report of a time limit
     _second: "Communicator | None" = None  # the result of duplicate()
+    _subgroups: Mapping[Groups, "Communicator"] = MappingProxyType({})  # the results of subgroup()
 
     def tagged(self, tag: MessageTag) -> AbstractContextManager[None]:
         """Return a context whose messages are labelled with ``tag``, for ledgers and for the report of a time limit."""
@@ -250,6 +252,39 @@ class Communicator(abc.ABC):
     def make_duplicate(self) -> "Communicator":
         """Make what ``duplicate`` returns, which calls this once.  Collective."""
 
+    def subgroup(self, groups: Iterable[Iterable[int]]) -> "Communicator":
+        """Return a communicator of this rank's group, with separate messages.
+
+        The first call with these groups is collective over all ranks; later ones return the same object.
+
+        Args:
+            groups: of all ranks, the same on each: the ranks of each group, ascending.  In a group, ranks are numbered
+                from 0 in this order.
+
+        Raises:
+            ValueError: a rank is in no group or in several, or the ranks of a group do not ascend.
+
+        Example:
+            >>> from distopt.comm import run_ranks
+            >>> def main(comm):
+            ...     neighbours = comm.subgroup([[0, 1], [2, 3]])
+            ...     return neighbours.rank, neighbours.lengths(comm.rank)
+            >>> run_ranks(4, main)
+            [(0, [0, 1]), (1, [0, 1]), (0, [2, 3]), (1, [2, 3])]
+        """
+        key = tuple(map(tuple, groups))
+        if sorted(rank for group in key for rank in group) != list(range(self.size)) or any(
+            list(group) != sorted(group) for group in key
+        ):
+            raise ValueError(f"groups must have each of {self.size} ranks once, ascending, got {list(map(list, key))}")
+        if key not in self._subgroups:
+            self._subgroups = {**self._subgroups, key: self.make_subgroup(key)}
+        return self._subgroups[key]
+
+    @abc.abstractmethod
+    def make_subgroup(self, groups: Groups) -> "Communicator":
+        """Make what ``subgroup`` returns, which calls this once for the same groups.  Collective over all ranks."""
+
     def close(self) -> None:  # noqa: B027  most hold nothing
         """Release the resources of the communicator."""
 
@@ -311,11 +346,28 @@ class Wrapper(Communicator):
         """Make the same wrapper around a duplicate of the wrapped communicator.  Collective."""
         duplicate = copy.copy(self)
         duplicate.comm = self.comm.duplicate()
-        duplicate.control = duplicate.comm.control
+        duplicate.control, duplicate._subgroups = duplicate.comm.control, {}
         return duplicate
+
+    def make_subgroup(self, groups: Groups) -> Communicator:
+        """Make the same wrapper around a group of the wrapped communicator.  Collective."""
+        group = copy.copy(self)
+        Wrapper.__init__(group, self.comm.subgroup(groups))
+        group._second, group._subgroups = None, {}
+        return group
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.comm!r})"
+
+
+def group_of(rank: int, groups: Groups) -> tuple[int, ...]:
+    """Return the group that a rank is in.
+
+    Example:
+        >>> group_of(1, ((0, 2), (1, 3)))
+        (1, 3)
+    """
+    return next(group for group in groups if rank in group)
 
 
 def slices(n: int, size: int) -> list[slice]:

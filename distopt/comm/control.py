@@ -50,7 +50,7 @@ def fingerprint(lines: Iterable[str]) -> int:
 class ControlChannel(abc.ABC):
     """Channel for small host messages, votes and texts, between the ranks of one communicator; never over NCCL.
 
-    A subclass defines ``rank``, ``size``, ``maximum`` and ``gather_strings``.
+    A subclass defines ``rank``, ``size``, ``maximum``, ``gather_strings`` and ``subgroup``.
 
     Attributes:
         rank: this rank's number, from 0.
@@ -83,6 +83,10 @@ class ControlChannel(abc.ABC):
     @abc.abstractmethod
     def gather_strings(self, text: str) -> list[str]:
         """Return one text per rank, in rank order.  Collective."""
+
+    @abc.abstractmethod
+    def subgroup(self, members: tuple[int, ...]) -> "ControlChannel":
+        """Make a channel of some of the ranks, ascending and this one among them.  Collective over all ranks."""
 
     def gather(self, text: str) -> list[str]:
         """Return one text per rank, in rank order.  Collective.

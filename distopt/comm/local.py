@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from distopt import device
-from distopt.comm.communicator import Communicator, Ragged, as_flat, check_root, flat_parts
+from distopt.comm.communicator import Communicator, Groups, Ragged, as_flat, check_root, flat_parts
 from distopt.comm.control import ControlChannel
 
 
@@ -21,6 +21,10 @@ class LocalControl(ControlChannel):
     def gather_strings(self, text: str) -> list[str]:
         """Return this rank's text."""
         return [text]
+
+    def subgroup(self, members: tuple[int, ...]) -> "LocalControl":
+        """Return this channel: there are no other ranks."""
+        return self
 
 
 class LocalCommunicator(Communicator):
@@ -90,6 +94,10 @@ class LocalCommunicator(Communicator):
 
     def make_duplicate(self) -> Communicator:
         """Return this communicator: it sends nothing."""
+        return self
+
+    def make_subgroup(self, groups: Groups) -> Communicator:
+        """Return this communicator: there are no other ranks."""
         return self
 
     def peers(self, x: np.ndarray) -> list[np.ndarray]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from distopt.comm.communicator import Communicator, Ragged, Wrapper
+from distopt.comm.communicator import Communicator, Groups, Ragged, Wrapper
 from distopt.comm.ledger import KEEP, Ledger
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
@@ -51,7 +51,7 @@ class Metered(Wrapper):
         self._meter = Meter(self.rank, self.size, self.hosts, self.algorithm, self.ledger)
 
     def around(self, comm: Communicator) -> "Metered":
-        """Return a meter of another communicator of the same ranks, with the same ledger."""
+        """Return a meter of another communicator of this rank, with the same ledger."""
         duplicate = Metered(comm)
         duplicate.ledger = duplicate._meter.ledger = self.ledger
         return duplicate
@@ -107,3 +107,7 @@ class Metered(Wrapper):
         duplicate = super().make_duplicate()
         duplicate._meter = copy.copy(self._meter)  # type: ignore[attr-defined]  # the same ledger, a separate tag
         return duplicate
+
+    def make_subgroup(self, groups: Groups) -> Communicator:
+        """Make a meter of a group, with the same ledger.  Collective."""
+        return self.around(self.comm.subgroup(groups))

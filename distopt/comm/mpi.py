@@ -10,10 +10,12 @@ import numpy as np
 from distopt.comm.communicator import (
     HALVES,
     Communicator,
+    Groups,
     Ragged,
     as_flat,
     check_root,
     flat_parts,
+    group_of,
     slices,
     split,
     sum_halves,
@@ -208,10 +210,18 @@ class MpiCommunicator(Communicator):
         """Make a communicator of the same ranks over messages of its own.  Collective."""
         return MpiCommunicator(self._comm, reason=f"beside rank {self.rank}'s other one")
 
+    def make_subgroup(self, groups: Groups) -> Communicator:
+        """Make a communicator of a group over messages of its own.  Collective."""
+        members = group_of(self.rank, groups)
+        part = self._comm.Split(members[0], self.rank)
+        group = MpiCommunicator(part, reason=f"{len(members)} of {self.size} ranks")
+        part.Free()
+        return group
+
     def close(self) -> None:
         """Free the MPI communicators; nothing may be called after it.  Collective."""
-        if self._second is not None:
-            self._second.close()
+        for other in (*([] if self._second is None else [self._second]), *self._subgroups.values()):
+            other.close()
         self.control.close()
         with self._log("closing"):
             self._comm.Free()

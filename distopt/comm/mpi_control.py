@@ -146,6 +146,13 @@ class MpiControl(ControlChannel):
         MPI = mpi()
         return self._comm.Iallreduce(MPI.IN_PLACE, votes, MPI.MAX)
 
+    def subgroup(self, members: tuple[int, ...]) -> "MpiControl":
+        """Make a channel of some of the ranks.  Collective over all ranks."""
+        part = self._comm.Split(members[0], self.rank)
+        control = join(part).control
+        part.Free()
+        return control
+
     def close(self) -> None:
         """Free the MPI communicator.  Collective."""
         if self in _controls:

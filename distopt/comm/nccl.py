@@ -17,7 +17,17 @@ import numpy as np
 from distopt import device
 from distopt.comm import mpi_control
 from distopt.comm.byte_counts import RING
-from distopt.comm.communicator import Communicator, Ragged, as_flat, check_root, flat_parts, slices, split
+from distopt.comm.communicator import (
+    Communicator,
+    Groups,
+    Ragged,
+    as_flat,
+    check_root,
+    flat_parts,
+    group_of,
+    slices,
+    split,
+)
 from distopt.comm.control import ControlChannel, fingerprint
 from distopt.comm.nccl_buffers import RegisteredMemory
 from distopt.comm.nccl_library import (
@@ -413,6 +423,18 @@ class NcclCommunicator(Communicator):
         """
         return self
 
+    def make_subgroup(self, groups: Groups) -> Communicator:
+        """Make a communicator of a group on the same GPUs; this one if all are in it.  Collective.
+
+        Wait for one of them before another one is used (``wait``): NCCL may deadlock if ranks differ in the order.
+        """
+        members = group_of(self.rank, groups)
+        if len(members) == self.size:
+            return self
+        hosts = [self.hosts[member] for member in members]
+        reason = f"{len(members)} of {self.size} ranks"
+        return NcclCommunicator(self.control.subgroup(members), self.gpu, self.local_rank, reason, hosts=hosts)
+
     # ------------------------------------------------------------------------------------------- ends
 
     @property
@@ -473,6 +495,9 @@ class NcclCommunicator(Communicator):
         """
         if self._comm is None:
             return
+        for group in self._subgroups.values():
+            if group is not self:
+                group.close()
         if self._failure:
             self.abort()
             self.control.close()

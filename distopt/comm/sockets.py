@@ -23,6 +23,7 @@ import numpy as np
 from distopt.checks import check_int
 from distopt.comm.control import ControlChannel, PeerLeft, agreed
 from distopt.comm.listener import ACCEPTED, REFUSED, RankListener, connect
+from distopt.comm.local import LocalControl
 from distopt.resilience.operation_log import OperationLog, recorder
 from distopt.resilience.timeouts import limits
 from distopt.resilience.watchdog import Watchdog
@@ -111,6 +112,16 @@ class SocketControl(ControlChannel):
         """Return one text per rank, in rank order.  Collective."""
         encoded = json.dumps(text.encode(errors="backslashreplace").decode()).encode()
         return list(json.loads(self._meet(GATHER, encoded, _gather)))
+
+    def subgroup(self, members: tuple[int, ...]) -> ControlChannel:
+        """Return a channel of this rank alone: others are reached through rank 0, which may be in another group.
+
+        Raises:
+            ValueError: ``members`` are several.
+        """
+        if len(members) > 1:
+            raise ValueError(f"members must be one rank over sockets, got {list(members)}; start the ranks by MPI")
+        return LocalControl()
 
     def _meet(self, kind: bytes, message: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
         """Send this rank's message to rank 0, which combines those of all ranks, and return the result.  Collective.

@@ -6,7 +6,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from distopt.comm.communicator import Communicator, Ragged, as_flat, check_root, flat_parts, sum_in_rank_order
+from distopt.comm.communicator import (
+    Communicator,
+    Groups,
+    Ragged,
+    as_flat,
+    check_root,
+    flat_parts,
+    group_of,
+    sum_in_rank_order,
+)
 from distopt.comm.control import ControlChannel, PeerLeft
 
 _thread = threading.local()  # ``rank``: the communicator of a thread that run_ranks started
@@ -18,12 +27,17 @@ class Meeting:
     """Synchronization of ranks: the last one to arrive computes the results of all.
 
     A collective then takes one wait, and no copies of its arguments.
+
+    Args:
+        ranks: those that meet, as ``run_ranks`` numbers them.
+        meetings: all meetings, which a rank that ends leaves; this one is added.
     """
 
-    def __init__(self, size: int):
-        self._changed = threading.Condition()
-        self._offers: list[Any] = [None] * size
-        self._verbs = [""] * size
+    def __init__(self, ranks: Sequence[int], meetings: "list[Meeting]"):
+        self._ranks, self._meetings_of_all, self._changed = ranks, meetings, threading.Condition()
+        meetings.append(self)
+        self._offers: list[Any] = [None] * len(ranks)
+        self._verbs = [""] * len(ranks)
         self._arrived = self._meetings = 0
         self._results: list[Any] | Exception = []
         self._left = ""
@@ -70,17 +84,37 @@ class Meeting:
         self._changed.notify_all()
 
     def leave(self, rank: int) -> None:
-        """Make all pending and later meetings raise PeerLeft, since ``rank`` takes part in none."""
+        """Make all pending and later meetings raise PeerLeft, since ``rank`` of ``run_ranks`` takes part in none."""
+        if rank not in self._ranks:
+            return
         with self._changed:
             self._left = self._left or f"rank {rank} left"
             self._changed.notify_all()
+
+    def subgroup(self, rank: int, members: tuple[int, ...]) -> "Meeting":
+        """Return a meeting of some of these ranks, each of which names its group.  Collective."""
+
+        def make(groups: list[tuple[int, ...]]) -> list[Meeting]:
+            found = {g: Meeting([self._ranks[m] for m in g], self._meetings_of_all) for g in set(groups)}
+            return [found[group] for group in groups]
+
+        meeting: Meeting = self.meet(rank, "subgroup", members, make)
+        return meeting
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._ranks)
 
 
 class ThreadControl(ControlChannel):
     """Votes between threads."""
 
-    def __init__(self, rank: int, size: int, meeting: Meeting):
-        self.rank, self.size, self._meeting = rank, size, meeting
+    def __init__(self, rank: int, meeting: Meeting):
+        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+
+    def subgroup(self, members: tuple[int, ...]) -> "ThreadControl":
+        return ThreadControl(members.index(self.rank), self._meeting.subgroup(self.rank, members))
 
     def maximum(self, votes: np.ndarray) -> None:
         """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
@@ -98,8 +132,8 @@ class ThreadCommunicator(Communicator):
 
     Args:
         rank: this rank.
-        size: number of ranks.
-        meetings: the meetings of all communicators of these ranks; the last two are those of this communicator.
+        meeting: the meetings of its collectives.
+        control: its votes.
 
     Example:
         >>> import numpy as np
@@ -112,12 +146,11 @@ class ThreadCommunicator(Communicator):
     """
 
     rank_ordered = shares_address_space = True
+    control: ThreadControl
 
-    def __init__(self, rank: int, size: int, meetings: list[Meeting]):
+    def __init__(self, rank: int, meeting: Meeting, control: ThreadControl):
         self.rank = self.local_rank = rank
-        self.size, self._meetings = size, meetings  # of all communicators, so that a rank that ends leaves all of them
-        self._meeting, control = meetings[-2:]
-        self.control = ThreadControl(rank, size, control)
+        self.size, self._meeting, self.control = meeting.size, meeting, control
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
@@ -147,13 +180,15 @@ class ThreadCommunicator(Communicator):
 
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same threads with meetings of its own.  Collective."""
+        return self.make_subgroup((tuple(range(self.size)),))
 
-        def make(offers: list[Any]) -> list[Any]:
-            self._meetings += Meeting(self.size), Meeting(self.size)
-            return offers
-
-        self._meet("duplicate", None, make, None)
-        return ThreadCommunicator(self.rank, self.size, self._meetings)
+    def make_subgroup(self, groups: Groups) -> Communicator:
+        """Make a communicator of a group with meetings of its own.  Collective."""
+        members = group_of(self.rank, groups)
+        rank, meeting = members.index(self.rank), self._meeting.subgroup(self.rank, members)
+        group = ThreadCommunicator(rank, meeting, self.control.subgroup(members))
+        group._hosts = [self.hosts[member] for member in members]
+        return group
 
     def _meet(self, verb: str, offer: Any, action: Action, alike: np.ndarray | None) -> Any:
         shape = f" of {alike.size} {alike.dtype}" if alike is not None else ""
@@ -216,13 +251,14 @@ def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    meetings = [Meeting(size), Meeting(size)]
+    meetings: list[Meeting] = []
+    world, votes = Meeting(range(size), meetings), Meeting(range(size), meetings)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            _thread.rank = ThreadCommunicator(rank, size, meetings)
+            _thread.rank = ThreadCommunicator(rank, world, ThreadControl(rank, votes))
             results[rank] = main(_thread.rank)
         except BaseException as error:
             errors.append(error)

@@ -138,6 +138,10 @@ class Compressor(abc.ABC):
         """Return the same with another density; TypeError for a compressor that has none."""
         raise TypeError(f"a compressor must have a density, got {self!r}")
 
+    def of_sum(self, ranks: int) -> "Compressor":
+        """Return the same for sums over so many ranks, of whose means it takes what this one takes of gradients."""
+        return self
+
     def at_step(self, k: int) -> "Compressor":
         """Return the compressor that update k is made with; k is 0 for the first."""
         return self

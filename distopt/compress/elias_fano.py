@@ -80,6 +80,9 @@ class Packed(Sparse):
     def at_density(self, density: float) -> "Packed":
         return Packed(cast(Sparse, self.selector.at_density(density)), self.index, self.value)
 
+    def of_sum(self, ranks: int) -> "Packed":
+        return Packed(cast(Sparse, self.selector.of_sum(ranks)), self.index, self.value)
+
     def count_selected(self, x: np.ndarray, counts: np.ndarray) -> None:
         self.selector.count_selected(x, counts)
 

@@ -30,7 +30,7 @@ class Codec(Lossy):
 
     @abc.abstractmethod
     def of_sum(self, ranks: int) -> "Codec":
-        """Return the codec of a sum over so many ranks, whose mean has the magnitudes that this one is meant for."""
+        """Return the codec of sums over so many ranks, whose means have the magnitudes that this one is meant for."""
 
     def sharded(self) -> ShardCodec:
         return CodeShards(self)
@@ -307,6 +307,9 @@ class UnitOfSum(OneBit):
     def __init__(self, threshold: float, ranks: int):
         super().__init__(threshold, "unit")
         self.ranks, self.header = ranks, 4
+
+    def of_sum(self, ranks: int) -> "UnitOfSum":
+        return UnitOfSum(self.threshold * ranks, self.ranks * ranks)
 
     def encode(
         self, x: np.ndarray, add: np.ndarray, added: bool, payload: np.ndarray, context: ExchangeContext

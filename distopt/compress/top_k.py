@@ -382,7 +382,10 @@ class Threshold(Sparse):
         """What is at least as large in the mean, in which a sum is one for each rank."""
         if not self.reselect:
             return super().reselect_sum(x, add, counts, context)
-        return Threshold(self.magnitude * context.size).extract(x, Increment(add, x[:0]), context)
+        return self.of_sum(context.size).extract(x, Increment(add, x[:0]), context)
+
+    def of_sum(self, ranks: int) -> "Threshold":
+        return Threshold(self.magnitude * ranks, self.reselect)
 
     def _bound(self, x: np.ndarray) -> int:
         """The magnitude above which entries are sent."""

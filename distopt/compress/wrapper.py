@@ -25,6 +25,9 @@ class CompressorWrapper(Compressor):
     def at_density(self, density: float) -> "CompressorWrapper":
         return type(self)(self.compressor.at_density(density))
 
+    def of_sum(self, ranks: int) -> "CompressorWrapper":
+        return type(self)(self.compressor.of_sum(ranks))
+
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
         return self.compressor.payload_bytes(n, itemsize, layout)
 

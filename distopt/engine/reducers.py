@@ -1,10 +1,11 @@
 """The ways in which the buckets of a step are reduced over ranks, and which one a step takes."""
 
 import abc
+import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,14 +16,25 @@ from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
 from distopt.compress.context import state_array
+from distopt.compress.dgc import DECAY
 from distopt.compress.shards import OWED, settle
-from distopt.engine.accumulation import GradientAccumulator
+from distopt.engine.accumulation import STATE, GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
 from distopt.engine.progress import Progress
 from distopt.engine.spec import StepSpec
 from distopt.exchange import TwoPhase, choose, reduce_each, reduce_half_shards, reduce_shards, two_phase, two_phases
 from distopt.exchange.budget import within
+from distopt.exchange.hierarchical import (
+    NodeExchange,
+    Nodes,
+    move_states,
+    node_exchange,
+    node_ranks,
+    nodes_of,
+    share_inside,
+    sum_inside,
+)
 from distopt.exchange.shared_memory import describe, nonfinite
 from distopt.exchange.two_phase import Owned
 
@@ -47,6 +59,13 @@ class Reducer(abc.ABC):
     @abc.abstractmethod
     def nonfinite(self, sums: list[Reduced]) -> str:
         """Describe what is not finite in the sums, alike on all ranks; '' if all is, or if only a GPU knows."""
+
+
+class Exchanges(Protocol):
+    """Replaces the arrays of some buckets by their sums over the ranks of a communicator."""
+
+    def exchange(self, buckets: Sequence[tuple[Bucket, np.ndarray]]) -> None:
+        """Replace the arrays of these buckets by their sums.  Collective."""
 
 
 class Unreduced(Reducer):
@@ -79,17 +98,18 @@ class CollectiveReducer(Unreduced):
         self._pipelined = pipelined and not step_context.payloads_wanted
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
-        capacity = self._store.capacity if self._compressor.bounded else None
-        if capacity and not self._compressor.stateful:
-            capacity.count(arrays, self._compressor.count_selected)
-        if self._comm.gpu is None:
-            yield from self.stream(zip(self._store.buckets, arrays, strict=True))
-        else:  # buckets that leave together are enqueued together
-            for _ in self.stream((b, b.gradient) for b in self._step_context.travelling(self._compressor)):
-                pass
-            yield from map(unsharded, arrays)
-        if capacity and self._compressor.stateful:
-            capacity.send()
+        with self._step_context.counted_entries(self._compressor, arrays):
+            if self._comm.gpu is None:
+                yield from self.stream(zip(self._store.buckets, arrays, strict=True))
+            else:  # buckets that leave together are enqueued together
+                for _ in self.stream((b, b.gradient) for b in self._step_context.travelling(self._compressor)):
+                    pass
+                yield from map(unsharded, arrays)
+
+    def exchange(self, buckets: Sequence[tuple[Bucket, np.ndarray]]) -> None:
+        """Replace the arrays of these buckets by their sums.  Collective."""
+        for _ in self.stream(buckets):
+            pass
 
     def stream(self, buckets: Stream) -> Iterator[Reduced]:
         """Yield the sum over ranks of each bucket, as they come.  Collective."""
@@ -137,11 +157,15 @@ class TwoPhaseReducer(Unreduced):
         self._owned, self._otherwise = owned, otherwise
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        with self._step_context.counted_entries(self._compressor, arrays):
+            self.exchange(list(zip(self._store.buckets, arrays, strict=True)))
+        return map(unsharded, arrays)
+
+    def exchange(self, buckets: Sequence[tuple[Bucket, np.ndarray]]) -> None:
+        """Replace the arrays of these buckets, which ``phases`` was chosen for, by their sums.  Collective."""
         compressor, step, comm = self._compressor, self._step_context, self._comm
-        together: list[tuple[Bucket, np.ndarray]] = []
-        alone: list[tuple[Bucket, np.ndarray]] = []
-        for bucket, x in zip(self._store.buckets, arrays, strict=True):
-            (together if bucket.number in self._phases.buckets else alone).append((bucket, x))
+        together = [buckets[k] for k in self._phases.buckets]
+        alone = [pair for k, pair in enumerate(buckets) if k not in self._phases.buckets]
         text = repr(compressor) if comm.gpu is not None and compressor.recordable else ""
         travelling = [(x, b.state, step.exchange_context(b, comm, compressor, text), step.tag(b)) for b, x in together]
         if compressor.has_hooks:
@@ -156,8 +180,33 @@ class TwoPhaseReducer(Unreduced):
             with comm.on_comm_stream():
                 for x, state, context, _ in travelling:
                     compressor.finish(x, state, context)
-        for _ in self._otherwise.stream(alone):
-            pass
+        self._otherwise.exchange(alone)
+
+
+class NodeReducer(Unreduced):
+    """Sum inside each node, and exchange the sums between nodes; each rank of a node does so for its own buckets."""
+
+    def __init__(self, plan: NodeExchange, nodes: Nodes, step_context: "StepContext", otherwise: Exchanges):
+        """Make one; ``otherwise`` exchanges this rank's buckets between nodes."""
+        super().__init__(step_context.store, plan.compressor)
+        self._plan, self._nodes, self._step_context, self._otherwise = plan, nodes, step_context, otherwise
+
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        (shares, compressor, _), (inside, between), step = self._plan, self._nodes, self._step_context
+        mine = shares[inside.rank]
+        with inside.tagged(step.tag()):
+            sum_inside(arrays, shares, inside)
+        inside.wait()
+        with step.counted_entries(compressor, arrays):
+            self._otherwise.exchange([(self._store.buckets[k], arrays[k]) for k in mine])
+        between.wait()
+        with inside.tagged(step.tag()):
+            share_inside(arrays, shares, inside)
+        inside.wait()
+        for bucket in self._store.buckets:
+            if compressor.has_hooks and bucket.number not in mine:  # what all ranks have alike goes on everywhere
+                context = step.exchange_context(bucket, between, compressor)
+                compressor.begin(arrays[bucket.number], bucket.state, context)
         return map(unsharded, arrays)
 
 
@@ -281,6 +330,16 @@ class StepContext:
         messages = None if self.payloads_wanted or not compressor.elementwise else self.store.messages
         return self.store.buckets if messages is None else messages
 
+    @contextlib.contextmanager
+    def counted_entries(self, compressor: Compressor, arrays: list[np.ndarray]) -> Iterator[None]:
+        """Let ranks tell each other how many entries they want to send, where a GPU must know before.  Collective."""
+        capacity = self.store.capacity if compressor.bounded else None
+        if capacity and not compressor.stateful:
+            capacity.count(arrays, compressor.count_selected)
+        yield
+        if capacity and compressor.stateful:
+            capacity.send()
+
     def tag(self, bucket: Bucket | None = None) -> MessageTag:
         """The tag of the messages of a bucket; without one, of those of all buckets."""
         if bucket is None:
@@ -306,6 +365,7 @@ class StepContext:
             else DeviceContext(self.store.skip_flag)
         )
         divisor, batches = self.divisor, accumulator.num_batches if accumulator.sync_on_apply else 1
+        batches *= self._comm.size // comm.size  # between nodes a gradient is the sum of those of a node
         if text and comm.gpu is not None:
             numbers = text, comm.size, divisor, batches, on_device.capacity
             memory = [0 if a is None else device.address(a) for a in (on_device.skip_flag, on_device.wanted)]
@@ -332,6 +392,8 @@ class Reducers:
         self._phases: TwoPhase | None = None
         self._fitted: tuple[Any, ...] = (None,) * 4  # the last compressor of a budget, and what it depended on
         self._owned: Owned = {}  # of each bucket, what this rank owned of it in the last exchange of two phases
+        self._node_asked: tuple[Any, ...] = (None,) * 3  # what the last exchange by nodes depended on
+        self._node_plan: NodeExchange | None = None
 
     def in_shared_memory(self, compressor: Compressor) -> bool:
         """Tell if dense gradients are added up in shared memory, where what is not finite is found in the sums.
@@ -346,8 +408,8 @@ class Reducers:
         store = self._step_context.store
         if not (self.overlap and spec.reduced and self._accumulator.num_batches == 1) or compressor.budget is not None:
             return False
-        grows = compressor.bounded and store.capacity is not None
-        if not store.started or threshold != store.threshold or compressor.stateful or grows:
+        grows, by_nodes = compressor.bounded and store.capacity is not None, spec.exchange == "nodes"
+        if not store.started or threshold != store.threshold or compressor.stateful or grows or by_nodes:
             return False
         return not self.two_phases(compressor, spec)
 
@@ -358,15 +420,17 @@ class Reducers:
         nbytes = check_float(f"bytes at update {k}", budget(k) if callable(budget) else budget, least=1.0)
         buckets, asked = self._step_context.store.buckets, (nbytes, spec.break_even, spec.exchange)
         if self._fitted[0] is not compressor or self._fitted[1] is not buckets or self._fitted[2] != asked:
-            plan = [bucket.gradients for bucket in buckets]
-            fitted = within(nbytes, compressor, plan, self._comm.size, spec.break_even, spec.exchange)
+            plan, per_node = [bucket.gradients for bucket in buckets], 1
+            if spec.exchange == "nodes":
+                per_node = len(node_ranks(self._comm.hosts)[0])
+            fitted = within(nbytes, compressor, plan, self._comm.size, spec.break_even, spec.exchange, per_node)
             self._fitted = compressor, buckets, asked, fitted
         found: Compressor = self._fitted[3]
         return found
 
     def two_phases(self, compressor: Compressor, spec: StepSpec) -> TwoPhase | None:
         """Return the exchange in two phases that a step takes; None if it takes another one."""
-        if compressor.summable or spec.exchange == "gather" or not spec.reduced:
+        if compressor.summable or spec.exchange in ("gather", "nodes") or not spec.reduced:
             return None
         buckets = self._step_context.store.buckets
         asked = (buckets, compressor, spec.exchange, spec.break_even)
@@ -376,9 +440,37 @@ class Reducers:
             self._asked = asked
         return self._phases
 
+    def by_nodes(self, compressor: Compressor, spec: StepSpec) -> NodeExchange | None:
+        """Return the exchange by nodes that a step takes; None if it takes another one.
+
+        Raises:
+            ValueError: nodes have different numbers of ranks, or a hook sees what ranks send.
+        """
+        if spec.exchange != "nodes" or not spec.reduced or self.in_shared_memory(compressor):
+            return None
+        if self._step_context.payloads_wanted:
+            raise ValueError(
+                "exchange must be 'auto', 'gather' or 'two_phase' where payloads are observed, got 'nodes', whose "
+                "payloads are those of sums over a node"
+            )
+        buckets, groups = self._step_context.store.buckets, node_ranks(self._comm.hosts)
+        asked = (buckets, compressor, spec.break_even)
+        if not all(map(operator.is_, asked, self._node_asked)):
+            plan, sizes = [bucket.gradients for bucket in buckets], (len(groups), len(groups[0]))
+            self._node_plan = node_exchange(compressor, plan, *sizes, spec.break_even)
+            self._node_asked = asked
+        return self._node_plan
+
     def describe(self, compressor: Compressor, spec: StepSpec) -> str:
-        """Say how payloads that cannot be added on the wire are exchanged; '' for those that can, or without a plan."""
-        if compressor.summable or not spec.reduced or self._step_context.store.buckets_if_any is None:
+        """Say how payloads are exchanged; '' for those that are added on the wire by all ranks, or without a plan."""
+        if not spec.reduced or self._step_context.store.buckets_if_any is None:
+            return ""
+        nodes = self.by_nodes(compressor, spec)
+        if nodes:
+            groups = node_ranks(self._comm.hosts)
+            plan = [bucket.gradients for bucket in self._step_context.store.buckets]
+            return nodes.describe(plan, len(groups), len(groups[0]))
+        if compressor.summable:
             return ""
         phases = self.two_phases(compressor, spec)
         plan = [bucket.gradients for bucket in self._step_context.store.buckets]
@@ -403,16 +495,30 @@ class Reducers:
             return LocalGradients()
         if self.in_shared_memory(compressor):
             reducer = SharedMemoryReducer(self._comm, self._step_context, check_finite, vote)
+        elif by_nodes := self.by_nodes(compressor, spec):
+            reducer = self._node_reducer(by_nodes, spec)
         else:
-            reducer = collective = self.collective(compressor, spec)
-            phases = self.two_phases(compressor, spec)
-            if phases:
-                step, owned = self._step_context, self._owned
-                reducer = TwoPhaseReducer(phases, compressor, self._comm, step, owned, collective)
+            reducer = self._exchange(self.two_phases(compressor, spec), compressor, spec, self._comm)
             if isinstance(compressor, Half) and self._halves_fit(compressor):
                 reducer = SharedHalfReducer(compressor, self._comm, self._step_context, reducer)
         unchanged = [] if spec.only is None else [name for name in store.collector.order if name not in spec.only]
         return KeepStates(reducer, self._comm, store, unchanged) if unchanged else reducer
+
+    def _exchange(
+        self, phases: TwoPhase | None, compressor: Compressor, spec: StepSpec, comm: Communicator
+    ) -> CollectiveReducer | TwoPhaseReducer:
+        """Return the reducer of an exchange in two phases, or of one by a collective per bucket."""
+        collective = CollectiveReducer(compressor, spec, comm, self._step_context)
+        if phases is None:
+            return collective
+        return TwoPhaseReducer(phases, compressor, comm, self._step_context, self._owned, collective)
+
+    def _node_reducer(self, plan: NodeExchange, spec: StepSpec) -> NodeReducer:
+        """Return the reducer of an exchange by nodes, once states lie where it needs them.  Collective."""
+        nodes, step = nodes_of(self._comm), self._step_context
+        move_states(list(step.store.buckets), plan.shares, nodes.inside, stay=(STATE, DECAY))
+        between = self._exchange(plan.phases[nodes.inside.rank], plan.compressor, spec, nodes.between)
+        return NodeReducer(plan, nodes, step, between)
 
     def _halves_fit(self, compressor: Half) -> bool:
         """Tell if halves may be added up in shared memory, where they are neither checked nor observed."""

@@ -81,7 +81,7 @@ class StepSpec(NamedTuple):
         threshold: elements that fill a bucket; None keeps the usual number.
         clip_value: every element of the gradients is first held between ``-clip_value`` and ``clip_value``.
         break_even: never send more bytes than a dense array has.
-        exchange: 'gather', 'two_phase' or 'auto' (``exchange.shard_codec``).
+        exchange: 'gather', 'two_phase', 'nodes' or 'auto' (``exchange.choice``).
         reduced: gradients are reduced over ranks; False in a partial step, which updates with this rank's own.
         divisor: divides the sums, to make a mean of them; None divides by the number of gradients.
         only: names of the parameters that are updated; None updates all.
@@ -107,7 +107,8 @@ class StepSpec(NamedTuple):
         """
         clipped = f", clipped at {self.clip_value}" * (self.clip_value is not None)
         gathered = not (self.break_even or compressor.summable)
-        exchange = ", two-phase" * two_phase + ", break_even=False" * gathered
+        exchange = ", two-phase" * two_phase + ", by nodes" * (self.exchange == "nodes")
+        exchange += ", break_even=False" * gathered
         return f"{self.label} with {compressor!r}{clipped}{exchange}"
 
 

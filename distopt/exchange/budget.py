@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from distopt.compress import Compressor
-from distopt.exchange.step_traffic import step_messages
+from distopt.exchange.step_traffic import node_messages, step_messages
 from distopt.kernels.layout import BucketLayout
 
 SPARSEST = 1e-9  # the lowest density tried: one entry of each part, in any plan that fits into memory
@@ -18,6 +18,7 @@ def within(
     ranks: int,
     break_even: bool = True,
     exchange: str = "auto",
+    per_node: int = 1,
 ) -> Compressor:
     """Return a compressor at the largest density of which a rank sends at most so many bytes in a step.
 
@@ -31,6 +32,7 @@ def within(
         ranks: their number.
         break_even: as of the step.
         exchange: as of the step.
+        per_node: ranks of a node; in an exchange by nodes, what is sent inside of one is left out.
 
     Raises:
         ValueError: not even one entry of each part fits.
@@ -44,7 +46,13 @@ def within(
     """
 
     def sent(density: float) -> float:
-        messages = step_messages(plan, compressor.at_density(density), ranks, break_even, exchange)
+        fixed = compressor.at_density(density)
+        if exchange == "nodes":
+            by_nodes = node_messages(plan, fixed, ranks // per_node, per_node, break_even)
+            assert by_nodes is not None
+            between = [message.sent(ranks // per_node) for column in by_nodes.between for message in column]
+            return math.fsum(between) / per_node
+        messages = step_messages(plan, fixed, ranks, break_even, exchange)
         assert messages is not None
         return math.fsum(message.sent(ranks) for message in messages)
 

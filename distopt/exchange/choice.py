@@ -8,7 +8,7 @@ from distopt.compress.shards import Piece, ShardCodec
 from distopt.exchange.cut import Cut, cut
 from distopt.kernels.layout import BucketLayout
 
-EXCHANGES = ("auto", "gather", "two_phase")
+EXCHANGES = ("auto", "gather", "two_phase", "nodes")
 GATHER_BELOW = 1 << 16  # bytes of a step's payloads from all other ranks; messages are cheaper than what they save
 VARIES = 100  # where the length of a payload depends on the data, one of so many bytes is taken to be sent
 
@@ -83,7 +83,7 @@ def two_phases(
         >>> [two_phases("auto", TopK(0.01), plan, ranks) is not None for ranks in (2, 3)]
         [False, True]
     """
-    codec = None if compressor.summable or exchange == "gather" else compressor.sharded()
+    codec = None if compressor.summable or exchange in ("gather", "nodes") else compressor.sharded()
     if exchange == "two_phase" and codec is None and not compressor.summable:
         raise ValueError(f"exchange must be 'auto' or 'gather' for {compressor!r}, got 'two_phase'")
     if codec is None or ranks == 1:

@@ -9,6 +9,7 @@ from distopt.comm.message import LazyBreakdown, PayloadBreakdown
 from distopt.compress import Compressor, ExchangeContext
 from distopt.exchange.breakdown import forecast_breakdown
 from distopt.exchange.choice import TwoPhase, two_phases
+from distopt.exchange.hierarchical import Shares, node_exchange, rounds
 from distopt.exchange.told import message_bytes
 from distopt.exchange.traffic import Message, traffic
 from distopt.kernels.layout import BucketLayout
@@ -51,7 +52,7 @@ def step_messages(
         compressor: what is sent of them.
         ranks: their number.
         break_even: a bucket is all-reduced as dense where that is less.
-        exchange: 'gather', 'two_phase' or 'auto'.
+        exchange: 'gather', 'two_phase' or 'auto'; by nodes, see ``node_messages``.
 
     Returns:
         The messages; None if their lengths depend on the gradients.
@@ -81,6 +82,67 @@ def step_messages(
         found += [StepMessage(number, message, breakdown) for message in messages]
     of_phases = _phase_messages(plan, phases, ranks) if phases else []
     return None if of_phases is None else [*found, *of_phases]
+
+
+class NodeMessages(NamedTuple):
+    """The messages of a step whose buckets are exchanged by nodes.
+
+    Args:
+        sums: inside of a node, before.
+        between: of the ranks of each number, between the nodes.
+        results: inside of a node, behind them.
+    """
+
+    sums: list[StepMessage]
+    between: list[list[StepMessage]]
+    results: list[StepMessage]
+
+
+def node_messages(
+    plan: Sequence[BucketLayout], compressor: Compressor, nodes: int, per_node: int, break_even: bool = True
+) -> NodeMessages | None:
+    """Return the messages by which a step exchanges its buckets by nodes; None if their lengths depend on gradients.
+
+    Args:
+        plan: the layout of each bucket.
+        compressor: what is sent of gradients.
+        nodes: their number.
+        per_node: ranks of a node.
+        break_even: as of ``step_messages``.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.compress import Dense
+        >>> layout = BucketLayout(["w"], [(1000,)], [0], np.float32)
+        >>> found = node_messages([layout], Dense(), nodes=2, per_node=4)
+        >>> [[message.sent(2) for message in column] for column in found.between]
+        [[4000], [], [], []]
+    """
+    shares, of_sums, _ = node_exchange(compressor, plan, nodes, per_node, break_even)
+    between = []
+    for share in shares:
+        column = step_messages([plan[k] for k in share], of_sums, nodes, break_even) if share else []
+        if column is None:
+            return None
+        between.append([m if m.bucket is None else m._replace(bucket=share[m.bucket]) for m in column])
+    sums, results = (messages_inside(plan, shares, verb) for verb in ("all_to_all", "all_gather"))
+    return NodeMessages(sums, between, results)
+
+
+def messages_inside(plan: Sequence[BucketLayout], shares: Shares, verb: str) -> list[StepMessage]:
+    """Return the messages inside of a node by which sums come to their ranks, or results from there.
+
+    Args:
+        plan: the layout of each bucket.
+        shares: of each rank of a node the numbers of its buckets.
+        verb: 'all_to_all' for sums, 'all_gather' for results.
+    """
+    found = []
+    for numbers in rounds(shares):
+        sizes = [0 if k is None else plan[k].extent * plan[k].dtype.itemsize for k in numbers]
+        payload = sum(sizes) if verb == "all_to_all" else sizes[0]
+        found.append(StepMessage(None, Message(verb, sizes=sizes), functools.partial(PayloadBreakdown, payload)))
+    return found
 
 
 def _phase_messages(plan: Sequence[BucketLayout], phases: TwoPhase, ranks: int) -> list[StepMessage] | None:

@@ -1,18 +1,20 @@
 """The bytes of a step by formula: to the byte what a ledger would count, without gradients and without ranks."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from distopt.checks import check_int
 from distopt.comm.byte_counts import DIRECT
 from distopt.comm.ledger import Ledger
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
-from distopt.exchange.step_traffic import StepMessage, step_messages, summed_elements
+from distopt.exchange.hierarchical import node_ranks
+from distopt.exchange.step_traffic import StepMessage, node_messages, step_messages, summed_elements
 from distopt.exchange.traffic import Message
 from distopt.kernels.layout import BucketLayout
 from distopt.volume.modes import Mode
 
+T = TypeVar("T")
 MOST_RANKS = 65536  # whose messages are counted one by one
 
 
@@ -85,7 +87,7 @@ def forecast(
         ranks: the number of ranks.
         per_node: ranks on each host; bytes between these do not count as ``between``.
         break_even: whether a bucket is all-reduced as dense where that is less.
-        exchange: 'gather', 'two_phase' or 'auto'.
+        exchange: 'gather', 'two_phase', 'nodes' or 'auto'.
 
     Raises:
         TypeError: a number is no integer.
@@ -147,7 +149,7 @@ def step_ledger(
         ranks: the number of ranks.
         per_node: ranks on each host.
         break_even: whether a bucket is all-reduced as dense where that is less.
-        exchange: 'gather', 'two_phase' or 'auto'.
+        exchange: 'gather', 'two_phase', 'nodes' or 'auto'.
 
     Raises:
         TypeError: a number is no integer.
@@ -161,10 +163,19 @@ def step_ledger(
     ledger, ranks, per_node = Ledger(), check_int("ranks", ranks, least=1), check_int("per_node", per_node, least=1)
     if ranks > MOST_RANKS:
         raise ValueError(f"ranks must be at most {MOST_RANKS}, got {ranks}")
-    meter = Meter(0, ranks, [rank // per_node for rank in range(ranks)], DIRECT, ledger)
-    for number, message, breakdown in messages(buckets, mode, ranks, break_even, exchange):
-        with meter.tagged(MessageTag("gradients", 0, number)):
-            message.write(meter, breakdown)
+    hosts = [rank // per_node for rank in range(ranks)]
+    if exchange == "nodes":
+        nodes = len(node_ranks(hosts))
+        found = _known(node_messages(buckets, mode.compressor, nodes, ranks // nodes, break_even), mode)
+        inside = Meter(0, ranks // nodes, [0] * (ranks // nodes), DIRECT, ledger)
+        between = Meter(0, nodes, range(nodes), DIRECT, ledger)
+        sent = [(inside, found.sums), (between, found.between[0]), (inside, found.results)]
+    else:
+        sent = [(Meter(0, ranks, hosts, DIRECT, ledger), messages(buckets, mode, ranks, break_even, exchange))]
+    for meter, those in sent:
+        for number, message, breakdown in those:
+            with meter.tagged(MessageTag("gradients", 0, number)):
+                message.write(meter, breakdown)
     return ledger
 
 
@@ -183,7 +194,13 @@ def messages(
     Raises:
         ValueError: the lengths of the messages depend on the gradients; the text has a remedy.
     """
-    found = step_messages(buckets, mode.compressor, ranks, break_even, exchange)
+    if exchange == "nodes":
+        raise ValueError("exchange must be 'auto', 'gather' or 'two_phase' where seconds are predicted, got 'nodes'")
+    return _known(step_messages(buckets, mode.compressor, ranks, break_even, exchange), mode)
+
+
+def _known(found: T | None, mode: Mode) -> T:
+    """Return the messages of a mode; ValueError for None, if they depend on the gradients."""
     if found is None:
         raise ValueError(
             f"mode must send as much whatever the gradients are, got {mode.name}; record some (distopt record) for "

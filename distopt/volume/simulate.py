@@ -10,8 +10,17 @@ import numpy as np
 from distopt import device
 from distopt.buckets import Bucket, Reduced, unsharded
 from distopt.checks import check_int
-from distopt.comm import LocalCommunicator, objects
-from distopt.comm.communicator import Ragged, as_flat, check_root, flat_parts, split, sum_in_rank_order
+from distopt.comm import Communicator, LocalCommunicator, objects
+from distopt.comm.communicator import (
+    Groups,
+    Ragged,
+    as_flat,
+    check_root,
+    flat_parts,
+    group_of,
+    split,
+    sum_in_rank_order,
+)
 from distopt.comm.control import by_rank
 from distopt.comm.ledger import KEEP, Ledger
 from distopt.comm.local import LocalControl
@@ -19,12 +28,15 @@ from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
 from distopt.compress.context import State
+from distopt.compress.dgc import DECAY
 from distopt.dist_opt import SingaModes
 from distopt.engine.bucket_store import Packing
 from distopt.engine.engine import Engine
 from distopt.engine.reducers import Reducer, Reducers, Vote
 from distopt.engine.spec import GradientHook, Options, StepSpec
 from distopt.exchange.all_reduce import TravellingBucket
+from distopt.exchange.choice import TwoPhase
+from distopt.exchange.hierarchical import NodeExchange, node_ranks
 from distopt.exchange.two_phase import Owned
 from distopt.optim import SGD, AnyOptimizer
 from distopt.volume.observe import QualityHook
@@ -35,6 +47,7 @@ from distopt.volume.sequential import (
     SequentialReduce,
     SequentialTwoPhase,
 )
+from distopt.volume.sequential_nodes import SequentialNodes, move_states
 
 Losses = Callable[[int], Any]
 
@@ -116,6 +129,13 @@ class VirtualRanks(LocalCommunicator):
         part = self._alike(flat[self.rank])
         self.meter.all_to_all([x.nbytes for x in flat], [part.nbytes] * self.size)
         return [device.copied(part) for _ in range(self.size)]
+
+    def make_subgroup(self, groups: Groups) -> Communicator:
+        """Make virtual ranks of a group, with the same ledger."""
+        members = group_of(self.rank, groups)
+        group = VirtualRanks(len(members), [self.hosts[member] for member in members], KEEP)
+        group.ledger = group.meter.ledger = self.ledger
+        return group
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return a copy of the value, which all have alike."""
@@ -301,19 +321,49 @@ class SequentialReducers(Reducers):
     def in_shared_memory(self, compressor: Compressor) -> bool:
         return False
 
+    def by_nodes(self, compressor: Compressor, spec: StepSpec) -> NodeExchange | None:
+        plan = super().by_nodes(compressor, spec)
+        hosts = list(self._ranks.hosts)
+        if plan and [hosts[rank] for group in node_ranks(hosts) for rank in group] != hosts:
+            raise ValueError(f"hosts must stand one after the other for virtual ranks by nodes, got {hosts}")
+        return plan
+
     def choose(self, compressor: Compressor, spec: StepSpec, check_finite: bool, vote: Vote) -> Reducer:
-        phases = self.two_phases(compressor, spec)
+        by_nodes, buckets = self.by_nodes(compressor, spec), list(self._engine.store.buckets)
 
         def make() -> SequentialExchange:
-            alone = [b for b in self._engine.store.buckets if not phases or b.number not in phases.buckets]
-            one_by_one = SequentialBuckets(compressor, [self._turns(compressor, b) for b in alone], spec.break_even)
-            if not phases:
-                return one_by_one
-            watches = [watch for hook in self._engine.hooks if (watch := hook.watch_shards(compressor))]
-            together = SequentialTwoPhase(compressor, phases.codec, self._owned_by_rank, watches)
-            return SequentialChoice(together, one_by_one, phases.buckets)
+            if by_nodes:
+                return self._by_nodes(by_nodes, buckets, spec)
+            return self._sequential(self.two_phases(compressor, spec), compressor, buckets, self._owned_by_rank, spec)
 
         return SequentialReducer(self._engine, self._ranks, self.losses, compressor, spec, make)
+
+    def _sequential(
+        self,
+        phases: TwoPhase | None,
+        compressor: Compressor,
+        buckets: Sequence[Bucket],
+        owned: Sequence[Owned],
+        spec: StepSpec,
+    ) -> SequentialExchange:
+        """Return an exchange of these buckets, for which ``phases`` was chosen."""
+        alone = [bucket for k, bucket in enumerate(buckets) if not phases or k not in phases.buckets]
+        one_by_one = SequentialBuckets(compressor, [self._turns(compressor, b) for b in alone], spec.break_even)
+        if not phases:
+            return one_by_one
+        watches = [watch for hook in self._engine.hooks if (watch := hook.watch_shards(compressor))]
+        together = SequentialTwoPhase(compressor, phases.codec, owned, watches)
+        return SequentialChoice(together, one_by_one, phases.buckets)
+
+    def _by_nodes(self, plan: NodeExchange, buckets: Sequence[Bucket], spec: StepSpec) -> SequentialNodes:
+        """Return an exchange by nodes, once states lie where it needs them."""
+        per_node, kept = len(plan.shares), self.losses.states_of(len(buckets))
+        move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, stay=(DECAY,))
+        columns = []
+        for place, (share, phases) in enumerate(zip(plan.shares, plan.phases, strict=True)):
+            owned, mine = self._owned_by_rank[place::per_node], [buckets[k] for k in share]
+            columns.append(self._sequential(phases, plan.compressor, mine, owned, spec))
+        return SequentialNodes(plan.shares, self._ranks.size // per_node, columns, kept)
 
     def _turns(self, compressor: Compressor, bucket: Bucket) -> SequentialReduce:
         hooks = [hook for hook in self._engine.hooks if isinstance(hook, QualityHook)]

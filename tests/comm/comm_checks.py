@@ -6,6 +6,7 @@ import os
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from distopt import kernels
 from distopt.buckets import plan
@@ -247,9 +248,37 @@ def shares(comm):
     comm.barrier()
 
 
+def subgroups(comm):
+    """Ranks of one parity among themselves, as often as they like; bytes go to the ledger of all."""
+    groups = [list(range(comm.size))[parity::2] for parity in range(min(2, comm.size))]
+    members, metered = groups[comm.rank % 2], Metered(comm)
+    group = metered.subgroup(groups)
+    assert (group.rank, group.size) == (comm.rank // 2, len(members))
+    assert group is metered.subgroup(groups)
+    for _ in range(1 + comm.rank % 2):  # the others do it less often
+        x = np.full(10, comm.rank, np.float32)
+        group.all_reduce(x)
+        assert (x == sum(members)).all()
+        assert group.control.gather(str(comm.rank)) == list(map(str, members))
+        got = group.all_to_all([np.array([comm.rank, to]) for to in members])
+        assert [g.tolist() for g in got] == [[r, comm.rank] for r in members]
+        assert [int(g[0]) for g in Ordered(group).all_gather(np.array([comm.rank]))] == members
+    alone = comm.subgroup([r] for r in range(comm.size))
+    x = np.arange(3.0)
+    alone.all_reduce(x)
+    assert (alone.rank, alone.size, x.tolist()) == (0, 1, [0.0, 1.0, 2.0])
+    sums = 0 if len(members) == 1 else metered.report()["other all_reduce"]["wire"]
+    assert sums <= (1 + comm.rank % 2) * 2 * 40
+    descending = [range(comm.size)[::-1]] if comm.size > 1 else []
+    for wrong in ([], [*groups, [0]], [range(comm.size + 1)], descending, groups[1:]):
+        with pytest.raises(ValueError, match="groups must have each of"):
+            comm.subgroup(wrong)
+    comm.barrier()
+
+
 def everything(comm):
     """All of the above; on MPI once more with a chunk limit that forces every message into pieces."""
-    for check in (verbs, halves, in_turn, ordered, meters, shared, shares):
+    for check in (verbs, halves, in_turn, ordered, meters, shared, shares, subgroups):
         check(comm)
     verbs(Metered(Ordered(comm)))
     if isinstance(comm, MpiCommunicator):

@@ -81,6 +81,7 @@ def everything(comm, pieces=True):
     comm_checks.verbs(host)
     comm_checks.ordered(host)
     comm_checks.meters(host)
+    comm_checks.subgroups(host)
     if comm.size <= 2:
         comm_checks.halves(host)
     in_rank_order(comm)

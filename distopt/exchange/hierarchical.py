@@ -1,0 +1,251 @@
+"""Sums inside a node first, and an exchange of these between nodes: what leaves a node does not grow with its ranks.
+
+Each bucket belongs to one rank of a node, which gets its sum over the node, exchanges that with the ranks of the same
+number in the other nodes, and gives the sum over all to its neighbours.  So all ranks of a node use the network at the
+same time, and compressors see as many gradients as there are nodes, each the sum of a node's.
+"""
+
+import itertools
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from distopt import device
+from distopt.buckets import Bucket
+from distopt.comm import Communicator
+from distopt.comm.communicator import sum_in_rank_order
+from distopt.compress import Compressor
+from distopt.compress.context import state_array
+from distopt.compress.shards import OWED, settle
+from distopt.exchange.choice import TwoPhase, two_phases
+from distopt.kernels.layout import BucketLayout
+
+Shares = Sequence[Sequence[int]]  # of each rank of a node the numbers of its buckets, ascending
+
+
+class Nodes(NamedTuple):
+    """Where a rank stands in a job of several nodes, each of which has as many ranks.
+
+    Args:
+        inside: the ranks of its node.
+        between: the ranks with the same number in each node.
+    """
+
+    inside: Communicator
+    between: Communicator
+
+
+class NodeExchange(NamedTuple):
+    """How the buckets of a step are exchanged between nodes: a pure function of the plan, the compressor and the ranks.
+
+    Args:
+        shares: of each rank of a node the numbers of its buckets.
+        compressor: what is sent of sums over a node.
+        phases: of each rank of a node, how it and those of the same number exchange its buckets in two phases; None if
+            they gather payloads, or add them on the wire.
+    """
+
+    shares: Shares
+    compressor: Compressor
+    phases: Sequence[TwoPhase | None]
+
+    def describe(self, plan: Sequence[BucketLayout], nodes: int, per_node: int) -> str:
+        """Return a line on what it does.
+
+        Args:
+            plan: the layout of each bucket.
+            nodes: their number.
+            per_node: ranks of a node.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt.compress import TopK
+            >>> plan = [BucketLayout(["w"], [(1000, 1000)], [0], np.float32)]
+            >>> node_exchange(TopK(0.01), plan, 2, 4).describe(plan, 2, 4)
+            '2 nodes of 4 ranks, between them gather'
+        """
+        phases, share = self.phases[0], self.shares[0]
+        between = "all-reduce" if self.compressor.summable else "gather"
+        if phases:
+            between = phases.describe([plan[k] for k in share], nodes)
+        return f"{nodes} nodes of {per_node} ranks, between them {between}"
+
+
+def node_exchange(
+    compressor: Compressor, plan: Sequence[BucketLayout], nodes: int, per_node: int, break_even: bool = True
+) -> NodeExchange:
+    """Choose how the buckets of a step are exchanged between nodes.
+
+    Args:
+        compressor: what is sent of gradients.
+        plan: the layout of each bucket.
+        nodes: their number.
+        per_node: ranks of a node.
+        break_even: as of ``two_phases``.
+    """
+    shares, of_sums = share_out([layout.extent for layout in plan], per_node), compressor.of_sum(per_node)
+    columns = [[plan[k] for k in share] for share in shares]
+    phases = [two_phases("auto", of_sums, column, nodes, break_even) if column else None for column in columns]
+    return NodeExchange(shares, of_sums, phases)
+
+
+def nodes_of(comm: Communicator) -> Nodes:
+    """Return the nodes of a communicator, whose ranks are those of one host.  Collective at the first call.
+
+    Raises:
+        ValueError: nodes have different numbers of ranks.
+
+    Example:
+        >>> from distopt.comm import run_ranks
+        >>> run_ranks(2, lambda comm: [part.size for part in nodes_of(comm)])
+        [[2, 1], [2, 1]]
+    """
+    groups = node_ranks(comm.hosts)
+    return Nodes(comm.subgroup(groups), comm.subgroup(zip(*groups, strict=True)))
+
+
+def node_ranks(hosts: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of each node, ascending; nodes stand in the order of their lowest ranks.
+
+    Args:
+        hosts: of each rank a number, equal for ranks of one node.
+
+    Raises:
+        ValueError: nodes have different numbers of ranks.
+
+    Example:
+        >>> node_ranks([7, 3, 7, 3])
+        [[0, 2], [1, 3]]
+    """
+    groups: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        groups.setdefault(host, []).append(rank)
+    counts = [len(group) for group in groups.values()]
+    if len(set(counts)) > 1:
+        numbers = ", ".join(map(str, counts))
+        raise ValueError(
+            f"exchange must be 'auto', 'gather' or 'two_phase' unless every node has as many ranks, got 'nodes' with "
+            f"nodes of {numbers} ranks"
+        )
+    return list(groups.values())
+
+
+def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Share buckets out among the ranks of a node: the largest first, each to the rank that has least.
+
+    Args:
+        sizes: elements of each bucket.
+        ranks: of a node.
+
+    Returns:
+        The numbers of each rank's buckets, ascending.
+
+    Example:
+        >>> share_out([10, 30, 25, 5], ranks=2)
+        [[1, 3], [0, 2]]
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for number in sorted(range(len(sizes)), key=lambda k: (-sizes[k], k)):
+        least = totals.index(min(totals))
+        shares[least].append(number)
+        totals[least] += sizes[number]
+    return [sorted(share) for share in shares]
+
+
+def rounds(shares: Shares) -> list[tuple[int | None, ...]]:
+    """Return the buckets that travel at the same time, one of each rank at most.
+
+    Example:
+        >>> rounds([[1, 3, 4], [0, 2]])
+        [(1, 0), (3, 2), (4, None)]
+    """
+    return list(itertools.zip_longest(*shares))
+
+
+def sum_inside(arrays: Sequence[np.ndarray], shares: Shares, inside: Communicator) -> None:
+    """Replace the arrays of this rank's buckets by their sums over the node, added in rank order.  Collective of it.
+
+    Args:
+        arrays: of each bucket, ``(n,)``; those of other ranks' buckets stay as they are.
+        shares: which rank gets which.
+        inside: the ranks of the node.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.comm import run_ranks
+        >>> def main(comm):
+        ...     arrays = [np.array([comm.rank + 1.0]), np.array([10.0])]
+        ...     sum_inside(arrays, [[0], [1]], comm)
+        ...     return [x.item() for x in arrays]
+        >>> run_ranks(2, main)
+        [[3.0, 10.0], [2.0, 20.0]]
+    """
+    with inside.on_comm_stream():
+        for numbers in rounds(shares):
+            parts = [_bytes_of(arrays, number) for number in numbers]
+            received = inside.all_to_all(parts, ragged=[parts[inside.rank].size] * inside.size)
+            mine = numbers[inside.rank]
+            if mine is not None:
+                x = arrays[mine]
+                device.copy(x, sum_in_rank_order([part.view(x.dtype) for part in received]))
+
+
+def share_inside(arrays: Sequence[np.ndarray], shares: Shares, inside: Communicator) -> None:
+    """Give the arrays of each rank's buckets to all ranks of the node.  Collective of it.
+
+    Args:
+        arrays: of each bucket, ``(n,)``; those of other ranks' buckets are overwritten.
+        shares: which rank has which.
+        inside: the ranks of the node.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.comm import run_ranks
+        >>> def main(comm):
+        ...     arrays = [np.array([comm.rank]), np.array([10 * comm.rank])]
+        ...     share_inside(arrays, [[0], [1]], comm)
+        ...     return [x.item() for x in arrays]
+        >>> run_ranks(2, main)
+        [[0, 10], [0, 10]]
+    """
+    with inside.on_comm_stream():
+        for numbers in rounds(shares):
+            parts = [_bytes_of(arrays, number) for number in numbers]
+            gathered = inside.all_gather(parts[inside.rank], ragged=[part.size for part in parts])
+            for rank, (part, there) in enumerate(zip(parts, gathered, strict=True)):
+                if rank != inside.rank:
+                    device.copy(part, there)
+
+
+def _bytes_of(arrays: Sequence[np.ndarray], number: int | None) -> np.ndarray:
+    """Return the bytes of an array, so that those of a round may have several dtypes; none for a rank without one."""
+    x = arrays[0][:0] if number is None else arrays[number]
+    return x.view(np.uint8)
+
+
+def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator, stay: Collection[str]) -> None:
+    """Move what ranks keep of buckets to the ranks that they belong to, where it is added up.  Collective of the node.
+
+    There is something to move where the last step was exchanged in another way, or where the plan has changed.
+
+    Args:
+        buckets: of the plan.
+        shares: which rank gets which.
+        inside: the ranks of the node.
+        stay: names of states that are no part of what was not sent.
+    """
+    mine, moving = set(shares[inside.rank]), set[str]()
+    for number, bucket in enumerate(buckets):
+        if number not in mine and OWED in bucket.state:
+            settle(bucket.state_array("residual"), bucket.state)
+        if number not in mine:
+            moving |= bucket.state.keys() - set(stay)
+    names = " ".join(inside.control.gather(" ".join(sorted(moving)))).split()
+    for name in sorted(set(names)):
+        sum_inside([state_array(bucket.state, name, bucket.gradient) for bucket in buckets], shares, inside)
+        inside.wait()
+        for number, bucket in enumerate(buckets):
+            if number not in mine:
+                del bucket.state[name]
