@@ -10,11 +10,15 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from benchmarks.measure import MALLOC
+from distopt.cli.launcher import find_launcher
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "eth0"
@@ -43,16 +47,16 @@ class Hosts(NamedTuple):
         name = self.names[host]
         return ["ip", "netns", "exec", name, *pinned, *APART, "sh", "-c", start, name, *command]
 
-    def environment(self, brand: str) -> dict[str, str]:
-        """What makes a launcher on the first host start one rank on each."""
+    def environment(self, brand: str, per_host: int = 1) -> dict[str, str]:
+        """What makes a launcher on the first host start so many ranks on each."""
         agent, table = self.folder / "agent", self.folder / "hosts"
         agent.write_text(AGENT.format(there=" ".join(f"'{word}'" for word in self.on(1, []))))
         agent.chmod(0o700)
         if brand == "MPICH":
-            table.write_text("".join(f"{a}:1\n" for a in ADDRESSES))
+            table.write_text("".join(f"{a}:{per_host}\n" for a in ADDRESSES))
             hydra = {"LAUNCHER": "ssh", "LAUNCHER_EXEC": agent, "HOST_FILE": table, "IFACE": INTERFACE}
             return {f"HYDRA_{name}": str(value) for name, value in hydra.items()} | {"UCX_NET_DEVICES": INTERFACE}
-        table.write_text("".join(f"{a} slots=1\n" for a in ADDRESSES))
+        table.write_text("".join(f"{a} slots={per_host}\n" for a in ADDRESSES))
         prrte = {"plm_ssh_agent": agent, "prte_default_hostfile": table, "prte_if_include": INTERFACE}
         return {f"PRTE_MCA_{name}": str(value) for name, value in prrte.items()} | {"OMPI_MCA_btl": "^ofi"}
 
@@ -84,6 +88,21 @@ def two_hosts(rate: str = "") -> Iterator[Hosts]:
         for name in names:
             _wait_until_up(name)
         yield Hosts(names, folder)
+
+
+def measured(module: str, arguments: Sequence[str], ranks: int, limit: float) -> Any:
+    """What the ranks of a benchmark, half of them on each host, write as JSON into the ``--file`` that they are given.
+
+    It may take so many seconds.
+    """
+    launcher = find_launcher()
+    with two_hosts() as hosts:
+        file = hosts.folder / "measured"
+        script = [sys.executable, "-m", module, *arguments, "--file", str(file)]
+        env = launcher.environment(ranks) | hosts.environment(launcher.brand, ranks // 2)
+        env |= MALLOC | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+        subprocess.run(hosts.on(0, [*launcher.command(ranks), *script]), env=env, timeout=limit, check=True)
+        return json.loads(file.read_text())
 
 
 def shape(rate: str) -> None:

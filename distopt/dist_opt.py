@@ -160,7 +160,8 @@ class SingaModes(Facade):
                 entries.
             exchange: of payloads that cannot be added on the wire: 'gather', by which sums are exact, and bytes grow
                 with the ranks; 'two_phase', by which owners of shards compress the sums again; or 'auto' for a gather
-                with two ranks and of less than 64 kB (``exchange.two_phases``).
+                with two ranks and of less than 64 kB (``exchange.two_phases``).  'nodes': sums inside each node first,
+                and the same between nodes, of these sums (``exchange.hierarchical``).
 
         Returns:
             True if an update was applied.
@@ -414,7 +415,8 @@ class DistOpt(SingaModes, Checkpointed):
                 entries.
             exchange: of payloads that cannot be added on the wire: 'gather', by which sums are exact, and bytes grow
                 with the ranks; 'two_phase', by which owners of shards compress the sums again; or 'auto' for a gather
-                with two ranks and of less than 64 kB (``exchange.two_phases``).
+                with two ranks and of less than 64 kB (``exchange.two_phases``).  'nodes': sums inside each node first,
+                and the same between nodes, of these sums (``exchange.hierarchical``).
 
         Returns:
             True if an update was applied.

@@ -69,14 +69,14 @@ def run_mpi(size, function, folder, *args, timeout=120, hosts=None):
     """Call ``function(comm, *args)`` on ``size`` MPI ranks; returns the ranks' dicts of arrays, in rank order.
 
     ``function`` is a module-level function of a module of the tests, ``args`` go through JSON.  ``hosts``: two of
-    ``benchmarks.namespaces``, one for each of two ranks.
+    ``benchmarks.namespaces``, for half of the ranks each.
     """
     name = f"{function.__module__}:{function.__name__}"
     launcher = find_launcher()
     command = [*launcher.command(size), sys.executable, __file__, name, str(folder), json.dumps(args)]
     environment = launcher.environment(size)
     if hosts:
-        command, environment = hosts.on(0, command), environment | hosts.environment(launcher.brand)
+        command, environment = hosts.on(0, command), environment | hosts.environment(launcher.brand, size // 2)
     code, output = finish(command, timeout, env=environment)
     assert code == 0, output
     results = []

@@ -40,8 +40,9 @@ class Communicator(abc.ABC):
     On a GPU a collective is only enqueued.  Its results may be used on the caller's stream after ``wait()``; until then
     its arguments must not be written to.
 
-    A subclass defines ``all_reduce``, ``all_gather``, ``all_to_all``, ``broadcast``, ``barrier``, ``make_duplicate``
-    and ``make_subgroup``, and the attributes without a default: ``rank``, ``size``, ``local_rank`` and ``control``.
+    A subclass defines ``all_reduce``, ``all_gather``, ``all_to_all``, ``broadcast``, ``barrier`` and
+    ``make_duplicate``, and the attributes without a default: ``rank``, ``size``, ``local_rank`` and ``control``;
+    for the exchange by nodes it also defines ``make_subgroup``.
 
     Attributes:
         rank: this rank's number, from 0.
@@ -281,9 +282,15 @@ class Communicator(abc.ABC):
             self._subgroups = {**self._subgroups, key: self.make_subgroup(key)}
         return self._subgroups[key]
 
-    @abc.abstractmethod
     def make_subgroup(self, groups: Groups) -> "Communicator":
-        """Make what ``subgroup`` returns, which calls this once for the same groups.  Collective over all ranks."""
+        """Make what ``subgroup`` returns, which calls this once for the same groups.  Collective over all ranks.
+
+        Raises:
+            ValueError: this communicator has no groups of ranks; one that has them overrides this.
+        """
+        raise ValueError(
+            f"the exchange by nodes needs a communicator that defines make_subgroup, got a {type(self).__name__}"
+        )
 
     def close(self) -> None:  # noqa: B027  most hold nothing
         """Release the resources of the communicator."""

@@ -1,12 +1,14 @@
 """The capacity of payloads whose length depends on the data: on a GPU a number that all ranks know before."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from distopt import device
 from distopt.buckets import BucketSet
 from distopt.comm import Communicator
+from distopt.compress import Compressor
 from distopt.device import AsyncReadback
 
 Count = Callable[[np.ndarray, np.ndarray], None]
@@ -62,6 +64,18 @@ class PayloadCapacity:
                 count(x, self.wanted(number))
         self.send()
         self.poll(spare=1)
+
+    @contextlib.contextmanager
+    def counted(self, compressor: Compressor, arrays: Sequence[np.ndarray]) -> Iterator[None]:
+        """Exchange these arrays, one per bucket: with their own counts, or with a residual for the next step's.
+
+        Collective.
+        """
+        if not compressor.stateful:
+            self.count(arrays, compressor.count_selected)
+        yield
+        if compressor.stateful:
+            self.send()
 
     def state(self) -> list[int]:
         """Return the numbers that a resumed run needs."""

@@ -330,15 +330,14 @@ class StepContext:
         messages = None if self.payloads_wanted or not compressor.elementwise else self.store.messages
         return self.store.buckets if messages is None else messages
 
-    @contextlib.contextmanager
-    def counted_entries(self, compressor: Compressor, arrays: list[np.ndarray]) -> Iterator[None]:
+    def counted_entries(
+        self, compressor: Compressor, arrays: list[np.ndarray]
+    ) -> contextlib.AbstractContextManager[None]:
         """Let ranks tell each other how many entries they want to send, where a GPU must know before.  Collective."""
-        capacity = self.store.capacity if compressor.bounded else None
-        if capacity and not compressor.stateful:
-            capacity.count(arrays, compressor.count_selected)
-        yield
-        if capacity and compressor.stateful:
-            capacity.send()
+        capacity = self.store.capacity
+        if capacity is None or not compressor.bounded:
+            return contextlib.nullcontext()
+        return capacity.counted(compressor, arrays)
 
     def tag(self, bucket: Bucket | None = None) -> MessageTag:
         """The tag of the messages of a bucket; without one, of those of all buckets."""
