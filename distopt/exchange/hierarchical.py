@@ -69,7 +69,11 @@ class NodeExchange(NamedTuple):
         between = "all-reduce" if self.compressor.summable else "gather"
         if phases:
             between = phases.describe([plan[k] for k in share], nodes)
-        return f"{nodes} nodes of {per_node} ranks, between them {between}"
+        return f"{_several(nodes, 'node')} of {_several(per_node, 'rank')}, between them {between}"
+
+
+def _several(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def node_exchange(
