@@ -62,7 +62,8 @@ def digest(params, state):
     hashed = hashlib.sha256()
     for p in params:
         update(hashed, p.data)
-    update(hashed, {name: value for name, value in state.items() if name != "rooms"})  # which only a GPU has
+    left_out = "rooms", "borders"  # which only a GPU has; which parameters show
+    update(hashed, {name: value for name, value in state.items() if name not in left_out})
     return hashed.hexdigest()[:16]
 
 

@@ -754,7 +754,7 @@ def test_state_dict_is_plain_and_a_copy():
             opt(constant_pairs(params))
         state = opt.state_dict()
         assert set(state) == set(
-            "step_counter num_batches batches contributions partial skipped skips_in_a_row loss_scale rooms "
+            "step_counter num_batches batches contributions partial skipped skips_in_a_row loss_scale rooms borders "
             "states optimizer".split()
         )
         assert (state["step_counter"], state["batches"], state["contributions"]) == (1, 1, 1.0)

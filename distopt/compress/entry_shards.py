@@ -100,15 +100,17 @@ class EntryShards(ShardCodec):
         self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray
     ) -> Selected:
         edges = self.edges(pieces) if pieces else places
+        mirror = context.constant(f"edges {edges.tobytes()!r}", edges.copy) if pieces else None
 
         def work() -> Selected:
             planes, memory = self.choose(x, state, context)
-            if pieces:
+            if mirror is not None:
                 index, _ = unpack_entries(planes, x.dtype)
-                kernels.find_edges(context.constant(f"edges {edges.tobytes()!r}", edges.copy), places, index)
+                kernels.find_edges(mirror, places, index)
             return Selected(planes, memory)
 
-        return context.repeat("select", work, (x, places, *state.values()))
+        edges_there = () if mirror is None else (mirror.host,)  # others when borders have moved
+        return context.repeat("select", work, (x, places, *edges_there, *state.values()))
 
     def pack(
         self, selected: Selected, counts: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]

@@ -50,7 +50,7 @@ class Piece:
 
     def context(self, context: ExchangeContext) -> ExchangeContext:
         """Return a call of a compressor for it, from one for its bucket."""
-        bucket, name = context.bucket, f"of {self.start}"
+        bucket, name = context.bucket, f"of {self.start} to {self.stop}"
         return context._replace(
             device=DeviceContext(context.skip_flag),  # the capacity is that of the bucket's payload
             bucket=BucketContext(

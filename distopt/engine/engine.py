@@ -168,6 +168,7 @@ class Engine:
             threshold = self.checked_threshold(spec)
             attempt.compressor = compressor = self.compressor_at_this_step(spec.compressor())
             self.step_context.begin(spec)
+            self.reducers.borders.settle(self.progress.updates)
             self.declare_numbers(compressor)
             watches: list[Any] = [hook.wrap_loss for hook in self.hooks]
             if self.reducers.may_overlap(compressor, spec, threshold):
@@ -329,7 +330,8 @@ class Engine:
         """Declare the numbers that may change from step to step, and that all ranks must have alike."""
         capacity = self.store.capacity if compressor.bounded else None
         entries = [f"room for {n} entries of bucket {k}" for k, n in enumerate(capacity.state())] if capacity else []
-        self.agreement.declare_numbers([*self.nonfinite.lines(), *self.optimizer.numbers(), *entries])
+        numbers = [*self.nonfinite.lines(), *self.optimizer.numbers(), *entries, *self.reducers.borders.lines]
+        self.agreement.declare_numbers(numbers)
 
     def _vote_on_sums(self, report: str) -> list[str]:
         return self.agree(self.progress.name, ~self.progress.calls, report=report, part=", its sums")

@@ -25,6 +25,7 @@ from distopt.engine.progress import Progress
 from distopt.engine.spec import StepSpec
 from distopt.exchange import TwoPhase, choose, reduce_each, reduce_half_shards, reduce_shards, two_phase, two_phases
 from distopt.exchange.budget import within
+from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import (
     NodeExchange,
     Nodes,
@@ -149,12 +150,13 @@ class TwoPhaseReducer(Unreduced):
         comm: Communicator,
         step_context: "StepContext",
         owned: Owned,
+        borders: Borders,
         otherwise: CollectiveReducer,
     ):
         """Make one; ``otherwise`` takes the buckets that are no part of it."""
         super().__init__(step_context.store, compressor)
         self._phases, self._compressor, self._comm, self._step_context = phases, compressor, comm, step_context
-        self._owned, self._otherwise = owned, otherwise
+        self._owned, self._borders, self._otherwise = owned, borders, otherwise
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         with self._step_context.counted_entries(self._compressor, arrays):
@@ -173,7 +175,8 @@ class TwoPhaseReducer(Unreduced):
                 for x, state, context, _ in travelling:
                     compressor.begin(x, state, context)
         watches = [watch for hook in step.hooks if (watch := hook.watch_shards(compressor))]
-        two_phase(travelling, compressor, self._phases.codec, comm, self._owned, step.tag(), watches)
+        codec = self._phases.codec
+        two_phase(travelling, compressor, codec, comm, self._owned, self._borders, step.tag(), watches)
         for hook in step.hooks:
             hook.after_two_phases(travelling, comm)
         if compressor.has_hooks:
@@ -184,7 +187,11 @@ class TwoPhaseReducer(Unreduced):
 
 
 class NodeReducer(Unreduced):
-    """Sum inside each node, and exchange the sums between nodes; each rank of a node does so for its own buckets."""
+    """Sum inside each node, and exchange the sums between nodes; each rank of a node does so for its own buckets.
+
+    Where that is in two phases, shards are always of as many elements: ranks of a node have different buckets, so that
+    borders would move differently on them, while all ranks save the same ones.
+    """
 
     def __init__(self, plan: NodeExchange, nodes: Nodes, step_context: "StepContext", otherwise: Exchanges):
         """Make one; ``otherwise`` exchanges this rank's buckets between nodes."""
@@ -382,11 +389,15 @@ class StepContext:
 
 
 class Reducers:
-    """Choose how a step is reduced."""
+    """Choose how a step is reduced.
+
+    Attributes:
+        borders: of the shards of exchanges in two phases.
+    """
 
     def __init__(self, comm: Communicator, step_context: StepContext, accumulator: GradientAccumulator, overlap: bool):
         self._comm, self._step_context, self._accumulator = comm, step_context, accumulator
-        self.overlap = overlap
+        self.overlap, self.borders = overlap, Borders()
         self._asked: tuple[Any, ...] = (None,) * 4  # what the last choice of an exchange depended on
         self._phases: TwoPhase | None = None
         self._fitted: tuple[Any, ...] = (None,) * 4  # the last compressor of a budget, and what it depended on
@@ -473,7 +484,7 @@ class Reducers:
             return ""
         phases = self.two_phases(compressor, spec)
         plan = [bucket.gradients for bucket in self._step_context.store.buckets]
-        return phases.describe(plan, self._comm.size) if phases else "gather"
+        return phases.describe(plan, self._comm.size, self.borders.starts) if phases else "gather"
 
     def collective(self, compressor: Compressor, spec: StepSpec, early: bool = False) -> CollectiveReducer:
         """Reduce by a collective per bucket; ``early`` on a communicator of its own, which a loss does not use."""
@@ -497,26 +508,32 @@ class Reducers:
         elif by_nodes := self.by_nodes(compressor, spec):
             reducer = self._node_reducer(by_nodes, spec)
         else:
-            reducer = self._exchange(self.two_phases(compressor, spec), compressor, spec, self._comm)
+            reducer = self._exchange(self.two_phases(compressor, spec), compressor, spec, self._comm, self.borders)
             if isinstance(compressor, Half) and self._halves_fit(compressor):
                 reducer = SharedHalfReducer(compressor, self._comm, self._step_context, reducer)
         unchanged = [] if spec.only is None else [name for name in store.collector.order if name not in spec.only]
         return KeepStates(reducer, self._comm, store, unchanged) if unchanged else reducer
 
     def _exchange(
-        self, phases: TwoPhase | None, compressor: Compressor, spec: StepSpec, comm: Communicator
+        self,
+        phases: TwoPhase | None,
+        compressor: Compressor,
+        spec: StepSpec,
+        comm: Communicator,
+        borders: Borders,
     ) -> CollectiveReducer | TwoPhaseReducer:
         """Return the reducer of an exchange in two phases, or of one by a collective per bucket."""
         collective = CollectiveReducer(compressor, spec, comm, self._step_context)
         if phases is None:
             return collective
-        return TwoPhaseReducer(phases, compressor, comm, self._step_context, self._owned, collective)
+        return TwoPhaseReducer(phases, compressor, comm, self._step_context, self._owned, borders, collective)
 
     def _node_reducer(self, plan: NodeExchange, spec: StepSpec) -> NodeReducer:
         """Return the reducer of an exchange by nodes, once states lie where it needs them.  Collective."""
         nodes, step = nodes_of(self._comm), self._step_context
         move_states(list(step.store.buckets), plan.shares, nodes.inside, stay=(STATE, DECAY))
-        between = self._exchange(plan.phases[nodes.inside.rank], plan.compressor, spec, nodes.between)
+        phases, even = plan.phases[nodes.inside.rank], Borders()  # of this step alone, so that they never move
+        between = self._exchange(phases, plan.compressor, spec, nodes.between, even)
         return NodeReducer(plan, nodes, step, between)
 
     def _halves_fit(self, compressor: Half) -> bool:

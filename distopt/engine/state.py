@@ -13,7 +13,7 @@ from distopt.engine.engine import Engine
 from distopt.kernels.layout import BucketLayout
 
 COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
-ENTRIES = (*COUNTS, "contributions", "loss_scale", "rooms", "states", "optimizer")
+ENTRIES = (*COUNTS, "contributions", "loss_scale", "rooms", "borders", "states", "optimizer")
 
 
 def state_dict(engine: Engine) -> dict[str, Any]:
@@ -39,6 +39,7 @@ def state_dict(engine: Engine) -> dict[str, Any]:
         "skips_in_a_row": policy.in_a_row,
         "loss_scale": policy.state(),
         "rooms": store.capacity.state() if store.capacity else [],
+        "borders": list(engine.reducers.borders.starts_at(progress.updates)),
         "states": {state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in states.items()},
         "optimizer": engine.optimizer.state_dict(
             (lambda members, flat: _gathered(members, flat, engine.comm)) if sharded else None
@@ -71,6 +72,7 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
         progress.cancel_load()
         raise
     store.restore(states, state["rooms"])
+    engine.reducers.borders.restore(tuple(state.get("borders", ())))
     progress.updates, progress.partial = state["step_counter"], state["partial"]
     engine.nonfinite.pop_refused()
     gradients = state["contributions"] * engine.comm.size
@@ -85,7 +87,7 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
 
 def check_state(engine: Engine, state: dict[str, Any]) -> States:
     """Return copies of the buckets' states; raise ValueError for a state that training cannot go on from."""
-    if set(state) != set(ENTRIES):
+    if {*state, "borders"} != set(ENTRIES):  # older states have none: their shards are of as many elements
         raise ValueError(f"the entries of a state must be {sorted(ENTRIES)}, got {sorted(state)}")
     for name in COUNTS:
         check_int(name, state[name], least=0)
@@ -102,6 +104,13 @@ def check_state(engine: Engine, state: dict[str, Any]) -> States:
         raise ValueError(f"rooms must be a list, got {type(state['rooms']).__name__}")
     for entries in state["rooms"]:
         check_int("rooms", entries, least=0)
+    borders = state.get("borders", [])
+    if not isinstance(borders, list):
+        raise ValueError(f"borders must be a list, got {type(borders).__name__}")
+    for start in borders:
+        check_int("borders", start, least=0)
+    if borders[:1] not in ([], [0]) or borders != sorted(borders):
+        raise ValueError(f"borders must ascend from 0, got {borders}")
     by_state = state["states"]
     for arrays in (by_state, *(by_state.values() if isinstance(by_state, dict) else ())):
         if not isinstance(arrays, dict):

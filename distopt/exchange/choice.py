@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.shards import Piece, ShardCodec
-from distopt.exchange.cut import Cut, cut
+from distopt.exchange.cut import Cut, Starts, cut_for
 from distopt.kernels.layout import BucketLayout
 
 EXCHANGES = ("auto", "gather", "two_phase", "nodes")
@@ -24,22 +24,24 @@ class TwoPhase(NamedTuple):
     codec: ShardCodec
     buckets: tuple[int, ...]
 
-    def shards(self, plan: Sequence[BucketLayout], ranks: int) -> Cut:
+    def shards(self, plan: Sequence[BucketLayout], ranks: int, starts: Starts = ()) -> Cut:
         """Return the shards of the buckets that take part.
 
         Args:
             plan: the layout of each bucket.
             ranks: their number.
+            starts: where shards begin; () for shards of as many elements.
         """
         context = ExchangeContext(size=ranks)
-        return cut(tuple(self.codec.cut(plan[k], context) for k in self.buckets), ranks, self.codec.block)
+        return cut_for(self.codec, [self.codec.cut(plan[k], context) for k in self.buckets], ranks, starts)
 
-    def describe(self, plan: Sequence[BucketLayout], ranks: int) -> str:
+    def describe(self, plan: Sequence[BucketLayout], ranks: int, starts: Starts = ()) -> str:
         """Return a line on what it does.
 
         Args:
             plan: the layout of each bucket.
             ranks: their number.
+            starts: where shards begin; () for shards of as many elements.
 
         Example:
             >>> import numpy as np
@@ -48,7 +50,7 @@ class TwoPhase(NamedTuple):
             >>> two_phases("auto", TopK(0.01), plan, 8).describe(plan, 8)
             'two-phase, 8 shards of 124,992 to 125,056 elements'
         """
-        codec, sizes = self.codec, self.shards(plan, ranks).sizes
+        codec, sizes = self.codec, self.shards(plan, ranks, starts).sizes
         alone = len(plan) - len(self.buckets)
         others = f"; {alone} of {len(plan)} buckets one by one" if alone else ""
         return f"two-phase, {ranks} shards of {min(sizes):,} to {max(sizes):,} elements{codec.note}{others}"

@@ -22,11 +22,12 @@ from distopt.compress.context import State, layout_of, state_array
 from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, owed, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.breakdown import shard_breakdown
-from distopt.exchange.cut import Cut, cut
+from distopt.exchange.cut import Borders, Cut, cut_for
 from distopt.exchange.mixed import UncompressedMembers
 from distopt.exchange.told import ALIGNED, Headers, PlaceCounts, Told
 
-Owned = dict[int, tuple[np.ndarray, int, int]]  # by bucket: the state OWED, and the part of it that the rank owns
+# by bucket: the state OWED, the part of it that the rank owns, and the updates that were applied when that began
+Owned = dict[int, tuple[np.ndarray, int, int, int]]
 
 
 class Watch(Protocol):
@@ -47,6 +48,7 @@ def two_phase(
     codec: ShardCodec,
     comm: Communicator,
     owned: Owned,
+    borders: Borders,
     tag: MessageTag,
     watches: Sequence[Watch] = (),
 ) -> None:
@@ -60,6 +62,7 @@ def two_phase(
         codec: the same, as it takes part.
         comm: the ranks.
         owned: empty at first; the same at every step.
+        borders: of the shards; the same at every step.
         tag: of the messages of all buckets.
         watches: are shown what this rank sends.
 
@@ -68,17 +71,18 @@ def two_phase(
         >>> from distopt import run_ranks
         >>> from distopt.comm.message import UNTAGGED
         >>> from distopt.compress import ExchangeContext, TopK
+        >>> from distopt.exchange.cut import Borders
         >>> def main(comm):
         ...     x = np.zeros(192, np.float32)
         ...     x[64 * comm.rank] = x[1] = comm.rank + 1
         ...     context = ExchangeContext(rank=comm.rank, size=comm.size)
         ...     top, buckets = TopK(0.01), [(x, {}, context, UNTAGGED)]
-        ...     two_phase(buckets, top, top.sharded(), comm, {}, UNTAGGED)
+        ...     two_phase(buckets, top, top.sharded(), comm, {}, Borders(), UNTAGGED)
         ...     return np.flatnonzero(x).tolist(), x[x != 0].tolist()
         >>> run_ranks(3, main)[0]
         ([0, 1, 64, 128], [1.0, 6.0, 2.0, 3.0])
     """
-    shards, like = shards_of(buckets, codec, comm.size), buckets[0][0]
+    shards, like = shards_of(buckets, codec, borders, comm.size), buckets[0][0]
     mine = shards.of_owner[comm.rank]
     with comm.on_comm_stream():
         sent, counts, uncompressed = compress_all(buckets, compressor, codec, shards, comm, owned, watches)
@@ -96,8 +100,10 @@ def two_phase(
         with comm.tagged(_labelled(tag, shards, codec, results, like)):
             gathered = comm.all_gather(_message(results, like), ragged=told.lengths)
         received: list[list[Payload]] = [[] for _ in buckets]
-        for piece, payloads in by_piece(gathered, shards.of_owner, told, buckets):
+        of_owners = by_piece(gathered, shards.of_owner, told, buckets)
+        for piece, payloads in of_owners:
             received[piece.bucket] += payloads
+        borders.see(shards, [payload.entries for _, (payload,) in of_owners], buckets[0][2].step)
         for number, (x, _, context, _) in enumerate(buckets):
             if shards.of_bucket[number]:
                 codec.decompress(received[number], x, context, shards.of_bucket[number])
@@ -162,10 +168,10 @@ def compress_bucket(
     return codec.pack(selected, counts, context, pieces), counts
 
 
-def shards_of(buckets: Sequence[TravellingBucket], codec: ShardCodec, ranks: int) -> Cut:
+def shards_of(buckets: Sequence[TravellingBucket], codec: ShardCodec, borders: Borders, ranks: int) -> Cut:
     """Return the shards of these buckets, which are the same on every rank."""
-    layouts = tuple(codec.cut(layout_of(x, context), context) for x, _, context, _ in buckets)
-    return cut(layouts, ranks, codec.block)
+    layouts = [codec.cut(layout_of(x, context), context) for x, _, context, _ in buckets]
+    return cut_for(codec, layouts, ranks, borders.starts)
 
 
 def sum_and_compress(
@@ -209,11 +215,12 @@ def settle_moved(
         owned.pop(number, None)
         settle(state_array(state, "residual", x), state, None, context.skip_flag)
         return
-    known = owned.get(number)
-    if OWED in state and (known is None or known[0] is not state[OWED] or known[1:] != (piece.start, piece.stop)):
-        part = slice(piece.start, piece.stop)
-        settle(state_array(state, "residual", x), state, part, context.skip_flag)
-    owned[number] = state_array(state, OWED, x), piece.start, piece.stop
+    known, part, since = owned.get(number), (piece.start, piece.stop), context.step
+    if known is not None and known[0] is state.get(OWED) and known[1:3] == part:
+        since = known[3]
+    if OWED in state and since == context.step:  # once more if a GPU has refused that step, and left all as it was
+        settle(state_array(state, "residual", x), state, slice(*part), context.skip_flag)
+    owned[number] = state_array(state, OWED, x), *part, since
 
 
 def _message(payloads: Sequence[tuple[Piece, Payload]], like: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from distopt.compress.context import State, layout_of, state_array
 from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, owed, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.breakdown import payload_breakdown, shard_breakdown
-from distopt.exchange.cut import Cut
+from distopt.exchange.cut import Borders, Cut
 from distopt.exchange.mixed import UncompressedMembers
 from distopt.exchange.told import message_bytes
 from distopt.exchange.traffic import traffic
@@ -206,15 +206,15 @@ class SequentialTwoPhase:
         compressor: what is sent of the buckets.
         codec: the same, as it takes part.
         owned: of each rank, what it owned of each bucket in the last step; empty at first.
+        borders: of the shards, the same at every step.
         watches: are shown what each rank sends.
 
     Example:
         >>> import numpy as np
         >>> from distopt.comm.message import UNTAGGED
         >>> from distopt.compress import ExchangeContext, TopK
-        >>> memory = {}
-        >>> scratch = lambda name, nbytes: memory.setdefault(name, np.empty(nbytes, np.uint8))
-        >>> exchange = SequentialTwoPhase(TopK(0.5), TopK(0.5).sharded(), [{}, {}])
+        >>> from distopt.exchange.cut import Borders
+        >>> exchange = SequentialTwoPhase(TopK(0.5), TopK(0.5).sharded(), [{}, {}], Borders())
         >>> for rank, x in enumerate(np.array([[1, 2], [-3, 0]], np.float32)):
         ...     context = ExchangeContext(rank=rank, size=2)
         ...     exchange.add([(x, {}, context, UNTAGGED)])
@@ -224,10 +224,15 @@ class SequentialTwoPhase:
     """
 
     def __init__(
-        self, compressor: Compressor, codec: ShardCodec, owned: Sequence[Owned], watches: Sequence[Watch] = ()
+        self,
+        compressor: Compressor,
+        codec: ShardCodec,
+        owned: Sequence[Owned],
+        borders: Borders,
+        watches: Sequence[Watch] = (),
     ):
         self._compressor, self._codec, self._owned, self._rank = compressor, codec, owned, 0
-        self._watches = watches
+        self._borders, self._watches = borders, watches
         self._flats: dict[int, tuple[UncompressedMembers, RunningSum]] = {}  # by bucket
         self._totals: list[np.ndarray] = []
         self._counts: dict[int, np.ndarray] = {}  # of entries, by bucket, of each part of its pieces in order
@@ -238,7 +243,7 @@ class SequentialTwoPhase:
     def add(self, buckets: Sequence[TravellingBucket]) -> None:
         """Add the buckets of the next rank, and change what the compressor keeps of them."""
         codec, rank, first, size = self._codec, self._rank, self._rank == 0, buckets[0][2].size
-        shards, sent = shards_of(buckets, codec, size), list[tuple[Piece, Payload]]()
+        shards, sent = shards_of(buckets, codec, self._borders, size), list[tuple[Piece, Payload]]()
         for number, bucket in enumerate(buckets):
             x, state, context, _ = bucket
             pieces = shards.of_bucket[number]
@@ -298,20 +303,23 @@ class SequentialTwoPhase:
             states: what compressors keep, by rank and bucket.
         """
         codec, size = self._codec, buckets[0][2].size
-        shards = shards_of(buckets, codec, size)
+        shards = shards_of(buckets, codec, self._borders, size)
         payloads: list[list[Payload]] = [[] for _ in buckets]
+        entries: list[int] = []
         counts = self._counts_by_piece(shards)
         for owner, pieces in enumerate(shards.of_owner):
             results = [
                 self._result(piece, buckets[piece.bucket], states[owner][piece.bucket], counts[piece])
                 for piece in pieces
             ]
+            entries += [result.entries for result in results]
             for piece, result in zip(pieces, results, strict=True):
                 payloads[piece.bucket].append(result._replace(data=device.copied(result.data)))
             if owner == 0:
                 of_rank = list(zip(pieces, results, strict=True))
                 self._breakdowns.append(shard_breakdown(codec, of_rank, shards.members, buckets[0][0]))
             self.gathered.append(message_bytes([result.data.nbytes for result in results]))
+        self._borders.see(shards, entries, buckets[0][2].step)
         for number, (x, _, context, _) in enumerate(buckets):
             if shards.of_bucket[number]:
                 codec.decompress(payloads[number], x, context, shards.of_bucket[number])
@@ -341,7 +349,7 @@ class SequentialTwoPhase:
             x, _, _, bucket_tag = buckets[number]
             with meter.tagged(bucket_tag if members.all else bucket_tag._replace(members=members.members)):
                 meter.all_reduce(members.flat.size, x.itemsize)
-        with meter.tagged(tag._replace(members=shards_of(buckets, self._codec, meter.size).members)):
+        with meter.tagged(tag._replace(members=shards_of(buckets, self._codec, self._borders, meter.size).members)):
             meter.all_to_all(self.sent[0], [row[0] for row in self.sent], self._breakdowns[0])
             meter.all_gather(self.gathered, self._breakdowns[1])
 

@@ -36,6 +36,7 @@ from distopt.engine.reducers import Reducer, Reducers, Vote
 from distopt.engine.spec import GradientHook, Options, StepSpec
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.choice import TwoPhase
+from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import NodeExchange, node_ranks
 from distopt.exchange.two_phase import Owned
 from distopt.optim import SGD, AnyOptimizer
@@ -334,7 +335,8 @@ class SequentialReducers(Reducers):
         def make() -> SequentialExchange:
             if by_nodes:
                 return self._by_nodes(by_nodes, buckets, spec)
-            return self._sequential(self.two_phases(compressor, spec), compressor, buckets, self._owned_by_rank, spec)
+            phases = self.two_phases(compressor, spec)
+            return self._sequential(phases, compressor, buckets, self._owned_by_rank, self.borders, spec)
 
         return SequentialReducer(self._engine, self._ranks, self.losses, compressor, spec, make)
 
@@ -344,6 +346,7 @@ class SequentialReducers(Reducers):
         compressor: Compressor,
         buckets: Sequence[Bucket],
         owned: Sequence[Owned],
+        borders: Borders,
         spec: StepSpec,
     ) -> SequentialExchange:
         """Return an exchange of these buckets, for which ``phases`` was chosen."""
@@ -352,7 +355,7 @@ class SequentialReducers(Reducers):
         if not phases:
             return one_by_one
         watches = [watch for hook in self._engine.hooks if (watch := hook.watch_shards(compressor))]
-        together = SequentialTwoPhase(compressor, phases.codec, owned, watches)
+        together = SequentialTwoPhase(compressor, phases.codec, owned, borders, watches)
         return SequentialChoice(together, one_by_one, phases.buckets)
 
     def _by_nodes(self, plan: NodeExchange, buckets: Sequence[Bucket], spec: StepSpec) -> SequentialNodes:
@@ -362,7 +365,7 @@ class SequentialReducers(Reducers):
         columns = []
         for place, (share, phases) in enumerate(zip(plan.shares, plan.phases, strict=True)):
             owned, mine = self._owned_by_rank[place::per_node], [buckets[k] for k in share]
-            columns.append(self._sequential(phases, plan.compressor, mine, owned, spec))
+            columns.append(self._sequential(phases, plan.compressor, mine, owned, Borders(), spec))
         return SequentialNodes(plan.shares, self._ranks.size // per_node, columns, kept)
 
     def _turns(self, compressor: Compressor, bucket: Bucket) -> SequentialReduce:

@@ -6,6 +6,8 @@ import pathlib
 
 import numpy as np
 import pytest
+from test_borders import COMPRESSORS, crowded, go_on
+from test_borders import train as train_crowded
 from test_mixed_precision import MODES, PARTIAL, RULES, partial_masters
 from test_mixed_precision import train as train_narrow
 from test_two_phase import in_two_dtypes
@@ -1183,3 +1185,24 @@ def test_in_two_phases_a_refused_step_leaves_everything_as_it_was(one_warp):
 
 def test_in_two_phases_buckets_of_several_dtypes_have_the_bits_of_the_host(one_warp):
     assert on_gpus(3, in_two_dtypes) == run_ranks(3, in_two_dtypes)
+
+
+@pytest.mark.parametrize("compressor", [COMPRESSORS[k] for k in (0, 4, 5)], ids=repr)
+def test_in_two_phases_borders_move_on_gpus_as_on_the_host(compressor, one_warp):
+    """A step with a NaN changes nothing, also where it is the first one behind a move, in which debts move too."""
+
+    def main(comm, poison=False):
+        params, (first,), opt = train_crowded(comm, compressor, 1, deterministic=True, nonfinite="skip")
+        if poison:
+            gradients = crowded(1, comm.rank)
+            gradients[0][...] = np.nan
+            opt.step(list(zip(params, laws.to_device(comm, gradients), strict=True)), compressor, False, "two_phase")
+        borders = go_on(comm, opt, params, compressor, range(1, 4))
+        states = opt.state_dict()["states"]
+        kept = {(s, n): a.tobytes() for s, arrays in states.items() for n, a in arrays.items() if a.any()}
+        return laws.digest(params), kept, [first, *borders], opt.skipped
+
+    host = run_ranks(3, main)
+    assert host[0][2][0] != host[0][2][1], "borders have moved"
+    assert on_gpus(3, main) == host
+    assert on_gpus(3, lambda comm: main(comm, poison=True)) == [(*found[:3], 1) for found in host]

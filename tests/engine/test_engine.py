@@ -17,7 +17,7 @@ MOST = {  # calls of functions of this package in a step of three parameters on 
     "dense": (Dense(), 203),
     "half": (Half(), 222),
     "topk": (ErrorFeedback(TopK(0.1)), 260),
-    "dgc": (DeepGradientCompression(TopK(0.1), exclude_1d=False), 330),
+    "dgc": (DeepGradientCompression(TopK(0.1), exclude_1d=False), 332),
 }
 
 
