@@ -18,7 +18,7 @@ from distopt import device
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.context import State, layout_of, state_array
+from distopt.compress.context import layout_of, state_array
 from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, owed, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.breakdown import shard_breakdown
@@ -27,7 +27,7 @@ from distopt.exchange.mixed import UncompressedMembers
 from distopt.exchange.told import ALIGNED, Headers, PlaceCounts, Told
 
 # by bucket: the state OWED, the part of it that the rank owns, and the updates that were applied when that began
-Owned = dict[int, tuple[np.ndarray, int, int, int]]
+Owned = dict[int | None, tuple[np.ndarray, int, int, int]]
 
 
 class Watch(Protocol):
@@ -144,7 +144,7 @@ def compress_all(
             watch.before(bucket)
         pieces = shards.of_bucket[number]
         if codec.remembers:
-            settle_moved(x, state, context, owned_piece(pieces, comm.rank), owned, number)
+            settle_moved(bucket, owned_piece(pieces, comm.rank), owned)
         selected.append(codec.select(x, state, context, pieces, places.of_bucket(number)))
         uncompressed.append(_sum_uncompressed(x, compressor, comm, context, tag))
     counts, sent = places.counts(), dict[tuple[int, int], Payload]()
@@ -198,19 +198,16 @@ def sum_and_compress(
     return codec.compress_sum(total, memory, found if counts is None else counts, piece, here)
 
 
-def settle_moved(
-    x: np.ndarray, state: State, context: ExchangeContext, piece: Piece | None, owned: Owned, number: int
-) -> None:
+def settle_moved(bucket: TravellingBucket, piece: Piece | None, owned: Owned) -> None:
     """Move what a rank owes of what it does not own any more to its residual.
 
     Args:
-        x: the gradients of a bucket, ``(n,)``.
-        state: arrays of x's size by name.
-        context: the call for the bucket.
+        bucket: of any exchange in two phases, so that its number in the plan counts, not its place among ``buckets``.
         piece: the piece of the bucket that it owns; None for none.
         owned: what it owned in the last step.
-        number: of the bucket.
     """
+    x, state, context, tag = bucket
+    number = tag.bucket
     if piece is None:
         owned.pop(number, None)
         settle(state_array(state, "residual", x), state, None, context.skip_flag)

@@ -245,10 +245,10 @@ class SequentialTwoPhase:
         codec, rank, first, size = self._codec, self._rank, self._rank == 0, buckets[0][2].size
         shards, sent = shards_of(buckets, codec, self._borders, size), list[tuple[Piece, Payload]]()
         for number, bucket in enumerate(buckets):
-            x, state, context, _ = bucket
+            x, _, context, _ = bucket
             pieces = shards.of_bucket[number]
             if codec.remembers:
-                settle_moved(x, state, context, owned_piece(pieces, rank), self._owned[rank], number)
+                settle_moved(bucket, owned_piece(pieces, rank), self._owned[rank])
             if first:
                 self._totals.append(context.scratch("sum of entries", x.nbytes).view(x.dtype))
             for watch in self._watches:

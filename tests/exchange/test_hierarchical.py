@@ -114,6 +114,23 @@ def test_nodes_of_one_rank_are_no_nodes(compressor, monkeypatch):
             assert a.tobytes() == b.tobytes()
 
 
+def test_what_owners_owe_between_nodes_is_sent_in_two_phases_too(monkeypatch):
+    """A rank owns other parts of the same buckets then, which have other places among those of its exchange."""
+    two_phases_between(monkeypatch)
+
+    def main(comm):
+        params = [Parameter(f"p{k}", np.zeros(1000, np.float32)) for k in range(3)]
+        opt = DistOpt(SGD(1.0), on_nodes(comm, 2), threshold=300)
+        for step, exchange in enumerate(("two_phase", "nodes", "two_phase")):
+            grads = integers(comm.rank, step, [(1000,)] * 3) if step < 2 else [np.zeros(1000, np.float32)] * 3
+            sender = TopK(0.2) if step < 2 else TopK(1.0)
+            opt.step(list(zip(params, grads, strict=True)), ErrorFeedback(sender), False, exchange)
+        return [a for arrays in opt.state_dict()["states"].values() for a in arrays.values()]
+
+    for kept in run_ranks(6, main):
+        assert not any(a.any() for a in kept)
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("per_node", [1, 2, 3, 6])
 @pytest.mark.parametrize("exchanges", [("nodes",), ("gather", "nodes", "two_phase", "nodes", "gather")])
