@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import distopt
-from benchmarks import compression, floor, gpu_sass, measure, overhead
+from benchmarks import compression, floor, gpu_sass, measure, overhead, ratios
 from benchmarks.optimizers import RULES
 from distopt.device import zeros
 from distopt.kernels.layout import BucketLayout
@@ -88,6 +88,13 @@ def test_packed_dgc_of_all_tensors_is_a_thousandth():
     payload, wire = compression.resnet_bytes(compression.ALL, 8)
     assert payload > 900
     assert wire == pytest.approx(payload / 4, rel=0.01)
+
+
+def test_a_step_of_resnet50_is_as_many_times_fewer_bytes_than_a_dense_one_as_it_should_be():
+    layouts = ratios.buckets(ratios.resnet50()[::-1])
+    for mode, goals in ratios.GOALS.items():
+        for ranks, goal in goals.items():
+            assert ratios.by_formula(layouts, mode, ranks) >= goal, (mode, ranks)
 
 
 @pytest.mark.parametrize("mode", compression.MODES)
