@@ -2,7 +2,7 @@
 
 Ranks are threads: bytes, as ``Metered`` counts them, and accuracies are those of any ranks, but times would not be.
 Bytes are a rank's, and the tables say how many times as many dense ones would be: of the *payload*, what is handed to
-the collectives, and on the *wire*, at so many ranks.
+the collectives, and on the *wire*, by the first rank, at so many ranks.
 
 * The digits are the network, rates and training of examples/dgc.py; DGC warms up, but not where bytes are counted: in
   6 steps, in which the ranks share out the images.  Accuracies, and the steps to 0.95, are at 2 ranks with one thread
@@ -64,12 +64,15 @@ PACKED, ALL = "DGC 0.1 %, packed float16", "DGC 0.1 %, packed, 1-D too"
 MODES = {
     "dense": always(compress.Dense()),
     "half": always(compress.Half()),
+    "int8": always(ErrorFeedback(compress.Int8())),
+    "int4": always(ErrorFeedback(compress.Int4())),
     "2 bits, threshold 0.05": always(ErrorFeedback(compress.TwoBit(0.05))),
     "1 bit, rates x 0.3": always(ErrorFeedback(compress.OneBit())),
     "threshold 0.05": always(ErrorFeedback(compress.Threshold(0.05))),
     "top-K 1 %": always(ErrorFeedback(TopK(0.01))),
     "top-K 0.1 %": always(ErrorFeedback(TopK(DENSITY))),
     "top-K 0.1 %, packed": always(ErrorFeedback(Packed(TopK(DENSITY)))),
+    "top-K 0.1 %, packed 2 bits": always(ErrorFeedback(Packed(TopK(DENSITY), value="2bit"))),
     "DGC 0.1 %": dgc(TopK(DENSITY)),
     PACKED: dgc(Packed(TopK(DENSITY))),
     "DGC 0.1 %, packed bfloat16": dgc(Packed(TopK(DENSITY), value="bfloat16")),
