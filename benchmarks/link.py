@@ -1,16 +1,20 @@
-"""A step over a network: python -m benchmarks.link [--rates 1gbit,100mbit] [--save]
+"""A step over a network: python -m benchmarks.link [--ranks 2,4] [--rates 1gbit,100mbit] [--save]
 
 ResNet-50 on two hosts in network namespaces (benchmarks/namespaces.py: needs root), joined by a link of each rate in
-turn.  All cases, MPI's and gloo's, take turns in one pair of processes.  Their gradients lie ready: what is timed is
-exchange and update (SGD with momentum, which with DGC is the compressor's), and with torch a backward that has nothing
-to compute; but for two cases, in which a backward computes for as long as the line takes at 1 Gbit/s, and buckets
-travel meanwhile or afterwards.  The anchor is the formula: the bytes of a dense all-reduce, with 4.5 % for headers.
+turn.  All cases, MPI's and gloo's, are of the same processes, and those of a family, as many as there is memory for,
+take turns; so the exchanges of a compressor do: a gather, two phases, and, with several ranks on a host, nodes, which
+add up inside of a host first.  Everything is launched twice.  Gradients lie ready: what is timed is exchange and update
+(SGD with momentum, which with DGC is the compressor's), and with torch a backward that has nothing to compute; but for
+two cases, in which a backward computes for as long as the line takes at 1 Gbit/s, and buckets travel meanwhile or
+afterwards.  The anchor is the formula: the bytes of a dense all-reduce between the hosts, with 4.5 % for headers.  With
+more ranks than cores, half of what takes milliseconds is waiting for the core.
 """
 
 import argparse
+import gc
 import json
 import re
-import subprocess
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -18,18 +22,45 @@ from pathlib import Path
 import numpy as np
 
 import distopt
-from benchmarks.measure import MALLOC, interleaved, report, table, versions
-from benchmarks.namespaces import ADDRESSES, INTERFACE, missing, shape, two_hosts
-from distopt.cli.launcher import find_launcher
+from benchmarks.measure import interleaved, ratios, report, table, versions
+from benchmarks.namespaces import ADDRESSES, measured, missing, shape
 from distopt.comm.mpi_control import brand, launched
-from distopt.compress import DeepGradientCompression, Dense, ErrorFeedback, Half, Packed, TopK
+from distopt.compress import (
+    DeepGradientCompression,
+    Dense,
+    ErrorFeedback,
+    Half,
+    Int4,
+    Int8,
+    OneBit,
+    Packed,
+    TopK,
+    TwoBit,
+)
 from distopt.optim import SGD
 from distopt.volume.models import resnet50
 
 FLOOR = "line floor, dense, by formula"
-BUDGETS = {"1gbit": {"distopt, top-K 0.1 %": 0.045, "distopt, DGC 0.1 %": 0.045}}  # seconds a step
+BUDGETS = {(2, "1gbit"): {"distopt, top-K 0.1 %": 0.045, "distopt, DGC 0.1 %, gather": 0.045}}  # seconds a step
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-LIMIT = 240  # seconds
+LAUNCHES, LIMIT = 2, 1200  # seconds of each
+SCALE = 1e-3  # of the gradients
+PLAIN = {"dense": Dense, "half": Half}
+SPARSE = {"top-K 1 %": lambda: ErrorFeedback(TopK(0.01)), "top-K 0.1 %": lambda: ErrorFeedback(TopK(0.001))}
+GATHERED = {  # or exchanged in two phases, or between nodes
+    "int8": lambda: ErrorFeedback(Int8()),
+    "int4": lambda: ErrorFeedback(Int4()),
+    "2 bits": lambda: ErrorFeedback(TwoBit(SCALE)),
+    "1 bit": lambda: ErrorFeedback(OneBit()),
+    "packed top-K 0.1 %": lambda: ErrorFeedback(Packed(TopK(0.001))),
+    "DGC 0.1 %": lambda: DeepGradientCompression(Packed(TopK(0.001)), momentum=0.9),
+}
+EXCHANGES = {"gather": "gather", "two_phase": "two phases", "nodes": "nodes"}
+
+
+def exchanges(ranks):
+    """Those of so many ranks, the gather first; with one rank on each host there is nothing to add up inside."""
+    return {exchange: words for exchange, words in EXCHANGES.items() if ranks > 2 or exchange != "nodes"}
 
 
 def bits_per_second(rate):
@@ -38,19 +69,19 @@ def bits_per_second(rate):
 
 
 def floor(rate):
-    """Seconds for a dense all-reduce of two ranks: each sends as many bytes as there are in the gradients."""
+    """Seconds for a dense all-reduce of two hosts: each sends as many bytes as there are in the gradients."""
     return 4 * sum(np.prod(s) for _, s in resnet50()) * 8 / bits_per_second(rate) * 1.045
 
 
 def gradients():
     rng = np.random.default_rng(distopt.world().rank)
-    return {name: 1e-3 * rng.standard_normal(shape, np.float32) for name, shape in reversed(resnet50())}
+    return {name: np.float32(SCALE) * rng.standard_normal(shape, np.float32) for name, shape in reversed(resnet50())}
 
 
-def distopt_step(optimizer, compressor, grads):
+def distopt_step(compressor, grads, exchange="gather"):
     """A step whose gradients are in the memory that is exchanged, and what writes them there."""
     params = [distopt.Parameter(name, np.zeros_like(g)) for name, g in grads.items()]
-    opt = distopt.DistOpt(optimizer)
+    opt = distopt.DistOpt(SGD(0.1, momentum=0.0 if isinstance(compressor, DeepGradientCompression) else 0.9))
     views = opt.gradient_views(params)
     pairs = list(zip(params, views, strict=True))
 
@@ -58,7 +89,7 @@ def distopt_step(optimizer, compressor, grads):
         for view, g in zip(views, grads.values(), strict=True):
             view[...] = g
 
-    return lambda: opt.step(pairs, compressor), write
+    return lambda: opt.step(pairs, compressor, exchange=exchange), write
 
 
 def computing_step(grads, overlap):
@@ -87,8 +118,8 @@ def computing_step(grads, overlap):
     return lambda: opt(backward()), write
 
 
-def ddp_cases(rank, grads):
-    """torch's own steps, or none without torch."""
+def ddp_cases(world, grads):
+    """torch's own steps, or none without torch; their gradients are never overwritten."""
     try:
         import torch
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -97,7 +128,7 @@ def ddp_cases(rank, grads):
     from benchmarks import ddp
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"tcp://{ADDRESSES[0]}:29500", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", f"tcp://{ADDRESSES[0]}:29500", rank=world.rank, world_size=world.size)
     ready = [torch.from_numpy(g) for g in reversed(grads.values())]
 
     def step(hook=None, **options):
@@ -106,71 +137,131 @@ def ddp_cases(rank, grads):
             model.register_comm_hook(*hook)
         return ddp.step_of(model, lr=0.1, momentum=0.9)
 
+    def nothing():
+        pass
+
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    return {
+    steps = {
         "torch DDP": step(),
         "torch DDP, fp16": step((None, default_hooks.fp16_compress_hook)),
         # with more buckets its collectives start in different orders on the ranks, and gloo aborts
         "torch DDP, PowerSGD rank 1": step((state, powerSGD_hook.powerSGD_hook), bucket_cap_mb=4096),
     }
+    return {name: (step, nothing) for name, step in steps.items()}
 
 
-def measure(rates, file):
-    """On each of the ranks: rank 0 writes {rate: {case: seconds, round by round}}."""
+def sum_of_one_array(grads):
+    """MPI's own sum, of zeros."""
     from mpi4py import MPI
 
-    world, grads = distopt.world(), gradients()
     flat = np.zeros(sum(g.size for g in grads.values()), np.float32)
-    cases, writes = {"MPI Allreduce of one array, no update": lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat)}, []
-    for name, compressor in {
-        "dense": Dense(),
-        "half": Half(),
-        "top-K 1 %": ErrorFeedback(TopK(0.01)),
-        "top-K 0.1 %": ErrorFeedback(TopK(0.001)),
-        "DGC 0.1 %": DeepGradientCompression(Packed(TopK(0.001)), momentum=0.9),
-    }.items():
-        momentum = 0.0 if isinstance(compressor, DeepGradientCompression) else 0.9
-        cases[f"distopt, {name}"], write = distopt_step(SGD(0.1, momentum), compressor, grads)
-        writes.append(write)
-    cases |= ddp_cases(world.rank, grads)
-    computing = {}
-    for overlap in (False, True):
-        name = f"distopt, dense, computing as long, overlap {'on' if overlap else 'off'}"
-        computing[name], write = computing_step(grads, overlap)
-        writes.append(write)
+    return lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat), lambda: flat.fill(0)
+
+
+def families(world, grads):
+    """Functions that make cases, {name: (step, what writes its gradients)}; one family's memory is the next one's."""
+
+    def plain():
+        cases = {"MPI Allreduce of one array, no update": sum_of_one_array(grads)}
+        return cases | {f"distopt, {name}": distopt_step(make(), grads) for name, make in PLAIN.items()}
+
+    def sparse():
+        return {f"distopt, {name}": distopt_step(make(), grads) for name, make in SPARSE.items()}
+
+    def gathered(name, make):
+        steps = {words: distopt_step(make(), grads, exchange) for exchange, words in exchanges(world.size).items()}
+        return {f"distopt, {name}, {words}": step for words, step in steps.items()}
+
+    several = [lambda name=name, make=make: gathered(name, make) for name, make in GATHERED.items()]
+    return [plain, sparse, *several, lambda: ddp_cases(world, grads)]
+
+
+def computing(grads):
+    """Steps that compute, too."""
+    names = {"off": False, "on": True}
+    return {
+        f"distopt, dense, computing as long, overlap {name}": computing_step(grads, overlap)
+        for name, overlap in names.items()
+    }
+
+
+def take_turns(cases, rates):
+    """{rate: {case: seconds, round by round}} of the slowest rank."""
+    from mpi4py import MPI
+
+    steps = {name: step for name, (step, _) in cases.items()}
 
     def start():
-        for write in writes:
+        for _, write in cases.values():
             write()
         MPI.COMM_WORLD.Barrier()
 
     def slowest(seconds):
         return MPI.COMM_WORLD.allreduce(seconds, MPI.MAX)
 
-    interleaved(cases | computing, rounds=2, calls=1, start=start, uncounted=0)  # while the link is fast
+    shape("10gbit")
+    interleaved(steps, rounds=2, calls=1, start=start, uncounted=0)
     times = {}
     for rate in rates:
         shape(rate)
-        fast = floor(rate) < 2
-        chosen = cases | computing if fast else cases
-        times[rate] = interleaved(chosen, 5 if fast else 2, 1, start, slowest, uncounted=0)
+        times[rate] = interleaved(steps, 4 if is_fast(rate) else 2, 1, start, slowest, uncounted=0)
+    return times
+
+
+def is_fast(rate):
+    return floor(rate) < 2
+
+
+def measure(rates, file):
+    """On each of the ranks: rank 0 writes {rate: {case: seconds, round by round}}."""
+    world, grads = distopt.world(), gradients()
+    times = {rate: {} for rate in rates}
+
+    def add(cases, rates):
+        for rate, found in take_turns(cases, rates).items():
+            times[rate] |= found
+
+    for make in families(world, grads):
+        add(make(), rates)
+        gc.collect()
+    if world.size == 2:
+        add(computing(grads), [rate for rate in rates if is_fast(rate)])
     if world.rank == 0:
         Path(file).write_text(json.dumps([brand(), times]))
 
 
-def show(times):
-    """One table per rate."""
-    for rate, measured in times.items():
-        rounds = len(next(iter(measured.values())))
-        measured = {FLOOR: [floor(rate)] * rounds, **measured}
-        budgets = {name: round(seconds / floor(rate), 4) for name, seconds in BUDGETS.get(rate, {}).items()}
-        yield table(f"{rate}, {rounds} rounds of 1 step, slowest rank", measured, FLOOR, budgets)
-        for name, seconds in BUDGETS.get(rate, {}).items():
-            yield f"  budget of {name}: {seconds * 1e3:g} ms"
+def launches(ranks, rates):
+    """The MPI library, and times as ``measure`` has them, with the rounds of all launches."""
+    found = [measured("benchmarks.link", ["--rates", ",".join(rates)], ranks, LIMIT) for _ in range(LAUNCHES)]
+    (library, first), *others = found
+    for _, times in others:
+        for rate, cases in times.items():
+            for name, seconds in cases.items():
+                first[rate][name] += seconds
+    return library, first
+
+
+def show(ranks, times):
+    """A table per rate, and how the two exchanges compare."""
+    for rate, cases in times.items():
+        rounds = len(next(iter(cases.values())))
+        cases = {FLOOR: [floor(rate)] * rounds, **cases}
+        seconds = BUDGETS.get((ranks, rate), {})
+        budgets = {name: round(budget / floor(rate), 4) for name, budget in seconds.items()}
+        title = f"{ranks} ranks on two hosts, {rate}, {rounds} rounds of 1 step, slowest rank"
+        yield table(title, cases, FLOOR, budgets)
+        yield from (f"  budget of {name}: {budget * 1e3:g} ms" for name, budget in seconds.items())
+        gather, *others = exchanges(ranks).values()
+        for words in others:
+            yield f"  {words} over a {gather}, round by round, as median [min - max]"
+            for name in GATHERED:
+                r = ratios(cases, f"distopt, {name}, {words}", f"distopt, {name}, {gather}")
+                yield f"    {name:42} {statistics.median(r):18.3f}  [{min(r):.3f} - {max(r):.3f}]"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--rates", default="1gbit,100mbit")
     parser.add_argument("--save", action="store_true", help="keep the tables as results/link.txt")
     parser.add_argument("--file", help=argparse.SUPPRESS)
@@ -183,15 +274,11 @@ def main():
     if reason:
         print(f"benchmarks.link: {reason}", file=sys.stderr)
         return 2
-    launcher = find_launcher()
-    with two_hosts() as hosts:
-        file = hosts.folder / "times"
-        script = [sys.executable, "-m", "benchmarks.link", "--rates", args.rates, "--file", str(file)]
-        env = launcher.environment(2) | hosts.environment(launcher.brand)
-        env |= MALLOC | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
-        subprocess.run(hosts.on(0, [*launcher.command(2), *script]), env=env, timeout=LIMIT, check=True)
-        library, times = json.loads(file.read_text())
-    report("link", "\n".join([versions("numpy", "mpi4py", "torch"), library, *show(times)]), args.save)
+    tables = []
+    for ranks in map(int, args.ranks.split(",")):
+        library, times = launches(ranks, rates)
+        tables += show(ranks, times)
+    report("link", "\n".join([versions("numpy", "mpi4py", "torch"), library, *tables]), args.save)
     return 0
 
 
