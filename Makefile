@@ -20,7 +20,7 @@ lint: .venv ## ruff and mypy
 	$(PYTHON) -m pip install -q ruff mypy && .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 bench: .venv ## the tables of benchmarks/results anew
 	$(PYTHON) -m pip install -q torch nvidia-cuda-nvrtc nvidia-cuda-nvdisasm
-	for table in exchange "exchange --ranks 4" half optimizers select compression ratios overhead link phases predict observe gpu_sass; do $(PYTHON) -m benchmarks.$$table --save; done
+	for table in exchange "exchange --ranks 4" half optimizers select compression ratios accuracy overhead link phases predict observe gpu_sass; do $(PYTHON) -m benchmarks.$$table --save; done
 	.venv/bin/distopt run -n 2 -m benchmarks.guard --save
 # The first hour on a GPU, in this order; tests/gpu/README.md says what each piece shows.  Each ends within five minutes,
 # and what it prints is kept in benchmarks/results.  From a bare checkout: $(GPU_PYTHON) needs numpy, ml_dtypes, cupy,
