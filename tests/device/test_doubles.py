@@ -379,6 +379,31 @@ def test_a_first_collective_that_not_all_ranks_come_to_blocks_the_host():
     run_ranks(2, main)
 
 
+def test_a_host_waits_for_gpus_at_work_and_not_for_a_collective_that_never_comes():
+    """However long operations take: a loaded machine is no deadlock."""
+
+    def main(threads):
+        comm = NcclCommunicator(threads.control, gpu=threads.rank)
+        x, machine = filled(1)[0], gpu.machine()
+        comm.all_reduce(x)
+        machine.patience = 20
+        for _ in range(comm.rank * 100):
+            machine.enqueue("slow", lambda: time.sleep(0.002), comm._stream.ptr)
+        comm.all_reduce(x)
+        comm.wait()
+        assert elements(x) == {4.0}
+        threads.control.vote("between", 1, list)
+        if comm.rank == 0:
+            comm.all_reduce(x)
+            comm.wait()
+            with pytest.raises(AssertionError, match=r"a GPU waits for another one for ever: .*'allReduce'"):
+                device.host_copy(x)
+        threads.control.vote("behind", 1, list)
+        comm.abort()
+
+    run_ranks(2, main)
+
+
 def test_a_collective_in_a_stream_of_another_gpu_is_refused():
     def main(threads):
         comm = NcclCommunicator(threads.control, gpu=0)

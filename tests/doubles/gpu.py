@@ -64,7 +64,8 @@ class Machine:
         self.random = random.Random(number)  # chooses where there is no order
         self.pool = MemoryPool()
         self.memory = 1 << 40  # bytes beyond which one allocation fails
-        self.patience = 4.0  # seconds to wait for other GPUs
+        self.done = 0  # operations
+        self.patience = 40_000  # looks of a host that waits, in a row, at which no GPU does anything: some seconds
         self.lock = threading.RLock()  # other threads let this GPU go on
         self.busy = False
         self.broken = None  # what went wrong meanwhile
@@ -116,6 +117,7 @@ class Machine:
             op = self.queues[chosen].popleft()
             if chosen < 0:
                 del self.queues[chosen]
+            self.done += 1
             op.action()
         except BaseException as error:
             self.broken = error
@@ -144,10 +146,20 @@ class Machine:
             self.advance()
 
     def wait(self, until):
-        """A host that waits."""
-        started = time.monotonic()
+        """A host that waits.
+
+        What it has patience for is looks, and no seconds: where other work leaves this process no core, or a rank that
+        is at work leaves this one no turn, there are no looks either.
+        """
+        idle = done = 0
         while not self.look(until):
-            assert time.monotonic() - started < self.patience, "a GPU waits for another one for ever"
+            before, done = done, sum(m.done for m in list(machines))
+            idle = idle + 1 if done == before else 0
+            assert idle < self.patience, f"a GPU waits for another one for ever: {self.heads()}"
+
+    def heads(self):
+        """What each stream has to do next."""
+        return {stream: queue[0].name for stream, queue in self.queues.copy().items() if queue}
 
     def finish(self, stream=None):
         """Go on until a stream, or all of them, have nothing left to do."""
