@@ -44,8 +44,18 @@ class PlaceCounts:
         """Return where ``ShardCodec.select`` writes those of a bucket."""
         return self._places[self._ends[number] : self._ends[number + 1]]
 
-    def counts(self) -> list[np.ndarray]:
-        """Return those of each bucket; on a GPU the host waits for them."""
+    def counts(self, comm: Communicator) -> list[np.ndarray]:
+        """Return those of each bucket; on a GPU the host waits for them, and looks after the other ranks meanwhile.
+
+        Args:
+            comm: on whose stream they are found, behind sums over its ranks.
+
+        Raises:
+            RuntimeError: a collective has failed, or a rank has ended.
+        """
+        if comm.gpu is not None:
+            with comm.control.waits("the numbers of entries"):
+                device.synchronize(device.current_stream(), comm.check)
         places = device.host_copy(self._places) if self._places.size else np.zeros(0, np.int64)
         return [np.diff(places[a:b]) for a, b in zip(self._ends[:-1], self._ends[1:], strict=True)]
 

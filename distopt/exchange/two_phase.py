@@ -147,7 +147,7 @@ def compress_all(
             settle_moved(bucket, owned_piece(pieces, comm.rank), owned)
         selected.append(codec.select(x, state, context, pieces, places.of_bucket(number)))
         uncompressed.append(_sum_uncompressed(x, compressor, comm, context, tag))
-    counts, sent = places.counts(), dict[tuple[int, int], Payload]()
+    counts, sent = places.counts(comm), dict[tuple[int, int], Payload]()
     for number, bucket in enumerate(buckets):
         pieces = shards.of_bucket[number]
         payloads = codec.pack(selected[number], counts[number], bucket[2], pieces)

@@ -995,17 +995,18 @@ def test_a_gpu_without_room_on_one_rank_is_an_error_on_all():
     on_gpus(2, main)
 
 
-def test_an_error_of_nccl_in_the_middle_of_a_run_ends_it():
+@pytest.mark.parametrize("mode", ["dense", "dgc in two phases"])  # whose host waits for numbers behind a sum
+def test_an_error_of_nccl_in_the_middle_of_a_run_ends_it(mode):
     """NCCL tells every rank that something has failed; each says so, or that another one has left."""
 
     def main(comm):
-        params, opt = laws.train(comm, steps=2)
+        params, opt = laws.train(comm, steps=2, mode=mode)
         comm.barrier()
-        nccl.faults.asynchronous[comm.rank, 0] = (0, nccl.REMOTE_ERROR)
+        nccl.faults.asynchronous[comm.rank, 0] = (comm._comm.calls, nccl.REMOTE_ERROR)  # with the next call
         more = list(laws.pairs(comm, params, 2))
         try:
             for _ in range(3):
-                opt(more)
+                laws.MODES[mode](opt, more)
         except RuntimeError as error:
             return str(error)
 
