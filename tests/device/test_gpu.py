@@ -15,7 +15,7 @@ from test_two_phase import in_two_dtypes
 import laws
 from distopt import DistOpt, Parameter, device, kernels, run_ranks
 from distopt.comm import LocalCommunicator, Metered, NcclCommunicator
-from distopt.compress import ErrorFeedback, Half, Threshold, TopK
+from distopt.compress import ErrorFeedback, Half, Packed, Threshold, TopK
 from distopt.device import streams
 from distopt.kernels import cubins
 from distopt.kernels.signatures import CUDA_FLAGS, NATIVE
@@ -1207,3 +1207,29 @@ def test_in_two_phases_borders_move_on_gpus_as_on_the_host(compressor, one_warp)
     assert host[0][2][0] != host[0][2][1], "borders have moved"
     assert on_gpus(3, main) == host
     assert on_gpus(3, lambda comm: main(comm, poison=True)) == [(*found[:3], 1) for found in host]
+
+
+@pytest.mark.parametrize("sender", [Threshold(1.0), Packed(Threshold(1.0))], ids=repr)
+def test_in_two_phases_the_room_for_entries_follows_their_number(sender, one_warp):
+    """Each step sends less than twice as many as the last one, and the first no more than fit: as many as a host."""
+    counts, n = [200, 350, 600, 1000], 6000
+
+    def gradient(rank, step):
+        """So many integers, the others are zero."""
+        rng, x = np.random.default_rng([rank, step]), np.zeros(n, np.float32)
+        x[rng.choice(n, counts[step], replace=False)] = rng.integers(1, 10, counts[step])
+        return x
+
+    def main(comm):
+        [w] = laws.to_device(comm, [np.zeros(n, np.float32)])
+        param, opt, rooms = Parameter("w", w), DistOpt(SGD(1.0), comm), []
+        for step in range(len(counts)):
+            pairs = [(param, laws.to_device(comm, [gradient(comm.rank, step)])[0])]
+            opt.step(pairs, ErrorFeedback(sender), False, "two_phase")
+            rooms += opt.state_dict()["rooms"]
+        kept = {state: arrays["w"].tobytes() for state, arrays in opt.state_dict()["states"].items()}
+        return laws.digest([param]), kept, rooms
+
+    for (*found, rooms), (*expected, _) in zip(on_gpus(3, main), run_ranks(3, main), strict=True):
+        assert found == expected
+        assert rooms == [2 * count for count in counts]
