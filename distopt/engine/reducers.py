@@ -206,7 +206,7 @@ class NodeReducer(Unreduced):
         inside.wait()
         with step.counted_entries(compressor, arrays):
             self._otherwise.exchange([(self._store.buckets[k], arrays[k]) for k in mine])
-        between.wait()
+            between.wait()  # before entries are told, which were counted on that stream
         with inside.tagged(step.tag()):
             share_inside(arrays, shares, inside)
         inside.wait()

@@ -15,8 +15,18 @@ from test_two_phase import in_two_dtypes
 import laws
 from distopt import DistOpt, Parameter, device, kernels, run_ranks
 from distopt.comm import LocalCommunicator, Metered, NcclCommunicator
-from distopt.compress import ErrorFeedback, Half, Packed, Threshold, TopK
+from distopt.compress import (
+    DeepGradientCompression,
+    Dense,
+    ErrorFeedback,
+    Half,
+    Packed,
+    Threshold,
+    TopK,
+    TwoBit,
+)
 from distopt.device import streams
+from distopt.exchange.hierarchical import nodes_of
 from distopt.kernels import cubins
 from distopt.kernels.signatures import CUDA_FLAGS, NATIVE
 from distopt.optim import SGD
@@ -1209,10 +1219,17 @@ def test_in_two_phases_borders_move_on_gpus_as_on_the_host(compressor, one_warp)
     assert on_gpus(3, lambda comm: main(comm, poison=True)) == [(*found[:3], 1) for found in host]
 
 
+def on_nodes(comm, per_node=2):
+    """Ranks as if they were on several machines."""
+    comm._hosts = [rank // per_node for rank in range(comm.size)]
+    return comm
+
+
 @pytest.mark.parametrize("sender", [Threshold(1.0), Packed(Threshold(1.0))], ids=repr)
-def test_in_two_phases_the_room_for_entries_follows_their_number(sender, one_warp):
+@pytest.mark.parametrize(("exchange", "size"), [("two_phase", 3), ("nodes", 4)])
+def test_the_room_for_entries_follows_their_number_in_every_exchange(exchange, size, sender, one_warp):
     """Each step sends less than twice as many as the last one, and the first no more than fit: as many as a host."""
-    counts, n = [200, 350, 600, 1000], 6000
+    counts, n = [100, 170, 300, 500], 6000
 
     def gradient(rank, step):
         """So many integers, the others are zero."""
@@ -1221,15 +1238,63 @@ def test_in_two_phases_the_room_for_entries_follows_their_number(sender, one_war
         return x
 
     def main(comm):
-        [w] = laws.to_device(comm, [np.zeros(n, np.float32)])
-        param, opt, rooms = Parameter("w", w), DistOpt(SGD(1.0), comm), []
+        [w] = laws.to_device(on_nodes(comm), [np.zeros(n, np.float32)])
+        param, opt = Parameter("w", w), DistOpt(SGD(1.0), comm)
         for step in range(len(counts)):
             pairs = [(param, laws.to_device(comm, [gradient(comm.rank, step)])[0])]
-            opt.step(pairs, ErrorFeedback(sender), False, "two_phase")
-            rooms += opt.state_dict()["rooms"]
-        kept = {state: arrays["w"].tobytes() for state, arrays in opt.state_dict()["states"].items()}
-        return laws.digest([param]), kept, rooms
+            opt.step(pairs, ErrorFeedback(sender), False, exchange)
+        state = opt.state_dict()
+        kept = {name: arrays["w"].tobytes() for name, arrays in state["states"].items()}
+        return laws.digest([param]), kept, state["rooms"]
 
-    for (*found, rooms), (*expected, _) in zip(on_gpus(3, main), run_ranks(3, main), strict=True):
+    for (*found, [room]), (*expected, _) in zip(on_gpus(size, main), run_ranks(size, main), strict=True):
         assert found == expected
-        assert rooms == [2 * count for count in counts]
+        assert room >= 2 * counts[-1] > n // 64 + 256
+
+
+# ----------------------------------------------------------------------------------------------------- nodes
+
+BY_NODES = [
+    Dense(),
+    ErrorFeedback(TopK(0.1)),
+    ErrorFeedback(Packed(TopK(0.1))),
+    ErrorFeedback(TwoBit(0.5)),
+    DeepGradientCompression(TopK(0.1, per_tensor=True), weight_decay=0.01),
+]
+
+
+def trained_by_nodes(comm, compressor, order=None):
+    """A digest of parameters, and what ranks keep, after steps on nodes of two ranks."""
+    with gpu.lazily(order) if order else contextlib.nullcontext():
+        options = {"shapes": [(40, 30), (7,), (1000,), ()], "mode": "dgc in int8", "deterministic": True}
+        params, opt = laws.train(on_nodes(comm), steps=0, **options)
+        for step in range(3):
+            opt.step(laws.pairs(comm, params, step), compressor, False, "nodes")
+        states = opt.state_dict()["states"]
+    return laws.digest(params), {(s, n): a.tobytes() for s, arrays in states.items() for n, a in arrays.items()}
+
+
+@pytest.mark.parametrize("size", [4, 6])  # two nodes gather, three exchange in two phases
+@pytest.mark.parametrize("compressor", BY_NODES, ids=repr)
+def test_by_nodes_gpus_have_the_bits_of_the_host(compressor, size, one_warp, monkeypatch):
+    """Sums are added in rank order inside of a node, and between nodes."""
+    monkeypatch.setattr("distopt.exchange.choice.GATHER_BELOW", 0)
+    monkeypatch.setattr(gpu, "GPUS", size)
+
+    def main(comm):
+        return trained_by_nodes(comm, compressor)
+
+    assert on_gpus(size, main) == run_ranks(size, main)
+
+
+@pytest.mark.parametrize("compressor", [*BY_NODES[1:], ErrorFeedback(Threshold(0.7))], ids=repr)
+def test_by_nodes_streams_may_lag_as_far_as_events_allow(compressor, one_warp):
+    """Those of the two communicators of a rank, and the caller's."""
+
+    def main(comm):
+        expected = trained_by_nodes(comm, compressor)
+        mine = [part._stream.ptr for part in (comm, *nodes_of(comm))]
+        orders = [gpu.lagging(*mine), gpu.lagging(*mine[::-1]), gpu.lagging(0), gpu.shuffled(1)]
+        return [trained_by_nodes(comm, compressor, order) == expected for order in orders]
+
+    assert on_gpus(4, main) == [[True] * 4] * 4
