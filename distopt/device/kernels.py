@@ -70,8 +70,14 @@ def launch(kernel: Any, blocks: int, threads: int, arguments: Sequence[Any]) -> 
         arguments: ctypes objects, which may be structures passed by value.
     """
     # cupy passes an array of one element by value: its bytes
-    values = [np.frombuffer(a, np.dtype((np.void, ctypes.sizeof(a)))) for a in arguments]
+    values = [np.frombuffer(a, _bytes_dtype(ctypes.sizeof(a))) for a in arguments]
     kernel((blocks,), (threads,), values)
+
+
+@functools.cache
+def _bytes_dtype(nbytes: int) -> np.dtype:
+    """Return the dtype of an element of so many bytes, whose making takes longer than the rest of an argument."""
+    return np.dtype((np.void, nbytes))
 
 
 @functools.cache
