@@ -151,10 +151,10 @@ class Control(LocalControl):
 
 
 def memcpy(to, source, nbytes, kind, stream):
-    """What comes from the GPU is zero: nothing was refused."""
+    """What comes from the GPU: one number is 0, since nothing was refused; several ascend, as places of entries do."""
     counts["copies"] += 1
     if kind == DEVICE_TO_HOST:
-        ctypes.memset(to, 0, nbytes)
+        (ctypes.c_int64 * (nbytes // 8)).from_address(to)[:] = range(0, nbytes, 8)
 
 
 def allocate(nbytes):

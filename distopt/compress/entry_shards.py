@@ -1,7 +1,7 @@
 """Selected entries in a two-phase exchange (Li and Hoefler, "Near-optimal sparse allreduce", 2022: Ok-Topk)."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -115,12 +115,27 @@ class EntryShards(ShardCodec):
     def pack(
         self, selected: Selected, counts: np.ndarray, context: ExchangeContext, pieces: Sequence[Piece]
     ) -> list[Payload]:
-        if not pieces:
-            return []
+        return self.pack_all([selected], [counts], [context], [pieces])[0]
+
+    def pack_all(
+        self,
+        selected: Sequence[Selected],
+        counts: Sequence[np.ndarray],
+        contexts: Sequence[ExchangeContext],
+        pieces: Sequence[Sequence[Piece]],
+    ) -> list[list[Payload]]:
+        """Pack each bucket's entries; the tables of all buckets are made at once."""
+        entries = [self._entries(of_parts, cuts) for of_parts, cuts in zip(counts, pieces, strict=True)]
+        tables = self._tables(pieces, entries, [s.memory for s in selected])
+        return [
+            [Payload(data, k) for data, k in zip(sections.pack(memory, planes, rows, c), n.tolist(), strict=True)]
+            for (planes, memory), n, rows, c in zip(selected, entries, tables, contexts, strict=True)
+        ]
+
+    def _entries(self, counts: np.ndarray, pieces: Sequence[Piece]) -> np.ndarray:
+        """Return the entries of each piece of a bucket, from those of each part."""
         starts = np.cumsum([0, *(self.parts(piece) for piece in pieces[:-1])])
-        entries, x = np.add.reduceat(counts, starts), selected.memory
-        payloads = sections.pack(x, selected.payload, self._table(pieces, entries, x.itemsize), context)
-        return [Payload(payload, n) for payload, n in zip(payloads, entries.tolist(), strict=True)]
+        return np.add.reduceat(counts, starts) if pieces else np.zeros(0, np.int64)
 
     def add(self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext) -> np.ndarray:
         entries = np.array([payload.entries for payload in payloads], np.int64)
@@ -154,15 +169,43 @@ class EntryShards(ShardCodec):
         pieces: Sequence[Piece],
         summed: bool = True,
     ) -> None:
-        rows = self._table(pieces, np.array([payload.entries for payload in payloads], np.int64), x.itemsize)
-        device.clear(x)
-        kernels.decode_sparse(x, *sections.unpack([payload.data for payload in payloads], rows, x, context))
+        self.decompress_all([payloads], [x], [context], [pieces])
 
-    def _table(self, pieces: Sequence[Piece], entries: np.ndarray, itemsize: int) -> np.ndarray:
-        starts, sizes = (
-            np.array(numbers, np.int64) for numbers in ([p.start for p in pieces], [p.size for p in pieces])
-        )
-        return sections.table(starts, sizes, entries, self._value, itemsize)
+    def decompress_all(
+        self,
+        payloads: Sequence[Sequence[Payload]],
+        arrays: Sequence[np.ndarray],
+        contexts: Sequence[ExchangeContext],
+        pieces: Sequence[Sequence[Piece]],
+    ) -> None:
+        """Unpack the entries of all buckets of a dtype at once, and write each bucket's to its array."""
+        for dtype in dict.fromkeys(x.dtype for x in arrays):
+            same = [k for k, x in enumerate(arrays) if x.dtype == dtype]
+            found = [payload for k in same for payload in payloads[k]]
+            rows = self._table([piece for k in same for piece in pieces[k]], [n for _, n in found], dtype.itemsize)
+            index, entry = sections.unpack([data for data, _ in found], rows, arrays[same[0]], contexts[same[0]])
+            end = 0
+            for k in same:
+                begin, end = end, end + sum(n for _, n in payloads[k])
+                device.clear(arrays[k])
+                kernels.decode_sparse(arrays[k], index[begin:end], entry[begin:end])
+
+    def _table(self, pieces: Sequence[Piece], entries: Sequence[int] | np.ndarray, itemsize: Any) -> np.ndarray:
+        """Return the table of these pieces; ``itemsize`` is a number, or one for each of them."""
+        edges = np.array([(piece.start, piece.size) for piece in pieces], np.int64).reshape(-1, 2)
+        return sections.table(edges[:, 0], edges[:, 1], np.asarray(entries, np.int64), self._value, itemsize)
+
+    def _tables(
+        self, pieces: Sequence[Sequence[Piece]], entries: Sequence[np.ndarray], arrays: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Return the table of each bucket, of which all the first section begins at the start of a payload."""
+        itemsizes = np.repeat([x.itemsize for x in arrays], [len(of_bucket) for of_bucket in pieces])
+        rows = self._table([p for of_bucket in pieces for p in of_bucket], np.concatenate(entries), itemsizes)
+        tables = np.split(rows, np.cumsum([len(of_bucket) for of_bucket in pieces])[:-1])
+        for table in tables:
+            for name in ("at", "plane"):
+                table[name] -= table[name][:1]
+        return tables
 
     def entries(self, message: np.ndarray, piece: Piece, itemsize: int) -> int:
         return sections.entries(message, piece.size, self._value, itemsize)

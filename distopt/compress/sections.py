@@ -5,6 +5,7 @@ the formats of ``Packed``, or as they are.  Its length tells how many entries it
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,12 +23,12 @@ SPREAD, GATHERED = 0x9E3779B1, 0x0E8B2F51  # packed.cu; their product is 1 modul
 FORMATS = ("exact", *VALUES)  # of values, the first one as they are
 
 
-def format_of(value: str, itemsize: int) -> Format:
+def format_of(value: str, itemsize: Any) -> Format:
     """Return a format of values, where an element of the array has so many bytes."""
     return Format(0, itemsize) if value == "exact" else VALUES[value]
 
 
-def table(bases: np.ndarray, sizes: np.ndarray, places: np.ndarray, value: str, itemsize: int) -> np.ndarray:
+def table(bases: np.ndarray, sizes: np.ndarray, places: np.ndarray, value: str, itemsize: Any) -> np.ndarray:
     """Return where everything is in some sections that stand behind one another, ``(sections,)`` of ``struct Section``.
 
     Args:
@@ -35,7 +36,7 @@ def table(bases: np.ndarray, sizes: np.ndarray, places: np.ndarray, value: str, 
         sizes: its elements, likewise.
         places: entries that the section has room for, likewise.
         value: the format of values, one of ``FORMATS``.
-        itemsize: bytes of an element of the array.
+        itemsize: bytes of an element of the array; an array of them where sections are of several arrays.
 
     Example:
         >>> import numpy as np
@@ -161,10 +162,10 @@ def entries(payload: np.ndarray, n: int, value: str, itemsize: int) -> int:
             f"a section's header must be one of {n} elements with values in {value}, got another; it was damaged on "
             "its way, or is another compressor's"
         )
-    return found
+    return int(found)
 
 
-def _kind(form: Format, itemsize: int) -> int:
+def _kind(form: Format, itemsize: Any) -> Any:
     """What a section's header is made with, beside its size."""
     return KIND + 16 * form.number + itemsize
 

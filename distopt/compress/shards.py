@@ -171,6 +171,16 @@ class ShardCodec(abc.ABC):
             pieces: its pieces, in order.
         """
 
+    def pack_all(
+        self,
+        selected: Sequence[Selected],
+        counts: Sequence[np.ndarray],
+        contexts: Sequence[ExchangeContext],
+        pieces: Sequence[Sequence[Piece]],
+    ) -> list[list[Payload]]:
+        """Return what ``pack`` does, of each of several buckets; the arguments have an item for each of them."""
+        return [self.pack(*bucket) for bucket in zip(selected, counts, contexts, pieces, strict=True)]
+
     @abc.abstractmethod
     def add(self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext) -> np.ndarray:
         """Overwrite ``total`` by the sum of the payloads of a piece, added in their order.
@@ -218,6 +228,17 @@ class ShardCodec(abc.ABC):
             pieces: the pieces of the bucket, in order.
             summed: whether they are those of sums, of the second phase.
         """
+
+    def decompress_all(
+        self,
+        payloads: Sequence[Sequence[Payload]],
+        arrays: Sequence[np.ndarray],
+        contexts: Sequence[ExchangeContext],
+        pieces: Sequence[Sequence[Piece]],
+    ) -> None:
+        """Do what ``decompress`` does, of several buckets; the arguments have an item for each of them."""
+        for bucket in zip(payloads, arrays, contexts, pieces, strict=True):
+            self.decompress(*bucket)
 
     def entries(self, message: np.ndarray, piece: Piece, itemsize: int) -> int:
         """Return how many entries the payload of a piece has, as its header says; 0 if all elements are sent.

@@ -9,8 +9,8 @@ empowering distributed training with sparsity-driven data synchronization", 2025
 Adam", 2021, for codes.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -104,10 +104,8 @@ def two_phase(
         for piece, payloads in of_owners:
             received[piece.bucket] += payloads
         borders.see(shards, [payload.entries for _, (payload,) in of_owners], buckets[0][2].step)
-        for number, (x, _, context, _) in enumerate(buckets):
-            if shards.of_bucket[number]:
-                codec.decompress(received[number], x, context, shards.of_bucket[number])
-            members = uncompressed[number]
+        codec.decompress_all(*_where_cut(shards, received, [b[0] for b in buckets], [b[2] for b in buckets]))
+        for members in uncompressed:
             if members and not members.none and not members.all:
                 members.put_back()
 
@@ -148,9 +146,8 @@ def compress_all(
         selected.append(codec.select(x, state, context, pieces, places.of_bucket(number)))
         uncompressed.append(_sum_uncompressed(x, compressor, comm, context, tag))
     counts, sent = places.counts(comm), dict[tuple[int, int], Payload]()
-    for number, bucket in enumerate(buckets):
-        pieces = shards.of_bucket[number]
-        payloads = codec.pack(selected[number], counts[number], bucket[2], pieces)
+    packed = codec.pack_all(selected, counts, [context for _, _, context, _ in buckets], shards.of_bucket)
+    for number, (bucket, pieces, payloads) in enumerate(zip(buckets, shards.of_bucket, packed, strict=True)):
         sent |= {(number, piece.start): payload for piece, payload in zip(pieces, payloads, strict=True)}
         for watch in watches:
             watch.after(bucket, codec, pieces, payloads)
@@ -225,6 +222,12 @@ def _message(payloads: Sequence[tuple[Piece, Payload]], like: np.ndarray) -> np.
     if not payloads:
         return like[:0].view(np.uint8)
     return device.concatenated([payload.data for _, payload in payloads], ALIGNED)
+
+
+def _where_cut(shards: Cut, *of_buckets: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield, of lists with an item for each bucket, those of buckets that have pieces; at last the pieces."""
+    for items in (*of_buckets, shards.of_bucket):
+        yield [item for item, pieces in zip(items, shards.of_bucket, strict=True) if pieces]
 
 
 def _labelled(
