@@ -105,9 +105,9 @@ def two_phase(
             received[piece.bucket] += payloads
         borders.see(shards, [payload.entries for _, (payload,) in of_owners], buckets[0][2].step)
         codec.decompress_all(*_where_cut(shards, received, [b[0] for b in buckets], [b[2] for b in buckets]))
-        for members in uncompressed:
+        for (x, _, context, _), members in zip(buckets, uncompressed, strict=True):
             if members and not members.none and not members.all:
-                members.put_back()
+                context.repeat("put back", members.put_back, (x,))
 
 
 def compress_all(
@@ -250,7 +250,7 @@ def _sum_uncompressed(
     mask = compressor.uncompressed(layout_of(x, context), context)
     if mask is None:
         return None
-    members = UncompressedMembers(x, mask, context)
+    members = context.repeat("uncompressed", lambda: UncompressedMembers(x, mask, context), (x,))
     if not members.none:
         with comm.tagged(tag if members.all else tag._replace(members=members.members)):
             comm.all_reduce(members.flat)
