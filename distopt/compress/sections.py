@@ -4,6 +4,7 @@ A section is a header of 4 bytes, indices in Elias-Fano's code from the start of
 the formats of ``Packed``, or as they are.  Its length tells how many entries it has.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,7 +114,7 @@ def pack(x: np.ndarray, planes: np.ndarray, rows: np.ndarray, context: ExchangeC
     payload = context.scratch("sections", int(rows["at"][-1] + rows["bytes"][-1]))
     device.clear(payload)
     index, entry = unpack_entries(planes, x.dtype)
-    kernels.pack_sections(x, index, entry, payload, *_launch(rows))
+    kernels.pack_sections(x, index, entry, payload, *_launch(rows, context))
     return [payload[at : at + nbytes] for at, nbytes in zip(rows["at"].tolist(), rows["bytes"].tolist(), strict=True)]
 
 
@@ -137,7 +138,7 @@ def unpack(
     index, entry = index[:places], entry[:places]
     if places:
         addresses = [device.address(payload) for payload in payloads]
-        kernels.unpack_sections(per_payload("sections", addresses, context), index, entry, *_launch(rows))
+        kernels.unpack_sections(per_payload("sections", addresses, context), index, entry, *_launch(rows, context))
     return index, entry
 
 
@@ -175,6 +176,9 @@ def _aligned(nbytes: np.ndarray) -> np.ndarray:
     return aligned
 
 
-def _launch(rows: np.ndarray) -> tuple[device.DeviceMirror, int]:
+def _launch(rows: np.ndarray, context: ExchangeContext) -> tuple[device.DeviceMirror, int]:
     """Return the table where a kernel finds it, and the pieces of the largest section."""
-    return device.DeviceMirror(rows.view(np.int64)), max(1, -(-int(rows["places"].max()) // CHUNK))
+    cells = rows.view(np.int64)
+    mirror = context.constant(f"table of {len(rows)} sections", functools.partial(np.zeros, cells.size, np.int64))
+    mirror.host[:] = cells
+    return mirror, max(1, -(-int(rows["places"].max()) // CHUNK))
