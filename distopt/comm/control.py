@@ -50,7 +50,7 @@ def fingerprint(lines: Iterable[str]) -> int:
 class ControlChannel(abc.ABC):
     """Channel for small host messages, votes and texts, between the ranks of one communicator; never over NCCL.
 
-    A subclass defines ``rank``, ``size``, ``maximum``, ``gather_strings`` and ``subgroup``.
+    A subclass defines ``rank``, ``size``, ``maximum`` and ``gather_strings``; for exchanges by nodes ``subgroup`` too.
 
     Attributes:
         rank: this rank's number, from 0.
@@ -84,9 +84,13 @@ class ControlChannel(abc.ABC):
     def gather_strings(self, text: str) -> list[str]:
         """Return one text per rank, in rank order.  Collective."""
 
-    @abc.abstractmethod
     def subgroup(self, members: tuple[int, ...]) -> "ControlChannel":
-        """Make a channel of some of the ranks, ascending and this one among them.  Collective over all ranks."""
+        """Make a channel of some of the ranks, ascending and this one among them.  Collective over all ranks.
+
+        Raises:
+            ValueError: this channel has no groups of ranks; one that has them overrides this.
+        """
+        raise ValueError(f"the exchange by nodes needs a channel that defines subgroup, got a {type(self).__name__}")
 
     def gather(self, text: str) -> list[str]:
         """Return one text per rank, in rank order.  Collective.
