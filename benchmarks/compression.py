@@ -8,7 +8,8 @@ the collectives, and on the *wire*, by the first rank, at so many ranks.
   6 steps, in which the ranks share out the images.  Accuracies, and the steps to 0.95, are at 2 ranks with one thread
   of BLAS, on which they depend.  An image is 0.28 points: how far DGC is from dense takes more seeds to tell.
 * ResNet-50's gradients are random numbers, in 2 steps.  At 8 and 32 ranks every first dimension and the buckets are a
-  sixteenth, so that all ranks have room: there a bucket's header weighs 16 times as much.
+  sixteenth, so that all ranks have room: there a bucket's header weighs 16 times as much.  Payloads are exchanged in
+  two phases as those of the whole model are; a sixteenth of them would be gathered with 8 ranks.
 * A pass is ``compress`` of 25 million elements, momentum and decay of DGC included, over one read of as many.
 """
 
@@ -129,7 +130,8 @@ def resnet_bytes(name, size):
         params = [distopt.Parameter(n, np.zeros(shape, np.float32)) for n, shape in shapes.items()]
         opt = wrapped(name, compressor, 0.1, comm, threshold=2097152 // part, broadcast=False)
         for _ in range(2):
-            opt.step([(p, rng.standard_normal(p.data.shape, np.float32)) for p in params], compressor)
+            pairs = [(p, rng.standard_normal(p.data.shape, np.float32)) for p in params]
+            opt.step(pairs, compressor, exchange="auto" if part == 1 else "two_phase")  # as the whole model does
         world = opt.communicator
         return world.ledger.total()["payload"], world.ledger.total()["sent"]
 
