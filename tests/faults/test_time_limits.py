@@ -35,15 +35,15 @@ def job(tmp_path):
 
 
 def checked(code, output, stopped=0):
-    """The same, if all ranks that said who they are have gone, soon after the fault and ``stopped`` seconds of rest."""
+    """The same, if all ranks that said who they are have gone, soon after a fault and ``stopped`` seconds of rest."""
     ended, pids = time.time(), [int(pid) for pid in re.findall(r"pid (\d+)", output)]
     left = [pid for pid in pids if runs(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, output
     assert "without a word" not in output  # the report was one
-    for fault in re.findall(r"fault at ([\d.]+)", output):
-        assert ended - float(fault) < LIMIT + 3 + stopped, output
+    for fault in re.findall(r"fault at ([\d.]+)", output) if code else ():  # of a job that a limit has ended
+        assert ended - float(fault) < LIMIT + 10 + stopped, f"not by the limit:\n{output}"
     return code, output
 
 
