@@ -17,7 +17,7 @@ Cut = Callable[[BucketLayout, ExchangeContext], BucketLayout]
 
 
 class Selector(Protocol):
-    """What chooses entries (``top_k.Sparse`` says what each method does)."""
+    """The part of ``top_k.Sparse`` that chooses the entries of a sum."""
 
     reselect: bool
 

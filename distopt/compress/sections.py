@@ -167,7 +167,7 @@ def entries(payload: np.ndarray, n: int, value: str, itemsize: int) -> int:
 
 
 def _kind(form: Format, itemsize: Any) -> Any:
-    """What a section's header is made with, beside its size."""
+    """Return the number of a section's format of values, which its header mixes with the number of its elements."""
     return KIND + 16 * form.number + itemsize
 
 

@@ -292,7 +292,7 @@ class TopK(FixedDensity):
         return layout.records["offset"].astype(np.int64) if self.per_tensor else super().part_starts(layout)
 
     def reselect_sum(self, x: np.ndarray, add: np.ndarray, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
-        """As many of each part as a rank has sent of it on average, rounded up, so that no part starves."""
+        """Select the largest entries of a sum: of each part as many as a rank has sent of it on average, rounded up."""
         if not self.reselect:
             return super().reselect_sum(x, add, counts, context)
         return self._extract(x, Increment(add, x[:0]), -(-counts // context.size), new_mirror, context)
@@ -379,7 +379,7 @@ class Threshold(Sparse):
         kernels.count_above(x, counts, self._bound(x))
 
     def reselect_sum(self, x: np.ndarray, add: np.ndarray, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
-        """What is at least as large in the mean, in which a sum is one for each rank."""
+        """Select the entries of a sum whose mean over ranks reaches the threshold."""
         if not self.reselect:
             return super().reselect_sum(x, add, counts, context)
         return self.of_sum(context.size).extract(x, Increment(add, x[:0]), context)

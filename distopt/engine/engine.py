@@ -397,7 +397,7 @@ class Engine:
             self.comm,
             self.store,
             self.step_context.travelling(compressor),
-            self.reducers.collective(compressor, spec, early=True),
+            self.reducers.early(compressor, spec),
             agree=lambda: self.agree(f"the start of {progress.name}", progress.calls + (1 << 30)),
             pack=lambda bucket: self.store.pack(bucket, packing),
         )

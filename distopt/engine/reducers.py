@@ -486,9 +486,9 @@ class Reducers:
         plan = [bucket.gradients for bucket in self._step_context.store.buckets]
         return phases.describe(plan, self._comm.size, self.borders.starts) if phases else "gather"
 
-    def collective(self, compressor: Compressor, spec: StepSpec, early: bool = False) -> CollectiveReducer:
-        """Reduce by a collective per bucket; ``early`` on a communicator of its own, which a loss does not use."""
-        return CollectiveReducer(compressor, spec, self._comm.duplicate() if early else self._comm, self._step_context)
+    def early(self, compressor: Compressor, spec: StepSpec) -> CollectiveReducer:
+        """Reduce by a collective per bucket, on a communicator of its own, which a loss does not use."""
+        return CollectiveReducer(compressor, spec, self._comm.duplicate(), self._step_context)
 
     def choose(self, compressor: Compressor, spec: StepSpec, check_finite: bool, vote: Vote) -> Reducer:
         """Return the reducer of a step whose buckets have not left before the vote.
