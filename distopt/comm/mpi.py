@@ -21,27 +21,14 @@ from distopt.comm.communicator import (
     sum_halves,
 )
 from distopt.comm.mpi_control import MpiControl, brand, finish, has_thread_multiple, join, mpi, world_comm
-from distopt.comm.shared_memory import SharedMemory, open_handle
+from distopt.comm.receive_buffer import ReceiveBuffer
+from distopt.comm.shared_memory import SharedMemory, peers_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 UNDER_WAY = 3  # sums of 16-bit numbers at a time, one in each phase
 SLICES, SUMS = 1, 2  # MPI tags of the two exchanges of a sum, which may be under way at the same time
-
-
-class ReceiveBuffer:
-    """Memory for received data, which is used again for every message."""
-
-    def __init__(self) -> None:
-        self._raw = np.empty(0, np.uint8)
-
-    def view(self, dtype: np.dtype, n: int) -> np.ndarray:
-        """Return memory for n elements, ``(n,)``, uninitialized; it overlaps every earlier view."""
-        nbytes = n * dtype.itemsize
-        if self._raw.nbytes < nbytes:
-            self._raw = np.empty(nbytes, np.uint8)
-        return self._raw[:nbytes].view(dtype)
 
 
 class MpiCommunicator(Communicator):
@@ -195,12 +182,9 @@ class MpiCommunicator(Communicator):
         """Return the arrays of all ranks, in rank order, or None unless all ranks can open all of them.  Collective."""
         if self.spans_hosts:
             return None
-        handles = self.control.gather(self._shared.handle(x))
-        opened = [x if r == self.rank else open_handle(h, x.dtype) for r, h in enumerate(handles)]
-        arrays = [a for a in opened if a is not None]
-        shared = all(self.control.gather("all" * (len(arrays) == self.size)))
-        self.reason = f"{self._place}, {'memory shared' if shared else 'no memory shared: sums go through MPI'}"
-        return arrays if shared else None
+        arrays = peers_of(x, self._shared, self.control)
+        self.reason = f"{self._place}, {'memory shared' if arrays else 'no memory shared: sums go through MPI'}"
+        return arrays
 
     def explain(self, reason: str) -> None:
         """Put ``reason`` before the reasons that ``repr`` shows."""

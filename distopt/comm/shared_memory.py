@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from distopt.comm.control import ControlChannel
 from distopt.device import HUGE_PAGE
 
 
@@ -77,3 +78,17 @@ def open_handle(handle: str, dtype: Any) -> np.ndarray | None:
         os.close(descriptor)
     array: np.ndarray = np.frombuffer(pages, np.uint8, nbytes, start).view(dtype)
     return array
+
+
+def peers_of(x: np.ndarray, memory: SharedMemory, control: ControlChannel) -> list[np.ndarray] | None:
+    """Return the arrays of all ranks, in rank order, or None unless all ranks can open all of them.  Collective.
+
+    Args:
+        x: this rank's array.
+        memory: has made it.
+        control: the votes of the ranks.
+    """
+    handles = control.gather(memory.handle(x))
+    opened = [x if rank == control.rank else open_handle(handle, x.dtype) for rank, handle in enumerate(handles)]
+    arrays = [a for a in opened if a is not None]
+    return arrays if all(control.gather("all" * (len(arrays) == control.size))) else None

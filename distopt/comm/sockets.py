@@ -73,7 +73,7 @@ class SocketControl(ControlChannel):
         _controls.append(self)
         _say_farewell()
         if self.size > 1:
-            _watch(self.rank)
+            watch(self.rank)
         self.vote_on_version()
 
     def _connect(self, name: str, key: bytes, patience: float, deadline: float) -> Connection:
@@ -242,7 +242,7 @@ def _say_farewell() -> None:
 
 
 @functools.cache
-def _watch(rank: int) -> None:
+def watch(rank: int) -> None:
     """Start a watchdog for the waits of this process; the other ranks notice when it ends this process."""
     allowed = limits()
     if allowed:

@@ -19,10 +19,11 @@ _worlds: dict[str, Communicator] = {}
 def world(device: str = "auto") -> Communicator:
     """Return the communicator of all ranks that the launcher started, the same object at every call.
 
-    Under ``mpirun``, ``srun`` or ``distopt run`` the ranks find each other by MPI.  A process without a launcher is one
-    rank alone, and does not import MPI.  In a thread of ``run_ranks`` it is that thread's communicator, for numpy
-    arrays.  The ``repr`` of the communicator gives the reason for the choice.  The first call for a device is
-    collective.
+    Under ``mpirun``, ``srun`` or ``distopt run`` the ranks find each other by MPI; under ``torchrun``, and where
+    the script has initialized the process group of ``torch.distributed`` without a launcher of MPI, by gloo.  A
+    process without a launcher is one rank alone, and imports neither.  In a thread of ``run_ranks`` it is that
+    thread's communicator, for numpy arrays.  The ``repr`` of the communicator gives the reason for the choice.  The
+    first call for a device is collective.
 
     Args:
         device: one of
@@ -32,9 +33,9 @@ def world(device: str = "auto") -> Communicator:
             * 'auto': 'cuda' if on every rank the script has imported cupy and there are a GPU and NCCL, else 'cpu'.
 
     Raises:
-        ImportError: there is a launcher but no mpi4py.
-        RuntimeError: launcher and MPI library do not belong together, torchrun started this process as one of several,
-            or ``device`` is 'cuda' and there is no cupy, driver, GPU or NCCL.
+        ImportError: there is a launcher but no mpi4py, or torchrun but no torch.
+        RuntimeError: launcher and MPI library do not belong together, or ``device`` is 'cuda' and there is no cupy,
+            driver, GPU or NCCL.
         ValueError: ``device`` is none of these, two ranks are on one GPU, or ``device`` is 'cuda' in ``run_ranks``.
 
     Example:
@@ -55,10 +56,13 @@ def world(device: str = "auto") -> Communicator:
 
 
 def _pick(device: str) -> Communicator:
-    started = mpi_control.launched()
+    started, torch_ranks = mpi_control.launched(), torch_launched()
+    if torch_ranks and (
+        not started or "TORCHELASTIC_RUN_ID" in os.environ
+    ):  # Slurm starts torchrun, which starts ranks
+        return _pick_group(device, torch_ranks)
     if started or "mpi4py.MPI" in sys.modules:
         return _pick_wire(device, started[1] if started else "mpi4py.MPI was imported")
-    _check_alone()
     missing = _lacks_gpu(device, alone=True)
     if device == "cuda" and missing:
         raise RuntimeError(f"device='cuda': {missing}")
@@ -67,15 +71,43 @@ def _pick(device: str) -> Communicator:
     return LocalCommunicator(reason="no MPI launcher; GPU 0", gpu=gpus.current_gpu())
 
 
-def _check_alone(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise RuntimeError if torchrun or a similar launcher, without MPI, started this process as one of several."""
+def torch_launched(environ: Mapping[str, str] = os.environ) -> str:
+    """Return how this process became one of several ranks of ``torch.distributed``; '' if it is none.
+
+    Example:
+        >>> torch_launched({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "1"})
+        'torchrun set RANK=1, WORLD_SIZE=2'
+    """
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed and torch_distributed.is_available() and torch_distributed.is_initialized():
+        return "the process group was initialized"
     size = environ.get("WORLD_SIZE", "")
     if size.isdigit() and int(size) > 1 and "RANK" in environ and environ.keys() & {"LOCAL_RANK", "MASTER_ADDR"}:
-        raise RuntimeError(
-            f"a launcher such as torchrun started {size} processes (RANK={environ['RANK']}, WORLD_SIZE={size}), which "
-            "cannot meet without MPI: every process would train alone. Start with: distopt run -n N script.py, or "
-            "mpirun -n N python script.py; a process that is to be alone takes DistOpt(opt, comm.LocalCommunicator())"
-        )
+        return f"torchrun set RANK={environ['RANK']}, WORLD_SIZE={size}"
+    return ""
+
+
+def _pick_group(device: str, started: str) -> Communicator:
+    """Return the communicator over torch's process group.  Collective.
+
+    Args:
+        device: 'auto', 'cpu' or 'cuda'.
+        started: how the ranks were started, for ``repr``.
+
+    Raises:
+        ImportError: there is no torch.
+        ValueError: ``device`` is 'cuda'.
+    """
+    if device == "cuda":
+        raise ValueError("device must be 'auto' or 'cpu' for ranks of torch.distributed, which have numpy arrays")
+    try:
+        from distopt.comm.process_group import ProcessGroupCommunicator
+    except ImportError as error:
+        raise ImportError(
+            f"{started}, and torch is not usable here ({error}): pip install 'distopt[torch]', or start with: "
+            "distopt run -n N script.py"
+        ) from error
+    return ProcessGroupCommunicator(reason=started)
 
 
 def _pick_wire(device: str, started: str) -> Communicator:

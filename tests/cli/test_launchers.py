@@ -16,7 +16,7 @@ from distopt.cli import doctor, run, segments
 from distopt.cli.ends import Ends, exit_code
 from distopt.cli.launcher import Launcher
 from distopt.comm import mpi_start
-from distopt.comm.world import _check_alone
+from distopt.comm.world import _pick_group, torch_launched
 from distopt.resilience import abort as job_end
 from distopt.resilience import job, watchdog
 from distopt.resilience.operation_log import OperationLog, Recorder
@@ -25,9 +25,16 @@ from distopt.resilience.timeouts import Limits
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_several_processes_without_mpi_are_refused():
-    with pytest.raises(RuntimeError, match=r"RANK=1, WORLD_SIZE=2.*Start with: distopt run -n N script.py, or mpirun"):
-        _check_alone(TORCHRUN)
+def test_ranks_of_torchrun_are_known():
+    assert torch_launched(TORCHRUN) == "torchrun set RANK=1, WORLD_SIZE=2"
+
+
+def test_torchrun_without_torch_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "distopt.comm.process_group", None)
+    with pytest.raises(ImportError, match=r"RANK=1, and torch is not usable.*pip install 'distopt\[torch\]', or start"):
+        _pick_group("auto", "torchrun set RANK=1")
+    with pytest.raises(ValueError, match="device must be 'auto' or 'cpu' for ranks of torch"):
+        _pick_group("cuda", "torchrun set RANK=1")
 
 
 @pytest.mark.parametrize("stale", [{"WORLD_SIZE": "1"}, {"RANK": ""}, {"WORLD_SIZE": "2", "RANK": None}, {}])
@@ -36,7 +43,7 @@ def test_one_process_may_have_stale_launcher_variables(stale):
     environment = {name: value for name, value in given.items() if value is not None}
     if stale == {"RANK": ""}:
         environment = {"WORLD_SIZE": "8", "RANK": ""}  # of a batch system's own
-    _check_alone(environment)
+    assert torch_launched(environment) == ""
 
 
 @pytest.mark.parametrize(("library", "kind"), [("MPICH 5.0.2", "pmi2"), ("Open MPI 5.0.11", "pmix")])

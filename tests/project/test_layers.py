@@ -21,7 +21,7 @@ ROWS = [  # from the ground up
 HEAVY = {
     "cupy": {"device/gpus.py", "comm/nccl_library.py"},
     "mpi4py": {"comm/mpi.py", "comm/mpi_control.py", "comm/mpi_start.py", "cli/launcher.py"},
-    "torch": set(),
+    "torch": {"comm/process_group.py"},
     "matplotlib": {"cli/plotting.py"},
 }
 LEVEL = {name: row for row, names in enumerate(ROWS) for name in names.split()}

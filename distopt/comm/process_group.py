@@ -1,0 +1,399 @@
+"""Ranks of a process group of ``torch.distributed``: votes and collectives of numpy arrays over gloo, without MPI.
+
+Messages go from rank to rank, and are added up here, in rank order: gloo's own collectives add in another order, and a
+vote takes them longer.  On one machine all ranks share the memory of what ``alloc`` returns, and sums need no messages.
+"""
+
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distopt.comm.communicator import (
+    Communicator,
+    Groups,
+    Ragged,
+    as_flat,
+    check_root,
+    flat_parts,
+    group_of,
+    slices,
+    split,
+    sum_in_rank_order,
+)
+from distopt.comm.control import LEAVE, ControlChannel, PeerLeft, agreed
+from distopt.comm.receive_buffer import ReceiveBuffer
+from distopt.comm.shared_memory import SharedMemory, peers_of
+from distopt.comm.sockets import watch
+from distopt.resilience.abort import abort_on_exception
+from distopt.resilience.operation_log import OperationLog, recorder
+
+FRAME = 32  # int64 numbers of a message of votes: a vote, the bytes of a text, and room for words of farewell
+LENGTH, WORDS = 9, 10
+NO_LIMIT = timedelta(days=365)  # for gloo: it is the watchdog that ends a wait, and says where
+
+
+Works = list[tuple[int, Any]]  # what is under way, and with which rank
+
+
+class Lost(PeerLeft):
+    """The connection to a rank was closed: it has ended without words of farewell."""
+
+    def __init__(self, rank: int):
+        super().__init__(f"rank {rank} has ended")
+        self.rank = rank
+
+
+class Messages:
+    """Messages between ranks of the default process group, over a gloo group that nothing else uses.
+
+    Args:
+        ranks: their numbers there, ascending.  Collective of them.
+    """
+
+    def __init__(self, ranks: Sequence[int]):
+        self.ranks, self._group = list(ranks), None
+        self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
+        if self.size > 1:
+            self._group = dist.new_group(self.ranks, NO_LIMIT, "gloo", use_local_synchronization=True)
+
+    @property
+    def usable(self) -> bool:
+        """Whether messages can be sent: the script may have destroyed the process group."""
+        return self.size == 1 or (self._group is not None and dist.is_initialized())
+
+    def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``, flat arrays of known lengths.
+
+        Raises:
+            Lost: a rank has ended.
+            RuntimeError: the process group was destroyed.
+        """
+        if not self.usable:
+            raise RuntimeError(
+                "the process group of torch.distributed was destroyed, and ranks cannot exchange any more; call "
+                "destroy_process_group() at the end of the script"
+            )
+        self.finish(self.begin(parts, received))
+
+    def begin(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> Works:
+        """Begin an ``exchange``, and return what ``finish`` waits for."""
+        works: Works = []
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            if received[source].size:
+                work = dist.irecv(_tensor(received[source]), self.ranks[source], self._group)
+                works.append((source, work))
+            if parts[to].size:
+                works.append((to, dist.isend(_tensor(parts[to]), self.ranks[to], self._group)))
+        return works
+
+    def finish(self, works: Works) -> None:
+        """Wait until an exchange is complete.
+
+        Raises:
+            Lost: a rank has ended.
+        """
+        for rank, work in works:
+            try:
+                work.wait()
+            except RuntimeError:  # of a socket, whose text names no rank
+                raise Lost(rank) from None
+
+    def close(self) -> None:
+        """Release the group."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+class _Writable:
+    """The memory of an array, as if it could be written: torch has no tensors that are only read."""
+
+    def __init__(self, x: np.ndarray):
+        self.owner = x
+        self.__array_interface__ = x.__array_interface__ | {"data": (x.ctypes.data, False)}
+
+
+def _tensor(x: np.ndarray) -> torch.Tensor:
+    """Return the bytes of a flat array, as a tensor on the same memory."""
+    raw = x.view(np.uint8)
+    return torch.from_numpy(raw if raw.flags.writeable else np.asarray(_Writable(raw)))
+
+
+class ProcessGroupControl(ControlChannel):
+    """Votes over a gloo group.
+
+    Each rank sends its vote to all others.  A rank whose script has ended sends words of farewell in place of its next
+    vote, and the others raise them.
+
+    Args:
+        ranks: the numbers of the ranks in the default process group, ascending.  Collective of them.
+    """
+
+    def __init__(self, ranks: Sequence[int]):
+        self._messages = Messages(ranks)
+        self.rank, self.size = self._messages.rank, self._messages.size
+        self._numbers = itertools.count()
+        self._name = (
+            f"torch's ranks {', '.join(map(str, ranks))}" if len(ranks) < 9 else f"{len(ranks)} of torch's ranks"
+        )
+        self._votes = self.log("votes")
+        world_rank = self._messages.ranks[self.rank]
+        self.waits = OperationLog(recorder, f"waits of rank {world_rank} ({self._name})", [world_rank])
+        self._frames = np.zeros((self.size, FRAME), np.int64)
+        if self.size > 1:
+            _controls.append(self)
+            _join(world_rank)
+        self.vote_on_version()
+
+    def log(self, name: str) -> OperationLog:
+        """Return a log of operations that all ranks do alike.  Collective."""
+        return OperationLog(recorder, f"{name} ({self._name}, {next(self._numbers)})", self._messages.ranks)
+
+    def maximum(self, votes: np.ndarray) -> None:
+        """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
+        recorder.step = self.progress
+        with self._votes("vote", 0, self.progress + self.part):
+            frames = self._swap(votes, 0)
+        np.max(frames[:, : votes.size], axis=0, out=votes)
+
+    def gather_strings(self, text: str) -> list[str]:
+        """Return one text per rank, in rank order.  Collective."""
+        mine = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
+        with self._votes("gather"):
+            lengths = self._swap(np.zeros(0, np.int64), mine.size)[:, LENGTH].tolist()
+            texts = [np.empty(n, np.uint8) for n in lengths]
+            texts[self.rank] = mine
+            self._exchange([mine] * self.size, texts)
+        return [part.tobytes().decode() for part in texts]
+
+    def subgroup(self, members: tuple[int, ...]) -> "ProcessGroupControl":
+        """Make a channel of some of the ranks.  Collective over all ranks."""
+        return ProcessGroupControl([self._messages.ranks[member] for member in members])
+
+    def close(self) -> None:
+        """Release the group.  Collective."""
+        if self in _controls:
+            _controls.remove(self)
+        self._messages.close()
+
+    def begin_leaving(self) -> Works:
+        """Begin to send all ranks words of farewell in place of the next vote."""
+        if self._gone or not self._messages.usable:
+            return []
+        words = np.frombuffer(f"rank {self.rank} left after {self.progress}".encode(), np.uint8)
+        frame = np.zeros(FRAME, np.int64)
+        frame[: len(LEAVE)] = LEAVE
+        room = frame[WORDS:].view(np.uint8)
+        room[: words.size] = words[: room.size]
+        return self._messages.begin([frame] * self.size, list(self._frames))
+
+    def end_leaving(self, works: Works) -> None:
+        """Wait until each rank has read the words, or has left."""
+        for work in works:
+            with contextlib.suppress(Lost):
+                self._messages.finish([work])
+
+    def _swap(self, vote: np.ndarray, length: int) -> np.ndarray:
+        """Return the frames of all ranks, ``(size, FRAME)``.
+
+        Raises:
+            PeerLeft: a rank has sent words of farewell, or has ended without.
+        """
+        frames = self._frames
+        mine = frames[self.rank]
+        mine[:] = 0
+        mine[: vote.size], mine[LENGTH] = vote, length
+        self._exchange([mine] * self.size, list(frames))
+        for rank, frame in enumerate(frames):
+            words = frame[WORDS:].view(np.uint8)
+            if words[0]:
+                self._raise_left(rank, words.tobytes().rstrip(b"\0").decode(errors="replace"))
+        return frames
+
+    def _exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        if self._gone:
+            raise self._gone
+        try:
+            self._messages.exchange(parts, received)
+        except Lost as error:
+            self._raise_left(error.rank, str(error))
+
+    def _raise_left(self, rank: int, words: str) -> NoReturn:
+        """Raise PeerLeft now and at every later vote; the lowest of the other ranks prints where."""
+        self._gone = agreed(PeerLeft(f"{words}, before {self.progress}"), speaks=self.rank == (0 if rank else 1))
+        raise self._gone from None
+
+
+_controls: list[ProcessGroupControl] = []
+
+
+@functools.cache
+def _join(rank: int) -> None:
+    """Set up this process as a rank, once: it ends at an uncaught exception, time limits hold, and it says farewell."""
+    abort_on_exception(rank, os._exit)
+    watch(rank)
+    atexit.register(_leave)
+    os.register_at_fork(after_in_child=_controls.clear)  # a forked child is no rank and must not vote
+
+
+def _leave() -> None:
+    """Tell the ranks that still want to exchange, on any channel, that this rank has left; called at exit."""
+    leaving = [(control, control.begin_leaving()) for control in _controls]
+    for control, works in leaving:
+        control.end_leaving(works)
+
+
+class ProcessGroupCommunicator(Communicator):
+    """Communicator of the ranks of torch's default process group, for numpy arrays, over gloo.
+
+    Making one is collective.  The process group is initialized if it is not yet, as ``torchrun`` and others tell in
+    the environment; its backend may be any.  With more than one rank, an uncaught exception ends this process from
+    then on; the launcher ends the others.
+
+    Args:
+        reason: why this transport was chosen, for ``repr``.
+
+    Raises:
+        ValueError: on every rank alike, if ranks run different versions of distopt.
+
+    Example:
+        Skipped where examples run as tests: it needs two processes, ``torchrun --nproc-per-node 2 script.py``.
+
+        >>> import numpy as np
+        >>> from distopt.comm.process_group import ProcessGroupCommunicator
+        >>> comm = ProcessGroupCommunicator()  # doctest: +SKIP
+        >>> x = np.ones(2, np.float32)
+        >>> comm.all_reduce(x)  # doctest: +SKIP
+        >>> x.tolist()  # doctest: +SKIP
+        [2.0, 2.0]
+    """
+
+    rank_ordered = True
+
+    def __init__(self, reason: str = ""):
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        self._make(range(dist.get_world_size()), reason)
+
+    def _make(self, ranks: Sequence[int], reason: str) -> None:
+        """Set up messages and votes of some of the ranks of the default group."""
+        self.control: ProcessGroupControl = ProcessGroupControl(ranks)
+        self._messages = Messages(ranks)
+        self.rank, self.size = self._messages.rank, self._messages.size
+        self._log = self.control.log("data")
+        machines = self.control.gather(_machine())
+        self._hosts = [machines.index(machine) for machine in machines]
+        self.local_rank = self._hosts[: self.rank].count(self._hosts[self.rank])
+        places = "several hosts" if self.spans_hosts else "one host"
+        self.reason = self._place = "; ".join(filter(None, (f"torch {torch.__version__}, gloo", reason, places)))
+        self._shared, self._received = SharedMemory(), ReceiveBuffer()
+
+    def all_reduce(self, x: np.ndarray) -> None:
+        """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
+        flat = as_flat(x)
+        with self._log("all_reduce", flat.nbytes, self._tag):
+            parts = [flat[s] for s in slices(flat.size, self.size)]
+            mine = parts[self.rank]
+            received = split(self._received.view(flat.dtype, self.size * mine.size), [mine.size] * self.size)
+            received[self.rank] = mine
+            self._messages.exchange(parts, received)
+            mine[...] = sum_in_rank_order(received)
+            self._messages.exchange([mine] * self.size, parts)
+
+    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+        """Return every rank's x, flat, in rank order.  Collective."""
+        flat = as_flat(x, writable=False)
+        with self._log("ragged all_gather" if ragged else "all_gather", flat.nbytes, self._tag):
+            sizes = list(ragged or [flat.size] * self.size) if ragged is not True else self._lengths([flat] * self.size)
+            return self._swap([flat] * self.size, sizes, None if into is None or ragged else split(into, sizes))
+
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
+        """Send ``parts[r]`` to rank r, and return the parts for this rank, flat, in rank order.  Collective."""
+        flats = flat_parts(parts, self.size)
+        with self._log("ragged all_to_all" if ragged else "all_to_all", 0, self._tag):
+            sizes = list(ragged or [flats[self.rank].size] * self.size) if ragged is not True else self._lengths(flats)
+            return self._swap(flats, sizes)
+
+    def broadcast(self, x: np.ndarray, root: int = 0) -> None:
+        """Replace x, in place, by the x of rank ``root``.  Collective."""
+        flat, root = as_flat(x), check_root(root, self.size)
+        none = flat[:0]
+        with self._log("broadcast", flat.nbytes, self._tag):
+            sent = [flat if self.rank == root else none] * self.size
+            self._messages.exchange(sent, [flat if r == root else none for r in range(self.size)])
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this.  Collective."""
+        with self._log("barrier"):
+            self._lengths([np.empty(0)] * self.size)
+
+    def alloc(self, n: int, dtype: Any) -> np.ndarray:
+        """Allocate zeros, ``(n,)``, in memory that ``peers`` can share if all ranks are on one host."""
+        shared = self._shared.alloc(n, dtype) if self.size > 1 and not self.spans_hosts else None
+        return super().alloc(n, dtype) if shared is None else shared
+
+    def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
+        """Return the arrays of all ranks, in rank order, or None unless all ranks can open all of them.  Collective."""
+        if self.spans_hosts:
+            return None
+        arrays = peers_of(x, self._shared, self.control)
+        self.reason = f"{self._place}, {'memory shared' if arrays else 'no memory shared: sums go through gloo'}"
+        return arrays
+
+    def make_duplicate(self) -> Communicator:
+        """Make a communicator of the same ranks over messages of its own.  Collective."""
+        return self._of(self._messages.ranks, f"beside rank {self.rank}'s other one")
+
+    def make_subgroup(self, groups: Groups) -> Communicator:
+        """Make a communicator of a group over messages of its own.  Collective."""
+        members = group_of(self.rank, groups)
+        return self._of([self._messages.ranks[m] for m in members], f"{len(members)} of {self.size} ranks")
+
+    def close(self) -> None:
+        """Release the groups; nothing may be called after it.  Collective."""
+        for other in (*([] if self._second is None else [self._second]), *self._subgroups.values()):
+            other.close()
+        self.control.close()
+        self._messages.close()
+
+    @classmethod
+    def _of(cls, ranks: Sequence[int], reason: str) -> "ProcessGroupCommunicator":
+        comm = cls.__new__(cls)
+        comm._make(ranks, reason)
+        return comm
+
+    def _lengths(self, parts: Sequence[np.ndarray]) -> list[int]:
+        """Return the lengths of the parts that each rank has for this one, ``(size,)``.  Collective."""
+        mine = np.array([part.size for part in parts], np.int64).reshape(-1, 1)
+        lengths = mine.copy()
+        self._messages.exchange(list(mine), list(lengths))
+        return lengths.reshape(-1).tolist()
+
+    def _swap(
+        self, parts: Sequence[np.ndarray], sizes: Sequence[int], received: list[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
+        """Send ``parts[r]`` to rank r, and return what each rank sent, ``sizes`` elements, into ``received`` if any."""
+        received = [np.empty(n, parts[0].dtype) for n in sizes] if received is None else received
+        if received[self.rank] is not parts[self.rank]:
+            received[self.rank][...] = parts[self.rank]
+        self._messages.exchange(parts, received)
+        return received
+
+
+def _machine() -> str:
+    """Return a text that is the same for processes of one machine."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    return socket.gethostname()
