@@ -20,11 +20,21 @@ from distopt.engine.partial import PartialSteps
 from distopt.engine.spec import GradientHook, Options, StepSpec
 from distopt.engine.views import parameter_views
 from distopt.optim import SGD, AnyOptimizer
+from distopt.optim.foreign import is_torchs
 
 if TYPE_CHECKING:
     from distopt import volume
     from distopt.volume import Advice, Wire
     from distopt.volume.cost import Link
+
+
+def _torch_model(opt: Any, params: Any) -> Any:
+    """Return the parameters of a PyTorch model as a ``TorchModel``; None if there is none."""
+    if params is None and not is_torchs(opt):
+        return None
+    from distopt.engine.torch_model import TorchModel  # torch is there
+
+    return TorchModel.of_optimizer(opt) if params is None else TorchModel(params)
 
 
 def _from_id(
@@ -230,9 +240,13 @@ class DistOpt(SingaModes, Checkpointed):
     gradients are undefined.
 
     Args:
-        opt: None (a new ``SGD()``), or any object with ``apply(name, value, grad)`` and ``step()``, or with
-            ``update(param, grad)``.  distopt's own optimizers take the sum of a whole bucket in one kernel call.
+        opt: None (a new ``SGD()``), any object with ``apply(name, value, grad)`` and ``step()``, or with
+            ``update(param, grad)``, or an optimizer of ``torch.optim``.  distopt's own optimizers take the sum of a
+            whole bucket in one kernel call.
         communicator: the ranks; None for ``distopt.world()``, in ``run_ranks`` that of the thread.
+        params: a PyTorch model, or an iterable of tensors or (name, tensor) pairs, which are updated where they are; by
+            default those of an optimizer of ``torch.optim``.  Rank 0's are sent to all ranks at once, which is
+            collective.  A loss may then be a tensor, whose ``backward()`` a step calls, behind clearing ``grad``.
         threshold: elements that fill a bucket (``buckets.plan``).
         deterministic: add sums in rank order on every transport.
         overlap: reduce buckets, in a thread, while the loss still yields the gradients of the next ones; the same bits.
@@ -286,6 +300,7 @@ class DistOpt(SingaModes, Checkpointed):
         opt: AnyOptimizer | None = None,
         communicator: Communicator | None = None,
         *,
+        params: Any = None,
         threshold: int = 2097152,
         deterministic: bool = False,
         overlap: str | bool = "auto",
@@ -321,12 +336,15 @@ class DistOpt(SingaModes, Checkpointed):
         }
         capacity, size = check_int("buffSize", buffSize, least=1), check_int("threshold", threshold, least=0)
         options = Options.checked(comm, **asked)  # type: ignore[arg-type]
+        self._model = _torch_model(opt, params)
         engine = Engine(SGD() if opt is None else opt, comm, options, threshold=size)
         super().__init__(engine, asked | {"threshold": threshold, "buffSize": buffSize, "deterministic": deterministic})
         self._partial = PartialSteps(engine)
         self._collectives = ManualCollectives(comm, capacity, engine.check_open)
         self._last: tuple[Callable[[Any, Any], bool], Any] | None = None  # the last step, and its argument
         self._updated = False  # has a parameter been updated by hand since the last step?
+        if self._model is not None:
+            self._model.enroll(engine)
         record_if_asked(engine)
 
     # -- who this is
@@ -370,7 +388,10 @@ class DistOpt(SingaModes, Checkpointed):
 
     def run(self, loss: Any, spec: StepSpec) -> bool:
         self._last = self.engine.step, spec
-        return self.engine.step(loss, spec)
+        return self.engine.step(self._gradients(loss), spec)
+
+    def _gradients(self, loss: Any) -> Any:
+        return loss if self._model is None else self._model.gradients(loss)
 
     def backward_and_partial_update(self, loss: Loss, threshold: int | None = None) -> bool:
         """Update with this rank's own gradients; then average the *parameters* of one bucket, round-robin.  Collective.
@@ -395,7 +416,7 @@ class DistOpt(SingaModes, Checkpointed):
             array([0.5, 0.5], dtype=float32)
         """
         self._last = self._partial.step, threshold
-        return self._partial.step(loss, threshold)
+        return self._partial.step(self._gradients(loss), threshold)
 
     def step(
         self,

@@ -8,15 +8,6 @@ from distopt.device import describe
 
 PROTOCOLS = {"apply": ("name", "value", "grad"), "update": ("param", "grad")}  # the methods and their arguments
 WANTED = "opt must be an object with apply(name, value, grad) or update(param, grad)"
-WRAP_TORCH = """
-    class Torch:
-        def __init__(self, opt, model):
-            self.opt, self.params = opt, dict(model.named_parameters())
-        def apply(self, name, value, grad):  # value is params[name].detach().numpy(), in the memory of the model
-            self.params[name].grad = torch.from_numpy(grad)
-        def step(self):
-            self.opt.step()
-"""
 WRAP_OPTAX = """
     class Optax:
         def __init__(self, transformation):
@@ -29,6 +20,11 @@ WRAP_OPTAX = """
 """
 
 
+def is_torchs(opt: Any) -> bool:
+    """Tell if an optimizer is one of ``torch.optim``, or derives from one."""
+    return any(c.__module__.startswith("torch.optim") for c in type(opt).__mro__)
+
+
 def call_style(opt: Any) -> str:
     """Return the name of the method by which an optimizer takes a gradient: 'apply' or 'update'.
 
@@ -39,8 +35,6 @@ def call_style(opt: Any) -> str:
         raise TypeError(f"{WANTED}, got the class {opt.__name__}; make an instance of it")
     if isinstance(opt, Mapping):
         raise TypeError(f"{WANTED}, got a dict; its entries are arguments, as in SGD(**options)")
-    if any(c.__module__.startswith("torch.optim") for c in type(opt).__mro__):
-        raise TypeError(f"{WANTED}, got torch.optim.{type(opt).__name__}; wrap it in{WRAP_TORCH}")
     if isinstance(opt, tuple) and {"init", "update"} <= set(getattr(opt, "_fields", ())):
         raise TypeError(f"{WANTED}, got the optax transformation {type(opt).__name__}; wrap it in{WRAP_OPTAX}")
     methods = {name: getattr(opt, name) for name in PROTOCOLS if callable(getattr(opt, name, None))}

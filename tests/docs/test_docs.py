@@ -28,7 +28,9 @@ def name_of(page):
 
 
 def with_python():
-    return [page for page in PAGES if any(pages.blocks(page, "python"))]
+    """Pages with Python blocks; one of them needs torch."""
+    found = [page for page in PAGES if any(pages.blocks(page, "python"))]
+    return [pytest.param(page, marks=pytest.mark.torch) if page.stem == "torch" else page for page in found]
 
 
 @needs_mpi

@@ -35,11 +35,20 @@ EXPORTING = [
 LISTED = (*PACKAGES, "distopt.formatting")
 
 
+OF_TORCH = (  # which import it
+    *("distopt.comm.process_group", "distopt.device.tensors", "distopt.engine.torch_model"),
+    *("distopt.optim.adapters.torch_optim", "distopt.torch", "distopt.torch.exchange", "distopt.torch.synchronize"),
+)
+
+
 def modules():
     for name in PACKAGES:
         package = importlib.import_module(name)
         yield name
-        yield from (module.name for module in pkgutil.walk_packages(package.__path__, f"{name}."))
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            if module.name not in OF_TORCH:
+                yield module.name
+    yield from (pytest.param(name, marks=pytest.mark.torch) for name in OF_TORCH)
 
 
 def exported():

@@ -9,7 +9,7 @@ import pytest
 from distopt import DistOpt, Parameter, Trainer
 from distopt.optim import SGD, Adam, AdamW, BatchGradients, LarsWrapper, RMSProp
 from distopt.optim.adapters import ParamAdapter, SingaAdapter, adapt
-from distopt.optim.foreign import WRAP_OPTAX, WRAP_TORCH, call_style
+from distopt.optim.foreign import WRAP_OPTAX, call_style
 
 
 def two(dtype=np.float32):
@@ -195,26 +195,6 @@ def wrapper(text, **names):
     """The class that the text of an error has the lines of."""
     exec(re.sub(r"^    ", "", text, flags=re.MULTILINE), names)
     return next(thing for thing in names.values() if isinstance(thing, type))
-
-
-@pytest.mark.torch
-def test_torchs_optimizers_are_refused_with_the_lines_that_wrap_them():
-    torch = pytest.importorskip("torch", reason="torch is missing: pip install torch")
-    torch.manual_seed(0)
-    ours, theirs = (torch.nn.Linear(3, 1) for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
-    with pytest.raises(TypeError, match=r"got torch.optim.AdamW; wrap it in\n    class Torch"):
-        DistOpt(torch.optim.AdamW(ours.parameters()))
-    wrapped = wrapper(WRAP_TORCH, torch=torch)(torch.optim.AdamW(ours.parameters()), ours)
-    opt, alone = DistOpt(wrapped), torch.optim.AdamW(theirs.parameters())
-    params = [Parameter(n, p.detach().numpy()) for n, p in ours.named_parameters()]
-    for _ in range(3):
-        for model in (ours, theirs):
-            model.zero_grad()
-            model(torch.ones(2, 3)).sum().backward()
-        opt([(p, q.grad.numpy()) for p, q in zip(params, ours.parameters(), strict=True)])
-        alone.step()
-    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
 @pytest.mark.torch

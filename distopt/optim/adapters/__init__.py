@@ -4,12 +4,16 @@ from distopt.optim.adapters.base import OptimizerAdapter
 from distopt.optim.adapters.fused import FusedAdapter
 from distopt.optim.adapters.param import ParamAdapter
 from distopt.optim.adapters.singa import SingaAdapter
-from distopt.optim.foreign import call_style
+from distopt.optim.foreign import call_style, is_torchs
 from distopt.optim.optimizer import Optimizer
 
 
 def adapt(opt: object) -> OptimizerAdapter:
     """Return the adapter for an optimizer, by its class and methods; TypeError if it has no method that is known."""
+    if is_torchs(opt):
+        from distopt.optim.adapters.torch_optim import TorchAdapter  # torch is there
+
+        return TorchAdapter(opt)
     method = call_style(opt)
     if isinstance(opt, Optimizer):
         return FusedAdapter(opt)

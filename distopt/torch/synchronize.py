@@ -1,0 +1,262 @@
+"""Gradients of a model that are means over ranks when ``backward()`` returns, as with DistributedDataParallel.
+
+Nothing of the script's is wrapped: hooks of autograd note which gradients came, and a callback at the end of the
+backward pass exchanges them.  Gradients lie in distopt's buckets, in memory that ranks of one machine share.
+"""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from distopt.compress import Compressor
+from distopt.torch.exchange import GradientExchange
+
+TWICE = (
+    "a gradient must come once in a backward pass where buckets leave early, got it twice (activations that are "
+    "checkpointed with use_reentrant=True may do that); take overlap=False"
+)
+
+
+class Synchronizer(GradientExchange):
+    """Exchange of a model's gradients at the end of each backward pass.  Making one is collective.
+
+    Args:
+        model: its parameters that require a gradient take part.
+        compressor: what is sent; None for ``Dense()``.
+        **options: the keyword arguments of ``GradientExchange``.
+
+    Raises:
+        TypeError: as ``GradientExchange``.
+        ValueError: as ``GradientExchange``.
+    """
+
+    def __init__(self, model: torch.nn.Module, compressor: Compressor | None = None, **options: Any):
+        super().__init__(model, compressor, **options)
+        self._module, self._names = model, {id(p): name for name, p in self.tensors.items()}
+        self._arrived: set[str] = set()
+        self._syncs, self._waits = True, False
+        self._early: EarlyExchange | None = None
+        parameters: list[Any] = list(self.tensors.values())  # torch's method has no types
+        self._hooks = [
+            model.register_forward_pre_hook(self._report_failure),
+            model.register_forward_hook(self._watch_outputs),
+            *(p.register_post_accumulate_grad_hook(self._note) for p in parameters),
+        ]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which backward passes exchange nothing: gradients of this rank add up in ``p.grad``."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def close(self) -> None:
+        """Remove the hooks: backward passes are this rank's own again."""
+        for hook in self._hooks:
+            hook.remove()
+        super().close()
+
+    # -- hooks, in the order in which autograd calls them
+
+    def _report_failure(self, *_: Any) -> None:
+        """Tell the other ranks, which wait, if the last backward pass has raised here; they raise it too."""
+        if self._waits:
+            error = RuntimeError("a backward pass has raised")
+            self._waits, self._arrived = False, set()
+            early, self._early = self._early, None
+            with contextlib.suppress(RuntimeError):  # this rank has had its own
+                if early:
+                    early.finish([], error)
+                else:
+                    self.arrived_nowhere((), error)
+
+    def _watch_outputs(self, model: torch.nn.Module, arguments: Any, outputs: Any) -> None:
+        for x in tree_leaves(outputs):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                x.register_hook(self._begin)  # type: ignore[no-untyped-call]
+
+    def _begin(self, _: torch.Tensor | None = None) -> None:
+        """Let autograd call ``_finish`` at the end of the backward pass that has begun.
+
+        The gradient of an output comes before those of parameters, and never in a pass inside of another one, as
+        checkpointed activations have, whose end is too early.
+        """
+        if self._syncs and not self._waits:
+            self._waits = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            if self.may_overlap:
+                self._early = EarlyExchange(self)
+
+    def _note(self, p: torch.Tensor) -> None:
+        """Note that a gradient came; ``_begin``, if the loss was made without the model's forward."""
+        name = self._names[id(p)]
+        self._begin()
+        if self._early:
+            self._early.put(name, again=name in self._arrived)
+        self._arrived.add(name)
+
+    def _finish(self) -> None:
+        arrived, self._arrived, self._waits = self._arrived, set(), False
+        early, self._early = self._early, None
+        for name, p in self.tensors.items():
+            if name not in arrived and p.grad is not None and p.grad.data_ptr() == self.views[name].data_ptr():
+                p.grad = p.grad.clone()  # of an earlier pass: its place in the bucket is for this one
+        if early:
+            early.finish(name for name in self.tensors if name not in arrived)
+            nowhere = self.arrived_nowhere(arrived, self._unknown())
+        else:
+            gradients = {name: p.grad for name, p in self.tensors.items() if p.grad is not None}
+            nowhere = self.exchange(gradients, arrived, self._unknown())
+        for name, p in self.tensors.items():
+            if name not in nowhere:
+                p.grad = self.views[name].to(p.dtype)
+
+    def _unknown(self) -> Exception | None:
+        """Return an error if a parameter requires a gradient that did not when this was made."""
+        for name, p in self._module.named_parameters():
+            if p.requires_grad and id(p) not in self._names:
+                return ValueError(
+                    f"{name}: the parameter must have required a gradient when the model was synchronized; close() and "
+                    "synchronize again after a change of the model"
+                )
+        return None
+
+
+class EarlyExchange:
+    """An exchange in a thread, which takes gradients as the backward pass brings them.
+
+    Args:
+        exchange: the exchange.
+    """
+
+    END = object()
+
+    def __init__(self, exchange: GradientExchange):
+        self._exchange, self._queue = exchange, queue.SimpleQueue[Any]()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def put(self, name: str, again: bool) -> None:
+        """Hand over a gradient; ``again``, if it was handed over before, which is an error."""
+        self._queue.put(ValueError(f"{name}: {TWICE}") if again else name)
+
+    def finish(self, missing: Iterable[str], error: Exception | None = None) -> None:
+        """Hand over what has not come, or an error, and return when all means are there.  Raise what was raised."""
+        for name in missing:
+            self._queue.put(name)
+        self._queue.put(error or self.END)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._exchange.step(self._pairs())
+        except BaseException as error:
+            self._error = error
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        for name in iter(self._queue.get, self.END):
+            if isinstance(name, Exception):
+                raise name
+            p = self._exchange.tensors[name]
+            yield p, p.grad
+
+
+def synchronize(model: torch.nn.Module, compressor: Compressor | None = None, **options: Any) -> Synchronizer:
+    """Let every backward pass of a model end with gradients that are means over ranks.  Collective.
+
+    The script's optimizer, its schedules, scalers and clipping see gradients of the global batch.
+
+    Args:
+        model: the model; rank 0's parameters and buffers are sent to all ranks.
+        compressor: what is sent; None for all of it.
+        **options: the keyword arguments of ``GradientExchange``: optimizer, exchange, break_even, threshold,
+            overlap, comm.
+
+    Raises:
+        TypeError: as ``GradientExchange``.
+        ValueError: as ``GradientExchange``.
+
+    Example:
+        >>> import torch
+        >>> import distopt.torch as dt
+        >>> from distopt.compress import ErrorFeedback, TopK
+        >>> model = torch.nn.Linear(3, 2)
+        >>> sync = dt.synchronize(model, ErrorFeedback(TopK(0.5)))
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> sum(int(p.grad.count_nonzero()) for p in model.parameters())  # of 8
+        4
+    """
+    return Synchronizer(model, compressor, **options)
+
+
+def compress(ddp: DistributedDataParallel, compressor: Compressor | None = None, **options: Any) -> GradientExchange:
+    """Let a model in DistributedDataParallel exchange gradients as distopt does.  Collective.
+
+    Its buckets are exchanged together when the last one is ready; what it calls a hook is registered, once.
+
+    Args:
+        ddp: the model.
+        compressor: what is sent; None for all of it.
+        **options: the keyword arguments of ``GradientExchange``: optimizer, exchange, break_even, threshold,
+            overlap, comm.
+
+    Raises:
+        RuntimeError: the model has a hook already.
+        TypeError: ``ddp`` is no DistributedDataParallel; or as ``GradientExchange``.
+        ValueError: as ``GradientExchange``.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"ddp must be a DistributedDataParallel, got a {type(ddp).__name__}; see synchronize")
+    exchange = GradientExchange(ddp.module, compressor, **options)
+    ddp.register_comm_hook(Waiting(exchange), exchange_together)
+    return exchange
+
+
+class Waiting:
+    """Buckets of DistributedDataParallel that wait for the last one of a backward pass.
+
+    Args:
+        exchange: what is done with their gradients then.
+    """
+
+    def __init__(self, exchange: GradientExchange):
+        self.exchange = exchange
+        self.names = {id(p): name for name, p in exchange.tensors.items()}
+        self.buckets: list[tuple[Any, torch.futures.Future[torch.Tensor]]] = []
+
+
+def exchange_together(
+    waiting: Waiting,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # which torch builds
+) -> torch.futures.Future[torch.Tensor]:
+    """Return the mean of a bucket, as a future that is complete when the last bucket has come.
+
+    It is a hook for ``DistributedDataParallel.register_comm_hook``.
+    """
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    waiting.buckets.append((bucket, future))
+    if bucket.is_last():
+        buckets, waiting.buckets = waiting.buckets, []
+        homes = {
+            waiting.names[id(p)]: gradient
+            for b, _ in buckets
+            for p, gradient in zip(b.parameters(), b.gradients(), strict=True)
+        }
+        waiting.exchange.exchange(homes, homes)
+        for name, gradient in homes.items():
+            gradient.copy_(waiting.exchange.views[name])
+        for b, done in buckets:
+            done.set_result(b.buffer())
+    return future

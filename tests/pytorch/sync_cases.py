@@ -1,0 +1,438 @@
+"""What ``distopt.torch.synchronize`` must do, as functions that all ranks call; torch's own DDP is the reference."""
+
+import traceback
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import distopt.torch as dt
+from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, Int8, OneBit, Packed, TopK
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+class Net(nn.Module):
+    """Convolution, normalization, a tied weight, an unused branch, and one used by some ranks only."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.first, self.second = nn.Linear(288, 288), nn.Linear(288, 10)
+        self.tied = nn.Linear(288, 288, bias=False)
+        self.tied.weight = self.first.weight
+        self.unused, self.sometimes = nn.Linear(5, 5), nn.Linear(288, 288)
+
+    def forward(self, x, branch=False):
+        x = torch.relu(self.norm(self.conv(x))).flatten(1)
+        x = self.tied(torch.relu(self.first(x)))
+        return self.second(self.sometimes(x) if branch else x)
+
+
+def net(seed=0):
+    torch.manual_seed(seed + dist.get_rank())
+    return Net()
+
+
+def batch(step, size=8):
+    g = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return torch.randn(size, 3, 8, 8, generator=g), torch.randint(0, 10, (size,), generator=g)
+
+
+def ddp(model):
+    return DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=True)
+
+
+def same(a, b, exact=True):
+    for (name, x), (_, y) in zip(a, b, strict=True):
+        if x is None or y is None:
+            assert x is y, name
+        elif exact and dist.get_world_size() == 2:  # of more numbers, in another order
+            assert torch.equal(x, y), (name, (x - y).abs().max())
+        else:
+            torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+
+
+def gradients(model):
+    return [(n, None if p.grad is None else p.grad.detach().clone()) for n, p in model.named_parameters()]
+
+
+def everywhere_alike(model):
+    for name, p in model.named_parameters():
+        for x in (p.detach(), p.grad):
+            if x is not None:
+                everyone = [torch.empty(x.shape) for _ in range(dist.get_world_size())]
+                dist.all_gather(everyone, x.contiguous())
+                assert all(torch.equal(everyone[0].nan_to_num(), y.nan_to_num()) for y in everyone), name
+
+
+def both(train, make=net, exact=True, **options):
+    """Train with DDP and with synchronize; gradients and parameters must be the same."""
+    theirs, mine = make(), make()
+    reference = ddp(theirs)
+    sync = dt.synchronize(mine, **options)
+    train(reference, theirs, reference.no_sync)
+    train(mine, mine, sync.no_sync)
+    same(gradients(mine), gradients(theirs), exact)
+    same(list(mine.named_parameters()), list(theirs.named_parameters()), exact)
+    everywhere_alike(mine)
+    sync.close()
+
+
+def plain(model, owner, no_sync, steps=3, **zero):
+    opt = torch.optim.SGD(owner.parameters(), 0.05, momentum=0.9)  # Adam blows up the noise of a bias before a norm
+    for step in range(steps):
+        x, y = batch(step)
+        opt.zero_grad(**zero)
+        nn.functional.cross_entropy(model(x), y).backward()
+        opt.step()
+
+
+@case
+def a_plain_loop_is_that_of_ddp():
+    both(plain)
+
+
+@case
+def buckets_may_leave_early():
+    """The same bits; small buckets, of which the first leave while later gradients are computed."""
+    for compressor in (None, Half()):
+        models = [net(), net()]
+        for model, overlap in zip(models, (False, dist.get_world_size() > 1), strict=True):
+            sync = dt.synchronize(model, compressor, overlap=overlap, threshold=3000)
+            plain(model, model, sync.no_sync, steps=4)
+            for k in range(2):
+                nn.functional.cross_entropy(model(batch(9)[0], branch=dist.get_rank() == k), batch(9)[1]).backward()
+            sync.close()
+        same(gradients(models[0]), gradients(models[1]))
+        same(list(models[0].named_parameters()), list(models[1].named_parameters()))
+        everywhere_alike(models[1])
+
+
+@case
+def gradients_may_be_zeroed_in_place():
+    both(lambda *a: plain(*a, set_to_none=False))
+
+
+@case
+def batches_add_up_without_exchange():
+    def train(model, owner, no_sync):
+        opt = torch.optim.SGD(owner.parameters(), 0.1, momentum=0.9)
+        for step in range(3):
+            opt.zero_grad()
+            with no_sync():
+                for k in range(2):
+                    x, y = batch(10 * step + k)
+                    nn.functional.cross_entropy(model(x), y).backward()
+            x, y = batch(10 * step + 2)
+            nn.functional.cross_entropy(model(x), y).backward()
+            opt.step()
+
+    both(train)
+
+
+@case
+def a_branch_of_some_ranks_gets_zeros_from_the_others():
+    def train(model, owner, no_sync):
+        opt = torch.optim.SGD(owner.parameters(), 0.1)
+        for step in range(4):
+            x, y = batch(step)
+            opt.zero_grad()
+            nn.functional.cross_entropy(model(x, branch=dist.get_rank() == step % 3), y).backward()
+            opt.step()
+
+    both(train)
+
+
+@case
+def channels_last_parameters_keep_their_strides():
+    def make():
+        return net().to(memory_format=torch.channels_last)
+
+    both(plain, make, exact=False)
+    model = make()
+    dt.synchronize(model)
+    nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    assert model.conv.weight.grad.stride() == model.conv.weight.stride()
+
+
+@case
+def gradients_may_be_clipped_and_learning_rates_scheduled():
+    def train(model, owner, no_sync):
+        opt = torch.optim.SGD(owner.parameters(), 0.05, momentum=0.9, foreach=True)
+        schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+        for step in range(3):
+            x, y = batch(step)
+            opt.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(owner.parameters(), 0.5)
+            opt.step()
+            schedule.step()
+
+    both(train)
+
+
+@case
+def a_closure_may_call_backward_several_times():
+    def train(model, owner, no_sync):
+        opt = torch.optim.LBFGS(owner.second.parameters(), 0.1, max_iter=3)
+        x, y = batch(0)
+
+        def closure():
+            opt.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+
+    model = net()
+    sync = dt.synchronize(model)
+    train(model, model, sync.no_sync)
+    everywhere_alike(model.second)
+
+
+@case
+def two_models_take_turns():
+    one, other = net(), net(5)
+    syncs = [dt.synchronize(one), dt.synchronize(other, ErrorFeedback(TopK(0.1)))]
+    for step in range(3):
+        x, y = batch(step)
+        loss = nn.functional.cross_entropy(one(x), y) + nn.functional.cross_entropy(other(x), y)
+        for model in (one, other):
+            model.zero_grad()
+        loss.backward()
+        everywhere_alike(one)
+        everywhere_alike(other)
+    assert [sync.step_counter for sync in syncs] == [3, 3]
+
+
+@case
+def checkpointed_activations_are_computed_again():
+    for reentrant in (False, True):
+
+        def train(model, owner, no_sync, reentrant=reentrant):
+            opt = torch.optim.SGD(owner.parameters(), 0.1)
+            for step in range(2):
+                x, y = batch(step)
+                opt.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                opt.step()
+
+        class Again(Net):
+            def forward(self, x, reentrant=reentrant):
+                x = torch.relu(self.norm(self.conv(x))).flatten(1)
+                x = checkpoint(self.first, x, use_reentrant=reentrant)
+                return checkpoint(self.second, torch.relu(x), use_reentrant=reentrant)
+
+        def make():
+            torch.manual_seed(dist.get_rank())
+            return Again()
+
+        mine = make()
+        sync = dt.synchronize(mine)
+        train(mine, mine, sync.no_sync)
+        assert sync.step_counter == 2
+        everywhere_alike(mine)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("in backward")
+
+
+@case
+def a_backward_pass_that_raises_on_one_rank_raises_on_all():
+    """Each has one error for the batch, and all go on."""
+    for overlap in (False, dist.get_world_size() > 1):
+        model = net()
+        sync = dt.synchronize(model, overlap=overlap, threshold=3000)
+        plain(model, model, sync.no_sync, steps=1)
+        assert sync.may_overlap == overlap
+        x, y = batch(0)
+        hidden = torch.relu(model.conv(x)).flatten(1)
+        fails = dist.get_rank() == 0
+        loss = nn.functional.cross_entropy(model.second(model.first(Fails.apply(hidden) if fails else hidden)), y)
+        with pytest.raises((KeyError, RuntimeError)) as caught:
+            loss.backward()
+        if fails:
+            assert caught.type is KeyError
+            model(x)
+        else:
+            assert "rank 0: a backward pass has raised" in str(caught.value)
+        plain(model, model, sync.no_sync)
+        assert sync.step_counter == 4
+        everywhere_alike(model)
+
+
+@case
+def compiled_models_are_synchronized():
+    for wraps_first in (True, False):
+        model = net()
+        if wraps_first:
+            sync = dt.synchronize(model)
+            compiled = torch.compile(model, backend="aot_eager")
+        else:
+            compiled = torch.compile(model, backend="aot_eager")
+            sync = dt.synchronize(compiled)
+        plain(compiled, model, sync.no_sync)
+        assert sync.step_counter == 3
+        everywhere_alike(model)
+
+
+@case
+def gradients_of_earlier_passes_stay_or_count():
+    """Without zero_grad: as with DDP, what is used again adds up, and what is not stays as it is."""
+
+    def train(model, owner, no_sync):
+        for step in range(3):
+            x, y = batch(step)
+            nn.functional.cross_entropy(model(x, branch=step == 0), y).backward()
+
+    both(train)
+
+
+@case
+def layers_may_be_frozen_later_and_not_thawed():
+    model = net()
+    model.second.weight.requires_grad_(False)
+    sync = dt.synchronize(model)
+    plain(model, model, sync.no_sync, steps=1)
+    assert model.second.weight.grad is None
+    model.first.bias.requires_grad_(False)
+    plain(model, model, sync.no_sync, steps=1)
+    everywhere_alike(model)
+    if dist.get_rank() == 0:
+        model.second.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"second\.weight: the parameter must have required a gradient when"):
+        plain(model, model, sync.no_sync, steps=1)
+
+
+@case
+def sparse_gradients_are_refused_on_every_rank():
+    model = nn.Embedding(10, 3, sparse=dist.get_rank() == 0)
+    dt.synchronize(model)
+    with pytest.raises(TypeError, match="weight: a gradient must be dense"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+@case
+def a_model_may_be_trained_by_parts():
+    """Without its own forward: the gradients of parameters begin the exchange."""
+    model = net()
+    sync = dt.synchronize(model)
+    model.second(torch.ones(2, 288) * dist.get_rank()).sum().backward()
+    assert sync.step_counter == 1
+    mean = sum(range(dist.get_world_size())) / dist.get_world_size()
+    torch.testing.assert_close(model.second.weight.grad, torch.full((10, 288), 2 * mean))
+
+
+@case
+def bfloat16_models_are_summed_in_float32():
+    model = net().to(torch.bfloat16)
+    dt.synchronize(model)
+    x, y = batch(0)
+    nn.functional.cross_entropy(model(x.bfloat16()).float(), y).backward()
+    assert model.second.weight.grad.dtype is torch.bfloat16
+    for p in model.parameters():
+        if p.grad is not None:
+            everyone = [torch.empty(p.grad.shape) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, p.grad.float())
+            assert all(torch.equal(everyone[0], g) for g in everyone)
+
+
+@case
+def every_mode_trains_and_leaves_the_ranks_alike():
+    for compressor in (
+        ErrorFeedback(Packed(TopK(0.05))),
+        ErrorFeedback(OneBit()),
+        ErrorFeedback(Int8()),
+        DeepGradientCompression(TopK(0.05), momentum=0.9),
+    ):
+        for exchange in ("gather", "two_phase", "nodes"):
+            model = net()
+            sync = dt.synchronize(model, compressor, exchange=exchange)
+            plain(model, model, sync.no_sync)
+            everywhere_alike(model)
+            assert sync.step_counter == 3
+
+
+@case
+def a_ddp_script_is_compressed_by_one_line():
+    """Without compression it is DDP to the bit; with, the ranks stay alike."""
+    theirs, mine = net(), net()
+    reference, hooked = ddp(theirs), ddp(mine)
+    exchange = dt.compress(hooked)
+    plain(reference, theirs, reference.no_sync)
+    plain(hooked, mine, hooked.no_sync)
+    same(list(mine.named_parameters()), list(theirs.named_parameters()))
+    assert exchange.step_counter == 3
+    for compressor in (ErrorFeedback(Packed(TopK(0.05))), ErrorFeedback(Int8())):
+        model = net()
+        hooked = DistributedDataParallel(model, bucket_cap_mb=0.01, find_unused_parameters=True)
+        exchange = dt.compress(hooked, compressor, exchange="two_phase")
+        plain(hooked, model, hooked.no_sync, steps=4)
+        everywhere_alike(model)
+        assert exchange.step_counter == 4
+
+
+@case
+def momentum_in_the_scripts_optimizer_is_refused_beside_dgc():
+    for optimizer in (torch.optim.SGD, torch.optim.AdamW):
+        model = nn.Linear(3, 4)
+        opt = optimizer(model.parameters(), 0.1, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
+        dt.synchronize(model, DeepGradientCompression(TopK(0.5)), optimizer=opt)
+        with pytest.raises(ValueError, match="must be without momentum"):
+            model(torch.ones(2, 3)).sum().backward()
+
+
+@case
+def what_is_not_finite_is_so_on_every_rank_and_residuals_stay():
+    model = net()
+    sync = dt.synchronize(model, ErrorFeedback(TopK(0.05)))
+    plain(model, model, sync.no_sync, steps=1)
+    before = {n: a.copy() for n, a in sync.state_dict()["states"]["residual"].items()}
+    x, y = batch(1)
+    model.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    (loss * (np.inf if dist.get_rank() == 1 else 1.0)).backward()
+    assert not torch.isfinite(model.second.weight.grad).any()
+    for name, a in sync.state_dict()["states"]["residual"].items():
+        np.testing.assert_array_equal(a, before[name])
+    everywhere_alike(model)
+    plain(model, model, sync.no_sync, steps=1)
+
+
+@case
+def ranks_with_other_models_are_told_so():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4 + dist.get_rank())
+    with pytest.raises(ValueError, match="ranks differ: rank 0 has parameter"):
+        dt.synchronize(model)
+
+
+def run_all(comm):
+    """{case: what it raised, as text}."""
+    found = {}
+    for name, function in CASES.items():
+        try:
+            function()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+        assert comm.control.gather(name) == [name] * comm.size
+    return {name: np.array(text) for name, text in found.items()}
