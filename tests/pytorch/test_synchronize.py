@@ -1,5 +1,7 @@
 """``distopt.torch.synchronize`` beside DistributedDataParallel, on ranks of torchrun."""
 
+import functools
+
 import pytest
 from gloo_launch import run_torch
 
@@ -9,12 +11,16 @@ import sync_cases  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
-def ranks(request, tmp_path_factory):
-    return run_torch(request.param, sync_cases.run_all, tmp_path_factory.mktemp("ranks"), timeout=300)
+SIZES = 1, 2, 3
 
 
-@pytest.mark.parametrize("name", sync_cases.CASES)
-def test_synchronize(ranks, name):
-    for rank in ranks:
+@pytest.fixture(scope="module")
+def ranks_of(tmp_path_factory):
+    """Runs all cases, once for each number of ranks."""
+    return functools.cache(lambda size: run_torch(size, sync_cases.run_all, tmp_path_factory.mktemp("r"), timeout=300))
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in sync_cases.cases_of(size)])
+def test_synchronize(ranks_of, size, name):
+    for rank in ranks_of(size):
         assert not str(rank[name]), str(rank[name])
