@@ -345,6 +345,8 @@ class DistOpt(SingaModes, Checkpointed):
         self._updated = False  # has a parameter been updated by hand since the last step?
         if self._model is not None:
             self._model.enroll(engine)
+            if options.overlap:
+                self._model.overlap()
         record_if_asked(engine)
 
     # -- who this is
@@ -761,7 +763,7 @@ class DistOpt(SingaModes, Checkpointed):
 
     # -- parameters that all ranks share
 
-    def parameter_views(self, params: Iterable[Any]) -> list[np.ndarray]:
+    def parameter_views(self, params: Any) -> list[Any]:
         """Return arrays, one per parameter, in memory that all ranks share, to be assigned as the parameters' data.
 
         They hold rank 0's values.  From now on there is one copy of the model on this machine, and each rank updates
@@ -769,10 +771,10 @@ class DistOpt(SingaModes, Checkpointed):
         in shared memory); the results are the same, to the bit.  Collective.
         ``state_dict`` is collective from then on, and complete, as the optimizer's own ``get_states`` is not; the
         threshold is fixed, there are no partial steps and no ``update`` by hand, and what a script does to a parameter
-        itself, one rank has to do for all.
+        itself, one rank has to do for all.  Parameters of a PyTorch model are moved there, and returned.
 
         Args:
-            params: all parameters of the model.
+            params: all parameters of the model, or a PyTorch model.
 
         Raises:
             TypeError: on every rank alike, for an optimizer that is not distopt's own, or a parameter of 16 bits.
@@ -789,4 +791,8 @@ class DistOpt(SingaModes, Checkpointed):
             >>> run_ranks(2, main)
             [[0.0, 0.0], [0.0, 0.0]]
         """
-        return parameter_views(self.engine, params)
+        if self._model is None:
+            return parameter_views(self.engine, params)
+        known = self._model.known(params)
+        tensors: list[Any] = self._model.move(known, parameter_views(self.engine, known))
+        return tensors

@@ -354,12 +354,12 @@ class ProcessGroupCommunicator(Communicator):
 
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same ranks over messages of its own.  Collective."""
-        return self._of(self._messages.ranks, f"beside rank {self.rank}'s other one")
+        return self.of_ranks(self._messages.ranks, f"beside rank {self.rank}'s other one")
 
     def make_subgroup(self, groups: Groups) -> Communicator:
         """Make a communicator of a group over messages of its own.  Collective."""
         members = group_of(self.rank, groups)
-        return self._of([self._messages.ranks[m] for m in members], f"{len(members)} of {self.size} ranks")
+        return self.of_ranks([self._messages.ranks[m] for m in members], f"{len(members)} of {self.size} ranks")
 
     def close(self) -> None:
         """Release the groups; nothing may be called after it.  Collective."""
@@ -369,7 +369,13 @@ class ProcessGroupCommunicator(Communicator):
         self._messages.close()
 
     @classmethod
-    def _of(cls, ranks: Sequence[int], reason: str) -> "ProcessGroupCommunicator":
+    def of_ranks(cls, ranks: Sequence[int], reason: str) -> "ProcessGroupCommunicator":
+        """Make a communicator of some ranks of the default group.  Collective of them.
+
+        Args:
+            ranks: their numbers there, ascending.
+            reason: why there is one, for ``repr``.
+        """
         comm = cls.__new__(cls)
         comm._make(ranks, reason)
         return comm

@@ -10,7 +10,7 @@ import numpy as np
 # Advice for the arrays of other libraries, by the root of the module and the name of one of their classes.
 REMEDIES = {
     ("torch", "Tensor"): (
-        "torch: distopt.Parameter(name, p.detach().numpy()) shares the memory of p, and its gradient is p.grad.numpy()"
+        "torch: DistOpt(optimizer, params=model) takes a loss that is a tensor; pairs of tensors need no params"
     ),
     ("jaxlib", "ArrayImpl"): (
         "jax, whose arrays cannot be changed in place: distopt.Parameter(name, np.array(p)) keeps a copy, "
@@ -33,6 +33,30 @@ def on_gpu(x: Any) -> bool:
 def is_array(x: Any) -> bool:
     """Tell if an object is an array that distopt can work on: numpy's, without a mask, or cupy's."""
     return type(x) is np.ndarray or (isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray)) or on_gpu(x)
+
+
+def is_tensor(x: Any) -> bool:
+    """Tell if an object is a tensor of PyTorch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def array_of(x: Any) -> Any:
+    """Return the memory of a tensor as an array (``tensors.as_array``), and any other object as it is."""
+    if not is_tensor(x):
+        return x
+    from distopt.device.tensors import as_array  # torch is there
+
+    return as_array(x)
+
+
+def as_kind(x: np.ndarray, like: Any) -> Any:
+    """Return an array as a tensor on the same memory, if ``like`` is a tensor, else as it is."""
+    if not is_tensor(like):
+        return x
+    from distopt.device.tensors import as_tensor  # torch is there
+
+    return as_tensor(x, like)
 
 
 def remedy(x: Any) -> str:

@@ -9,6 +9,11 @@ import torch
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
+def is_dtensor(t: torch.Tensor) -> bool:
+    """Tell if a tensor is a ``DTensor``, whose module takes a second to import."""
+    return hasattr(t, "to_local")
+
+
 def order_in_memory(t: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions of a tensor, the one of the largest stride first.
 

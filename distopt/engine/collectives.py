@@ -117,7 +117,7 @@ class ManualCollectives:
     def _fused(self, verb: str, xs: Iterable[np.ndarray], send: bool, collective: Callable[[np.ndarray], None]) -> None:
         if not send:
             self._check_open()
-            arrays = list(xs)
+            arrays = list(map(device.array_of, xs))
             for x in arrays:
                 as_flat(x, gpu=self._comm.gpu)
             self._staging.fill(arrays)
@@ -145,7 +145,7 @@ class ManualCollectives:
 
     def broadcast(self, params: Iterable[Any]) -> None:
         """Rank 0's parameters (or plain arrays) to all ranks, in place."""
-        values = (p if device.is_array(p) else getattr(p, "data", p) for p in params)
+        values = (p if device.is_array(p) or device.is_tensor(p) else getattr(p, "data", p) for p in params)
         for value in self._agree_on_arrays("broadcast", values):
             self._comm.broadcast(value)
 
@@ -162,7 +162,7 @@ class ManualCollectives:
         error, lines = None, [verb]
         arrays: list[np.ndarray] = []
         try:
-            for k, x in enumerate(xs):
+            for k, x in enumerate(map(device.array_of, xs)):
                 as_flat(x, gpu=self._comm.gpu)
                 arrays.append(x)
                 lines.append(f"{verb} of array {k} = {x.shape} {x.dtype}")

@@ -9,7 +9,7 @@ import numpy as np
 
 from distopt import device
 from distopt.checks import suggest
-from distopt.device import describe, is_array, remedy
+from distopt.device import describe, is_array, is_tensor, remedy
 from distopt.kernels.layout import FORMATS, ArrayMatcher
 from distopt.kernels.pairs import PairMatcher
 from distopt.optim.adapters.base import Known
@@ -131,7 +131,7 @@ class GradientCollector:
         self.allow_missing, self.gpu = allow_missing, gpu
         self.order: dict[str, Known] = {}
         self.values, self.grads = Arrays(), Arrays()
-        self._bare: dict[int, tuple[str, np.ndarray]] = {}  # holds the arrays, so that an id is not used again
+        self._bare: dict[int, tuple[str, Any]] = {}  # holds the arrays and tensors, so that an id is not used again
         self._last = PairMatcher([], [])  # the last step's parameters and their arrays,
         self._arrived: list[Any] = []  # and gradients, as they arrived
         self._arrived_ids = b""  # valid as long as these live
@@ -144,21 +144,22 @@ class GradientCollector:
 
         Raises TypeError for what is no parameter, and ValueError for a bare array that comes after the first step.
         """
-        if is_array(param):
+        if is_array(param) or is_tensor(param):
             if id(param) not in self._bare:
                 if self.order:
                     raise ValueError(
                         "a bare array must be one of the first step, got another one; use distopt.Parameter"
                     )
                 self._bare[id(param)] = f"parameter {len(self._bare)}", param
-            return self._bare[id(param)]
+            name, array = self._bare[id(param)]
+            return name, device.array_of(array)
         if remedy(param) or not hasattr(param, "name") or not hasattr(param, "data"):
             raise TypeError(
                 f"a parameter must be an array, or have name and data as a distopt.Parameter, got {describe(param)}"
             )
         if not isinstance(param.name, str):
             raise TypeError(f"a parameter's name must be a string, got {param.name!r}")
-        return param.name, param.data
+        return param.name, device.array_of(param.data)
 
     def collect(self, loss: Any, *watches: Watch) -> None:
         """Take in the gradients of a loss, whose pairs pass ``watches`` on their way.
@@ -363,6 +364,7 @@ def checked_gradient(name: str, value: np.ndarray, grad: Any) -> np.ndarray | No
         return None
     if isinstance(grad, np.generic):
         grad = np.asarray(grad)  # a 0-d parameter's gradient is often a numpy scalar
+    grad = device.array_of(grad)
     if not is_array(grad):
         raise TypeError(f"{name}: a gradient must be an array, got {describe(grad)}")
     if grad.dtype != value.dtype or not grad.dtype.isnative:

@@ -1,17 +1,24 @@
 """The parameters of a PyTorch model, and the gradients that a loss leaves in them, as a step wants both."""
 
+import functools
 import itertools
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from distopt.device.tensors import as_array
+from distopt.device.tensors import as_array, as_tensor, is_dtensor
 from distopt.engine.engine import Engine
 from distopt.engine.parameters import Parameter
 from distopt.engine.views import enroll
 
+TWICE = (
+    "a gradient must come once in a backward pass where buckets leave early, got it twice (activations that are "
+    "checkpointed with use_reentrant=True may do that); take overlap=False"
+)
 PARAMS = "params must be a torch.nn.Module, or an iterable of tensors or of (name, tensor) pairs"
 
 
@@ -20,12 +27,25 @@ class TensorParameter(Parameter):
 
     Args:
         name: its name.
-        tensor: the tensor; it stays where it is.
+        original: the model's tensor; it stays where it is.
+
+    Attributes:
+        tensor: it, or of a ``DTensor`` this rank's shard.
+
+    Raises:
+        TypeError: it is sparse, not on the CPU, or has gaps in memory.
+        ValueError: it is a ``DTensor`` with replicas in its own mesh.
     """
 
-    def __init__(self, name: str, tensor: torch.Tensor):
-        super().__init__(name, as_array(tensor))
-        self.tensor = tensor
+    def __init__(self, name: str, original: torch.Tensor):
+        self.original, self.tensor = original, _of_this_rank(name, original)
+        super().__init__(name, as_array(self.tensor))
+        self._address = self.tensor.data_ptr()
+
+    def follow(self) -> None:
+        """Follow the tensor to other memory, to which the script may have moved it."""
+        if self.tensor.data_ptr() != self._address:
+            self.data, self._address = as_array(self.tensor), self.tensor.data_ptr()
 
 
 class TorchModel:
@@ -47,10 +67,13 @@ class TorchModel:
         wrong = next((p for _, p in pairs if not isinstance(p, torch.Tensor)), None)
         if wrong is not None:
             raise TypeError(f"{PARAMS}, got one of {type(wrong).__name__}")
-        self.parameters = [TensorParameter(name, p) for name, p in reversed(pairs) if p.requires_grad]
-        if not self.parameters:
+        trained = [TensorParameter(name, p) for name, p in reversed(pairs) if p.requires_grad]
+        if not trained:
             raise ValueError("params must have a tensor that requires a gradient, got none")
-        self._by_tensor = {id(p.tensor): p for p in self.parameters}
+        self.parameters = [p for p in trained if p.data.size]  # a shard may be empty
+        self._by_tensor = {id(t): p for p in self.parameters for t in (p.tensor, p.original)}
+        self._yields = False
+        self._arrived: queue.SimpleQueue[Any] | None = None  # of the parameters whose gradients have come
         self._others = [*params.buffers(), *_frozen(params)] if isinstance(params, torch.nn.Module) else []
 
     @classmethod
@@ -61,16 +84,42 @@ class TorchModel:
         names = itertools.chain.from_iterable(group.get("param_names", ()) for group in groups)
         return cls([(name or f"parameter {k}", p) for k, (p, name) in enumerate(itertools.zip_longest(tensors, names))])
 
-    def enroll(self, engine: Engine) -> None:
+    def enroll(self, engine: Engine, check: Callable[[], object] = lambda: None) -> None:
         """Make the plan of the parameters, and send rank 0's to all ranks, before a loss is made of them.  Collective.
 
         A module's buffers and frozen parameters are sent too.
+
+        Args:
+            engine: the engine.
+            check: raises what forbids it on this rank, which all ranks raise.
         """
-        enroll(engine, self.parameters, "torch's parameters", lambda names: None)
+        enroll(engine, self.parameters, "torch's parameters", lambda names: check())
         if engine.store.broadcast_due:
             for x in self._others:
-                engine.comm.broadcast(as_array(x).reshape(-1).view(np.uint8))
+                engine.comm.broadcast(as_array(_of_this_rank("a buffer", x)).reshape(-1).view(np.uint8))
         engine.store.broadcast_parameters(engine.progress.updates)
+
+    def overlap(self) -> None:
+        """Let ``gradients`` of a tensor yield pairs while its backward pass goes on in a thread of its own."""
+        for p in self.parameters:
+            leaf: Any = p.original  # torch's method has no types
+            leaf.register_post_accumulate_grad_hook(functools.partial(self._tell, p))
+        self._yields = True
+
+    def known(self, params: Any) -> Any:
+        """Return the parameters that tensors, or those of a module, are; what is no tensor of this model as it is."""
+        if isinstance(params, torch.nn.Module):
+            params = params.parameters()
+        if isinstance(params, Iterable):
+            return [self._by_tensor.get(id(p[1] if isinstance(p, tuple) else p), p) for p in params]
+        return params
+
+    def move(self, params: Iterable[Any], views: Iterable[np.ndarray]) -> list[torch.Tensor]:
+        """Let parameters be in the memory of these arrays, and return them as tensors."""
+        for p, view in zip(params, views, strict=True):
+            p.tensor.data = as_tensor(view, like=p.tensor)
+            p.follow()
+        return [p.tensor for p in params]
 
     def gradients(self, loss: Any) -> Any:
         """Return a loss as (parameter, gradient) pairs want it.
@@ -85,11 +134,50 @@ class TorchModel:
             return lambda: self._of_callable(loss)
         return self._of_pairs(loss)
 
-    def _backward(self, loss: torch.Tensor) -> list[tuple[Parameter, Any]]:
+    def _backward(self, loss: torch.Tensor) -> Iterable[tuple[Parameter, Any]]:
         for p in self.parameters:
             p.tensor.grad = None
+            p.follow()
+        if self._yields:
+            return self._while_backward(loss)
         loss.backward()  # type: ignore[no-untyped-call]
         return [(p, self._array(p, p.tensor.grad)) for p in self.parameters]
+
+    def _while_backward(self, loss: torch.Tensor) -> Iterator[tuple[Parameter, Any]]:
+        """Yield the gradients as they come, and those that have not come at the end.
+
+        Raises:
+            ValueError: one came twice.
+            BaseException: what the backward pass has raised.
+        """
+        arrived = self._arrived = queue.SimpleQueue[Any]()
+        waiting = {id(p): p for p in self.parameters}
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                loss.backward()  # type: ignore[no-untyped-call]
+            except BaseException as e:
+                error = e
+            arrived.put(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            while isinstance(p := arrived.get(), TensorParameter):
+                if waiting.pop(id(p), None) is None:
+                    raise ValueError(f"{p.name}: {TWICE}")
+                yield p, self._array(p, p.tensor.grad)
+            if p is not None:
+                raise p
+            yield from ((p, None) for p in waiting.values())
+        finally:
+            self._arrived = None
+            thread.join()
+
+    def _tell(self, p: TensorParameter, _: torch.Tensor) -> None:
+        if self._arrived:
+            self._arrived.put(p)
 
     def _of_callable(self, loss: Callable[[], Any]) -> Any:
         found = loss()
@@ -111,6 +199,23 @@ class TorchModel:
         if gradient.stride() != like.stride():
             gradient = torch.empty_like(like).copy_(gradient)
         return as_array(gradient)
+
+
+def _of_this_rank(name: str, t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or of a ``DTensor`` the shard that this rank has."""
+    if not is_dtensor(t):
+        return t
+    sharded: Any = t
+    sizes, placements = tuple(sharded.device_mesh.shape), sharded.placements
+    replicas = [n for n, placement in zip(sizes, placements, strict=True) if not placement.is_shard()]
+    if max(replicas, default=1) > 1:
+        raise ValueError(
+            f"{name}: a DTensor must be sharded over all of its mesh, got {placements} on a mesh of {sizes}, "
+            "whose replicas are added up before; give fully_shard the dimension of "
+            "shards alone, mesh=mesh['shard'], and distopt group=mesh.get_group('replicate')"
+        )
+    shard: torch.Tensor = sharded.to_local().detach()
+    return shard
 
 
 def _frozen(model: torch.nn.Module) -> list[torch.Tensor]:

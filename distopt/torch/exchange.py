@@ -1,22 +1,31 @@
 """Mean gradients of a PyTorch model over ranks, in any mode, where the model has them."""
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from distopt import kernels
-from distopt.buckets import Bucket, Reduced
+from distopt import device, kernels
+from distopt.buckets import Bucket, Reduced, Shard
 from distopt.comm import Communicator, world
+from distopt.comm.process_group import ProcessGroupCommunicator
 from distopt.compress import Compressor, Dense
+from distopt.compress.base import check_compressor
 from distopt.device.tensors import as_tensor
 from distopt.engine.engine import Engine
 from distopt.engine.facade import Checkpointed
+from distopt.engine.nonfinite import Policy
 from distopt.engine.spec import Options, StepSpec
 from distopt.engine.torch_model import TorchModel
 from distopt.optim.adapters.torch_optim import momentum_of
+from distopt.torch.state import as_arrays, as_tensors, mean_over_ranks
+
+OF_RANK = {"rank", "ranks", "state"}  # the entries of a state_dict
 
 
 class ScriptsOptimizer:
@@ -34,8 +43,47 @@ class ScriptsOptimizer:
         """Its momentum, which a compressor with a momentum of its own refuses."""
         return momentum_of(self._optimizer) if self._optimizer else 0.0
 
+    def check(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise ValueError if it updates none of these parameters."""
+        if self._optimizer:
+            updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+            if updated.isdisjoint(map(id, parameters)):
+                raise ValueError(
+                    f"optimizer must update parameters of the model, got a {type(self._optimizer).__name__} of "
+                    f"{len(updated)} others; make it of the model's parameters as they are now"
+                )
+
     def update(self, param: Any, grad: np.ndarray) -> None:
         """Leave the parameter as it is."""
+
+
+class InTheGradients(Policy):
+    """Gradients that are not finite are left to the script: each rank has infinities in the place of their means.
+
+    Args:
+        scaler: by whose scale the loss was multiplied, and gradients are divided while they are exchanged, so that
+            residuals are in the units of the loss itself.
+        parts: by which they are divided too, so that the sum of so many is their mean already.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None, parts: int):
+        super().__init__()
+        self._scaler, self._parts = scaler, parts
+
+    @property
+    def divisor(self) -> float:  # type: ignore[override]
+        """By what gradients are divided before they are exchanged."""
+        return self._parts * (self._scaler.get_scale() if self._scaler else 1.0)
+
+    def enforce(self, name: str, nonfinite: str) -> None:
+        """Raise nothing."""
+
+    def refused(self) -> None:
+        """Count an exchange whose gradients were not finite."""
+        self.skipped += 1
+
+    def __repr__(self) -> str:
+        return f"infinities in the gradients, {'with' if self._scaler else 'without'} a scaler"
 
 
 class GradientExchange(Checkpointed):
@@ -45,13 +93,15 @@ class GradientExchange(Checkpointed):
 
     Args:
         params: a module, or an iterable of tensors or of (name, tensor) pairs; those that require a gradient take part.
+            Of a ``DTensor``, as ``fully_shard`` makes them, it is this rank's shard.
         compressor: what is sent; None for ``Dense()``.
         optimizer: the script's.  A compressor that corrects momentum refuses one that has a momentum.
+        scaler: the script's, if the loss is multiplied by its scale.
+        group: the ranks: a process group of ``torch.distributed``, or a communicator; by default ``world()``.
         exchange: as of ``DistOpt.step``.
         break_even: as of ``DistOpt.step``.
         threshold: elements that fill a bucket.
         overlap: as of ``DistOpt``, for compressors without a residual.
-        comm: the ranks; by default ``world()``.
 
     Attributes:
         tensors: the parameters by name, the last ones first, as their gradients come.
@@ -59,7 +109,8 @@ class GradientExchange(Checkpointed):
 
     Raises:
         TypeError: a parameter is sparse, not on the CPU, or has gaps in memory; or an argument is of a wrong type.
-        ValueError: on every rank alike, if ranks differ.
+        ValueError: on every rank alike, if ranks differ; or the optimizer is of another model, or the replicas of a
+            ``DTensor`` are of its own mesh, which adds them up first.
     """
 
     def __init__(
@@ -68,21 +119,24 @@ class GradientExchange(Checkpointed):
         compressor: Compressor | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        group: "dist.ProcessGroup | Communicator | None" = None,
         exchange: str = "auto",
         break_even: bool = True,
         threshold: int = 2097152,
         overlap: str | bool = "auto",
-        comm: Communicator | None = None,
     ):
-        self.communicator = comm or world()
-        options = Options.checked(self.communicator, overlap=overlap, nonfinite="skip", allow_missing=True)
-        stand_in = ScriptsOptimizer(optimizer)
-        engine = Engine(stand_in, self.communicator, options, threshold=threshold, kind=type(self).__name__)
-        super().__init__(engine, {"exchange": exchange, "break_even": break_even, "threshold": threshold})
+        comm = self.communicator = communicator(group)
         self.compressor = Dense() if compressor is None else compressor
+        check_compressor(self.compressor)
+        policy = InTheGradients(scaler, _exact_parts(self.compressor, comm.size))
+        stand_in = ScriptsOptimizer(optimizer)
+        options = Options.checked(comm, overlap=overlap, nonfinite=policy, allow_missing=True)
+        engine = Engine(stand_in, comm, options, threshold=threshold, kind=type(self).__name__)
+        super().__init__(engine, {"exchange": exchange, "break_even": break_even, "threshold": threshold})
         self._spec = StepSpec(lambda: self.compressor, break_even=break_even, exchange=exchange)
         self._model = TorchModel(params)
-        self._model.enroll(engine)
+        self._model.enroll(engine, lambda: stand_in.check(p.original for p in self._model.parameters))
         self.tensors = {p.name: p.tensor for p in self._model.parameters}
         self.views = {name: as_tensor(engine.store.buckets.view(name), like=p) for name, p in self.tensors.items()}
 
@@ -91,7 +145,7 @@ class GradientExchange(Checkpointed):
     ) -> set[str]:
         """Write mean gradients over ranks to ``views``; a rank that has none of a parameter brings zeros.  Collective.
 
-        If a gradient of any rank is not finite, all are NaN on every rank, and residuals stay as they are.
+        If a gradient of any rank is not finite, all are infinite on every rank, and residuals stay as they are.
 
         Args:
             gradients: of this rank, by name, in ``views`` or elsewhere.
@@ -120,7 +174,7 @@ class GradientExchange(Checkpointed):
         """
         if not self.engine.step(self._model.gradients(gradients), self._spec, self._write_means):
             for view in self.views.values():
-                view.fill_(float("nan"))
+                view.fill_(math.inf)
 
     def arrived_nowhere(self, arrived: Collection[str], error: Exception | None) -> set[str]:
         """Vote on the parameters that no rank has a new gradient of, and return them.  Collective."""
@@ -133,21 +187,108 @@ class GradientExchange(Checkpointed):
             return set()
         return set.intersection(*(set(json.loads(report)) for report in reports))
 
+    # -- what outlives the process
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of this rank's residuals and counters: numbers and tensors, for ``torch.save``.
+
+        Each rank has residuals of its own, and goes on to the same bits only from its own state.  For one file for all
+        ranks, or another number of them, there is ``full_state_dict``; ``save`` writes both.
+
+        Example:
+            >>> import torch
+            >>> import distopt.torch as dt
+            >>> sync = dt.synchronize(torch.nn.Linear(3, 2))
+            >>> sync.state_dict()["rank"]
+            0
+        """
+        comm = self.engine.comm
+        return {"rank": comm.rank, "ranks": comm.size, "state": as_tensors(super().state_dict())}
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return one state for all ranks, the mean of theirs, which any number of ranks can load.  Collective.
+
+        What waits to be sent is, over all ranks, what it was; which rank it waits on is not.
+        """
+        state = mean_over_ranks(super().state_dict(), self.engine)
+        return {"rank": None, "ranks": self.engine.comm.size, "state": as_tensors(state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` has returned on this rank, or from a ``full_state_dict``.
+
+        Args:
+            state: the dict.
+
+        Raises:
+            ValueError: it is of another rank, or of another number of ranks, or belongs to another model.
+        """
+        if not isinstance(state, Mapping) or set(state) != OF_RANK:
+            raise ValueError(
+                f"state must be what state_dict() has returned, with {sorted(OF_RANK)}, got {type(state).__name__}"
+            )
+        comm = self.engine.comm
+        if state["rank"] is not None and (state["rank"], state["ranks"]) != (comm.rank, comm.size):
+            raise ValueError(
+                f"state must be that of rank {comm.rank} of {comm.size}, got that of rank {state['rank']} of "
+                f"{state['ranks']}; save a state of each rank, or full_state_dict(), which every rank calls"
+            )
+        super().load_state_dict(as_arrays(state["state"]))
+
+    def load(self, path: str | Path, params: Iterable[Any] | None = None) -> Any:
+        """Go on from the newest good checkpoint in a folder, as ``DistOpt.load``.  Collective.
+
+        Args:
+            path: the folder, to which ``save`` was given it.
+            params: None: the model's parameters are saved by the script.
+        """
+        return self._checkpointer.load(path, params, super().load_state_dict)
+
+    # -- details
+
     def _write_means(self, sums: Iterable[Reduced], spec: StepSpec) -> None:
         """Write the means to the buckets; the shard that others read in this rank's memory when they have read it."""
         engine = self.engine
-        scale, mine = 1.0 / engine.step_context.divisor, engine.comm.rank
-        read_by_others: list[tuple[Bucket, Any]] = []
+        scale = engine.nonfinite.policy.divisor / engine.step_context.divisor
+        read_by_others: list[tuple[Bucket, Shard]] = []
         for bucket, total in zip(engine.store.buckets, sums, strict=True):
             bucket.means.records["data"] = bucket.own_addresses
             for piece in total:
-                if len(total) > 1 and piece.number == mine:
+                own = device.address(piece.flat) == device.address(bucket.gradient)
+                if own and len(total) > 1:
                     read_by_others.append((bucket, piece))
-                else:
+                elif not own or scale != 1:
                     kernels.unpack(bucket.means.shard(piece.number, piece.of), piece.flat, scale)
         if read_by_others:
             engine.comm.barrier()
-        for bucket, piece in read_by_others:
+        for bucket, piece in read_by_others if scale != 1 else ():
             kernels.unpack(bucket.means.shard(piece.number, piece.of), piece.flat, scale)
         engine.accumulator.reset(engine.store.buckets)
         engine.count_update()
+
+
+def _exact_parts(compressor: Compressor, size: int) -> int:
+    """Return the number of ranks, if gradients may be divided by it before they are added up, else 1.
+
+    Powers of two round nothing, and a pass over the sums is saved; residuals stay in the units of the gradients.
+    """
+    plain_sums = compressor.summable and not (compressor.stateful or compressor.may_overflow)
+    return size if plain_sums and size & (size - 1) == 0 else 1
+
+
+def communicator(group: "dist.ProcessGroup | Communicator | None") -> Communicator:
+    """Return the communicator of the ranks of a process group; ``world()`` for None.  Collective of them.
+
+    Raises:
+        TypeError: it is neither a process group nor a communicator.
+        ValueError: this rank is not one of the group's.
+    """
+    if group is None:
+        return world()
+    if isinstance(group, Communicator):
+        return group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a process group or a Communicator, got a {type(group).__name__}")
+    ranks = dist.get_process_group_ranks(group)
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"group must have this rank, {dist.get_rank()}, got a group of {ranks}")
+    return ProcessGroupCommunicator.of_ranks(ranks, "a group of the script's")

@@ -16,12 +16,53 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from distopt.compress import Compressor
+from distopt.device.tensors import is_dtensor
+from distopt.engine.torch_model import TWICE
 from distopt.torch.exchange import GradientExchange
 
-TWICE = (
-    "a gradient must come once in a backward pass where buckets leave early, got it twice (activations that are "
-    "checkpointed with use_reentrant=True may do that); take overlap=False"
-)
+
+class Home:
+    """Where a model has the gradient of a parameter.
+
+    Args:
+        parameter: the model's parameter; of a ``DTensor`` it is this rank's shard.
+        view: the place of its mean in a bucket.
+    """
+
+    def __init__(self, parameter: torch.Tensor, view: torch.Tensor):
+        self._parameter, self._view = parameter, view
+        self.sharded = is_dtensor(parameter)
+        self._left: tuple[int, int] | None = None  # the memory and the version of the mean that was put last
+
+    def gradient(self) -> torch.Tensor | None:
+        """Return this rank's gradient."""
+        whole: Any = self._parameter.grad
+        mine: torch.Tensor | None = whole.to_local() if self.sharded and whole is not None else whole
+        return mine
+
+    @property
+    def changed(self) -> bool:
+        """Whether there is a gradient which is not the mean that was put last."""
+        gradient = self.gradient()
+        return gradient is not None and (gradient.data_ptr(), gradient._version) != self._left
+
+    def keep(self) -> None:
+        """Leave the gradient of an earlier pass to the model: its place in the bucket is for this one."""
+        gradient = self.gradient()
+        if gradient is not None and gradient.data_ptr() == self._view.data_ptr():
+            self._parameter.grad = gradient.clone()
+
+    def put(self) -> None:
+        """Give the model the mean that is in the bucket."""
+        if not self.sharded:
+            self._parameter.grad = self._view.to(self._parameter.dtype)
+            return
+        if self._parameter.grad is None:
+            self._parameter.grad = torch.zeros_like(self._parameter)
+        gradient = self.gradient()
+        assert gradient is not None
+        gradient.copy_(self._view)
+        self._left = gradient.data_ptr(), gradient._version
 
 
 class Synchronizer(GradientExchange):
@@ -39,16 +80,20 @@ class Synchronizer(GradientExchange):
 
     def __init__(self, model: torch.nn.Module, compressor: Compressor | None = None, **options: Any):
         super().__init__(model, compressor, **options)
-        self._module, self._names = model, {id(p): name for name, p in self.tensors.items()}
+        self._module = model
+        self._homes = {p.name: Home(p.original, self.views[p.name]) for p in self._model.parameters}
+        self._names = {id(p.original): p.name for p in self._model.parameters}
+        self._sharded = any(home.sharded for home in self._homes.values())
         self._arrived: set[str] = set()
         self._syncs, self._waits = True, False
         self._early: EarlyExchange | None = None
-        parameters: list[Any] = list(self.tensors.values())  # torch's method has no types
         self._hooks = [
             model.register_forward_pre_hook(self._report_failure),
             model.register_forward_hook(self._watch_outputs),
-            *(p.register_post_accumulate_grad_hook(self._note) for p in parameters),
         ]
+        for p in [] if self._sharded else self._model.parameters:  # autograd accumulates nothing into shards
+            leaf: Any = p.original  # torch's method has no types
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(self._note))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -92,7 +137,11 @@ class Synchronizer(GradientExchange):
         """
         if self._syncs and not self._waits:
             self._waits = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            at_end = torch.autograd.Variable._execution_engine.queue_callback
+            if self._sharded:  # the callback that makes shards of the gradients may come behind this one
+                at_end(lambda: at_end(self._finish))
+                return
+            at_end(self._finish)
             if self.may_overlap:
                 self._early = EarlyExchange(self)
 
@@ -107,26 +156,28 @@ class Synchronizer(GradientExchange):
     def _finish(self) -> None:
         arrived, self._arrived, self._waits = self._arrived, set(), False
         early, self._early = self._early, None
-        for name, p in self.tensors.items():
-            if name not in arrived and p.grad is not None and p.grad.data_ptr() == self.views[name].data_ptr():
-                p.grad = p.grad.clone()  # of an earlier pass: its place in the bucket is for this one
+        if self._sharded:
+            arrived = {name for name, home in self._homes.items() if home.changed}
+        for name, home in self._homes.items():
+            if name not in arrived:
+                home.keep()
         if early:
             early.finish(name for name in self.tensors if name not in arrived)
             nowhere = self.arrived_nowhere(arrived, self._unknown())
         else:
-            gradients = {name: p.grad for name, p in self.tensors.items() if p.grad is not None}
+            gradients = {name: g for name, home in self._homes.items() if (g := home.gradient()) is not None}
             nowhere = self.exchange(gradients, arrived, self._unknown())
-        for name, p in self.tensors.items():
+        for name, home in self._homes.items():
             if name not in nowhere:
-                p.grad = self.views[name].to(p.dtype)
+                home.put()
 
     def _unknown(self) -> Exception | None:
-        """Return an error if a parameter requires a gradient that did not when this was made."""
+        """Return an error if the model has a parameter that requires a gradient and had none when this was made."""
         for name, p in self._module.named_parameters():
-            if p.requires_grad and id(p) not in self._names:
+            if p.requires_grad and id(p) not in self._names and p.numel() and not is_dtensor(p):
                 return ValueError(
-                    f"{name}: the parameter must have required a gradient when the model was synchronized; close() and "
-                    "synchronize again after a change of the model"
+                    f"{name}: a parameter that requires a gradient must have been there, and have required one, when "
+                    "the model was synchronized; close() and synchronize again after a change of the model"
                 )
         return None
 
@@ -181,8 +232,8 @@ def synchronize(model: torch.nn.Module, compressor: Compressor | None = None, **
     Args:
         model: the model; rank 0's parameters and buffers are sent to all ranks.
         compressor: what is sent; None for all of it.
-        **options: the keyword arguments of ``GradientExchange``: optimizer, exchange, break_even, threshold,
-            overlap, comm.
+        **options: the keyword arguments of ``GradientExchange``: optimizer, scaler, group, exchange, break_even,
+            threshold, overlap.
 
     Raises:
         TypeError: as ``GradientExchange``.
@@ -201,27 +252,36 @@ def synchronize(model: torch.nn.Module, compressor: Compressor | None = None, **
     return Synchronizer(model, compressor, **options)
 
 
-def compress(ddp: DistributedDataParallel, compressor: Compressor | None = None, **options: Any) -> GradientExchange:
-    """Let a model in DistributedDataParallel exchange gradients as distopt does.  Collective.
+def compress(model: torch.nn.Module, compressor: Compressor | None = None, **options: Any) -> GradientExchange:
+    """Let a model in DistributedDataParallel, or of ``fully_shard``, exchange gradients as distopt does.  Collective.
 
-    Its buckets are exchanged together when the last one is ready; what it calls a hook is registered, once.
+    Of DistributedDataParallel the buckets are exchanged together when the last one is ready; what it calls a hook is
+    registered, once.  A model of ``fully_shard`` adds up gradients inside of its mesh; then each rank exchanges those
+    of its shards with the ranks of ``group``, which have the same shards.
 
     Args:
-        ddp: the model.
+        model: the model.
         compressor: what is sent; None for all of it.
-        **options: the keyword arguments of ``GradientExchange``: optimizer, exchange, break_even, threshold,
-            overlap, comm.
+        **options: the keyword arguments of ``GradientExchange``: optimizer, scaler, group, exchange, break_even,
+            threshold, overlap.
 
     Raises:
         RuntimeError: the model has a hook already.
-        TypeError: ``ddp`` is no DistributedDataParallel; or as ``GradientExchange``.
-        ValueError: as ``GradientExchange``.
+        TypeError: the model is neither; or as ``GradientExchange``.
+        ValueError: ``group`` is missing for a model of ``fully_shard``; or as ``GradientExchange``.
     """
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"ddp must be a DistributedDataParallel, got a {type(ddp).__name__}; see synchronize")
-    exchange = GradientExchange(ddp.module, compressor, **options)
-    ddp.register_comm_hook(Waiting(exchange), exchange_together)
-    return exchange
+    if isinstance(model, DistributedDataParallel):
+        exchange = GradientExchange(model.module, compressor, **options)
+        model.register_comm_hook(Waiting(exchange), exchange_together)
+        return exchange
+    if not any(map(is_dtensor, model.parameters() if isinstance(model, torch.nn.Module) else ())):
+        raise TypeError(
+            f"model must be a DistributedDataParallel, or have gone through fully_shard, got a {type(model).__name__}; "
+            "see synchronize"
+        )
+    if options.get("group") is None:
+        raise ValueError("group must be the ranks that have the same shards, as mesh.get_group('replicate'), got None")
+    return Synchronizer(model, compressor, **options)
 
 
 class Waiting:

@@ -1,5 +1,8 @@
 """What ``distopt.torch.synchronize`` must do, as functions that all ranks call; torch's own DDP is the reference."""
 
+import io
+import shutil
+import tempfile
 import traceback
 
 import numpy as np
@@ -7,23 +10,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import distopt.torch as dt
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, Int8, OneBit, Packed, TopK
 
-CASES = {}  # by name: the function, and the fewest ranks of which it makes sense
+CASES = {}  # by name: the function, and the numbers of ranks that run it
 
 
-def case(function, least=1):
-    CASES[function.__name__] = function, least
+def case(function, sizes=(1, 2, 3)):
+    CASES[function.__name__] = function, sizes
     return function
 
 
 def case_of_two(function):
     """A case in which ranks differ."""
-    return case(function, 2)
+    return case(function, (2, 3))
+
+
+def case_with_four(function):
+    """A case of groups of ranks."""
+    return case(function, (1, 2, 4))
 
 
 class Net(nn.Module):
@@ -323,7 +333,7 @@ def layers_may_be_frozen_later_and_not_thawed():
     everywhere_alike(model)
     if dist.get_rank() == 0:
         model.second.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"second\.weight: the parameter must have required a gradient when"):
+    with pytest.raises(ValueError, match=r"second\.weight: a parameter that requires a gradient must have been there"):
         plain(model, model, sync.no_sync, steps=1)
 
 
@@ -410,16 +420,233 @@ def what_is_not_finite_is_so_on_every_rank_and_residuals_stay():
     model = net()
     sync = dt.synchronize(model, ErrorFeedback(TopK(0.05)))
     plain(model, model, sync.no_sync, steps=1)
-    before = {n: a.copy() for n, a in sync.state_dict()["states"]["residual"].items()}
+    before = {n: a.clone() for n, a in sync.state_dict()["state"]["states"]["residual"].items()}
     x, y = batch(1)
     model.zero_grad()
     loss = nn.functional.cross_entropy(model(x), y)
     (loss * (np.inf if dist.get_rank() == 1 else 1.0)).backward()
-    assert not torch.isfinite(model.second.weight.grad).any()
-    for name, a in sync.state_dict()["states"]["residual"].items():
+    assert torch.isinf(model.second.weight.grad).all()
+    for name, a in sync.state_dict()["state"]["states"]["residual"].items():
         np.testing.assert_array_equal(a, before[name])
     everywhere_alike(model)
     plain(model, model, sync.no_sync, steps=1)
+
+
+@case
+def scalers_of_all_ranks_skip_the_same_steps():
+    """One rank's infinity: every rank skips and halves its scale; residuals are in the units of the loss."""
+    results = []
+    for scales in (True, False):
+        model = net()
+        opt = torch.optim.SGD(model.parameters(), 0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=scales)
+        sync = dt.synchronize(model, ErrorFeedback(TopK(0.05)), optimizer=opt, scaler=scaler if scales else None)
+        seen = []
+        for step in range(6):
+            opt.zero_grad()
+            x, y = batch(step)
+            loss = nn.functional.cross_entropy(model(x), y)
+            bad = step == 3 and dist.get_rank() == dist.get_world_size() - 1
+            scaler.scale(loss * (np.inf if bad else 1.0)).backward()
+            if scales or step != 3:
+                scaler.step(opt)
+                scaler.update()
+            seen.append(scaler.get_scale())
+        everywhere_alike(model)
+        assert sync.skipped == 1
+        assert not scales or seen == [2.0**10, 2.0**11, 2.0**11, 2.0**10, 2.0**10, 2.0**11]
+        results.append(([p.detach().clone() for p in model.parameters()], sync.state_dict()["state"]["states"]))
+    (mine, residuals), (theirs, others) = results
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b)
+    for name, a in residuals["residual"].items():
+        assert torch.equal(a, others["residual"][name])
+
+
+@case
+def training_goes_on_from_a_state_to_the_same_bits():
+    """What torch.save writes, and torch.load reads without pickled code."""
+
+    def make(state=None):
+        model = net() if state is None else Net()
+        opt = torch.optim.AdamW(model.parameters(), 0.01)
+        sync = dt.synchronize(model, ErrorFeedback(Packed(TopK(0.05))), exchange="two_phase")
+        if state is not None:
+            model.load_state_dict(state["model"])
+            opt.load_state_dict(state["opt"])
+            sync.load_state_dict(state["sync"])
+        return model, opt, sync
+
+    def train(model, opt, steps):
+        for step in steps:
+            opt.zero_grad()
+            nn.functional.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+            opt.step()
+
+    model, opt, sync = make()
+    train(model, opt, range(4))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict(), "sync": sync.state_dict()}, file)
+    train(model, opt, range(4, 8))
+    file.seek(0)
+    other, opt, sync = make(torch.load(file, weights_only=True))
+    assert sync.step_counter == 4
+    train(other, opt, range(4, 8))
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@case
+def one_state_for_all_ranks_keeps_what_waits():
+    """The mean of residuals, and of what owners owe, over ranks; the state of another rank is refused."""
+    model = net()
+    sync = dt.synchronize(model, ErrorFeedback(Packed(TopK(0.05))), exchange="two_phase")
+    plain(model, model, sync.no_sync)
+    mine, full = sync.state_dict(), sync.full_state_dict()
+    states = mine["state"]["states"]
+    for kind, arrays in full["state"]["states"].items():
+        for name, mean in arrays.items():
+            total = states.get(kind, {}).get(name, torch.zeros_like(mean)).double()
+            dist.all_reduce(total)
+            torch.testing.assert_close(mean, (total / dist.get_world_size()).to(mean.dtype))
+    sync.load_state_dict(full)
+    again = sync.full_state_dict()
+    for kind, arrays in full["state"]["states"].items():
+        for name, mean in arrays.items():
+            assert torch.equal(mean, again["state"]["states"][kind][name])
+    with pytest.raises(ValueError, match=r"state must be that of rank \d of \d, got that of rank 7 of \d; save"):
+        sync.load_state_dict(mine | {"rank": 7})
+    with pytest.raises(ValueError, match=r"state must be what state_dict\(\) has returned, with .* got dict"):
+        sync.load_state_dict({"step": 3})
+    plain(model, model, sync.no_sync, steps=1)
+    everywhere_alike(model)
+
+
+@case
+def a_checkpoint_folder_has_residuals_and_model():
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    model = net()
+    sync = dt.synchronize(model, ErrorFeedback(TopK(0.05)))
+    plain(model, model, sync.no_sync)
+    sync.save(folder[0], extra={"model": {n: p.detach().numpy() for n, p in model.named_parameters()}})
+    states = sync.state_dict()["state"]["states"]
+    plain(model, model, sync.no_sync, steps=1)
+    sync.load(folder[0], None)
+    for name, a in sync.state_dict()["state"]["states"]["residual"].items():
+        assert torch.equal(a, states["residual"][name])
+    sync.close()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
+@case
+def an_optimizer_of_another_model_is_refused():
+    with pytest.raises(ValueError, match=r"optimizer must update parameters of the model, got a SGD of 2 others"):
+        dt.synchronize(net(), optimizer=torch.optim.SGD(nn.Linear(2, 3).parameters(), 0.1))
+
+
+@case
+def a_layer_that_was_replaced_is_named():
+    model = net()
+    sync = dt.synchronize(model)
+    plain(model, model, sync.no_sync, steps=1)
+    model.second = nn.Linear(288, 10)
+    with pytest.raises(ValueError, match=r"second\.weight: a parameter that requires a gradient must have been there"):
+        plain(model, model, sync.no_sync, steps=1)
+    sync.close()
+    sync = dt.synchronize(model)
+    plain(model, model, sync.no_sync, steps=1)
+    everywhere_alike(model)
+
+
+def meshes():
+    """A mesh of replicas and shards."""
+    shards = 2 if dist.get_world_size() == 4 else 1
+    return init_device_mesh("cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(model, mesh):
+    """A model of fully_shard, two modules on their own; gloo has no mean, so that sums are asked for."""
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=mesh)
+        module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+class Plain(nn.Module):
+    """Without buffers: fully_shard leaves those of every rank alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.first, self.second = nn.Conv2d(3, 7, 3), nn.Linear(252, 61), nn.Linear(61, 10)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(torch.relu(self.conv(x)).flatten(1))))
+
+
+@case_with_four
+def shards_of_fully_shard_are_exchanged_between_replicas():
+    """Dense equals DDP over all ranks, and with batches that add up; compressed, replicas stay alike."""
+    mesh = meshes()
+    for compressor in (None, ErrorFeedback(Packed(TopK(0.05))), ErrorFeedback(Int8())):
+        torch.manual_seed(1)
+        model = sharded(Plain(), mesh["shard"])
+        torch.manual_seed(1)
+        theirs = Plain()
+        reference = DistributedDataParallel(theirs)
+        sync = dt.compress(model, compressor, group=mesh.get_group("replicate"))
+        opts = [torch.optim.SGD(m.parameters(), 0.05, momentum=0.9) for m in (model, theirs)]
+        for step in range(4):
+            for m, opt, no_sync in ((model, opts[0], sync.no_sync), (reference, opts[1], reference.no_sync)):
+                opt.zero_grad(set_to_none=step % 2 == 0)
+                with no_sync():
+                    nn.functional.cross_entropy(m(batch(step)[0]), batch(step)[1]).backward()
+                nn.functional.cross_entropy(m(batch(step + 9)[0]), batch(step + 9)[1]).backward()
+                opt.step()
+        assert sync.step_counter == 4
+        if compressor is None:
+            for (name, a), b in zip(model.named_parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(a.full_tensor(), b.detach(), rtol=1e-4, atol=1e-6, msg=name)
+        for name, p in model.named_parameters():
+            local = p.to_local().detach().clone()
+            everyone = [torch.empty_like(local) for _ in range(mesh.shape[0])]
+            dist.all_gather(everyone, local, group=mesh.get_group("replicate"))
+            assert all(torch.equal(local, x) for x in everyone), name
+        sync.close()
+
+
+@case_with_four
+def replicas_in_the_mesh_of_fully_shard_are_refused():
+    mesh = meshes()
+    if mesh.shape[0] > 1:
+        model = sharded(Plain(), mesh)
+        with pytest.raises(ValueError, match=r"a DTensor must be sharded over all of its mesh, got .*Replicate"):
+            dt.compress(model, group=mesh.get_group("replicate"))
+    with pytest.raises(ValueError, match=r"group must be the ranks that have the same shards, .* got None"):
+        dt.compress(sharded(Plain(), mesh["shard"]))
+    with pytest.raises(TypeError, match=r"model must be a DistributedDataParallel, .* got a Linear; see synchronize"):
+        dt.compress(nn.Linear(2, 3))
+
+
+@case_with_four
+def a_group_of_the_script_exchanges_alone():
+    """Neighbours train one model each."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    halves = [list(range(size // 2)), list(range(size // 2, size))] if size > 1 else [[0]]
+    groups = [dist.new_group(half) for half in halves]
+    mine = groups[0 if rank in halves[0] else -1]
+    model = net(seed=40)
+    sync = dt.synchronize(model, group=mine)
+    plain(model, model, sync.no_sync)
+    everyone = [torch.empty(10) for _ in range(size)]
+    dist.all_gather(everyone, model.second.bias.detach())
+    for half in halves:
+        assert all(torch.equal(everyone[half[0]], everyone[r]) for r in half)
+    assert size == 1 or not torch.equal(everyone[0], everyone[-1])
+    with pytest.raises(TypeError, match="group must be a process group or a Communicator, got a int"):
+        dt.synchronize(model, group=3)
 
 
 @case_of_two
@@ -431,7 +658,7 @@ def ranks_with_other_models_are_told_so():
 
 
 def cases_of(size):
-    return [name for name, (_, least) in CASES.items() if size >= least]
+    return [name for name, (_, sizes) in CASES.items() if size in sizes]
 
 
 def run_all(comm):

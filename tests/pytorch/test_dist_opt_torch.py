@@ -1,6 +1,7 @@
 """DistOpt around torch's optimizers, and distopt's around torch's parameters; ranks are threads."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -136,6 +137,105 @@ def test_a_checkpoint_has_torchs_optimizer(tmp_path):
     _, resumed = train(range(3, 6), tmp_path, model)
     for p, q in zip(straight.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+class Plain:
+    """An optimizer of somebody's own, for tensors."""
+
+    def update(self, param, grad):
+        assert isinstance(grad, torch.Tensor)
+        assert grad.shape == param.shape
+        with torch.no_grad():
+            param -= 0.5 * grad
+
+
+@pytest.mark.parametrize("kind", ["tensors", "Parameter", "another's optimizer"])
+def test_tensors_are_taken_wherever_arrays_are(kind):
+    """Pairs of tensors or of named tensors, without params; the verbs by hand; and a checkpoint."""
+
+    def main(comm):
+        conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        before = [p.detach().clone() for p in conv.parameters()]
+        opt = DistOpt(Plain() if kind == "another's optimizer" else distopt.optim.SGD(0.5), comm, broadcast=False)
+        params = list(conv.parameters())
+        given = [distopt.Parameter(f"p{k}", p) for k, p in enumerate(params)] if kind == "Parameter" else params
+        for _ in range(2):
+            opt([(q, torch.full_like(p, 1.0 + comm.rank)) for p, q in zip(params, given, strict=True)])
+        for p, old in zip(params, before, strict=True):
+            torch.testing.assert_close(p, old - 2 * 0.5 * 1.5)
+        x = torch.ones(3) * comm.rank
+        opt.all_reduce(x)
+        opt.fused_all_reduce([x])
+        assert x.tolist() == [2.0] * 3
+        opt.broadcast(given)
+        opt.update(given[0], torch.ones_like(params[0]))
+        return params[0].detach().numpy().tobytes()
+
+    first, second = run_ranks(2, main)
+    assert first == second
+
+
+def test_parameters_may_live_in_memory_that_all_ranks_share():
+    """One copy of the model, of which each rank updates a share; the same bits as without."""
+
+    def main(comm, shares):
+        model = network(comm.rank)
+        opt = DistOpt(distopt.optim.AdamW(0.01), comm, params=model)
+        if shares:
+            views = opt.parameter_views(model)
+            assert {id(v) for v in views} == {id(p) for p in model.parameters()}
+        for step in range(3):
+            opt(loss_of(model, comm.rank, step))
+            comm.barrier()
+        pointers = [p.data_ptr() for p in model.parameters()]
+        return b"".join(p.detach().numpy().tobytes() for p in model.parameters()), pointers
+
+    alone, shared = (run_ranks(2, partial(main, shares=shares)) for shares in (False, True))
+    assert {bits for bits, _ in alone} == {bits for bits, _ in shared}
+    assert shared[0][1] == shared[1][1]
+    assert not set(alone[0][1]) & set(alone[1][1])
+
+
+def test_a_parameter_may_move():
+    model, same = network(), network()
+    opts = [DistOpt(distopt.optim.SGD(0.1), params=m) for m in (model, same)]
+    for step in range(3):
+        for p in model.parameters():
+            p.data = p.data.clone()
+        for m, opt in zip((model, same), opts, strict=True):
+            opt(loss_of(m, 0, step))
+    for p, q in zip(model.parameters(), same.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("in backward")
+
+
+def test_buckets_leave_while_the_backward_pass_goes_on():
+    """The same bits as without overlap; an error in it is raised on all ranks, and training goes on."""
+
+    def main(comm, overlap):
+        model = network(comm.rank)
+        opt = DistOpt(distopt.optim.SGD(0.1), comm, params=model, overlap=overlap, threshold=100)
+        for step in range(4):
+            opt(loss_of(model, comm.rank, step))
+        x, y = batch(comm.rank, 9)
+        hidden = model[1](model[0](x))
+        with pytest.raises((KeyError, RuntimeError), match="in backward"):
+            opt(nn.functional.cross_entropy(model[2](Fails.apply(hidden) if comm.rank == 1 else hidden), y))
+        opt.step(loss_of(model, comm.rank, 5), ErrorFeedback(TopK(0.2)))
+        opt(loss_of(model, comm.rank, 6))
+        return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+
+    ranks = [bits for overlap in (False, True) for bits in run_ranks(2, partial(main, overlap=overlap))]
+    assert len(set(ranks)) == 1
 
 
 def test_bad_input_is_named():

@@ -11,7 +11,7 @@ import sync_cases  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-SIZES = 1, 2, 3
+SIZES = 1, 2, 3, 4
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from distopt.device import is_array
+from distopt.device import array_of, is_array, is_tensor
 
 
 class FirstUpdate:
@@ -55,5 +55,5 @@ class FirstUpdate:
 
 
 def _array(param: Any) -> np.ndarray:
-    array: np.ndarray = param if is_array(param) else param.data
+    array: np.ndarray = array_of(param if is_array(param) or is_tensor(param) else param.data)
     return array

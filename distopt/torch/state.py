@@ -1,0 +1,63 @@
+"""States of residuals and counters: as tensors, for ``torch.save``, and as one for all ranks."""
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from distopt.engine.engine import Engine
+
+
+def as_tensors(tree: Any) -> Any:
+    """Return a tree of dicts and lists with tensors in the place of arrays.
+
+    Example:
+        >>> as_tensors({"w": np.ones(2, np.float32)})
+        {'w': tensor([1., 1.])}
+    """
+    if isinstance(tree, dict):
+        return {name: as_tensors(leaf) for name, leaf in tree.items()}
+    if isinstance(tree, list):
+        return [as_tensors(leaf) for leaf in tree]
+    return torch.from_numpy(tree) if isinstance(tree, np.ndarray) else tree
+
+
+def as_arrays(tree: Any) -> Any:
+    """Return what ``as_tensors`` was given; tensors may have come from anywhere.
+
+    Example:
+        >>> as_arrays({"w": torch.ones(2)})
+        {'w': array([1., 1.], dtype=float32)}
+    """
+    if isinstance(tree, dict):
+        return {name: as_arrays(leaf) for name, leaf in tree.items()}
+    if isinstance(tree, list):
+        return [as_arrays(leaf) for leaf in tree]
+    return tree.detach().cpu().numpy() if isinstance(tree, torch.Tensor) else tree
+
+
+def mean_over_ranks(state: dict[str, Any], engine: Engine) -> dict[str, Any]:
+    """Return a state whose arrays are the means over ranks, added in float64.  Collective.
+
+    A rank without an array, as an owner of another shard, counts as zeros.
+
+    Args:
+        state: what ``engine.state.state_dict`` has returned on this rank.
+        engine: the engine.
+    """
+    mine, comm = state["states"], engine.comm
+    listed = {kind: {name: [a.dtype.str, a.shape] for name, a in arrays.items()} for kind, arrays in mine.items()}
+    line = f"full_state_dict after {state['step_counter']} updates, {engine.kind} {engine.agreement.number}"
+    everywhere: dict[str, dict[str, Any]] = {}
+    for kinds in map(json.loads, engine.agreement.run_on_all(line, json.dumps, listed)):
+        for kind, arrays in kinds.items():
+            everywhere.setdefault(kind, {}).update(arrays)
+    means: dict[str, dict[str, np.ndarray]] = {}
+    for kind, arrays in sorted(everywhere.items()):
+        for name, (dtype, shape) in sorted(arrays.items()):
+            total = np.zeros(shape, np.float64)
+            total += mine.get(kind, {}).get(name, 0)
+            comm.all_reduce(total)
+            means.setdefault(kind, {})[name] = (total / comm.size).astype(dtype)
+    return state | {"states": means}
