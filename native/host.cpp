@@ -1,5 +1,7 @@
 // What only a host library has: the sources and the SIMD level that it was built from, the level of this CPU, a reader
-// of numpy's arrays, and the end of MPI.
+// of numpy's arrays, the end of MPI, and rounds of ranks that share memory.
+#include <sched.h>
+#include <time.h>
 #include <unistd.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -96,4 +98,40 @@ extern "C" void end_mpi() {
   int begun = 0, ended = 1;
   if (getpid() != mpi_process || mpi_initialized(&begun) || !begun || mpi_finalized(&ended) || ended) return;
   mpi_finalize();
+}
+
+// The rounds of a board (distopt/comm/board.py), which ranks of one machine count in memory that they share.
+
+extern "C" void begin_round(long long *mine, long long round) { __atomic_store_n(mine, round, __ATOMIC_RELEASE); }
+
+// The first of `count` ranks that has not begun `round` after `patience` nanoseconds, or `count`.  Spins, for ranks that
+// come within microseconds; then lets others have the core; then sleeps.
+extern "C" long long first_late(long long count, const long long *const *rounds, long long round, long long patience) {
+  const long long spin = 50000, yield = 1000000, nap = 50000;  // nanoseconds
+  const auto now = [] {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+  };
+  const long long begun = now();
+  for (long long k = 0, looks = 0;; ++looks) {
+    while (k < count && __atomic_load_n(rounds[k], __ATOMIC_ACQUIRE) >= round) ++k;
+    if (k == count) return count;
+    if (looks % 32) {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+      continue;
+    }
+    const long long waited = now() - begun;
+    if (waited >= patience) return k;
+    if (waited < spin) continue;
+    looks = -1;
+    if (waited < yield) {
+      sched_yield();
+    } else {
+      const timespec t = {0, nap};
+      nanosleep(&t, nullptr);
+    }
+  }
 }

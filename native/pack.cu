@@ -46,20 +46,21 @@ KERNEL(widen)(Table table, real *flat, SkipIf skip) {
   }
 }
 
-// sum <- (part[0] + part[1]) + ..., flat arrays of the bucket, two or more; sum may be one of them.  What is not finite
-// is counted: for part k in counts[k count + m], for the sum in counts[parts count + m], of member m.
-KERNEL(add_parts)(Table table, long long parts, const real *const *part, real *sum, long long *counts) {
+// sum[j] <- (part[0] + part[1]) + ... for all j: flat arrays of the bucket, two parts or more; sums may be among them.
+// What is not finite is counted: for part k in counts[k count + m], for the sum in counts[parts count + m], of member m.
+KERNEL(add_parts)(Table table, long long parts, const real *const *part, long long sums, real *const *sum,
+                  long long *counts) {
   FOR_EACH_CHUNK(c, table) {
-    SHARED real total[CHUNK];
-    real *const sums = total - c.begin;
+    SHARED real chunk[CHUNK];
+    real *const total = chunk - c.begin;
     const long long at = table.members[c.member].offset;
     int nonfinite = 0;
     for (long long k = 1; k < parts; ++k) {
-      const real *before = k == 1 ? assume_global(part[0]) + at : sums, *next = assume_global(part[k]) + at;
+      const real *before = k == 1 ? assume_global(part[0]) + at : total, *next = assume_global(part[k]) + at;
       nonfinite = 0;
-      FOR_EACH_IN(i, c, before, next, sums) {
+      FOR_EACH_IN(i, c, before, next, total) {
         const real x = before[i] + next[i];
-        sums[i] = x;
+        total[i] = x;
         nonfinite += !is_finite(x);
       };
     }
@@ -70,8 +71,10 @@ KERNEL(add_parts)(Table table, long long parts, const real *const *part, real *s
       atomic_add(&counts[k * table.count + c.member], terms);
     }
     atomic_add(&counts[parts * table.count + c.member], nonfinite);
-    real *to = sum + at;
-    FOR_EACH_IN(i, c, sums, to) { to[i] = sums[i]; };
+    for (long long j = 0; j < sums; ++j) {
+      real *to = assume_global(sum[j]) + at;
+      FOR_EACH_IN(i, c, total, to) { to[i] = total[i]; };
+    }
   }
 }
 

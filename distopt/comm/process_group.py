@@ -1,7 +1,8 @@
 """Ranks of a process group of ``torch.distributed``: votes and collectives of numpy arrays over gloo, without MPI.
 
 Messages go from rank to rank, and are added up here, in rank order: gloo's own collectives add in another order, and a
-vote takes them longer.  On one machine all ranks share the memory of what ``alloc`` returns, and sums need no messages.
+vote takes them longer.  On one machine all ranks share the memory of what ``alloc`` returns: sums need no messages, and
+votes are written on a board.
 """
 
 import atexit
@@ -10,7 +11,7 @@ import functools
 import itertools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distopt.comm.board import Board, RankEnded
 from distopt.comm.communicator import (
     Communicator,
     Groups,
@@ -32,6 +34,7 @@ from distopt.comm.communicator import (
     sum_in_rank_order,
 )
 from distopt.comm.control import LEAVE, ControlChannel, PeerLeft, agreed
+from distopt.comm.outbox import Outboxes
 from distopt.comm.receive_buffer import ReceiveBuffer
 from distopt.comm.shared_memory import SharedMemory, peers_of
 from distopt.comm.sockets import watch
@@ -40,18 +43,12 @@ from distopt.resilience.operation_log import OperationLog, recorder
 
 FRAME = 32  # int64 numbers of a message of votes: a vote, the bytes of a text, and room for words of farewell
 LENGTH, WORDS = 9, 10
+NOTHING = np.empty(0, np.int64)
+PAGE = 512  # numbers of a text that are written at once
 NO_LIMIT = timedelta(days=365)  # for gloo: it is the watchdog that ends a wait, and says where
 
 
 Works = list[tuple[int, Any]]  # what is under way, and with which rank
-
-
-class Lost(PeerLeft):
-    """The connection to a rank was closed: it has ended without words of farewell."""
-
-    def __init__(self, rank: int):
-        super().__init__(f"rank {rank} has ended")
-        self.rank = rank
 
 
 class Messages:
@@ -72,18 +69,22 @@ class Messages:
         """Whether messages can be sent: the script may have destroyed the process group."""
         return self.size == 1 or (self._group is not None and dist.is_initialized())
 
-    def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
-        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``, flat arrays of known lengths.
-
-        Raises:
-            Lost: a rank has ended.
-            RuntimeError: the process group was destroyed.
-        """
+    def check(self) -> None:
+        """Raise RuntimeError if the process group was destroyed."""
         if not self.usable:
             raise RuntimeError(
                 "the process group of torch.distributed was destroyed, and ranks cannot exchange any more; call "
                 "destroy_process_group() at the end of the script"
             )
+
+    def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``, flat arrays of known lengths.
+
+        Raises:
+            RankEnded: a rank has ended.
+            RuntimeError: the process group was destroyed.
+        """
+        self.check()
         self.finish(self.begin(parts, received))
 
     def begin(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> Works:
@@ -102,13 +103,13 @@ class Messages:
         """Wait until an exchange is complete.
 
         Raises:
-            Lost: a rank has ended.
+            RankEnded: a rank has ended.
         """
         for rank, work in works:
             try:
                 work.wait()
             except RuntimeError:  # of a socket, whose text names no rank
-                raise Lost(rank) from None
+                raise RankEnded(rank) from None
 
     def close(self) -> None:
         """Release the group."""
@@ -152,10 +153,14 @@ class ProcessGroupControl(ControlChannel):
         world_rank = self._messages.ranks[self.rank]
         self.waits = OperationLog(recorder, f"waits of rank {world_rank} ({self._name})", [world_rank])
         self._frames = np.zeros((self.size, FRAME), np.int64)
+        self._board: Board | None = None  # until there are boards, votes and texts are messages
+        self._pages: Board | None = None
         if self.size > 1:
             _controls.append(self)
             _join(world_rank)
         self.vote_on_version()
+        if self.size > 1:
+            self._board, self._pages = Board.open(self, FRAME), Board.open(self, PAGE)
 
     def log(self, name: str) -> OperationLog:
         """Return a log of operations that all ranks do alike.  Collective."""
@@ -174,8 +179,12 @@ class ProcessGroupControl(ControlChannel):
         with self._votes("gather"):
             lengths = self._swap(np.zeros(0, np.int64), mine.size)[:, LENGTH].tolist()
             texts = [np.empty(n, np.uint8) for n in lengths]
+            with self._hears_of_ends():
+                if self._pages:
+                    _write_pages(self._pages, mine, texts)
+                else:
+                    self._messages.exchange([mine] * self.size, texts)
             texts[self.rank] = mine
-            self._exchange([mine] * self.size, texts)
         return [part.tobytes().decode() for part in texts]
 
     def subgroup(self, members: tuple[int, ...]) -> "ProcessGroupControl":
@@ -186,6 +195,8 @@ class ProcessGroupControl(ControlChannel):
         """Release the group.  Collective."""
         if self in _controls:
             _controls.remove(self)
+        for board in filter(None, (self._board, self._pages)):
+            board.close()
         self._messages.close()
 
     def begin_leaving(self) -> Works:
@@ -197,12 +208,15 @@ class ProcessGroupControl(ControlChannel):
         frame[: len(LEAVE)] = LEAVE
         room = frame[WORDS:].view(np.uint8)
         room[: words.size] = words[: room.size]
+        if self._board:
+            self._board.write(frame)
+            return []
         return self._messages.begin([frame] * self.size, list(self._frames))
 
     def end_leaving(self, works: Works) -> None:
         """Wait until each rank has read the words, or has left."""
         for work in works:
-            with contextlib.suppress(Lost):
+            with contextlib.suppress(RankEnded):
                 self._messages.finish([work])
 
     def _swap(self, vote: np.ndarray, length: int) -> np.ndarray:
@@ -215,25 +229,49 @@ class ProcessGroupControl(ControlChannel):
         mine = frames[self.rank]
         mine[:] = 0
         mine[: vote.size], mine[LENGTH] = vote, length
-        self._exchange([mine] * self.size, list(frames))
+        with self._hears_of_ends():
+            if self._board:
+                self._messages.check()
+                frames[...] = self._board.swap(mine)
+            else:
+                self._messages.exchange([mine] * self.size, list(frames))
         for rank, frame in enumerate(frames):
             words = frame[WORDS:].view(np.uint8)
             if words[0]:
                 self._raise_left(rank, words.tobytes().rstrip(b"\0").decode(errors="replace"))
         return frames
 
-    def _exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+    @contextlib.contextmanager
+    def _hears_of_ends(self) -> Iterator[None]:
+        """Raise PeerLeft in the place of what tells that a rank has ended, and at once if one has before."""
         if self._gone:
             raise self._gone
         try:
-            self._messages.exchange(parts, received)
-        except Lost as error:
+            yield
+        except RankEnded as error:
             self._raise_left(error.rank, str(error))
 
     def _raise_left(self, rank: int, words: str) -> NoReturn:
         """Raise PeerLeft now and at every later vote; the lowest of the other ranks prints where."""
         self._gone = agreed(PeerLeft(f"{words}, before {self.progress}"), speaks=self.rank == (0 if rank else 1))
         raise self._gone from None
+
+
+def _write_pages(pages: Board, mine: np.ndarray, texts: Sequence[np.ndarray]) -> None:
+    """Write a text a page at a time, and fill in those of all ranks.
+
+    Args:
+        pages: the board.
+        mine: this rank's text, in bytes.
+        texts: for those of all ranks, in rank order.
+    """
+    for start in range(0, max(text.size for text in texts), 8 * PAGE):
+        page = np.zeros(PAGE, np.int64)
+        written = mine[start : start + 8 * PAGE]
+        page.view(np.uint8)[: written.size] = written
+        for text, read in zip(texts, pages.swap(page), strict=True):
+            part = text[start : start + 8 * PAGE]
+            part[...] = read.view(np.uint8)[: part.size]
 
 
 _controls: list[ProcessGroupControl] = []
@@ -290,8 +328,9 @@ class ProcessGroupCommunicator(Communicator):
     def _make(self, ranks: Sequence[int], reason: str) -> None:
         """Set up messages and votes of some of the ranks of the default group."""
         self.control: ProcessGroupControl = ProcessGroupControl(ranks)
-        self._messages = Messages(ranks)
-        self.rank, self.size = self._messages.rank, self._messages.size
+        self.rank, self.size, self._ranks = self.control.rank, self.control.size, list(ranks)
+        outboxes = Outboxes.open(self.control) if self.size > 1 else None
+        self._messages: Messages | Outboxes = outboxes or Messages(ranks)
         self._log = self.control.log("data")
         machines = self.control.gather(_machine())
         self._hosts = [machines.index(machine) for machine in machines]
@@ -337,7 +376,7 @@ class ProcessGroupCommunicator(Communicator):
     def barrier(self) -> None:
         """Wait until every rank has called this.  Collective."""
         with self._log("barrier"):
-            self._lengths([np.empty(0)] * self.size)
+            self._lengths([NOTHING] * self.size)
 
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
         """Allocate zeros, ``(n,)``, in memory that ``peers`` can share if all ranks are on one host."""
@@ -354,12 +393,12 @@ class ProcessGroupCommunicator(Communicator):
 
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same ranks over messages of its own.  Collective."""
-        return self.of_ranks(self._messages.ranks, f"beside rank {self.rank}'s other one")
+        return self.of_ranks(self._ranks, f"beside rank {self.rank}'s other one")
 
     def make_subgroup(self, groups: Groups) -> Communicator:
         """Make a communicator of a group over messages of its own.  Collective."""
         members = group_of(self.rank, groups)
-        return self.of_ranks([self._messages.ranks[m] for m in members], f"{len(members)} of {self.size} ranks")
+        return self.of_ranks([self._ranks[m] for m in members], f"{len(members)} of {self.size} ranks")
 
     def close(self) -> None:
         """Release the groups; nothing may be called after it.  Collective."""

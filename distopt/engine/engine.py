@@ -125,7 +125,7 @@ class Engine:
         self.reducers = (
             make_reducers(self)
             if make_reducers
-            else Reducers(comm, self.step_context, self.accumulator, options.overlap)
+            else Reducers(comm, self.step_context, self.accumulator, options.overlap, not self.optimizer.updates_shards)
         )
         nonfinite.attach(comm.rank, self.nonfinite.poll)  # last, since a LossScaler is attached once
 

@@ -23,7 +23,16 @@ from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
 from distopt.engine.progress import Progress
 from distopt.engine.spec import StepSpec
-from distopt.exchange import TwoPhase, choose, reduce_each, reduce_half_shards, reduce_shards, two_phase, two_phases
+from distopt.exchange import (
+    TwoPhase,
+    choose,
+    reduce_each,
+    reduce_everywhere,
+    reduce_half_shards,
+    reduce_shards,
+    two_phase,
+    two_phases,
+)
 from distopt.exchange.budget import within
 from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import (
@@ -225,13 +234,17 @@ class SharedMemoryReducer(Reducer):
 
     shards_are_final = True
 
-    def __init__(self, comm: Communicator, step_context: "StepContext", check_finite: bool, vote: Vote):
+    def __init__(
+        self, comm: Communicator, step_context: "StepContext", check_finite: bool, vote: Vote, everywhere: bool
+    ):
+        """Make one; ``everywhere``: sums are written to every rank's memory."""
         self._comm, self._step_context, self._check_finite, self._vote = comm, step_context, check_finite, vote
+        self._reduce = reduce_everywhere if everywhere else reduce_shards
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         for bucket in self._step_context.store.buckets:
             with self._comm.tagged(self._step_context.tag(bucket)):
-                total = reduce_shards(bucket, self._comm)
+                total = self._reduce(bucket, self._comm)
             yield total
 
     def nonfinite(self, sums: list[Reduced]) -> str:
@@ -395,9 +408,17 @@ class Reducers:
         borders: of the shards of exchanges in two phases.
     """
 
-    def __init__(self, comm: Communicator, step_context: StepContext, accumulator: GradientAccumulator, overlap: bool):
+    def __init__(
+        self,
+        comm: Communicator,
+        step_context: StepContext,
+        accumulator: GradientAccumulator,
+        overlap: bool,
+        everywhere: bool,
+    ):
+        """Make one.  ``everywhere``: an update reads whole sums, and not shards where other ranks have formed them."""
         self._comm, self._step_context, self._accumulator = comm, step_context, accumulator
-        self.overlap, self.borders = overlap, Borders()
+        self.overlap, self._everywhere, self.borders = overlap, everywhere, Borders()
         self._asked: tuple[Any, ...] = (None,) * 4  # what the last choice of an exchange depended on
         self._phases: TwoPhase | None = None
         self._fitted: tuple[Any, ...] = (None,) * 4  # the last compressor of a budget, and what it depended on
@@ -504,7 +525,7 @@ class Reducers:
         if not spec.reduced:
             return LocalGradients()
         if self.in_shared_memory(compressor):
-            reducer = SharedMemoryReducer(self._comm, self._step_context, check_finite, vote)
+            reducer = SharedMemoryReducer(self._comm, self._step_context, check_finite, vote, self._everywhere)
         elif by_nodes := self.by_nodes(compressor, spec):
             reducer = self._node_reducer(by_nodes, spec)
         else:

@@ -13,7 +13,7 @@ from distopt.exchange.all_gather import gather, gather_or_reduce
 from distopt.exchange.all_reduce import reduce, reduce_each
 from distopt.exchange.choice import EXCHANGES, TwoPhase, two_phases
 from distopt.exchange.mixed import mixed, mixed_or_reduce
-from distopt.exchange.shared_memory import reduce_half_shards, reduce_shards
+from distopt.exchange.shared_memory import reduce_everywhere, reduce_half_shards, reduce_shards
 from distopt.exchange.two_phase import two_phase
 
 Algorithm = Callable[[np.ndarray, Compressor, Communicator, State, ExchangeContext, MessageTag], None]
@@ -49,6 +49,7 @@ __all__ = [
     "gather_or_reduce",
     "reduce",
     "reduce_each",
+    "reduce_everywhere",
     "reduce_half_shards",
     "reduce_shards",
     "two_phase",

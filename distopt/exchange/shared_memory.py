@@ -2,7 +2,8 @@
 
 So nothing is copied, and the optimizer's kernel reads each shard from the rank that owns it.  Before it, every rank
 must have packed its gradients; after it, every rank must have added before one reads; and all must have read before one
-packs again.  Votes and barriers see to that.
+packs again.  Votes and barriers see to that.  For an optimizer that is given whole means, or a script that is, the sum
+is written to every rank's memory where it is formed.
 """
 
 import json
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from distopt import kernels
-from distopt.buckets import Bucket, BucketSet, Reduced, sharded
+from distopt.buckets import Bucket, BucketSet, Reduced, sharded, unsharded
 from distopt.comm import Communicator
 from distopt.comm.communicator import BFLOAT16
 from distopt.comm.message import MessageTag
@@ -26,22 +27,39 @@ def reduce_shards(bucket: Bucket, comm: Communicator) -> Reduced:
     """
     assert bucket.peers is not None
     bucket.bad_parts[:] = 0
-    sum_shard(bucket.gradients, bucket.peers, bucket.bad_parts, comm)
+    sum_shard(bucket.gradients, bucket.peers, [bucket.peers[comm.rank]], bucket.bad_parts, comm)
     return sharded(bucket.peers)
 
 
-def sum_shard(members: BucketLayout, arrays: Sequence[np.ndarray], nonfinite: np.ndarray, comm: Communicator) -> None:
-    """Replace this rank's shard of its own array by the sum over ranks, in rank order, which a ledger has as well.
+def reduce_everywhere(bucket: Bucket, comm: Communicator) -> Reduced:
+    """Return the sum over ranks of a bucket's gradients, in rank order, of which each rank forms a shard for all.
+
+    A barrier or a vote must come before anybody reads it; nobody reads another rank's memory afterwards.
+    """
+    assert bucket.peers is not None
+    bucket.bad_parts[:] = 0
+    sum_shard(bucket.gradients, bucket.peers, bucket.peers, bucket.bad_parts, comm)
+    return unsharded(bucket.gradient)
+
+
+def sum_shard(
+    members: BucketLayout,
+    arrays: Sequence[np.ndarray],
+    sums: Sequence[np.ndarray],
+    nonfinite: np.ndarray,
+    comm: Communicator,
+) -> None:
+    """Write this rank's shard of the sum over ranks, added in rank order, which a ledger has as well.
 
     Args:
         members: the arrays of a bucket.
         arrays: every rank's flat array of it, ``(members.extent,)``, in rank order.
+        sums: the arrays that it is written to, which may be some of these.
         nonfinite: entries that are not finite, by rank and member, and at last of the sum, ``(size + 1, members)``.
         comm: whose ranks these are.
     """
-    local = arrays[comm.rank]
-    kernels.add_parts(members.shard(comm.rank, comm.size), arrays, local, nonfinite.reshape(-1))
-    comm.count_all_reduce(local)
+    kernels.add_parts(members.shard(comm.rank, comm.size), arrays, sums, nonfinite.reshape(-1))
+    comm.count_all_reduce(arrays[comm.rank])
 
 
 def reduce_half_shards(

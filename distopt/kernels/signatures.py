@@ -167,5 +167,7 @@ def _opened(suffix: str) -> ctypes.CDLL | None:
     host.array_addresses.argtypes = [number, pointer, number, pointer, ctypes.c_int, *[pointer] * 4]
     host.repeated.argtypes = [number, pointer, pointer, ctypes.c_int, pointer]
     host.second_items.argtypes = [number, pointer, pointer, number, number, pointer, pointer]
+    host.begin_round.argtypes, host.begin_round.restype = [pointer, number], None
+    host.first_late.argtypes, host.first_late.restype = [number, pointer, number, number], number
     host.array_addresses.restype = host.repeated.restype = host.second_items.restype = number
     return host

@@ -315,7 +315,7 @@ class SequentialReducers(Reducers):
     """
 
     def __init__(self, engine: Engine, ranks: VirtualRanks):
-        super().__init__(engine.comm, engine.step_context, engine.accumulator, overlap=False)
+        super().__init__(engine.comm, engine.step_context, engine.accumulator, overlap=False, everywhere=True)
         self._engine, self._ranks, self.losses = engine, ranks, VirtualLosses(engine, ranks)
         self._owned_by_rank: list[Owned] = [{} for _ in range(ranks.size)]
 

@@ -84,8 +84,10 @@ int main() {
     lbsgd_lars_float(table, flat.data(), state.data(), second.data(), sums.data(), &lbsgd, nullptr);
   }
   const real *const parts[] = {flat.data(), peer.data()};
+  real *const totals[] = {peer.data(), flat.data()};
   for (long long share = 0; share < 3; ++share)
-    add_parts_float({rows.data(), count, first * share / 3, first * (share + 1) / 3}, 2, parts, peer.data(), wrong.data());
+    add_parts_float({rows.data(), count, first * share / 3, first * (share + 1) / 3}, 2, parts, 2, totals,
+                    wrong.data());
   std::vector<double> partial(first), squares(count);
   partial_squares_float(table, flat.data(), partial.data());
   fold_partials_float(table, partial.data(), squares.data(), 1);

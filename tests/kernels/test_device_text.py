@@ -108,7 +108,7 @@ def tables(dtype, by):
     ranks = [np.ones_like(flat), flat, states[3]]
     wrong = np.zeros(4 * len(arrays), np.int64)
     for share in range(3):
-        kernels.add_parts(table.shard(share, 3), ranks, ranks[0], wrong)
+        kernels.add_parts(table.shard(share, 3), ranks, [ranks[0], ranks[2]], wrong)
     partial, sums = np.zeros(table.span[1] + len(arrays)), np.zeros(len(arrays))
     for share in range(3):
         kernels.partial_squares(table.shard(share, 3), flat, partial)

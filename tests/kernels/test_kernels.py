@@ -105,8 +105,11 @@ def test_shares_add_parts_in_rank_order(dtype, sizes, ranks):
     whole = np.zeros(table.extent, dtype)
     for r in range(ranks):
         mine = parts[r].copy()
-        kernels.add_parts(table.shard(r, ranks), [mine if k == r else p for k, p in enumerate(parts)], mine, bad)
+        copy = np.zeros(table.extent, dtype)
+        here = [mine if k == r else p for k, p in enumerate(parts)]
+        kernels.add_parts(table.shard(r, ranks), here, [mine, copy], bad)
         changed = mine != parts[r]
+        np.testing.assert_array_equal(copy[changed], mine[changed])
         whole[changed] = mine[changed]
     for row, n in enumerate(sizes):
         np.testing.assert_array_equal(table.view(whole, row), table.view(total, row))
@@ -121,7 +124,7 @@ def test_add_parts_counts_what_is_not_finite_by_part():
     parts[2][[1, 2]] = np.inf, -np.inf
     parts[0][3] = parts[1][3] = 3e38
     bad = np.zeros((4, 2), np.int64)
-    kernels.add_parts(table, parts, np.zeros(table.extent, np.float32), bad.reshape(-1))
+    kernels.add_parts(table, parts, [np.zeros(table.extent, np.float32)], bad.reshape(-1))
     assert bad.tolist() == [[0, 0], [0, 1], [2, 0], [3, 1]]
 
 

@@ -1,0 +1,101 @@
+"""Short messages between all ranks of one machine, through memory that they share."""
+
+import ctypes
+import os
+import select
+from collections.abc import Sequence
+
+import numpy as np
+
+from distopt.comm.control import ControlChannel, PeerLeft
+from distopt.comm.shared_memory import SharedMemory, peers_of
+from distopt.kernels.signatures import library
+
+HEAD = 8  # int64 numbers before the frames of a rank: a cache line, in which its round is
+PATIENCE = 20_000_000  # nanoseconds between two looks at whether the others still live
+
+
+class RankEnded(PeerLeft):
+    """The process of a rank has ended, and has written nothing more.
+
+    Args:
+        rank: the rank.
+    """
+
+    def __init__(self, rank: int):
+        super().__init__(f"rank {rank} has ended")
+        self.rank = rank
+
+
+class Board:
+    """A board on which each rank writes a frame per round, and reads those of all ranks.
+
+    A round takes microseconds, while a message through a socket takes a tenth of a millisecond.  Frames of two rounds
+    have places of their own: a rank can begin a round only when all have read the last but one.
+
+    Args:
+        arrays: those of all ranks, in rank order, with ``HEAD`` numbers and two frames each.
+        rank: this rank.
+        ends: file descriptors by which each process tells that it has ended, in rank order.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray], rank: int, ends: Sequence[int]):
+        length = (arrays[rank].size - HEAD) // 2
+        self._arrays, self._rank, self._ends = arrays, rank, ends
+        self._frames = [[a[HEAD + k * length : HEAD + (k + 1) * length] for a in arrays] for k in (0, 1)]
+        self._rounds = (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
+        self._round = 0
+
+    @classmethod
+    def open(cls, control: ControlChannel, length: int) -> "Board | None":
+        """Make a board of the ranks of a channel; None where they do not share memory.  Collective.
+
+        Args:
+            control: the channel.
+            length: int64 numbers of a frame.
+        """
+        memory = SharedMemory()
+        mine = memory.alloc(HEAD + 2 * length, np.int64)
+        arrays = peers_of(np.zeros(0) if mine is None else mine, memory, control)
+        ends = [] if arrays is None else _ends(list(map(int, control.gather(str(os.getpid())))))
+        opened = all(control.gather("yes" * (len(ends) == control.size)))
+        return cls(arrays, control.rank, ends) if opened and arrays is not None else None
+
+    def write(self, frame: np.ndarray) -> list[np.ndarray]:
+        """Write this rank's frame of the next round, and return where those of all ranks will be."""
+        self._round += 1
+        frames = self._frames[self._round & 1]
+        frames[self._rank][...] = frame
+        library().begin_round(self._rounds[self._rank], self._round)
+        return frames
+
+    def swap(self, frame: np.ndarray) -> list[np.ndarray]:
+        """Write this rank's frame, and return those of all ranks, which stay until the next round.  Collective.
+
+        Raises:
+            RankEnded: a rank has ended before this round.
+        """
+        frames = self.write(frame)
+        while (late := self._late(PATIENCE)) is not None:
+            if select.select([self._ends[late]], [], [], 0)[0] and self._late(0) == late:  # not in between
+                raise RankEnded(late)
+        return frames
+
+    def close(self) -> None:
+        """Release the descriptors."""
+        for end in self._ends:
+            os.close(end)
+        self._ends = ()
+
+    def _late(self, patience: int) -> int | None:
+        """Return a rank that has not begun this round after so many nanoseconds; None if there is none."""
+        first = int(library().first_late(len(self._arrays), self._rounds, self._round, patience))
+        return None if first == len(self._arrays) else first
+
+
+def _ends(processes: Sequence[int]) -> list[int]:
+    """Return descriptors of processes, which can be read when they have ended; [] where the kernel has none."""
+    try:
+        return [os.pidfd_open(process) for process in processes]
+    except (AttributeError, OSError):
+        return []
