@@ -390,10 +390,7 @@ class DistOpt(SingaModes, Checkpointed):
 
     def run(self, loss: Any, spec: StepSpec) -> bool:
         self._last = self.engine.step, spec
-        return self.engine.step(self._gradients(loss), spec)
-
-    def _gradients(self, loss: Any) -> Any:
-        return loss if self._model is None else self._model.gradients(loss)
+        return self.engine.step(loss if self._model is None else self._model.gradients(loss), spec)
 
     def backward_and_partial_update(self, loss: Loss, threshold: int | None = None) -> bool:
         """Update with this rank's own gradients; then average the *parameters* of one bucket, round-robin.  Collective.
@@ -418,7 +415,7 @@ class DistOpt(SingaModes, Checkpointed):
             array([0.5, 0.5], dtype=float32)
         """
         self._last = self._partial.step, threshold
-        return self._partial.step(self._gradients(loss), threshold)
+        return self._partial.step(loss if self._model is None else self._model.gradients(loss), threshold)
 
     def step(
         self,
