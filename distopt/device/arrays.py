@@ -10,7 +10,7 @@ import numpy as np
 # Advice for the arrays of other libraries, by the root of the module and the name of one of their classes.
 REMEDIES = {
     ("torch", "Tensor"): (
-        "torch: distopt.Parameter(name, p.detach().numpy()) shares the memory of p, and its gradient is p.grad.numpy()"
+        "torch: distopt.DistOpt(opt, params=model) takes tensors; elsewhere x.detach().numpy() shares x's memory"
     ),
     ("jaxlib", "ArrayImpl"): (
         "jax, whose arrays cannot be changed in place: distopt.Parameter(name, np.array(p)) keeps a copy, "
