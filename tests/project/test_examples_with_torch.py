@@ -28,7 +28,7 @@ def losses(output):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Rows of every case, one for each epoch: training loss first, accuracy last."""
-    rows, others = run_torch(2, torch_examples.train_all, tmp_path_factory.mktemp("ranks"), timeout=180)
+    rows, others = run_torch(2, torch_examples.train_all, tmp_path_factory.mktemp("ranks"), timeout=300)
     for name, of_case in rows.items():
         np.testing.assert_array_equal(of_case, others[name], err_msg=name)
     return rows
@@ -37,8 +37,8 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("name", torch_examples.CASES)
 def test_an_example_learns(name, trained):
     rows = trained[name]
-    assert rows[-1, 0] < 0.5 < 2 < rows[0, 0]
-    assert rows[-1, -1] > 0.9
+    assert rows[-1, 0] < 0.6 < 2 < rows[0, 0]
+    assert rows[-1, -1] > 0.85
 
 
 @pytest.mark.parametrize("name", ["dense by DDP", "DDP without distopt"])
@@ -53,7 +53,7 @@ def test_the_fused_optimizer_trains_as_torchs(trained):
 
 def test_every_number_of_ranks_trains_alike(trained):
     """A process alone, without a launcher, has the losses of two ranks."""
-    code, output = finish([sys.executable, EXAMPLES / "torch_digits.py", "--epochs", "8"], 60)
+    code, output = finish([sys.executable, EXAMPLES / "torch_digits.py", "--epochs", "6"], 60)
     assert code == 0, output
     assert losses(output) == pytest.approx(trained["digits: dense"][:, 0].tolist(), rel=0.02, abs=1e-4)
 

@@ -12,9 +12,9 @@ import torch_digits
 import torch_singa
 
 DIGITS = {
-    **{mode: ["--mode", mode, "--density", "0.02"] for mode in torch_digits.MODES},
+    **{mode: ["--mode", mode, "--density", "0.05"] for mode in torch_digits.MODES},
     "dense by DDP": ["--ddp"],
-    "top-K by DDP": ["--ddp", "--mode", "topk", "--density", "0.02"],
+    "top-K by DDP": ["--ddp", "--mode", "topk", "--density", "0.05"],
     "DDP without distopt": ["--reference"],
 }
 SINGA = {
@@ -27,13 +27,13 @@ CASES = [*(f"digits: {name}" for name in DIGITS), *(f"SINGA: {name}" for name in
 
 def digits(comm, options):
     """(training loss, test accuracy) of every epoch."""
-    sys.argv = ["torch_digits.py", *options, "--epochs", "8"]
+    sys.argv = ["torch_digits.py", *options, "--epochs", "6"]
     return list(torch_digits.train(torch_digits.arguments(), comm))
 
 
 def singa(options):
     """(training loss, training accuracy, evaluation accuracy) of every epoch."""
-    sys.argv = ["torch_singa.py", *options, "--max-epoch", "6", "--batch-size", "32", "--learning-rate", "0.1"]
+    sys.argv = ["torch_singa.py", *options, "--max-epoch", "5", "--batch-size", "32", "--learning-rate", "0.1"]
     given = torch_singa.arguments()
     torch.manual_seed(given.seed)
     model = torch_singa.CNN()
