@@ -84,9 +84,7 @@ class Gradient(NamedTuple):
 
 def iterable(loss: Any) -> Iterable[Any]:
     """Return the (param, grad) pairs of a loss; raise TypeError, before its backward(), for what is no loss."""
-    if callable(getattr(loss, "backward", None)):
-        if remedy(loss):
-            raise TypeError(f"{LOSSES}, got {describe(loss)}; call its backward(), then give the pairs")
+    if callable(getattr(loss, "backward", None)) and not remedy(loss):
         loss = loss.backward()
     elif callable(loss):
         loss = loss()
