@@ -24,7 +24,8 @@ import numpy as np
 import distopt
 from benchmarks.measure import interleaved, ratios, report, table, versions
 from benchmarks.namespaces import ADDRESSES, measured, missing, shape
-from distopt.comm.mpi_control import brand, launched
+from distopt.comm.launchers import launched
+from distopt.comm.mpi_control import brand
 from distopt.compress import (
     DeepGradientCompression,
     Dense,

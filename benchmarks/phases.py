@@ -18,7 +18,8 @@ import distopt
 from benchmarks.measure import interleaved, ratios, report, versions
 from benchmarks.namespaces import measured, missing
 from benchmarks.predict import shape
-from distopt.comm.mpi_control import brand, launched
+from distopt.comm.launchers import launched
+from distopt.comm.mpi_control import brand
 from distopt.compress import ErrorFeedback, Int8, OneBit, Packed, TopK
 from distopt.exchange.choice import GATHER_BELOW
 from distopt.optim import SGD

@@ -27,7 +27,8 @@ from benchmarks.namespaces import INTERFACE, missing, two_hosts
 from distopt import volume
 from distopt.cli.launcher import find_launcher
 from distopt.comm import LocalCommunicator
-from distopt.comm.mpi_control import brand, launched
+from distopt.comm.launchers import launched
+from distopt.comm.mpi_control import brand
 from distopt.compress import Dense
 from distopt.volume.fit import case_of, fit, take_turns, timed
 from distopt.volume.fit.measure import VERBS

@@ -16,7 +16,7 @@ from distopt.cli import segments
 from distopt.cli.doctor_gpu import gpu_count, gpus, nccls, trial
 from distopt.cli.finding import Finding
 from distopt.cli.launcher import INSTALL, OPEN_MPI_TCP, check_brands, find_launcher
-from distopt.comm.mpi_start import SRUN
+from distopt.comm.launchers import MPI_OF_SRUN, Process, transport
 from distopt.kernels import signatures
 
 SELF_TEST = "import numpy, distopt; x = numpy.ones(9); w = distopt.world(); w.all_reduce(x); assert x[0] == w.size == 2"
@@ -63,6 +63,13 @@ def host_library() -> Iterator[Finding]:
         yield Finding("ok", f"host library {library._name}, runs at {signatures.simd_level()}")
 
 
+def launch() -> Iterator[Finding]:
+    """Report how this process was started, and over what ``distopt.world()`` meets others that were started so."""
+    over, reason = transport(os.environ, Process.now())
+    ranks = f"ranks meet over {over}" if over else "one rank alone"
+    yield Finding("ok", f"distopt.world() here: {ranks} ({reason})")
+
+
 def mpi() -> Iterator[Finding]:
     """Report the MPI library and the launcher, and test two ranks that add an array."""
     try:
@@ -74,8 +81,10 @@ def mpi() -> Iterator[Finding]:
         return
     yield Finding("ok", f"mpi4py {importlib.metadata.version('mpi4py')} on {launcher.brand}, launcher {launcher.path}")
     if "SLURM_JOB_ID" in os.environ:
-        start = f"srun --mpi={SRUN[launcher.brand]} -n N python script.py"
-        yield Finding("ok", f"a Slurm job: start ranks with {start}, or with distopt run, on one host")
+        start = f"srun --mpi={MPI_OF_SRUN[launcher.brand]} -n N python script.py"
+        yield Finding(
+            "ok", f"a Slurm job: start ranks with {start} (--mpi=none with torch), or, on one host, distopt run"
+        )
     command = [*launcher.command(2), sys.executable, "-c", SELF_TEST]
     try:
         done = subprocess.run(
@@ -121,4 +130,4 @@ def machine() -> Iterator[Finding]:
         yield Finding("warn", text, f"when no job of yours is about to start: rm {segments.FOLDER}/{segments.PREFIX}*")
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (versions, host_library, mpi, gpus, nccls, trial, machine)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (versions, host_library, launch, mpi, gpus, nccls, trial, machine)

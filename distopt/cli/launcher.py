@@ -48,6 +48,7 @@ class Launcher(NamedTuple):
         )
         if sys.stderr.isatty():
             env["DISTOPT_TTY"] = "1"  # ranks write to pipes, but somebody is watching
+        env.pop("TORCHELASTIC_RUN_ID", None)  # a torchrun around this one has not started the ranks
         env.pop("PYTHONUNBUFFERED", None)  # it writes each argument of print apart, so that lines of ranks mix
         return env
 

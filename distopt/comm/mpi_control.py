@@ -23,7 +23,6 @@ from distopt.comm.mpi_start import (
     check_launcher,
     has_thread_multiple,
     is_running,
-    launched,
     mailboxes,
     mpi,
     start_watchdog,
@@ -43,7 +42,6 @@ __all__ = [
     "finish",
     "has_thread_multiple",
     "join",
-    "launched",
     "mpi",
     "world_comm",
 ]

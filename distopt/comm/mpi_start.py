@@ -14,8 +14,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from distopt.comm.launchers import MPI_OF_SRUN, SRUN, launched
 from distopt.kernels import signatures
 from distopt.resilience import job
 from distopt.resilience.abort import abort_on_exception, announce_exit, ending, wait_until_read
@@ -24,29 +25,8 @@ from distopt.resilience.report import waiting
 from distopt.resilience.timeouts import Limits, limits
 from distopt.resilience.watchdog import Mailbox, Watchdog, say
 
-
-class Launcher(NamedTuple):
-    """Environment variables of a launcher.
-
-    Attributes:
-        size: name of the variable with the number of ranks.
-        rank: name of the variable with this process's rank.
-        name: name of the launcher.
-    """
-
-    size: str
-    rank: str
-    name: str
-
-
-LAUNCHERS = (
-    Launcher("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "an Open MPI mpirun"),
-    Launcher("PMI_SIZE", "PMI_RANK", "an MPICH-like mpiexec"),
-    Launcher("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
-)
 # Kernel names of the processes that start ranks; a process with another parent was started by a rank, or by a script.
 STARTERS = ("hydra_pmi_proxy", "pmi_proxy", "prterun", "prted", "orted", "mpirun", "mpiexec", "slurmstepd")
-SRUN = {"MPICH": "pmi2", "Open MPI": "pmix"}  # option --mpi of srun for each MPI library
 LEVELS = ("single", "funneled", "serialized", "multiple")  # thread levels, in the order of MPI's constants
 LEAVING = 4711  # MPI tag of ranks that end before they have met the others
 TAG_SECONDS = 2.0  # for all ranks to send that tag
@@ -54,25 +34,6 @@ CONNECT = 1.0  # seconds for other ranks to connect to prterun, which hangs if i
 STUCK = 5.0  # seconds for Open MPI's launcher to end
 
 mailboxes: list[Mailbox] = []  # read by the watchdog
-
-
-def launched(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Return the world size that a launcher announced in the environment, and how it did; None without a launcher.
-
-    Example:
-        >>> launched({"PMI_SIZE": "2", "PMI_RANK": "0"})
-        (2, 'an MPICH-like mpiexec set PMI_SIZE=2')
-    """
-    for launcher in LAUNCHERS:
-        size = environ.get(launcher.size, "")
-        if size.isdigit():
-            return int(size), f"{launcher.name} set {launcher.size}={size}"
-    return None
-
-
-def _rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank, as the launcher announced it."""
-    return next(int(environ.get(known.rank, "0")) for known in LAUNCHERS if environ.get(known.size, "").isdigit())
 
 
 @functools.cache
@@ -88,8 +49,11 @@ def mpi() -> Any:
         if mpi4py.rc.initialize and "mpi4py.MPI" not in sys.modules:
             _start(mpi4py.rc)
         from mpi4py import MPI
-    except (ImportError, OSError) as error:
-        raise ImportError(f"MPI is not usable here ({error}): pip install 'distopt[mpi]'") from error
+    except (ImportError, OSError, RuntimeError) as error:  # mpi4py without a library of MPI raises the last one
+        raise ImportError(
+            f"MPI is not usable here ({error}): pip install 'distopt[mpi]', or 'distopt[torch]', with which ranks of "
+            "torchrun or srun need no MPI"
+        ) from error
     return MPI
 
 
@@ -112,17 +76,19 @@ def check_launcher(size: int, environ: Mapping[str, str] = os.environ) -> None:
     Raises:
         RuntimeError: the numbers differ.
     """
-    world = launched(environ)
-    if not world or world[0] == size:
+    launch = launched(environ)
+    if not launch or launch.size == size:
         return
     mismatch = (
-        f"the launcher started {world[0]} processes ({world[1]}), but the MPI library of mpi4py, {brand()}, sees {size}"
+        f"the launcher started {launch.size} processes ({launch.reason}), but the MPI library of mpi4py, {brand()}, "
+        f"sees {size}"
     )
-    if environ.get("SLURM_STEP_NUM_TASKS") == str(world[0]):
-        kind = SRUN["Open MPI" if brand().startswith("Open MPI") else "MPICH"]
+    if launch.by == SRUN.name:
+        kind = MPI_OF_SRUN["Open MPI" if brand().startswith("Open MPI") else "MPICH"]
         raise RuntimeError(
             f"{mismatch}: srun has not started them as ranks of this library, and every process would train alone. "
-            f"Start with: srun --mpi={kind} -n {world[0]} python script.py"
+            f"Start with: srun --mpi={kind} -n {launch.size} python script.py; or, without MPI: "
+            f"pip install 'distopt[torch]' && srun --mpi=none -n {launch.size} python script.py"
         )
     raise RuntimeError(
         f"{mismatch}: launcher and library are of different brands, and every process would train alone. "
@@ -174,11 +140,11 @@ def _end_mpi_at_exit(library: ctypes.CDLL) -> None:
 @contextlib.contextmanager
 def _limited_start() -> Iterator[None]:
     """Set a time limit for the start of MPI, if there are other ranks to wait for."""
-    started = launched()
-    if not started or started[0] == 1:
+    launch = launched()
+    if not launch or launch.size == 1:
         yield
         return
-    rank = _rank()
+    rank = launch.rank
     try:
         start_watchdog(rank)
     except RuntimeError:  # the interpreter is shutting down, and starts no thread any more
@@ -249,12 +215,12 @@ def _end_stuck_launcher() -> None:
 
 def guard_start() -> None:
     """Let a rank that fails before it has met the others end the job, from now on; they would wait for it."""
-    started = launched()
-    if not started or started[0] == 1 or not (job.is_rank() or _was_started_by_launcher()):
+    launch = launched()
+    if not launch or launch.size == 1 or not (job.is_rank() or _was_started_by_launcher()):
         return
-    abort_on_exception(_rank(), abort)
-    announce_exit(_rank())
-    if not job.is_rank():
+    abort_on_exception(launch.rank, abort)
+    announce_exit(launch.rank)
+    if not job.is_rank() and launch.pmi and importlib.util.find_spec("mpi4py"):
         atexit.register(_leave_before_start if "PMI_FD" in os.environ else _linger_before_start, os.getpid())
 
 

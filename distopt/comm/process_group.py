@@ -34,12 +34,13 @@ from distopt.comm.communicator import (
     sum_in_rank_order,
 )
 from distopt.comm.control import LEAVE, ControlChannel, PeerLeft, agreed
+from distopt.comm.launchers import LOOPBACK, Meeting, meeting
 from distopt.comm.outbox import Outboxes
 from distopt.comm.receive_buffer import ReceiveBuffer
 from distopt.comm.shared_memory import SharedMemory, peers_of
 from distopt.comm.sockets import watch
 from distopt.resilience.abort import abort_on_exception
-from distopt.resilience.operation_log import OperationLog, recorder
+from distopt.resilience.operation_log import MEETING, OperationLog, recorder
 
 FRAME = 32  # int64 numbers of a message of votes: a vote, the bytes of a text, and room for words of farewell
 LENGTH, WORDS = 9, 10
@@ -293,17 +294,62 @@ def _leave() -> None:
         control.end_leaving(works)
 
 
+def meet() -> None:
+    """Initialize the default process group, as the environment tells.  Collective.
+
+    torchrun has made a store.  In a Slurm step rank 0 listens for the others: if all are on one machine, on its
+    loopback interface alone, as gloo's sockets do then; else on all interfaces, as torch's store does everywhere.
+
+    Raises:
+        RuntimeError: the ranks of a Slurm step cannot meet.
+    """
+    at = meeting()
+    if at is None:
+        dist.init_process_group("gloo")
+        return
+    _join(at.rank)
+    with OperationLog(recorder, f"meetings of rank {at.rank}", [at.rank])(MEETING):
+        if at.host == LOOPBACK:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        try:
+            store = _store(at)
+        except (OSError, RuntimeError) as error:
+            raise RuntimeError(
+                f"rank {at.rank} of a Slurm step: ranks cannot meet at {at.host}, port {at.port} ({error}); export "
+                "MASTER_ADDR and MASTER_PORT before srun: the first host's name, and a port that is free there"
+            ) from None
+        dist.init_process_group("gloo", store=store, rank=at.rank, world_size=at.size)
+
+
+def _store(at: Meeting) -> Any:
+    """Return the store over which the ranks of a Slurm step learn each other's addresses.  Rank 0 has it.
+
+    Raises:
+        OSError: rank 0 cannot listen there, or there is no such host.
+        RuntimeError: rank 0 cannot listen there.
+    """
+    socket.getaddrinfo(at.host, at.port)  # torch's store would try again and again
+    listener = None
+    if at.rank == 0 and at.host == LOOPBACK:
+        listener = socket.create_server((LOOPBACK, at.port)).detach()
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        at.host, at.port, at.size, at.rank == 0, NO_LIMIT, wait_for_workers=False, master_listen_fd=listener
+    )
+    return dist.PrefixStore(at.name, store)  # type: ignore[attr-defined]  # should another step use the port
+
+
 class ProcessGroupCommunicator(Communicator):
     """Communicator of the ranks of torch's default process group, for numpy arrays, over gloo.
 
-    Making one is collective.  The process group is initialized if it is not yet, as ``torchrun`` and others tell in
-    the environment; its backend may be any.  With more than one rank, an uncaught exception ends this process from
+    Making one is collective.  The process group is initialized if it is not yet, as ``torchrun``, Slurm and others tell
+    in the environment; its backend may be any.  With more than one rank, an uncaught exception ends this process from
     then on; the launcher ends the others.
 
     Args:
         reason: why this transport was chosen, for ``repr``.
 
     Raises:
+        RuntimeError: rank 0 of a Slurm step cannot listen for the others.
         ValueError: on every rank alike, if ranks run different versions of distopt.
 
     Example:
@@ -322,7 +368,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def __init__(self, reason: str = ""):
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            meet()
         self._make(range(dist.get_world_size()), reason)
 
     def _make(self, ranks: Sequence[int], reason: str) -> None:

@@ -2,11 +2,10 @@
 
 import os
 import sys
-from collections.abc import Mapping
 
 from distopt import device as gpus
-from distopt.comm import mpi_control
 from distopt.comm.communicator import Communicator
+from distopt.comm.launchers import Process, transport
 from distopt.comm.local import LocalCommunicator
 from distopt.comm.mpi import MpiCommunicator
 from distopt.comm.nccl import NcclCommunicator
@@ -19,9 +18,10 @@ _worlds: dict[str, Communicator] = {}
 def world(device: str = "auto") -> Communicator:
     """Return the communicator of all ranks that the launcher started, the same object at every call.
 
-    Under ``mpirun``, ``srun`` or ``distopt run`` the ranks find each other by MPI; under ``torchrun``, and where
-    the script has initialized the process group of ``torch.distributed`` without a launcher of MPI, by gloo.  A
-    process without a launcher is one rank alone, and imports neither.  In a thread of ``run_ranks`` it is that
+    Under ``mpirun``, ``distopt run`` or ``srun --mpi=...`` the ranks find each other by MPI; under ``torchrun``, under
+    ``srun`` without PMI or without mpi4py, and where the script has initialized the process group of
+    ``torch.distributed`` without a launcher of MPI, by gloo.  A process without a launcher is one rank alone, and
+    imports neither.  In a thread of ``run_ranks`` it is that
     thread's communicator, for numpy arrays.  The ``repr`` of the communicator gives the reason for the choice.  The
     first call for a device is collective.
 
@@ -34,8 +34,8 @@ def world(device: str = "auto") -> Communicator:
 
     Raises:
         ImportError: there is a launcher but no mpi4py, or torchrun but no torch.
-        RuntimeError: launcher and MPI library do not belong together, or ``device`` is 'cuda' and there is no cupy,
-            driver, GPU or NCCL.
+        RuntimeError: launcher and MPI library do not belong together, ranks of ``srun`` cannot meet, or ``device`` is
+            'cuda' and there is no cupy, driver, GPU or NCCL.
         ValueError: ``device`` is none of these, two ranks are on one GPU, or ``device`` is 'cuda' in ``run_ranks``.
 
     Example:
@@ -56,35 +56,18 @@ def world(device: str = "auto") -> Communicator:
 
 
 def _pick(device: str) -> Communicator:
-    started, torch_ranks = mpi_control.launched(), torch_launched()
-    if torch_ranks and (
-        not started or "TORCHELASTIC_RUN_ID" in os.environ
-    ):  # Slurm starts torchrun, which starts ranks
-        return _pick_group(device, torch_ranks)
-    if started or "mpi4py.MPI" in sys.modules:
-        return _pick_wire(device, started[1] if started else "mpi4py.MPI was imported")
+    """Return the communicator over what the ranks meet."""
+    over, reason = transport(os.environ, Process.now())
+    if over == "gloo":
+        return _pick_group(device, reason)
+    if over == "MPI":
+        return _pick_wire(device, reason)
     missing = _lacks_gpu(device, alone=True)
     if device == "cuda" and missing:
         raise RuntimeError(f"device='cuda': {missing}")
     if missing:
-        return LocalCommunicator(reason=f"no MPI launcher; {missing}")
-    return LocalCommunicator(reason="no MPI launcher; GPU 0", gpu=gpus.current_gpu())
-
-
-def torch_launched(environ: Mapping[str, str] = os.environ) -> str:
-    """Return how this process became one of several ranks of ``torch.distributed``; '' if it is none.
-
-    Example:
-        >>> torch_launched({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "1"})
-        'torchrun set RANK=1, WORLD_SIZE=2'
-    """
-    torch_distributed = sys.modules.get("torch.distributed")
-    if torch_distributed and torch_distributed.is_available() and torch_distributed.is_initialized():
-        return "the process group was initialized"
-    size = environ.get("WORLD_SIZE", "")
-    if size.isdigit() and int(size) > 1 and "RANK" in environ and environ.keys() & {"LOCAL_RANK", "MASTER_ADDR"}:
-        return f"torchrun set RANK={environ['RANK']}, WORLD_SIZE={size}"
-    return ""
+        return LocalCommunicator(reason=f"{reason}; {missing}")
+    return LocalCommunicator(reason=f"{reason}; GPU 0", gpu=gpus.current_gpu())
 
 
 def _pick_group(device: str, started: str) -> Communicator:

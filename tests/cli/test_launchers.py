@@ -16,17 +16,11 @@ from distopt.cli import doctor, run, segments
 from distopt.cli.ends import Ends, exit_code
 from distopt.cli.launcher import Launcher
 from distopt.comm import mpi_start
-from distopt.comm.world import _pick_group, torch_launched
+from distopt.comm.world import _pick_group
 from distopt.resilience import abort as job_end
 from distopt.resilience import job, watchdog
 from distopt.resilience.operation_log import OperationLog, Recorder
 from distopt.resilience.timeouts import Limits
-
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-
-
-def test_ranks_of_torchrun_are_known():
-    assert torch_launched(TORCHRUN) == "torchrun set RANK=1, WORLD_SIZE=2"
 
 
 def test_torchrun_without_torch_is_refused(monkeypatch):
@@ -37,21 +31,13 @@ def test_torchrun_without_torch_is_refused(monkeypatch):
         _pick_group("cuda", "torchrun set RANK=1")
 
 
-@pytest.mark.parametrize("stale", [{"WORLD_SIZE": "1"}, {"RANK": ""}, {"WORLD_SIZE": "2", "RANK": None}, {}])
-def test_one_process_may_have_stale_launcher_variables(stale):
-    given = (TORCHRUN | stale) if stale else {}
-    environment = {name: value for name, value in given.items() if value is not None}
-    if stale == {"RANK": ""}:
-        environment = {"WORLD_SIZE": "8", "RANK": ""}  # of a batch system's own
-    assert torch_launched(environment) == ""
-
-
 @pytest.mark.parametrize(("library", "kind"), [("MPICH 5.0.2", "pmi2"), ("Open MPI 5.0.11", "pmix")])
 @pytest.mark.parametrize("told", [{}, {"PMI_SIZE": "2", "PMI_RANK": "0"}])
 def test_srun_without_the_right_mpi_option_is_refused(monkeypatch, library, kind, told):
     monkeypatch.setattr(mpi_start, "brand", lambda: library)
     environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"} | told
-    with pytest.raises(RuntimeError, match=f"{library}, sees 1: srun .*: srun --mpi={kind} -n 2 python script.py"):
+    text = f"{library}, sees 1: srun .*: srun --mpi={kind} -n 2 python script.py; or, .* srun --mpi=none"
+    with pytest.raises(RuntimeError, match=text):
         mpi_start.check_launcher(1, environment)
 
 

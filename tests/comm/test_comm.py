@@ -13,7 +13,6 @@ import tiers
 from distopt import run_ranks, world
 from distopt.comm import LocalCommunicator, Metered, MpiCommunicator, ThreadCommunicator
 from distopt.comm.control import PeerLeft
-from distopt.comm.mpi_control import launched
 from distopt.device import gpu_state
 from launch import finish, needs_mpi, run_mpi
 
@@ -158,7 +157,7 @@ def test_repr_names_the_transport_and_the_reason_for_it():
         return repr(comm)
 
     assert run_ranks(2, main)[1] == "<ThreadCommunicator, rank 1 of 2, numpy>"
-    assert repr(world()).startswith("<LocalCommunicator, rank 0 of 1, numpy: no MPI launcher; ")
+    assert repr(world()).startswith("<LocalCommunicator, rank 0 of 1, numpy: no launcher; ")
     assert issubclass(ThreadCommunicator, type(world()).__mro__[1])
     assert world() is world()
 
@@ -170,13 +169,6 @@ def test_world_refuses_what_is_not_there():
         with pytest.raises(RuntimeError, match=re.escape(f"device='cuda': {gpu_state()}")):
             world("cuda")
     assert "device='cpu'" in repr(world("cpu"))
-
-
-def test_launchers_are_known_by_their_variables():
-    assert launched({}) is None
-    assert launched({"PMI_SIZE": "4"}) == (4, "an MPICH-like mpiexec set PMI_SIZE=4")
-    assert launched({"OMPI_COMM_WORLD_SIZE": "2"})[0] == 2
-    assert launched({"SLURM_STEP_NUM_TASKS": "8"})[1] == "srun set SLURM_STEP_NUM_TASKS=8"
 
 
 @needs_mpi

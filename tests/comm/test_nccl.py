@@ -25,11 +25,11 @@ from distopt.comm import (
     Metered,
     NcclCommunicator,
     Ordered,
-    mpi_control,
     nccl_library,
     nccl_unique_id,
 )
 from distopt.comm.control import PeerLeft
+from distopt.comm.launchers import Transport
 from distopt.comm.nccl import end_all
 from doubles import gpu, nccl, nccl_buffers, shim
 from launch import finish, needs_mpi, run_mpi
@@ -791,23 +791,22 @@ def test_world_under_a_launcher_is_made_for_every_device(tmp_path):
 @pytest.fixture
 def fresh_world(monkeypatch):
     monkeypatch.setattr(sys.modules["distopt.comm.world"], "_worlds", {})
-    monkeypatch.setattr(mpi_control, "launched", lambda: None)
-    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    monkeypatch.setattr(sys.modules["distopt.comm.world"], "transport", lambda *_: Transport("", "no launcher"))
     return monkeypatch
 
 
 def test_a_world_of_one_rank_takes_the_gpu_if_asked_or_on_auto(fresh_world):
     for asked in ("cuda", "auto"):
         comm = world(asked)
-        assert repr(comm) == "<LocalCommunicator, rank 0 of 1, cupy: no MPI launcher; GPU 0>"
+        assert repr(comm) == "<LocalCommunicator, rank 0 of 1, cupy: no launcher; GPU 0>"
         assert world(asked) is comm
-    assert repr(world("cpu")) == "<LocalCommunicator, rank 0 of 1, numpy: no MPI launcher; device='cpu'>"
+    assert repr(world("cpu")) == "<LocalCommunicator, rank 0 of 1, numpy: no launcher; device='cpu'>"
 
 
 def test_auto_takes_a_gpu_only_for_a_script_that_uses_cupy(fresh_world):
     fresh_world.delitem(sys.modules, "cupy")
     assert repr(world("auto")) == (
-        "<LocalCommunicator, rank 0 of 1, numpy: no MPI launcher; the script has not imported cupy>"
+        "<LocalCommunicator, rank 0 of 1, numpy: no launcher; the script has not imported cupy>"
     )
 
 
@@ -815,7 +814,7 @@ def test_a_world_without_a_gpu_refuses_cuda_and_takes_the_host_on_auto(fresh_wor
     fresh_world.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 0)
     with pytest.raises(RuntimeError, match="device='cuda': the CUDA driver sees no GPU: check CUDA_VISIBLE_DEVICES"):
         world("cuda")
-    assert "numpy: no MPI launcher; the CUDA driver sees no GPU" in repr(world("auto"))
+    assert "numpy: no launcher; the CUDA driver sees no GPU" in repr(world("auto"))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Ranks of torch's process group, which real torchrun starts: the checks of all communicators, steps, and ends."""
+"""Ranks of torch's process group, which torchrun or srun starts: the checks of all communicators, steps, and ends."""
 
 import re
+import socket
 import sys
 import textwrap
+from pathlib import Path
 
 import comm_checks
 import numpy as np
@@ -69,15 +71,19 @@ for _ in range(3):
 """
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+STEP = (sys.executable, Path(__file__).with_name("step_launch.py"))  # as srun --mpi=none
+
+
 @pytest.fixture
 def run(tmp_path):
     """Start a script by torchrun; (exit code, output)."""
 
-    def run(text, ranks=2, timeout=90, head=HEAD, **environment):
+    def run(text, ranks=2, timeout=90, head=HEAD, launcher=TORCHRUN, **environment):
         script = tmp_path / "script.py"
         script.write_text(head + textwrap.dedent(text))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        return launch.finish([*command, str(script)], timeout, env={"OMP_NUM_THREADS": "1"} | environment)
+        command = [*launcher, str(ranks)] + [sys.executable] * (launcher is STEP) + [script]
+        return launch.finish(list(map(str, command)), timeout, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"} | environment)
 
     return run
 
@@ -143,4 +149,156 @@ import torch.distributed as dist, numpy as np, distopt
 dist.init_process_group("gloo")
 """
     code, output = run("print(distopt.world().size)\ndist.destroy_process_group()", head=head)
-    assert (code, output.split()) == (0, ["2", "2"]), output
+    assert (code, "".join(output.split())) == (0, "22"), output  # lines of ranks may mix
+
+
+def test_a_process_group_that_all_have_destroyed_is_named(run):
+    end = """
+        import torch.distributed as dist
+        dist.destroy_process_group()
+        try:
+            step()
+        except RuntimeError as error:
+            print(error)
+        """
+    code, output = run(end)
+    assert code == 0, output
+    assert output.count("the process group of torch.distributed was destroyed, and ranks cannot exchange") == 2, output
+
+
+def test_one_process_of_torchrun_is_one_rank_alone(run):
+    code, output = run("print(distopt.world())", ranks=1)
+    assert code == 0, output
+    assert "<LocalCommunicator, rank 0 of 1, numpy: torchrun started one process; " in output
+
+
+def test_forked_children_are_no_ranks(run):
+    """A child that ends, and workers that load data; the ranks go on."""
+    code, output = run(
+        """
+        child = os.fork()
+        if child == 0:
+            sys.exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        from torch.utils.data import DataLoader
+        for batch in DataLoader(range(6), 2, num_workers=1, multiprocessing_context="fork"):
+            step(float(batch.sum()))
+        assert p.data[0] == -3 - 15
+        """
+    )
+    assert (code, output) == (0, "")
+
+
+# -------------------------------------------------------------------------------------------------- srun without PMI
+
+LISTENS = """
+def listens():
+    \"\"\"The addresses, in hexadecimal, on which this process listens.\"\"\"
+    files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    mine = {os.readlink(file) for file in files if os.path.lexists(file)}
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/self/net/{kind}")]
+    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in mine}
+"""
+
+
+def test_ranks_of_srun_without_pmi_meet_on_the_loopback_interface(run):
+    text = """
+        print(distopt.world(), distopt.world("cpu").size)
+        assert p.data[0] == -3
+        assert listens() == {"0100007F"}, listens()
+        """
+    code, output = run(text, 3, head=HEAD + LISTENS, launcher=STEP)
+    assert code == 0, output
+    for rank in range(3):
+        assert f"<ProcessGroupCommunicator, rank {rank} of 3, numpy: torch " in output
+    assert output.count("gloo; srun without PMI set SLURM_STEP_NUM_TASKS=3; one host, memory shared> 3") == 3, output
+
+
+OWN = {
+    "of its own store": (
+        "dist.init_process_group('gloo', init_method=f'file://{sys.argv[0]}.store', rank=rank, world_size=2)"
+    ),
+    "from variables": (
+        "os.environ |= {'RANK': str(rank), 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': sys.argv[1]}\n"
+        "dist.init_process_group('gloo')"
+    ),
+}
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("how", OWN)
+def test_a_process_group_of_ones_own_is_used_in_a_step(how, run):
+    head = f"""
+import os, sys
+import torch.distributed as dist, numpy as np, distopt
+sys.argv[1:] = ["{free_port()}"]
+rank = int(os.environ["SLURM_PROCID"])
+{OWN[how]}
+own = dist.group.WORLD
+"""
+    text = """
+        x = np.ones(4, np.float32)
+        distopt.world().all_reduce(x)
+        assert x[0] == 2 and dist.group.WORLD is own
+        dist.destroy_process_group()
+        """
+    assert run(text, head=head, launcher=STEP) == (0, "")
+
+
+def test_variables_of_a_batch_script_are_taken_in_a_step(run):
+    """As many scripts for torch export them; RANK is the rank of Slurm's task."""
+    head = "import os; os.environ['RANK'] = os.environ['SLURM_PROCID']\n" + HEAD
+    exported = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    assert run("assert p.data[0] == -3 and opt.world_size == 2", head=head, launcher=STEP, **exported) == (0, "")
+
+
+def test_a_rank_that_fails_in_a_step_is_named(run):
+    code, output = run("if rank == 1: 1 / 0\nstep()\nprint('went on')", launcher=STEP)
+    assert code != 0
+    assert "ZeroDivisionError" in output
+    assert "went on" not in output
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_without_limit(run):
+    head = "import os, time\nif os.environ['SLURM_PROCID'] == '0': time.sleep(60)\n" + HEAD
+    code, output = run("", head=head, launcher=STEP, DISTOPT_TIMEOUT="4")
+    assert code == 75, output
+    assert "rank 1 waits since" in output
+    assert "the first meeting of a communicator's ranks" in output
+
+
+def test_a_port_that_is_taken_is_named(run):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        code, output = run("", launcher=STEP, MASTER_PORT=port)
+    assert code != 0
+    assert f"rank 0 of a Slurm step: ranks cannot meet at 127.0.0.1, port {port} (" in output
+    assert "export MASTER_ADDR and MASTER_PORT before srun" in output
+
+
+def test_a_step_without_torch_says_what_to_do(run):
+    head = "import sys; sys.modules['torch'] = None; sys.modules['mpi4py'] = None\n" + HEAD
+    code, output = run("", head=head, launcher=STEP)
+    assert code != 0
+    assert "pip install 'distopt[mpi]', or 'distopt[torch]', with which ranks of torchrun or srun" in output
+
+
+@pytest.mark.mpi
+def test_a_step_without_torch_that_mpi_cannot_serve_is_refused(run):
+    code, output = run("", head="import sys; sys.modules['torch'] = None\n" + HEAD, launcher=STEP)
+    assert code != 0
+    assert "(srun without PMI set SLURM_STEP_NUM_TASKS=2), but the MPI library of mpi4py, " in output
+    assert "and every process would train alone. Start with: srun --mpi=pm" in output
+
+
+def test_ranks_of_torchrun_in_a_step_are_torchruns(run, tmp_path):
+    """Each task of the step is a torchrun, as one on each node."""
+    (tmp_path / "inner.py").write_text(HEAD + "print(distopt.world())\nassert p.data[0] == -3")
+    inner = [*TORCHRUN, "2", str(tmp_path / "inner.py")]
+    code, output = run(f"import subprocess\nsubprocess.run({inner}, check=True)", head="", launcher=STEP)
+    assert code == 0, output
+    assert output.count("gloo; torchrun set RANK=") == 4, output
