@@ -1,32 +1,38 @@
-"""PyTorch: python -m benchmarks.torch_ddp [--ranks 2] [--launcher torchrun] [--save], and two other tables:
+"""A step in PyTorch beside DistributedDataParallel: python -m benchmarks.torch_ddp [--ranks 2] [--launcher torchrun]
 
-    --end-to-end   steps a second of a small CNN and a ResNet-18 on random images
-    --link 1gbit   exchange and update of ResNet-50 between two hosts (benchmarks/namespaces.py: needs root)
+    [--save]              exchange and update of ResNet-50's 161 tensors
+    --end-to-end [--save] a small CNN and a ResNet-18 that compute, on random images
+    --link 1gbit [--save] exchange and update of ResNet-50 between two hosts (benchmarks/namespaces.py: needs root)
 
-The anchor is torch's DistributedDataParallel with gradients as views of its buckets and a fused optimizer.  It and all
-cases of distopt are in the same processes, one thread each, and take turns.  The first table is a step of ResNet-50's
-161 tensors whose gradients are there already: a backward has but to clone them into fresh memory, and its time is taken
-off; so is, for what an exchange takes, that of torch's update.  Under torchrun distopt has torch's process group, under
-mpirun MPI, while DDP has gloo in both.
+The anchor is DDP with gradients as views of its buckets, and torch's fused optimizer.  It and all cases of distopt are
+in the same processes, of one thread each, and take turns.  ResNet-50's gradients are there already: its backward clones
+them into fresh memory, and its time is taken off; so is, from what an exchange takes, that of torch's update.  Under
+torchrun distopt has torch's process group, under mpirun it has MPI; DDP has gloo in both.
 """
 
 import argparse
 import gc
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 import torch.distributed
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import distopt
 import distopt.torch as dt
 from benchmarks import ddp
-from benchmarks.measure import MALLOC, Times, interleaved, report, table, versions
+from benchmarks.measure import MALLOC, interleaved, report, table, versions
 from benchmarks.models import MODELS
+from benchmarks.namespaces import ADDRESSES, INTERFACE, missing, two_hosts
+from benchmarks.torch_models import loss_on_random_images, resnet18, small_cnn
 from distopt.cli.launcher import find_launcher
+from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, Int8, Packed, TopK
 
 RULES = {
     "SGD": {"lr": 1e-6, "momentum": 0.9, "weight_decay": 1e-4},
@@ -34,34 +40,21 @@ RULES = {
 }
 DDP, SYNCHRONIZE, COMPRESS = "torch DDP + fused", "dt.synchronize + fused", "dt.compress(ddp) + fused"
 FUSED, WRAPPED = "DistOpt(distopt.optim, params=model)", "DistOpt(torch.optim, fused)"
-BACKWARD, ALONE = "backward", "backward + fused"
-STEP, EXCHANGE = {FUSED: 1 / 2.5}, {SYNCHRONIZE: 1 / 2}  # at most so much of DDP's time
-LAUNCHERS = ("torchrun", "mpirun")
+BACKWARD, ALONE = "backward", "backward + fused, nothing exchanged"
+STEP, EXCHANGE = {FUSED: 1 / 2.5}, {SYNCHRONIZE: 1 / 2}  # of DDP's time, at most
+NEVER_SLOWER = {SYNCHRONIZE: 1, FUSED: 1}
+PORT = 29500
 
 
-# -- models
+# -- steps of a model, of which ``loss`` runs the forward
 
 
-def ready(gradients):
-    """A model with the shapes of ResNet-50, whose backward clones these gradients."""
-    return ddp.Model([g.shape for g in gradients], lambda: [g.clone() for g in gradients])
+def fused(model, rule="SGD", **changed):
+    return getattr(torch.optim, rule)(model.parameters(), fused=True, **(RULES[rule] | changed))
 
 
-def resnet50_gradients():
-    """Gradients that differ per rank and tensor, in forward order."""
-    generator = torch.Generator().manual_seed(distopt.world().rank)
-    return [torch.randn(shape, generator=generator) * 1e-3 for _, shape in MODELS["resnet50"]()]
-
-
-# -- steps: each function makes one of a model; ``loss`` runs its forward
-
-
-def fused(name, model):
-    return getattr(torch.optim, name)(model.parameters(), fused=True, **RULES[name])
-
-
-def stepping(model, optimizer, loss):
-    """The loop of a script."""
+def step_of(model, optimizer, loss):
+    """What a script does in its loop."""
 
     def step():
         optimizer.zero_grad()
@@ -69,48 +62,6 @@ def stepping(model, optimizer, loss):
         optimizer.step()
 
     return step
-
-
-def alone(name, model, loss):
-    return stepping(model, fused(name, model), loss)
-
-
-def in_ddp(name, model, loss):
-    model = ddp.distributed(model)
-    return stepping(model, fused(name, model), loss)
-
-
-def synchronized(name, model, loss):
-    dt.synchronize(model)
-    return stepping(model, fused(name, model), loss)
-
-
-def compressed(name, model, loss):
-    model = ddp.distributed(model)
-    dt.compress(model)
-    return stepping(model, fused(name, model), loss)
-
-
-def fused_by_distopt(name, model, loss):
-    opt = distopt.DistOpt(getattr(distopt.optim, name)(**RULES[name]), params=model)
-    return lambda: opt(loss(model))
-
-
-def wrapped(name, model, loss):
-    opt = distopt.DistOpt(fused(name, model))
-    return lambda: opt(loss(model))
-
-
-CASES = {
-    DDP: in_ddp,
-    SYNCHRONIZE: synchronized,
-    COMPRESS: compressed,
-    FUSED: fused_by_distopt,
-    WRAPPED: wrapped,
-}
-
-
-# -- tables
 
 
 def backward(model, loss):
@@ -121,39 +72,162 @@ def backward(model, loss):
     return step
 
 
-def less(times: Times, taken_off: list[float]) -> Times:
-    """Times, round by round, without those of a part that all of them have."""
-    return {name: [a - b for a, b in zip(seconds, taken_off, strict=True)] for name, seconds in times.items()}
+def alone(model, loss, rule):
+    return step_of(model, fused(model, rule), loss)
+
+
+def in_ddp(model, loss, rule):
+    model = ddp.distributed(model)
+    return step_of(model, fused(model, rule), loss)
+
+
+def synchronized(model, loss, rule):
+    dt.synchronize(model)
+    return step_of(model, fused(model, rule), loss)
+
+
+def compressed(model, loss, rule):
+    model = ddp.distributed(model)
+    dt.compress(model)
+    return step_of(model, fused(model, rule), loss)
+
+
+def fused_by_distopt(model, loss, rule):
+    opt = distopt.DistOpt(getattr(distopt.optim, rule)(**RULES[rule]), params=model)
+    return lambda: opt(loss(model))
+
+
+def wrapped(model, loss, rule):
+    opt = distopt.DistOpt(fused(model, rule))
+    return lambda: opt(loss(model))
+
+
+CASES = {
+    DDP: in_ddp,
+    SYNCHRONIZE: synchronized,
+    COMPRESS: compressed,
+    FUSED: fused_by_distopt,
+    WRAPPED: wrapped,
+    ALONE: alone,
+}
+
+
+# -- steps between hosts
+
+
+def hooked(hook=None, state=None, **options):
+    """A case of DDP with a hook of torch's."""
+
+    def make(model, loss):
+        model = ddp.distributed(model, **options)
+        if hook:
+            model.register_comm_hook(state, hook)
+        return step_of(model, fused(model), loss)
+
+    return make
+
+
+def power_sgd():
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    # with more buckets its collectives start in different orders on the ranks, and gloo aborts
+    return hooked(powerSGD_hook.powerSGD_hook, state, bucket_cap_mb=4096)
+
+
+def sending(compressor=None, momentum=0.9):
+    """A case of ``dt.synchronize``; ``momentum`` is that of the optimizer."""
+
+    def make(model, loss):
+        optimizer = fused(model, momentum=momentum)
+        dt.synchronize(model, compressor, optimizer=optimizer)
+        return step_of(model, optimizer, loss)
+
+    return make
+
+
+def between_hosts():
+    """Families of cases, {name: what makes a step}, whose first one is the anchor."""
+    dense = {
+        DDP: hooked(),
+        "torch DDP, fp16": hooked(default_hooks.fp16_compress_hook),
+        "torch DDP, PowerSGD rank 1": power_sgd(),
+        "dt.synchronize, dense": sending(),
+        "dt.synchronize, half": sending(Half()),
+    }
+    sparse = DeepGradientCompression(Packed(TopK(0.001)), momentum=0.9)
+    compressed = {
+        DDP: hooked(),
+        "dt.synchronize, int8": sending(ErrorFeedback(Int8())),
+        "dt.synchronize, packed top-K 0.1 %": sending(ErrorFeedback(Packed(TopK(0.001)))),
+        "dt.synchronize, DGC 0.1 %": sending(sparse, momentum=0.0),
+    }
+    return [dense, compressed]
+
+
+# -- tables
+
+
+def resnet50():
+    """A function that makes a model with the shapes of ResNet-50, whose backward clones gradients of this rank's."""
+    generator = torch.Generator().manual_seed(distopt.world().rank)
+    gradients = [torch.randn(shape, generator=generator) * 1e-3 for _, shape in MODELS["resnet50"]()]
+    return lambda: ddp.Model([g.shape for g in gradients], lambda: [g.clone() for g in gradients])
+
+
+def forward(model):
+    return model()
 
 
 def take_turns(cases, rounds, calls):
-    """The seconds of the slowest rank."""
+    """The seconds of the slowest rank, round by round."""
     world = distopt.world()
 
     def slowest(seconds):
         return max(float(x[0]) for x in world.all_gather(np.array([seconds])))
 
-    return interleaved(cases, rounds, calls, world.barrier, slowest, uncounted=2)
+    times = interleaved(cases, rounds, calls, world.barrier, slowest, uncounted=2)
+    cases.clear()
+    gc.collect()  # one table's memory is the next one's
+    return times
 
 
-def exchange_and_update(given):
-    """Tables of a step of ResNet-50 whose gradients are there."""
-    gradients, world = resnet50_gradients(), distopt.world()
-    for name in RULES:
-        cases = {case: make(name, ready(gradients), lambda model: model()) for case, make in CASES.items()}
-        cases[BACKWARD] = backward(ready(gradients), lambda model: model())
-        cases[ALONE] = alone(name, ready(gradients), lambda model: model())
-        times = take_turns(cases, given.rounds, 3)
-        del cases
-        gc.collect()
+def less(times, taken_off):
+    """Times, round by round, without those of a part that all of them have."""
+    return {name: [a - b for a, b in zip(seconds, taken_off, strict=True)] for name, seconds in times.items()}
+
+
+def exchange_and_update(given, title):
+    make_model = resnet50()
+    for rule in RULES:
+        cases = {name: make(make_model(), forward, rule) for name, make in CASES.items()}
+        times = take_turns(cases | {BACKWARD: backward(make_model(), forward)}, given.rounds, 3)
         without, updated = times.pop(BACKWARD), times.pop(ALONE)
-        title = f"resnet50, {name}, {world.size} ranks, {given.launcher}"
-        yield table(f"{title}: exchange and update, the backward taken off", less(times, without), DDP, STEP)
-        times.pop(FUSED)
-        yield table(f"{title}: exchange, torch's update taken off too", less(times, updated), DDP, EXCHANGE)
+        yield table(f"resnet50, {rule}, {title}: exchange and update, the backward taken off", less(times, without), DDP, STEP)
+        del times[FUSED]
+        yield table(f"resnet50, {rule}, {title}: exchange, torch's update taken off too", less(times, updated), DDP, EXCHANGE)
 
 
-# -- launching
+def end_to_end(given, title):
+    rank = distopt.world().rank
+    for name, make_model, shape, calls in [
+        ("small CNN, 64 images of 8 x 8", small_cnn, (64, 1, 8, 8), 50),
+        ("ResNet-18, 8 images of 32 x 32", resnet18, (8, 3, 32, 32), 2),
+    ]:
+        loss = loss_on_random_images(shape, rank)
+        times = take_turns({case: make(make_model(), loss, "SGD") for case, make in CASES.items()}, given.rounds, calls)
+        yield table(f"{name} a rank, SGD, {title}: whole steps", times, DDP, NEVER_SLOWER)
+        yield "\n".join(f"  {case:44} {1 / statistics.median(s):9.2f} steps a second" for case, s in times.items())
+
+
+def over_a_link(given, title):
+    make_model = resnet50()
+    for family in between_hosts():
+        cases = {name: make(make_model(), forward) for name, make in family.items()}
+        times = take_turns(cases | {BACKWARD: backward(make_model(), forward)}, given.rounds, 1)
+        times = less(times, times.pop(BACKWARD))
+        yield table(f"resnet50, SGD, {title}: exchange and update, the backward taken off", times, DDP)
+
+
+# -- ranks
 
 
 def work(given):
@@ -161,49 +235,73 @@ def work(given):
     torch.set_num_threads(1)
     start_gloo()
     world = distopt.world()
-    tables = list(exchange_and_update(given))
+    kind = "link" if given.link else f"{'end_to_end-' * given.end_to_end}{given.launcher}"
+    make = over_a_link if given.link else end_to_end if given.end_to_end else exchange_and_update
+    tables = list(make(given, f"{world.size} ranks, {f'two hosts, {given.link}' if given.link else given.launcher}"))
     if world.rank == 0:
-        name = f"torch_ddp-{given.launcher}-{world.size}"
-        report(name, "\n\n".join([f"{versions('numpy', 'mpi4py', 'torch')}\n{world!r}", *tables]), given.save)
+        text = "\n\n".join([f"{versions('numpy', 'mpi4py', 'torch')}\n{world.reason}", *tables])
+        report(f"torch_ddp-{kind}-{world.size}", text, given.save)
+    world.barrier()
     torch.distributed.destroy_process_group()
 
 
 def start_gloo():
-    """Make the process group of DDP: as torchrun tells, or by a file where MPI started the ranks."""
-    if os.environ.get("TORCHELASTIC_RUN_ID"):
+    """Make the process group of DDP: as the environment tells, or by a file where MPI has started the ranks."""
+    if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
         return
-    world = distopt.world()  # before the group is there: it is MPI's
+    world = distopt.world()  # before there is a group: it is MPI's
     folder = world.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else None)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=world.rank, world_size=world.size
-    )
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=world.rank, world_size=world.size)
 
 
-def launched(given):
-    """Run this in ranks."""
-    script = ["-m", "benchmarks.torch_ddp", *sys.argv[1:]]
+SCRIPT = ["-m", "benchmarks.torch_ddp"]
+ONE_THREAD = MALLOC | {"OMP_NUM_THREADS": "1"}
+
+
+def launch(given):
+    """Start the ranks on this machine; return their exit status."""
     if given.launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.ranks)]
-        env = os.environ
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.ranks)]
+        command, env = [sys.executable, *torchrun], os.environ
     else:
         launcher = find_launcher()
         command = [*(flag for flag in launcher.command(given.ranks) if flag != "-l"), sys.executable]
         env = launcher.environment(given.ranks)
-    return subprocess.run([*command, *script], env=env | MALLOC | {"OMP_NUM_THREADS": "1"}).returncode
+    return subprocess.run([*command, *SCRIPT, *sys.argv[1:]], env=env | ONE_THREAD).returncode
+
+
+def launch_on_two_hosts(given):
+    """Start half of the ranks on each of two hosts, without a launcher; return the worst exit status."""
+    reason = missing()
+    if reason:
+        print(f"benchmarks.torch_ddp: {reason}", file=sys.stderr)
+        return 2
+    with two_hosts(given.link) as hosts, ExitStack() as stack:
+        meeting = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
+        ranks = []
+        for rank in range(given.ranks):
+            host, local = divmod(rank, given.ranks // 2)
+            who = {"RANK": str(rank), "WORLD_SIZE": str(given.ranks), "LOCAL_RANK": str(local)}
+            command = hosts.on(host, [sys.executable, *SCRIPT, *sys.argv[1:]])
+            ranks.append(stack.enter_context(subprocess.Popen(command, env=os.environ | ONE_THREAD | meeting | who)))
+        return max(abs(rank.wait()) for rank in ranks)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun")
+    parser.add_argument("--launcher", choices=("torchrun", "mpirun"), default="torchrun")
+    parser.add_argument("--end-to-end", action="store_true", help="models that compute")
+    parser.add_argument("--link", metavar="RATE", help="two hosts, and what the cable between them carries: 1gbit")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
     given = parser.parse_args()
-    if os.environ.get("DISTOPT_RUN") or os.environ.get("TORCHELASTIC_RUN_ID"):
+    if os.environ.keys() & {"DISTOPT_RUN", "RANK"}:
         work(given)
         return 0
-    return launched(given)
+    return launch_on_two_hosts(given) if given.link else launch(given)
 
 
 if __name__ == "__main__":
