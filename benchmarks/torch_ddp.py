@@ -178,7 +178,7 @@ def forward(model):
 
 
 def take_turns(cases, rounds, calls):
-    """The seconds of the slowest rank, round by round."""
+    """The seconds of the slowest rank, round by round; then the cases are gone, and their memory is free."""
     world = distopt.world()
 
     def slowest(seconds):
@@ -186,7 +186,7 @@ def take_turns(cases, rounds, calls):
 
     times = interleaved(cases, rounds, calls, world.barrier, slowest, uncounted=2)
     cases.clear()
-    gc.collect()  # one table's memory is the next one's
+    gc.collect()
     return times
 
 
@@ -195,18 +195,19 @@ def less(times, taken_off):
     return {name: [a - b for a, b in zip(seconds, taken_off, strict=True)] for name, seconds in times.items()}
 
 
-def exchange_and_update(given, title):
+def exchange_and_update(given, ranks):
     make_model = resnet50()
     for rule in RULES:
         cases = {name: make(make_model(), forward, rule) for name, make in CASES.items()}
-        times = take_turns(cases | {BACKWARD: backward(make_model(), forward)}, given.rounds, 3)
-        without, updated = times.pop(BACKWARD), times.pop(ALONE)
-        yield table(f"resnet50, {rule}, {title}: exchange and update, the backward taken off", less(times, without), DDP, STEP)
+        cases[BACKWARD] = backward(make_model(), forward)
+        times = take_turns(cases, given.rounds, 3)
+        without, updated, title = times.pop(BACKWARD), times.pop(ALONE), f"resnet50, {rule}, {ranks}"
+        yield table(f"{title}: exchange and update, the backward taken off", less(times, without), DDP, STEP)
         del times[FUSED]
-        yield table(f"resnet50, {rule}, {title}: exchange, torch's update taken off too", less(times, updated), DDP, EXCHANGE)
+        yield table(f"{title}: exchange, torch's update taken off too", less(times, updated), DDP, EXCHANGE)
 
 
-def end_to_end(given, title):
+def end_to_end(given, ranks):
     rank = distopt.world().rank
     for name, make_model, shape, calls in [
         ("small CNN, 64 images of 8 x 8", small_cnn, (64, 1, 8, 8), 50),
@@ -214,17 +215,18 @@ def end_to_end(given, title):
     ]:
         loss = loss_on_random_images(shape, rank)
         times = take_turns({case: make(make_model(), loss, "SGD") for case, make in CASES.items()}, given.rounds, calls)
-        yield table(f"{name} a rank, SGD, {title}: whole steps", times, DDP, NEVER_SLOWER)
+        yield table(f"{name} a rank, SGD, {ranks}: whole steps", times, DDP, NEVER_SLOWER)
         yield "\n".join(f"  {case:44} {1 / statistics.median(s):9.2f} steps a second" for case, s in times.items())
 
 
-def over_a_link(given, title):
+def over_a_link(given, ranks):
     make_model = resnet50()
     for family in between_hosts():
         cases = {name: make(make_model(), forward) for name, make in family.items()}
-        times = take_turns(cases | {BACKWARD: backward(make_model(), forward)}, given.rounds, 1)
+        cases[BACKWARD] = backward(make_model(), forward)
+        times = take_turns(cases, given.rounds, 1)
         times = less(times, times.pop(BACKWARD))
-        yield table(f"resnet50, SGD, {title}: exchange and update, the backward taken off", times, DDP)
+        yield table(f"resnet50, SGD, {ranks}: exchange and update, the backward taken off", times, DDP)
 
 
 # -- ranks

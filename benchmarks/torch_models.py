@@ -1,5 +1,7 @@
 """Models in PyTorch for comparisons end to end: a small CNN and a ResNet-18."""
 
+import itertools
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -37,7 +39,7 @@ class Residual(nn.Module):
 def resnet18():
     """ResNet-18 for images of 3 x 32 x 32: its stem is one convolution; 11.2 million parameters."""
     widths, layers = (64, 64, 128, 256, 512), [*normalized(3, 64), nn.ReLU()]
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [Residual(inputs, outputs, outputs // inputs), Residual(outputs, outputs, 1)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, CLASSES))
 
