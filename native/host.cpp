@@ -1,8 +1,12 @@
 // What only a host library has: the sources and the SIMD level that it was built from, the level of this CPU, a reader
 // of numpy's arrays, the end of MPI, and rounds of ranks that share memory.
-#include <sched.h>
+#include <limits.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -100,22 +104,32 @@ extern "C" void end_mpi() {
   mpi_finalize();
 }
 
-// The rounds of a board (distopt/comm/board.py), which ranks of one machine count in memory that they share.
+// The rounds of a board (distopt/comm/board.py), which ranks of one machine count in memory that they share.  Waiters
+// sleep on the lower half of a count.
+static int *lower_half(const long long *count) {
+  return (int *)count + (__BYTE_ORDER__ == __ORDER_BIG_ENDIAN__);
+}
 
-extern "C" void begin_round(long long *mine, long long round) { __atomic_store_n(mine, round, __ATOMIC_RELEASE); }
+extern "C" void begin_round(long long *mine, long long round) {
+  __atomic_store_n(mine, round, __ATOMIC_SEQ_CST);
+#if defined(__linux__)
+  syscall(SYS_futex, lower_half(mine), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#endif
+}
 
-// The first of `count` ranks that has not begun `round` after `patience` nanoseconds, or `count`.  Spins, for ranks that
-// come within microseconds; then lets others have the core; then sleeps.
+// The first of `count` ranks that has not begun `round` after `patience` nanoseconds, or `count`.  Spins at first, for
+// ranks that come within microseconds.
 extern "C" long long first_late(long long count, const long long *const *rounds, long long round, long long patience) {
-  const long long spin = 50000, yield = 1000000, nap = 50000;  // nanoseconds
+  const long long spin = 50000;  // nanoseconds
   const auto now = [] {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000000LL + t.tv_nsec;
   };
   const long long begun = now();
-  for (long long k = 0, looks = 0;; ++looks) {
-    while (k < count && __atomic_load_n(rounds[k], __ATOMIC_ACQUIRE) >= round) ++k;
+  for (long long k = 0, looks = 1;; ++looks) {
+    long long seen = round;
+    while (k < count && (seen = __atomic_load_n(rounds[k], __ATOMIC_ACQUIRE)) >= round) ++k;
     if (k == count) return count;
     if (looks % 32) {
 #if defined(__x86_64__)
@@ -126,12 +140,14 @@ extern "C" long long first_late(long long count, const long long *const *rounds,
     const long long waited = now() - begun;
     if (waited >= patience) return k;
     if (waited < spin) continue;
-    looks = -1;
-    if (waited < yield) {
-      sched_yield();
-    } else {
-      const timespec t = {0, nap};
-      nanosleep(&t, nullptr);
-    }
+    looks = -1;  // look at the clock each time from now on
+    const long long left = patience - waited;
+    const timespec nap = {left / 1000000000, left % 1000000000};
+#if defined(__linux__)
+    syscall(SYS_futex, lower_half(rounds[k]), FUTEX_WAIT, (int)seen, &nap, nullptr, 0);
+#else
+    const timespec moment = {0, 50000};
+    nanosleep(&moment, nullptr);
+#endif
   }
 }

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,39 +21,53 @@ from distopt.engine.facade import Checkpointed
 from distopt.engine.nonfinite import Policy
 from distopt.engine.spec import Options, StepSpec
 from distopt.engine.torch_model import TorchModel
-from distopt.optim.adapters.torch_optim import momentum_of
+from distopt.optim.adapters.torch_optim import TorchAdapter
 from distopt.torch.state import as_arrays, as_tensors, mean_over_ranks
 
 OF_RANK = {"rank", "ranks", "state"}  # the entries of a state_dict
 
 
-class ScriptsOptimizer:
-    """In the place of an optimizer: the script's own, which updates the parameters when the script says so.
+class ScriptsOptimizer(TorchAdapter):
+    """The adapter of the script's own optimizer, which updates the parameters when the script says so.
 
     Args:
-        optimizer: it, if it is known.
+        optimizer: it; None if it is not known.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None):
-        self._optimizer = optimizer
+    def check_fits(self, parameters: Iterable[torch.Tensor], compressor: Compressor) -> None:
+        """Raise ValueError if it updates none of these parameters, or is needed and not known."""
+        if self.opt is None:
+            if compressor.corrects_momentum:
+                raise ValueError(
+                    f"optimizer must be the script's with {type(compressor).__name__}, which has its momentum, got "
+                    "None; it must have none itself, as torch.optim.SGD(parameters, lr)"
+                )
+            return
+        updated = {id(p) for group in self.opt.param_groups for p in group["params"]}
+        if updated.isdisjoint(map(id, parameters)):
+            raise ValueError(
+                f"optimizer must update parameters of the model, got a {type(self.opt).__name__} of {len(updated)} "
+                "others; make it of the model's parameters as they are now"
+            )
+
+    def momentum(self) -> str:
+        return super().momentum() if self.opt else ""
+
+    def numbers(self) -> list[str]:
+        return []  # a script may have learning rates of its own
+
+    def step(self) -> None:
+        """Leave the update to the script."""
+
+    def state_dict(self, unshard: Any = None) -> None:
+        """Return None: the script saves its optimizer."""
 
     @property
-    def momentum(self) -> float:
-        """Its momentum, which a compressor with a momentum of its own refuses."""
-        return momentum_of(self._optimizer) if self._optimizer else 0.0
+    def has_state(self) -> bool:
+        return False
 
-    def check(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raise ValueError if it updates none of these parameters."""
-        if self._optimizer:
-            updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-            if updated.isdisjoint(map(id, parameters)):
-                raise ValueError(
-                    f"optimizer must update parameters of the model, got a {type(self._optimizer).__name__} of "
-                    f"{len(updated)} others; make it of the model's parameters as they are now"
-                )
-
-    def update(self, param: Any, grad: np.ndarray) -> None:
-        """Leave the parameter as it is."""
+    def __repr__(self) -> str:
+        return "the script's optimizer"
 
 
 class InTheGradients(Policy):
@@ -130,13 +143,14 @@ class GradientExchange(Checkpointed):
         self.compressor = Dense() if compressor is None else compressor
         check_compressor(self.compressor)
         policy = InTheGradients(scaler, _exact_parts(self.compressor, comm.size))
-        stand_in = ScriptsOptimizer(optimizer)
+        adapter = ScriptsOptimizer(optimizer)
         options = Options.checked(comm, overlap=overlap, nonfinite=policy, allow_missing=True)
-        engine = Engine(stand_in, comm, options, threshold=threshold, kind=type(self).__name__)
+        engine = Engine(adapter, comm, options, threshold=threshold, kind=type(self).__name__)
         super().__init__(engine, {"exchange": exchange, "break_even": break_even, "threshold": threshold})
         self._spec = StepSpec(lambda: self.compressor, break_even=break_even, exchange=exchange)
         self._model = TorchModel(params)
-        self._model.enroll(engine, lambda: stand_in.check(p.original for p in self._model.parameters))
+        originals = [p.original for p in self._model.parameters]
+        self._model.enroll(engine, lambda: adapter.check_fits(originals, self.compressor))
         self.tensors = {p.name: p.tensor for p in self._model.parameters}
         self.views = {name: as_tensor(engine.store.buckets.view(name), like=p) for name, p in self.tensors.items()}
 

@@ -7,6 +7,7 @@ backward pass exchanges them.  Gradients lie in distopt's buckets, in memory tha
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from distopt.compress import Compressor
 from distopt.device.tensors import is_dtensor
 from distopt.engine.torch_model import TWICE
 from distopt.torch.exchange import GradientExchange
+
+_synchronized = weakref.WeakSet[torch.nn.Module]()
 
 
 class Home:
@@ -79,7 +82,14 @@ class Synchronizer(GradientExchange):
     """
 
     def __init__(self, model: torch.nn.Module, compressor: Compressor | None = None, **options: Any):
+        if isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                "model must not be a DistributedDataParallel, which exchanges gradients itself; see compress"
+            )
+        if model in _synchronized:
+            raise ValueError("model must not be synchronized twice, got one that is; close() the first Synchronizer")
         super().__init__(model, compressor, **options)
+        _synchronized.add(model)
         self._module = model
         self._homes = {p.name: Home(p.original, self.views[p.name]) for p in self._model.parameters}
         self._names = {id(p.original): p.name for p in self._model.parameters}
@@ -108,6 +118,7 @@ class Synchronizer(GradientExchange):
         """Remove the hooks: backward passes are this rank's own again."""
         for hook in self._hooks:
             hook.remove()
+        _synchronized.discard(self._module)
         super().close()
 
     # -- hooks, in the order in which autograd calls them

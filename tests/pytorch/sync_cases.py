@@ -380,7 +380,8 @@ def every_mode_trains_and_leaves_the_ranks_alike():
     ):
         for exchange in ("gather", "two_phase", "nodes"):
             model = net()
-            sync = dt.synchronize(model, compressor, exchange=exchange)
+            opt = torch.optim.SGD(model.parameters(), 0.05)
+            sync = dt.synchronize(model, compressor, exchange=exchange, optimizer=opt)
             plain(model, model, sync.no_sync)
             everywhere_alike(model)
             assert sync.step_counter == 3
@@ -411,8 +412,10 @@ def momentum_in_the_scripts_optimizer_is_refused_beside_dgc():
         model = nn.Linear(3, 4)
         opt = optimizer(model.parameters(), 0.1, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
         dt.synchronize(model, DeepGradientCompression(TopK(0.5)), optimizer=opt)
-        with pytest.raises(ValueError, match="must be without momentum"):
+        with pytest.raises(ValueError, match=r"got (SGD's momentum|AdamW's betas\[0\])=0.9 of group 0"):
             model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ValueError, match=r"optimizer must be the script's with DeepGradientCompression, .* got None"):
+        dt.synchronize(nn.Linear(3, 4), DeepGradientCompression(TopK(0.5)))
 
 
 @case_of_two
@@ -542,6 +545,19 @@ def a_checkpoint_folder_has_residuals_and_model():
 
 
 @case
+def what_cannot_be_synchronized_is_refused_at_once():
+    model = net()
+    dt.synchronize(model)
+    with pytest.raises(ValueError, match="model must not be synchronized twice"):
+        dt.synchronize(model)
+    with pytest.raises(TypeError, match=r"model must not be a DistributedDataParallel, .* see compress"):
+        dt.synchronize(DistributedDataParallel(net()))
+    for wrong in (Int8, "int8"):
+        with pytest.raises(TypeError, match="compressor must derive"):
+            dt.synchronize(net(), wrong)
+
+
+@case
 def an_optimizer_of_another_model_is_refused():
     with pytest.raises(ValueError, match=r"optimizer must update parameters of the model, got a SGD of 2 others"):
         dt.synchronize(net(), optimizer=torch.optim.SGD(nn.Linear(2, 3).parameters(), 0.1))
@@ -646,7 +662,7 @@ def a_group_of_the_script_exchanges_alone():
         assert all(torch.equal(everyone[half[0]], everyone[r]) for r in half)
     assert size == 1 or not torch.equal(everyone[0], everyone[-1])
     with pytest.raises(TypeError, match="group must be a process group or a Communicator, got a int"):
-        dt.synchronize(model, group=3)
+        dt.synchronize(net(), group=3)
 
 
 @case_of_two

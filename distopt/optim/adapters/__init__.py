@@ -10,6 +10,8 @@ from distopt.optim.optimizer import Optimizer
 
 def adapt(opt: object) -> OptimizerAdapter:
     """Return the adapter for an optimizer, by its class and methods; TypeError if it has no method that is known."""
+    if isinstance(opt, OptimizerAdapter):
+        return opt
     if is_torchs(opt):
         from distopt.optim.adapters.torch_optim import TorchAdapter  # torch is there
 

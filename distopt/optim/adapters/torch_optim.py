@@ -18,20 +18,11 @@ class TorchAdapter(OptimizerAdapter):
         param.tensor.grad = as_tensor(mean, like=param.tensor).to(param.tensor.dtype)
 
     def momentum(self) -> str:
-        momentum = momentum_of(self.opt)
-        return f"{type(self.opt).__name__}'s momentum={momentum}" if momentum else ""
+        for k, group in enumerate(self.opt.param_groups):
+            for name, value in (("momentum", group.get("momentum")), ("betas[0]", group.get("betas", (0.0,))[0])):
+                if value:
+                    return f"{type(self.opt).__name__}'s {name}={float(value)} of group {k}"
+        return ""
 
     def numbers(self) -> list[str]:
         return [f"learning rate {group['lr']!r} of group {k}" for k, group in enumerate(self.opt.param_groups)]
-
-
-def momentum_of(optimizer: Any) -> float:
-    """Return the largest momentum, or first beta, of an optimizer's groups of parameters.
-
-    Example:
-        >>> import torch
-        >>> momentum_of(torch.optim.Adam([torch.zeros(1)]))
-        0.9
-    """
-    groups = optimizer.param_groups
-    return max((float(g.get("momentum") or g.get("betas", (0.0,))[0]) for g in groups), default=0.0)
