@@ -83,9 +83,7 @@ class Synchronizer(GradientExchange):
 
     def __init__(self, model: torch.nn.Module, compressor: Compressor | None = None, **options: Any):
         if isinstance(model, DistributedDataParallel):
-            raise TypeError(
-                "model must not be a DistributedDataParallel, which exchanges gradients itself; see compress"
-            )
+            raise TypeError("model must not be a DistributedDataParallel, which exchanges gradients; see compress")
         if model in _synchronized:
             raise ValueError("model must not be synchronized twice, got one that is; close() the first Synchronizer")
         super().__init__(model, compressor, **options)
