@@ -18,9 +18,11 @@ kills: .venv ## a hundred ends of ranks before they meet, under distopt run and 
 	for launcher in run bare; do $(PYTHON) tests/faults/campaign.py --launcher $$launcher; done
 lint: .venv ## ruff and mypy
 	$(PYTHON) -m pip install -q ruff mypy && .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+TORCH_DDP = torch_ddp "torch_ddp --ranks 4" "torch_ddp --launcher mpirun" "torch_ddp --launcher mpirun --ranks 4" \
+	"torch_ddp --end-to-end" "torch_ddp --link 1gbit"
 bench: .venv ## the tables of benchmarks/results anew
 	$(PYTHON) -m pip install -q torch nvidia-cuda-nvrtc nvidia-cuda-nvdisasm
-	for table in exchange "exchange --ranks 4" half optimizers select compression ratios accuracy overhead link phases predict observe gpu_sass; do $(PYTHON) -m benchmarks.$$table --save; done
+	for table in exchange "exchange --ranks 4" half optimizers select compression ratios accuracy overhead link phases predict observe gpu_sass $(TORCH_DDP); do $(PYTHON) -m benchmarks.$$table --save; done
 	.venv/bin/distopt run -n 2 -m benchmarks.guard --save
 # The first hour on a GPU, in this order; tests/gpu/README.md says what each piece shows.  Each ends within five minutes,
 # and what it prints is kept in benchmarks/results.  From a bare checkout: $(GPU_PYTHON) needs numpy, ml_dtypes, cupy,
