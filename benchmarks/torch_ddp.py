@@ -40,8 +40,9 @@ RULES = {
 }
 DDP, SYNCHRONIZE, COMPRESS = "torch DDP + fused", "dt.synchronize + fused", "dt.compress(ddp) + fused"
 FUSED, WRAPPED = "DistOpt(distopt.optim, params=model)", "DistOpt(torch.optim, fused)"
+SHARED = "the same, its parameter_views"
 BACKWARD, ALONE = "backward", "backward + fused, nothing exchanged"
-STEP, EXCHANGE = {FUSED: 1 / 2.5}, {SYNCHRONIZE: 1 / 2}  # of DDP's time, at most
+STEP, EXCHANGE = {FUSED: 1 / 2.5, SHARED: 1 / 2.5}, {SYNCHRONIZE: 1 / 2}  # of DDP's time, at most
 NEVER_SLOWER = {SYNCHRONIZE: 1, FUSED: 1}
 PORT = 29500
 
@@ -97,6 +98,12 @@ def fused_by_distopt(model, loss, rule):
     return lambda: opt(loss(model))
 
 
+def in_shared_memory(model, loss, rule):
+    opt = distopt.DistOpt(getattr(distopt.optim, rule)(**RULES[rule]), params=model)
+    opt.parameter_views(model)
+    return lambda: opt(loss(model))
+
+
 def wrapped(model, loss, rule):
     opt = distopt.DistOpt(fused(model, rule))
     return lambda: opt(loss(model))
@@ -107,6 +114,7 @@ CASES = {
     SYNCHRONIZE: synchronized,
     COMPRESS: compressed,
     FUSED: fused_by_distopt,
+    SHARED: in_shared_memory,
     WRAPPED: wrapped,
     ALONE: alone,
 }
@@ -203,7 +211,7 @@ def exchange_and_update(given, ranks):
         times = take_turns(cases, given.rounds, 3)
         without, updated, title = times.pop(BACKWARD), times.pop(ALONE), f"resnet50, {rule}, {ranks}"
         yield table(f"{title}: exchange and update, the backward taken off", less(times, without), DDP, STEP)
-        del times[FUSED]
+        del times[FUSED], times[SHARED]
         yield table(f"{title}: exchange, torch's update taken off too", less(times, updated), DDP, EXCHANGE)
 
 
