@@ -390,7 +390,10 @@ class DistOpt(SingaModes, Checkpointed):
 
     def run(self, loss: Any, spec: StepSpec) -> bool:
         self._last = self.engine.step, spec
-        return self.engine.step(loss if self._model is None else self._model.gradients(loss), spec)
+        if self._model is None:
+            return self.engine.step(loss, spec)
+        with self._model.stream():
+            return self.engine.step(self._model.gradients(loss), spec)
 
     def backward_and_partial_update(self, loss: Loss, threshold: int | None = None) -> bool:
         """Update with this rank's own gradients; then average the *parameters* of one bucket, round-robin.  Collective.
@@ -415,7 +418,10 @@ class DistOpt(SingaModes, Checkpointed):
             array([0.5, 0.5], dtype=float32)
         """
         self._last = self._partial.step, threshold
-        return self._partial.step(loss if self._model is None else self._model.gradients(loss), threshold)
+        if self._model is None:
+            return self._partial.step(loss, threshold)
+        with self._model.stream():
+            return self._partial.step(self._model.gradients(loss), threshold)
 
     def step(
         self,

@@ -186,10 +186,6 @@ class MpiCommunicator(Communicator):
         self.reason = f"{self._place}, {'memory shared' if arrays else 'no memory shared: sums go through MPI'}"
         return arrays
 
-    def explain(self, reason: str) -> None:
-        """Put ``reason`` before the reasons that ``repr`` shows."""
-        self._place = self.reason = f"{reason}; {self._place}"
-
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same ranks over messages of its own.  Collective."""
         return MpiCommunicator(self._comm, reason=f"beside rank {self.rank}'s other one")

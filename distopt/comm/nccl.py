@@ -141,6 +141,30 @@ class NcclCommunicator(Communicator):
         return cls(control, gpu, local_rank, f"{votes}{'; ' + reason if reason else ''}", hosts=hosts)
 
     @classmethod
+    def from_process_group(
+        cls, ranks: Sequence[int] | None = None, gpu: int | None = None, reason: str = ""
+    ) -> "NcclCommunicator":
+        """Make a communicator of ranks of torch's default process group, over which they vote by gloo.  Collective.
+
+        NCCL is the library that torch has loaded, as the first one that a process loads is that of all.
+
+        Args:
+            ranks: their numbers there, ascending; None for all.
+            gpu: number of the GPU, as for the constructor.
+            reason: why this transport was chosen, for ``repr``.
+
+        Raises:
+            ImportError: there is no torch.
+            RuntimeError: as for the constructor.
+            ValueError: as for the constructor.
+        """
+        from distopt.comm.process_group import join  # torch is there, if anybody has made a process group
+
+        control, local_rank, hosts = join(ranks)
+        votes = f"votes over gloo, {'several hosts' if len(set(hosts)) > 1 else 'one host'}"
+        return cls(control, gpu, local_rank, f"{votes}{'; ' + reason if reason else ''}", hosts=hosts)
+
+    @classmethod
     def from_id(
         cls, unique_id: bytes, local_rank: int, world_size: int, gpu: int | None = None, patience: float | None = None
     ) -> "NcclCommunicator":

@@ -144,7 +144,7 @@ class ProcessGroupControl(ControlChannel):
     """
 
     def __init__(self, ranks: Sequence[int]):
-        self._messages = Messages(ranks)
+        self._messages, self.ranks = Messages(ranks), list(ranks)
         self.rank, self.size = self._messages.rank, self._messages.size
         self._numbers = itertools.count()
         self._name = (
@@ -338,6 +338,23 @@ def _store(at: Meeting) -> Any:
     return dist.PrefixStore(at.name, store)  # type: ignore[attr-defined]  # should another step use the port
 
 
+def join(ranks: Sequence[int] | None = None) -> tuple[ProcessGroupControl, int, list[int]]:
+    """Return votes of ranks of the default process group, which is initialized if it is not yet.  Collective of them.
+
+    Args:
+        ranks: their numbers there, ascending; None for all.
+
+    Returns:
+        The votes; this rank's number among those of its machine; and the machine of each rank, as numbers.
+    """
+    if not dist.is_initialized():
+        meet()
+    control = ProcessGroupControl(range(dist.get_world_size()) if ranks is None else ranks)
+    machines = control.gather(_machine())
+    hosts = [machines.index(machine) for machine in machines]
+    return control, hosts[: control.rank].count(hosts[control.rank]), hosts
+
+
 class ProcessGroupCommunicator(Communicator):
     """Communicator of the ranks of torch's default process group, for numpy arrays, over gloo.
 
@@ -367,20 +384,15 @@ class ProcessGroupCommunicator(Communicator):
     rank_ordered = True
 
     def __init__(self, reason: str = ""):
-        if not dist.is_initialized():
-            meet()
-        self._make(range(dist.get_world_size()), reason)
+        self._make(None, reason)
 
-    def _make(self, ranks: Sequence[int], reason: str) -> None:
-        """Set up messages and votes of some of the ranks of the default group."""
-        self.control: ProcessGroupControl = ProcessGroupControl(ranks)
-        self.rank, self.size, self._ranks = self.control.rank, self.control.size, list(ranks)
+    def _make(self, ranks: Sequence[int] | None, reason: str) -> None:
+        """Set up messages and votes of some of the ranks of the default group, or of all."""
+        self.control, self.local_rank, self._hosts = join(ranks)
+        self.rank, self.size, self._ranks = self.control.rank, self.control.size, self.control.ranks
         outboxes = Outboxes.open(self.control) if self.size > 1 else None
-        self._messages: Messages | Outboxes = outboxes or Messages(ranks)
+        self._messages: Messages | Outboxes = outboxes or Messages(self._ranks)
         self._log = self.control.log("data")
-        machines = self.control.gather(_machine())
-        self._hosts = [machines.index(machine) for machine in machines]
-        self.local_rank = self._hosts[: self.rank].count(self._hosts[self.rank])
         places = "several hosts" if self.spans_hosts else "one host"
         self.reason = self._place = "; ".join(filter(None, (f"torch {torch.__version__}, gloo", reason, places)))
         self._shared, self._received = SharedMemory(), ReceiveBuffer()

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 
 from distopt import device as gpus
 from distopt.comm.communicator import Communicator
@@ -71,7 +72,7 @@ def _pick(device: str) -> Communicator:
 
 
 def _pick_group(device: str, started: str) -> Communicator:
-    """Return the communicator over torch's process group.  Collective.
+    """Return the communicator over torch's process group, or over NCCL between its ranks.  Collective.
 
     Args:
         device: 'auto', 'cpu' or 'cuda'.
@@ -79,10 +80,7 @@ def _pick_group(device: str, started: str) -> Communicator:
 
     Raises:
         ImportError: there is no torch.
-        ValueError: ``device`` is 'cuda'.
     """
-    if device == "cuda":
-        raise ValueError("device must be 'auto' or 'cpu' for ranks of torch.distributed, which have numpy arrays")
     try:
         from distopt.comm.process_group import ProcessGroupCommunicator
     except ImportError as error:
@@ -90,24 +88,38 @@ def _pick_group(device: str, started: str) -> Communicator:
             f"{started}, and torch is not usable here ({error}): pip install 'distopt[torch]', or start with: "
             "distopt run -n N script.py"
         ) from error
-    return ProcessGroupCommunicator(reason=started)
+    return _over_nccl_or(ProcessGroupCommunicator, NcclCommunicator.from_process_group, device, started)
 
 
 def _pick_wire(device: str, started: str) -> Communicator:
-    """Return the communicator over MPI or NCCL: over NCCL only if every rank can use it.  Collective.
+    """Return the communicator over MPI, or over NCCL between its ranks.  Collective.
 
     Args:
         device: 'auto', 'cpu' or 'cuda'.
         started: how the ranks were started, for ``repr``.
     """
+    return _over_nccl_or(MpiCommunicator, NcclCommunicator.from_mpi, device, started)
+
+
+def _over_nccl_or(
+    host: Callable[..., Communicator], nccl: Callable[..., Communicator], device: str, started: str
+) -> Communicator:
+    """Return a communicator over NCCL only if every rank can use it.  Collective.
+
+    Args:
+        host: makes one of arrays on the host.
+        nccl: makes one over NCCL.
+        device: 'auto', 'cpu' or 'cuda'.
+        started: how the ranks were started, for ``repr``.
+    """
     if device == "cuda":
-        return NcclCommunicator.from_mpi(reason=started)
-    comm = MpiCommunicator(reason=started)
+        return nccl(reason=started)
+    comm = host(reason=started)
     lacks = comm.control.gather(_lacks_gpu(device, alone=False)) if device == "auto" else ["device='cpu'"] * comm.size
     without = next((rank for rank, reason in enumerate(lacks) if reason), None)
     if without is None:
         comm.close()
-        return NcclCommunicator.from_mpi(reason=started)
+        return nccl(reason=started)
     comm.explain(lacks[without] if lacks[comm.rank] else f"rank {without}: {lacks[without]}")
     return comm
 

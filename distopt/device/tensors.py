@@ -1,12 +1,19 @@
-"""Tensors as arrays on the same memory, and arrays as tensors."""
+"""Tensors as arrays on the same memory, of numpy or of cupy, and arrays as tensors."""
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
 
+from distopt.device import arrays
+from distopt.device.gpus import cupy
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BITS = {torch.bfloat16: torch.int16}  # dtypes that other libraries do not know, as integers
 
 
 def is_dtensor(t: torch.Tensor) -> bool:
@@ -29,7 +36,7 @@ def as_array(t: torch.Tensor) -> np.ndarray:
     """Return a tensor's memory as an array, in the order in which it lies there.
 
     Raises:
-        TypeError: it is sparse, not on the CPU, or has gaps.
+        TypeError: it is sparse or has gaps, or is neither on the CPU nor on a GPU of CUDA.
 
     Example:
         >>> x = torch.zeros(1, 3, 2, 2).to(memory_format=torch.channels_last)
@@ -41,9 +48,9 @@ def as_array(t: torch.Tensor) -> np.ndarray:
     dense = t.detach().permute(order_in_memory(t))
     if not dense.is_contiguous():
         raise TypeError(f"a tensor must have no gaps in memory, got strides {tuple(t.stride())} of {tuple(t.shape)}")
-    if t.dtype is torch.bfloat16:
-        return dense.view(torch.int16).numpy().view(BFLOAT16)
-    return dense.numpy()
+    bits = dense.view(BITS.get(t.dtype, t.dtype))
+    array: np.ndarray = gpu_array(bits) if on_gpu(t) else bits.numpy()
+    return array.view(BFLOAT16) if t.dtype is torch.bfloat16 else array
 
 
 def as_tensor(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
@@ -54,8 +61,43 @@ def as_tensor(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
         >>> as_tensor(as_array(t), like=t).shape
         torch.Size([1, 3, 2, 2])
     """
-    flat = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == BFLOAT16 else torch.from_numpy(x)
-    return flat.permute(_inverse(order_in_memory(like)))
+    bits = x.view(np.int16) if x.dtype == BFLOAT16 else x
+    flat = gpu_tensor(bits) if arrays.on_gpu(x) else torch.from_numpy(bits)
+    return (flat.view(torch.bfloat16) if x.dtype == BFLOAT16 else flat).permute(_inverse(order_in_memory(like)))
+
+
+def on_gpu(t: torch.Tensor) -> bool:
+    """Tell if a tensor is on a GPU of CUDA."""
+    return t.is_cuda
+
+
+def gpu_number(t: torch.Tensor) -> int:
+    """Return the number of the GPU that a tensor is on."""
+    return t.get_device()
+
+
+def gpu_array(t: torch.Tensor) -> Any:
+    """Return cupy's array on the memory of a dense tensor, without an event: see ``torchs_stream``."""
+    cuda, dtype = cupy().cuda, torch.empty(0, dtype=t.dtype).numpy().dtype
+    memory = cuda.UnownedMemory(t.data_ptr(), t.numel() * t.element_size(), t, gpu_number(t))
+    return cupy().ndarray(tuple(t.shape), dtype, cuda.MemoryPointer(memory, 0))
+
+
+def gpu_tensor(x: Any) -> torch.Tensor:
+    """Return torch's tensor on the memory of cupy's array."""
+    tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(x)
+    return tensor
+
+
+def torchs_stream(t: torch.Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which this thread enqueues in torch's current stream of a tensor's GPU; none on the CPU.
+
+    What torch has enqueued there comes before, and what it enqueues afterwards behind, without events.
+    """
+    if not on_gpu(t):
+        return contextlib.nullcontext()
+    stream: AbstractContextManager[Any] = cupy().cuda.ExternalStream(torch.cuda.current_stream(t.device).cuda_stream)
+    return stream
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

@@ -5,12 +5,13 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 
-from distopt.device.tensors import as_array, as_tensor, is_dtensor
+from distopt.device.tensors import as_array, as_tensor, is_dtensor, torchs_stream
 from distopt.engine.engine import Engine
 from distopt.engine.parameters import Parameter
 from distopt.engine.views import enroll
@@ -93,11 +94,16 @@ class TorchModel:
             engine: the engine.
             check: raises what forbids it on this rank, which all ranks raise.
         """
-        enroll(engine, self.parameters, "torch's parameters", lambda names: check())
-        if engine.store.broadcast_due:
-            for x in self._others:
-                engine.comm.broadcast(as_array(_of_this_rank("a buffer", x)).reshape(-1).view(np.uint8))
-        engine.store.broadcast_parameters(engine.progress.updates)
+        with self.stream():
+            enroll(engine, self.parameters, "torch's parameters", lambda names: check())
+            if engine.store.broadcast_due:
+                for x in self._others:
+                    engine.comm.broadcast(as_array(_of_this_rank("a buffer", x)).reshape(-1).view(np.uint8))
+            engine.store.broadcast_parameters(engine.progress.updates)
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which a step enqueues where torch does, on a GPU (``device.tensors.torchs_stream``)."""
+        return torchs_stream(self.parameters[0].tensor)
 
     def overlap(self) -> None:
         """Let ``gradients`` of a tensor yield pairs while its backward pass goes on in a thread of its own."""

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from distopt import device, kernels
 from distopt.buckets import Bucket, Reduced, Shard
-from distopt.comm import Communicator, world
+from distopt.comm import Communicator, NcclCommunicator, world
 from distopt.comm.process_group import ProcessGroupCommunicator
 from distopt.compress import Compressor, Dense
 from distopt.compress.base import check_compressor
-from distopt.device.tensors import as_tensor
+from distopt.device.tensors import as_tensor, gpu_number, on_gpu
 from distopt.engine.engine import Engine
 from distopt.engine.facade import Checkpointed
 from distopt.engine.nonfinite import Policy
@@ -139,7 +139,8 @@ class GradientExchange(Checkpointed):
         threshold: int = 2097152,
         overlap: str | bool = "auto",
     ):
-        comm = self.communicator = communicator(group)
+        model = self._model = TorchModel(params)
+        comm = self.communicator = communicator(group, model.parameters[0].tensor)
         self.compressor = Dense() if compressor is None else compressor
         check_compressor(self.compressor)
         policy = InTheGradients(scaler, _exact_parts(self.compressor, comm.size))
@@ -148,7 +149,6 @@ class GradientExchange(Checkpointed):
         engine = Engine(adapter, comm, options, threshold=threshold, kind=type(self).__name__)
         super().__init__(engine, {"exchange": exchange, "break_even": break_even, "threshold": threshold})
         self._spec = StepSpec(lambda: self.compressor, break_even=break_even, exchange=exchange)
-        self._model = TorchModel(params)
         originals = [p.original for p in self._model.parameters]
         self._model.enroll(engine, lambda: adapter.check_fits(originals, self.compressor))
         self.tensors = {p.name: p.tensor for p in self._model.parameters}
@@ -186,9 +186,11 @@ class GradientExchange(Checkpointed):
         Args:
             gradients: (tensor, gradient) pairs, as a loss of ``DistOpt``.
         """
-        if not self.engine.step(self._model.gradients(gradients), self._spec, self._write_means):
-            for view in self.views.values():
-                view.fill_(math.inf)
+        with self._model.stream():
+            if self.engine.step(self._model.gradients(gradients), self._spec, self._write_means):
+                return
+        for view in self.views.values():
+            view.fill_(math.inf)
 
     def arrived_nowhere(self, arrived: Collection[str], error: Exception | None) -> set[str]:
         """Vote on the parameters that no rank has a new gradient of, and return them.  Collective."""
@@ -289,15 +291,20 @@ def _exact_parts(compressor: Compressor, size: int) -> int:
     return size if plain_sums and size & (size - 1) == 0 else 1
 
 
-def communicator(group: "dist.ProcessGroup | Communicator | None") -> Communicator:
+def communicator(group: "dist.ProcessGroup | Communicator | None", like: torch.Tensor) -> Communicator:
     """Return the communicator of the ranks of a process group; ``world()`` for None.  Collective of them.
+
+    Args:
+        group: the process group, or a communicator, which is returned.
+        like: a tensor that is where the gradients are.
 
     Raises:
         TypeError: it is neither a process group nor a communicator.
         ValueError: this rank is not one of the group's.
     """
     if group is None:
-        return world()
+        comm = world()
+        return comm if on_gpu(like) == (comm.gpu is not None) else world("cuda" if on_gpu(like) else "cpu")
     if isinstance(group, Communicator):
         return group
     if not isinstance(group, dist.ProcessGroup):
@@ -305,4 +312,6 @@ def communicator(group: "dist.ProcessGroup | Communicator | None") -> Communicat
     ranks = dist.get_process_group_ranks(group)
     if dist.get_rank() not in ranks:
         raise ValueError(f"group must have this rank, {dist.get_rank()}, got a group of {ranks}")
+    if on_gpu(like):
+        return NcclCommunicator.from_process_group(ranks, gpu_number(like), "a group of the script's")
     return ProcessGroupCommunicator.of_ranks(ranks, "a group of the script's")

@@ -40,7 +40,9 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("rule", torch_ddp.RULES)
 def test_all_cases_of_a_table_make_the_steps_of_the_anchor(ranks, rule):
     wanted = ranks[0][f"{rule} {torch_ddp.DDP}"]
-    differs = {torch_ddp.FUSED, torch_ddp.SHARED} if rule == "AdamW" else set()  # its epsilon is added before the bias correction
+    differs = (
+        {torch_ddp.FUSED, torch_ddp.SHARED} if rule == "AdamW" else set()
+    )  # its epsilon is added before the bias correction
     for rank in ranks:
         for name in torch_ddp.CASES.keys() - {torch_ddp.ALONE} - differs:
             np.testing.assert_allclose(rank[f"{rule} {name}"], wanted, rtol=1e-5, atol=1e-7, err_msg=name)
