@@ -9,6 +9,7 @@ from distopt.comm.control import ControlChannel
 from distopt.comm.shared_memory import SharedMemory, open_handle
 
 HANDLE = 6  # numbers of a handle
+NOTHING = np.empty(0, np.uint8)
 
 
 class Outboxes:
@@ -16,7 +17,7 @@ class Outboxes:
 
     Each rank has two of these memories, of which it writes to one while the others may still read the last exchange's
     from the other one.  A memory that is too small is replaced by a larger one, of which the others hear in the frame
-    that says where their parts are.
+    that says where their parts are; all have opened it before its rank goes on, and may end.
 
     Args:
         board: of frames of ``HANDLE + size`` numbers.
@@ -27,9 +28,9 @@ class Outboxes:
     def __init__(self, board: Board, rank: int, size: int):
         self._board, self._rank, self._size = board, rank, size
         self._memory = SharedMemory()
-        self._mine = [np.empty(0, np.uint8)] * 2
+        self._mine = [NOTHING] * 2
         self._handles = [np.zeros(HANDLE, np.int64)] * 2
-        self._opened: dict[tuple[int, int], tuple[bytes, np.ndarray]] = {}  # by rank and turn
+        self._opened: dict[tuple[int, int], tuple[bytes, np.ndarray]] = {}  # handle and memory, by rank and turn
         self._turn = 0
 
     @classmethod
@@ -45,11 +46,15 @@ class Outboxes:
             RankEnded: a rank has ended.
         """
         self._turn ^= 1
-        frame = self._written(parts)
-        for rank, said in enumerate(self._board.swap(frame)):
+        frames, any_new = self._board.swap(self._written(parts)), False
+        for rank, frame in enumerate(frames):
+            memory, new = self._of(rank, frame[:HANDLE])
+            any_new |= new
             if rank != self._rank and received[rank].size:
-                start, into = int(said[HANDLE + self._rank]), received[rank].view(np.uint8)
-                into[...] = self._of(rank, said[:HANDLE])[start : start + into.size]
+                start, into = int(frame[HANDLE + self._rank]), received[rank].view(np.uint8)
+                into[...] = memory[start : start + into.size]
+        if any_new:  # which all ranks see alike
+            self._board.swap(np.zeros(HANDLE + self._size, np.int64))
 
     def close(self) -> None:
         """Release the board."""
@@ -84,12 +89,17 @@ class Outboxes:
             self._mine[self._turn] = memory
             self._handles[self._turn] = np.array(self._memory.handle(memory).split(), np.int64)
 
-    def _of(self, rank: int, handle: np.ndarray) -> np.ndarray:
-        """Return the memory of another rank, opened once."""
-        known = self._opened.get((rank, self._turn))
-        if known is None or known[0] != handle.tobytes():
-            memory = open_handle(" ".join(map(str, handle.tolist())), np.uint8)
-            if memory is None:
-                raise RuntimeError(f"the memory of rank {rank} cannot be opened any more")
-            known = self._opened[rank, self._turn] = handle.tobytes(), memory
-        return known[1]
+    def _of(self, rank: int, handle: np.ndarray) -> tuple[np.ndarray, bool]:
+        """Return the memory of a rank in this turn, and whether it is another one than two exchanges ago."""
+        text = handle.tobytes()
+        known = self._opened.get((rank, self._turn), (bytes(len(text)), NOTHING))
+        if known[0] == text:
+            return known[1], False
+        memory = self._mine[self._turn]
+        if rank != self._rank:
+            opened = open_handle(" ".join(map(str, handle.tolist())), np.uint8)
+            if opened is None:
+                raise RuntimeError(f"the memory of rank {rank} cannot be opened")
+            memory = opened
+        self._opened[rank, self._turn] = text, memory
+        return memory, True

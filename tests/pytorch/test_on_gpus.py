@@ -18,6 +18,9 @@ from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, Int8,
 from distopt.device import tensors  # noqa: E402
 
 doubled = pytest.importorskip("doubles.gpu")
+import gpu_group_cases  # noqa: E402
+from gloo_launch import run_torch  # noqa: E402
+
 on_gpus = pytest.importorskip("doubles.ranks").on_gpus
 pytestmark = [pytest.mark.torch, pytest.mark.device, pytest.mark.usefixtures("doubles")]
 
@@ -116,3 +119,8 @@ def test_means_of_gradients_on_gpus_are_those_of_the_host(torch_on_gpus, mode):
     wanted = run_ranks(2, main)
     torch_on_gpus()
     assert on_gpus(2, main) == wanted
+
+
+def test_ranks_of_torchrun_join_nccl(tmp_path, doubles):
+    ranks = run_torch(2, gpu_group_cases.nccl_between_ranks_of_a_process_group, tmp_path)
+    assert [int(rank["done"]) for rank in ranks] == [0, 1]
