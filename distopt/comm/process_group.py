@@ -60,10 +60,10 @@ class Messages:
     """
 
     def __init__(self, ranks: Sequence[int]):
-        self.ranks, self._group = list(ranks), None
+        self.ranks, self._group = list(ranks), None  # type: list[int], Any
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
         if self.size > 1:
-            self._group = dist.new_group(self.ranks, NO_LIMIT, "gloo", use_local_synchronization=True)
+            self._group = _gloo(self.ranks)
 
     @property
     def usable(self) -> bool:
@@ -94,10 +94,9 @@ class Messages:
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             if received[source].size:
-                work = dist.irecv(_tensor(received[source]), self.ranks[source], self._group)
-                works.append((source, work))
+                works.append((source, self._group.recv([_tensor(received[source])], source, 0)))
             if parts[to].size:
-                works.append((to, dist.isend(_tensor(parts[to]), self.ranks[to], self._group)))
+                works.append((to, self._group.send([_tensor(parts[to])], to, 0)))
         return works
 
     def finish(self, works: Works) -> None:
@@ -114,9 +113,22 @@ class Messages:
 
     def close(self) -> None:
         """Release the group."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
         self._group = None
+
+
+_groups: dict[tuple[int, ...], int] = {}  # how many were made of these ranks
+
+
+def _gloo(ranks: Sequence[int]) -> Any:
+    """Return a group of gloo's, which torch does not know of.  Collective of its ranks.
+
+    torch names a group of some ranks by the number of groups that a rank is in, which may differ among them: then
+    they wait for each other for ever.
+    """
+    number = _groups[tuple(ranks)] = _groups.get(tuple(ranks), 0) + 1
+    name = f"distopt/{'_'.join(map(str, ranks))}/{number}"
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), NO_LIMIT)
 
 
 class _Writable:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from distopt.compress import Compressor
-from distopt.device.tensors import is_dtensor
+from distopt.device.tensors import is_dtensor, on_gpu
 from distopt.engine.torch_model import TWICE
 from distopt.torch.exchange import GradientExchange
 
@@ -314,7 +314,9 @@ def exchange_together(
 
     It is a hook for ``DistributedDataParallel.register_comm_hook``.
     """
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    place = bucket.buffer()
+    devices = [place.device] if on_gpu(place) else []
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
     waiting.buckets.append((bucket, future))
     if bucket.is_last():
         buckets, waiting.buckets = waiting.buckets, []

@@ -60,8 +60,8 @@ def trained(comm):
                 opt.step(loss_of(model, comm.rank, step), compressor)
             found[f"{name}, {trainer}"] = flat(model)
         model = network(comm.rank)
-        sync = dt.synchronize(model, compressor, comm=comm)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sync = dt.synchronize(model, compressor, optimizer=optimizer, group=comm)
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, comm.rank, step).backward()

@@ -13,6 +13,7 @@ from gloo_launch import run_torch
 
 import launch
 from distopt import DistOpt, Parameter, run_ranks
+from distopt.comm import process_group
 from distopt.compress import DeepGradientCompression, Dense, ErrorFeedback, Half, Int8, OneBit, Packed, TopK
 from distopt.optim import SGD
 
@@ -33,6 +34,25 @@ MODES = {
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_group_communicators_pass_all_checks(size, tmp_path):
     run_torch(size, comm_checks.everything, tmp_path)
+
+
+def as_between_hosts(comm):
+    """All checks on ranks that share nothing."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(process_group.Board, "open", lambda *_: None)
+    patch.setattr(process_group, "_machine", lambda: f"host {comm.rank}")
+    there = process_group.ProcessGroupCommunicator()
+    assert there.spans_hosts or there.size == 1
+    comm_checks.everything(there)
+    wanted = trained(comm)
+    for name, x in trained(there).items():
+        if not name.startswith("nodes"):  # there are others
+            np.testing.assert_array_equal(x, wanted[name], name)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_group_communicators_between_hosts_pass_all_checks(size, tmp_path):
+    run_torch(size, as_between_hosts, tmp_path)
 
 
 def trained(comm):
@@ -71,6 +91,14 @@ for _ in range(3):
 """
 
 
+# nothing is shared: votes and data are messages of gloo
+AS_BETWEEN_HOSTS = """
+import os
+import distopt.comm.board, distopt.comm.process_group
+distopt.comm.board.Board.open = lambda *_: None
+distopt.comm.process_group._machine = lambda: os.environ["RANK"]
+"""
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 STEP = (sys.executable, Path(__file__).with_name("step_launch.py"))  # as srun --mpi=none
 
@@ -92,7 +120,8 @@ def test_world_says_that_torchrun_started_the_ranks(run):
     code, output = run("print(distopt.world())\nassert p.data[0] == -3")
     assert code == 0, output
     for rank in range(2):
-        said = f"<ProcessGroupCommunicator, rank {rank} of 2, numpy: torch [^;]+, gloo; torchrun set RANK={rank}, WORLD"
+        who = f"<ProcessGroupCommunicator, rank {rank} of 2, numpy: the script has not imported cupy; "
+        said = who + f"torch [^;]+, gloo; torchrun set RANK={rank}, WORLD"
         assert re.search(said, output), output
     assert output.count("one host, memory shared") == 2
 
@@ -101,18 +130,19 @@ def test_world_says_that_torchrun_started_the_ranks(run):
     ("end", "text"),
     [
         ("raise KeyError('broken here')", "KeyError: 'broken here'"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "PeerLeft: rank 1 has ended, before step 4"),
-        ("sys.exit(0)", "PeerLeft: rank 1 left after step 3, before step 4"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"PeerLeft: rank 1 has ended, before (the start of )?step 4"),
+        ("sys.exit(0)", r"PeerLeft: rank 1 left after step 3, before (the start of )?step 4"),
         (
             "import torch.distributed as d; d.destroy_process_group(); step()",
             "process group of torch.distributed was",
         ),
     ],
 )
-def test_a_rank_that_ends_is_named_and_nobody_waits(end, text, run):
-    code, output = run(f"if rank == 1:\n    {end}\nstep()\nprint('went on')", ranks=3)
+@pytest.mark.parametrize("head", [HEAD, AS_BETWEEN_HOSTS + HEAD], ids=["one host", "as between hosts"])
+def test_a_rank_that_ends_is_named_and_nobody_waits(head, end, text, run):
+    code, output = run(f"if rank == 1:\n    {end}\nstep()\nprint('went on')", ranks=3, head=head)
     assert code != 0
-    assert text in output
+    assert re.search(text, output), output
     assert "went on" not in output
 
 
@@ -302,3 +332,45 @@ def test_ranks_of_torchrun_in_a_step_are_torchruns(run, tmp_path):
     code, output = run(f"import subprocess\nsubprocess.run({inner}, check=True)", head="", launcher=STEP)
     assert code == 0, output
     assert output.count("gloo; torchrun set RANK=") == 4, output
+
+
+MODEL = """
+import sys, time
+import torch, distopt.torch as dt
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 2)
+sync = dt.synchronize(model)
+rank = sync.communicator.rank
+
+def backward():
+    model(torch.ones(1, 3)).sum().backward()
+
+backward()
+"""
+
+
+def test_a_rank_that_skips_a_backward_pass_and_ends_is_named(run):
+    code, output = run("for k in range(2 - rank):\n    backward()\nprint(sync.step_counter)", head=MODEL)
+    assert code != 0
+    assert "PeerLeft: rank 1 left after step 2, before step 3, which gradients came" in output, output
+
+
+def test_a_rank_that_skips_a_backward_pass_and_waits_elsewhere_is_named(run):
+    end = "if rank == 0: backward()\ntorch.distributed.barrier()"
+    code, output = run(end, head=MODEL, DISTOPT_TIMEOUT="4")
+    assert code != 0
+    assert "distopt: rank 0 waits since" in output, output
+    assert "for the vote on step 2, which gradients came" in output
+
+
+def test_an_exception_in_a_backward_pass_that_nobody_catches_ends_all(run):
+    end = """
+        class Fails(torch.autograd.Function):
+            forward = staticmethod(lambda ctx, x: x.clone())
+            backward = staticmethod(lambda ctx, gradient: {}["lost"])
+        y = model(torch.ones(1, 3))
+        (Fails.apply(y) if rank == 1 else y).sum().backward()
+        """
+    code, output = run(end, head=MODEL)
+    assert code != 0
+    assert "KeyError: 'lost'" in output
