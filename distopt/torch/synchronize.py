@@ -283,14 +283,33 @@ def compress(model: torch.nn.Module, compressor: Compressor | None = None, **opt
         exchange = GradientExchange(model.module, compressor, **options)
         model.register_comm_hook(Waiting(exchange), exchange_together)
         return exchange
-    if not any(map(is_dtensor, model.parameters() if isinstance(model, torch.nn.Module) else ())):
+    shards = [p for p in model.parameters() if is_dtensor(p)] if isinstance(model, torch.nn.Module) else []
+    if not shards:
         raise TypeError(
             f"model must be a DistributedDataParallel, or have gone through fully_shard, got a {type(model).__name__}; "
             "see synchronize"
         )
     if options.get("group") is None:
         raise ValueError("group must be the ranks that have the same shards, as mesh.get_group('replicate'), got None")
+    _check_replicas(shards, options["group"])
     return Synchronizer(model, compressor, **options)
+
+
+def _check_replicas(shards: list[Any], group: Any) -> None:
+    """Raise ValueError unless the ranks of a group have the same shards of all these parameters."""
+    meshes = {tuple(p.device_mesh.mesh.flatten().tolist()) for p in shards}
+    if len(meshes) > 1:
+        raise ValueError(
+            f"all parameters must be sharded over one mesh, got meshes of the ranks {sorted(meshes)}, whose replicas "
+            "are other ranks each"
+        )
+    if isinstance(group, dist.ProcessGroup) and all(placement.is_shard() for placement in shards[0].placements):
+        (mesh,), ranks = meshes, set(dist.get_process_group_ranks(group))
+        if others := sorted(ranks.intersection(mesh) - {dist.get_rank()}):
+            raise ValueError(
+                f"group must be the ranks that have the same shards, got ranks {sorted(ranks)}, of which {others} have "
+                "others of the mesh"
+            )
 
 
 class Waiting:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -644,6 +646,24 @@ def replicas_in_the_mesh_of_fully_shard_are_refused():
         dt.compress(sharded(Plain(), mesh["shard"]))
     with pytest.raises(TypeError, match=r"model must be a DistributedDataParallel, .* got a Linear; see synchronize"):
         dt.compress(nn.Linear(2, 3))
+    if dist.get_world_size() == 4:
+        with pytest.raises(ValueError, match=r"group must be the ranks that have the same shards, got ranks .* others"):
+            dt.compress(sharded(Plain(), mesh["shard"]), group=mesh.get_group("shard"))
+
+
+@case_of_two
+def parameter_groups_of_several_meshes_are_refused():
+    """Of one module of fully_shard: their replicas would be other ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    everyone = FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0)
+    model = Plain()
+    fully_shard(
+        model,
+        mesh=mesh["shard"],
+        shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), everyone) if p is model.conv.weight else None,
+    )
+    with pytest.raises(ValueError, match="all parameters must be sharded over one mesh, got meshes of the ranks"):
+        dt.compress(model, group=mesh.get_group("replicate"))
 
 
 @case_with_four
