@@ -7,6 +7,7 @@ votes are written on a board.
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import itertools
 import os
@@ -113,10 +114,13 @@ class Messages:
 
     def close(self) -> None:
         """Release the group."""
+        if self._group is not None:
+            _open.remove(self._group)
         self._group = None
 
 
 _groups: dict[tuple[int, ...], int] = {}  # how many were made of these ranks
+_open: list[Any] = []  # groups that are not closed
 
 
 def _gloo(ranks: Sequence[int]) -> Any:
@@ -128,7 +132,9 @@ def _gloo(ranks: Sequence[int]) -> Any:
     number = _groups[tuple(ranks)] = _groups.get(tuple(ranks), 0) + 1
     name = f"distopt/{'_'.join(map(str, ranks))}/{number}"
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-    return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), NO_LIMIT)
+    group = dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), NO_LIMIT)
+    _open.append(group)
+    return group
 
 
 class _Writable:
@@ -296,7 +302,14 @@ def _join(rank: int) -> None:
     abort_on_exception(rank, os._exit)
     watch(rank)
     atexit.register(_leave)
-    os.register_at_fork(after_in_child=_controls.clear)  # a forked child is no rank and must not vote
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """Forget all channels in a forked child, which is no rank, and keep gloo's groups: their threads are not there."""
+    _controls.clear()
+    for group in _open:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # or the end of the child would wait for the threads
 
 
 def _leave() -> None:

@@ -170,7 +170,7 @@ def test_an_error_of_one_rank_is_raised_by_all_and_training_goes_on(run):
         """
     )
     assert code == 0, output
-    assert output.count("caught gradients of step 4 are not finite: rank 1: w") == 2, output
+    assert output.count("gradients of step 4 are not finite: rank 1: w") == 2, output
 
 
 def test_a_process_group_of_ones_own_is_used(run):
@@ -233,14 +233,14 @@ def listens():
 
 def test_ranks_of_srun_without_pmi_meet_on_the_loopback_interface(run):
     text = """
-        print(distopt.world(), distopt.world("cpu").size)
+        print(f"{distopt.world()} {distopt.world('cpu').size}\\n", end="", flush=True)
         assert p.data[0] == -3
         assert listens() == {"0100007F"}, listens()
         """
     code, output = run(text, 3, head=HEAD + LISTENS, launcher=STEP)
     assert code == 0, output
     for rank in range(3):
-        assert f"<ProcessGroupCommunicator, rank {rank} of 3, numpy: torch " in output
+        assert f"<ProcessGroupCommunicator, rank {rank} of 3, numpy: the script has not imported cupy; " in output
     assert output.count("gloo; srun without PMI set SLURM_STEP_NUM_TASKS=3; one host, memory shared> 3") == 3, output
 
 
@@ -352,7 +352,7 @@ backward()
 def test_a_rank_that_skips_a_backward_pass_and_ends_is_named(run):
     code, output = run("for k in range(2 - rank):\n    backward()\nprint(sync.step_counter)", head=MODEL)
     assert code != 0
-    assert "PeerLeft: rank 1 left after step 2, before step 3, which gradients came" in output, output
+    assert "PeerLeft: rank 1 left after step 2, before step 3" in output, output
 
 
 def test_a_rank_that_skips_a_backward_pass_and_waits_elsewhere_is_named(run):
