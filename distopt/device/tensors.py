@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from distopt.device import arrays
 from distopt.device.gpus import cupy
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -62,7 +61,7 @@ def as_tensor(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
         torch.Size([1, 3, 2, 2])
     """
     bits = x.view(np.int16) if x.dtype == BFLOAT16 else x
-    flat = gpu_tensor(bits) if arrays.on_gpu(x) else torch.from_numpy(bits)
+    flat = torch.from_numpy(bits) if isinstance(bits, np.ndarray) else gpu_tensor(bits)
     return (flat.view(torch.bfloat16) if x.dtype == BFLOAT16 else flat).permute(_inverse(order_in_memory(like)))
 
 
