@@ -67,7 +67,7 @@ class ScriptsOptimizer(TorchAdapter):
         return False
 
     def __repr__(self) -> str:
-        return "the script's optimizer"
+        return f"optimizer {type(self.opt).__name__ if self.opt else 'unknown'} of the script"
 
 
 class InTheGradients(Policy):
@@ -147,7 +147,8 @@ class GradientExchange(Checkpointed):
         adapter = ScriptsOptimizer(optimizer)
         options = Options.checked(comm, overlap=overlap, nonfinite=policy, allow_missing=True)
         engine = Engine(adapter, comm, options, threshold=threshold, kind=type(self).__name__)
-        super().__init__(engine, {"exchange": exchange, "break_even": break_even, "threshold": threshold})
+        chosen = {"exchange": exchange, "break_even": break_even, "threshold": threshold}
+        super().__init__(engine, {"compressor": compressor} | chosen)
         self._spec = StepSpec(lambda: self.compressor, break_even=break_even, exchange=exchange)
         originals = [p.original for p in self._model.parameters]
         self._model.enroll(engine, lambda: adapter.check_fits(originals, self.compressor))

@@ -514,6 +514,8 @@ def one_state_for_all_ranks_keeps_what_waits():
             total = states.get(kind, {}).get(name, torch.zeros_like(mean)).double()
             dist.all_reduce(total)
             torch.testing.assert_close(mean, (total / dist.get_world_size()).to(mean.dtype))
+    assert repr(sync).startswith("Synchronizer(unknown of the script, rank ")
+    assert "compressor=ErrorFeedback(Packed(TopK(0.05" in repr(sync)
     sync.load_state_dict(full)
     again = sync.full_state_dict()
     for kind, arrays in full["state"]["states"].items():
