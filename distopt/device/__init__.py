@@ -6,8 +6,6 @@ it, and the host goes on.
 
 from distopt.device.arrays import (
     address,
-    array_of,
-    as_kind,
     check_gpu,
     describe,
     gpu_of,
@@ -51,6 +49,7 @@ from distopt.device.gpus import (
 from distopt.device.gpus import cupy as array_module
 from distopt.device.graph import Graph, drop_graphs, is_capture_error
 from distopt.device.kernels import compile_text, launch, resident_blocks
+from distopt.device.kinds import array_of, as_kind
 from distopt.device.memory import (
     HUGE_PAGE,
     clear,

@@ -41,24 +41,6 @@ def is_tensor(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def array_of(x: Any) -> Any:
-    """Return the memory of a tensor as an array (``tensors.as_array``), and any other object as it is."""
-    if not is_tensor(x):
-        return x
-    from distopt.device.tensors import as_array  # torch is there
-
-    return as_array(x)
-
-
-def as_kind(x: np.ndarray, like: Any) -> Any:
-    """Return an array as a tensor on the same memory, if ``like`` is a tensor, else as it is."""
-    if not is_tensor(like):
-        return x
-    from distopt.device.tensors import as_tensor  # torch is there
-
-    return as_tensor(x, like)
-
-
 def remedy(x: Any) -> str:
     """Return advice for an array of another library, such as a torch tensor; '' for any other object."""
     classes = ((c.__module__.partition(".")[0], c.__name__) for c in type(x).__mro__)

@@ -64,16 +64,18 @@ def gpu_zeros(n: int, dtype: Any) -> Any:
     return x
 
 
-def gpu_array_at(address: int, n: int, dtype: Any, owner: Any) -> Any:
-    """Return memory of the current GPU that cupy did not allocate as an array of shape ``(n,)``.
+def gpu_array_at(address: int, n: int, dtype: Any, owner: Any, gpu: int | None = None) -> Any:
+    """Return memory of a GPU that cupy did not allocate as an array of shape ``(n,)``.
 
     Args:
         address: where it starts.
         n: the number of elements.
         dtype: their dtype.
         owner: an object that lives as long as the array, or a view of it, does.
+        gpu: number of the GPU; None for the current one.
     """
-    memory = cupy().cuda.UnownedMemory(address, n * np.dtype(dtype).itemsize, owner, current_gpu())
+    number = current_gpu() if gpu is None else gpu
+    memory = cupy().cuda.UnownedMemory(address, n * np.dtype(dtype).itemsize, owner, number)
     return cupy().ndarray((n,), dtype, cupy().cuda.MemoryPointer(memory, 0))
 
 

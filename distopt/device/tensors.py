@@ -1,7 +1,6 @@
 """Tensors as arrays on the same memory, of numpy or of cupy, and arrays as tensors."""
 
 import contextlib
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from distopt.device.gpus import cupy
+from distopt.device.memory import gpu_array_at
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BITS = {torch.bfloat16: torch.int16}  # dtypes that other libraries do not know, as integers
@@ -62,7 +62,9 @@ def as_tensor(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """
     bits = x.view(np.int16) if x.dtype == BFLOAT16 else x
     flat = torch.from_numpy(bits) if isinstance(bits, np.ndarray) else gpu_tensor(bits)
-    return (flat.view(torch.bfloat16) if x.dtype == BFLOAT16 else flat).permute(_inverse(order_in_memory(like)))
+    return (flat.view(torch.bfloat16) if x.dtype == BFLOAT16 else flat).permute(
+        np.argsort(order_in_memory(like)).tolist()
+    )
 
 
 def on_gpu(t: torch.Tensor) -> bool:
@@ -77,9 +79,8 @@ def gpu_number(t: torch.Tensor) -> int:
 
 def gpu_array(t: torch.Tensor) -> Any:
     """Return cupy's array on the memory of a dense tensor, without an event: see ``torchs_stream``."""
-    cuda, dtype = cupy().cuda, torch.empty(0, dtype=t.dtype).numpy().dtype
-    memory = cuda.UnownedMemory(t.data_ptr(), t.numel() * t.element_size(), t, gpu_number(t))
-    return cupy().ndarray(tuple(t.shape), dtype, cuda.MemoryPointer(memory, 0))
+    dtype = torch.empty(0, dtype=t.dtype).numpy().dtype
+    return gpu_array_at(t.data_ptr(), t.numel(), dtype, t, gpu_number(t)).reshape(tuple(t.shape))
 
 
 def gpu_tensor(x: Any) -> torch.Tensor:
@@ -97,10 +98,3 @@ def torchs_stream(t: torch.Tensor) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
     stream: AbstractContextManager[Any] = cupy().cuda.ExternalStream(torch.cuda.current_stream(t.device).cuda_stream)
     return stream
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    inverse = [0] * len(order)
-    for place, dimension in enumerate(order):
-        inverse[dimension] = place
-    return inverse
