@@ -81,7 +81,6 @@ class Communicator(abc.ABC):
     may_overlap = True
     algorithm: Algorithm = DIRECT
     reason = ""
-    _place = ""  # the part of it that stays
     collectives_fingerprint = 0
     _hosts: Sequence[int] = ()
     _tag = ""  # of the operation in progress, for the report of a time limit
@@ -292,10 +291,6 @@ class Communicator(abc.ABC):
         raise ValueError(
             f"the exchange by nodes needs a communicator that defines make_subgroup, got a {type(self).__name__}"
         )
-
-    def explain(self, reason: str) -> None:
-        """Put ``reason`` before the reasons that ``repr`` shows."""
-        self._place = self.reason = f"{reason}; {self._place}"
 
     def close(self) -> None:  # noqa: B027  most hold nothing
         """Release the resources of the communicator."""

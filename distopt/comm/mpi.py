@@ -3,7 +3,7 @@
 import collections
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from distopt.comm.communicator import (
 )
 from distopt.comm.mpi_control import MpiControl, brand, finish, has_thread_multiple, join, mpi, world_comm
 from distopt.comm.receive_buffer import ReceiveBuffer
-from distopt.comm.shared_memory import SharedMemory, peers_of
+from distopt.comm.shared_memory import SharedMemory, SharingCommunicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,7 +31,7 @@ UNDER_WAY = 3  # sums of 16-bit numbers at a time, one in each phase
 SLICES, SUMS = 1, 2  # MPI tags of the two exchanges of a sum, which may be under way at the same time
 
 
-class MpiCommunicator(Communicator):
+class MpiCommunicator(SharingCommunicator):
     """Communicator of MPI processes for numpy arrays.  Making one is collective.
 
     Data and votes travel on duplicates of ``comm``.  With more than one rank, an uncaught exception on any rank ends
@@ -57,6 +57,8 @@ class MpiCommunicator(Communicator):
         >>> x.tolist()  # doctest: +SKIP
         [2.0, 2.0]
     """
+
+    wire = "MPI"
 
     CHUNK = 1 << 30  # elements or bytes per MPI call: Open MPI counts in 32 bits
 
@@ -172,19 +174,6 @@ class MpiCommunicator(Communicator):
         self.patience = self.control.patience = seconds
         if self._second is not None:
             self._second.set_poll_interval(seconds)
-
-    def alloc(self, n: int, dtype: Any) -> np.ndarray:
-        """Allocate zeros, ``(n,)``, in memory that ``peers`` can share if all ranks are on one host."""
-        shared = self._shared.alloc(n, dtype) if self.size > 1 and not self.spans_hosts else None
-        return super().alloc(n, dtype) if shared is None else shared
-
-    def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
-        """Return the arrays of all ranks, in rank order, or None unless all ranks can open all of them.  Collective."""
-        if self.spans_hosts:
-            return None
-        arrays = peers_of(x, self._shared, self.control)
-        self.reason = f"{self._place}, {'memory shared' if arrays else 'no memory shared: sums go through MPI'}"
-        return arrays
 
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same ranks over messages of its own.  Collective."""

@@ -38,7 +38,7 @@ from distopt.comm.control import LEAVE, ControlChannel, PeerLeft, agreed
 from distopt.comm.launchers import LOOPBACK, Meeting, meeting
 from distopt.comm.outbox import Outboxes
 from distopt.comm.receive_buffer import ReceiveBuffer
-from distopt.comm.shared_memory import SharedMemory, peers_of
+from distopt.comm.shared_memory import SharedMemory, SharingCommunicator
 from distopt.comm.sockets import watch
 from distopt.resilience.abort import abort_on_exception
 from distopt.resilience.operation_log import MEETING, OperationLog, recorder
@@ -380,7 +380,7 @@ def join(ranks: Sequence[int] | None = None) -> tuple[ProcessGroupControl, int, 
     return control, hosts[: control.rank].count(hosts[control.rank]), hosts
 
 
-class ProcessGroupCommunicator(Communicator):
+class ProcessGroupCommunicator(SharingCommunicator):
     """Communicator of the ranks of torch's default process group, for numpy arrays, over gloo.
 
     Making one is collective.  The process group is initialized if it is not yet, as ``torchrun``, Slurm and others tell
@@ -405,6 +405,8 @@ class ProcessGroupCommunicator(Communicator):
         >>> x.tolist()  # doctest: +SKIP
         [2.0, 2.0]
     """
+
+    wire = "gloo"
 
     rank_ordered = True
 
@@ -460,19 +462,6 @@ class ProcessGroupCommunicator(Communicator):
         """Wait until every rank has called this.  Collective."""
         with self._log("barrier"):
             self._lengths([NOTHING] * self.size)
-
-    def alloc(self, n: int, dtype: Any) -> np.ndarray:
-        """Allocate zeros, ``(n,)``, in memory that ``peers`` can share if all ranks are on one host."""
-        shared = self._shared.alloc(n, dtype) if self.size > 1 and not self.spans_hosts else None
-        return super().alloc(n, dtype) if shared is None else shared
-
-    def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
-        """Return the arrays of all ranks, in rank order, or None unless all ranks can open all of them.  Collective."""
-        if self.spans_hosts:
-            return None
-        arrays = peers_of(x, self._shared, self.control)
-        self.reason = f"{self._place}, {'memory shared' if arrays else 'no memory shared: sums go through gloo'}"
-        return arrays
 
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same ranks over messages of its own.  Collective."""

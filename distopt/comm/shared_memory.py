@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from distopt.comm.communicator import Communicator
 from distopt.comm.control import ControlChannel
 from distopt.device import HUGE_PAGE
 
@@ -78,6 +79,38 @@ def open_handle(handle: str, dtype: Any) -> np.ndarray | None:
         os.close(descriptor)
     array: np.ndarray = np.frombuffer(pages, np.uint8, nbytes, start).view(dtype)
     return array
+
+
+class SharingCommunicator(Communicator):
+    """A base class of communicators whose ranks share memory where they are on one host.
+
+    A subclass sets ``_shared``, and ``_place``: its reason, before it is known whether they do.
+
+    Attributes:
+        wire: what sums go through where they do not.
+    """
+
+    wire: str
+    _shared: SharedMemory
+    _place: str
+
+    def alloc(self, n: int, dtype: Any) -> np.ndarray:
+        """Allocate zeros, ``(n,)``, in memory that ``peers`` can share if all ranks are on one host."""
+        shared = self._shared.alloc(n, dtype) if self.size > 1 and not self.spans_hosts else None
+        return super().alloc(n, dtype) if shared is None else shared
+
+    def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
+        """Return the arrays of all ranks, in rank order, or None unless all ranks can open all of them.  Collective."""
+        if self.spans_hosts:
+            return None
+        arrays = peers_of(x, self._shared, self.control)
+        outcome = "memory shared" if arrays else f"no memory shared: sums go through {self.wire}"
+        self.reason = f"{self._place}, {outcome}"
+        return arrays
+
+    def explain(self, reason: str) -> None:
+        """Put ``reason`` before the reasons that ``repr`` shows."""
+        self._place = self.reason = f"{reason}; {self._place}"
 
 
 def peers_of(x: np.ndarray, memory: SharedMemory, control: ControlChannel) -> list[np.ndarray] | None:

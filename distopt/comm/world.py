@@ -11,6 +11,7 @@ from distopt.comm.local import LocalCommunicator
 from distopt.comm.mpi import MpiCommunicator
 from distopt.comm.nccl import NcclCommunicator
 from distopt.comm.nccl_library import nccl_state
+from distopt.comm.shared_memory import SharingCommunicator
 from distopt.comm.threads import current_rank
 
 _worlds: dict[str, Communicator] = {}
@@ -22,9 +23,8 @@ def world(device: str = "auto") -> Communicator:
     Under ``mpirun``, ``distopt run`` or ``srun --mpi=...`` the ranks find each other by MPI; under ``torchrun``, under
     ``srun`` without PMI or without mpi4py, and where the script has initialized the process group of
     ``torch.distributed`` without a launcher of MPI, by gloo.  A process without a launcher is one rank alone, and
-    imports neither.  In a thread of ``run_ranks`` it is that
-    thread's communicator, for numpy arrays.  The ``repr`` of the communicator gives the reason for the choice.  The
-    first call for a device is collective.
+    imports neither.  In a thread of ``run_ranks`` it is that thread's communicator, for numpy arrays.  The ``repr`` of
+    the communicator gives the reason for the choice.  The first call for a device is collective.
 
     Args:
         device: one of
@@ -102,7 +102,7 @@ def _pick_wire(device: str, started: str) -> Communicator:
 
 
 def _over_nccl_or(
-    host: Callable[..., Communicator], nccl: Callable[..., Communicator], device: str, started: str
+    host: Callable[..., SharingCommunicator], nccl: Callable[..., Communicator], device: str, started: str
 ) -> Communicator:
     """Return a communicator over NCCL only if every rank can use it.  Collective.
 
