@@ -57,6 +57,7 @@ def elementwise(n):
         "pack": (8 * n, lambda: kernels.pack(table, y, 1.0, bad, np.inf)),
         "pack, a view: look only": (4 * n, lambda: kernels.pack(home, y, 1.0, bad, np.inf)),
         "unpack": (8 * n, lambda: kernels.unpack(table, y, 0.5)),
+        "lerp": (12 * n, lambda: kernels.lerp(table, y, 0.5)),
         "accumulate": (12 * n, lambda: kernels.accumulate(x, y)),
         "clip": (8 * n, lambda: kernels.clip(x, 3.0)),
         "encode_half": (10 * n, lambda: kernels.encode_half(x, half, 0.5, 65504.0)),

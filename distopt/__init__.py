@@ -22,6 +22,7 @@ from distopt.version import __version__
 
 if TYPE_CHECKING:
     from distopt import volume
+    from distopt.local_steps import LocalSteps
     from distopt.trainer import Trainer
     from distopt.volume import cost, experiment, fit
     from distopt.volume.experiment import callbacks as monitor
@@ -33,6 +34,7 @@ guard_start()
 
 __all__ = [
     "DistOpt",
+    "LocalSteps",
     "LossScaler",
     "Parameter",
     "Tape",
@@ -53,6 +55,7 @@ __all__ = [
 
 # Public names that most programs never use, and where they are: a module, or a name in one, imported when first used.
 _LATER = {
+    "LocalSteps": "local_steps:LocalSteps",
     "Tape": "volume.tape:Tape",
     "Trainer": "trainer:Trainer",
     "cost": "volume.cost",

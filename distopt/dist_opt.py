@@ -12,7 +12,7 @@ from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, 
 from distopt.engine.capture import CapturedStep, check_capture
 from distopt.engine.collectives import ManualCollectives
 from distopt.engine.engine import Engine
-from distopt.engine.facade import Checkpointed, Facade, record_if_asked
+from distopt.engine.facade import Checkpointed, Facade, record_if_asked, torch_model
 from distopt.engine.join import join
 from distopt.engine.nonfinite import Policy
 from distopt.engine.parameters import Loss, checked_gradient
@@ -20,21 +20,11 @@ from distopt.engine.partial import PartialSteps
 from distopt.engine.spec import GradientHook, Options, StepSpec
 from distopt.engine.views import parameter_views
 from distopt.optim import SGD, AnyOptimizer
-from distopt.optim.foreign import is_torchs
 
 if TYPE_CHECKING:
     from distopt import volume
     from distopt.volume import Advice, Wire
     from distopt.volume.cost import Link
-
-
-def _torch_model(opt: Any, params: Any) -> Any:
-    """Return the parameters of a PyTorch model as a ``TorchModel``; None if there is none."""
-    if params is None and not is_torchs(opt):
-        return None
-    from distopt.engine.torch_model import TorchModel  # torch is there
-
-    return TorchModel.of_optimizer(opt) if params is None else TorchModel(params)
 
 
 def _from_id(
@@ -336,7 +326,7 @@ class DistOpt(SingaModes, Checkpointed):
         }
         capacity, size = check_int("buffSize", buffSize, least=1), check_int("threshold", threshold, least=0)
         options = Options.checked(comm, **asked)  # type: ignore[arg-type]
-        self._model = _torch_model(opt, params)
+        self._model = torch_model(opt, params)
         engine = Engine(SGD() if opt is None else opt, comm, options, threshold=size)
         super().__init__(engine, asked | {"threshold": threshold, "buffSize": buffSize, "deterministic": deterministic})
         self._partial = PartialSteps(engine)

@@ -38,6 +38,19 @@ KERNEL(unpack)(Table table, const real *flat, double scale, SkipIf skip) {
   }
 }
 
+// data[i] <- flat[offset + i] + share (data[i] - flat[offset + i])
+KERNEL(lerp)(Table table, const real *flat, double share, SkipIf skip) {
+  if (skips(skip)) return;
+  const real own = (real)share;
+  FOR_EACH_CHUNK(c, table) {
+    const Member m = member(table, c);
+    const real *from = flat + m.offset;
+    with_format(m, [&](auto format, auto *to) {
+      FOR_EACH_IN(i, c, from, to) { to[i] = format.round(from[i] + own * (format.widen(to[i]) - from[i])); };
+    });
+  }
+}
+
 // Parameters of 16 bits, where they are worked on.
 KERNEL(widen)(Table table, real *flat, SkipIf skip) {
   if (skips(skip)) return;

@@ -11,16 +11,23 @@ from distopt.comm.control import ControlChannel
 
 
 class LocalControl(ControlChannel):
-    """Votes of one rank alone."""
+    """Votes of one rank alone.
 
-    rank, size = 0, 1
+    Args:
+        rank: the number that errors give it.
+    """
+
+    size = 1
+
+    def __init__(self, rank: int = 0):
+        self.rank = rank
 
     def maximum(self, votes: np.ndarray) -> None:
         """Leave the votes as they are: they are the maximum over one rank."""
 
     def gather_strings(self, text: str) -> list[str]:
-        """Return this rank's text."""
-        return [text]
+        """Return this rank's text, and nothing of those before it."""
+        return [""] * self.rank + [text]
 
     def subgroup(self, members: tuple[int, ...]) -> "LocalControl":
         """Return this channel: there are no other ranks."""

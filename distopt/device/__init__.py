@@ -63,7 +63,7 @@ from distopt.device.memory import (
 )
 from distopt.device.messages import AsyncReadback, DeviceMirror
 from distopt.device.recording import Recorder, Recording
-from distopt.device.streams import StreamEvent, current_stream, new_stream, synchronize
+from distopt.device.streams import SideStream, StreamEvent, current_stream, new_stream, synchronize
 
 __all__ = [
     "DEVICE_TO_DEVICE",
@@ -76,6 +76,7 @@ __all__ = [
     "Graph",
     "Recorder",
     "Recording",
+    "SideStream",
     "StreamEvent",
     "address",
     "array_module",

@@ -57,6 +57,24 @@ class StreamEvent:
             stream.wait_event(self._event)
 
 
+class SideStream:
+    """A context that enqueues in a stream of its own what comes after the work of the current one so far."""
+
+    def __init__(self) -> None:
+        self._stream, self._order = new_stream(), StreamEvent()
+
+    def __enter__(self) -> None:
+        self._order(current_stream(), self._stream)
+        self._stream.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.__exit__(*error)
+
+    def wait(self) -> None:
+        """Let the current stream's work from now on come after what this one has so far."""
+        self._order(self._stream, current_stream())
+
+
 def synchronize(stream: Any, poll: Callable[[], None] = lambda: None) -> None:
     """Wait, on the host, for all work enqueued in a stream.
 

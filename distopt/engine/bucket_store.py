@@ -1,6 +1,7 @@
 """The parameters of a model, the plan of their buckets, and the memory of both."""
 
 import contextlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -271,23 +272,9 @@ class BucketStore:
 
         Both would update it.  Looked at in the first step of a plan; ``parameter_views`` are meant to be shared.
         """
-        if not self._comm.shares_address_space or self._unshared is self._memory.buckets or self.sharded:
-            return
-        lengths = [value.nbytes for value in self.values.values()]
-        starts = np.stack(self._comm.unwrapped.all_gather(self.collector.values.addresses.view(np.int64)))
-        ends = starts + np.array(lengths, np.int64)
-        ranks, rows = np.nonzero(ends > starts)
-        starts, ends = starts[ranks, rows], ends[ranks, rows]
-        order = np.argsort(starts, kind="stable")
-        overlapping = np.flatnonzero(starts[order][1:] < ends[order][:-1])
-        if overlapping.size:
-            names, at = list(self.collector.order), min(overlapping, key=lambda k: rows[order[k]])  # first of the plan
-            first, second = (f"{names[rows[k]]} of rank {ranks[k]}" for k in sorted(order[at : at + 2]))
-            text = (
-                f"{first} and {second} are in one memory: each rank must make parameters of its own, inside main(comm)"
-            )
-            raise agreed(ValueError(text), self._comm.rank == 0)
-        self._unshared = self._memory.buckets
+        if self._unshared is not self._memory.buckets and not self.sharded:
+            check_apart(self._comm, self.values)
+            self._unshared = self._memory.buckets
 
     def follow_stream(self) -> None:
         """Let what comes next, in any stream of the GPU, come after the last step."""
@@ -324,6 +311,30 @@ class BucketStore:
     def restored_names(self) -> set[str]:
         """Names of the parameters of which a checkpoint has a state, until there is a plan."""
         return {name for arrays in self._restored.values() for name in arrays}
+
+
+def check_apart(comm: Communicator, values: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError, on all ranks alike, for an array in the memory of another thread's.  Collective.
+
+    Args:
+        comm: the ranks.
+        values: the parameters' arrays by name.
+    """
+    if not comm.shares_address_space:
+        return
+    lengths = [value.nbytes for value in values.values()]
+    addresses = np.array([device.address(value) for value in values.values()], np.int64)
+    starts = np.stack(comm.unwrapped.all_gather(addresses))
+    ends = starts + np.array(lengths, np.int64)
+    ranks, rows = np.nonzero(ends > starts)
+    starts, ends = starts[ranks, rows], ends[ranks, rows]
+    order = np.argsort(starts, kind="stable")
+    overlapping = np.flatnonzero(starts[order][1:] < ends[order][:-1])
+    if overlapping.size:
+        names, at = list(values), min(overlapping, key=lambda k: rows[order[k]])  # first of the plan
+        first, second = (f"{names[rows[k]]} of rank {ranks[k]}" for k in sorted(order[at : at + 2]))
+        text = f"{first} and {second} are in one memory: each rank must make parameters of its own, inside main(comm)"
+        raise agreed(ValueError(text), comm.rank == 0)
 
 
 class StreamOrder:

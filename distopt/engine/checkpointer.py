@@ -14,38 +14,35 @@ import numpy as np
 
 from distopt import device
 from distopt.checkpoint import CheckpointError, Pending, file, folder, lock
-from distopt.checkpoint import resharding as ranks
 from distopt.checks import check_int
 from distopt.comm.control import agreed
-from distopt.compress.dgc import DECAY
 from distopt.device import is_array
-from distopt.engine.engine import Engine
 from distopt.engine.hooks import StepHook
-from distopt.engine.state import check_state, state_dict
+from distopt.engine.training_state import TrainingState, Tree
 from distopt.resilience import job, signals
 
-LoadState = Callable[[dict[str, Any]], None]
+LoadState = Callable[[Tree], None]
 
 LOG = logging.getLogger("distopt")
-LONGEST = 2000  # characters of an optimizer's text
 MOST_LOCKS = 8  # that one DistOpt holds: each is an open file
-WINDOW = "window"  # of gradients, which are sums over ranks if each batch was exchanged
 
 
 class Checkpointer:
-    """Save and load what of an engine outlives the process."""
+    """Save and load what of a training outlives the process.
 
-    def __init__(self, engine: Engine, options: Sequence[str]):
-        """Make one.  ``options``: lines for a reader of checkpoints."""
-        self._engine, self._options = engine, options
-        self._comm, self._store = engine.comm, engine.store
+    Args:
+        training: the training.
+    """
+
+    def __init__(self, training: TrainingState):
+        self._training, self._comm = training, training.comm
         self._locks: tuple[lock.Held, ...] = ()  # on rank 0, of the last folders
         self._unlocked: tuple[Path, ...] = ()  # folders in which there are no locks
 
     def save(self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2) -> Path:
         """``DistOpt.save``.  Collective."""
-        self._engine.check_open()
-        self._engine.resolve_last_step()
+        self._training.check_open()
+        self._training.settle()
         self._on_all_ranks("saving", self._prepared_folder, path, keep)
         names = self._on_all_ranks("saving", self._next_checkpoint, Path(path))
         name, save = json.loads(names[0])
@@ -53,8 +50,8 @@ class Checkpointer:
         about: dict[str, Any] = {"save": save}
         pending: list[Pending] = []
         try:
-            shared = state_dict(self._engine) if self._store.sharded else None  # which is collective
-            self._on_all_ranks("writing", self._write, place, shared, params, extra, about, pending)
+            state = self._training.state() if self._training.collective else None
+            self._on_all_ranks("writing", self._write, place, state, params, extra, about, pending)
             self._on_all_ranks("renaming", _commit, pending)
             self._on_all_ranks("completing", self._on_rank_0, folder.complete, place, about)
         except BaseException:
@@ -71,7 +68,7 @@ class Checkpointer:
     def _prepared_folder(self, path: str | Path, keep: int) -> None:
         """A folder for what can be saved, which is this job's alone to save in."""
         check_int("keep", keep, least=1)
-        self._engine.progress.check()
+        self._training.check()
         place = Path(path)
         place.mkdir(parents=True, exist_ok=True)
         self._on_rank_0(self._lock_folder, place)
@@ -97,49 +94,26 @@ class Checkpointer:
         """Rank 0 says what the checkpoint is called, and what only its files have in common."""
         if self._comm.rank:
             return ""
-        name = folder.next_name(path, self._engine.progress.updates)
+        name = folder.next_name(path, self._training.step)
         (path / name).mkdir(mode=0o700)
         return json.dumps([name, uuid.uuid4().hex])
-
-    def _about(self) -> dict[str, Any]:
-        """Return the facts that a reader of a checkpoint needs first."""
-        accumulator, partial = self._engine.accumulator, self._engine.progress.partial > 0
-        own_calls = (
-            accumulator.batches > 0 and accumulator.reduced is False
-        )  # calls of a first partial step: own gradients
-        return {
-            "world_size": self._comm.size,
-            "step": self._engine.progress.updates,
-            "options": [*self._options, f"threshold={self._engine.threshold}"],
-            "optimizer": repr(self._engine.optimizer.opt)[:LONGEST],
-            "ranks_differ": partial or own_calls,
-            "window_of_sums": not accumulator.sync_on_apply
-            and (accumulator.reduced is True or not (partial or own_calls)),
-        }
 
     def _write(
         self,
         place: Path,
-        shared: dict[str, Any] | None,
+        state: Tree | None,
         params: Iterable[Any] | None,
         extra: Any,
-        about: dict[str, Any],
+        about: Tree,
         pending: list[Pending],
     ) -> None:
         """This rank's files, not yet under their names; ``about`` is completed."""
-        about.update(self._about())
-        state = state_dict(self._engine) if shared is None else shared
-        of_rank = {"states": state.pop("states"), "extra": extra() if callable(extra) else extra}
+        about.update(self._training.facts())
+        state = self._training.state() if state is None else state
         values = None if params is None else self._arrays_by_name(params)
-        model = {
-            "optimizer": state.pop("optimizer"),
-            "parameters": values and {n: device.host_copy(v) for n, v in values.items()},
-        }
-        of_all = dict(state)
-        if about["ranks_differ"]:
-            of_rank |= model
-        else:
-            of_all |= model
+        parameters = values and {n: device.host_copy(v) for n, v in values.items()}
+        of_all, of_rank = self._training.divide(state, parameters)
+        of_rank["extra"] = extra() if callable(extra) else extra
         rank = self._comm.rank
         pending.append(file.prepare(folder.file_of(place, rank), of_rank, about | {"rank": rank}))
         if rank == 0:
@@ -156,11 +130,11 @@ class Checkpointer:
         self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2
     ) -> None:
         """``DistOpt.save_when_stopped``.  Collective."""
-        self._engine.check_open()
+        self._training.check_open()
         self._on_all_ranks("preparing to save", self._prepared_folder, path, keep)
         self._on_all_ranks("listening for signals, to save", signals.listen)
         job.mark(job.STOPS)
-        hooks = self._engine.hooks
+        hooks = self._training.hooks
         hooks[:] = [hook for hook in hooks if not isinstance(hook, StopOnSignal)]
         hooks.append(StopOnSignal(self, path, None if params is None else list(params), extra, keep))
 
@@ -168,8 +142,8 @@ class Checkpointer:
 
     def load(self, path: str | Path, params: Iterable[Any] | None, load_state: LoadState) -> Any:
         """``DistOpt.load``.  Collective.  ``load_state`` takes the state that was read."""
-        self._engine.check_open()
-        self._engine.nonfinite.poll()
+        self._training.check_open()
+        self._training.abandon()
         place = Path(path)
         names = json.loads(self._on_all_ranks("loading", self._checkpoints, place)[0])
         for name in names:
@@ -196,8 +170,8 @@ class Checkpointer:
             return json.dumps(f"{place}: has another structure: {type(error).__name__}: {error}")
         return json.dumps("")
 
-    def _read_state(self, place: Path) -> tuple[dict[str, Any], dict[str, Any], Any]:
-        """Read a state for ``load_state_dict``, parameters by name, and extra."""
+    def _read_state(self, place: Path) -> tuple[Tree, Any, Any]:
+        """Read a state, parameters by name, and extra."""
         about = folder.manifest(place)
         saved, rank, size = about["world_size"], self._comm.rank, self._comm.size
 
@@ -207,46 +181,27 @@ class Checkpointer:
             folder.compare(path, said, about)
             return tree
 
-        of_all, of_rank = read(None), read(rank % saved)
-        if about["ranks_differ"]:
-            of_all |= _model(of_rank) if saved == size else ranks.mean(saved, lambda r: _model(read(r)))
-        other = about["window_of_sums"] == self._engine.accumulator.sync_on_apply and not about["ranks_differ"]
-        if of_all["batches"] and other:
-            mine = self._engine.accumulator.sync_on_apply
-            raise ValueError(
-                f"sync_on_apply must be {not mine} to go on from {place}, which was saved in the middle of a window, "
-                f"got {mine}"
-            )
-        sums = [WINDOW] if about["window_of_sums"] else []
-        states = of_rank["states"]
         if saved != size:
-            states = ranks.pending(rank, size, saved, lambda r: read(r)["states"], sums, [DECAY])
             self.note(f"{place}: {saved} ranks saved it, {size} go on; the pending mean stays as it was")
-        parameters = of_all.pop("parameters")
-        return of_all | {"states": states}, parameters, of_rank["extra"]
+        of_all, of_rank = read(None), read(rank % saved)
+        state, parameters = self._training.unite(place, about, of_all, of_rank, read)
+        return state, parameters, of_rank["extra"]
 
     def _apply_loaded(
-        self,
-        params: Iterable[Any] | None,
-        load_state: LoadState,
-        state: dict[str, Any],
-        parameters: Any,
-        extra: Any,
+        self, params: Iterable[Any] | None, load_state: LoadState, state: Tree, parameters: Any, extra: Any
     ) -> Any:
         """Apply what was read, once all ranks find that they can."""
         values: dict[str, np.ndarray] = {}
 
         def check() -> None:
             values.update(self._matching_arrays(params, parameters))
-            check_state(self._engine, state)
+            self._training.check_state(state)
 
         def apply() -> None:
             load_state(state)  # first, since an optimizer may refuse it
-            self._engine.progress.begin_load()
-            for name, value in values.items():
-                device.copy(value, parameters[name])
-            self._engine.progress.end_load()
-            self._store.mark_stream()
+            with self._training.writing_parameters():
+                for name, value in values.items():
+                    device.copy(value, parameters[name])
 
         self._on_all_ranks("loading", check)
         self._on_all_ranks("going on", apply)
@@ -261,7 +216,7 @@ class Checkpointer:
                 raise ValueError("params must be None, as the checkpoint was saved without parameters")
             return {}
         if params is None:
-            values = {name: known.value for name, known in self._store.collector.order.items()}
+            values = {name: known.value for name, known in self._training.collector.order.items()}
             if not values:
                 raise ValueError(
                     "params must be the model's, as the checkpoint has parameters, got None; call load(path, params)"
@@ -280,11 +235,11 @@ class Checkpointer:
         """Return arrays by parameter name; ValueError for two of one name, or a bare array that has none yet."""
         values: dict[str, np.ndarray] = {}
         for param in params:
-            if is_array(param) and not self._store.collector.order:
+            if is_array(param) and not self._training.collector.order:
                 raise ValueError(
                     "a parameter must be named before the first step, got a bare array; use distopt.Parameter"
                 )
-            name, value = self._store.collector.identify(param)
+            name, value = self._training.collector.identify(param)
             if name in values:
                 raise ValueError(f"{name}: given twice; names must be unique")
             values[name] = value
@@ -294,7 +249,7 @@ class Checkpointer:
 
     def _on_all_ranks(self, what: str, do: Callable[..., Any], *arguments: Any) -> list[str]:
         """Call ``do`` on every rank (``Agreement.run_on_all``).  Collective."""
-        agreement, step = self._engine.agreement, self._engine.progress.updates
+        agreement, step = self._training.agreement, self._training.step
         return agreement.run_on_all(f"{what} a checkpoint, DistOpt {agreement.number}, step {step}", do, *arguments)
 
     def _warn(self, text: str) -> None:
@@ -323,11 +278,6 @@ class StopOnSignal(StepHook):
             place = self._checkpointer.save(*self._arguments)
             self._checkpointer.note(f"ended by {signal.Signals(number).name} after step {step}; saved {place}")
             raise SystemExit(128 + number)
-
-
-def _model(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a state that partial steps let differ between ranks."""
-    return {name: tree[name] for name in ("optimizer", "parameters")}
 
 
 def _first(reports: Sequence[str]) -> str:

@@ -12,8 +12,10 @@ from distopt.buckets import Plan
 from distopt.engine.checkpointer import Checkpointer
 from distopt.engine.engine import Engine
 from distopt.engine.hooks import RECORD
-from distopt.engine.state import load_state_dict, state_dict
+from distopt.engine.state import EngineState
+from distopt.engine.training_state import TrainingState
 from distopt.engine.views import gradient_views
+from distopt.optim.foreign import is_torchs
 
 
 def record_if_asked(engine: Engine) -> None:
@@ -22,6 +24,15 @@ def record_if_asked(engine: Engine) -> None:
         from distopt.volume.tape.hook import record  # no other training loads it
 
         record(engine)
+
+
+def torch_model(opt: Any, params: Any) -> Any:
+    """Return the parameters of a PyTorch model as a ``TorchModel``; None if there is none."""
+    if params is None and not is_torchs(opt):
+        return None
+    from distopt.engine.torch_model import TorchModel  # torch is there
+
+    return TorchModel.of_optimizer(opt) if params is None else TorchModel(params)
 
 
 class Facade:
@@ -163,11 +174,18 @@ class Facade:
 
 
 class Checkpointed(Facade):
-    """Facade whose state outlives the process, in checkpoints."""
+    """Facade whose state outlives the process, in checkpoints.
 
-    def __init__(self, engine: Engine, arguments: dict[str, Any]):
+    Args:
+        engine: makes the steps.
+        arguments: the options by name, as the user gave them.
+        training: what outlives the process; None for what the engine has.
+    """
+
+    def __init__(self, engine: Engine, arguments: dict[str, Any], training: TrainingState | None = None):
         super().__init__(engine, arguments)
-        self._checkpointer = Checkpointer(engine, engine.options.lines(engine.comm))
+        self._state = training or EngineState(engine, engine.options.lines(engine.comm))
+        self._checkpointer = Checkpointer(self._state)
 
     def close(self) -> None:
         """Refuse everything from now on; other jobs may then save to the same folder.
@@ -197,7 +215,7 @@ class Checkpointed(Facade):
             >>> opt.state_dict()["step_counter"]
             1
         """
-        return state_dict(self.engine)
+        return self._state.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` returned, with parameters that the caller has loaded on every rank.
@@ -221,7 +239,7 @@ class Checkpointed(Facade):
             >>> again.step_counter
             1
         """
-        load_state_dict(self.engine, state)
+        self._state.load(state)
 
     def save(self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2) -> Path:
         """Save everything that changes between steps in a new checkpoint in a folder.  Collective.

@@ -1,15 +1,22 @@
 """The state of an engine as a dict: everything that changes between steps, by parameter name."""
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from distopt import device, kernels
 from distopt.buckets import States
+from distopt.checkpoint import resharding
 from distopt.checks import check_int
 from distopt.comm import Communicator
+from distopt.compress.dgc import DECAY
+from distopt.engine.accumulation import STATE
 from distopt.engine.engine import Engine
+from distopt.engine.training_state import Arrays, TrainingState, Tree, optimizer_text
 from distopt.kernels.layout import BucketLayout
 
 COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
@@ -118,3 +125,98 @@ def check_state(engine: Engine, state: dict[str, Any]) -> States:
     states = {s: {n: np.array(a) for n, a in arrays.items()} for s, arrays in by_state.items()}
     engine.store.check_states(states)
     return states
+
+
+class EngineState(TrainingState):
+    """The state of a training that one engine makes the steps of.
+
+    Args:
+        engine: the engine.
+        options: lines for a reader of checkpoints.
+    """
+
+    def __init__(self, engine: Engine, options: Sequence[str]):
+        self._engine, self.options = engine, options
+        self.comm, self.agreement, self.hooks = engine.comm, engine.agreement, engine.hooks
+        self.collector = engine.store.collector
+
+    @property
+    def step(self) -> int:
+        """Updates applied so far."""
+        return self._engine.progress.updates
+
+    @property
+    def collective(self) -> bool:
+        """Whether each rank has its share of the optimizer's state."""
+        return self._engine.store.sharded
+
+    def check_open(self) -> None:
+        self._engine.check_open()
+
+    def check(self) -> None:
+        self._engine.progress.check()
+
+    def settle(self) -> None:
+        self._engine.resolve_last_step()
+
+    def abandon(self) -> None:
+        self._engine.nonfinite.poll()
+
+    def state(self) -> Tree:
+        return state_dict(self._engine)
+
+    def check_state(self, state: Tree) -> None:
+        check_state(self._engine, state)
+
+    def load(self, state: Tree) -> None:
+        load_state_dict(self._engine, state)
+
+    @contextlib.contextmanager
+    def writing_parameters(self) -> Iterator[None]:
+        self._engine.progress.begin_load()
+        yield
+        self._engine.progress.end_load()
+        self._engine.store.mark_stream()
+
+    def facts(self) -> Tree:
+        accumulator, partial = self._engine.accumulator, self._engine.progress.partial > 0
+        own_calls = accumulator.batches > 0 and accumulator.reduced is False  # of a first partial step
+        return {
+            "world_size": self.comm.size,
+            "step": self.step,
+            "options": [*self.options, f"threshold={self._engine.threshold}"],
+            "optimizer": optimizer_text(self._engine.optimizer.opt),
+            "ranks_differ": partial or own_calls,
+            "window_of_sums": not accumulator.sync_on_apply
+            and (accumulator.reduced is True or not (partial or own_calls)),
+        }
+
+    def divide(self, state: Tree, parameters: Arrays | None) -> tuple[Tree, Tree]:
+        of_rank = {"states": state.pop("states")}
+        model = {"optimizer": state.pop("optimizer"), "parameters": parameters}
+        return (state, of_rank | model) if self.facts()["ranks_differ"] else (state | model, of_rank)
+
+    def unite(
+        self, place: Path, facts: Tree, of_all: Tree, of_rank: Tree, read: Callable[[int], Tree]
+    ) -> tuple[Tree, Arrays | None]:
+        saved, size = facts["world_size"], self.comm.size
+        if facts["ranks_differ"]:
+            of_all = of_all | (
+                model_of(of_rank) if saved == size else resharding.mean(saved, lambda r: model_of(read(r)))
+            )
+        mine = self._engine.accumulator.sync_on_apply
+        if of_all["batches"] and facts["window_of_sums"] == mine and not facts["ranks_differ"]:
+            raise ValueError(
+                f"sync_on_apply must be {not mine} to go on from {place}, which was saved in the middle of a window, "
+                f"got {mine}"
+            )
+        sums, states = [STATE] if facts["window_of_sums"] else [], of_rank["states"]
+        if saved != size:
+            states = resharding.pending(self.comm.rank, size, saved, lambda r: read(r)["states"], sums, [DECAY])
+        parameters = of_all.pop("parameters")
+        return of_all | {"states": states}, parameters
+
+
+def model_of(tree: Tree) -> Tree:
+    """Return the parts of a state that ranks have of their own where they train apart."""
+    return {name: tree[name] for name in ("optimizer", "parameters")}

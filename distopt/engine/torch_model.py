@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distopt.comm import Communicator
 from distopt.device.tensors import as_array, as_tensor, is_dtensor, torchs_stream
 from distopt.engine.engine import Engine
 from distopt.engine.parameters import Parameter
@@ -97,9 +98,13 @@ class TorchModel:
         with self.stream():
             enroll(engine, self.parameters, "torch's parameters", lambda names: check())
             if engine.store.broadcast_due:
-                for x in self._others:
-                    engine.comm.broadcast(as_array(_of_this_rank("a buffer", x)).reshape(-1).view(np.uint8))
+                self.broadcast_others(engine.comm)
             engine.store.broadcast_parameters(engine.progress.updates)
+
+    def broadcast_others(self, comm: Communicator) -> None:
+        """Send rank 0's buffers and frozen parameters to all ranks.  Collective."""
+        for x in self._others:
+            comm.broadcast(as_array(_of_this_rank("a buffer", x)).reshape(-1).view(np.uint8))
 
     def stream(self) -> AbstractContextManager[Any]:
         """Return a context in which a step enqueues where torch does, on a GPU (``device.tensors.torchs_stream``)."""

@@ -57,11 +57,8 @@ class VirtualControl(LocalControl):
     """Votes of ranks that all say the same, but for the one whose turn it is."""
 
     def __init__(self, size: int):
+        super().__init__()
         self.size = self.live = size
-
-    def gather_strings(self, text: str) -> list[str]:
-        """Return this rank's text, and nothing of those before it."""
-        return [""] * self.rank + [text]
 
     def gather_texts(self, lines: Sequence[str], make: Callable[[], str]) -> list[str]:
         """Return this rank's text once for each rank: all make the same."""

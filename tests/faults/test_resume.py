@@ -81,11 +81,14 @@ def only_checkpoint(path):
     return steps.pop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_in_one_checkpoint(number, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "number"),
+    [("topk", signal.SIGTERM), ("topk", signal.SIGINT), ("local", signal.SIGTERM), ("streaming", signal.SIGINT)],
+)
+def test_a_signal_ends_in_one_checkpoint(mode, number, tmp_path):
     """Under distopt run, with either brand; and the run goes on from there to the same bits."""
-    expected = unbroken(tmp_path, 300, 0)
-    job = start([*launched(), TRAINING, tmp_path / "saved", "300", "0"], tmp_path / "log")
+    expected = unbroken(tmp_path, 300, 0, mode)
+    job = start([*launched(), TRAINING, tmp_path / "saved", "300", "0", mode], tmp_path / "log")
     time.sleep(0.2)
     job.send_signal(number)
     code, output = ended(job, tmp_path / "log")
@@ -93,7 +96,7 @@ def test_a_signal_ends_in_one_checkpoint(number, tmp_path):
     step = only_checkpoint(tmp_path / "saved")
     assert f"ended by {number.name} after step {step}" in output
     assert "Traceback" not in output
-    code, output = distopt_run(2, TRAINING, tmp_path / "saved", 300, 0)
+    code, output = distopt_run(2, TRAINING, tmp_path / "saved", 300, 0, mode)
     assert f"from step {step} with {{'ended after': {step}}}" in output
     assert sorted(digests(output)) == expected
 
@@ -157,7 +160,7 @@ def ranks_of(job):
     return found
 
 
-@pytest.mark.parametrize("mode", ["topk", "partial"])
+@pytest.mark.parametrize("mode", ["topk", "partial", "local", "streaming"])
 def test_runs_killed_at_any_instant_restart_and_end_with_the_bits_of_an_unbroken_run(mode, tmp_path):
     """The job is started again each time, from its last good checkpoint, and ends with the bits of an unbroken run."""
     expected = unbroken(tmp_path, STEPS, 0, mode)
@@ -175,10 +178,11 @@ def test_runs_killed_at_any_instant_restart_and_end_with_the_bits_of_an_unbroken
     assert not list((tmp_path / "saved").glob("**/*.tmp.*"))
 
 
-def test_a_checkpoint_of_four_goes_on_with_one(tmp_path):
-    code, output = distopt_run(4, TRAINING, tmp_path / "saved", 20, 10)
+@pytest.mark.parametrize("mode", ["topk", "local"])
+def test_a_checkpoint_of_four_goes_on_with_one(mode, tmp_path):
+    code, output = distopt_run(4, TRAINING, tmp_path / "saved", 20, 10, mode)
     assert code == 0, output
-    code, output = finish([sys.executable, TRAINING, tmp_path / "saved", "30", "0"], 30)
+    code, output = finish([sys.executable, TRAINING, tmp_path / "saved", "30", "0", mode], 30)
     assert code == 0, output
     assert "4 ranks saved it, 1 go on" in output
     assert "after 30 steps" in output

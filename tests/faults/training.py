@@ -7,18 +7,25 @@ import time
 import numpy as np
 
 import distopt
+from distopt.compress import ErrorFeedback, Packed, TopK
 
 STEPS = {
     "dense": lambda opt, loss: opt(loss),
     "topk": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.05, topK=True),
     "partial": lambda opt, loss: opt.backward_and_partial_update(loss),
 }
+LOCAL = {  # whose steps are ``opt(loss)``
+    "local": {"every": 7, "compressor": ErrorFeedback(Packed(TopK(0.05)))},
+    "streaming": {"every": 6, "fragments": 3, "delay": 4, "alpha": 0.5},
+}
 folder, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-step = STEPS[sys.argv[4] if len(sys.argv) > 4 else "topk"]
+mode = sys.argv[4] if len(sys.argv) > 4 else "topk"
+step = STEPS.get(mode, STEPS["dense"])
 
 world = distopt.world()
 params = [distopt.Parameter(f"p{k}", np.zeros(n, np.float32)) for k, n in enumerate((1000, 30, 5000))]
-opt = distopt.DistOpt(distopt.optim.Adam(lr=0.01), world, threshold=2000)
+make = distopt.LocalSteps if mode in LOCAL else distopt.DistOpt
+opt = make(distopt.optim.Adam(lr=0.01), world, threshold=2000, **LOCAL.get(mode, {}))
 opt.save_when_stopped(folder, params, lambda: {"ended after": opt.step_counter})
 extra = opt.load(folder, params)
 print(f"from step {opt.step_counter} with {extra}", flush=True)

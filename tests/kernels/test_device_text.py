@@ -105,6 +105,7 @@ def tables(dtype, by):
     kernels.sgd_momentum(table, flat, states[0], written("Momentum", **common, momentum=0.9, gain=1.0))
     kernels.adam(table, flat, *states[1:3], written("Adam", **common | moments))
     kernels.unpack(table, flat, 2.0)
+    kernels.lerp(table, states[0], 0.3)
     ranks = [np.ones_like(flat), flat, states[3]]
     wrong = np.zeros(4 * len(arrays), np.int64)
     for share in range(3):
@@ -187,6 +188,7 @@ def narrow_tables(dtype, stored, by):
     packed = np.zeros_like(flat)
     kernels.pack(narrow, packed, 0.3, bad, 1.0)
     kernels.unpack(narrow, packed, 2.0)
+    kernels.lerp(narrow, states[0], 0.3)
     return flat, wide, bad, *states, partial, sums, squares, packed, *arrays
 
 

@@ -69,6 +69,19 @@ def test_unpack_reverses_pack_and_pack_writes_members_only(dtype, sizes, scale):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", REALS)
+@given(st.lists(st.sampled_from(SIZES), min_size=1, max_size=8), st.floats(0, 1))
+def test_lerp_moves_members_towards_their_places_in_the_flat_array(dtype, sizes, share):
+    table, arrays = members(sizes, dtype)
+    flat = np.random.default_rng(len(sizes)).normal(size=table.extent).astype(dtype)
+    before = [a.astype(np.float64) for a in arrays]
+    kernels.lerp(table, flat, share)
+    for row, (a, was) in enumerate(zip(arrays, before, strict=True)):
+        there = table.view(flat, row).astype(np.float64)
+        np.testing.assert_allclose(a, share * was + (1 - share) * there, rtol=1e-5, atol=1e-6)
+        assert share or np.array_equal(a, table.view(flat, row))
+
+
 def test_pack_counts_what_is_not_finite():
     table, arrays = members([5, CHUNK + 3, 7])
     arrays[1][[0, CHUNK, CHUNK + 2]] = np.inf, np.nan, -np.inf

@@ -1,0 +1,425 @@
+"""The outer loop of local steps: what ranks have changed since the last exchange, averaged.
+
+A rank's *pseudo-gradient* is the global parameters minus its own.  The mean over ranks goes to an *outer* optimizer,
+which moves the global parameters, and the rank goes on from these (Douillard et al., "DiLoCo: distributed
+low-communication training of language models", 2023).  So an exchange is a step of an engine, whose gradients are
+pseudo-gradients.
+
+The model may be cut into fragments, each with an outer engine of its own, which are exchanged behind different steps,
+and whose new values may be taken some steps later, while training goes on (Douillard et al., "Streaming DiLoCo with
+overlapping communication", 2025).
+"""
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from distopt import device, kernels
+from distopt.buckets import Bucket, plan
+from distopt.checks import check_float, check_int
+from distopt.comm import Communicator
+from distopt.compress import Compressor, Dense
+from distopt.engine.agreement import AllJoinedError
+from distopt.engine.background import Background, Inline
+from distopt.engine.bucket_store import check_apart
+from distopt.engine.engine import Engine
+from distopt.engine.hooks import StepHook
+from distopt.engine.parameters import Parameter
+from distopt.engine.spec import Options, StepSpec
+from distopt.engine.views import gradient_views
+from distopt.kernels.layout import FORMATS, BucketLayout, compute_dtype
+from distopt.optim import SGD, AnyOptimizer
+
+START = "the first local step"
+Arrays = Mapping[str, np.ndarray]  # by parameter name
+
+
+class Windows(NamedTuple):
+    """When fragments are exchanged: a pure function of the step, the same on all ranks.
+
+    Attributes:
+        every: steps between two exchanges of a fragment.
+        fragments: their number, up to ``every``; they are sent at even distances.
+        delay: steps from sending a fragment to taking its new values, below ``every``.
+
+    Example:
+        >>> windows = Windows(every=4, fragments=2)
+        >>> [windows.sent_behind(step) for step in range(1, 9)]
+        [None, 0, None, 1, None, 0, None, 1]
+    """
+
+    every: int
+    fragments: int = 1
+    delay: int = 0
+
+    @classmethod
+    def checked(cls, every: int, fragments: int, delay: int) -> "Windows":
+        """Check what a user gave.
+
+        Raises:
+            TypeError: an argument is no integer.
+            ValueError: there are more fragments than steps, or one would be sent again before it has come back.
+        """
+        check_int("every", every, least=1)
+        if check_int("fragments", fragments, least=1) > every:
+            raise ValueError(f"fragments must be at most every={every}, got {fragments}")
+        if check_int("delay", delay, least=0) >= every:
+            raise ValueError(f"delay must be below every={every}, got {delay}")
+        return cls(every, fragments, delay)
+
+    def sent_behind(self, step: int) -> int | None:
+        """Return the number of the fragment that is sent behind a step, counted from 1; None for none."""
+        place = (step - 1) % self.every + 1
+        ends = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
+        return ends.index(place) if place in ends else None
+
+    def describe(self) -> str:
+        """Return a line on when fragments are sent and taken."""
+        parts = "" if self.fragments == 1 else f", in {self.fragments} fragments"
+        later = f", taken {self.delay} steps later" if self.delay else ""
+        return f"every {self.every} steps{parts}{later}"
+
+
+def cut(sizes: Sequence[int], fragments: int) -> list[list[int]]:
+    """Cut a list into runs of about the same sum: none is more than an item larger than their mean.
+
+    Args:
+        sizes: of the items.
+        fragments: the number of runs, of which some may be empty.
+
+    Returns:
+        The indices of each run's items.
+
+    Example:
+        >>> cut([1, 1, 2, 4], 2), cut([9, 1], 3)
+        ([[0, 1, 2], [3]], [[], [0], [1]])
+    """
+    runs: list[list[int]] = [[] for _ in range(fragments)]
+    before, total = 0, max(1, sum(sizes))
+    for item, size in enumerate(sizes):
+        runs[min((2 * before + size) * fragments // (2 * total), fragments - 1)].append(item)
+        before += size
+    return runs
+
+
+class Fragment:
+    """Parameters that are exchanged together, and their global values, which are the same on all ranks.
+
+    Args:
+        engine: the outer engine.
+        spec: what its steps are.
+
+    Attributes:
+        engine: the outer engine.
+        values: the global parameters by name, of float32 for those of 16 bits.
+        sent: the step behind which it was sent last.
+        due: the step behind which its new values are taken; 0 if it is not in flight.
+    """
+
+    def __init__(self, engine: Engine, spec: StepSpec):
+        self.engine, self._spec = engine, spec
+        self.values: dict[str, np.ndarray] = {}
+        self.sent = self.due = 0
+        self._flats: list[np.ndarray] = []  # the global parameters of each bucket
+        self._pairs: list[tuple[Parameter, np.ndarray]] = []
+
+    def begin(self, local: Arrays) -> None:
+        """Make rank 0's local parameters the global ones.  Collective, unless there are none."""
+        if not local:
+            return
+        dtypes = [compute_dtype(x.dtype) for x in local.values()]
+        buckets = plan(list(local), [x.size for x in local.values()], dtypes, self.engine.threshold).buckets
+        like, flats = next(iter(local.values())), dict[str, np.ndarray]()
+        for bucket in buckets:
+            flat = device.persistent_zeros(bucket.size, bucket.dtype, like)
+            self._flats.append(flat)
+            for name, offset, size in zip(bucket.names, bucket.offsets, bucket.sizes, strict=True):
+                flats[name] = flat[offset : offset + size]
+        self.values = {name: flats[name].reshape(x.shape) for name, x in local.items()}
+        for name, x in local.items():
+            device.copy(self.values[name], x.astype(self.values[name].dtype))
+        parameters = [Parameter(name, x) for name, x in self.values.items()]
+        self._pairs = list(zip(parameters, gradient_views(self.engine, parameters), strict=True))
+
+    @property
+    def _buckets(self) -> Sequence[Bucket]:
+        return self.engine.store.buckets if self.values else ()
+
+    def measure(self, local: Arrays) -> None:
+        """Write the pseudo-gradient, global minus local parameters, to where the outer engine has its gradients."""
+        for bucket, flat in zip(self._buckets, self._flats, strict=True):
+            found = tables(bucket, local)
+            for table in found:
+                kernels.pack(table, bucket.gradient, -1.0, bucket.bad, bucket.largest)
+            kernels.accumulate(_rounded(bucket, flat, found), bucket.gradient)
+
+    def bring_nothing(self) -> None:
+        """Bring zeros: this rank has no batches left."""
+        for bucket in self._buckets:
+            device.clear(bucket.gradient)
+
+    def exchange(self, joined: bool) -> None:
+        """Exchange what was measured, and let the outer optimizer move the global parameters.  Collective.
+
+        Args:
+            joined: this rank brings nothing, and does not count in the mean.
+
+        Raises:
+            AllJoinedError: no rank brings anything.
+        """
+        self.engine.agreement.joined = joined
+        try:
+            self.engine.step(self._pairs, self._spec)
+        finally:
+            self.engine.agreement.joined = False
+
+    def take(self, places: Sequence[Arrays], alpha: float) -> None:
+        """Move local parameters to the global ones.
+
+        Args:
+            places: the arrays that hold them: masters, and parameters.
+            alpha: the share of the local value that stays.
+        """
+        for bucket, flat in zip(self._buckets, self._flats, strict=True):
+            for table in itertools.chain.from_iterable(tables(bucket, arrays) for arrays in places):
+                kernels.lerp(table, flat, alpha, self.engine.store.skip_flag)
+
+
+def tables(bucket: Bucket, arrays: Arrays) -> list[BucketLayout]:
+    """Return tables that bring arrays to their places in a bucket and back: one for each dtype of its members.
+
+    Args:
+        bucket: the bucket.
+        arrays: by name; a bucket may have more members, and fewer.
+    """
+    places = {name: at for name, at in zip(bucket.spec.names, bucket.spec.offsets, strict=True) if name in arrays}
+    found = []
+    for dtype in dict.fromkeys(arrays[name].dtype for name in places):
+        alike = {name: arrays[name] for name in places if arrays[name].dtype == dtype}
+        shapes, offsets = [x.shape for x in alike.values()], [places[name] for name in alike]
+        found.append(BucketLayout(list(alike), shapes, offsets, dtype).point_to(list(alike.values())))
+    return found
+
+
+def _rounded(bucket: Bucket, flat: np.ndarray, found: Sequence[BucketLayout]) -> np.ndarray:
+    """Return a bucket's global parameters, rounded where the local ones are of 16 bits, as these began.
+
+    What rounding has taken from a global parameter is no step of the inner optimizer's, and must not come back as one.
+    """
+    narrow = [table for table in found if table.stored in FORMATS]
+    rounded = device.copied(flat) if narrow else flat
+    for table in narrow:
+        stored = [device.empty(int(np.prod(shape)), table.stored, flat).reshape(shape) for shape in table.shapes]
+        kernels.unpack(table.point_to(stored), flat, 1.0)
+        kernels.pack(table, rounded, 1.0, bucket.bad, bucket.largest)
+    return rounded
+
+
+class OuterLoop:
+    """Exchanges behind the steps of ranks that train alone.
+
+    Args:
+        comm: all ranks.
+        make_outer: makes an outer engine on a communicator.
+        spec: what an exchange is.
+        windows: when there is one.
+        alpha: the share of the local value that stays when new values are taken.
+        places: returns the arrays that hold local parameters, as they are now: first those from which others are
+            rounded.
+        line: what else all ranks must have alike.
+
+    Attributes:
+        windows: when there is an exchange.
+        fragments: the parts of the model.
+        step: steps behind this rank; those in which it had no batches left count.
+        begun: there are parameters.
+        hooks: are told when new values were taken.
+        restored: global parameters of a checkpoint, until there are parameters.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        make_outer: Callable[[Communicator], Engine],
+        spec: StepSpec,
+        windows: Windows,
+        alpha: float,
+        places: Callable[[], Sequence[Arrays]],
+        line: str = "",
+    ):
+        self.comm, self.windows, self._alpha, self._places = comm, windows, alpha, places
+        self._line = f"{spec.label}, alpha={alpha}, {line}"
+        in_flight = windows.delay > 0 and comm.may_overlap  # elsewhere an exchange ends before training goes on
+        outer = comm.duplicate() if in_flight else comm
+        self.fragments = [Fragment(make_outer(outer), spec) for _ in range(windows.fragments)]
+        self.step, self.begun, self.hooks = 0, False, list[StepHook]()
+        self.restored: dict[str, np.ndarray] = {}
+        self._own_steps: int | None = None  # those with batches, once this rank has joined
+        self._carrier = Background() if in_flight and comm.gpu is None else Inline()
+        self._side = device.SideStream() if in_flight and comm.gpu is not None else None
+
+    @property
+    def engine(self) -> Engine:
+        """The first fragment's outer engine, in whose votes the ranks agree on what concerns all of them."""
+        return self.fragments[0].engine
+
+    def begin(self, local: Arrays, error: Exception | None = None) -> None:
+        """Begin with these parameters; all ranks get rank 0's, unless a checkpoint was loaded.  Collective.
+
+        Args:
+            local: the parameters.
+            error: what went wrong on this rank before, which all ranks raise.
+        """
+        self.engine.agreement.vote_on_line(START, self._line, error)
+        check_apart(self.comm, local)
+        names, places = list(local), self._places()
+        runs = cut([x.nbytes for x in local.values()], len(self.fragments))
+        for fragment, run in zip(self.fragments, runs, strict=True):
+            fragment.begin({names[k]: local[names[k]] for k in run})
+            if not self.restored:
+                fragment.take(places, 0.0)
+        self.begun = True
+        self.restore(self.restored)
+
+    def restore(self, values: Arrays) -> None:
+        """Go on with these global parameters of a checkpoint; those of other names stay."""
+        for name, x in self.values.items() if self.begun else ():
+            if name in values:
+                device.copy(x, values[name])
+        self.restored = {} if self.begun else dict(values)
+
+    @property
+    def values(self) -> dict[str, np.ndarray]:
+        """The global parameters by name; none before ``begin``."""
+        return {name: x for fragment in self.fragments for name, x in fragment.values.items()}
+
+    def advance(self) -> None:
+        """Count a step, and do what is due behind it: take what comes back, then send.  Collective then."""
+        self.step += 1
+        due = [fragment for fragment in self.fragments if fragment.due == self.step]
+        if due:
+            self.land()
+        number = self.windows.sent_behind(self.step)
+        if number is not None and self.fragments[number].values:
+            self._send(self.fragments[number], due)
+        for fragment in due:
+            fragment.due = 0
+            fragment.take(self._places(), self._alpha)
+        for hook in self.hooks if due else ():
+            hook.after_call(self.step, True)
+
+    def _send(self, fragment: Fragment, due: list[Fragment]) -> None:
+        """Send a fragment; add it to those that are due if it need not travel while training goes on."""
+        joined = self._own_steps is not None and self._own_steps <= fragment.sent
+        if joined:
+            fragment.bring_nothing()
+        else:
+            masters, values = self._places()
+            fragment.measure({**values, **masters})
+        fragment.sent, fragment.due = self.step, self.step + self.windows.delay
+        with self._side or contextlib.nullcontext():
+            self._carrier.start(lambda: fragment.exchange(joined))
+        if not self.windows.delay:
+            self.land()
+            due.append(fragment)
+
+    def land(self) -> None:
+        """Wait for what is in flight; raise what went wrong there."""
+        self._carrier.finish()
+        if self._side is not None:
+            self._side.wait()
+
+    def join(self) -> None:
+        """Take part in the others' exchanges until no rank has batches left; all have the global parameters then.
+
+        What this rank has changed since it sent a fragment last still counts; after that it brings nothing.
+        """
+        if not self.begun:
+            error = RuntimeError("join() must come after this rank's first step")
+            self.engine.agreement.vote_on_line(START, self._line, error)
+        self._own_steps = self.step
+        try:
+            while True:
+                self.advance()
+        except AllJoinedError:
+            pass
+        finally:
+            self._own_steps = None
+        for fragment in self.fragments:
+            fragment.due, fragment.sent = 0, self.step
+            fragment.take(self._places(), 0.0)
+
+    def close(self) -> None:
+        """Refuse everything from now on, when what is in flight has landed."""
+        try:
+            self.land()
+        finally:
+            for fragment in self.fragments:
+                fragment.engine.close()
+
+
+def outer_loop(
+    comm: Communicator,
+    places: Callable[[], Sequence[Arrays]],
+    *,
+    every: int,
+    outer: AnyOptimizer | None,
+    compressor: Compressor | None,
+    fragments: int,
+    delay: int,
+    alpha: float,
+    threshold: int,
+    broadcast: bool,
+    nonfinite: str,
+    check_every: int,
+    break_even: bool,
+    exchange: str,
+    line: str,
+) -> OuterLoop:
+    """Make an outer loop of what a user gave, as ``LocalSteps`` describes it.
+
+    Args:
+        comm: all ranks.
+        places: as of ``OuterLoop``.
+        every: steps of a window.
+        outer: the optimizer, of which each fragment gets a copy; None for ``SGD(0.7, momentum=0.9, nesterov=True)``.
+        compressor: what is sent; None for ``Dense()``.
+        fragments: their number.
+        delay: steps until a fragment's new values are taken.
+        alpha: the share of the local value that stays.
+        threshold: elements that fill a bucket.
+        broadcast: begin with rank 0's parameters.
+        nonfinite: 'raise' or 'propagate', for pseudo-gradients.
+        check_every: steps between two comparisons of the global parameters.
+        break_even: send no more bytes than dense.
+        exchange: of payloads that cannot be added on the wire.
+        line: as of ``OuterLoop``.
+
+    Raises:
+        TypeError: an argument has the wrong type; the text names it.
+        ValueError: one is out of range.
+    """
+    windows = Windows.checked(every, fragments, delay)
+    check_float("alpha", alpha, most=1.0)
+    rule = SGD(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    chosen = Dense() if compressor is None else compressor
+    spec = StepSpec(lambda: chosen, break_even=break_even, exchange=exchange, label=f"an exchange {windows.describe()}")
+    options = Options.checked(
+        comm,
+        broadcast=broadcast,
+        nonfinite=nonfinite,
+        check_every=-(-check_int("check_every", check_every, least=0) // every),
+    )
+    size = check_int("threshold", threshold, least=0)
+
+    def make(ranks: Communicator) -> Engine:
+        engine = Engine(copy.deepcopy(rule), ranks, options, threshold=size, kind="LocalSteps")
+        engine.checked_threshold(spec)  # what forbids an exchange is raised now, and not behind a window
+        engine.compressor_at_this_step(chosen)
+        return engine
+
+    return OuterLoop(comm, make, spec, windows, alpha, places, line)

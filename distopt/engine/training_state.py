@@ -1,0 +1,107 @@
+"""The interface of what a checkpoint holds of a training."""
+
+import abc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distopt.comm import Communicator
+from distopt.engine.agreement import Agreement
+from distopt.engine.hooks import StepHook
+from distopt.engine.parameters import GradientCollector
+
+Tree = dict[str, Any]  # dicts, lists, numbers, texts and arrays
+Arrays = dict[str, np.ndarray]  # by parameter name
+LONGEST = 2000  # characters of an optimizer's text
+
+
+class TrainingState(abc.ABC):
+    """All that changes between steps, as a ``Checkpointer`` sees it.
+
+    Attributes:
+        comm: the ranks.
+        agreement: in whose votes they agree on a checkpoint.
+        hooks: are told of the end of calls.
+        collector: the parameters.
+        options: lines for a reader of checkpoints.
+    """
+
+    comm: Communicator
+    agreement: Agreement
+    hooks: list[StepHook]
+    collector: GradientCollector
+    options: Sequence[str]
+
+    @property
+    @abc.abstractmethod
+    def step(self) -> int:
+        """The steps so far, alike on all ranks."""
+
+    @property
+    def collective(self) -> bool:
+        """Whether ``state`` is collective."""
+        return False
+
+    @abc.abstractmethod
+    def check_open(self) -> None:
+        """Raise RuntimeError if the training is closed."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise RuntimeError if a step failed halfway, and nothing was loaded since."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Wait for what is under way, and raise what it owes.  Collective."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Wait for what is under way, whose outcome does not count any more."""
+
+    @abc.abstractmethod
+    def facts(self) -> Tree:
+        """Return the facts that a reader of a checkpoint needs first: the fields of its manifest."""
+
+    @abc.abstractmethod
+    def state(self) -> Tree:
+        """Return copies of all that changes between steps, but for the parameters."""
+
+    @abc.abstractmethod
+    def check_state(self, state: Tree) -> None:
+        """Raise ValueError for a state that training cannot go on from."""
+
+    @abc.abstractmethod
+    def load(self, state: Tree) -> None:
+        """Go on from a state, with parameters that are written before or after."""
+
+    @abc.abstractmethod
+    def writing_parameters(self) -> AbstractContextManager[None]:
+        """Return a context that writes parameters; if that is interrupted, training cannot go on."""
+
+    @abc.abstractmethod
+    def divide(self, state: Tree, parameters: Arrays | None) -> tuple[Tree, Tree]:
+        """Divide a state and parameters into what all ranks have alike, and what each has of its own."""
+
+    @abc.abstractmethod
+    def unite(
+        self, place: Path, facts: Tree, of_all: Tree, of_rank: Tree, read: Callable[[int], Tree]
+    ) -> tuple[Tree, Arrays | None]:
+        """Return the state and the parameters of which ``divide`` has made parts.
+
+        Other ranks may have saved them than go on.
+
+        Args:
+            place: the checkpoint, for errors.
+            facts: of the checkpoint.
+            of_all: what all ranks had alike.
+            of_rank: what the rank of this number had, modulo theirs.
+            read: returns what any of them had.
+        """
+
+
+def optimizer_text(opt: Any) -> str:
+    """Return the beginning of an optimizer's ``repr``, for a reader of checkpoints."""
+    return repr(opt)[:LONGEST]

@@ -1,0 +1,231 @@
+"""``LocalSteps``: ranks that train alone for a while, and then exchange how far they have come."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from distopt.buckets import Plan
+from distopt.checks import check_bool, check_int
+from distopt.comm import Communicator, world
+from distopt.comm.ordered import in_rank_order
+from distopt.compress import Compressor
+from distopt.engine.engine import Engine
+from distopt.engine.facade import Checkpointed, torch_model
+from distopt.engine.local_steps import LocalState, LocalTraining, alone, places
+from distopt.engine.nonfinite import Policy
+from distopt.engine.outer_loop import outer_loop
+from distopt.engine.parameters import Loss
+from distopt.engine.spec import GradientHook, Options
+from distopt.optim import SGD, AnyOptimizer
+
+
+class LocalSteps(Checkpointed):
+    """Wrap any optimizer so that each rank makes local steps, and ranks average how far they have come now and then.
+
+    DiLoCo (Douillard et al., 2023): the ranks begin with the same parameters.  Each makes ``every`` steps with
+    gradients of its own, which sends nothing.  Then its *pseudo-gradient* is the global parameters, which are those of
+    the last exchange, minus its own.  The mean over ranks is the gradient of a step of the ``outer`` optimizer, which
+    moves the global parameters; and all ranks go on from these.  So ``every`` steps send what one step of a
+    ``DistOpt`` does.  The inner optimizer's state stays local, and so do clipping and a loss scale.
+
+    It is called as a ``DistOpt``, and counts by itself.  A window ends behind every ``every``-th step of a rank; all
+    ranks must make as many, or ``join``.  A step that was refused as not finite counts.  Parameters differ between
+    ranks inside of a window; a model's buffers, as the means of a batch normalization, are never exchanged.
+
+    Args:
+        opt: the inner optimizer, as of ``DistOpt``: None for ``SGD()``.
+        communicator: the ranks; None for ``distopt.world()``.
+        every: steps of a window.
+        outer: an optimizer for pseudo-gradients, of which each fragment gets a copy; None for
+            ``SGD(0.7, momentum=0.9, nesterov=True)``.  Its momentum makes the outer rate ten times as large in the
+            long run: with fewer than 20 windows in all ``SGD(1.0)``, the mean of parameters, is the safer choice.
+        compressor: what is sent of a pseudo-gradient; None for ``Dense()``.
+        fragments: cut the model into so many parts of about as many bytes, which are sent at even distances, each once
+            in a window (streaming DiLoCo; Douillard et al., 2025).
+        delay: take a fragment's new values so many steps after it was sent, while it travels; below ``every``.
+        alpha: the share of the local value that stays then.
+        params: as of ``DistOpt``: a PyTorch model, or its tensors.
+        threshold: elements that fill a bucket.
+        deterministic: add sums in rank order on every transport.
+        broadcast: begin with rank 0's parameters.
+        nonfinite: what becomes of this rank's gradients that are not finite, as of ``DistOpt``.
+        allow_missing: let a parameter without a gradient count as zeros.
+        check_every: compare the global parameters of all ranks by checksum, at the first exchange behind so many steps.
+        num_batches: this many calls are one step.
+        clip_norm: bound of the norm of this rank's gradient.
+        gradient_hook: is called with this rank's gradients, before each of its steps.
+        break_even: as of ``DistOpt.step``, of pseudo-gradients.
+        exchange: as of ``DistOpt.step``, of pseudo-gradients.
+
+    Raises:
+        TypeError: an argument has the wrong type; the text names it.
+        ValueError: one is out of range, or ranks differ in it.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt import LocalSteps, Parameter, run_ranks
+        >>> from distopt.optim import SGD
+        >>> def main(comm):
+        ...     p = Parameter("w", np.zeros(1, np.float32))
+        ...     opt = LocalSteps(SGD(1.0), comm, every=2, outer=SGD(1.0))
+        ...     for _ in range(4):  # towards this rank's own number
+        ...         opt([(p, (p.data - comm.rank) / 2)])
+        ...     return p.data.item()
+        >>> run_ranks(2, main)
+        [0.46875, 0.46875]
+    """
+
+    def __init__(
+        self,
+        opt: AnyOptimizer | None = None,
+        communicator: Communicator | None = None,
+        *,
+        every: int,
+        outer: AnyOptimizer | None = None,
+        compressor: Compressor | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float = 0.0,
+        params: Any = None,
+        threshold: int = 2097152,
+        deterministic: bool = False,
+        broadcast: bool = True,
+        nonfinite: str | Policy = "raise",
+        allow_missing: bool = False,
+        check_every: int = 0,
+        num_batches: int = 1,
+        clip_norm: float | None = None,
+        gradient_hook: GradientHook | None = None,
+        break_even: bool = True,
+        exchange: str = "auto",
+    ):
+        if not isinstance(communicator, Communicator | None):
+            raise TypeError(
+                f"communicator must be a distopt.comm.Communicator or None, got {type(communicator).__name__}"
+            )
+        self.communicator = world() if communicator is None else communicator
+        comm = in_rank_order(self.communicator) if check_bool("deterministic", deterministic) else self.communicator
+        own = alone(comm)
+        local = {
+            "nonfinite": nonfinite,
+            "allow_missing": allow_missing,
+            "num_batches": num_batches,
+            "clip_norm": clip_norm,
+            "gradient_hook": gradient_hook,
+        }
+        exchanged = {
+            "every": every,
+            "outer": outer,
+            "compressor": compressor,
+            "fragments": fragments,
+            "delay": delay,
+            "alpha": alpha,
+            "threshold": check_int("threshold", threshold, least=0),
+            "broadcast": broadcast,
+            "check_every": check_every,
+            "break_even": break_even,
+            "exchange": exchange,
+        }
+        options = Options.checked(own, broadcast=False, **local)  # type: ignore[arg-type]
+        inner = Engine(SGD() if opt is None else opt, own, options, threshold=threshold, kind="LocalSteps")
+        ends = "propagate" if nonfinite == "propagate" else "raise"
+        line = f"num_batches={num_batches}"
+        loop = outer_loop(comm, lambda: places(inner), nonfinite=ends, line=line, **exchanged)  # type: ignore[arg-type]
+        self._training = LocalTraining(inner, loop)
+        state = LocalState(self._training, [*options.lines(own), f"outer={loop.engine.optimizer!r}"])
+        super().__init__(inner, local | exchanged | {"deterministic": deterministic}, state)
+        self._model = torch_model(opt, params)
+        if self._model is not None:
+            with self._model.stream():
+                self._training.begin([(p, None) for p in self._model.parameters])
+                if broadcast:
+                    self._model.broadcast_others(comm)
+
+    def __call__(self, loss: Loss) -> bool:
+        """Make one local step; at the end of a window exchange.  Collective at the first call and at exchanges.
+
+        Args:
+            loss: as of ``DistOpt.backward_and_update``.
+
+        Returns:
+            True if the local step was applied.
+        """
+        if self._model is None:
+            return self._training.run(loss)
+        with self._model.stream():
+            return self._training.run(self._model.gradients(loss))
+
+    @property
+    def step_counter(self) -> int:
+        """Steps so far, as all ranks count them: also those that were refused, and those of a rank that has joined."""
+        return self._training.outer.step
+
+    @property
+    def global_parameters(self) -> dict[str, np.ndarray]:
+        """The global parameters by name, which all ranks have alike; {} before the first call."""
+        self._training.outer.land()
+        return self._training.outer.values
+
+    @property
+    def outer(self) -> Any:
+        """The outer optimizer, of the first fragment."""
+        return self._training.outer.engine.optimizer.opt
+
+    @property
+    def plan(self) -> Plan | None:
+        """The buckets of an exchange, of all fragments; printable.  None before the first call."""
+        plans = []
+        for fragment in self._training.outer.fragments:
+            engine = fragment.engine
+            found = engine.store.plan(engine.compressor, engine.reducers.describe(engine.compressor, engine.spec))
+            plans += [] if found is None else [found]
+        if not plans:
+            return None
+        exchange = "; ".join(filter(None, (self._training.outer.windows.describe(), plans[0].exchange)))
+        buckets, payload = (sum((getattr(p, field) for p in plans), ()) for field in ("buckets", "payload"))
+        return replace(plans[0], buckets=buckets, payload=payload, exchange=exchange)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.communicator.size
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self.communicator.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its node."""
+        return self.communicator.local_rank
+
+    def join(self) -> None:
+        """Take part in the others' exchanges, without batches, until no rank has any.  Collective in the end.
+
+        What this rank has changed since its last exchange counts in the next one; after that it brings nothing, and
+        the mean is over those that do.  All ranks have the global parameters afterwards, and the same count of steps.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import LocalSteps, Parameter, run_ranks
+            >>> from distopt.optim import SGD
+            >>> def main(comm):
+            ...     p = Parameter("w", np.zeros(1, np.float32))
+            ...     opt = LocalSteps(SGD(1.0), comm, every=10, outer=SGD(1.0))
+            ...     for _ in range(1 + comm.rank):
+            ...         opt([(p, np.ones(1, np.float32))])
+            ...     opt.join()
+            ...     return p.data.item()
+            >>> run_ranks(2, main)  # one has made one step, the other two
+            [-1.5, -1.5]
+        """
+        self._training.join()
+
+    def close(self) -> None:
+        """Refuse everything from now on; the communicator stays open."""
+        try:
+            super().close()
+        finally:
+            self._training.outer.close()
