@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from distopt.volume import cost, experiment, fit
     from distopt.volume.experiment import callbacks as monitor
     from distopt.volume.simulate import simulate
+    from distopt.volume.simulate_local import simulate_local
     from distopt.volume.tape import Tape
 
 check_not_shadowing()
@@ -49,6 +50,7 @@ __all__ = [
     "optim",
     "run_ranks",
     "simulate",
+    "simulate_local",
     "volume",
     "world",
 ]
@@ -63,6 +65,7 @@ _LATER = {
     "fit": "volume.fit",
     "monitor": "volume.experiment.callbacks",
     "simulate": "volume.simulate:simulate",
+    "simulate_local": "volume.simulate_local:simulate_local",
     "volume": "volume",
 }
 

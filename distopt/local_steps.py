@@ -12,7 +12,8 @@ from distopt.comm.ordered import in_rank_order
 from distopt.compress import Compressor
 from distopt.engine.engine import Engine
 from distopt.engine.facade import Checkpointed, torch_model
-from distopt.engine.local_steps import LocalState, LocalTraining, alone, places
+from distopt.engine.local_state import EngineInnerState, LocalState
+from distopt.engine.local_steps import LocalTraining, alone, places
 from distopt.engine.nonfinite import Policy
 from distopt.engine.outer_loop import outer_loop
 from distopt.engine.parameters import Loss
@@ -133,7 +134,8 @@ class LocalSteps(Checkpointed):
         line = f"num_batches={num_batches}"
         loop = outer_loop(comm, lambda: places(inner), nonfinite=ends, line=line, **exchanged)  # type: ignore[arg-type]
         self._training = LocalTraining(inner, loop)
-        state = LocalState(self._training, [*options.lines(own), f"outer={loop.engine.optimizer!r}"])
+        lines = [*options.lines(own), f"outer={loop.engine.optimizer!r}"]
+        state = LocalState(loop, EngineInnerState(self._training), lines)
         super().__init__(inner, local | exchanged | {"deterministic": deterministic}, state)
         self._model = torch_model(opt, params)
         if self._model is not None:

@@ -34,7 +34,7 @@ class Background:
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(self._jobs, self._results), daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._jobs.put, None)
+            weakref.finalize(self, self._jobs.put, None).atexit = False  # it may still have to finish then
         self._started += 1
         self._jobs.put(job)
 

@@ -63,6 +63,7 @@ class Engine:
         threshold: elements that fill a bucket.
         kind: the name of the facade, in errors.
         remedy: what to do after a step that failed halfway, in errors.
+        counted: what an update is called, in errors.
         make_reducers: makes other ``reducers``.
 
     Attributes:
@@ -93,13 +94,14 @@ class Engine:
         threshold: int,
         kind: str = "DistOpt",
         remedy: str = "load a checkpoint to go on",
+        counted: str = "step",
         make_reducers: Callable[["Engine"], Reducers] | None = None,
     ):
         nonfinite = policy(options.nonfinite)
         self.comm, self.options, self.threshold, self.kind = comm, options, threshold, kind
         self.optimizer = adapt(opt)
         self.accumulator = GradientAccumulator(options.num_batches, options.sync_on_apply)
-        self.progress = Progress(self.accumulator, remedy)
+        self.progress = Progress(self.accumulator, remedy, counted)
         self.store = BucketStore(
             comm,
             self.optimizer,

@@ -10,16 +10,20 @@ and whose new values may be taken some steps later, while training goes on (Doui
 overlapping communication", 2025).
 """
 
+import atexit
 import contextlib
 import copy
+import functools
 import itertools
+import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from distopt import device, kernels
-from distopt.buckets import Bucket, plan
+from distopt.buckets import Bucket, BucketSpec, plan
 from distopt.checks import check_float, check_int
 from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense
@@ -77,6 +81,17 @@ class Windows(NamedTuple):
         ends = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
         return ends.index(place) if place in ends else None
 
+    def spec(self, compressor: Compressor, break_even: bool, exchange: str) -> StepSpec:
+        """Return what an exchange is, as a step of an outer engine.
+
+        Args:
+            compressor: what is sent.
+            break_even: send no more bytes than dense.
+            exchange: of payloads that cannot be added on the wire.
+        """
+        label = f"an exchange {self.describe()}"
+        return StepSpec(lambda: compressor, break_even=break_even, exchange=exchange, label=label)
+
     def describe(self) -> str:
         """Return a line on when fragments are sent and taken."""
         parts = "" if self.fragments == 1 else f", in {self.fragments} fragments"
@@ -116,6 +131,7 @@ class Fragment:
     Attributes:
         engine: the outer engine.
         values: the global parameters by name, of float32 for those of 16 bits.
+        pairs: the outer engine's parameters, which are the global ones, and the places of their pseudo-gradients.
         sent: the step behind which it was sent last.
         due: the step behind which its new values are taken; 0 if it is not in flight.
     """
@@ -125,25 +141,26 @@ class Fragment:
         self.values: dict[str, np.ndarray] = {}
         self.sent = self.due = 0
         self._flats: list[np.ndarray] = []  # the global parameters of each bucket
-        self._pairs: list[tuple[Parameter, np.ndarray]] = []
+        self.pairs: list[tuple[Parameter, np.ndarray]] = []
 
     def begin(self, local: Arrays) -> None:
         """Make rank 0's local parameters the global ones.  Collective, unless there are none."""
         if not local:
             return
-        dtypes = [compute_dtype(x.dtype) for x in local.values()]
-        buckets = plan(list(local), [x.size for x in local.values()], dtypes, self.engine.threshold).buckets
+        sizes, dtypes = [x.size for x in local.values()], [compute_dtype(x.dtype) for x in local.values()]
         like, flats = next(iter(local.values())), dict[str, np.ndarray]()
-        for bucket in buckets:
-            flat = device.persistent_zeros(bucket.size, bucket.dtype, like)
+        for spec in plan(list(local), sizes, dtypes, self.engine.threshold).buckets:
+            flat, counts = (
+                device.persistent_zeros(n, t, like) for n, t in ((spec.size, spec.dtype), (len(spec.names), "i8"))
+            )
+            for table in tables(spec, local):
+                kernels.pack(table, flat, 1.0, counts, math.inf)
             self._flats.append(flat)
-            for name, offset, size in zip(bucket.names, bucket.offsets, bucket.sizes, strict=True):
+            for name, offset, size in zip(spec.names, spec.offsets, spec.sizes, strict=True):
                 flats[name] = flat[offset : offset + size]
         self.values = {name: flats[name].reshape(x.shape) for name, x in local.items()}
-        for name, x in local.items():
-            device.copy(self.values[name], x.astype(self.values[name].dtype))
         parameters = [Parameter(name, x) for name, x in self.values.items()]
-        self._pairs = list(zip(parameters, gradient_views(self.engine, parameters), strict=True))
+        self.pairs = list(zip(parameters, gradient_views(self.engine, parameters), strict=True))
 
     @property
     def _buckets(self) -> Sequence[Bucket]:
@@ -152,7 +169,7 @@ class Fragment:
     def measure(self, local: Arrays) -> None:
         """Write the pseudo-gradient, global minus local parameters, to where the outer engine has its gradients."""
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
-            found = tables(bucket, local)
+            found = tables(bucket.spec, local)
             for table in found:
                 kernels.pack(table, bucket.gradient, -1.0, bucket.bad, bucket.largest)
             kernels.accumulate(_rounded(bucket, flat, found), bucket.gradient)
@@ -173,7 +190,7 @@ class Fragment:
         """
         self.engine.agreement.joined = joined
         try:
-            self.engine.step(self._pairs, self._spec)
+            self.engine.step(self.pairs, self._spec)
         finally:
             self.engine.agreement.joined = False
 
@@ -185,18 +202,18 @@ class Fragment:
             alpha: the share of the local value that stays.
         """
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
-            for table in itertools.chain.from_iterable(tables(bucket, arrays) for arrays in places):
+            for table in itertools.chain.from_iterable(tables(bucket.spec, arrays) for arrays in places):
                 kernels.lerp(table, flat, alpha, self.engine.store.skip_flag)
 
 
-def tables(bucket: Bucket, arrays: Arrays) -> list[BucketLayout]:
+def tables(spec: BucketSpec, arrays: Arrays) -> list[BucketLayout]:
     """Return tables that bring arrays to their places in a bucket and back: one for each dtype of its members.
 
     Args:
-        bucket: the bucket.
+        spec: the bucket.
         arrays: by name; a bucket may have more members, and fewer.
     """
-    places = {name: at for name, at in zip(bucket.spec.names, bucket.spec.offsets, strict=True) if name in arrays}
+    places = {name: at for name, at in zip(spec.names, spec.offsets, strict=True) if name in arrays}
     found = []
     for dtype in dict.fromkeys(arrays[name].dtype for name in places):
         alike = {name: arrays[name] for name in places if arrays[name].dtype == dtype}
@@ -254,13 +271,16 @@ class OuterLoop:
         self.comm, self.windows, self._alpha, self._places = comm, windows, alpha, places
         self._line = f"{spec.label}, alpha={alpha}, {line}"
         in_flight = windows.delay > 0 and comm.may_overlap  # elsewhere an exchange ends before training goes on
-        outer = comm.duplicate() if in_flight else comm
-        self.fragments = [Fragment(make_outer(outer), spec) for _ in range(windows.fragments)]
+        self._own = comm.make_duplicate() if in_flight else comm  # of this loop alone, as its thread may outlive it
+        self.fragments = [Fragment(make_outer(self._own), spec) for _ in range(windows.fragments)]
         self.step, self.begun, self.hooks = 0, False, list[StepHook]()
         self.restored: dict[str, np.ndarray] = {}
         self._own_steps: int | None = None  # those with batches, once this rank has joined
         self._carrier = Background() if in_flight and comm.gpu is None else Inline()
         self._side = device.SideStream() if in_flight and comm.gpu is not None else None
+        self._at_exit = functools.partial(_land_at_exit, weakref.ref(self))
+        if in_flight:
+            atexit.register(self._at_exit)
 
     @property
     def engine(self) -> Engine:
@@ -360,6 +380,22 @@ class OuterLoop:
         finally:
             for fragment in self.fragments:
                 fragment.engine.close()
+            if self._own is not self.comm:
+                atexit.unregister(self._at_exit)
+                self._own.close()
+
+
+def _land_at_exit(loop: "weakref.ref[OuterLoop]") -> None:
+    """Wait for what is in flight before the process leaves the others, whose threads are in the same exchange."""
+    known = loop()
+    if known is not None:
+        with contextlib.suppress(Exception):
+            known.land()
+
+
+def outer_rule(outer: AnyOptimizer | None) -> AnyOptimizer:
+    """Return a copy of an outer optimizer, with a state of its own: None for that of DiLoCo."""
+    return SGD(0.7, momentum=0.9, nesterov=True) if outer is None else copy.deepcopy(outer)
 
 
 def outer_loop(
@@ -405,9 +441,8 @@ def outer_loop(
     """
     windows = Windows.checked(every, fragments, delay)
     check_float("alpha", alpha, most=1.0)
-    rule = SGD(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     chosen = Dense() if compressor is None else compressor
-    spec = StepSpec(lambda: chosen, break_even=break_even, exchange=exchange, label=f"an exchange {windows.describe()}")
+    spec = windows.spec(chosen, break_even, exchange)
     options = Options.checked(
         comm,
         broadcast=broadcast,
@@ -417,7 +452,8 @@ def outer_loop(
     size = check_int("threshold", threshold, least=0)
 
     def make(ranks: Communicator) -> Engine:
-        engine = Engine(copy.deepcopy(rule), ranks, options, threshold=size, kind="LocalSteps")
+        rule = outer_rule(outer)
+        engine = Engine(rule, ranks, options, threshold=size, kind="LocalSteps", counted="exchange")
         engine.checked_threshold(spec)  # what forbids an exchange is raised now, and not behind a window
         engine.compressor_at_this_step(chosen)
         return engine

@@ -30,8 +30,11 @@ class Progress:
         halfway: the context of the part of a step that must not be interrupted.
     """
 
-    def __init__(self, accumulator: GradientAccumulator, remedy: str = "load a checkpoint to go on"):
-        self._accumulator, self.remedy = accumulator, remedy
+    def __init__(
+        self, accumulator: GradientAccumulator, remedy: str = "load a checkpoint to go on", counted: str = "step"
+    ):
+        """Make one; ``counted``: what an update is called, in errors and votes."""
+        self._accumulator, self.remedy, self._counted = accumulator, remedy, counted
         self.updates = self.partial = self.version = 0
         self.failure = self._failure_before_load = ""
         self.before = Counters(0, 0, 0, 0.0)
@@ -46,7 +49,7 @@ class Progress:
     def name(self) -> str:
         """The present call, in errors and votes."""
         more = self._accumulator.num_batches > 1
-        return f"step {self.updates + 1}" + f", batch {self._accumulator.batches + 1}" * more
+        return f"{self._counted} {self.updates + 1}" + f", batch {self._accumulator.batches + 1}" * more
 
     def snapshot(self) -> None:
         """Remember the counters, for ``roll_back``."""

@@ -2,6 +2,15 @@
 
 from distopt.comm.process_group import ProcessGroupCommunicator
 from distopt.torch.exchange import GradientExchange
+from distopt.torch.local_steps import OuterSteps, local_steps
 from distopt.torch.synchronize import Synchronizer, compress, synchronize
 
-__all__ = ["GradientExchange", "ProcessGroupCommunicator", "Synchronizer", "compress", "synchronize"]
+__all__ = [
+    "GradientExchange",
+    "OuterSteps",
+    "ProcessGroupCommunicator",
+    "Synchronizer",
+    "compress",
+    "local_steps",
+    "synchronize",
+]

@@ -22,9 +22,7 @@ from distopt.engine.nonfinite import Policy
 from distopt.engine.spec import Options, StepSpec
 from distopt.engine.torch_model import TorchModel
 from distopt.optim.adapters.torch_optim import TorchAdapter
-from distopt.torch.state import as_arrays, as_tensors, mean_over_ranks
-
-OF_RANK = {"rank", "ranks", "state"}  # the entries of a state_dict
+from distopt.torch.state import as_tensors, for_rank, mean_over_ranks, of_rank
 
 
 class ScriptsOptimizer(TorchAdapter):
@@ -219,8 +217,7 @@ class GradientExchange(Checkpointed):
             >>> sync.state_dict()["rank"]
             0
         """
-        comm = self.engine.comm
-        return {"rank": comm.rank, "ranks": comm.size, "state": as_tensors(super().state_dict())}
+        return of_rank(self.engine.comm, super().state_dict())
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return one state for all ranks, the mean of theirs, which any number of ranks can load.  Collective.
@@ -239,17 +236,7 @@ class GradientExchange(Checkpointed):
         Raises:
             ValueError: it is of another rank, or of another number of ranks, or belongs to another model.
         """
-        if not isinstance(state, Mapping) or set(state) != OF_RANK:
-            raise ValueError(
-                f"state must be what state_dict() has returned, with {sorted(OF_RANK)}, got {type(state).__name__}"
-            )
-        comm = self.engine.comm
-        if state["rank"] is not None and (state["rank"], state["ranks"]) != (comm.rank, comm.size):
-            raise ValueError(
-                f"state must be that of rank {comm.rank} of {comm.size}, got that of rank {state['rank']} of "
-                f"{state['ranks']}; save a state of each rank, or full_state_dict(), which every rank calls"
-            )
-        super().load_state_dict(as_arrays(state["state"]))
+        super().load_state_dict(for_rank(self.engine.comm, state))
 
     def load(self, path: str | Path, params: Iterable[Any] | None = None) -> Any:
         """Go on from the newest good checkpoint in a folder, as ``DistOpt.load``.  Collective.

@@ -1,12 +1,16 @@
 """States of residuals and counters: as tensors, for ``torch.save``, and as one for all ranks."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from distopt.comm import Communicator
 from distopt.engine.engine import Engine
+
+ENTRIES = {"rank", "ranks", "state"}  # of a state_dict
 
 
 def as_tensors(tree: Any) -> Any:
@@ -35,6 +39,33 @@ def as_arrays(tree: Any) -> Any:
     if isinstance(tree, list):
         return [as_arrays(leaf) for leaf in tree]
     return tree.detach().cpu().numpy() if isinstance(tree, torch.Tensor) else tree
+
+
+def of_rank(comm: Communicator, state: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's state as tensors, with the number of the rank and of all ranks."""
+    return {"rank": comm.rank, "ranks": comm.size, "state": as_tensors(state)}
+
+
+def for_rank(comm: Communicator, state: Any) -> Any:
+    """Return the state of which ``of_rank`` has made this one, or that of all ranks, whose rank is None.
+
+    Args:
+        comm: the ranks.
+        state: the dict, which may have come from anywhere.
+
+    Raises:
+        ValueError: it is no such dict, or that of another rank, or of another number of ranks.
+    """
+    if not isinstance(state, Mapping) or set(state) != ENTRIES:
+        raise ValueError(
+            f"state must be what state_dict() has returned, with {sorted(ENTRIES)}, got {type(state).__name__}"
+        )
+    if state["rank"] is not None and (state["rank"], state["ranks"]) != (comm.rank, comm.size):
+        raise ValueError(
+            f"state must be that of rank {comm.rank} of {comm.size}, got that of rank {state['rank']} of "
+            f"{state['ranks']}; save a state of each rank, or full_state_dict(), which every rank calls"
+        )
+    return as_arrays(state["state"])
 
 
 def mean_over_ranks(state: dict[str, Any], engine: Engine) -> dict[str, Any]:

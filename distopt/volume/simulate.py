@@ -424,23 +424,16 @@ class Simulation(SingaModes):
     ):
         if nonfinite not in ("raise", "propagate"):
             raise ValueError(f"nonfinite must be 'raise' or 'propagate' for virtual ranks, got {nonfinite!r}")
-        ranks = VirtualRanks(check_int("size", size, least=1), _checked_hosts(hosts, size), keep)
+        ranks = VirtualRanks(check_int("size", size, least=1), checked_hosts(hosts, size), keep)
         options = {
             "nonfinite": nonfinite,
             "allow_missing": allow_missing,
             "clip_norm": clip_norm,
             "gradient_hook": gradient_hook,
         }
-        engine = Engine(
-            SGD() if opt is None else opt,
-            ranks,
-            Options.checked(ranks, **options),  # type: ignore[arg-type]
-            threshold=check_int("threshold", threshold, least=0),
-            remedy="start anew",
-            make_reducers=lambda engine: SequentialReducers(engine, ranks),
-        )
+        engine = virtual_engine(opt, ranks, Options.checked(ranks, **options), threshold)  # type: ignore[arg-type]
         super().__init__(engine, options | {"threshold": threshold})
-        self._losses = cast(SequentialReducers, engine.reducers).losses
+        self._losses = virtual_losses(engine)
         self.communicator, self.ledger = ranks, ranks.ledger
 
     @property
@@ -464,11 +457,48 @@ class Simulation(SingaModes):
         threshold = self.threshold if threshold is None else check_int("threshold", threshold, least=0)
         if self._losses.states and threshold != planned:
             raise ValueError(f"threshold must stay {planned} with virtual ranks, got {threshold}")
-        self._losses.begin(loss)
-        return self.engine.step(lambda: self._losses.pairs(0), spec)
+        return run_virtual(self.engine, loss, spec)
 
 
-def _checked_hosts(hosts: Sequence[int], size: int) -> list[int]:
+def virtual_engine(opt: AnyOptimizer | None, ranks: VirtualRanks, options: Options, threshold: int) -> Engine:
+    """Return an engine whose steps are those of all virtual ranks.
+
+    Args:
+        opt: the optimizer; None for ``SGD()``.
+        ranks: the ranks.
+        options: what a user has chosen.
+        threshold: the number of elements that fill a bucket.
+    """
+    return Engine(
+        SGD() if opt is None else opt,
+        ranks,
+        options,
+        threshold=check_int("threshold", threshold, least=0),
+        remedy="start anew",
+        make_reducers=lambda engine: SequentialReducers(engine, ranks),
+    )
+
+
+def virtual_losses(engine: Engine) -> VirtualLosses:
+    """Return the losses of a ``virtual_engine``."""
+    return cast(SequentialReducers, engine.reducers).losses
+
+
+def run_virtual(engine: Engine, losses: Losses, spec: StepSpec) -> bool:
+    """Make one step of all ranks of a ``virtual_engine``; tell if an update was applied.
+
+    Args:
+        engine: the engine.
+        losses: returns the loss of a rank.
+        spec: what the step is.
+    """
+    of_ranks = virtual_losses(engine)
+    of_ranks.begin(losses)
+    return engine.step(lambda: of_ranks.pairs(0), spec)
+
+
+def checked_hosts(hosts: Sequence[int], size: int) -> list[int]:
+    """Return the machine of each rank, as numbers; TypeError or ValueError for what is not one number per rank."""
     numbers = hosts.tolist() if isinstance(hosts, np.ndarray) else hosts
     if not isinstance(numbers, Sequence) or isinstance(numbers, str | bytes):
         raise TypeError(f"hosts must be a sequence of numbers, one per rank, got {hosts!r:.60}")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distopt import DistOpt, LocalSteps, Parameter, run_ranks
+from distopt import DistOpt, LocalSteps, Parameter, run_ranks, simulate_local
 from distopt.comm import Metered
 from distopt.compress import DeepGradientCompression, Dense, ErrorFeedback, Half, Int8, Packed, TopK
 from distopt.engine.outer_loop import Windows, cut
@@ -386,3 +386,39 @@ def test_parameters_that_threads_share_are_refused():
             LocalSteps(SGD(0.1), comm, every=2)(list(loss(shared, comm.rank, 0)))
 
     run_ranks(2, main)
+
+
+@pytest.mark.parametrize("streams", [{}, {"fragments": 2, "delay": 2, "alpha": 0.5}])
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_virtual_ranks_have_the_bits_and_bytes_of_ranks(name, streams):
+    options = {"every": 3, "outer": SGD(0.7), "exchange": "two_phase", **streams}
+
+    def main(comm):
+        metered = Metered(comm)
+        make = {"compressor": COMPRESSORS[name](), "deterministic": True}
+        opt, params = train(metered, 10, lambda: Adam(0.01), **options, **make)
+        _ = opt.global_parameters
+        return data(params), [(e.verb, e.payload, e.sent, e.received) for e in entries(metered)]
+
+    params, sim = parameters(), simulate_local(3, Adam(0.01), compressor=COMPRESSORS[name](), **options)
+    for step in range(10):
+        sim(lambda rank, step=step: list(loss(params, rank, step)))
+    ranks = run_ranks(3, main)
+    virtual = [(e.verb, e.payload, e.sent, e.received) for e in entries(sim)]
+    assert virtual == ranks[0][1]
+    assert all(np.array_equal(x, y) for x, y in zip(data(params), ranks[0][0], strict=True))
+    for rank, (mine, _) in enumerate(ranks):
+        assert all(np.array_equal(x, y) for x, y in zip(sim._local[rank].values(), mine, strict=True))
+
+
+def test_virtual_ranks_keep_masters_of_their_own():
+    def main(comm):
+        options = {"every": 3, "outer": SGD(1.0), "deterministic": True}
+        return data(train(comm, 8, lambda: SGD(0.01, multi_precision=True), np.float16, **options)[1])
+
+    params = parameters(np.float16)
+    sim = simulate_local(2, SGD(0.01, multi_precision=True), every=3, outer=SGD(1.0))
+    for step in range(8):
+        sim(lambda rank, step=step: list(loss(params, rank, step)))
+    for rank, mine in enumerate(run_ranks(2, main)):
+        assert all(np.array_equal(x, y) for x, y in zip(sim._local[rank].values(), mine, strict=True))

@@ -23,7 +23,7 @@ HEAVY = {
     "mpi4py": {"comm/mpi.py", "comm/mpi_control.py", "comm/mpi_start.py", "cli/launcher.py"},
     "torch": {
         *("comm/process_group.py", "device/tensors.py", "engine/torch_model.py"),
-        *("torch/exchange.py", "torch/state.py", "torch/synchronize.py"),
+        *("torch/exchange.py", "torch/local_steps.py", "torch/state.py", "torch/synchronize.py"),
     },
     "matplotlib": {"cli/plotting.py"},
 }

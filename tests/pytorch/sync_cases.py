@@ -3,12 +3,12 @@
 import io
 import shutil
 import tempfile
-import traceback
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Cases
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,22 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import distopt.torch as dt
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, Int8, OneBit, Packed, TopK
 
-CASES = {}  # by name: the function, and the numbers of ranks that run it
-
-
-def case(function, sizes=(1, 2, 3)):
-    CASES[function.__name__] = function, sizes
-    return function
-
-
-def case_of_two(function):
-    """A case in which ranks differ."""
-    return case(function, (2, 3))
-
-
-def case_with_four(function):
-    """A case of groups of ranks."""
-    return case(function, (1, 2, 4))
+CASES = Cases()
+case, case_of_two, case_with_four = CASES.case, CASES.case_of_two, CASES.case_with_four
 
 
 class Net(nn.Module):
@@ -695,19 +681,9 @@ def ranks_with_other_models_are_told_so():
         dt.synchronize(model)
 
 
-def cases_of(size):
-    return [name for name, (_, sizes) in CASES.items() if size in sizes]
+cases_of = CASES.of
 
 
 def run_all(comm):
     """{case: what it raised, as text}."""
-    found = {}
-    for name in cases_of(comm.size):
-        function, _ = CASES[name]
-        try:
-            function()
-            found[name] = ""
-        except (Exception, pytest.fail.Exception):
-            found[name] = traceback.format_exc()
-        assert comm.control.gather(name) == [name] * comm.size
-    return {name: np.array(text) for name, text in found.items()}
+    return CASES.run(comm)

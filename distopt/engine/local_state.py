@@ -1,0 +1,233 @@
+"""What a checkpoint holds of local steps."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from distopt import device
+from distopt.checkpoint import resharding
+from distopt.checks import check_int
+from distopt.compress.dgc import DECAY
+from distopt.engine.engine import Engine
+from distopt.engine.local_steps import LocalTraining
+from distopt.engine.outer_loop import OuterLoop
+from distopt.engine.parameters import GradientCollector
+from distopt.engine.state import check_state, load_state_dict, state_dict
+from distopt.engine.training_state import TrainingState, Tree, optimizer_text
+
+Part = Callable[[Tree], Any]  # picks a part of a rank's tree
+OfRanks = Callable[[Part], Any]  # combines that part of all ranks' trees
+ENTRIES = {"step", "inner", "fragments", "values"}
+OF_FRAGMENT = {"sent", "due", "outer"}
+
+
+class InnerState:
+    """What a rank has of its own beside its parameters: by default nothing, as a script saves its optimizer itself.
+
+    Attributes:
+        optimizer: the inner optimizer, for a reader of checkpoints.
+        engines: the engines that make the steps.
+        collector: the parameters.
+    """
+
+    optimizer: Any = None
+    engines: Sequence[Engine] = ()
+
+    def __init__(self) -> None:
+        self.collector = GradientCollector()
+
+    def state(self) -> Tree:
+        """Return copies of it."""
+        return {}
+
+    def check(self, state: Tree) -> None:
+        """Raise ValueError for a state that this rank cannot go on from."""
+        if state:
+            raise ValueError(f"the inner state must be empty, since the script has its own, got one of {sorted(state)}")
+
+    def load(self, state: Tree) -> None:
+        """Go on from a state."""
+
+    def inherited(self, state: Tree, mean: OfRanks, heirs: OfRanks) -> Tree:
+        """Return the state of a rank of another number of ranks.
+
+        Args:
+            state: the one of the rank of this number, modulo theirs.
+            mean: returns the mean over saved ranks of a part of their states.
+            heirs: returns what this rank takes over of pending states, a part of theirs.
+        """
+        return state
+
+
+class EngineInnerState(InnerState):
+    """The state of the engine of local steps.
+
+    Args:
+        training: the training.
+    """
+
+    def __init__(self, training: LocalTraining):
+        self._training, engine = training, training.inner
+        self.optimizer, self.engines, self.collector = engine.optimizer.opt, [engine], engine.store.collector
+
+    def state(self) -> Tree:
+        return {"calls": self._training.calls, "engine": state_dict(self._training.inner)}
+
+    def check(self, state: Tree) -> None:
+        if set(state) != {"calls", "engine"}:
+            raise ValueError(f"the entries of an inner state must be calls and engine, got {sorted(state)}")
+        num_batches = self._training.inner.accumulator.num_batches
+        if check_int("calls", state["calls"], least=0) >= num_batches:
+            raise ValueError(f"num_batches must be above {state['calls']}, the calls behind a step, got {num_batches}")
+        check_state(self._training.inner, state["engine"])
+
+    def load(self, state: Tree) -> None:
+        load_state_dict(self._training.inner, state["engine"])
+        self._training.calls = state["calls"]
+
+    def inherited(self, state: Tree, mean: OfRanks, heirs: OfRanks) -> Tree:
+        pending = heirs(lambda saved: saved["engine"]["states"])
+        optimizer = mean(lambda saved: saved["engine"]["optimizer"])
+        return state | {"engine": state["engine"] | {"optimizer": optimizer, "states": pending}}
+
+
+class LocalState(TrainingState):
+    """The state of local steps: the inner one of each rank, and the outer ones, with the global parameters.
+
+    Other ranks may go on than have saved it.  Their parameters and their inner optimizers' states are the means of the
+    saved ones then, so that the mean of their pseudo-gradients is what it was.
+
+    Args:
+        outer: the exchanges.
+        inner: what each rank has of its own.
+        options: lines for a reader of checkpoints.
+    """
+
+    def __init__(self, outer: OuterLoop, inner: InnerState, options: Sequence[str]):
+        self._outer, self._inner, self.options = outer, inner, options
+        engine = outer.engine
+        self.comm, self.agreement, self.hooks, self.collector = (
+            engine.comm,
+            engine.agreement,
+            outer.hooks,
+            inner.collector,
+        )
+        self._engines = [*inner.engines, *(fragment.engine for fragment in outer.fragments)]
+
+    @property
+    def step(self) -> int:
+        """Steps behind this rank."""
+        return self._outer.step
+
+    def check_open(self) -> None:
+        for engine in self._engines:
+            engine.check_open()
+
+    def check(self) -> None:
+        for engine in self._engines:
+            engine.progress.check()
+
+    def settle(self) -> None:
+        self._outer.land()
+        for engine in self._engines:
+            engine.resolve_last_step()
+
+    def abandon(self) -> None:
+        with contextlib.suppress(Exception):
+            self._outer.land()
+        for engine in self._engines:
+            engine.nonfinite.poll()
+
+    def state(self) -> Tree:
+        self._outer.land()
+        values = self._outer.values or self._outer.restored
+        return {
+            "step": self._outer.step,
+            "inner": self._inner.state(),
+            "fragments": [{"sent": f.sent, "due": f.due, "outer": state_dict(f.engine)} for f in self._outer.fragments],
+            "values": {name: device.host_copy(x) for name, x in values.items()},
+        }
+
+    def check_state(self, state: Tree) -> None:
+        if set(state) != ENTRIES:
+            raise ValueError(f"the entries of a state of local steps must be {sorted(ENTRIES)}, got {sorted(state)}")
+        step, fragments = check_int("step", state["step"], least=0), state["fragments"]
+        if not isinstance(fragments, list) or len(fragments) != len(self._outer.fragments):
+            count = len(fragments) if isinstance(fragments, list) else type(fragments).__name__
+            raise ValueError(f"fragments must be those of the state, {count}, got {len(self._outer.fragments)}")
+        self._inner.check(state["inner"])
+        for saved, fragment in zip(fragments, self._outer.fragments, strict=True):
+            if not isinstance(saved, dict) or set(saved) != OF_FRAGMENT:
+                raise ValueError(f"the entries of a fragment must be {sorted(OF_FRAGMENT)}, got {saved!r:.60}")
+            check_int("sent", saved["sent"], least=0)
+            if 0 < check_int("due", saved["due"], least=0) <= step:
+                raise ValueError(f"due must be 0 or above the step {step}, got {saved['due']}")
+            check_state(fragment.engine, saved["outer"])
+        known = {name: (x.shape, x.dtype) for name, x in self._outer.values.items()}
+        found = {name: (x.shape, x.dtype) for name, x in state["values"].items()}
+        if known and known != found:
+            name = next(n for n in known | found if known.get(n) != found.get(n))
+            raise ValueError(f"values: {name} must be {known.get(name)} as the parameter, got {found.get(name)}")
+
+    def load(self, state: Tree) -> None:
+        self.abandon()
+        self.check_state(state)
+        self._inner.load(state["inner"])
+        for saved, fragment in zip(state["fragments"], self._outer.fragments, strict=True):
+            load_state_dict(fragment.engine, saved["outer"])
+            fragment.sent, fragment.due = saved["sent"], saved["due"]
+        self._outer.step = state["step"]
+        self._outer.restore(state["values"])
+
+    @contextlib.contextmanager
+    def writing_parameters(self) -> Iterator[None]:
+        for engine in self._engines:
+            engine.progress.begin_load()
+        yield
+        for engine in self._engines:
+            engine.progress.end_load()
+            engine.store.mark_stream()
+
+    def facts(self) -> Tree:
+        return {
+            "world_size": self.comm.size,
+            "step": self.step,
+            "options": [*self.options, f"threshold={self._outer.engine.threshold}"],
+            "optimizer": optimizer_text(self._inner.optimizer),
+            "ranks_differ": True,
+            "window_of_sums": False,
+        }
+
+    def divide(self, state: Tree, parameters: Any) -> tuple[Tree, Tree]:
+        residuals = [saved["outer"].pop("states") for saved in state["fragments"]]
+        return state, {"inner": state.pop("inner"), "parameters": parameters, "residuals": residuals}
+
+    def unite(
+        self, place: Path, facts: Tree, of_all: Tree, of_rank: Tree, read: Callable[[int], Tree]
+    ) -> tuple[Tree, Any]:
+        saved, rank, size = facts["world_size"], self.comm.rank, self.comm.size
+        inner, parameters, residuals = (of_rank[name] for name in ("inner", "parameters", "residuals"))
+        if saved != size:
+
+            def mean(part: Part) -> Any:
+                return resharding.mean(saved, lambda r: part(read(r)))
+
+            def heirs(part: Part) -> Any:
+                return resharding.pending(rank, size, saved, lambda r: part(read(r)), [], [DECAY])
+
+            inner = self._inner.inherited(
+                inner,
+                lambda part: mean(lambda tree: part(tree["inner"])),
+                lambda part: heirs(lambda tree: part(tree["inner"])),
+            )
+            parameters = mean(lambda tree: tree["parameters"])
+            residuals = [heirs(_residual(k)) for k in range(len(residuals))]
+        for fragment, states in zip(of_all["fragments"], residuals, strict=True):
+            fragment["outer"]["states"] = states
+        return of_all | {"inner": inner}, parameters
+
+
+def _residual(number: int) -> Part:
+    """Return the part of a rank's tree that is the residuals of a fragment."""
+    return lambda tree: tree["residuals"][number]

@@ -1,0 +1,208 @@
+"""Local steps of a PyTorch model, behind the steps of the script's own optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distopt.comm import Communicator
+from distopt.compress import Compressor
+from distopt.device.tensors import as_tensor
+from distopt.engine.local_state import InnerState, LocalState
+from distopt.engine.outer_loop import Arrays, outer_loop
+from distopt.engine.torch_model import TorchModel
+from distopt.optim import AnyOptimizer
+from distopt.torch.exchange import communicator
+from distopt.torch.state import for_rank, of_rank
+
+
+class OuterSteps:
+    """Exchanges of how far a model has come, behind every so many steps of an optimizer.  Making it is collective.
+
+    The script trains as one process does.  A hook of the optimizer counts its steps, exchanges, and writes new
+    parameters where the model has them; so an exchange is inside of ``optimizer.step()``.  Rank 0's parameters, and
+    buffers, are sent to all ranks at once.  Buffers, as the means of a batch normalization, are this rank's own after
+    that.
+
+    Args:
+        model: the model, or tensors, or (name, tensor) pairs; those that require a gradient take part.  Of a
+            ``DTensor`` it is this rank's shard; ``group`` must have the ranks with the same shards then.
+        optimizer: of ``torch.optim``; its steps are counted.
+        every: steps of a window, and all that follows as of ``distopt.LocalSteps``.
+        outer: an optimizer of ``distopt.optim`` for the pseudo-gradients.
+        compressor: what is sent of them.
+        fragments: parts of the model that are sent apart.
+        delay: steps until a fragment's new values are taken.
+        alpha: the share of the local value that stays then.
+        scaler: the script's ``GradScaler``, if it has one: a step that it leaves out counts too, so that all ranks
+            count alike.
+        group: the ranks: a process group of ``torch.distributed``, or a communicator; by default ``world()``.
+        threshold: elements that fill a bucket.
+        check_every: steps between two comparisons of the global parameters.
+        break_even: as of ``DistOpt.step``.
+        exchange: as of ``DistOpt.step``.
+
+    Attributes:
+        communicator: the ranks.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: one is out of range, or ranks differ; or the optimizer updates none of the model's parameters.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int,
+        outer: AnyOptimizer | None = None,
+        compressor: Compressor | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float = 0.0,
+        scaler: torch.amp.GradScaler | None = None,
+        group: "dist.ProcessGroup | Communicator | None" = None,
+        threshold: int = 2097152,
+        check_every: int = 0,
+        break_even: bool = True,
+        exchange: str = "auto",
+    ):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be one of torch.optim, got a {type(optimizer).__name__}")
+        self._model, self._optimizer, self._scaler = TorchModel(model), optimizer, scaler
+        self.communicator = communicator(group, self._model.parameters[0].tensor)
+        self._outer = outer_loop(
+            self.communicator,
+            self._places,
+            every=every,
+            outer=outer,
+            compressor=compressor,
+            fragments=fragments,
+            delay=delay,
+            alpha=alpha,
+            threshold=threshold,
+            broadcast=True,
+            nonfinite="raise",
+            check_every=check_every,
+            break_even=break_even,
+            exchange=exchange,
+            line="torch",
+        )
+        inner = InnerState()
+        inner.optimizer = optimizer
+        self._state = LocalState(self._outer, inner, ())
+        with self._model.stream():
+            _, values = self._places()
+            self._outer.begin(values, self._stranger())
+            self._model.broadcast_others(self.communicator)
+        self._stepped = False
+        self._hook = optimizer.register_step_post_hook(lambda *_: self._advance())
+        self._scalers_step: Callable[..., Any] | None = None
+        if scaler is not None:
+            self._scalers_step = scaler.step
+            scaler.step = self._scaled_step  # type: ignore[method-assign]  # it has no hooks
+
+    @property
+    def step_counter(self) -> int:
+        """Steps so far, as all ranks count them."""
+        return self._outer.step
+
+    @property
+    def global_parameters(self) -> dict[str, torch.Tensor]:
+        """Copies of the global parameters by name, which all ranks have alike; float32 for those of 16 bits."""
+        self._outer.land()
+        by_name = {p.name: p.tensor for p in self._model.parameters}
+        return {name: as_tensor(x, like=by_name[name]).clone() for name, x in self._outer.values.items()}
+
+    def join(self) -> None:
+        """Take part in the others' exchanges, without steps, until no rank makes any (``LocalSteps.join``)."""
+        self._state.check_open()
+        with self._model.stream():
+            self._outer.join()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of what is this rank's: counters, global parameters, the outer optimizer, and residuals.
+
+        They are numbers and tensors, for ``torch.save``.  The script saves model and optimizer; each rank has its own.
+        """
+        return of_rank(self.communicator, self._state.state())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` has returned on this rank; the script loads model and optimizer.
+
+        Args:
+            state: the dict.
+
+        Raises:
+            ValueError: it is of another rank, or of another number of ranks, or belongs to another model.
+        """
+        self._state.load(for_rank(self.communicator, state))
+
+    def close(self) -> None:
+        """Remove the hooks: the optimizer's steps are this rank's own again."""
+        self._hook.remove()
+        if self._scaler is not None and self._scalers_step is not None:
+            self._scaler.step, self._scalers_step = self._scalers_step, None  # type: ignore[method-assign]
+        self._outer.close()
+
+    # -- details
+
+    def _places(self) -> tuple[Arrays, Arrays]:
+        """Return no masters, and the parameters where the model has them now."""
+        for p in self._model.parameters:
+            p.follow()
+        return {}, {p.name: p.data for p in self._model.parameters}
+
+    def _stranger(self) -> Exception | None:
+        """Return an error if the optimizer is that of another model."""
+        updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        if updated.isdisjoint(id(p.original) for p in self._model.parameters):
+            return ValueError(
+                f"optimizer must update parameters of the model, got a {type(self._optimizer).__name__} of "
+                f"{len(updated)} others"
+            )
+        return None
+
+    def _advance(self) -> None:
+        self._stepped = True
+        with self._model.stream():
+            self._outer.advance()
+
+    def _scaled_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Do what ``GradScaler.step`` does; count the step too if that has left it out, as not finite."""
+        assert self._scalers_step is not None
+        self._stepped = False
+        returned = self._scalers_step(optimizer, *args, **kwargs)
+        if optimizer is self._optimizer and not self._stepped:
+            self._advance()
+        return returned
+
+
+def local_steps(model: Any, optimizer: torch.optim.Optimizer, every: int, **options: Any) -> OuterSteps:
+    """Let ranks average how far they have come, behind every ``every`` steps of the script's optimizer.  Collective.
+
+    Args:
+        model: the model; rank 0's parameters and buffers are sent to all ranks.
+        optimizer: of ``torch.optim``.
+        every: steps of a window.
+        **options: the keyword arguments of ``OuterSteps``: outer, compressor, fragments, delay, alpha, scaler, group,
+            threshold, check_every, break_even, exchange.
+
+    Raises:
+        TypeError: as ``OuterSteps``.
+        ValueError: as ``OuterSteps``.
+
+    Example:
+        >>> import torch
+        >>> import distopt.torch as dt
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> windows = dt.local_steps(model, optimizer, every=30)
+        >>> model(torch.ones(1, 3)).sum().backward()
+        >>> optimizer.step()
+        >>> windows.step_counter
+        1
+    """
+    return OuterSteps(model, optimizer, every=every, **options)
