@@ -132,11 +132,20 @@ class ShardCodec(abc.ABC):
         """Return the members of a bucket that are cut into shards; the others are summed as they are."""
         return layout
 
+    def known_entries(self, piece: Piece, summed: bool) -> int | None:
+        """Return how many entries the payload of a piece has, 0 if all elements are sent; None if nobody knows before.
+
+        Args:
+            piece: the piece.
+            summed: whether it is a payload of the second phase.
+        """
+        return None if self.ragged else 0
+
     def edges(self, pieces: Sequence[Piece]) -> np.ndarray:
         """Return the elements of a bucket at which entries are counted, ascending, ``(edges,)`` of int64.
 
         From one to the next is a part of a piece, of as many as ``parts`` says; the last edge ends the last piece.
-        Empty if all elements are sent.
+        Empty if all elements are sent, or if it is known how many entries are.
         """
         return np.zeros(0, np.int64)
 
