@@ -7,7 +7,7 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.compress import sections
-from distopt.compress.context import ExchangeContext, State, state_array
+from distopt.compress.context import ExchangeContext, State
 from distopt.compress.planes import INDEX, add_planes, unpack_entries
 from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec
 from distopt.kernels.layout import BucketLayout
@@ -105,7 +105,7 @@ class EntryShards(ShardCodec):
             return self._choose(x, state, context)
         if not self.remembers:
             return self._selector.select(x, context), x
-        residual = state_array(state, "residual", x)
+        residual = self.residual(x, state, context)
         return self._selector.select(residual, context, x), residual
 
     def edges(self, pieces: Sequence[Piece]) -> np.ndarray:

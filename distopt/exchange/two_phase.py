@@ -19,7 +19,7 @@ from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import layout_of, state_array
-from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, owed, settle
+from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.breakdown import shard_breakdown
 from distopt.exchange.cut import Borders, Cut, cut_for
@@ -193,7 +193,7 @@ def sum_and_compress(
     total = context.scratch("shard sum", piece.size * x.itemsize).view(x.dtype)
     here = piece.context(context)
     found = codec.add(payloads, total, piece, here)
-    memory = owed(x, state, piece) if codec.remembers else None
+    memory = codec.owed(x, state, piece, here) if codec.remembers else None
     return codec.compress_sum(total, memory, found if counts is None else counts, piece, here)
 
 

@@ -576,6 +576,16 @@ def test_the_largest_entries_of_chunks_of_hard_cases_are_those_of_the_host(libra
 
 
 @pytest.mark.parametrize("dtype", REALS)
+def test_a_memory_does_not_decay_in_a_refused_step(device, dtype):
+    x = np.arange(9000, dtype=dtype)
+    for refused, expected in ((YES, x), (np.zeros(1, np.int64), x / 2), (None, x / 2)):
+        found = x.copy()
+        with device():
+            kernels.scale(found, 0.5, refused)
+        same([found], [expected])
+
+
+@pytest.mark.parametrize("dtype", REALS)
 def test_a_refused_selection_changes_nothing(device, dtype):
     x, add = numbers(9000, dtype, 1, 1)
     with device():

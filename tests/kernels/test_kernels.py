@@ -256,7 +256,7 @@ def test_flat_kernels_refuse_wrong_dtypes_sizes_and_strides():
         kernels.accumulate(x, x.astype(np.float64))
     with pytest.raises(ValueError, match=r"accumulate: sum must be of the others' size, got 5 elements"):
         kernels.accumulate(x, np.zeros(5, np.float32))
-    with pytest.raises(TypeError, match=r"scale: arguments must be \['x', 'factor'\], got 1"):
+    with pytest.raises(TypeError, match=r"scale: arguments must be \['x', 'factor', 'skip'\], got 1"):
         kernels.scale(x)
     with pytest.raises(TypeError, match=r"arrays must be of float32 or float64, got int32"):
         kernels.scale(x.astype(np.int32), 1.0)

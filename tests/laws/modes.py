@@ -127,6 +127,7 @@ MODES = {
     "packed 2bit": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.1), value="2bit"))),
     "chunks": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(Chunks(8, 64), value="2bit"))),
     "chunks in two phases": two_phase(ErrorFeedback(Chunks(8, 64))),
+    "a memory that decays": two_phase(ErrorFeedback(Packed(Chunks(8, 64), value="2bit"), decay=0.9)),
     "packed 2bit in two phases": two_phase(ErrorFeedback(Packed(TopK(0.1), value="2bit"))),
 }
 WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Int8(), Int4(32), Packed(TopK(0.1)))))
