@@ -87,6 +87,7 @@ class ExchangeContext(NamedTuple):
         num_gradients: gradients of which x is the sum.
         bucket: the layout, the parameters and the memory of the bucket.
         device: of a GPU.
+        over: 'ranks'; 'senders' for sums that become, once divided, means over the ranks that have sent an entry.
 
     Example:
         >>> context = ExchangeContext(rank=1, size=4)
@@ -101,6 +102,7 @@ class ExchangeContext(NamedTuple):
     num_gradients: int = 1
     bucket: BucketContext = BucketContext()
     device: DeviceContext = DeviceContext()
+    over: str = "ranks"
 
     @property
     def layout(self) -> BucketLayout | None:

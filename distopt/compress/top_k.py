@@ -60,7 +60,7 @@ class Sparse(Lossy):
         ValueError: for buckets of 2^31 elements or more.
     """
 
-    ragged = True
+    ragged = counts_senders = True
     density: float | None = None
     reselect: bool = False
     value = "exact"

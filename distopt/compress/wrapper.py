@@ -20,7 +20,7 @@ class CompressorWrapper(Compressor):
         self.compressor = compressor
         self.summable, self.ragged, self.bounded = compressor.summable, compressor.ragged, compressor.bounded
         self.recordable, self.changes_with_step = compressor.recordable, compressor.changes_with_step
-        self.budget = compressor.budget
+        self.budget, self.counts_senders = compressor.budget, compressor.counts_senders
 
     def around(self, compressor: Compressor) -> "CompressorWrapper":
         """Return the same around another compressor."""

@@ -642,6 +642,15 @@ def test_decode_all_adds_the_entries_of_ranks_in_order_as_decode_sparse(librarie
         for index, entry in sent:
             kernels.decode_sparse(again, index, entry)
     same([one_by_one, one_by_one], [on_device, again])
+    senders = np.zeros(n, np.int64)
+    for index, _ in sent:
+        np.add.at(senders, index[index >= 0], 1)
+    factor = (2.5 / np.maximum(senders, 1)).astype(dtype)
+    kernels.divide_by_senders(host, lists[0], lists[2], 2.5)
+    same([np.where(senders > 0, one_by_one * factor, one_by_one)], [host])
+    with on(libraries, *grid):
+        kernels.divide_by_senders(on_device, lists[0], lists[2], 2.5)
+    same([host], [on_device])
 
 
 def codes(sizes, dtype, by, seed, refused=None):
