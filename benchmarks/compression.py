@@ -27,7 +27,7 @@ from benchmarks.floor import read_pass
 from benchmarks.select import Steps, filled
 from distopt import compress
 from distopt.comm import Metered, run_ranks
-from distopt.compress import DeepGradientCompression, ErrorFeedback, Packed, TopK
+from distopt.compress import Chunks, DeepGradientCompression, ErrorFeedback, Packed, TopK
 from distopt.device import DeviceMirror, zeros
 from distopt.kernels.layout import BucketLayout
 from distopt.optim import SGD, from_strategy
@@ -74,6 +74,8 @@ MODES = {
     "top-K 0.1 %": always(ErrorFeedback(TopK(DENSITY))),
     "top-K 0.1 %, packed": always(ErrorFeedback(Packed(TopK(DENSITY)))),
     "top-K 0.1 %, packed 2 bits": always(ErrorFeedback(Packed(TopK(DENSITY), value="2bit"))),
+    "top-K 1 / 64, packed 2 bits": always(ErrorFeedback(Packed(TopK(1 / 64), value="2bit"))),
+    "64 of 4,096, packed 2 bits": always(ErrorFeedback(Packed(Chunks(), value="2bit"))),
     "DGC 0.1 %": dgc(TopK(DENSITY)),
     PACKED: dgc(Packed(TopK(DENSITY))),
     "DGC 0.1 %, packed bfloat16": dgc(Packed(TopK(DENSITY), value="bfloat16")),

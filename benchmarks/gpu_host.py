@@ -16,10 +16,11 @@ from benchmarks import stub_cuda
 from benchmarks.measure import interleaved, report, versions
 from benchmarks.models import MODELS
 from distopt import DistOpt, Parameter, optim
-from distopt.compress import DeepGradientCompression, ErrorFeedback, Packed, TopK, TwoBit
+from distopt.compress import Chunks, DeepGradientCompression, ErrorFeedback, Packed, TopK, TwoBit
 
 RANKS = 8
 DGC = DeepGradientCompression(Packed(TopK(0.001)))
+CHUNKS = ErrorFeedback(Packed(Chunks(), value="2bit"))
 REFERENCE = 50e-3  # seconds of ``loop`` on the core for which the budgets hold
 
 
@@ -35,6 +36,7 @@ CASES = {  # name: model, optimizer, compressor, whether gradients are new array
     "BERT-base dense, new gradients": ("bert-base", sgd, None, True, "auto", 2.5),
     "ResNet-50 top-K 0.1 %, gather": ("resnet50", sgd, ErrorFeedback(TopK(0.001)), True, "gather", 3.0),
     "ResNet-50 top-K 0.1 %, two phases": ("resnet50", sgd, ErrorFeedback(TopK(0.001)), True, "auto", 3.0),
+    "ResNet-50 chunks 64 of 4,096, packed": ("resnet50", sgd, CHUNKS, True, "auto", None),
     "ResNet-50 two bits, two phases": ("resnet50", sgd, ErrorFeedback(TwoBit()), True, "auto", None),
     "ResNet-50 DGC packed, gather": ("resnet50", lambda: optim.SGD(0.1), DGC, True, "gather", 4.0),
     "ResNet-50 DGC packed, two phases": ("resnet50", lambda: optim.SGD(0.1), DGC, True, "auto", 4.0),

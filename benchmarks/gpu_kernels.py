@@ -15,6 +15,7 @@ from benchmarks.measure import report
 from distopt import device, kernels, optim
 from distopt.compress import (
     BucketContext,
+    Chunks,
     DeepGradientCompression,
     DeviceContext,
     ErrorFeedback,
@@ -107,6 +108,7 @@ def selection(n):
         "top-K 0.1 %": ErrorFeedback(TopK(0.001)),
         "top-K 1 %": ErrorFeedback(TopK(0.01)),
         "top-K 0.1 %, packed": ErrorFeedback(Packed(TopK(0.001))),
+        "chunks 64 of 4,096": ErrorFeedback(Chunks()),
         "DGC 0.1 %, packed": DeepGradientCompression(Packed(TopK(0.001)), momentum=0.0, exclude_1d=False),
         "half with memory": ErrorFeedback(Half()),
         "two bits": ErrorFeedback(TwoBit()),

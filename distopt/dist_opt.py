@@ -149,7 +149,12 @@ class SingaModes(Facade):
         return self.run(loss, StepSpec(make, threshold, exchange=exchange))
 
     def step(
-        self, loss: Any, compressor: Compressor | None = None, break_even: bool = True, exchange: str = "auto"
+        self,
+        loss: Any,
+        compressor: Compressor | None = None,
+        break_even: bool = True,
+        exchange: str = "auto",
+        over: str = "ranks",
     ) -> bool:
         """Make one step with any compressor.  Collective.
 
@@ -162,12 +167,15 @@ class SingaModes(Facade):
                 with the ranks; 'two_phase', by which owners of shards compress the sums again; or 'auto' for a gather
                 with two ranks and of less than 64 kB (``exchange.two_phases``).  'nodes': sums inside each node first,
                 and the same between nodes, of these sums (``exchange.hierarchical``).
+            over: what the sum of an entry is divided by: all 'ranks', which is the mean of what was sent; or its
+                'senders', as Templar does, by which an update is up to as many times larger as there are ranks.  In
+                two phases the owner of a shard counts, before it chooses; no bucket is all-reduced as dense then.
 
         Returns:
             True if an update was applied.
         """
         chosen = Dense() if compressor is None else compressor
-        spec = StepSpec(lambda: chosen, break_even=break_even, exchange=exchange)
+        spec = StepSpec(lambda: chosen, break_even=break_even, exchange=exchange, over=over)
         return self.run(loss, spec)
 
     def advise(
@@ -419,6 +427,7 @@ class DistOpt(SingaModes, Checkpointed):
         compressor: Compressor | None = None,
         break_even: bool = True,
         exchange: str = "auto",
+        over: str = "ranks",
     ) -> bool:
         """Make one step with any compressor; without a loss, end a step made of ``all_reduce`` and ``update``.
 
@@ -433,6 +442,9 @@ class DistOpt(SingaModes, Checkpointed):
                 with the ranks; 'two_phase', by which owners of shards compress the sums again; or 'auto' for a gather
                 with two ranks and of less than 64 kB (``exchange.two_phases``).  'nodes': sums inside each node first,
                 and the same between nodes, of these sums (``exchange.hierarchical``).
+            over: what the sum of an entry is divided by: all 'ranks', which is the mean of what was sent; or its
+                'senders', as Templar does, by which an update is up to as many times larger as there are ranks.  In
+                two phases the owner of a shard counts, before it chooses; no bucket is all-reduced as dense then.
 
         Returns:
             True if an update was applied.
@@ -452,7 +464,7 @@ class DistOpt(SingaModes, Checkpointed):
             array([0.5, 0.5], dtype=float32)
         """
         if loss is not None:
-            return super().step(loss, compressor, break_even, exchange)
+            return super().step(loss, compressor, break_even, exchange, over)
         engine = self.engine
         engine.check_open()
         if not self._updated:

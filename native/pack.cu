@@ -104,9 +104,10 @@ KERNEL(clear)(long long n, real *x, SkipIf skip) {
 }
 
 // x <- factor x
-KERNEL(scale)(long long n, real *x, double factor) {
+KERNEL(scale)(long long n, real *x, double factor, SkipIf skip) {
+  const long long count = skips(skip) ? 0 : n;
   const real f = (real)factor;
-  FOR_EACH(i, n, x) { x[i] *= f; };
+  FOR_EACH(i, count, x) { x[i] *= f; };
 }
 
 // x <- x held between -limit and limit; NaN stays NaN

@@ -38,3 +38,31 @@ KERNEL(decode_all)(long long n, real *x, long long ranks, const int *const *inde
     block_sync();
   }
 }
+
+// x <- the mean over the ranks that have sent an entry, times `divisor`, where x is the sum over ranks.
+KERNEL(divide_by_senders)(long long n, real *x, long long ranks, const int *const *index, const long long *lengths,
+                          double divisor) {
+  FOR_EACH_PIECE(c, n) {
+    SHARED int senders[CHUNK];
+    SHARED long long edges[2 * RANKS];
+    FOR_EACH_IN_BLOCK(i, 0, CHUNK) senders[i] = 0;
+    block_sync();
+    for (long long first = 0; first < ranks; first += RANKS) {
+      const long long count = min(ranks - first, RANKS);
+      FOR_EACH_IN_BLOCK(e, 0, 2 * count) {
+        const long long r = first + e / 2;
+        edges[e] = first_from(e % 2 ? c.end : c.begin, assume_global(index[r]), lengths[r]);
+      }
+      block_sync();
+      for (long long r = 0; r < count; ++r) {
+        const int *indices = assume_global(index[first + r]);
+        FOR_EACH_IN_BLOCK(j, edges[2 * r], edges[2 * r + 1])
+          if (indices[j] >= c.begin && indices[j] < c.end) ++senders[indices[j] - c.begin];
+        block_sync();
+      }
+    }
+    const int *const counts = senders - c.begin;
+    FOR_EACH_IN(i, c, counts, x) { x[i] = counts[i] ? x[i] * (real)(divisor / counts[i]) : x[i]; };
+    block_sync();
+  }
+}

@@ -364,4 +364,87 @@ KERNEL(deliver)(long long n, real *x, long long cells, const long long *table, l
   }
 }
 
+// Elements [offset, offset + size) of x, of which the `count` largest go to the places of the payload from `output` on.
+struct ChunkOfX {
+  long long offset, size, count, output;
+};
+
+// x <- x + add on [begin, end).
+INLINE void add_to(real *x, const real *add, long long begin, long long end) {
+  for (int first = threadIdx.x; first * WIDTH < end - begin; first += BATCH * blockDim.x) {
+    Batch now, increment;
+    read(now, x, begin, end, first);
+    read(increment, add, begin, end, first);
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b)
+#pragma unroll
+      for (int w = 0; w < WIDTH; ++w) now.at[b][w] += increment.at[b][w];
+    write(now, x, begin, end, first);
+  }
+}
+
+// The k-th largest magnitude of x[begin], ... x[end - 1]; of entries that are equal to it, the first `ties` are wanted.
+INLINE Magnitude least_of(unsigned *bins, const real *x, long long begin, long long end, long long k, long long &ties) {
+  Magnitude prefix = 0;
+  ties = k;
+  for (int digit = 0; digit < DIGITS; ++digit) {
+    for (int b = threadIdx.x; b < 256; b += blockDim.x) bins[b] = 0;
+    __syncthreads();
+    for (int first = threadIdx.x; first * WIDTH < end - begin; first += BATCH * blockDim.x) {
+      Batch now;
+      read(now, x, begin, end, first);
+      for (int b = 0; b < BATCH; ++b)
+        for (int w = 0; w < WIDTH; ++w)
+          if (w < left_of(begin, end, first, b)) count_digit(bins, magnitude(now.at[b][w]), digit, prefix);
+    }
+    __syncthreads();
+    prefix = prefix << width_of(digit) | digit_at(bins, ties);
+    __syncthreads();
+  }
+  return prefix;
+}
+
+// x <- x + add, and the largest entries of each chunk move out of it, those of equal magnitude from the lowest index on.
+// A block has a chunk for itself, so that one launch does, and nothing is guessed.
+KERNEL(select_chunks)(long long n, real *x, long long addends, const real *add, long long cells, const long long *table,
+                      long long k, int *index, real *entry, long long chunks, SkipIf skip) BLOCKS(chunks) {
+  __shared__ Tile tile;
+  __shared__ unsigned bins[256];
+  __shared__ Word64 status;
+  const bool skipped = skips(skip);
+  for (long long c = blockIdx.x; c < chunks; c += gridDim.x) {
+    const ChunkOfX chunk = ((const ChunkOfX *)table)[c];
+    const long long begin = chunk.offset, end = begin + chunk.size;
+    for (long long j = threadIdx.x; skipped && j < chunk.count; j += blockDim.x)
+      index[chunk.output + j] = -1, entry[chunk.output + j] = 0;
+    if (skipped) continue;
+    if (addends) add_to(x, add, begin, end);
+    __syncthreads();
+    long long ties, above = 0, equal = 0;
+    const Magnitude least = least_of(bins, x, begin, end, chunk.count, ties);
+    for (long long from = begin; from < end; from += CHUNK) {
+      const Source s = {{}, 0, from, min(from + CHUNK, end), 0, false};
+      mark_largest(tile, s, x, 0, 0, least);
+      Counts total;
+      const Counts before = exclusive_scan(tile, &status, 0, total);
+      long long larger = above + above_of(before), same = equal + ties_of(before);
+      int g, last;
+      groups_of_thread(g, last);
+      for (; g < last; ++g)
+        for (int j = 0, marks = tile.marks[g]; j < WIDTH && marks; ++j) {
+          const bool is_larger = marks >> j & 1, is_same = marks >> (4 + j) & 1;
+          const long long i = from + g * WIDTH + j, at = chunk.output + larger + min(same, ties);
+          if (is_larger || (is_same && same < ties)) {
+            index[at] = (int)i;
+            entry[at] = x[i];
+            x[i] = 0;
+          }
+          larger += is_larger, same += is_same;
+        }
+      above += above_of(total), equal += ties_of(total);
+      __syncthreads();
+    }
+  }
+}
+
 #endif

@@ -3,6 +3,7 @@
 from distopt.compress.base import Compressor
 from distopt.compress.blocks import Int4, Int8
 from distopt.compress.cast import Half
+from distopt.compress.chunks import Chunks
 from distopt.compress.context import BucketContext, DeviceContext, ExchangeContext
 from distopt.compress.dense import Dense
 from distopt.compress.dgc import DeepGradientCompression
@@ -13,6 +14,7 @@ from distopt.compress.top_k import Threshold, TopK
 
 __all__ = [
     "BucketContext",
+    "Chunks",
     "Compressor",
     "DeepGradientCompression",
     "Dense",

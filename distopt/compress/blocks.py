@@ -10,7 +10,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.checks import check_int, check_one_of
 from distopt.compress.base import Lossy
-from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload, sizes_of, state_array
+from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload, sizes_of
 from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec
 from distopt.device import DeviceMirror
 from distopt.kernels.layout import CHUNK, BucketLayout
@@ -295,7 +295,7 @@ class BlockShards(ShardCodec):
     ) -> Selected:
         if not pieces:
             return Selected(context.scratch("payload", 0), x)
-        memory, add = (state_array(state, "residual", x), x) if self.remembers else (x, None)
+        memory, add = (self.residual(x, state, context), x) if self.remembers else (x, None)
         payload = self._blocks.encode(memory, add, self._of_pieces(pieces), context, (OF_RANK, context.rank))
         return Selected(payload, memory)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from distopt import device
+from distopt import device, kernels
 from distopt.device import DeviceMirror, Recorder
 from distopt.kernels.layout import BucketLayout
 
@@ -87,6 +87,7 @@ class ExchangeContext(NamedTuple):
         num_gradients: gradients of which x is the sum.
         bucket: the layout, the parameters and the memory of the bucket.
         device: of a GPU.
+        over: 'ranks'; 'senders' for sums that become, once divided, means over the ranks that have sent an entry.
 
     Example:
         >>> context = ExchangeContext(rank=1, size=4)
@@ -101,6 +102,7 @@ class ExchangeContext(NamedTuple):
     num_gradients: int = 1
     bucket: BucketContext = BucketContext()
     device: DeviceContext = DeviceContext()
+    over: str = "ranks"
 
     @property
     def layout(self) -> BucketLayout | None:
@@ -187,3 +189,16 @@ def state_array(state: State, name: str, x: np.ndarray) -> np.ndarray:
     if name not in state:
         state[name] = device.persistent_zeros(x.size, x.dtype, x)
     return state[name]
+
+
+def decayed(memory: np.ndarray, decay: float, context: ExchangeContext) -> np.ndarray:
+    """Multiply a memory by how much of it outlives a step, unless the step is refused, and return it.
+
+    Args:
+        memory: ``(n,)``.
+        decay: 1 leaves it as it is.
+        context: the call of the compressor.
+    """
+    if decay != 1:
+        kernels.scale(memory, decay, context.skip_flag)
+    return memory

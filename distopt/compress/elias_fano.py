@@ -75,7 +75,7 @@ class Packed(Sparse):
         self.selector, self.index, self.value = selector, index, value
         self.ragged, self.bounded, self.density = selector.ragged, selector.bounded, selector.density
         self.recordable, self.reselect = selector.recordable, selector.reselect
-        self.budget = selector.budget
+        self.budget, self.block = selector.budget, selector.block
 
     def at_density(self, density: float) -> "Packed":
         return Packed(cast(Sparse, self.selector.at_density(density)), self.index, self.value)
@@ -88,6 +88,9 @@ class Packed(Sparse):
 
     def expected_parts(self, layout: BucketLayout) -> list[tuple[int, int, int]] | None:
         return self.selector.expected_parts(layout)
+
+    def known_entries(self, layout: BucketLayout, summed: bool) -> int | None:
+        return self.selector.known_entries(layout, summed)
 
     def part_starts(self, layout: BucketLayout) -> np.ndarray:
         return self.selector.part_starts(layout)

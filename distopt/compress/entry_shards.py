@@ -7,11 +7,12 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.compress import sections
-from distopt.compress.context import ExchangeContext, State, state_array
+from distopt.compress.context import ExchangeContext, State
 from distopt.compress.planes import INDEX, add_planes, unpack_entries
 from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec
 from distopt.kernels.layout import BucketLayout
 
+NOTHING = BucketLayout([], [], [], np.float32)
 Choose = Callable[[np.ndarray, State, ExchangeContext], tuple[np.ndarray, np.ndarray]]
 Cut = Callable[[BucketLayout, ExchangeContext], BucketLayout]
 
@@ -20,6 +21,10 @@ class Selector(Protocol):
     """The part of ``top_k.Sparse`` that chooses the entries of a sum."""
 
     reselect: bool
+    block: int
+
+    def known_entries(self, layout: BucketLayout, summed: bool) -> int | None:
+        """Return how many entries of these members are sent; None if that depends on the data."""
 
     def expected_parts(self, layout: BucketLayout) -> list[tuple[int, int, int]] | None:
         """Return of each part where it begins and ends, and how many are sent; None if that depends on the data."""
@@ -48,8 +53,6 @@ class EntryShards(ShardCodec):
         cut: returns the members of a bucket from which entries are chosen; None for all.
     """
 
-    ragged = True
-
     def __init__(
         self,
         selector: Selector,
@@ -58,6 +61,7 @@ class EntryShards(ShardCodec):
         cut: Cut | None = None,
     ):
         self._selector, self._value, self._choose, self._cut = selector, value, choose, cut
+        self.block, self.ragged = selector.block, selector.known_entries(NOTHING, summed=False) is None
         if not selector.reselect:
             self.note = "; sums are exact, and their bytes grow with the ranks"
 
@@ -65,14 +69,10 @@ class EntryShards(ShardCodec):
         return layout if self._cut is None else self._cut(layout, context)
 
     def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes] | None:
-        parts = self._selector.expected_parts(layout)
-        if parts is None:
-            return None
         edges = np.array([(piece.start, piece.stop) for piece in pieces], np.int64).reshape(-1, 2)
-        counts = np.zeros(len(pieces), np.int64)
-        for begin, end, count in parts:
-            before = count * (np.clip(edges, begin, end) - begin) // max(1, end - begin)
-            counts += before[:, 1] - before[:, 0]
+        counts = self._expected_counts(layout, pieces, edges, summed)
+        if counts is None:
+            return None
         itemsize = layout.dtype.itemsize
         rows = sections.table(edges[:, 0], edges[:, 1] - edges[:, 0], counts, self._value, itemsize)
         return [
@@ -80,27 +80,48 @@ class EntryShards(ShardCodec):
             for total, count in zip(rows["bytes"].tolist(), counts.tolist(), strict=True)
         ]
 
+    def _expected_counts(
+        self, layout: BucketLayout, pieces: Sequence[Piece], edges: np.ndarray, summed: bool
+    ) -> np.ndarray | None:
+        """Return how many entries each piece has, if those of each part are spread evenly; None if nobody knows."""
+        known = [self.known_entries(piece, summed) for piece in pieces]
+        if None not in known:
+            return np.array(known, np.int64)
+        parts = self._selector.expected_parts(layout)
+        if parts is None:
+            return None
+        counts = np.zeros(len(pieces), np.int64)
+        for begin, end, count in parts:
+            before = count * (np.clip(edges, begin, end) - begin) // max(1, end - begin)
+            counts += before[:, 1] - before[:, 0]
+        return counts
+
+    def known_entries(self, piece: Piece, summed: bool) -> int | None:
+        return self._selector.known_entries(piece.layout, summed)
+
     def choose(self, x: np.ndarray, state: State, context: ExchangeContext) -> tuple[np.ndarray, np.ndarray]:
         """Move what is sent of a bucket out of an array; return the planes of the entries, and the array."""
         if self._choose:
             return self._choose(x, state, context)
         if not self.remembers:
             return self._selector.select(x, context), x
-        residual = state_array(state, "residual", x)
+        residual = self.residual(x, state, context)
         return self._selector.select(residual, context, x), residual
 
     def edges(self, pieces: Sequence[Piece]) -> np.ndarray:
+        if not self.ragged:
+            return np.zeros(0, np.int64)
         starts = [piece.start + self._selector.part_starts(piece.layout) for piece in pieces]
         return np.concatenate([*starts, [piece.stop for piece in pieces[-1:]]]).astype(np.int64)
 
     def parts(self, piece: Piece) -> int:
-        return len(self._selector.part_starts(piece.layout))
+        return len(self._selector.part_starts(piece.layout)) if self.ragged else 0
 
     def select(
         self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray
     ) -> Selected:
-        edges = self.edges(pieces) if pieces else places
-        mirror = context.constant(f"edges {edges.tobytes()!r}", edges.copy) if pieces else None
+        edges = self.edges(pieces) if pieces else places[:0]
+        mirror = context.constant(f"edges {edges.tobytes()!r}", edges.copy) if edges.size else None
 
         def work() -> Selected:
             planes, memory = self.choose(x, state, context)
@@ -134,6 +155,8 @@ class EntryShards(ShardCodec):
 
     def _entries(self, counts: np.ndarray, pieces: Sequence[Piece]) -> np.ndarray:
         """Return the entries of each piece of a bucket, from those of each part."""
+        if not self.ragged:
+            return np.array([self.known_entries(piece, summed=False) for piece in pieces], np.int64)
         starts = np.cumsum([0, *(self.parts(piece) for piece in pieces[:-1])])
         return np.add.reduceat(counts, starts) if pieces else np.zeros(0, np.int64)
 
@@ -144,7 +167,7 @@ class EntryShards(ShardCodec):
         index, entry = sections.unpack([payload.data for payload in payloads], rows, total, context)
         cuts = [slice(a, a + n) for a, n in zip(rows["plane"].tolist(), entries.tolist(), strict=True)]
         add_planes([(index[cut], entry[cut]) for cut in cuts], total, context)
-        if device.on_gpu(total):
+        if device.on_gpu(total) or not self.ragged:
             return np.zeros(0, np.int64)
         starts = self._selector.part_starts(piece.layout)
         return np.bincount(np.searchsorted(starts, index, "right") - 1, minlength=len(starts))

@@ -34,6 +34,8 @@ def truncate(payload: np.ndarray, k: int, dtype: Any) -> np.ndarray:
 def add_planes(planes: Sequence[tuple[np.ndarray, np.ndarray]], out: np.ndarray, context: ExchangeContext) -> None:
     """Overwrite ``out`` by the sum of entries: in one launch on a GPU, those of one after the other on the host.
 
+    With ``context.over`` 'senders' it is the mean over those that have an entry, times ``context.divisor``.
+
     Args:
         planes: of each payload the indices, ``(k,)`` of int32, and the values, ``(k,)`` of the dtype of ``out``.
         out: ``(n,)``, float32 or float64.
@@ -43,10 +45,12 @@ def add_planes(planes: Sequence[tuple[np.ndarray, np.ndarray]], out: np.ndarray,
         device.clear(out)
         for index, entry in planes:
             kernels.decode_sparse(out, index, entry)
-        return
-    kernels.decode_all(
-        out,
-        per_payload("indices", [device.address(index) for index, _ in planes], context),
-        per_payload("entries", [device.address(entry) for _, entry in planes], context),
-        per_payload("lengths", [index.size for index, _ in planes], context),
-    )
+        if context.over == "ranks":
+            return
+    indices = per_payload("indices", [device.address(index) for index, _ in planes], context)
+    lengths = per_payload("lengths", [index.size for index, _ in planes], context)
+    if device.on_gpu(out):
+        entries = per_payload("entries", [device.address(entry) for _, entry in planes], context)
+        kernels.decode_all(out, indices, entries, lengths)
+    if context.over == "senders":
+        kernels.divide_by_senders(out, indices, lengths, context.divisor)

@@ -9,7 +9,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.checks import as_float
 from distopt.compress.base import Lossy
-from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload, state_array
+from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload
 from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec
 from distopt.kernels.layout import BucketLayout
 
@@ -130,7 +130,7 @@ class CodeShards(ShardCodec):
     ) -> Selected:
         if not self.remembers:
             return Selected(self._codec.compress(x, state, context), x)
-        residual = state_array(state, "residual", x)
+        residual = self.residual(x, state, context)
         return Selected(self._codec.compress(residual, state, context, x), residual)
 
     def pack(

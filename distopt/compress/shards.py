@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from distopt import kernels
-from distopt.compress.context import BucketContext, DeviceContext, ExchangeContext, State, state_array
+from distopt.compress.context import BucketContext, DeviceContext, ExchangeContext, State, decayed, state_array
 from distopt.kernels.layout import BucketLayout
 
 OWED = "owed"  # the state of what a rank, as the owner of a shard, has not sent: in the part of it that it owns
@@ -102,18 +102,41 @@ class ShardCodec(abc.ABC):
         ragged: lengths of payloads depend on the data.
         note: what a description of the exchange says of it; '' for nothing.
         remembers: the owner of a shard keeps what it does not send of the sum, as the state ``OWED``.
+        decay: how much of what a rank or an owner remembers outlives a step.
     """
 
     block = 64
     ragged = False
     remembers = False
+    decay = 1.0
     note = ""
 
-    def remembering(self) -> Self:
+    def remembering(self, decay: float = 1.0) -> Self:
         """Return the same for a compressor with a memory: gradients are added to the residual, and so are sums."""
         twin = copy.copy(self)
-        twin.remembers = True
+        twin.remembers, twin.decay = True, decay
         return twin
+
+    def residual(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
+        """Return what a rank has not sent of its gradients, decayed, ``(n,)``.
+
+        Args:
+            x: the gradients of the bucket, ``(n,)``.
+            state: arrays of x's size by name.
+            context: the call for the bucket.
+        """
+        return decayed(state_array(state, "residual", x), self.decay, context)
+
+    def owed(self, x: np.ndarray, state: State, piece: Piece, context: ExchangeContext) -> np.ndarray:
+        """Return what the owner of a piece has not sent of earlier sums, decayed, ``(piece.size,)``.
+
+        Args:
+            x: the gradients of the bucket, ``(n,)``.
+            state: arrays of x's size by name.
+            piece: the piece.
+            context: the call for the bucket, or for the piece.
+        """
+        return decayed(piece.of(state_array(state, OWED, x)), self.decay, context)
 
     @abc.abstractmethod
     def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes] | None:
@@ -132,11 +155,20 @@ class ShardCodec(abc.ABC):
         """Return the members of a bucket that are cut into shards; the others are summed as they are."""
         return layout
 
+    def known_entries(self, piece: Piece, summed: bool) -> int | None:
+        """Return how many entries the payload of a piece has, 0 if all elements are sent; None if nobody knows before.
+
+        Args:
+            piece: the piece.
+            summed: whether it is a payload of the second phase.
+        """
+        return None if self.ragged else 0
+
     def edges(self, pieces: Sequence[Piece]) -> np.ndarray:
         """Return the elements of a bucket at which entries are counted, ascending, ``(edges,)`` of int64.
 
         From one to the next is a part of a piece, of as many as ``parts`` says; the last edge ends the last piece.
-        Empty if all elements are sent.
+        Empty if all elements are sent, or if it is known how many entries are.
         """
         return np.zeros(0, np.int64)
 
@@ -263,17 +295,6 @@ class ShardCodec(abc.ABC):
             itemsize: bytes of an element of the bucket.
             summed: whether it is one of the second phase.
         """
-
-
-def owed(x: np.ndarray, state: State, piece: Piece) -> np.ndarray:
-    """Return what the owner of a piece has not sent of earlier sums, ``(piece.size,)``.
-
-    Args:
-        x: the gradients of the bucket, ``(n,)``.
-        state: arrays of x's size by name.
-        piece: the piece.
-    """
-    return piece.of(state_array(state, OWED, x))
 
 
 def settle(residual: np.ndarray, state: State, owned: slice | None = None, skip_flag: np.ndarray | None = None) -> None:

@@ -54,15 +54,17 @@ class Sparse(Lossy):
         density: the fraction of entries that is sent; None if that depends on the data.
         reselect: an owner of a shard chooses again among the sums; else it sends all of them.
         value: the format of values in a two-phase exchange (``sections``).
+        block: in a two-phase exchange, shards begin at multiples of so many elements from the start of a tensor.
 
     Raises:
         ValueError: for buckets of 2^31 elements or more.
     """
 
-    ragged = True
+    ragged = counts_senders = True
     density: float | None = None
     reselect: bool = False
     value = "exact"
+    block = 64
 
     def sharded(self) -> ShardCodec:
         return EntryShards(self, self.value)
@@ -71,6 +73,18 @@ class Sparse(Lossy):
         """Return of each part that it chooses from where it begins and ends in the flat array, and how many are sent.
 
         None if that depends on the data.
+        """
+        return None
+
+    def known_entries(self, layout: BucketLayout, summed: bool) -> int | None:
+        """Return how many entries are sent of these tensors, or parts of them that begin at multiples of ``block``.
+
+        Args:
+            layout: the tensors.
+            summed: whether they are chosen from a sum over ranks.
+
+        Returns:
+            The number; None if it depends on the data, or on what else is in the bucket.
         """
         return None
 

@@ -20,13 +20,17 @@ class CompressorWrapper(Compressor):
         self.compressor = compressor
         self.summable, self.ragged, self.bounded = compressor.summable, compressor.ragged, compressor.bounded
         self.recordable, self.changes_with_step = compressor.recordable, compressor.changes_with_step
-        self.budget = compressor.budget
+        self.budget, self.counts_senders = compressor.budget, compressor.counts_senders
+
+    def around(self, compressor: Compressor) -> "CompressorWrapper":
+        """Return the same around another compressor."""
+        return type(self)(compressor)
 
     def at_density(self, density: float) -> "CompressorWrapper":
-        return type(self)(self.compressor.at_density(density))
+        return self.around(self.compressor.at_density(density))
 
     def of_sum(self, ranks: int) -> "CompressorWrapper":
-        return type(self)(self.compressor.of_sum(ranks))
+        return self.around(self.compressor.of_sum(ranks))
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
         return self.compressor.payload_bytes(n, itemsize, layout)

@@ -169,6 +169,8 @@ class Engine:
         try:
             threshold = self.checked_threshold(spec)
             attempt.compressor = compressor = self.compressor_at_this_step(spec.compressor())
+            if spec.over != "ranks":
+                self.reducers.check_senders(compressor, spec)
             self.step_context.begin(spec)
             self.reducers.borders.settle(self.progress.updates)
             self.declare_numbers(compressor)

@@ -48,6 +48,7 @@ from distopt.exchange.hierarchical import (
 from distopt.exchange.shared_memory import describe, nonfinite
 from distopt.exchange.two_phase import Owned
 
+OVER = ("ranks", "senders")
 Vote = Callable[[str], list[str]]  # on a report about the sums; returns those of all ranks
 Stream = Iterable[tuple[Bucket, np.ndarray] | None]  # None: the next bucket will take a while
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class CollectiveReducer(Unreduced):
     def __init__(self, compressor: Compressor, spec: StepSpec, comm: Communicator, step_context: "StepContext"):
         super().__init__(step_context.store, compressor)
         self._compressor, self._comm, self._step_context = compressor, comm, step_context
-        self._algorithm = choose(compressor, spec.break_even)
+        self._algorithm = choose(compressor, spec.break_even and spec.over == "ranks")  # a dense sum has no senders
         self._text = repr(compressor) if comm.gpu is not None and compressor.recordable else ""
         for hook in step_context.hooks:
             self._algorithm = hook.wrap_exchange(self._algorithm, compressor)
@@ -320,6 +321,7 @@ class StepContext:
         self.store, self.hooks = store, hooks
         self._comm, self._progress, self._accumulator = comm, progress, accumulator
         self._divisor: float | None = None
+        self._over = "ranks"
 
     def begin(self, spec: StepSpec) -> None:
         """Begin a call of a step with this specification; tell the hooks of the first one."""
@@ -330,7 +332,7 @@ class StepContext:
 
     def resume(self, spec: StepSpec) -> None:
         """Go on with a step of which the hooks have heard: its gradients have been reduced."""
-        self._divisor = spec.divisor
+        self._divisor, self._over = spec.divisor, spec.over
 
     @property
     def divisor(self) -> float:
@@ -386,7 +388,7 @@ class StepContext:
         divisor, batches = self.divisor, accumulator.num_batches if accumulator.sync_on_apply else 1
         batches *= self._comm.size // comm.size  # between nodes a gradient is the sum of those of a node
         if text and comm.gpu is not None:
-            numbers = text, comm.size, divisor, batches, on_device.capacity
+            numbers = text, self._over, comm.size, divisor, batches, on_device.capacity
             memory = [0 if a is None else device.address(a) for a in (on_device.skip_flag, on_device.wanted)]
             recorder = device.Recorder(bucket.recordings, (*numbers, *memory), comm.gpu)
             on_device = on_device._replace(recorder=recorder)
@@ -398,6 +400,7 @@ class StepContext:
             batches,
             BucketContext(bucket.gradients, bucket.parameters, bucket.scratch, bucket.constant),
             on_device,
+            self._over,
         )
 
 
@@ -406,7 +409,10 @@ class Reducers:
 
     Attributes:
         borders: of the shards of exchanges in two phases.
+        counts_senders: sums over senders can be formed.
     """
+
+    counts_senders = True
 
     def __init__(
         self,
@@ -470,6 +476,21 @@ class Reducers:
             self._phases = two_phases(spec.exchange, compressor, plan, self._comm.size, spec.break_even)
             self._asked = asked
         return self._phases
+
+    def check_senders(self, compressor: Compressor, spec: StepSpec) -> None:
+        """Raise ValueError for a mean over others than ranks, unless over senders that can be counted."""
+        if spec.over not in OVER:
+            raise ValueError(f"over must be one of {', '.join(OVER)}, got {spec.over!r}")
+        if not compressor.counts_senders:
+            raise ValueError(f"over must be 'ranks' for {compressor!r}, which sends no entries, got 'senders'")
+        if spec.exchange == "nodes":
+            raise ValueError(
+                "over must be 'ranks' with exchange='nodes', whose entries are those of sums over a node, got 'senders'"
+            )
+        if not self.counts_senders:
+            raise ValueError(
+                "over must be 'ranks' for virtual ranks, whose entries are added one by one, got 'senders'"
+            )
 
     def by_nodes(self, compressor: Compressor, spec: StepSpec) -> NodeExchange | None:
         """Return the exchange by nodes that a step takes; None if it takes another one.

@@ -82,6 +82,7 @@ class StepSpec(NamedTuple):
         clip_value: every element of the gradients is first held between ``-clip_value`` and ``clip_value``.
         break_even: never send more bytes than a dense array has.
         exchange: 'gather', 'two_phase', 'nodes' or 'auto' (``exchange.choice``).
+        over: 'ranks' divides the sum of an entry by all gradients, 'senders' by the ranks that have sent it.
         reduced: gradients are reduced over ranks; False in a partial step, which updates with this rank's own.
         divisor: divides the sums, to make a mean of them; None divides by the number of gradients.
         only: names of the parameters that are updated; None updates all.
@@ -93,6 +94,7 @@ class StepSpec(NamedTuple):
     clip_value: float | None = None
     break_even: bool = False
     exchange: str = "auto"
+    over: str = "ranks"
     reduced: bool = True
     divisor: float | None = None
     only: Collection[str] | None = None
@@ -108,7 +110,7 @@ class StepSpec(NamedTuple):
         clipped = f", clipped at {self.clip_value}" * (self.clip_value is not None)
         gathered = not (self.break_even or compressor.summable)
         exchange = ", two-phase" * two_phase + ", by nodes" * (self.exchange == "nodes")
-        exchange += ", break_even=False" * gathered
+        exchange += ", break_even=False" * gathered + ", over senders" * (self.over == "senders")
         return f"{self.label} with {compressor!r}{clipped}{exchange}"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from distopt import device
 from distopt.comm.message import LazyBreakdown, PayloadBreakdown
-from distopt.compress import Compressor, DeepGradientCompression, ErrorFeedback, ExchangeContext, Packed, TopK
+from distopt.compress import Chunks, Compressor, DeepGradientCompression, ErrorFeedback, ExchangeContext, Packed, TopK
 from distopt.compress.blocks import Blocks, BlockShards
 from distopt.compress.context import layout_of, sizes_of
 from distopt.compress.elias_fano import HEADER, packing
@@ -223,6 +223,12 @@ def _(compressor: TopK, n: int, itemsize: int, bucket: BucketLayout) -> PayloadB
 
 
 @forecast_breakdown.register
+def _(compressor: Chunks, n: int, itemsize: int, bucket: BucketLayout) -> PayloadBreakdown:
+    k = int(compressor.counts(sizes_of(n, bucket)).sum())
+    return _entries(compressor, k * itemsize, k * INDEX, k, bucket)
+
+
+@forecast_breakdown.register
 def _(compressor: Packed, n: int, itemsize: int, bucket: BucketLayout) -> PayloadBreakdown:
     return _packed(compressor, n, compressor.capacity(n, itemsize, bucket) or 0, bucket)
 
@@ -264,6 +270,13 @@ def _(selector: TopK, k: int, layout: BucketLayout) -> int:
 
 
 @choice_bits.register
+def _(selector: Chunks, k: int, layout: BucketLayout) -> int:
+    full, rest = np.divmod(layout.records["size"].astype(np.int64), selector.of)
+    of_rest = (combination_bits(n, -(-n * selector.k // selector.of)) for n in rest.tolist())
+    return int(full.sum()) * combination_bits(selector.of, selector.k) + sum(of_rest)
+
+
+@choice_bits.register
 def _(selector: Packed, k: int, layout: BucketLayout) -> int:
     return choice_bits(selector.selector, k, layout)
 
@@ -279,6 +292,11 @@ def _(selector: TopK, layout: BucketLayout) -> Callable[[int], np.ndarray] | Non
     if selector.per_tensor:
         return lambda k: _per_tensor(selector, layout)[0]
     return (lambda k: np.array([k])) if len(layout.names) == 1 else None
+
+
+@known_counts.register
+def _(selector: Chunks, layout: BucketLayout) -> Callable[[int], np.ndarray] | None:
+    return lambda k: selector.counts(layout.records["size"])
 
 
 @known_counts.register

@@ -47,13 +47,15 @@ class PlaceCounts:
     def counts(self, comm: Communicator) -> list[np.ndarray]:
         """Return those of each bucket; on a GPU the host waits for them, and looks after the other ranks meanwhile.
 
+        It does not wait where there are none, since all lengths are known.
+
         Args:
             comm: on whose stream they are found, behind sums over its ranks.
 
         Raises:
             RuntimeError: a collective has failed, or a rank has ended.
         """
-        if comm.gpu is not None:
+        if comm.gpu is not None and self._places.size:
             with comm.control.waits("the numbers of entries"):
                 device.synchronize(device.current_stream(), comm.check)
         places = device.host_copy(self._places) if self._places.size else np.zeros(0, np.int64)
@@ -122,15 +124,17 @@ class Told(Headers):
         self._sums: dict[Piece, int] = {}
 
     def tell(self, counts: np.ndarray) -> None:
-        self._counts = np.array(self._gathered(counts.tolist()), np.int64).reshape(self._comm.size, -1)
+        if not self._known():
+            self._counts = np.array(self._gathered(counts.tolist()), np.int64).reshape(self._comm.size, -1)
         mine = self._shards.of_owner[self._comm.rank]
         self.lengths = [self._message_bytes(sender, mine) for sender in range(self._comm.size)]
 
     def tell_sums(self, entries: Sequence[int]) -> None:
         self._summed = True
-        padding = [0] * (max(map(len, self._shards.of_owner)) - len(entries))  # all texts have as many numbers
-        for pieces, told in zip(self._shards.of_owner, self._gathered([*entries, *padding]), strict=True):
-            self._sums |= dict(zip(pieces, told, strict=False))
+        if not self._known():
+            padding = [0] * (max(map(len, self._shards.of_owner)) - len(entries))  # all texts have as many numbers
+            for pieces, told in zip(self._shards.of_owner, self._gathered([*entries, *padding]), strict=True):
+                self._sums |= dict(zip(pieces, told, strict=False))
         self.lengths = [self._message_bytes(owner, pieces) for owner, pieces in enumerate(self._shards.of_owner)]
 
     def counts(self, piece: Piece) -> np.ndarray | None:
@@ -141,7 +145,14 @@ class Told(Headers):
         entries = self._entries(sender, piece)
         return entries, self._codec.payload_bytes(entries, piece, itemsize, self._summed)
 
+    def _known(self) -> bool:
+        """Tell if nothing has to be told in this phase."""
+        return all(self._codec.known_entries(piece, self._summed) is not None for piece in self._rows)
+
     def _entries(self, sender: int, piece: Piece) -> int:
+        known = self._codec.known_entries(piece, self._summed)
+        if known is not None:
+            return known
         return self._sums[piece] if self._summed else int(self._counts[sender, self._rows[piece]].sum())
 
     def _message_bytes(self, sender: int, pieces: Sequence[Piece]) -> int:

@@ -19,7 +19,7 @@ from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import layout_of, state_array
-from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, owed, settle
+from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.breakdown import shard_breakdown
 from distopt.exchange.cut import Borders, Cut, cut_for
@@ -54,7 +54,8 @@ def two_phase(
 ) -> None:
     """Replace arrays by what the owners of their shards send of the sums over ranks.  Collective.
 
-    On a GPU the host waits once for the numbers of entries, which it tells the other ranks' hosts.
+    On a GPU the host waits once for the numbers of entries, which it tells the other ranks' hosts, if they depend on
+    the data.
 
     Args:
         buckets: of each the array, the state, the context and the tag.
@@ -103,7 +104,8 @@ def two_phase(
         of_owners = by_piece(gathered, shards.of_owner, told, buckets)
         for piece, payloads in of_owners:
             received[piece.bucket] += payloads
-        borders.see(shards, [payload.entries for _, (payload,) in of_owners], buckets[0][2].step)
+        if codec.ragged:
+            borders.see(shards, [payload.entries for _, (payload,) in of_owners], buckets[0][2].step)
         codec.decompress_all(*_where_cut(shards, received, [b[0] for b in buckets], [b[2] for b in buckets]))
         for (x, _, context, _), members in zip(buckets, uncompressed, strict=True):
             if members and not members.none and not members.all:
@@ -191,7 +193,7 @@ def sum_and_compress(
     total = context.scratch("shard sum", piece.size * x.itemsize).view(x.dtype)
     here = piece.context(context)
     found = codec.add(payloads, total, piece, here)
-    memory = owed(x, state, piece) if codec.remembers else None
+    memory = codec.owed(x, state, piece, here) if codec.remembers else None
     return codec.compress_sum(total, memory, found if counts is None else counts, piece, here)
 
 

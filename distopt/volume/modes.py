@@ -1,4 +1,4 @@
-"""Compression modes by names that fit on a command line: ``dense``, ``topk=0.01``, ``dgc=0.001+packed:int8``."""
+"""Compression modes by names that fit on a command line: ``dense``, ``topk=0.01``, ``chunks=64/4096+packed:2bit``."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from distopt.checks import unknown_name
 from distopt.compress import (
+    Chunks,
     Compressor,
     DeepGradientCompression,
     Dense,
@@ -31,7 +32,13 @@ PLAIN: dict[str, Callable[[], Compressor]] = {
     "1bit": lambda: ErrorFeedback(OneBit()),
 }
 NUMBERED = {"2bit": 0.5, "topk": 0.01, "threshold": 0.05, "dgc": 0.001}  # kinds with a number, and its default
-OPTIONS = {"topk": ("packed", "per-tensor"), "threshold": ("packed",), "dgc": ("packed", "1d")}
+CHUNKS = 64, 4096  # how many entries of how many elements
+OPTIONS = {
+    "topk": ("packed", "per-tensor"),
+    "chunks": ("packed",),
+    "threshold": ("packed",),
+    "dgc": ("packed", "1d"),
+}
 SPARSE = "topk", "dgc"  # kinds whose number is a density
 
 
@@ -48,6 +55,8 @@ class Mode(NamedTuple):
         Mode(name='topk=0.01', compressor=ErrorFeedback(TopK(0.01, per_tensor=False)))
         >>> mode("topk=0.01+packed").at_density(0.1).name
         'topk=0.1+packed'
+        >>> mode("chunks=64/4096+packed:2bit").at_density(0.001).name
+        'chunks=5/4096+packed:2bit'
     """
 
     name: str
@@ -55,20 +64,35 @@ class Mode(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The name without its density, as ``topk+packed``; the full name if the mode has no density."""
+        """The name without its density, as ``topk+packed``; the full name if the mode has no density.
+
+        Of chunks it says how many elements they have, as ``chunks/4096+packed``.
+        """
         head, plus, options = self.name.partition("+")
+        if chunk := self._chunk:
+            return f"chunks/{chunk[1]}{plus}{options}"
         return self.name if self.density is None else f"{head.partition('=')[0]}{plus}{options}"
 
     @property
     def density(self) -> float | None:
         """The fraction of entries that is sent, in (0, 1]; None for modes that are not chosen by density."""
+        if chunk := self._chunk:
+            return chunk[0] / chunk[1]
         kind, _, number = self.name.partition("+")[0].partition("=")
         return (float(number) if number else NUMBERED[kind]) if kind in SPARSE else None
 
     def at_density(self, density: float) -> "Mode":
-        """Return the same mode with another density."""
+        """Return the same mode with another density; chunks send as many entries as make it, rounded up."""
         head, plus, options = self.kind.partition("+")
+        if chunk := self._chunk:
+            return mode(f"chunks={Chunks(*chunk).at_density(density).k}/{chunk[1]}{plus}{options}")
         return mode(f"{head}={density!r}{plus}{options}")
+
+    @property
+    def _chunk(self) -> tuple[int, int] | None:
+        """How many entries of how many elements are sent; None if the mode has no chunks."""
+        kind, equals, number = self.name.partition("+")[0].partition("=")
+        return _chunk_of(number if equals else None, self.name) if kind == "chunks" else None
 
     @property
     def overlaps_backward(self) -> bool:
@@ -84,7 +108,8 @@ def mode(text: str) -> Mode:
 
     * ``dense``, ``half`` (float16), ``bfloat16``, ``int8``, ``int4``, ``1bit``: no number.
     * ``2bit[=threshold]``, ``topk[=density]``, ``threshold[=magnitude]``, ``dgc[=density]``.
-    * options: ``packed``, ``packed:bfloat16``, ``packed:int8`` or ``packed:2bit`` for the last three, ``per-tensor``
+    * ``chunks[=k/of]``: k entries of each chunk of so many elements, 64 of 4096.
+    * options: ``packed``, ``packed:bfloat16``, ``packed:int8`` or ``packed:2bit`` for the last four, ``per-tensor``
       for topk (dgc always selects per tensor), ``1d`` for dgc: tensors of one dimension are compressed too.
 
     All but dense, half and bfloat16 have error feedback.  Dgc (deep gradient compression) applies momentum itself, so
@@ -105,15 +130,19 @@ def mode(text: str) -> Mode:
         raise TypeError(f"a mode must be a text, got {text!r}")
     head, *options = text.strip().split("+")
     kind, equals, number = head.partition("=")
-    if kind not in (*PLAIN, *NUMBERED):
-        raise ValueError(unknown_name("mode", kind, (*PLAIN, *NUMBERED)))
+    kinds = (*PLAIN, *NUMBERED, "chunks")
+    if kind not in kinds:
+        raise ValueError(unknown_name("mode", kind, kinds))
     packed = _checked(kind, options, text)
     if kind in PLAIN:
         if equals:
             raise ValueError(f"mode {kind} must be without a number, got {text!r}")
         return Mode(text.strip(), PLAIN[kind]())
-    value = _number(kind, number, text) if equals else NUMBERED[kind]
     try:
+        if kind == "chunks":
+            chunks = Chunks(*_chunk_of(number if equals else None, text))
+            return Mode(text.strip(), ErrorFeedback(Packed(chunks, value=packed) if packed else chunks))
+        value = _number(kind, number, text) if equals else NUMBERED[kind]
         return Mode(text.strip(), _numbered(kind, value, options, packed))
     except (ValueError, TypeError) as error:
         raise type(error)(f"mode {text}: {error}") from None
@@ -161,6 +190,16 @@ def _number(kind: str, text: str, full_text: str) -> float:
     if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text, re.IGNORECASE):
         raise ValueError(f"mode {kind} must be with a number, as {kind}={NUMBERED[kind]}, got {full_text!r}")
     return float(text)
+
+
+def _chunk_of(number: str | None, full_text: str) -> tuple[int, int]:
+    """Return how many entries of how many elements a text like '64/4096' asks for; the usual ones for None."""
+    if number is None:
+        return CHUNKS
+    if not re.fullmatch(r"\d{1,9}/\d{1,9}", number):
+        raise ValueError(f"mode chunks must be with two numbers, as chunks=64/4096, got {full_text!r}")
+    k, of = map(int, number.split("/"))
+    return k, of
 
 
 def _numbered(kind: str, value: float, options: Sequence[str], packed: str | None) -> Compressor:

@@ -11,7 +11,7 @@ from distopt.comm.message import LazyBreakdown, MessageTag, PayloadBreakdown
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State, layout_of, state_array
-from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, owed, settle
+from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.breakdown import payload_breakdown, shard_breakdown
 from distopt.exchange.cut import Borders, Cut
@@ -340,7 +340,7 @@ class SequentialTwoPhase:
     def _result(self, piece: Piece, bucket: TravellingBucket, state: State, counts: np.ndarray) -> Payload:
         x, _, context, _ = bucket
         total, here = piece.of(self._totals[piece.bucket]), piece.context(context)
-        memory = owed(x, state, piece) if self._codec.remembers else None
+        memory = self._codec.owed(x, state, piece, here) if self._codec.remembers else None
         return self._codec.compress_sum(total, memory, counts, piece, here)
 
     def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:

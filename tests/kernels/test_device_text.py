@@ -518,6 +518,75 @@ def test_the_largest_entries_are_exact_with_a_guess_too_high_or_too_low(librarie
     the_largest(libraries, (5, 128, 4), x, add, whole(x.size, 0.01))
 
 
+def chunks_table(sizes, of, k):
+    """Chunks of members that lie at multiples of 64 bytes; all that they send."""
+    starts, rows = np.cumsum([0, *(-(-n // 16) * 16 for n in sizes)]), []
+    for start, size in zip(starts, sizes, strict=False):
+        pieces = [(start + b, min(of, size - b)) for b in range(0, size, of)]
+        rows += [(begin, n, -(-n * k // of)) for begin, n in pieces]
+    counts = np.array([row[2] for row in rows], np.int64)
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return np.column_stack([table, np.cumsum(counts) - counts]).reshape(-1), int(starts[-1]), int(counts.sum())
+
+
+def chunks_on_host(x, add, table, total, of, refused=None):
+    index, entry, *held = (np.full(k, 7, t) for k in (total, of + 16) for t in (np.int32, x.dtype))
+    kernels.encode_chunks(x, add, x[:0], 0.0, False, table, index, entry, *held, refused)
+    return index, entry, x
+
+
+def chunks_on_device(x, add, table, total, refused=None):
+    index, entry = (np.full(total, 7, t) for t in (np.int32, x.dtype))
+    kernels.select_chunks(x, add, table, index, entry, table.size // 4, refused)
+    return index, entry, x
+
+
+@pytest.mark.filterwarnings("ignore:invalid")
+@settings(max_examples=20)
+@given(
+    sizes=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 3 * CHUNK)), min_size=1, max_size=6),
+    of=st.sampled_from([64, 1024, CHUNK, 2 * CHUNK]),
+    share=st.sampled_from([0.0, 1 / 64, 0.5, 1.0]),
+    digits=st.integers(0, 3),
+    given_add=st.booleans(),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    seed=SEEDS,
+)
+def test_the_largest_entries_of_every_chunk_are_those_of_the_host(
+    libraries, sizes, of, share, digits, given_add, dtype, grid, seed
+):
+    table, n, total = chunks_table(sizes, of, max(1, int(share * of)))
+    x, add = numbers(n, dtype, seed, digits)
+    add = add if given_add else add[:0]
+    for refused in (None, YES):
+        host = chunks_on_host(x.copy(), add, table, total, of, refused)
+        with on(libraries, *grid) as there:
+            same(host, chunks_on_device(shifted(x, 1), add, table, total, refused))
+        assert [name.rpartition("_")[0] for name in there.launched] == ["select_chunks"]
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("case", HARD)
+def test_the_largest_entries_of_chunks_of_hard_cases_are_those_of_the_host(libraries, case, dtype):
+    table, n, total = chunks_table([70_001], CHUNK, 64)
+    x = np.zeros(n, dtype)
+    x[:70_001] = HARD[case](np.random.default_rng(1), 70_001)
+    host = chunks_on_host(x.copy(), x[:0], table, total, CHUNK)
+    with on(libraries, 3, 256, 1):
+        same(host, chunks_on_device(x.copy(), x[:0], table, total))
+
+
+@pytest.mark.parametrize("dtype", REALS)
+def test_a_memory_does_not_decay_in_a_refused_step(device, dtype):
+    x = np.arange(9000, dtype=dtype)
+    for refused, expected in ((YES, x), (np.zeros(1, np.int64), x / 2), (None, x / 2)):
+        found = x.copy()
+        with device():
+            kernels.scale(found, 0.5, refused)
+        same([found], [expected])
+
+
 @pytest.mark.parametrize("dtype", REALS)
 def test_a_refused_selection_changes_nothing(device, dtype):
     x, add = numbers(9000, dtype, 1, 1)
@@ -575,6 +644,15 @@ def test_decode_all_adds_the_entries_of_ranks_in_order_as_decode_sparse(librarie
         for index, entry in sent:
             kernels.decode_sparse(again, index, entry)
     same([one_by_one, one_by_one], [on_device, again])
+    senders = np.zeros(n, np.int64)
+    for index, _ in sent:
+        np.add.at(senders, index[index >= 0], 1)
+    factor = (2.5 / np.maximum(senders, 1)).astype(dtype)
+    kernels.divide_by_senders(host, lists[0], lists[2], 2.5)
+    same([np.where(senders > 0, one_by_one * factor, one_by_one)], [host])
+    with on(libraries, *grid):
+        kernels.divide_by_senders(on_device, lists[0], lists[2], 2.5)
+    same([host], [on_device])
 
 
 def codes(sizes, dtype, by, seed, refused=None):

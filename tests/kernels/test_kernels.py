@@ -145,7 +145,7 @@ def test_a_kernel_may_say_how_many_blocks_it_wants():
     """After its head: the name of a parameter, or the members of its table."""
     texts = "".join(p.read_text() for p in NATIVE.glob("*.cu"))
     marked = dict(re.findall(r"^KERNEL\((\w+)\)\s*\([^)]*\)\s*BLOCKS\((\w+)\)", texts, re.M))
-    assert marked == {"guess_bounds": "parts", "fold_partials": "members"}
+    assert marked == {"guess_bounds": "parts", "fold_partials": "members", "select_chunks": "chunks"}
     for name, count in marked.items():
         assert count == "members" or count in [p.name for p in kernels.KERNELS[name].parameters]
 
@@ -269,7 +269,7 @@ def test_flat_kernels_refuse_wrong_dtypes_sizes_and_strides():
         kernels.accumulate(x, x.astype(np.float64))
     with pytest.raises(ValueError, match=r"accumulate: sum must be of the others' size, got 5 elements"):
         kernels.accumulate(x, np.zeros(5, np.float32))
-    with pytest.raises(TypeError, match=r"scale: arguments must be \['x', 'factor'\], got 1"):
+    with pytest.raises(TypeError, match=r"scale: arguments must be \['x', 'factor', 'skip'\], got 1"):
         kernels.scale(x)
     with pytest.raises(TypeError, match=r"arrays must be of float32 or float64, got int32"):
         kernels.scale(x.astype(np.int32), 1.0)

@@ -1,6 +1,7 @@
 """What the laws are tried with: every optimizer, every wrapper, and a step of every kind, as a user would write it."""
 
 from distopt.compress import (
+    Chunks,
     DeepGradientCompression,
     Dense,
     ErrorFeedback,
@@ -124,12 +125,15 @@ MODES = {
     "dgc in two phases": two_phase(DGC),
     "dgc of Nesterov in two phases": two_phase(NESTEROV_DGC),
     "packed 2bit": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.1), value="2bit"))),
+    "chunks": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(Chunks(8, 64), value="2bit"))),
+    "chunks in two phases": two_phase(ErrorFeedback(Chunks(8, 64))),
+    "a memory that decays": two_phase(ErrorFeedback(Packed(Chunks(8, 64), value="2bit"), decay=0.9)),
     "packed 2bit in two phases": two_phase(ErrorFeedback(Packed(TopK(0.1), value="2bit"))),
 }
 WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Int8(), Int4(32), Packed(TopK(0.1)))))
 CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY, DGC_NOW, NESTEROV_DGC)
 LOSE_NOTHING = "dense,threshold,topk,topk per tensor,topk beyond break even,half with memory,2bit,1bit".split(",")
-LOSE_NOTHING += ["int8", "packed", "packed threshold", "packed 2bit"]
+LOSE_NOTHING += ["int8", "packed", "packed threshold", "packed 2bit", "chunks"]
 LOSE_NOTHING += [mode for mode in MODES if mode.endswith("in two phases") and "dgc" not in mode]
 ELEMENTWISE = (
     "dense",

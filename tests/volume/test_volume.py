@@ -197,6 +197,20 @@ def test_a_mode_can_be_given_another_density():
     assert mode("2bit=0.1").density is None
 
 
+def test_modes_of_chunks_say_how_many_of_how_many():
+    m = mode("chunks=5/256+packed:2bit")
+    assert repr(m.compressor) == "ErrorFeedback(Packed(Chunks(5, of=256), index='elias-fano', value='2bit'))"
+    assert (m.kind, m.density) == ("chunks/256+packed:2bit", 5 / 256)
+    assert [m.at_density(d).name for d in (1e-7, 5 / 256, 0.02, 1)] == [
+        f"chunks={k}/256+packed:2bit" for k in (1, 5, 6, 256)
+    ]
+    assert m.at_density(1).kind == m.kind
+    assert mode("chunks").compressor.compressor.density == 1 / 64
+    for wrong in ("chunks=64", "chunks=0.01", "chunks=65/64", "chunks=1/100", "chunks+per-tensor", "chunks=0/64"):
+        with pytest.raises(ValueError, match="chunks"):
+            mode(wrong)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
