@@ -16,7 +16,7 @@ from distopt.engine.facade import Checkpointed, Facade, record_if_asked, torch_m
 from distopt.engine.join import join
 from distopt.engine.nonfinite import Policy
 from distopt.engine.parameters import Loss, checked_gradient
-from distopt.engine.partial import PartialSteps
+from distopt.engine.partial import Averaged, PartialSteps
 from distopt.engine.spec import GradientHook, Options, StepSpec
 from distopt.engine.views import parameter_views
 from distopt.optim import SGD, AnyOptimizer
@@ -393,17 +393,30 @@ class DistOpt(SingaModes, Checkpointed):
         with self._model.stream():
             return self.engine.step(self._model.gradients(loss), spec)
 
-    def backward_and_partial_update(self, loss: Loss, threshold: int | None = None) -> bool:
-        """Update with this rank's own gradients; then average the *parameters* of one bucket, round-robin.  Collective.
+    def backward_and_partial_update(
+        self, loss: Loss, threshold: int | None = None, share: float | None = None, seed: int = 0
+    ) -> bool:
+        """Update with this rank's own gradients; then average some of the *parameters*.  Collective.
 
-        So each parameter is averaged once in as many steps as there are buckets.  Optimizer state stays local.
+        Without a ``share``, those of one bucket, round-robin: each parameter is averaged once in as many steps as there
+        are buckets.  With one, a share of the entries of every parameter (SPARTA: Beton et al., "Improving the
+        efficiency of distributed training using sparse parameter averaging", 2025): each tensor is cut into blocks of
+        ``M = round(1 / share)`` neighbours, of each block one entry is averaged, and in M steps each of them once.
+        Which one follows from the seed and the number of partial steps so far, so that no index is sent, and the bytes
+        are spread evenly over the steps.  Optimizer state stays local.
 
         Args:
             loss: as for ``backward_and_update``.
             threshold: elements that fill a bucket; None for that of the constructor.
+            share: of the entries that are averaged in each step, in (0, 1], at least 1e-9; None for one bucket.
+            seed: chooses the entries of a share, at least 0.
 
         Returns:
             True if an update was applied.
+
+        Raises:
+            TypeError, ValueError: on every rank alike, for a share or a seed out of range on one of them, or if ranks
+                differ in them.
 
         Example:
             >>> import numpy as np
@@ -414,12 +427,24 @@ class DistOpt(SingaModes, Checkpointed):
             True
             >>> p.data
             array([0.5, 0.5], dtype=float32)
+            >>> from distopt import run_ranks
+            >>> def main(comm):
+            ...     p = Parameter("w", np.full(6, 2.0 * comm.rank, np.float32))
+            ...     opt = DistOpt(SGD(1.0), comm, broadcast=False)
+            ...     for step in range(3):
+            ...         opt.backward_and_partial_update([(p, np.zeros(6, np.float32))], share=1 / 3)
+            ...         print("averaged", (p.data == 1).sum()) if comm.rank == 0 else None
+            >>> _ = run_ranks(2, main)
+            averaged 2
+            averaged 4
+            averaged 6
         """
-        self._last = self._partial.step, threshold
+        averaged = Averaged(threshold, share, seed)
+        self._last = self._partial.step, averaged
         if self._model is None:
-            return self._partial.step(loss, threshold)
+            return self._partial.step(loss, averaged)
         with self._model.stream():
-            return self._partial.step(self._model.gradients(loss), threshold)
+            return self._partial.step(self._model.gradients(loss), averaged)
 
     def step(
         self,

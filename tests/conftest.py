@@ -1,3 +1,4 @@
+import gc
 import importlib
 import os
 import sys
@@ -40,6 +41,11 @@ def pytest_collection_modifyitems(items):
         if tiers.RANKS & tiers.tiers_of(item):
             for mark in no_mpi:
                 item.add_marker(mark)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # thousands of tests stay until the end, and need not be looked at again and again
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ def makers(mode):
 
 def possible(mode, options):
     """Can this mode have these options?"""
-    if mode == "partial" and options.get("sharded"):
+    if mode in laws.APART and options.get("sharded"):
         return False
     return not (mode.startswith("dgc") and options.get("sync_on_apply") is False)
 
@@ -247,7 +247,7 @@ def of_mpi(comm):
 def of_virtual_ranks(size=3):
     """Of ``simulate``, whose parameters are those of all ranks."""
     found = {}
-    for mode in (m for m in laws.MODES if m != "partial"):
+    for mode in (m for m in laws.MODES if m not in laws.APART):
         params = model(0)
         sim = simulate(size, laws.maker_for(mode, laws.sgd)(), threshold=60)
         for step in range(STEPS):

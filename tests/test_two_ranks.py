@@ -3,20 +3,25 @@
 A process takes long to start, so all that two healthy ranks do is one job; each fault is a job of its own.
 """
 
+import contextlib
+import io
+import os
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import comm_checks
 import numpy as np
 import pages
 import pytest
+import training
 
 import laws
 from distopt import run_ranks
 from launch import distopt_run, run_mpi
 
-PROJECT = Path(__file__).parent.parent
-TRAINING = Path(__file__).parent / "faults" / "training.py"
+DIGITS = Path(__file__).parent.parent / "examples" / "digits.py"
 
 
 def digests_of_modes(comm):
@@ -38,19 +43,35 @@ def refused_together(comm):
     return [text, laws.digest(params)]
 
 
-def healthy(comm):
-    """Every verb, every mode, the laws of dense training, and an error of one rank."""
+def printed(script, *arguments):
+    """What a script prints, run in this process as a user would start it."""
+    sys.argv, output = [str(script), *map(str, arguments)], io.StringIO()
+    with contextlib.redirect_stdout(output):
+        runpy.run_path(str(script), run_name="__main__")
+    return output.getvalue()
+
+
+def healthy(comm, folder):
+    """Every verb, every mode, the laws of dense training, an error of one rank, a training, an example, the README."""
     comm_checks.verbs(comm)
     laws.ranks_agree_with_whole_batch(comm)
     laws.modes_agree(comm)
     laws.nothing_is_lost(comm, "topk")
     laws.resume(comm, "topk")
-    return {"modes": np.array(digests_of_modes(comm)), "refused": np.array(refused_together(comm))}
+    os.chdir(folder)
+    return {
+        "modes": np.array(digests_of_modes(comm)),
+        "refused": np.array(refused_together(comm)),
+        "unbroken": np.array(training.train(Path(folder, "unbroken"), 20, 0)),
+        "digits": np.array(printed(DIGITS, "--epochs", 4, "--mode", "topk")),
+        "readme": np.array(pages.run(pages.README)),
+    }
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_mpi(2, healthy, tmp_path_factory.mktemp("ranks"))
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_mpi(2, healthy, folder, str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +99,7 @@ ENDS = {  # what rank 1 does after its first step: the exit code, and what is sa
 }
 
 
+@pytest.mark.sampled(2)  # an error, and a rank that is gone
 @pytest.mark.parametrize("end", ENDS)
 def test_a_rank_that_ends_ends_the_job_and_is_named(end, tmp_path):
     script = tmp_path / "train.py"
@@ -98,25 +120,20 @@ for step in range(10):
     assert text in output
 
 
-def test_a_run_that_stopped_goes_on_with_the_bits_of_one_that_did_not(tmp_path):
-    def digests(folder, steps, every):
-        code, output = distopt_run(2, TRAINING, tmp_path / folder, steps, every, timeout=60)
+def test_a_run_that_stopped_goes_on_with_the_bits_of_one_that_did_not(ranks, tmp_path):
+    def digests(start, steps, every):
+        code, output = distopt_run(2, training.__file__, tmp_path, steps, every, timeout=60)
         assert code == 0, output
-        assert f"from step {10 * (steps == 20 and folder == 'stopped')} with" in output, output
+        assert f"from step {start} with" in output, output
         return re.findall(r"digest (\w+) after", output)
 
-    unbroken = digests("unbroken", 20, 0)
-    digests("stopped", 10, 10)
-    assert len(unbroken) == 2
-    assert digests("stopped", 20, 0) == unbroken
+    digests(0, 10, 10)
+    assert digests(10, 20, 0) == [str(found["unbroken"]) for found in ranks]
 
 
-def test_the_python_blocks_of_the_readme_run_on_two_ranks(tmp_path):
-    code, output = distopt_run(2, pages.__file__, pages.README, timeout=60, cwd=tmp_path)
-    assert code == 0, output
+def test_the_python_blocks_of_the_readme_run_on_two_ranks(ranks):
+    assert [int(found["readme"]) for found in ranks] == [2, 2]
 
 
-def test_the_digits_example_learns_on_two_ranks():
-    code, output = distopt_run(2, PROJECT / "examples" / "digits.py", "--epochs", 4, "--mode", "topk", timeout=60)
-    assert code == 0, output
-    assert float(re.search(r"test accuracy (\S+)$", output, re.M)[1]) > 0.9
+def test_the_digits_example_learns_on_two_ranks(ranks):
+    assert float(re.search(r"test accuracy (\S+)$", str(ranks[0]["digits"]), re.M)[1]) > 0.9

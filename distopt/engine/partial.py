@@ -1,7 +1,9 @@
-"""Partial synchronization: update with own gradients, then average the parameters of one bucket, round-robin."""
+"""Partial synchronization: update with own gradients, then average some of the parameters."""
 
 import itertools
 from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple
 
 from distopt import device, kernels
 from distopt.buckets import Bucket, Reduced, unsharded
@@ -9,34 +11,58 @@ from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, Dense
 from distopt.engine.engine import Engine
 from distopt.engine.parameters import Loss
+from distopt.engine.shares import Share, ShareAverage
 from distopt.engine.spec import StepSpec
 from distopt.exchange import reduce_shards
+
+
+class Averaged(NamedTuple):
+    """What is averaged after a partial step, as a user gave it: one bucket, or a share of all entries.
+
+    Args:
+        threshold: elements that fill a bucket; None for the usual number.
+        share: the share; None for one bucket.
+        seed: chooses the entries of a share.
+    """
+
+    threshold: int | None = None
+    share: Any = None
+    seed: Any = 0
 
 
 class PartialSteps:
     """Make partial steps (SINGA's ``backward_and_partial_update``).
 
-    Each parameter is averaged once in as many steps as there are buckets; the optimizer's state stays local.
+    Each parameter is averaged once in as many steps as there are buckets, each entry once in as many as a share needs
+    to be all; the optimizer's state stays local.
     """
 
     def __init__(self, engine: Engine):
-        self._engine = engine
+        self._engine, self._shares = engine, ShareAverage(engine)
 
-    def step(self, loss: Loss, threshold: int | None) -> bool:
+    def step(self, loss: Loss, averaged: Averaged) -> bool:
         """Make one step; tell if an update was applied.  Collective."""
+        threshold, share, seed = averaged
         divisor = float(self._engine.accumulator.num_batches)
-        spec = StepSpec(self._compressor, threshold, reduced=False, divisor=divisor, label="a partial step")
-        return self._engine.step(loss, spec, self._update)
+        label = "a partial step" + f" of share={share}, seed={seed}" * (share is not None)
+        spec = StepSpec(partial(self._compressor, averaged), threshold, reduced=False, divisor=divisor, label=label)
+        return self._engine.step(loss, spec, partial(self._update, averaged))
 
-    def _compressor(self) -> Compressor:
-        """The one of a step that sends no gradients; raises ValueError if the parameters are not this rank's own."""
+    def _compressor(self, averaged: Averaged) -> Compressor:
+        """The one of a step that sends no gradients.
+
+        Raises:
+            TypeError, ValueError: the share or its seed is none, or the parameters are not this rank's own.
+        """
+        if averaged.share is not None:
+            Share.checked(averaged.share, averaged.seed)
         if self._engine.store.sharded:
             raise ValueError(
                 "parameters must not be shared in a partial step, which changes each rank's own, got parameter_views"
             )
         return Dense()
 
-    def _update(self, sums: Iterable[Reduced], spec: StepSpec) -> None:
+    def _update(self, averaged: Averaged, sums: Iterable[Reduced], spec: StepSpec) -> None:
         engine = self._engine
         store, progress = engine.store, engine.progress
         if engine.agreement.joined:  # its own parameters stay, but for what others average
@@ -47,11 +73,13 @@ class PartialSteps:
         else:
             engine.update(sums, spec)
         buckets = list(store.buckets)
-        if buckets:
-            self._average(buckets[progress.partial % len(buckets)])
+        if averaged.share is not None:
+            self._shares.average(Share.checked(averaged.share, averaged.seed))
+        elif buckets:
+            self._average_bucket(buckets[progress.partial % len(buckets)])
         progress.partial += 1
 
-    def _average(self, bucket: Bucket) -> None:
+    def _average_bucket(self, bucket: Bucket) -> None:
         """Replace the parameters of a bucket by their mean over the ranks that have not joined.  Collective."""
         engine, comm = self._engine, self._engine.comm
         tables, masters = [bucket.parameters], engine.optimizer.masters(bucket)

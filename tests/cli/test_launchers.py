@@ -124,7 +124,7 @@ def test_a_rank_that_does_not_answer_is_named_in_a_wait_without_a_limit(monkeypa
     monkeypatch.setattr(watchdog, "say", said.append)
     recorder, boxes = Recorder(), [[], []]
     mailbox = Mail(0, boxes)
-    watched = Watched(0, recorder, Limits(0.2, 0.2), [mailbox])
+    watched = Watched(0, recorder, Limits(0.05, 0.05), [mailbox])
     with OperationLog(recorder, "the end", [0], mailbox, limited=False)("the end of the others"):
         deadline = time.monotonic() + 5
         while not said and time.monotonic() < deadline:

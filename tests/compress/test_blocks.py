@@ -278,7 +278,7 @@ def test_a_double_beyond_the_largest_scale_stays_behind(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_mean_of_stochastic_rounding_is_the_element(kind, dtype):
     """Within five standard errors, which are at most half a step over the root of the number of draws."""
-    compressor, draws = KINDS[kind](rounding="stochastic", seed=3), 1000
+    compressor, draws = KINDS[kind](rounding="stochastic", seed=3), 300
     x = np.linspace(-1, 1, 101).astype(dtype)
     total, steps = np.zeros(101), set()
     for step in range(draws):

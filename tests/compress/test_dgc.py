@@ -307,6 +307,7 @@ def test_whole_members_are_summed_in_the_same_step():
     assert all(run_ranks(2, main))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_never_more_bytes_than_dense(ranks):
     """``break_even``; the results do not depend on it."""

@@ -523,6 +523,7 @@ def test_decoding_noise_writes_nothing_outside_of_its_arrays(dtype, chosen, valu
     assert not out[guard + n :].any()
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("n", range(1, 20))
 def test_no_index_is_as_large_as_the_array(n):
     """All that the bits of one entry can say: an index, or that there is none, which becomes NaN at its own place."""

@@ -91,7 +91,7 @@ def test_an_optimizer_moves_from_host_to_device():
 
 def test_masters_are_averaged_on_the_device():
     def main(comm):
-        return partial_masters(comm, PARTIAL["lamb"], np.dtype(np.float16)).tolist()
+        return [partial_masters(comm, PARTIAL["lamb"], np.dtype(np.float16), s).tolist() for s in (None, 0.5)]
 
     assert on_gpus(2, main) == run_ranks(2, main)
 

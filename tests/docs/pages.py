@@ -43,14 +43,21 @@ def without_blocks(page):
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
 
 
+def run(page):
+    """Run a page's Python blocks, and return how many there are."""
+    found = list(blocks(page, "python"))
+    for block in found:
+        code = compile("\n" * block.line + block.text, page, "exec")
+        exec(code, {"__name__": "__main__"})
+    return len(found)
+
+
 def main():
     """Run the Python blocks of the pages that are named."""
     this = str(Path(__file__).resolve().parent)
     sys.path[:] = [folder for folder in sys.path if folder != this]  # a block sees what a script of a reader sees
     for page in map(Path, sys.argv[1:]):
-        for block in blocks(page, "python"):
-            code = compile("\n" * block.line + block.text, page, "exec")
-            exec(code, {"__name__": "__main__"})
+        run(page)
 
 
 if __name__ == "__main__":

@@ -41,13 +41,15 @@ OF_TORCH = (  # which import it
 )
 
 
+LONG = ("distopt.volume", "distopt.volume.advice", "distopt.volume.break_even")  # they search for break-evens
+
+
 def modules():
     for name in PACKAGES:
         package = importlib.import_module(name)
-        yield name
-        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
-            if module.name not in OF_TORCH:
-                yield module.name
+        for module in (name, *(found.name for found in pkgutil.walk_packages(package.__path__, f"{name}."))):
+            if module not in OF_TORCH:
+                yield pytest.param(module, marks=pytest.mark.thorough) if module in LONG else module
     yield from (pytest.param(name, marks=pytest.mark.torch) for name in OF_TORCH)
 
 

@@ -177,6 +177,7 @@ def test_loading_from_a_missing_folder_changes_nothing(tmp_path):
 # --------------------------------------------------------------------------------------------- other ranks
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_batches", [1, 3])
 def test_the_pending_mean_stays_when_another_number_of_ranks_resumes(size, num_batches, tmp_path):

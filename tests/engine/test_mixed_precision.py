@@ -144,7 +144,7 @@ def train(comm, dtype, multi_precision, steps=4, start=0, params=None, opt=None,
     return params, opt
 
 
-MODES = ("dense", "half", "partial", "topk", "half with memory")
+MODES = ("dense", "half", *laws.APART, "topk", "half with memory")
 
 
 def narrow_laws(comm):
@@ -153,7 +153,7 @@ def narrow_laws(comm):
         for multi_precision in (False, True):
             for mode in MODES:
                 unbroken, opt = train(comm, dtype, multi_precision, 6, mode=mode)
-                if mode != "partial":
+                if mode not in laws.APART:
                     laws.same_on_all_ranks(comm, laws.digest(unbroken))
                 params, opt = train(comm, dtype, multi_precision, 3, mode=mode)
                 saved = opt.state_dict()
@@ -182,7 +182,7 @@ PARTIAL = {
 }
 
 
-def partial_masters(comm, make, dtype):
+def partial_masters(comm, make, dtype, share):
     """Partial steps, then dense ones: the masters, and what a float32 model becomes by the same gradients."""
     found = []
     for stored in (dtype, np.dtype(np.float32)):
@@ -192,7 +192,10 @@ def partial_masters(comm, make, dtype):
             rng = np.random.default_rng([step, comm.rank])
             grads = [rng.standard_normal(100).astype(dtype).astype(stored) for _ in params]
             pairs = zip(params, laws.to_device(comm, grads), strict=True)
-            (opt.backward_and_partial_update if step < 6 else opt)(pairs)
+            if step < 6:
+                opt.backward_and_partial_update(pairs, share=share)
+            else:
+                opt(pairs)
         states = opt.state_dict()["optimizer"]
         masters = states.get("opt", states)["master"]
         found.append([np.asarray(masters.get(p.name, laws.device.host_copy(p.data))) for p in params])
@@ -201,11 +204,13 @@ def partial_masters(comm, make, dtype):
     return np.array(found)
 
 
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("share", [None, 0.5])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("make", PARTIAL.values(), ids=PARTIAL)
-def test_partial_steps_average_masters(make, dtype):
+def test_partial_steps_average_masters(share, make, dtype):
     """Means of 16-bit numbers would lose what masters are for; masters that nobody averages part the ranks for ever."""
-    for narrow, wide in run_ranks(3, lambda comm: partial_masters(comm, make, dtype)):
+    for narrow, wide in run_ranks(3, lambda comm: partial_masters(comm, make, dtype, share)):
         np.testing.assert_array_equal(narrow, wide)
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import laws
@@ -34,7 +34,6 @@ def sent(size, compressor, steps=3, exchange="auto", seed=0):
     return sim.ledger.total_of_steps()["sent"] / steps, used
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(sorted(MAKE)), st.sampled_from([2, 3, 8]), st.integers(2_000, 100_000), st.integers(0, 9))
 def test_a_step_sends_as_many_bytes_as_it_may_and_no_more(name, size, nbytes, seed):
     """An owner's numbers of entries are rounded up, and entries are not spread evenly: 2 % and some bytes."""

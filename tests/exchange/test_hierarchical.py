@@ -72,7 +72,7 @@ def two_phases_between(monkeypatch):
     monkeypatch.setattr(distopt.exchange.choice, "GATHER_BELOW", 0)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("compressor", SENDERS, ids=repr)
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_nodes_have_the_bits_of_as_many_ranks_with_their_sums(compressor, nodes, monkeypatch):
@@ -131,7 +131,7 @@ def test_what_owners_owe_between_nodes_is_sent_in_two_phases_too(monkeypatch):
         assert not any(a.any() for a in kept)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("per_node", [1, 2, 3, 6])
 @pytest.mark.parametrize("exchanges", [("nodes",), ("gather", "nodes", "two_phase", "nodes", "gather")])
 @pytest.mark.parametrize("sender", [TopK(0.05), Packed(Threshold(3.0)), TwoBit(2.0), Int8(64)], ids=repr)

@@ -18,22 +18,27 @@ LOCAL = {  # whose steps are ``opt(loss)``
     "local": {"every": 7, "compressor": ErrorFeedback(Packed(TopK(0.05)))},
     "streaming": {"every": 6, "fragments": 3, "delay": 4, "alpha": 0.5},
 }
-folder, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-mode = sys.argv[4] if len(sys.argv) > 4 else "topk"
-step = STEPS.get(mode, STEPS["dense"])
 
-world = distopt.world()
-params = [distopt.Parameter(f"p{k}", np.zeros(n, np.float32)) for k, n in enumerate((1000, 30, 5000))]
-make = distopt.LocalSteps if mode in LOCAL else distopt.DistOpt
-opt = make(distopt.optim.Adam(lr=0.01), world, threshold=2000, **LOCAL.get(mode, {}))
-opt.save_when_stopped(folder, params, lambda: {"ended after": opt.step_counter})
-extra = opt.load(folder, params)
-print(f"from step {opt.step_counter} with {extra}", flush=True)
-for k in range(opt.step_counter, steps):
-    rng = np.random.default_rng([k, world.rank])
-    step(opt, [(p, rng.standard_normal(p.data.shape).astype(np.float32)) for p in params])
-    if every and (k + 1) % every == 0:
-        opt.save(folder, params)
-    time.sleep(0.002)
-digest = hashlib.sha256(b"".join(p.data.tobytes() for p in params)).hexdigest()
-print(f"digest {digest} after {opt.step_counter} steps")
+
+def train(folder, steps, every, mode="topk"):
+    """Go on from what is saved in a folder, up to a number of steps; return a digest of the parameters."""
+    world, steps, every = distopt.world(), int(steps), int(every)
+    params = [distopt.Parameter(f"p{k}", np.zeros(n, np.float32)) for k, n in enumerate((1000, 30, 5000))]
+    make = distopt.LocalSteps if mode in LOCAL else distopt.DistOpt
+    opt = make(distopt.optim.Adam(lr=0.01), world, threshold=2000, **LOCAL.get(mode, {}))
+    opt.save_when_stopped(folder, params, lambda: {"ended after": opt.step_counter})
+    extra, step = opt.load(folder, params), STEPS.get(mode, STEPS["dense"])
+    print(f"from step {opt.step_counter} with {extra}", flush=True)
+    for k in range(opt.step_counter, steps):
+        rng = np.random.default_rng([k, world.rank])
+        step(opt, [(p, rng.standard_normal(p.data.shape).astype(np.float32)) for p in params])
+        if every and (k + 1) % every == 0:
+            opt.save(folder, params)
+        time.sleep(0.002)
+    digest = hashlib.sha256(b"".join(p.data.tobytes() for p in params)).hexdigest()
+    print(f"digest {digest} after {opt.step_counter} steps")
+    return digest
+
+
+if __name__ == "__main__":
+    train(*sys.argv[1:])

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_kernels import REALS, SIZES, folded, members
+from test_kernels import REALS, SIZES, folded, members, shares
 
 import laws
 from distopt import device as device_memory
@@ -124,6 +124,19 @@ def test_device_table_kernels_have_the_hosts_bits_at_every_size_and_alignment(de
     host = tables(dtype, by)
     with device():
         on_device = tables(dtype, by)
+    same(host, on_device)
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("every", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [*((d, d) for d in REALS), ("float32", "float16"), ("float64", "float16")]
+)
+def test_device_shares_have_the_hosts_bits(device, dtype, stored, every, master):
+    arguments = [0, *SIZES, 0, 3 * CHUNK], np.dtype(dtype).type, stored, every, every // 2, master
+    host = shares(*arguments)
+    with device():
+        on_device = shares(*arguments)
     same(host, on_device)
 
 

@@ -82,6 +82,60 @@ def test_lerp_moves_members_towards_their_places_in_the_flat_array(dtype, sizes,
         assert share or np.array_equal(a, table.view(flat, row))
 
 
+def shares(sizes, dtype, stored, every, turn, master, key=77, seed=3):
+    """What ``put_share`` makes of what ``take_share`` has taken: that, then arrays, masters, and arrays before it."""
+    rng = np.random.default_rng(seed)
+    arrays = [rng.standard_normal(n).astype(stored) for n in sizes]
+    counts = [-(-n // every) for n in sizes]
+    table = BucketLayout([f"p{k}" for k in range(len(sizes))], counts_as_shapes(counts), offsets_of(counts), stored)
+    table.dtype, table.records["data"] = np.dtype(dtype), [a.ctypes.data for a in arrays]
+    masters = [a.astype(dtype) * dtype(1.0001) for a in arrays]
+    if master:
+        table.records["wide"], table.records["master"] = [a.ctypes.data for a in masters], 1
+    before = [a.copy() for a in arrays]
+    flat, lengths = np.full(table.extent, np.nan, dtype), np.array(sizes)
+    kernels.take_share(table, flat, lengths, every, turn, key)
+    kernels.put_share(table, flat, lengths, every, turn, key, 3.0, np.ones(1, np.int64))  # is refused
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(arrays, before, strict=True))
+    kernels.put_share(table, flat, lengths, every, turn, key, 2.0)
+    return flat, *arrays, *masters, *before
+
+
+def counts_as_shapes(counts):
+    return [(n,) for n in counts]
+
+
+def offsets_of(counts):
+    return (np.cumsum(counts) - counts).tolist()
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(np.float32, np.float32), (np.float64, np.float64), (np.float32, ml_dtypes.bfloat16)]
+)
+@pytest.mark.parametrize(("every", "turn"), [(1, 0), (3, 2), (50, 17), (20_000, 19_999)])
+def test_shares_are_the_entries_of_a_formula_in_integers(every, turn, dtype, stored, master):
+    """Those of a master are taken from it, and go to both; 0 is sent for a last block that is too short."""
+    sizes = [*SIZES, 3 * CHUNK * 3 + 1]
+    flat, *rest = shares(sizes, dtype, stored, every, turn, master)
+    arrays, masters, before = (rest[k * len(sizes) : (k + 1) * len(sizes)] for k in range(3))
+    taken = iter(flat)
+    for array, wide, old, places in zip(
+        arrays, masters, before, reference.chosen_by_key(sizes, every, 77, turn), strict=True
+    ):
+        source = old.astype(dtype) * dtype(1.0001) if master else old.astype(dtype)
+        inside = [place for place in places if place < old.size]
+        sent = [next(taken) for _ in places]
+        np.testing.assert_array_equal(sent, [source[place] if place < old.size else 0 for place in places])
+        expected, expected_wide = old.copy(), old.astype(dtype) * dtype(1.0001)
+        expected[inside] = (2 * source[inside]).astype(stored)
+        if master:
+            expected_wide[inside] = 2 * source[inside]
+        np.testing.assert_array_equal(array.view(np.uint8), expected.view(np.uint8))
+        np.testing.assert_array_equal(wide, expected_wide)
+
+
 def test_pack_counts_what_is_not_finite():
     table, arrays = members([5, CHUNK + 3, 7])
     arrays[1][[0, CHUNK, CHUNK + 2]] = np.inf, np.nan, -np.inf

@@ -129,7 +129,9 @@ MODES = {
     "chunks in two phases": two_phase(ErrorFeedback(Chunks(8, 64))),
     "a memory that decays": two_phase(ErrorFeedback(Packed(Chunks(8, 64), value="2bit"), decay=0.9)),
     "packed 2bit in two phases": two_phase(ErrorFeedback(Packed(TopK(0.1), value="2bit"))),
+    "partial by seed": lambda opt, loss: opt.backward_and_partial_update(loss, share=0.3, seed=5),
 }
+APART = ("partial", "partial by seed")  # ranks have parameters of their own
 WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Int8(), Int4(32), Packed(TopK(0.1)))))
 CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY, DGC_NOW, NESTEROV_DGC)
 LOSE_NOTHING = "dense,threshold,topk,topk per tensor,topk beyond break even,half with memory,2bit,1bit".split(",")
@@ -145,6 +147,7 @@ ELEMENTWISE = (
     "2bit",
     "packed threshold",
     "dgc by gather",
+    "partial by seed",
 )
 
 

@@ -34,6 +34,18 @@ UP = {path for path, _ in LATE}
 PACKAGE = Path(distopt.__file__).parent
 
 
+@functools.cache
+def trees():
+    """The syntax tree of each file of the package."""
+    return {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
+
+
+@functools.cache
+def attributes(file):
+    """The names that a file takes of something, as ``x.name``."""
+    return {node.attr for node in ast.walk(trees()[file]) if isinstance(node, ast.Attribute)}
+
+
 def imports(tree):
     """(module, name) of every import in a tree, those inside functions too."""
     for node in ast.walk(tree):
@@ -57,8 +69,8 @@ def owner(path):
 
 def without_typing(tree):
     """The tree without the imports that only a type checker reads."""
-    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING")]
-    return tree
+    body = [n for n in tree.body if not (isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING")]
+    return ast.Module(body, [])
 
 
 def test_there_are_nineteen_entries_in_eight_layers():
@@ -75,10 +87,10 @@ def arrows():
 
 
 def _arrows():
-    for file in PACKAGE.rglob("*.py"):
+    for file, tree in trees().items():
         path = file.relative_to(PACKAGE)
         own = owner(path)
-        for module, name in imports(without_typing(ast.parse(file.read_text()))):
+        for module, name in imports(without_typing(tree)):
             other = place(module or "", name)
             if other not in (None, own):
                 yield str(path), own, other, module, name
@@ -125,37 +137,36 @@ def module_name(file):
 
 def test_there_are_no_import_cycles():
     """Within a package too; its modules do not import the package itself."""
-    files = {module_name(file): file for file in PACKAGE.rglob("*.py")}
+    files = {module_name(file): tree for file, tree in trees().items()}
     graph = {
-        name: {f"{m}.{n}" if f"{m}.{n}" in files else m for m, n in imports(ast.parse(file.read_text()))}
-        for name, file in files.items()
+        name: {f"{m}.{n}" if f"{m}.{n}" in files else m for m, n in imports(tree)}
+        for name, tree in files.items()
         if name != "distopt.kernels.signatures"  # as above
     }
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_heavy_packages_stay_in_the_one_file_that_needs_them():
-    for file in PACKAGE.rglob("*.py"):
+    for file, tree in trees().items():
         path = str(file.relative_to(PACKAGE))
-        for module, _ in imports(ast.parse(file.read_text())):
+        for module, _ in imports(tree):
             for heavy, homes in HEAVY.items():
                 assert (module or "").split(".")[0] != heavy or path in homes, f"{path} imports {module}"
 
 
 def test_cupys_runtime_has_one_owner():
     """What is enqueued, and in which stream, is for device/ alone to say."""
-    for file in PACKAGE.rglob("*.py"):
+    for file in trees():
         if PACKAGE / "device" not in file.parents:
-            calls = {n.attr for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)}
-            assert not {"cuda", "runtime"} & calls, file
+            assert not {"cuda", "runtime"} & attributes(file), file
 
 
 def test_collectives_have_one_owner():
     """No bare MPI call outside the two files: every message belongs to a communicator, and so to a vote."""
-    for file in PACKAGE.rglob("*.py"):
+    bare = {"Allreduce", "Iallreduce", "Bcast", "Allgather", "Isend", "COMM_WORLD"}
+    for file in trees():
         if file.name not in ("mpi.py", "mpi_control.py", "mpi_start.py"):
-            calls = [n.attr for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)]
-            assert not {"Allreduce", "Iallreduce", "Bcast", "Allgather", "Isend", "COMM_WORLD"} & set(calls), file
+            assert not bare & attributes(file), file
 
 
 def test_kernel_texts_know_no_compiler():

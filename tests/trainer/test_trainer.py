@@ -132,7 +132,7 @@ def test_step_equals_allreduce_grads_and_update_to_the_bit(kind, make):
         laws.assert_equal_states(*(trainer.state_dict() for _, trainer in runs))
         return len(digests)
 
-    for size in (1, 2, 3):
+    for size in (1, 3):
         assert run_ranks(size, main) == [1] * size
 
 

@@ -65,6 +65,7 @@ def wire_of(size, link=LINK):
     return Wire(size, **{verb: lambda n, v=verb: cost.seconds(v, n, size, link) for verb in cost.ALGORITHMS})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_a_fit_recovers_the_link_of_a_simulated_wire(size):
     """A fit on some ranks predicts any number of them, whichever algorithms are best on these."""
@@ -175,6 +176,15 @@ def test_a_fit_written_to_a_file_is_read_back_equal(tmp_path):
     assert {"distopt", "numpy", "python", "hosts", "ranks", "communicator"} <= set(again.about)
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The text of a fit's file."""
+    wire = Wire(2, **dict.fromkeys(cost.ALGORITHMS, lambda n: 1e-5 + 1e-9 * n))
+    path = tmp_path_factory.mktemp("fit") / "fit.json"
+    fit.fit(wire, 0.5, wire.clock).write(path)
+    return path.read_text()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -191,11 +201,8 @@ def test_a_fit_written_to_a_file_is_read_back_equal(tmp_path):
         (lambda f: f.pop("ranks"), "ranks"),
     ],
 )
-def test_a_file_that_is_no_fit_is_refused(tmp_path, change, words):
-    wire = Wire(2, **dict.fromkeys(cost.ALGORITHMS, lambda n: 1e-5 + 1e-9 * n))
-    path = tmp_path / "fit.json"
-    fit.fit(wire, 0.5, wire.clock).write(path)
-    tree = json.loads(path.read_text())
+def test_a_file_that_is_no_fit_is_refused(tmp_path, change, words, written):
+    path, tree = tmp_path / "fit.json", json.loads(written)
     change(tree)
     path.write_text(json.dumps(tree))
     with pytest.raises(ValueError, match=rf"fit.json must be a fit, got .*{words}"):
