@@ -58,6 +58,7 @@ class LocalSteps(Checkpointed):
         gradient_hook: is called with this rank's gradients, before each of its steps.
         break_even: as of ``DistOpt.step``, of pseudo-gradients.
         exchange: as of ``DistOpt.step``, of pseudo-gradients.
+        over: as of ``DistOpt.step``: SparseLoCo's code divides each entry by the ranks that have sent it, 'senders'.
 
     Raises:
         TypeError: an argument has the wrong type; the text names it.
@@ -100,6 +101,7 @@ class LocalSteps(Checkpointed):
         gradient_hook: GradientHook | None = None,
         break_even: bool = True,
         exchange: str = "auto",
+        over: str = "ranks",
     ):
         if not isinstance(communicator, Communicator | None):
             raise TypeError(
@@ -127,6 +129,7 @@ class LocalSteps(Checkpointed):
             "check_every": check_every,
             "break_even": break_even,
             "exchange": exchange,
+            "over": over,
         }
         options = Options.checked(own, broadcast=False, **local)  # type: ignore[arg-type]
         inner = Engine(SGD() if opt is None else opt, own, options, threshold=threshold, kind="LocalSteps")

@@ -81,16 +81,17 @@ class Windows(NamedTuple):
         ends = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
         return ends.index(place) if place in ends else None
 
-    def spec(self, compressor: Compressor, break_even: bool, exchange: str) -> StepSpec:
+    def spec(self, compressor: Compressor, break_even: bool, exchange: str, over: str) -> StepSpec:
         """Return what an exchange is, as a step of an outer engine.
 
         Args:
             compressor: what is sent.
             break_even: send no more bytes than dense.
             exchange: of payloads that cannot be added on the wire.
+            over: what sums of entries are divided by.
         """
         label = f"an exchange {self.describe()}"
-        return StepSpec(lambda: compressor, break_even=break_even, exchange=exchange, label=label)
+        return StepSpec(lambda: compressor, break_even=break_even, exchange=exchange, over=over, label=label)
 
     def describe(self) -> str:
         """Return a line on when fragments are sent and taken."""
@@ -414,6 +415,7 @@ def outer_loop(
     check_every: int,
     break_even: bool,
     exchange: str,
+    over: str,
     line: str,
 ) -> OuterLoop:
     """Make an outer loop of what a user gave, as ``LocalSteps`` describes it.
@@ -433,6 +435,7 @@ def outer_loop(
         check_every: steps between two comparisons of the global parameters.
         break_even: send no more bytes than dense.
         exchange: of payloads that cannot be added on the wire.
+        over: what sums of entries are divided by.
         line: as of ``OuterLoop``.
 
     Raises:
@@ -442,7 +445,7 @@ def outer_loop(
     windows = Windows.checked(every, fragments, delay)
     check_float("alpha", alpha, most=1.0)
     chosen = Dense() if compressor is None else compressor
-    spec = windows.spec(chosen, break_even, exchange)
+    spec = windows.spec(chosen, break_even, exchange, over)
     options = Options.checked(
         comm,
         broadcast=broadcast,

@@ -42,6 +42,7 @@ class OuterSteps:
         check_every: steps between two comparisons of the global parameters.
         break_even: as of ``DistOpt.step``.
         exchange: as of ``DistOpt.step``.
+        over: as of ``DistOpt.step``.
 
     Attributes:
         communicator: the ranks.
@@ -68,6 +69,7 @@ class OuterSteps:
         check_every: int = 0,
         break_even: bool = True,
         exchange: str = "auto",
+        over: str = "ranks",
     ):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch.optim, got a {type(optimizer).__name__}")
@@ -88,6 +90,7 @@ class OuterSteps:
             check_every=check_every,
             break_even=break_even,
             exchange=exchange,
+            over=over,
             line="torch",
         )
         inner = InnerState()
@@ -188,7 +191,7 @@ def local_steps(model: Any, optimizer: torch.optim.Optimizer, every: int, **opti
         optimizer: of ``torch.optim``.
         every: steps of a window.
         **options: the keyword arguments of ``OuterSteps``: outer, compressor, fragments, delay, alpha, scaler, group,
-            threshold, check_every, break_even, exchange.
+            threshold, check_every, break_even, exchange, over.
 
     Raises:
         TypeError: as ``OuterSteps``.

@@ -42,6 +42,7 @@ class LocalSimulation:
         gradient_hook: changes a rank's gradients.
         break_even: as of ``DistOpt.step``.
         exchange: as of ``DistOpt.step``.
+        over: as of ``DistOpt.step``.
         hosts: the machine of each rank, as numbers; empty for one machine.
         keep: the number of entries that the ledger keeps.
 
@@ -83,6 +84,7 @@ class LocalSimulation:
         gradient_hook: GradientHook | None = None,
         break_even: bool = True,
         exchange: str = "auto",
+        over: str = "ranks",
         hosts: Sequence[int] = (),
         keep: int = KEEP,
     ):
@@ -95,7 +97,7 @@ class LocalSimulation:
             _inner_engine(opt, ranks, rank, threshold, nonfinite, allow_missing, clip_norm, gradient_hook)
             for rank in range(size)
         ]
-        self._spec = self._windows.spec(Dense() if compressor is None else compressor, break_even, exchange)
+        self._spec = self._windows.spec(Dense() if compressor is None else compressor, break_even, exchange, over)
         options = Options.checked(ranks, nonfinite=nonfinite)
         engines = [virtual_engine(outer_rule(outer), ranks, options, threshold) for _ in range(fragments)]
         self._fragments = [Fragment(engine, self._spec) for engine in engines]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from distopt import DistOpt, LocalSteps, Parameter, run_ranks, simulate_local
 from distopt.comm import Metered
-from distopt.compress import DeepGradientCompression, Dense, ErrorFeedback, Half, Int8, Packed, TopK
+from distopt.compress import Chunks, DeepGradientCompression, Dense, ErrorFeedback, Half, Int8, Packed, TopK
 from distopt.engine.outer_loop import Windows, cut
 from distopt.optim import SGD, Adam, AdamW
 
@@ -132,6 +132,7 @@ COMPRESSORS = {
     "int8": lambda: ErrorFeedback(Int8()),
     "top-K": lambda: ErrorFeedback(Packed(TopK(0.05))),
     "dgc": lambda: DeepGradientCompression(TopK(0.05), momentum=0.5),
+    "chunks": lambda: ErrorFeedback(Packed(Chunks(4, 64), value="2bit"), decay=0.95),
 }
 
 
@@ -150,6 +151,24 @@ def test_all_ranks_have_the_same_bits_behind_an_exchange(name, exchange):
     for after, inside in found[1:]:
         assert all(np.array_equal(x, y) for x, y in zip(after, found[0][0], strict=True))
         assert not np.array_equal(inside[2], found[0][1][2])
+
+
+def test_over_senders_is_the_mean_of_those_that_sent():
+    """SparseLoCo without rounding: entries of which one rank of two has sent anything."""
+
+    def main(comm):
+        p = Parameter("w", np.zeros(128))
+        opt = LocalSteps(
+            *(SGD(1.0), comm), every=2, outer=SGD(1.0), compressor=Chunks(1, 64), over="senders", exchange="two_phase"
+        )
+        g = np.zeros(128)
+        g[[3, 70 + comm.rank]] = 1.0, 2.0
+        for _ in range(2):
+            opt([(p, g)])
+        return p.data
+
+    for x in run_ranks(2, main):
+        assert dict(zip(np.flatnonzero(x).tolist(), x[x != 0].tolist(), strict=True)) == {3: -2.0, 70: -4.0}
 
 
 def entries(comm):
