@@ -40,6 +40,7 @@ HEAD = (
     "ranks",
     "payload/step",
     "wire/step",
+    "peak step",
     "leaves node",
     "dense sends",
     "sent dense",
@@ -119,7 +120,13 @@ class Replay:
         return buckets(shapes, self._threshold, [entry.dtype for entry in self.tape.order])
 
     def check(self, chosen: Sequence[Mode], ranks: int) -> None:
-        """Raise ValueError if the state of so many ranks does not fit into this machine's memory."""
+        """Raise ValueError for local steps, whose gradients are others, or for more state than there is memory."""
+        local = [mode.name for mode in chosen if mode.windows.every > 1]
+        if local:
+            raise ValueError(
+                f"modes must exchange gradients at each step for a tape, which has those of one model, got {local[0]}; "
+                "count its bytes by formula, without --gradients, or train with distopt.simulate_local"
+            )
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         flat = sum(bucket.extent * bucket.dtype.itemsize for bucket in self.buckets)
         for mode in chosen:
@@ -273,6 +280,7 @@ def _title(question: Question, model: str, replay: Replay | None) -> str:
 
 def _table(table_rows: Sequence[ModeForecast], question: Question, measured: bool) -> list[str]:
     idle = set() if any(row.sends.between != row.sends.sent for row in table_rows) else {"leaves node"}
+    idle |= set() if any(row.sends.peak != row.sends.sent for row in table_rows) else {"peak step"}
     idle |= set() if any(row.sends.fallen for row in table_rows) else {"sent dense"}
     lines = [HEAD, *(_cells(row, len(question.buckets), measured) for row in table_rows)]
     return [
@@ -288,6 +296,7 @@ def _cells(row: ModeForecast, buckets: int, measured: bool) -> list[str]:
         str(row.ranks),
         nbytes(row.sends.payload),
         nbytes(row.sends.sent),
+        nbytes(row.sends.peak),
         nbytes(row.sends.between),
         NONE if times is None else f"{times:.3g} x" if times < 1000 else f"{times:,.0f} x",
         f"{len(row.sends.fallen)} of {buckets}" if row.sends.fallen else NONE,

@@ -10,7 +10,7 @@ Example:
 from distopt.volume.advice import Advice, Choice, advise
 from distopt.volume.break_even import Bounds
 from distopt.volume.compute import Compute, measure
-from distopt.volume.forecast import Forecast, Sending, forecast, observed, sendings, step_ledger, summary
+from distopt.volume.forecast import Forecast, Sending, exchanges, forecast, observed, sendings, step_ledger, summary
 from distopt.volume.modes import DEFAULT, Mode, mode, modes
 from distopt.volume.network import Network, Wire, network, wire
 from distopt.volume.question import Prediction, Question
@@ -31,6 +31,7 @@ __all__ = [
     "Wire",
     "advise",
     "buckets",
+    "exchanges",
     "forecast",
     "measure",
     "mode",

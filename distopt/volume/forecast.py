@@ -1,13 +1,16 @@
 """The bytes of a step by formula: to the byte what a ledger would count, without gradients and without ranks."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
+from distopt.buckets import plan
 from distopt.checks import check_int
 from distopt.comm.byte_counts import DIRECT
 from distopt.comm.ledger import Ledger
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
+from distopt.engine.outer_loop import cut
 from distopt.exchange.hierarchical import node_ranks
 from distopt.exchange.step_traffic import StepMessage, node_messages, step_messages, summed_elements
 from distopt.exchange.traffic import Message
@@ -15,6 +18,7 @@ from distopt.kernels.layout import BucketLayout
 from distopt.volume.modes import Mode
 
 T = TypeVar("T")
+COUNTS = "payload", "values", "indices", "sent", "received", "between"  # fields of a Forecast that add up
 MOST_RANKS = 65536  # whose messages are counted one by one
 
 
@@ -47,6 +51,7 @@ class Forecast(NamedTuple):
         sent: bytes that the rank sends over the wire.
         received: bytes that it receives.
         between: the part of ``sent`` that goes to other hosts.
+        peak: the part of ``sent`` that one step sends at most: with local steps, that of a fragment's exchange.
         dense: the payload of dense gradients.
         fallen: the numbers of the buckets that are all-reduced as dense ones, because that is less, in one step at
             least.
@@ -64,6 +69,7 @@ class Forecast(NamedTuple):
     sent: float
     received: float
     between: float
+    peak: float
     dense: int
     fallen: tuple[int, ...]
 
@@ -99,8 +105,56 @@ def forecast(
         >>> found.payload, found.sent, found.between
         (4000000, 6000000, 4000000)
     """
-    ledger = step_ledger(buckets, mode, ranks, per_node, break_even, exchange)
-    return summary(ledger, buckets, mode, 1)
+    apart = exchanges(buckets, mode)
+    ledgers = [exchange_ledger(those, mode, ranks, per_node, break_even, exchange) for those in apart]
+    found = [summary(ledger, those, mode, 1) for ledger, those in zip(ledgers, apart, strict=True)]
+    return found[0] if mode.windows.every == 1 else _over_window(found, buckets, mode)
+
+
+def _over_window(found: Sequence[Forecast], buckets: Sequence[BucketLayout], mode: Mode) -> Forecast:
+    """Return the bytes of the mean step of a window, of the forecasts of its exchanges."""
+    every = mode.windows.every
+    means = {name: _mean(sum(getattr(f, name) for f in found), every) for name in COUNTS}
+    dense = sum(bucket.extent * bucket.dtype.itemsize for bucket in buckets)
+    fallen = tuple(sorted({number for f in found for number in f.fallen}))
+    return Forecast(**means, peak=max(f.sent for f in found), dense=dense, fallen=fallen)
+
+
+def exchanges(buckets: Sequence[BucketLayout], mode: Mode) -> list[list[BucketLayout]]:
+    """Return the buckets of each exchange of a window: one exchange of all, or those of its fragments.
+
+    A bucket that two fragments share is cut where the second one begins.
+
+    Args:
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode.
+
+    Example:
+        >>> from distopt.volume import buckets, exchanges, mode
+        >>> there = buckets([("a", (300,)), ("b", (300,))])
+        >>> [[bucket.names for bucket in those] for those in exchanges(there, mode("local=10/2"))]
+        [[('a',)], [('b',)]]
+    """
+    if mode.windows.fragments == 1:
+        return [list(buckets)]
+    members = [(number, row) for number, bucket in enumerate(buckets) for row in range(len(bucket.names))]
+    nbytes = [math.prod(buckets[number].shapes[row]) * buckets[number].stored.itemsize for number, row in members]
+    found = []
+    for run in cut(nbytes, mode.windows.fragments):
+        rows_of: dict[int, list[int]] = {}
+        for number, row in (members[k] for k in run):
+            rows_of.setdefault(number, []).append(row)
+        if run:
+            found.append([_part(buckets[number], rows) for number, rows in rows_of.items()])
+    return found
+
+
+def _part(bucket: BucketLayout, rows: Sequence[int]) -> BucketLayout:
+    """Return a bucket of some of a bucket's members."""
+    names, shapes = [bucket.names[row] for row in rows], [bucket.shapes[row] for row in rows]
+    sizes = [math.prod(shape) for shape in shapes]
+    (spec,) = plan(names, sizes, [bucket.stored] * len(names), sum(sizes)).buckets
+    return BucketLayout(names, shapes, spec.offsets, bucket.stored)
 
 
 def summary(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: int) -> Forecast:
@@ -128,6 +182,7 @@ def summary(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: 
     return Forecast(
         **{name: _mean(count, steps) for name, count in total.items()},
         between=_mean(between, steps),
+        peak=_mean(total["sent"], steps),
         dense=sum(nbytes),
         fallen=() if mode.compressor.summable else tuple(sorted(fallen)),
     )
@@ -142,6 +197,8 @@ def step_ledger(
     exchange: str = "auto",
 ) -> Ledger:
     """Return the first rank's ledger of one step, without tensors and ideal bits, which depend on the data.
+
+    With local steps it is that of a window, whose exchanges are all there.
 
     Args:
         buckets: the layouts of the buckets, in plan order.
@@ -160,7 +217,38 @@ def step_ledger(
         >>> step_ledger(buckets([("weight", (1000, 1000))]), mode("dense"), ranks=4).report()
         {'all_reduce': {'calls': 1, 'payload': 4000000, 'wire': 6000000}}
     """
-    ledger, ranks, per_node = Ledger(), check_int("ranks", ranks, least=1), check_int("per_node", per_node, least=1)
+    ledger = Ledger()
+    for those in exchanges(buckets, mode):
+        exchange_ledger(those, mode, ranks, per_node, break_even, exchange, ledger)
+    return ledger
+
+
+def exchange_ledger(
+    buckets: Sequence[BucketLayout],
+    mode: Mode,
+    ranks: int,
+    per_node: int,
+    break_even: bool,
+    exchange: str,
+    ledger: Ledger | None = None,
+) -> Ledger:
+    """Return the first rank's ledger of one exchange of these buckets, or write it to the one that is given.
+
+    Args:
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode.
+        ranks: the number of ranks.
+        per_node: ranks on each host.
+        break_even: whether a bucket is all-reduced as dense where that is less.
+        exchange: 'gather', 'two_phase', 'nodes' or 'auto'.
+        ledger: the ledger; None for a new one.
+
+    Raises:
+        TypeError: a number is no integer.
+        ValueError: the bytes depend on the gradients, or a number is out of range.
+    """
+    ledger = Ledger() if ledger is None else ledger
+    ranks, per_node = check_int("ranks", ranks, least=1), check_int("per_node", per_node, least=1)
     if ranks > MOST_RANKS:
         raise ValueError(f"ranks must be at most {MOST_RANKS}, got {ranks}")
     hosts = [rank // per_node for rank in range(ranks)]
@@ -222,7 +310,8 @@ def sendings(
         exchange: 'gather', 'two_phase' or 'auto'.
 
     Returns:
-        One ``Sending`` per bucket, and a last one of no elements for messages of all buckets, if there are any.
+        One ``Sending`` per bucket, and a last one of no elements for messages of all buckets, if there are any; with
+        local steps those of all exchanges of a window.
 
     Raises:
         ValueError: the bytes depend on the gradients.
@@ -232,10 +321,13 @@ def sendings(
         >>> sendings(buckets([("weight", (1000, 1000))]), mode("dense"), ranks=4)
         [Sending(elements=1000000, decompressed=4000000, collectives=(('all_reduce', 4000000),))]
     """
-    calls: dict[int | None, list[tuple[str, int]]] = {number: [] for number in range(len(buckets))}
-    for number, message, _ in messages(buckets, mode, ranks, break_even, exchange):
-        calls.setdefault(number, []).append(_call(message, ranks))
-    return [_sending(0 if k is None else buckets[k].extent, mode, sends) for k, sends in calls.items()]
+    found = []
+    for those in exchanges(buckets, mode):
+        calls: dict[int | None, list[tuple[str, int]]] = {number: [] for number in range(len(those))}
+        for number, message, _ in messages(those, mode, ranks, break_even, exchange):
+            calls.setdefault(number, []).append(_call(message, ranks))
+        found += [_sending(0 if k is None else those[k].extent, mode, sends) for k, sends in calls.items()]
+    return found
 
 
 def observed(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: int) -> list[Sending]:

@@ -21,6 +21,7 @@ from distopt.compress import (
     TwoBit,
 )
 from distopt.compress.top_k import Sparse
+from distopt.engine.outer_loop import Windows
 
 DEFAULT = "dense", "half", "2bit", "topk=0.01", "dgc=0.001", "dgc=0.001+packed"
 PLAIN: dict[str, Callable[[], Compressor]] = {
@@ -47,20 +48,24 @@ class Mode(NamedTuple):
 
     Attributes:
         name: the text from which ``mode`` made it.
-        compressor: the compressor that ``step(loss, compressor)`` takes.
+        compressor: the compressor that ``step(loss, compressor)`` takes, or ``LocalSteps``.
+        windows: when there are exchanges: behind every step, or every so many local steps.
 
     Example:
         >>> from distopt.volume import mode
-        >>> mode("topk=0.01")
-        Mode(name='topk=0.01', compressor=ErrorFeedback(TopK(0.01, per_tensor=False)))
+        >>> mode("topk=0.01").compressor
+        ErrorFeedback(TopK(0.01, per_tensor=False))
         >>> mode("topk=0.01+packed").at_density(0.1).name
         'topk=0.1+packed'
         >>> mode("chunks=64/4096+packed:2bit").at_density(0.001).name
         'chunks=5/4096+packed:2bit'
+        >>> mode("local=50+topk=0.01").windows.every
+        50
     """
 
     name: str
     compressor: Compressor
+    windows: Windows = Windows(1)
 
     @property
     def kind(self) -> str:
@@ -68,30 +73,32 @@ class Mode(NamedTuple):
 
         Of chunks it says how many elements they have, as ``chunks/4096+packed``.
         """
-        head, plus, options = self.name.partition("+")
+        local, name = _apart(self.name)
+        head, plus, options = name.partition("+")
         if chunk := self._chunk:
-            return f"chunks/{chunk[1]}{plus}{options}"
-        return self.name if self.density is None else f"{head.partition('=')[0]}{plus}{options}"
+            return f"{local}chunks/{chunk[1]}{plus}{options}"
+        return self.name if self.density is None else f"{local}{head.partition('=')[0]}{plus}{options}"
 
     @property
     def density(self) -> float | None:
         """The fraction of entries that is sent, in (0, 1]; None for modes that are not chosen by density."""
         if chunk := self._chunk:
             return chunk[0] / chunk[1]
-        kind, _, number = self.name.partition("+")[0].partition("=")
+        kind, _, number = _apart(self.name)[1].partition("+")[0].partition("=")
         return (float(number) if number else NUMBERED[kind]) if kind in SPARSE else None
 
     def at_density(self, density: float) -> "Mode":
         """Return the same mode with another density; chunks send as many entries as make it, rounded up."""
-        head, plus, options = self.kind.partition("+")
+        local, kind = _apart(self.kind)
+        head, plus, options = kind.partition("+")
         if chunk := self._chunk:
-            return mode(f"chunks={Chunks(*chunk).at_density(density).k}/{chunk[1]}{plus}{options}")
-        return mode(f"{head}={density!r}{plus}{options}")
+            return mode(f"{local}chunks={Chunks(*chunk).at_density(density).k}/{chunk[1]}{plus}{options}")
+        return mode(f"{local}{head}={density!r}{plus}{options}")
 
     @property
     def _chunk(self) -> tuple[int, int] | None:
         """How many entries of how many elements are sent; None if the mode has no chunks."""
-        kind, equals, number = self.name.partition("+")[0].partition("=")
+        kind, equals, number = _apart(self.name)[1].partition("+")[0].partition("=")
         return _chunk_of(number if equals else None, self.name) if kind == "chunks" else None
 
     @property
@@ -100,7 +107,7 @@ class Mode(NamedTuple):
 
         Stateful compressors may not: a step that is refused would already have changed their state.
         """
-        return not self.compressor.stateful
+        return not self.compressor.stateful and self.windows.every == 1
 
 
 def mode(text: str) -> Mode:
@@ -111,6 +118,8 @@ def mode(text: str) -> Mode:
     * ``chunks[=k/of]``: k entries of each chunk of so many elements, 64 of 4096.
     * options: ``packed``, ``packed:bfloat16``, ``packed:int8`` or ``packed:2bit`` for the last four, ``per-tensor``
       for topk (dgc always selects per tensor), ``1d`` for dgc: tensors of one dimension are compressed too.
+    * ``local=H`` or ``local=H+`` before any of these: an exchange every H local steps (``LocalSteps``); ``local=H/F``:
+      in F fragments.
 
     All but dense, half and bfloat16 have error feedback.  Dgc (deep gradient compression) applies momentum itself, so
     the optimizer must have none.
@@ -128,10 +137,15 @@ def mode(text: str) -> Mode:
     """
     if not isinstance(text, str):
         raise TypeError(f"a mode must be a text, got {text!r}")
+    local, rest = _apart(text.strip())
+    if local:
+        if rest.startswith("local"):
+            raise ValueError(f"mode local must be with another mode behind it, got {text!r}")
+        return mode(rest or "dense")._replace(name=text.strip(), windows=_windows_of(local, text))
     head, *options = text.strip().split("+")
     kind, equals, number = head.partition("=")
-    kinds = (*PLAIN, *NUMBERED, "chunks")
-    if kind not in kinds:
+    kinds = (*PLAIN, *NUMBERED, "chunks", "local")
+    if kind not in kinds or kind == "local":
         raise ValueError(unknown_name("mode", kind, kinds))
     packed = _checked(kind, options, text)
     if kind in PLAIN:
@@ -146,6 +160,23 @@ def mode(text: str) -> Mode:
         return Mode(text.strip(), _numbered(kind, value, options, packed))
     except (ValueError, TypeError) as error:
         raise type(error)(f"mode {text}: {error}") from None
+
+
+def _apart(name: str) -> tuple[str, str]:
+    """Return the part of a name that is about local steps, with its plus, and the rest; the first is '' without one."""
+    head, plus, rest = name.partition("+")
+    return (head + plus, rest) if head.startswith("local=") else ("", name)
+
+
+def _windows_of(local: str, full_text: str) -> Windows:
+    """Return the windows of a text like 'local=50' or 'local=50/5+'."""
+    found = re.fullmatch(r"local=(\d{1,9})(?:/(\d{1,9}))?\+?", local)
+    if not found:
+        raise ValueError(f"mode local must be with a number of steps, as local=50 or local=50/5, got {full_text!r}")
+    try:
+        return Windows.checked(int(found[1]), int(found[2] or 1), 0)
+    except ValueError as error:
+        raise ValueError(f"mode {full_text}: {error}") from None
 
 
 def modes(texts: str | Sequence[str]) -> list[Mode]:

@@ -81,7 +81,10 @@ class Question(NamedTuple):
         return Compute(*(float(np.interp(aim, densities, column)) for column in zip(*measured, strict=True)))
 
     def timed(self, sent: Sequence[Sending], mode: Mode, compute: Compute) -> Prediction:
-        """Predict the seconds of a step that sends the given buckets at the given compute cost."""
+        """Predict the seconds of a step that sends the given buckets at the given compute cost.
+
+        With local steps they are those of the mean step of a window, which sends the buckets.
+        """
         wire = [self._wire(sending) for sending in sent]
         compute_seconds = [compute.seconds(sending) for sending in sent]
         bucket_seconds = [w + o for w, o in zip(wire, compute_seconds, strict=True)]
@@ -90,7 +93,9 @@ class Question(NamedTuple):
             if self.overlap and mode.overlaps_backward and len(sent) == len(self.buckets)
             else self.backward + sum(bucket_seconds)
         )
-        return Prediction(sum(wire), sum(compute_seconds), end)
+        every = mode.windows.every  # steps share what is sent behind one of them
+        mean = self.backward + (end - self.backward) / every
+        return Prediction(sum(wire) / every, sum(compute_seconds) / every, mean if every > 1 else end)
 
     def _wire(self, sending: Sending) -> float:
         return sum(self.wire.seconds(verb, nbytes, self.ranks) for verb, nbytes in sending.collectives)

@@ -243,3 +243,16 @@ def test_the_volume_example_refuses_wrong_options(options, answer, volume, tmp_p
     with pytest.raises(SystemExit, match="2"):
         volume.main()
     assert answer in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_local_steps_learn_as_much_with_fewer_bytes(size, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is missing: pip install 'distopt[plot]'")
+    picture = tmp_path / "local.png"
+    code, output = distopt_run(size, EXAMPLES / "local_steps.py", "--every", "1", "10", "--plot", picture, timeout=90)
+    assert code == 0, output
+    rows = re.findall(r"^\s*(?:\[0\])?\s*(\d+) +(0\.\d{4}) +([\d.]+) MB", output, re.M)
+    assert [int(every) for every, _, _ in rows] == [1, 10], output
+    assert all(float(good) >= 0.96 for _, good, _ in rows)
+    assert float(rows[0][2]) == pytest.approx(10 * float(rows[1][2]), rel=0.05)
+    assert picture.read_bytes().startswith(b"\x89PNG")
