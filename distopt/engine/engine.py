@@ -261,8 +261,8 @@ class Engine:
         try:
             if spec.only is None:
                 ranks = Ranks(comm.rank, comm.size, store.sharded, self.add_norms, self._gather_updates)
-                alike = ranks if spec.reduced else None
-                self.optimizer.update(buckets, order, sums, scale, store.skip_flag, alike)
+                own = not (spec.reduced or store.sharded)  # these sums are this rank's
+                self.optimizer.update(buckets, order, sums, scale, store.skip_flag, None if own else ranks)
             else:
                 chosen = {name: known for name, known in order.items() if name in spec.only}
                 self.optimizer.one_by_one(buckets, chosen, sums, scale)
@@ -352,6 +352,7 @@ class Engine:
         """Return the threshold of a step; raise what forbids the step."""
         self.progress.check()
         self.accumulator.check(spec.reduced)
+        self.optimizer.check_step(spec.only is not None)
         if spec.exchange not in EXCHANGES:
             raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, got {spec.exchange!r}")
         if spec.clip_value is not None and not spec.clip_value >= 0:

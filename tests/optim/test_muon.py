@@ -18,6 +18,7 @@ from distopt.compress import DeepGradientCompression, TopK
 from distopt.kernels.layout import BucketLayout
 from distopt.optim import LAMB, LBSGD, SGD, AdamW, BatchGradients, LarsWrapper, Muon, muon
 from doubles.ranks import on_gpus
+from launch import needs_mpi, run_mpi
 
 SHAPES = [(40, 90), (50,), (7,), (12, 3, 3, 3), (), (0, 4), (90, 40), (2, 3, 5), (1,), (17, 1), (64, 64)]
 MATRICES = [shape for shape in SHAPES if len(shape) > 1 and 0 not in shape]
@@ -272,11 +273,6 @@ def test_the_text_that_ranks_compare_has_the_other_optimizer_too():
         (lambda: Muon(otherwise=SGD(clip_gradient=1.0)), ValueError, "clip_gradient of otherwise must be inf, got 1.0"),
         (lambda: Muon(otherwise=SGD(multi_precision=True)), ValueError, "multi_precision of otherwise must be False"),
         (lambda: Muon(beta_1=0.9), TypeError, "Muon takes lr, momentum, .*, got beta_1=0.9"),
-        (
-            lambda: make(sharded=True).apply("w", np.ones((2, 2)), np.ones((2, 2))),
-            ValueError,
-            "w: sharded must be False",
-        ),
     ],
 )
 def test_impossible_arguments_are_refused(wrong, error, text):
@@ -315,29 +311,43 @@ def test_states_resume_the_run_and_are_refused_before_anything_changes():
 # -------------------------------------------------------------------------------------------------------------- ranks
 
 
-@pytest.mark.parametrize("size", tiers.one_by_default(2, of=(1, 2, 3)))
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"sharded": True}, pytest.param({"otherwise": lambda: LAMB(0.01)}, marks=pytest.mark.thorough)],
-    ids=["alone", "gathered", "beside lamb"],
-)
-def test_sharing_the_work_changes_no_bit(options, size):
+def sharing_changes_no_bit(comm, make=make):
     """Each rank its own matrices, gathered or in shared memory; resumed in between, in several modes."""
+    expected = laws.digest(train(comm)[0])
+    laws.same_on_all_ranks(comm, expected)
+    plain = laws.digest(train(comm, make=make)[0])
+    for threshold in (0, 60, 10**6):
+        assert laws.digest(train(comm, make=make, threshold=threshold, deterministic=True)[0]) == plain
+    laws.resume(comm, make=make, shapes=SHAPES, stops=(2,))
+    for mode, options in (("dense", {}), ("half", {"nonfinite": "propagate"}), ("topk", {"clip_norm": 1.0})):
+        laws.sharding_changes_no_bit(comm, mode, make, shapes=SHAPES, **options)
+    return expected, plain
 
-    def made(**more):
-        given = options | more
-        return make(**given | ({"otherwise": given["otherwise"]()} if "otherwise" in given else {}))
 
-    def main(comm):
-        expected = laws.digest(train(comm, make=lambda: made(sharded=False))[0])
-        laws.same_on_all_ranks(comm, expected)
-        for threshold in (0, 60, 10**6):
-            assert laws.digest(train(comm, make=made, threshold=threshold, deterministic=True)[0]) == expected
-        laws.resume(comm, make=made, shapes=SHAPES, stops=(2,))
-        for mode, more in (("dense", {}), ("half", {"nonfinite": "propagate"}), ("topk", {"clip_norm": 1.0})):
-            laws.sharding_changes_no_bit(comm, mode, made, shapes=SHAPES, **more)
+WAYS = {
+    "alone": make,
+    "gathered": lambda: make(sharded=True),
+    "beside lamb": lambda: make(otherwise=LAMB(0.01), sharded=True),
+}
 
-    run_ranks(size, main)
+
+@pytest.mark.parametrize("size", tiers.one_by_default(2, of=(1, 2, 3)))
+@pytest.mark.parametrize("way", tiers.one_by_default("gathered", of=tuple(WAYS)))
+def test_sharing_the_work_changes_no_bit(way, size):
+    found = run_ranks(size, lambda comm: sharing_changes_no_bit(comm, WAYS[way]))
+    assert all((expected == plain) == (way != "beside lamb") for expected, plain in found)
+
+
+def gathering_on_mpi(comm):
+    """For ``launch.run_mpi``."""
+    return {"digests": np.array(sharing_changes_no_bit(comm, WAYS["gathered"]))}
+
+
+@needs_mpi
+def test_sharing_the_work_changes_no_bit_on_mpi(tmp_path):
+    expected = run_ranks(2, gathering_on_mpi)
+    found = run_mpi(2, gathering_on_mpi, tmp_path)
+    assert [r["digests"].tolist() for r in found] == [r["digests"].tolist() for r in expected]
 
 
 def uneven(x, steps):
@@ -395,6 +405,21 @@ def test_each_matrix_is_orthogonalized_once_and_its_bytes_are_gathered(monkeypat
             assert [r["all_gather"]["calls"] for r in reports] == [2] * 3
 
 
+def test_ranks_without_batches_take_their_part_of_the_work():
+    """Until all have joined."""
+
+    def main(comm, rule):
+        params, opt = train(comm, 0, make=rule)
+        train(comm, 4 - comm.rank, params=params, opt=opt)
+        opt.join()
+        return laws.digest(params)
+
+    for rule in (make, lambda: make(sharded=True)):
+        digests = run_ranks(3, lambda comm, rule=rule: main(comm, rule))
+        assert len(set(digests)) == 1
+        assert digests == run_ranks(3, lambda comm: main(comm, make))
+
+
 def test_ranks_agree_on_both_optimizers():
     for makes, text in (
         ((lambda: make(), lambda: make(sharded=True)), "Muon's sharded=True"),
@@ -406,15 +431,26 @@ def test_ranks_agree_on_both_optimizers():
 
 
 def test_wrappers_and_the_trainer_take_it():
+    """But not if ranks share the work, and parameters come one by one."""
+
     def main(comm):
         for wrap in (lambda opt: BatchGradients(opt, 2), LarsWrapper):
             laws.same_bits(comm, make=lambda wrap=wrap: wrap(make(weight_decay=0.0)))
-        params = laws.parameters(SHAPES)
-        trainer = Trainer(params, "muon", {"learning_rate": 0.1, "wd": 0.01, "momentum": 0.9}, communicator=comm)
-        for p, g in zip(params, laws.gradients(params, 0, comm.rank), strict=True):
-            p.grad = g
-        trainer.step(8)
-        laws.same_on_all_ranks(comm, laws.digest(params))
+            with pytest.raises(ValueError, match="sharded of Muon must be False inside of a wrapper, got True"):
+                train(comm, make=lambda wrap=wrap: wrap(make(weight_decay=0.0, sharded=True)))
+        params, options = laws.parameters(SHAPES), {"learning_rate": 0.1, "wd": 0.01, "sharded": True}
+        trainer = Trainer(params, "muon", options, communicator=comm)
+        for stale in (0, 1):
+            before = laws.digest(params)
+            for p, g in zip(params[stale:], laws.gradients(params[stale:], 0, comm.rank), strict=True):
+                p.grad = g
+            if stale:
+                with pytest.raises(ValueError, match="sharded of Muon must be False where a step updates some"):
+                    trainer.step(8, ignore_stale_grad=True)
+            else:
+                trainer.step(8)
+            laws.same_on_all_ranks(comm, laws.digest(params))
+            assert (laws.digest(params) == before) == bool(stale)
 
     run_ranks(2, main)
 

@@ -87,6 +87,17 @@ class OptimizerAdapter(abc.ABC):
     def check(self, buckets: BucketSet) -> None:  # noqa: B027  other libraries' optimizers have no such check
         """Raise an error now that would otherwise come in the middle of an update with these buckets."""
 
+    def check_step(self, some: bool) -> None:
+        """Raise ValueError if ranks would have to share the work of an update that comes one by one.
+
+        Args:
+            some: the step updates some parameters only.
+        """
+        opt = self._innermost
+        if isinstance(opt, Optimizer) and opt.sharded and (some or opt is not self.opt):
+            where = "where a step updates some parameters only" if some else "inside of a wrapper"
+            raise ValueError(f"sharded of {type(opt).__name__} must be False {where}, got True")
+
     def reserve(self, buckets: BucketSet) -> None:  # noqa: B027  other libraries' optimizers allocate by themselves
         """Allocate the memory that updates with these buckets need; MemoryError if there is not enough."""
 
