@@ -30,6 +30,15 @@ def test_host_and_device_agree_with_every_optimizer(gpu, name):
     assert laws.digest(laws.train(gpu, make=make, shapes=[(100_003,), (7, 3)])[0]) == host
 
 
+def test_host_and_device_are_near_each_other_with_matrix_products(gpu):
+    """Whose last bits are those of cuBLAS."""
+    shapes = [(300, 500), (500, 300), (64, 16, 3, 3), (100,)]
+    for name in laws.OF_BLAS:
+        runs = [laws.train(comm, make=laws.OPTIMIZERS[name], shapes=shapes)[0] for comm in (LocalCommunicator(), gpu)]
+        for host, there in zip(*runs, strict=True):
+            np.testing.assert_allclose(host.data, device.host_copy(there.data), rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("n", [1, 4095, 4096, 4097, 1_000_003, 25_000_000])
 @pytest.mark.parametrize("compressor", [TopK(0.001), TopK(0.5), Threshold(3.0), Threshold(0.0)], ids=repr)
 def test_selection_of_every_size(gpu, compressor, n):
