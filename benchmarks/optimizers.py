@@ -3,7 +3,8 @@
 Every optimizer on ResNet-50's and on 2000 tiny tensors.  The anchor is C over flat arrays (``floor.cpp``) that moves
 the same bytes: one pass, or for rules that need norms as many passes as they need, with one norm for all tensors.
 distopt's own update is called as DistOpt calls it, bucket by bucket, for parameters that lie in one flat array and for
-parameters that numpy allocated one by one; torch's are its fused and its foreach form, where it has the rule.
+parameters that numpy allocated one by one; torch's are its fused and its foreach form, where it has the rule.  Muon,
+most of whose time is that of BLAS, is compared with AdamW, on a few matrices.
 """
 
 import argparse
@@ -31,6 +32,7 @@ RULES = {
     "lamb": lambda: optim.LAMB(1e-6, weight_decay=1e-4),
     "lans": lambda: optim.LANS(1e-6, weight_decay=1e-4),
 }
+MATRICES = {"4 of 1024 x 1024": [(1024, 1024)] * 4, "100 of 64 x 64": [(64, 64)] * 100}
 ANCHOR = "C over flat arrays"
 BUDGETS = {
     "resnet50": {"distopt, flat parameters": 1.05, "distopt, separate parameters": 1.1},
@@ -45,9 +47,9 @@ def buckets(shapes):
     return plan([str(k) for k in range(len(sizes))], sizes, [np.float32] * len(sizes), THRESHOLD).buckets
 
 
-def ours(rule, shapes, flat):
+def ours(make, shapes, flat):
     """A step of our optimizer over all buckets."""
-    opt, work, rng = RULES[rule](), [], np.random.default_rng(0)
+    opt, work, rng = make(), [], np.random.default_rng(0)
     for b in buckets(shapes):
         members = [shapes[int(n)] for n in b.names]
         table = BucketLayout(b.names, members, b.offsets, b.dtype)
@@ -98,10 +100,17 @@ def torchs(rule, shapes):
     return times
 
 
+def muon(name, rounds):
+    """Muon's step beside AdamW's."""
+    makes = {"AdamW": RULES["adamw"], "Muon": optim.Muon}
+    times = interleaved({n: ours(make, MATRICES[name], flat=True) for n, make in makes.items()}, rounds, 1)
+    return table(f"muon, {name}", times, "AdamW", {})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--rules", nargs="+", choices=[*RULES, "muon"], default=[*RULES, "muon"])
     parser.add_argument("--models", nargs="+", choices=BUDGETS, default=list(BUDGETS))
     parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
     args = parser.parse_args()
@@ -110,16 +119,17 @@ def main():
     for model in args.models:
         budgets = BUDGETS[model]
         shapes = [shape for _, shape in reversed(MODELS[model]())]
-        for rule in args.rules:
+        for rule in (r for r in args.rules if r in RULES):
             cases = {
                 ANCHOR: by_hand(rule, shapes),
-                "distopt, flat parameters": ours(rule, shapes, flat=True),
-                "distopt, separate parameters": ours(rule, shapes, flat=False),
+                "distopt, flat parameters": ours(RULES[rule], shapes, flat=True),
+                "distopt, separate parameters": ours(RULES[rule], shapes, flat=False),
             }
             if importlib.util.find_spec("torch"):
                 cases |= torchs(rule, shapes)
             times = interleaved(cases, args.rounds, 3 if model == "resnet50" else 10)
             tables.append(table(f"{rule}, {model}", times, ANCHOR, budgets))
+    tables += [muon(name, args.rounds) for name in MATRICES if "muon" in args.rules]
     report("optimizers", "\n\n".join([versions("numpy", "torch"), *tables]), args.save)
 
 

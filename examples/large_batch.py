@@ -14,7 +14,7 @@ import numpy as np
 from digits import MODELS, accuracy, backward, digits, forward, loss_and_slope
 
 import distopt
-from distopt.optim import LANS, LARS, LBSGD, SGD, BatchGradients, LarsWrapper, MultiFactor, Poly
+from distopt.optim import LANS, LARS, LBSGD, SGD, AdamW, BatchGradients, LarsWrapper, MultiFactor, Muon, Poly
 from distopt.optim.schedules import resnet50_32k
 
 
@@ -59,6 +59,12 @@ def lans(given, updates_per_epoch, scale):
     return LANS(rate, weight_decay=given.wd, exclude=[".b"])
 
 
+def muon(given, updates_per_epoch, scale):
+    """Steps of one size in every direction; the last layer and all vectors are AdamW's."""
+    rates = [schedule(given, lr, updates_per_epoch, 0) for lr in (given.muon_lr, given.adamw_lr)]
+    return Muon(rates[0], weight_decay=given.wd, exclude=["out.w"], otherwise=AdamW(rates[1], weight_decay=given.wd))
+
+
 def recipe(given, updates_per_epoch, scale):
     """MoXing's for ResNet-50 at 32k samples: batches are added up, LARS, momentum; and its curve, to our scale."""
     curve = 3600 / (given.num_epochs * updates_per_epoch)
@@ -78,6 +84,7 @@ RUNS = {  # what is shown: the optimizer, and whether its batch is the macrobatc
     "LBSGD, warm-up": (lbsgd, True),
     "LARS, warm-up": (lars, True),
     "LANS, warm-up": (lans, True),
+    "Muon": (muon, True),
     "MoXing's recipe": (recipe, True),
 }
 
@@ -128,6 +135,8 @@ def arguments():
     parser.add_argument("--lars-lr", type=float, default=0.5)
     parser.add_argument("--lars-eta", type=float, default=0.2)
     parser.add_argument("--lans-lr", type=float, default=0.1)
+    parser.add_argument("--muon-lr", type=float, default=0.2)
+    parser.add_argument("--adamw-lr", type=float, default=0.03, help="of what Muon leaves to AdamW")
     parser.add_argument("--mom", type=float, default=0.9)
     parser.add_argument("--wd", type=float, default=1e-4)
     parser.add_argument("--lr-step-epochs", default="pow2", help="'pow2', or epochs: '20,25'")

@@ -195,7 +195,9 @@ ON_DOUBLES = ("dense, clipped", "topk, 2 batches", "half, overlap", "skip", "in 
 
 def makers(mode):
     """Of the optimizers that a mode is tried with: a momentum of its own excludes a second one."""
-    return {"plain": laws.sgd_without_momentum} if mode.startswith("dgc") else laws.OPTIMIZERS | laws.WRAPPERS
+    if mode.startswith("dgc"):
+        return {"plain": laws.sgd_without_momentum}
+    return {name: make for name, make in (laws.OPTIMIZERS | laws.WRAPPERS).items() if name not in laws.OF_BLAS}
 
 
 def possible(mode, options):

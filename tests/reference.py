@@ -109,6 +109,23 @@ def lamb(
     return w - lr * r * u, m, v
 
 
+def orthogonalized(u, steps=5):
+    """What Newton and Schulz's iteration makes of a matrix, by its polynomial of each singular value."""
+    left, s, right = np.linalg.svd(u / (norm(u) + 1e-7), full_matrices=False)
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return left * s @ right
+
+
+def muon(w, m, g, *, lr, momentum=0.95, nesterov=True, weight_decay=0.0, steps=5, clip=None, rescale=1.0):
+    """One update of Muon (Jordan et al., 2024); a filter O x I x k x k is a matrix of O rows.  Returns (w, m)."""
+    g = clipped(rescale * g, clip)
+    m = momentum * m + (1 - momentum) * g
+    u = (momentum * m + (1 - momentum) * g if nesterov else m).reshape(len(w), -1)
+    x = orthogonalized(u, steps) * np.sqrt(max(1.0, u.shape[0] / u.shape[1]))
+    return w - lr * (x.reshape(w.shape) + weight_decay * w), m
+
+
 def lans(
     w,
     m,

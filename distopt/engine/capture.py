@@ -46,6 +46,11 @@ def check_capture(engine: Engine, compressor: Compressor) -> None:
         raise ValueError(f"num_batches must be 1 in a captured step, got {accumulator.num_batches}")
     if policy.adapts:
         raise ValueError(f"nonfinite must not be a LossScaler in a captured step, got {policy!r}; use 'skip'")
+    if optimizer.unrecorded:
+        raise ValueError(
+            f"the optimizer of a captured step must only enqueue kernels, got {optimizer!r}, which calls "
+            f"{optimizer.unrecorded}"
+        )
     if not optimizer.same_each_step:
         raise ValueError(f"the optimizer of a captured step must do the same at every call, got {optimizer!r}")
     if not optimizer.reads_skip_flag:

@@ -1,11 +1,11 @@
 """One training step: collect, check, vote, reduce, update."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from distopt.buckets import Reduced, local_shard
+from distopt.buckets import Reduced
 from distopt.checks import check_int
 from distopt.comm import Communicator
 from distopt.comm.control import by_rank
@@ -26,6 +26,7 @@ from distopt.engine.reducers import Reducer, Reducers, StepContext, Unreduced
 from distopt.engine.spec import Options, StepSpec
 from distopt.exchange import EXCHANGES
 from distopt.optim.adapters import adapt
+from distopt.optim.optimizer import Ranks
 from distopt.resilience.operation_log import recorder
 
 Update = Callable[[Iterable[Reduced], StepSpec], None]
@@ -225,6 +226,7 @@ class Engine:
         """
         accumulator, store, buckets = self.accumulator, self.store, self.store.buckets
         check_finite, reducer = self.nonfinite.policy.checks_finite, self.choose_reducer(attempt)
+        in_turn = store.sharded and not (check_finite or self.means.hook or self.optimizer.whole)
         accumulator.open(self.agreement.live, attempt.spec.reduced)
         if accumulator.holds_sums and attempt.spec.reduced:
             if not self._reduce_call(reducer):
@@ -234,7 +236,7 @@ class Engine:
         if reduced is None:
             self.settle_call(attempt.spec)
             return None
-        if reducer.shards_are_final and store.sharded and not check_finite and not self.means.hook:
+        if reducer.shards_are_final and in_turn:
             return reduced  # bucket by bucket: each rank needs but its own shard
         sums = self.finite_sums(reducer, reduced)
         return sums if sums is not None and self.settle_call(attempt.spec) else None
@@ -260,12 +262,11 @@ class Engine:
         store, comm, buckets, order = self.store, self.comm, self.store.buckets, self.store.collector.order
         shared = store.sharded or any([len(total) > 1 for total in sums])  # other ranks read this one's memory
         sums, scale = self._hooked_and_clipped(sums, 1.0 / self.step_context.divisor, spec)
-        if store.sharded:
-            sums = (local_shard(total, comm.rank, comm.size) for total in sums)
         try:
             if spec.only is None:
-                together = self.add_norms if store.sharded else None
-                self.optimizer.update(buckets, order, sums, scale, store.skip_flag, together)
+                ranks = Ranks(comm.rank, comm.size, store.sharded, self.add_norms, self._gather_updates)
+                own = not (spec.reduced or store.sharded)  # these sums are this rank's
+                self.optimizer.update(buckets, order, sums, scale, store.skip_flag, None if own else ranks)
             else:
                 chosen = {name: known for name, known in order.items() if name in spec.only}
                 self.optimizer.one_by_one(buckets, chosen, sums, scale)
@@ -355,6 +356,7 @@ class Engine:
         """Return the threshold of a step; raise what forbids the step."""
         self.progress.check()
         self.accumulator.check(spec.reduced)
+        self.optimizer.check_step(spec.only is not None)
         if spec.exchange not in EXCHANGES:
             raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, got {spec.exchange!r}")
         if spec.clip_value is not None and not spec.clip_value >= 0:
@@ -490,6 +492,13 @@ class Engine:
         """Replace squares of shards, in place, by their sums over ranks.  Collective."""
         with self.comm.tagged(MessageTag("update", self.progress.updates + 1)):
             self.comm.all_reduce(partial)
+
+    def _gather_updates(self, own: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+        """Return every rank's array of what it has computed of an update, of these lengths.  Collective."""
+        with self.comm.tagged(MessageTag("update", self.progress.updates + 1)):
+            arrays = self.comm.all_gather(own, ragged=lengths)
+        self.comm.wait()
+        return arrays
 
     def count_update(self) -> None:
         """Count an update that has been applied."""

@@ -49,19 +49,24 @@ def state_dict(engine: Engine) -> dict[str, Any]:
         "borders": list(engine.reducers.borders.starts_at(progress.updates)),
         "states": {state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in states.items()},
         "optimizer": engine.optimizer.state_dict(
-            (lambda members, flat: _gathered(members, flat, engine.comm)) if sharded else None
+            (lambda members, flat, number: _gathered(members, flat, number, engine.comm)) if sharded else None
         ),
     }
 
 
-def _gathered(members: BucketLayout, flat: np.ndarray, comm: Communicator) -> np.ndarray:
-    """A flat array with every rank's shard of one of which each rank has its own.  Collective."""
+def _gathered(members: BucketLayout, flat: np.ndarray, number: int | None, comm: Communicator) -> np.ndarray:
+    """A flat array with every rank's part of one of which each rank has its own.  Collective.
+
+    That is its shard; or all on the rank of this number, modulo the ranks, and nothing on the others.
+    """
     gathered = np.zeros(members.extent, members.dtype)
     views = [members.view(flat, row) for row in range(len(members.names))]
-    table = BucketLayout(members.names, members.shapes, members.records["offset"].tolist(), members.dtype).point_to(
-        views
-    )
-    kernels.pack(table.shard(comm.rank, comm.size), gathered, 1.0, np.zeros(len(views), np.int64), math.inf)
+    table = BucketLayout(members.names, members.shapes, members.records["offset"].tolist(), members.dtype)
+    table.place = members.place
+    if number is None:
+        table = table.shard(comm.rank, comm.size)
+    if number is None or number % comm.size == comm.rank:
+        kernels.pack(table.point_to(views), gathered, 1.0, np.zeros(len(views), np.int64), math.inf)
     comm.all_reduce(gathered.view(f"i{gathered.itemsize}"))  # as integers: adding zero must not change a bit
     return gathered
 

@@ -101,9 +101,12 @@ class BucketLayout:
         self.extent = int((self.records["offset"] + self.records["size"]).max(initial=0))
         self.chunks = int(chunks.sum())
         self.span = 0, self.chunks  # first chunk and end, for kernels
+        self.place = 0, self.chunks  # of what is cut into shards: the first chunk here, and how many there are
+        self.start = 0  # where the flat arrays begin, in those of the layout that this is a section of
         self.key = object()  # the same for all shards
         self._mirror = device.DeviceMirror(self.records)  # shared by all shards too
         self._shards: dict[tuple[int, int], BucketLayout] = {}
+        self._sections: dict[tuple[int, int], BucketLayout] = {}
         self._parts: dict[bytes, BucketLayout] = {}
         self._compacted: BucketLayout | None = None
         self._arrays: Sequence[np.ndarray] = ()
@@ -118,10 +121,40 @@ class BucketLayout:
         if of == 1:
             return self
         if (number, of) not in self._shards:
+            first, chunks = self.place
+            begin, end = (min(max(chunks * k // of - first, 0), self.chunks) for k in (number, number + 1))
             part = copy.copy(self)
-            part._shards, part.span = {}, (self.chunks * number // of, self.chunks * (number + 1) // of)
+            part._shards, part.span = {}, (begin, end)
             self._shards[number, of] = part
         return self._shards[number, of]
+
+    def section(self, begin: int, end: int) -> "BucketLayout":
+        """Return a layout of the members ``begin`` to ``end`` alone, which points where this one points now.
+
+        Its flat arrays are parts of this one's (``part_of``), and its shards are what this one's shards have of it.
+
+        Example:
+            >>> layout = BucketLayout(["a", "b", "c"], [(3,), (2, 2), (5,)], [0, 16, 32], np.float32)
+            >>> part = layout.section(1, 3)
+            >>> part.names, part.records["offset"].tolist(), part.part_of(np.arange(37)).tolist()[:4]
+            (('b', 'c'), [0, 16], [16, 17, 18, 19])
+            >>> [layout.shard(r, 3).span for r in range(3)], [part.shard(r, 3).span for r in range(3)]
+            ([(0, 1), (1, 2), (2, 3)], [(0, 0), (0, 1), (1, 2)])
+        """
+        if (begin, end) not in self._sections:
+            start = int(self.records["offset"][begin])
+            offsets = (self.records["offset"][begin:end] - start).tolist()
+            part = BucketLayout(self.names[begin:end], self.shapes[begin:end], offsets, self.stored)
+            part.place = self.place[0] + int(self.records["first"][begin]), self.place[1]
+            part.start = start
+            self._sections[begin, end] = part
+        part = self._sections[begin, end]
+        part.records["data"] = self.records["data"][begin:end]
+        return part
+
+    def part_of(self, flat: np.ndarray) -> np.ndarray:
+        """Return the part of a flat array, of the layout that this is a section of, which is a flat array of this."""
+        return flat[self.start : self.start + self.extent]
 
     def select(self, mask: np.ndarray) -> "BucketLayout":
         """Return a layout of the members where ``mask`` is True, at the same offsets and without arrays."""

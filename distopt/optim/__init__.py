@@ -12,6 +12,7 @@ from distopt.optim.lans import LANS
 from distopt.optim.lars import LARS
 from distopt.optim.lars_wrapper import LarsWrapper
 from distopt.optim.lbsgd import LBSGD
+from distopt.optim.muon import Muon
 from distopt.optim.optimizer import Optimizer
 from distopt.optim.protocols import AnyOptimizer, SupportsApply, SupportsUpdate
 from distopt.optim.rmsprop import RMSProp
@@ -46,6 +47,7 @@ __all__ = [
     "Factor",
     "LarsWrapper",
     "MultiFactor",
+    "Muon",
     "Optimizer",
     "Poly",
     "RMSProp",

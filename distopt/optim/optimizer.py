@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from distopt import device, kernels
+from distopt.buckets import Reduced, local_shard, unsharded
 from distopt.checks import check_bool, check_float, check_int, check_multipliers, clip_limit
 from distopt.kernels.layout import BucketLayout, KernelStruct
 from distopt.optim.arguments import arguments, complaint
@@ -16,9 +17,11 @@ from distopt.optim.arrays import check, check_states, widened
 from distopt.optim.schedules import Hyper, Number
 
 State = dict[str, Any]
-Pieces = Sequence[tuple[int, int, np.ndarray]]  # a flat sum as (number, of, array): shard ``number`` of ``of``
 Part = tuple[BucketLayout, np.ndarray]  # a shard of a table, and the flat array of its gradients
+Pieces = Sequence[tuple[int, int, np.ndarray]]  # a flat sum as (number, of, array): shard ``number`` of ``of``
 SumOverRanks = Callable[[np.ndarray], None]  # adds up float64 numbers over ranks, in place
+Gather = Callable[[np.ndarray, Sequence[int]], list[np.ndarray]]  # every rank's array, given their lengths
+Unshard = Callable[[BucketLayout, np.ndarray, int | None], np.ndarray]
 MASTER = "master"
 MULTIPLIERS = ("lr_mult", "wd_mult")  # options that are dicts by parameter name
 CHECKS: dict[str, Callable[[str, Any], Any]] = {  # for options that may be assigned
@@ -27,6 +30,24 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {  # for options that may be assi
     "lr_mult": check_multipliers,
     "wd_mult": check_multipliers,
 }
+
+
+class Ranks(NamedTuple):
+    """The ranks that make an update together, from the same sums.
+
+    Attributes:
+        rank: this rank.
+        size: the number of ranks.
+        shared: the parameters lie in memory that all ranks share, of which each updates a part.
+        sum: adds up float64 numbers over ranks, in place.  Collective.
+        gather: returns every rank's flat array, by rank, given all lengths.  Collective.
+    """
+
+    rank: int
+    size: int
+    shared: bool
+    sum: SumOverRanks
+    gather: Gather
 
 
 class TableState(NamedTuple):
@@ -74,6 +95,9 @@ class Optimizer(abc.ABC):
         options: the names of the other settings, which ranks compare.
         planned: those of the options that change only with a new plan of buckets.
         same_each_step: whether every update calls the same kernels.
+        unrecorded: what an update calls that no CUDA graph can record; '' if it can be recorded.
+        sharded: whether ranks share the work of an update and gather the results, which takes all parameters at once.
+        whole: whether a rank updates whole parameters where ranks share them, not its shard of all.
         step_counter: the number of updates applied so far.
         version: a number that grows when states move to other memory.
 
@@ -103,6 +127,9 @@ class Optimizer(abc.ABC):
     counters: tuple[str, ...] = ("step_counter",)
     struct = "Update"
     same_each_step = True
+    unrecorded = ""
+    sharded = False
+    whole = False
     options: tuple[str, ...] = ("rescale_grad", "clip_gradient", "multi_precision", *MULTIPLIERS)
     planned: tuple[str, ...] = ()
     clip_gradient: Any  # a number; infinity for none
@@ -134,6 +161,7 @@ class Optimizer(abc.ABC):
         self.step_counter = 0
         self._state: dict[str, dict[str, np.ndarray]] = {slot: {} for slot in self.slots}
         self._table_states: dict[object, TableState] = {}  # by a table's key
+        self._adopted: dict[object, np.ndarray] = {}  # memory for masters, by the key of a table without states
         self._wide: np.ndarray | None = None  # float32 values of 16-bit parameters without masters, in an update
         self._tables: dict[str, BucketLayout] = {}
         self._now = KernelStruct(self.struct)
@@ -183,7 +211,7 @@ class Optimizer(abc.ABC):
         if table is None or table.shapes != (value.shape,) or table.stored != value.dtype:
             table = self._tables[name] = BucketLayout([name], [value.shape], [0], value.dtype)
         self.prepare(1.0)
-        self.update_bucket(table.point_to([value]), [(0, 1, widened(grad))], skip_flag)
+        self.update_bucket(table.point_to([value]), unsharded(widened(grad)), skip_flag)
 
     def prepare(self, scale: float, gpu: int | None = None) -> None:
         """Write the numbers of the next update where kernels read them.
@@ -194,6 +222,26 @@ class Optimizer(abc.ABC):
         """
         self._now.write(**self.kernel_numbers(scale))
         self._now.address(gpu)
+
+    def update_buckets(
+        self,
+        buckets: Iterable[tuple[BucketLayout, Reduced]],
+        skip_flag: np.ndarray | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Update the parameters of all buckets, after ``prepare``.
+
+        Args:
+            buckets: each bucket's table, which points to the parameters, and the flat sum of its gradients, in pieces
+                (``update_bucket``), which is the same on all ranks.
+            skip_flag: a number on the buckets' GPU; nothing happens if it is not 0 when a kernel runs; or None.
+            ranks: the ranks that make this update; None if this one makes it alone, or from gradients of its own.
+        """
+        for members, total in buckets:
+            if ranks and ranks.shared:
+                self.update_bucket(members, local_shard(total, ranks.rank, ranks.size), skip_flag, ranks.sum)
+            else:
+                self.update_bucket(members, total, skip_flag)
 
     def update_bucket(
         self,
@@ -271,14 +319,12 @@ class Optimizer(abc.ABC):
         settings |= {n: dict(sorted(settings[n].items())) for n in MULTIPLIERS}
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
 
-    def get_states(
-        self, unshard: Callable[[BucketLayout, np.ndarray], np.ndarray] = lambda members, flat: flat
-    ) -> State:
+    def get_states(self, unshard: Unshard = lambda members, flat, number: flat) -> State:
         """Return all that changes between steps.
 
         Args:
-            unshard: makes the complete flat array of a table from this rank's, where ranks update a shard each.
-                Collective then.
+            unshard: makes the complete flat array of a table from this rank's, where ranks update a shard each, or the
+                table of a number the rank of that number, modulo their number.  Collective then.
 
         Returns:
             The class's name as ``rule``, the ``counters``, and for each slot a dict of arrays (copies, on the host) by
@@ -289,7 +335,7 @@ class Optimizer(abc.ABC):
         }
         for members, slots, _ in self._table_states.values():
             for slot, flat in slots.items():
-                complete = unshard(members, flat)
+                complete = unshard(members, flat, None)
                 if complete is not flat:
                     states[slot].update({n: members.view(complete, i) for i, n in enumerate(members.names)})
         return {"rule": type(self).__name__} | {name: getattr(self, name) for name in self.counters} | states
@@ -400,11 +446,20 @@ class Optimizer(abc.ABC):
                 k: f for k, f in self._table_states.items() if set(f.members.names).isdisjoint(members.names)
             }
             slots = [slot for slot in self.slots if slot != MASTER or members.narrow]
-            state = {slot: device.zeros(members.extent, members.dtype, like) for slot in slots}
+            state = {slot: self._memory(slot, members, like) for slot in slots}
             self._move_in(members, state)
             self._table_states[members.key] = TableState(members, state, self.allocate_scratch(members, like))
             self.version += 1
         return self._table_states[members.key]
+
+    def adopt_masters(self, members: BucketLayout, flat: np.ndarray) -> None:
+        """Let the masters of a table without states, once it has some, lie in this memory of zeros."""
+        self._adopted[members.key] = flat
+
+    def _memory(self, slot: str, members: BucketLayout, like: np.ndarray) -> np.ndarray:
+        if slot == MASTER and members.key in self._adopted:
+            return self._adopted.pop(members.key)
+        return device.zeros(members.extent, members.dtype, like)
 
     def _move_in(self, members: BucketLayout, state: dict[str, np.ndarray]) -> None:
         moved = []

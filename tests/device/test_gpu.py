@@ -49,7 +49,7 @@ def test_host_and_device_agree_in_every_mode(mode, dtype):
 
 
 @pytest.mark.parametrize("name", [*laws.OPTIMIZERS, *laws.WRAPPERS])
-def test_host_and_device_agree_with_every_optimizer(name):
+def test_host_and_device_agree_with_every_optimizer(name, arithmetic):
     make = (laws.OPTIMIZERS | laws.WRAPPERS)[name]
     host = laws.digest(laws.train(LocalCommunicator(), make=make, shapes=[(10_003,), (7, 3)])[0])
     assert laws.digest(laws.train(LocalCommunicator(gpu=0), make=make, shapes=[(10_003,), (7, 3)])[0]) == host
@@ -97,7 +97,7 @@ def test_masters_are_averaged_on_the_device():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_all_laws_hold_on_doubles_of_gpus(size, one_warp):
+def test_all_laws_hold_on_doubles_of_gpus(size, one_warp, arithmetic):
     found = on_gpus(size, laws.all_of_them)
     expected = run_ranks(size, laws.independence)
     assert [r["digests"].tolist() for r in found] == [list(e) for e in expected]

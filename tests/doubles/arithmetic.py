@@ -168,6 +168,10 @@ def asarray(x, dtype=None, copy=None, subok=False):
     return x if isinstance(x, cupy.ndarray) else gpu.array(x, dtype)
 
 
+def ascontiguousarray(x):
+    return x if x.flags.c_contiguous else compute("ascontiguousarray", np.ascontiguousarray, x)
+
+
 def zeros(shape, dtype=float):
     return gpu.array(np.zeros(shape, dtype))
 
@@ -211,6 +215,7 @@ def install(patch=setattr):
     for name, double in {
         "array": asarray,
         "asarray": asarray,
+        "ascontiguousarray": ascontiguousarray,
         "asnumpy": asnumpy,
         "zeros": zeros,
         "pad": method("pad", np.pad),

@@ -23,11 +23,20 @@ def test_host_and_device_agree_in_every_mode(gpu, mode, dtype):
     assert laws.digest(laws.train(gpu, mode=mode, dtype=dtype)[0]) == host
 
 
-@pytest.mark.parametrize("name", [*laws.OPTIMIZERS, *laws.WRAPPERS])
+@pytest.mark.parametrize("name", [n for n in (*laws.OPTIMIZERS, *laws.WRAPPERS) if n not in laws.OF_BLAS])
 def test_host_and_device_agree_with_every_optimizer(gpu, name):
     make = (laws.OPTIMIZERS | laws.WRAPPERS)[name]
     host = laws.digest(laws.train(LocalCommunicator(), make=make, shapes=[(100_003,), (7, 3)])[0])
     assert laws.digest(laws.train(gpu, make=make, shapes=[(100_003,), (7, 3)])[0]) == host
+
+
+def test_host_and_device_are_near_each_other_with_matrix_products(gpu):
+    """Whose last bits are those of cuBLAS."""
+    shapes = [(300, 500), (500, 300), (64, 16, 3, 3), (100,)]
+    for name in laws.OF_BLAS:
+        runs = [laws.train(comm, make=laws.OPTIMIZERS[name], shapes=shapes)[0] for comm in (LocalCommunicator(), gpu)]
+        for host, there in zip(*runs, strict=True):
+            np.testing.assert_allclose(host.data, device.host_copy(there.data), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("n", [1, 4095, 4096, 4097, 1_000_003, 25_000_000])

@@ -10,6 +10,7 @@
 #include "lans.cu"
 #include "lars.cu"
 #include "lbsgd.cu"
+#include "muon.cu"
 #include "pack.cu"
 #include "packed.cu"
 #include "reduce.cu"
@@ -57,6 +58,7 @@ int main() {
   const Lamb lamb = {plain, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1e-6, 0, 10};
   const Lans lans = {plain, 0.9, 0.1, 0.1, 0.9, 0.1, 0.1, 1e-6, 0, 10};
   const Lbsgd lbsgd = {plain, 0.5, 0.9, 2};
+  const Muon muon = {plain, 0.9, 0.1};
   for (long long format : {WIDE, HALF, BFLOAT16}) {
     std::vector<std::vector<half_t>> narrow;
     for (Member &m : rows) {
@@ -82,6 +84,9 @@ int main() {
     lbsgd_squares_float(table, flat.data(), state.data(), pieces.data(), &lbsgd);
     lbsgd_float(table, flat.data(), state.data(), second.data(), &lbsgd, nullptr);
     lbsgd_lars_float(table, flat.data(), state.data(), second.data(), sums.data(), &lbsgd, nullptr);
+    for (long long nesterov = 0; nesterov < 2; ++nesterov)
+      muon_average_float(table, flat.data(), state.data(), second.data(), nesterov, pieces.data(), &muon, nullptr);
+    muon_float(table, second.data(), 1.5, &muon, nullptr);
   }
   const real *const parts[] = {flat.data(), peer.data()};
   real *const totals[] = {peer.data(), flat.data()};

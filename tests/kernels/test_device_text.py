@@ -158,7 +158,7 @@ def narrow_tables(dtype, stored, by):
     narrow.point_to(arrays)
     flat, bad = np.zeros(table.extent, dtype), np.zeros(len(arrays), np.int64)
     kernels.pack(narrow, flat, 0.3, bad, 1.0)
-    wide, states = flat / dtype(0.3), [np.abs(flat) for _ in range(6)]
+    wide, states = flat / dtype(0.3), [np.abs(flat) for _ in range(7)]
     wide[::3] *= dtype(1 + 1e-6)  # the same bits when rounded, mostly
     common = {"scale": 1.0, "limit": 2.0, "lr": 0.1, "decay": 0.01}
     moments = {
@@ -175,6 +175,7 @@ def narrow_tables(dtype, stored, by):
     lars = written("Lars", **common, momentum=0.9, eta=0.02, epsilon=1e-8)
     lamb, lans = (written(name, **common | moments | bounds) for name in ("Lamb", "Lans"))
     lbsgd = written("Lbsgd", **common, rescale=0.5, momentum=0.9, batches=2)
+    muon = written("Muon", **common, momentum=0.9, one_minus_momentum=0.1)
     rows, chunks = len(arrays), max(table.chunks, len(arrays))
     partial, sums, squares = np.zeros(3 * chunks), np.zeros(3 * rows), np.zeros(rows)
     for master in (True, False):
@@ -198,6 +199,9 @@ def narrow_tables(dtype, stored, by):
         kernels.fold_partials(narrow, partial, sums, 2)
         kernels.lbsgd_lars(narrow, flat, states[5], states[0], sums, lbsgd)
         kernels.lbsgd(narrow, flat, states[5], states[0], lbsgd)
+        for nesterov in (False, True):
+            kernels.muon_average(narrow, flat, states[0], states[6], nesterov, partial, muon)
+        kernels.muon(narrow, states[6], 1.5, muon)
     packed = np.zeros_like(flat)
     kernels.pack(narrow, packed, 0.3, bad, 1.0)
     kernels.unpack(narrow, packed, 2.0)

@@ -204,6 +204,28 @@ def test_a_kernel_may_say_how_many_blocks_it_wants():
         assert count == "members" or count in [p.name for p in kernels.KERNELS[name].parameters]
 
 
+@given(
+    st.lists(st.sampled_from(SIZES), min_size=1, max_size=8),
+    st.lists(st.integers(1, 7), max_size=4),
+    st.integers(1, 5),
+)
+def test_sections_have_of_every_shard_what_lies_in_them(sizes, cuts, ranks):
+    """Each rank's chunks of a table, worked on section by section."""
+    table, arrays = members(sizes)
+    table.point_to(arrays)
+    borders = sorted({0, len(sizes), *(c for c in cuts if c < len(sizes))})
+    flat = np.arange(table.extent, dtype=np.float32)
+    for rank in range(ranks):
+        whole, parts = np.zeros_like(flat), np.zeros_like(flat)
+        kernels.pack(table.shard(rank, ranks), whole, 1.0, np.zeros(len(sizes), np.int64), largest("float32"))
+        for begin, end in itertools.pairwise(borders):
+            part = table.section(begin, end)
+            to, bad = part.part_of(parts), np.zeros(end - begin, np.int64)
+            kernels.pack(part.shard(rank, ranks), to, 1.0, bad, largest("float32"))
+            assert part.names == table.names[begin:end]
+        np.testing.assert_array_equal(whole, parts)
+
+
 @pytest.mark.parametrize("dtype", REALS)
 @pytest.mark.parametrize("shares", [1, 3])
 def test_sums_of_squares_have_one_order(dtype, shares):

@@ -23,7 +23,7 @@ pytestmark = [
 # multiprocessor, 48 for five, 64 for four, 80 for three, 128 for two.
 REGISTERS = {
     **dict.fromkeys(["pack.cu", "cast.cu", "codec.cu", "dgc.cu"], (48, 48)),
-    **dict.fromkeys(["sgd.cu", "lars.cu", "lbsgd.cu", "rmsprop.cu", "adagrad.cu", "reduce.cu"], (64, 80)),
+    **dict.fromkeys(["sgd.cu", "lars.cu", "lbsgd.cu", "rmsprop.cu", "adagrad.cu", "reduce.cu", "muon.cu"], (64, 80)),
     **dict.fromkeys(["adam.cu", "adamw.cu", "lamb.cu", "lans.cu", "packed.cu"], (64, 112)),
     "blocks.cu": (64, 96),
     "share.cu": (48, 56),
@@ -40,6 +40,7 @@ LOADS = {
     **dict.fromkeys(["count_digits", "deliver", "sift_above", "sift_parts", "add_decay", "decay_momentum"], 1),
     "select_chunks": 1,
     **dict.fromkeys(["accumulate", "add_scaled", "correct_momentum", "encode_whole", "lbsgd_gather", "sgd", "lerp"], 2),
+    **dict.fromkeys(["muon_average", "muon"], 2),
     **dict.fromkeys(["encode_int8", "encode_int4", "dither_int8", "dither_int4"], 2),
     **dict.fromkeys(["sgd_momentum", "sgd_nesterov", "rmsprop", "adagrad", "lars", "lamb", "lbsgd_squares"], 3),
     **dict.fromkeys(["adam", "adamw", "lans", "lbsgd", "lbsgd_lars", "lamb_moments", "lans_moments"], 4),
@@ -58,6 +59,8 @@ STORES = {
     **dict.fromkeys(["encode_int8", "encode_int4", "dither_int8", "dither_int4", "decode_int8", "decode_int4"], 1),
     **dict.fromkeys(["correct_momentum", "encode_whole", "decay_momentum", "lamb_moments", "lans_moments"], 2),
     **dict.fromkeys(["sgd_momentum", "sgd_nesterov", "rmsprop", "adagrad", "lars", "blank"], 2),
+    "muon_average": 2,
+    "muon": 1,
     **dict.fromkeys(["adam", "adamw", "lbsgd", "lbsgd_lars"], 3),
 }
 EITHER = {"add_parts", "add_decay", "decay_momentum"}  # read what lies in shared memory, or does not

@@ -26,6 +26,7 @@ from distopt.optim import (
     BatchGradients,
     ExponentialDecay,
     LarsWrapper,
+    Muon,
     RMSProp,
 )
 
@@ -58,7 +59,9 @@ OPTIMIZERS = {
     "lans": lambda: LANS(0.01, epsilon=1e-3, weight_decay=1e-3, exclude=["3", "6"]),
     "lbsgd": lambda: LBSGD(0.1, momentum=0.9, batch_scale=2, warmup_strategy="sqrt"),
     "lbsgd lars": lambda: LBSGD(0.01, momentum=0.9, weight_decay=1e-3, warmup_strategy="lars"),
+    "muon": lambda: Muon(0.05, weight_decay=1e-3, exclude=["6"]),
 }
+OF_BLAS = ("muon",)  # whose bits are those of the BLAS that numpy or cupy calls: other machines may have others
 
 
 def layer_wise(opt=None):

@@ -83,7 +83,7 @@ def test_a_large_batch_costs_plain_sgd_accuracy_and_others_less(tmp_path):
     assert code == 0, output
     found = {name: float(last) for name, last in re.findall(r"([A-Z][\w,' -]*\w) +\d+ +\d+ +(\d\.\d+)$", output, re.M)}
     assert found.pop("SGD") < 0.94
-    assert len(found) == 6
+    assert len(found) == 7
     assert min(found.values()) > 0.96, found
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -92,7 +92,17 @@ def test_a_large_batch_with_other_schedules():
     options = ["--lr-step-epochs", "2,3", "--warmup-strategy", "lars", "--num-epochs", 4, "--seeds", 1]
     code, output = distopt_run(2, EXAMPLES / "large_batch.py", *options, timeout=120)
     assert code == 0, output
-    assert len(re.findall(r" \d\.\d+$", output, re.M)) == 7
+    assert len(re.findall(r" \d\.\d+$", output, re.M)) == 8
+
+
+def test_muon_learns_faster_than_its_rivals():
+    code, output = distopt_run(2, EXAMPLES / "muon.py", "--updates", 40, "--seeds", 1, timeout=200)
+    assert code == 0, output
+    rows = re.findall(r"(\w+) +\d+\.\d+ +(\d\.\d+) \(0\.000\)$", output, re.M)
+    best = {name: max(float(x) for n, x in rows if n == name) for name in ("SGD", "AdamW", "Muon")}
+    assert len(rows) == 9
+    assert best["Muon"] > 0.96
+    assert best["Muon"] == max(best.values())
 
 
 def epochs_of(output):

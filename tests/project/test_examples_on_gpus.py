@@ -52,6 +52,7 @@ SCRIPTS = [
     ("digits", "--epochs 1 --batch 256 --model cnn"),
     ("dgc", "--max_epochs 2 --model_name mlp --learning_rate_strategy 2:0.1"),
     ("large_batch", "--num-epochs 2 --warmup-epochs 1 --macrobatch-size 128 --seeds 1"),
+    ("muon", "--updates 4 --seeds 1 --network mlp"),
 ]
 
 
@@ -66,7 +67,7 @@ def test_an_example_trains_on_gpus_as_on_the_host(name, options, said):
         assert abs(float(one) - float(other)) <= 0.011 * max(1, float(other)), (cuda, cpu)
 
 
-@pytest.mark.parametrize(("name", "options"), [SCRIPTS[0], *SCRIPTS[4:]], ids=["digits", "dgc", "large_batch"])
+@pytest.mark.parametrize(("name", "options"), [SCRIPTS[0], *SCRIPTS[4:]], ids=["digits", "dgc", "large_batch", "muon"])
 def test_an_example_whose_parameters_stay_on_the_host_fails(name, options, said, monkeypatch):
     """So the test above sees an array that was forgotten there."""
     monkeypatch.setattr(distopt, "Parameter", lambda name, data: Parameter(name, cupy.asnumpy(data)))

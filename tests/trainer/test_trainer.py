@@ -941,7 +941,7 @@ def test_a_schedule_has_its_own_learning_rate():
 
 def test_every_optimizer_can_be_made_by_name_with_gluons_options():
     p = Parameter("p", np.zeros(2))
-    for name in "sgd adam adamw rmsprop adagrad lars lamb lans lbsgd".split():
+    for name in "sgd adam adamw rmsprop adagrad lars lamb lans lbsgd muon".split():
         [kind] = [getattr(optim, n) for n in optim.__all__ if n.lower() == name]
         assert type(Trainer([p], name, {"wd": 0.25}).optimizer) is kind
         assert Trainer([p], name, {"wd": 0.25}).optimizer.at("weight_decay") == 0.25

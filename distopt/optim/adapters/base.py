@@ -1,7 +1,8 @@
 """The base class of adapters, with all that ``DistOpt`` asks of an optimizer."""
 
 import abc
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -9,14 +10,12 @@ import numpy as np
 
 from distopt.buckets import Bucket, BucketSet, Reduced
 from distopt.checkpoint.foreign import has_named, typed
-from distopt.kernels.layout import BucketLayout
 from distopt.optim import Wrapper
 from distopt.optim.adapters.first_update import FirstUpdate
 from distopt.optim.foreign import state_methods
-from distopt.optim.optimizer import Optimizer, SumOverRanks
+from distopt.optim.optimizer import Optimizer, Ranks, Unshard
 
 MOMENTUM = "momentum", "beta_1", "beta1"  # attributes that hold it
-Unshard = Callable[[BucketLayout, np.ndarray], np.ndarray]
 
 
 class Known(NamedTuple):
@@ -41,12 +40,16 @@ class OptimizerAdapter(abc.ABC):
         reads_skip_flag: whether its kernels read the flag that refuses an update.
         version: a number that grows when its states move to other memory.
         same_each_step: whether every update calls the same kernels.
+        unrecorded: what an update calls that no CUDA graph can record; '' if there is nothing.
+        whole: whether a rank updates whole parameters where ranks share them, and so reads other ranks' shards of sums.
     """
 
     updates_shards = False
     reads_skip_flag = False
     version = 0
     same_each_step = True
+    unrecorded = ""
+    whole = False
 
     def __init__(self, opt: Any):
         self.opt = opt
@@ -84,6 +87,17 @@ class OptimizerAdapter(abc.ABC):
     def check(self, buckets: BucketSet) -> None:  # noqa: B027  other libraries' optimizers have no such check
         """Raise an error now that would otherwise come in the middle of an update with these buckets."""
 
+    def check_step(self, some: bool) -> None:
+        """Raise ValueError if ranks would have to share the work of an update that comes one by one.
+
+        Args:
+            some: the step updates some parameters only.
+        """
+        opt = self._innermost
+        if isinstance(opt, Optimizer) and opt.sharded and (some or opt is not self.opt):
+            where = "where a step updates some parameters only" if some else "inside of a wrapper"
+            raise ValueError(f"sharded of {type(opt).__name__} must be False {where}, got True")
+
     def reserve(self, buckets: BucketSet) -> None:  # noqa: B027  other libraries' optimizers allocate by themselves
         """Allocate the memory that updates with these buckets need; MemoryError if there is not enough."""
 
@@ -102,7 +116,7 @@ class OptimizerAdapter(abc.ABC):
         sums: Iterable[Reduced],
         scale: float,
         skip_flag: np.ndarray | None = None,
-        sum_over_ranks: SumOverRanks | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Update all parameters, in backward order.
 
@@ -112,7 +126,7 @@ class OptimizerAdapter(abc.ABC):
             sums: the sum of each bucket, in the order of the buckets.
             scale: the factor of the sums that makes them means.
             skip_flag: a number on the GPU that refuses the update if it is not 0; only for optimizers that look at it.
-            sum_over_ranks: adds up numbers over ranks, in place; given where each rank updates its shard.
+            ranks: the ranks that make this update; None if this one makes it from gradients of its own.
         """
         self.one_by_one(buckets, order, sums, scale)
 
@@ -133,8 +147,8 @@ class OptimizerAdapter(abc.ABC):
 
     def momentum(self) -> str:
         """Return a text for the momentum that the optimizer applies at its next update; '' if there is none."""
-        opt = self._innermost
-        for name in MOMENTUM:
+        innermost = self._innermost
+        for opt, name in itertools.product((innermost, getattr(innermost, "otherwise", None)), MOMENTUM):
             setting = getattr(opt, name, None)
             value = setting(opt.step_counter) if isinstance(opt, Optimizer) and callable(setting) else setting
             if isinstance(value, Real) and value:
@@ -177,7 +191,7 @@ class OptimizerAdapter(abc.ABC):
         """Return the optimizer's states, None if it has no ``state_dict`` or ``get_states``.
 
         Args:
-            unshard: makes the complete flat array from this rank's, where ranks update a shard each.
+            unshard: makes the complete flat array from this rank's, where ranks update a part each.
         """
         save = state_methods(self.opt).save
         return save() if save else None

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from distopt.buckets import Bucket, BucketSet, Reduced
-from distopt.optim.adapters.base import ApplyAdapter, Known, Unshard
-from distopt.optim.optimizer import SumOverRanks
+from distopt.optim.adapters.base import ApplyAdapter, Known
+from distopt.optim.optimizer import Ranks, Unshard
 
 
 class FusedAdapter(ApplyAdapter):
-    """An adapter for distopt's optimizers: ``prepare(scale)``, then ``update_bucket`` for each bucket."""
+    """An adapter for distopt's optimizers: ``prepare(scale)``, then ``update_buckets``."""
 
     updates_shards = reads_skip_flag = True
 
@@ -41,11 +41,11 @@ class FusedAdapter(ApplyAdapter):
         sums: Iterable[Reduced],
         scale: float,
         skip_flag: np.ndarray | None = None,
-        sum_over_ranks: SumOverRanks | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.opt.prepare(scale)
-        for bucket, total in zip(*buckets.grouped(sums), strict=True):
-            self.opt.update_bucket(bucket.parameters, total, skip_flag, sum_over_ranks)
+        pairs = zip(*buckets.grouped(sums), strict=True)
+        self.opt.update_buckets(((bucket.parameters, total) for bucket, total in pairs), skip_flag, ranks)
 
     def prepare(self, scale: float, gpu: int | None) -> None:
         self.opt.prepare(scale, gpu)
@@ -59,6 +59,16 @@ class FusedAdapter(ApplyAdapter):
     def same_each_step(self) -> bool:  # type: ignore[override]
         """Whether every update calls the same kernels."""
         return bool(self.opt.same_each_step)
+
+    @property
+    def unrecorded(self) -> str:  # type: ignore[override]
+        """What an update calls that no CUDA graph can record; '' if there is nothing."""
+        return str(self.opt.unrecorded)
+
+    @property
+    def whole(self) -> bool:  # type: ignore[override]
+        """Whether a rank updates whole parameters where ranks share them, and so reads other ranks' shards of sums."""
+        return bool(self.opt.whole)
 
     def take_back(self) -> None:
         self.opt.take_back()
