@@ -356,7 +356,8 @@ class Engine:
         """Return the threshold of a step; raise what forbids the step."""
         self.progress.check()
         self.accumulator.check(spec.reduced)
-        self.optimizer.check_step(spec.only is not None)
+        if self.optimizer.shares_work:
+            self.optimizer.check_step(spec.only is not None)
         if spec.exchange not in EXCHANGES:
             raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, got {spec.exchange!r}")
         if spec.clip_value is not None and not spec.clip_value >= 0:

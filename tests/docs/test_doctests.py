@@ -65,7 +65,9 @@ def exported():
                     yield package, name
 
 
-@pytest.mark.parametrize("name", [*modules(), "distopt.checks", "distopt.dist_opt", "distopt.formatting", "distopt.local_steps"])
+@pytest.mark.parametrize(
+    "name", [*modules(), "distopt.checks", "distopt.dist_opt", "distopt.formatting", "distopt.local_steps"]
+)
 def test_examples_of_docstrings_pass(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # an example may write a file
     module = importlib.import_module(name)

@@ -41,6 +41,7 @@ class OptimizerAdapter(abc.ABC):
         version: a number that grows when its states move to other memory.
         same_each_step: whether every update calls the same kernels.
         unrecorded: what an update calls that no CUDA graph can record; '' if there is nothing.
+        shares_work: whether each rank computes a part of an update, and the others get it.
         whole: whether a rank updates whole parameters where ranks share them, and so reads other ranks' shards of sums.
     """
 
@@ -54,6 +55,8 @@ class OptimizerAdapter(abc.ABC):
     def __init__(self, opt: Any):
         self.opt = opt
         self._first = None if isinstance(opt, Optimizer | Wrapper) else FirstUpdate(opt)
+        innermost = self._innermost
+        self.shares_work = isinstance(innermost, Optimizer) and innermost.sharded
 
     def apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> None:
         """Update one parameter by the mean of its gradients.
@@ -88,13 +91,13 @@ class OptimizerAdapter(abc.ABC):
         """Raise an error now that would otherwise come in the middle of an update with these buckets."""
 
     def check_step(self, some: bool) -> None:
-        """Raise ValueError if ranks would have to share the work of an update that comes one by one.
+        """Raise ValueError if ranks that share the work of an update would have to share one that comes one by one.
 
         Args:
             some: the step updates some parameters only.
         """
         opt = self._innermost
-        if isinstance(opt, Optimizer) and opt.sharded and (some or opt is not self.opt):
+        if some or opt is not self.opt:
             where = "where a step updates some parameters only" if some else "inside of a wrapper"
             raise ValueError(f"sharded of {type(opt).__name__} must be False {where}, got True")
 
