@@ -409,10 +409,7 @@ class Reducers:
 
     Attributes:
         borders: of the shards of exchanges in two phases.
-        counts_senders: sums over senders can be formed.
     """
-
-    counts_senders = True
 
     def __init__(
         self,
@@ -486,10 +483,6 @@ class Reducers:
         if spec.exchange == "nodes":
             raise ValueError(
                 "over must be 'ranks' with exchange='nodes', whose entries are those of sums over a node, got 'senders'"
-            )
-        if not self.counts_senders:
-            raise ValueError(
-                "over must be 'ranks' for virtual ranks, whose entries are added one by one, got 'senders'"
             )
 
     def by_nodes(self, compressor: Compressor, spec: StepSpec) -> NodeExchange | None:

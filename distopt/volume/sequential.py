@@ -18,7 +18,15 @@ from distopt.exchange.cut import Borders, Cut
 from distopt.exchange.mixed import UncompressedMembers
 from distopt.exchange.told import message_bytes
 from distopt.exchange.traffic import traffic
-from distopt.exchange.two_phase import Owned, Watch, compress_bucket, owned_piece, settle_moved, shards_of
+from distopt.exchange.two_phase import (
+    Owned,
+    Watch,
+    compress_bucket,
+    owned_piece,
+    settle_moved,
+    shards_of,
+    sum_and_compress,
+)
 
 T = TypeVar("T")
 
@@ -88,6 +96,7 @@ class SequentialReduce:
         self._sum = RunningSum(lambda nbytes: scratch("sum over ranks", nbytes))
         self._sizes: list[int] = []  # of each rank's payload
         self._breakdown: LazyBreakdown = lambda: PayloadBreakdown(0)  # of the first one's
+        self._kept: list[np.ndarray] = []  # the payloads of all ranks, where senders are counted
         self._summed: np.ndarray | None = None  # what the last rank brought to be summed
         self._uncompressed: UncompressedMembers | None = None
 
@@ -114,7 +123,10 @@ class SequentialReduce:
             if first:
                 device.clear(total)
                 self._breakdown = payload_breakdown(compressor, payload, x, context)
-            compressor.decompress(payload, total, context)
+            if context.over == "senders":  # who has sent an entry is known when all have
+                self._kept.append(device.copied(payload))
+            else:
+                compressor.decompress(payload, total, context)
 
     def write_sum(self, x: np.ndarray, context: ExchangeContext) -> None:
         """Overwrite x, the last rank's bucket, by the sum."""
@@ -123,6 +135,8 @@ class SequentialReduce:
         if self._compressor.summable:
             assert self._summed is not None
             self._compressor.decompress(self._summed, x, context)
+        if self._kept:
+            self._compressor.decompress_all(self._kept, self._entries(x), context)
         if self._gathers:
             device.copy(x, self._entries(x))
         if self._gathers and self._uncompressed and not self._uncompressed.none:
@@ -236,6 +250,7 @@ class SequentialTwoPhase:
         self._flats: dict[int, tuple[UncompressedMembers, RunningSum]] = {}  # by bucket
         self._totals: list[np.ndarray] = []
         self._counts: dict[int, np.ndarray] = {}  # of entries, by bucket, of each part of its pieces in order
+        self._kept: dict[Piece, list[Payload]] = {}  # of all ranks, where senders are counted
         self._breakdowns: list[LazyBreakdown] = []  # of the first rank's two messages
         self.sent: list[list[int]] = []  # bytes of messages of the first phase, by sender and owner
         self.gathered: list[int] = []  # bytes of messages of the second phase, by owner
@@ -272,6 +287,10 @@ class SequentialTwoPhase:
         """Add what the payloads of a rank stand for, which is 0 where they have no entries."""
         x, _, context, _ = bucket
         if not pieces:
+            return
+        if context.over == "senders":
+            for piece, payload in zip(pieces, payloads, strict=True):
+                self._kept.setdefault(piece, []).append(payload._replace(data=device.copied(payload.data)))
             return
         if self._rank == 0:
             self._codec.decompress(payloads, self._totals[number], context, pieces, summed=False)
@@ -338,7 +357,9 @@ class SequentialTwoPhase:
         return found
 
     def _result(self, piece: Piece, bucket: TravellingBucket, state: State, counts: np.ndarray) -> Payload:
-        x, _, context, _ = bucket
+        x, _, context, tag = bucket
+        if self._kept:
+            return sum_and_compress(piece, self._kept[piece], self._codec, (x, state, context, tag), counts)
         total, here = piece.of(self._totals[piece.bucket]), piece.context(context)
         memory = self._codec.owed(x, state, piece, here) if self._codec.remembers else None
         return self._codec.compress_sum(total, memory, counts, piece, here)

@@ -311,8 +311,6 @@ class SequentialReducers(Reducers):
         losses: the losses of all ranks in the present step.
     """
 
-    counts_senders = False
-
     def __init__(self, engine: Engine, ranks: VirtualRanks):
         super().__init__(engine.comm, engine.step_context, engine.accumulator, overlap=False, everywhere=True)
         self._engine, self._ranks, self.losses = engine, ranks, VirtualLosses(engine, ranks)

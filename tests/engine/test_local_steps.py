@@ -407,10 +407,23 @@ def test_parameters_that_threads_share_are_refused():
     run_ranks(2, main)
 
 
-@pytest.mark.parametrize("streams", [{}, {"fragments": 2, "delay": 2, "alpha": 0.5}])
+STREAMS = {
+    "windows": {},
+    "fragments": {"fragments": 2, "delay": 2, "alpha": 0.5},
+    "senders": {"over": "senders"},
+    "gathered, senders": {"over": "senders", "exchange": "gather"},
+}
+
+
+@pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_virtual_ranks_have_the_bits_and_bytes_of_ranks(name, streams):
-    options = {"every": 3, "outer": SGD(0.7), "exchange": "two_phase", **streams}
+    if "senders" in streams and not COMPRESSORS[name]().counts_senders:
+        sim = simulate_local(3, every=1, outer=SGD(1.0), compressor=COMPRESSORS[name](), over="senders")
+        with pytest.raises(ValueError, match="over must be 'ranks'"):
+            sim(lambda rank: [(Parameter("w", np.ones(3)), np.ones(3))])
+        return
+    options = {"every": 3, "outer": SGD(0.7), "exchange": "two_phase", **STREAMS[streams]}
 
     def main(comm):
         metered = Metered(comm)

@@ -99,10 +99,14 @@ def test_what_nobody_can_count_is_refused(compressor, options, text):
     run_ranks(2, main)
 
 
-def test_virtual_ranks_refuse_it():
-    w = Parameter("w", np.zeros(SHAPE, np.float32))
-    with pytest.raises(ValueError, match="virtual ranks"):
-        simulate(2, SGD(1.0)).step(lambda rank: [(w, gradient(0, rank))], TopK(0.1), over="senders")
+@pytest.mark.parametrize("exchange", ["gather", "two_phase"])
+@pytest.mark.parametrize("compressor", [TopK(0.1), ErrorFeedback(Packed(Chunks(8, 64), value="2bit"))], ids=repr)
+def test_virtual_ranks_count_them_too(compressor, exchange):
+    expected = run_ranks(3, lambda comm: run(comm, compressor, 3, exchange=exchange, over="senders"))
+    w, sim = Parameter("w", np.zeros(SHAPE, np.float32)), simulate(3, SGD(1.0))
+    for step in range(3):
+        sim.step(lambda rank, step=step: [(w, gradient(step, rank))], compressor, exchange=exchange, over="senders")
+    assert w.data.tobytes() == expected[0].tobytes()
 
 
 def test_ranks_that_differ_in_it_are_told():
