@@ -459,6 +459,8 @@ def outer_loop(
         engine = Engine(rule, ranks, options, threshold=size, kind="LocalSteps", counted="exchange")
         engine.checked_threshold(spec)  # what forbids an exchange is raised now, and not behind a window
         engine.compressor_at_this_step(chosen)
+        if over != "ranks":
+            engine.reducers.check_senders(chosen, spec)
         return engine
 
     return OuterLoop(comm, make, spec, windows, alpha, places, line)

@@ -369,6 +369,8 @@ MISTAKES = [
     ({"every": 3, "compressor": DeepGradientCompression(TopK(0.1))}, ValueError, "optimizer must be without momentum"),
     ({"every": 3, "check_every": -1}, ValueError, "check_every must be at least 0"),
     ({"every": 3, "exchange": "ring"}, ValueError, "exchange must be one of"),
+    ({"every": 3, "over": "senders"}, ValueError, "over must be 'ranks' for Dense"),
+    ({"every": 3, "over": "all"}, ValueError, "over must be one of ranks, senders"),
 ]
 
 
