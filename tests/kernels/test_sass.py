@@ -26,7 +26,8 @@ REGISTERS = {
     **dict.fromkeys(["sgd.cu", "lars.cu", "lbsgd.cu", "rmsprop.cu", "adagrad.cu", "reduce.cu"], (64, 80)),
     **dict.fromkeys(["adam.cu", "adamw.cu", "lamb.cu", "lans.cu", "packed.cu"], (64, 112)),
     "blocks.cu": (64, 96),
-    "sparse.cu": (40, 40),
+    "sparse.cu": (56, 56),
+    "dct.cu": (64, 128),
     "topk_device.cu": (64, 80),
     "topk_host.cu": (0, 0),  # no kernel of a GPU
 }
