@@ -39,6 +39,7 @@ RULES = {  # optimizer, arrays read or written of float32
     "nesterov": (lambda: optim.SGD(1e-6, momentum=0.9, nesterov=True), 5),
     "rmsprop": (lambda: optim.RMSProp(1e-6), 5),
     "adagrad": (lambda: optim.AdaGrad(1e-6), 5),
+    "signum": (lambda: optim.Signum(1e-6, momentum=0.9), 5),
     "adam": (lambda: optim.Adam(1e-6), 7),
     "adamw": (lambda: optim.AdamW(1e-6), 7),
     "lbsgd": (lambda: optim.LBSGD(1e-6, momentum=0.9), 7),

@@ -26,6 +26,7 @@ RULES = {
     "adam": lambda: optim.Adam(1e-6, weight_decay=1e-4),
     "rmsprop": lambda: optim.RMSProp(1e-6, rho=0.9, weight_decay=1e-4),
     "adagrad": lambda: optim.AdaGrad(1e-6, weight_decay=1e-4),
+    "signum": lambda: optim.Signum(1e-6, momentum=0.9, weight_decay=1e-4),
     "adamw": lambda: optim.AdamW(1e-6, weight_decay=1e-4),
     "lbsgd": lambda: optim.LBSGD(1e-6, momentum=0.9, weight_decay=1e-4),
     "lars": lambda: optim.LARS(1e-6, momentum=0.9, weight_decay=1e-4),

@@ -5,6 +5,7 @@ from distopt.compress.blocks import Int4, Int8
 from distopt.compress.cast import Half
 from distopt.compress.chunks import Chunks
 from distopt.compress.context import BucketContext, DeviceContext, ExchangeContext
+from distopt.compress.dct import DCT
 from distopt.compress.dense import Dense
 from distopt.compress.dgc import DeepGradientCompression
 from distopt.compress.elias_fano import Packed
@@ -13,6 +14,7 @@ from distopt.compress.quantize import OneBit, TwoBit
 from distopt.compress.top_k import Threshold, TopK
 
 __all__ = [
+    "DCT",
     "BucketContext",
     "Chunks",
     "Compressor",

@@ -144,6 +144,10 @@ class Compressor(abc.ABC):
         """Return the same for sums over so many ranks, of whose means it takes what this one takes of gradients."""
         return self
 
+    def kept(self, state: State) -> State:
+        """Return the arrays of a bucket's state by the names that this compressor and its exchange know them by."""
+        return state
+
     def at_step(self, k: int) -> "Compressor":
         """Return the compressor that update k is made with; k is 0 for the first."""
         return self

@@ -1,5 +1,6 @@
 """Selected entries in a two-phase exchange (Li and Hoefler, "Near-optimal sparse allreduce", 2022: Ok-Topk)."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -98,6 +99,12 @@ class EntryShards(ShardCodec):
 
     def known_entries(self, piece: Piece, summed: bool) -> int | None:
         return self._selector.known_entries(piece.layout, summed)
+
+    def after(self, change: Callable[[np.ndarray, ExchangeContext], np.ndarray]) -> "EntryShards":
+        """Return the same of what ``change(x, context)`` makes of the gradients of a bucket."""
+        twin, choose = copy.copy(self), self.choose
+        twin._choose = lambda x, state, context: choose(change(x, context), state, context)
+        return twin
 
     def choose(self, x: np.ndarray, state: State, context: ExchangeContext) -> tuple[np.ndarray, np.ndarray]:
         """Move what is sent of a bucket out of an array; return the planes of the entries, and the array."""

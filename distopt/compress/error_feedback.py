@@ -57,6 +57,8 @@ class ErrorFeedback(CompressorWrapper):
             raise ValueError(f"compressor must be one that leaves an error to feed back, got {compressor!r}")
         if compressor.stateful:
             raise ValueError(f"compressor must be one that does not feed its error back already, got {compressor!r}")
+        if compressor.has_hooks:
+            raise ValueError(f"compressor must be one without hooks; write DCT(ErrorFeedback(...)), got {compressor!r}")
         if compressor.may_overflow:
             raise ValueError(
                 f"compressor must be one whose sum cannot overflow, which would lose what was sent, got {compressor!r}"

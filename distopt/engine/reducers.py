@@ -135,18 +135,19 @@ class CollectiveReducer(Unreduced):
     def _exchange(self, bucket: Bucket, x: np.ndarray) -> Reduced:
         comm, compressor, tag = self._comm, self._compressor, self._step_context.tag(bucket)
         context = self._step_context.exchange_context(bucket, comm, compressor, self._text)
-        if OWED in bucket.state and compressor.stateful:
-            settle(state_array(bucket.state, "residual", x), bucket.state, skip_flag=context.skip_flag)
+        state = compressor.kept(bucket.state) if compressor.has_hooks else bucket.state
+        if OWED in state and compressor.stateful:
+            settle(state_array(state, "residual", x), state, skip_flag=context.skip_flag)
         with comm.tagged(tag):
             if compressor.has_hooks:
                 with comm.on_comm_stream():
-                    begin = partial(compressor.begin, x, bucket.state, context)
-                    context.repeat("begin", begin, (x, *bucket.state.values()))
-            self._algorithm(x, compressor, comm, bucket.state, context, tag)
+                    begin = partial(compressor.begin, x, state, context)
+                    context.repeat("begin", begin, (x, *state.values()))
+            self._algorithm(x, compressor, comm, state, context, tag)
             if compressor.has_hooks:
                 with comm.on_comm_stream():
-                    finish = partial(compressor.finish, x, bucket.state, context)
-                    context.repeat("finish", finish, (x, *bucket.state.values()))
+                    finish = partial(compressor.finish, x, state, context)
+                    context.repeat("finish", finish, (x, *state.values()))
         return unsharded(x)
 
 
@@ -179,7 +180,10 @@ class TwoPhaseReducer(Unreduced):
         together = [buckets[k] for k in self._phases.buckets]
         alone = [pair for k, pair in enumerate(buckets) if k not in self._phases.buckets]
         text = repr(compressor) if comm.gpu is not None and compressor.recordable else ""
-        travelling = [(x, b.state, step.exchange_context(b, comm, compressor, text), step.tag(b)) for b, x in together]
+        travelling = [
+            (x, compressor.kept(b.state), step.exchange_context(b, comm, compressor, text), step.tag(b))
+            for b, x in together
+        ]
         if compressor.has_hooks:
             with comm.on_comm_stream():
                 for x, state, context, _ in travelling:

@@ -12,7 +12,16 @@ import numpy as np
 
 from distopt import device
 from distopt.comm.message import LazyBreakdown, PayloadBreakdown
-from distopt.compress import Chunks, Compressor, DeepGradientCompression, ErrorFeedback, ExchangeContext, Packed, TopK
+from distopt.compress import (
+    DCT,
+    Chunks,
+    Compressor,
+    DeepGradientCompression,
+    ErrorFeedback,
+    ExchangeContext,
+    Packed,
+    TopK,
+)
 from distopt.compress.blocks import Blocks, BlockShards
 from distopt.compress.context import layout_of, sizes_of
 from distopt.compress.elias_fano import HEADER, packing
@@ -63,7 +72,7 @@ def payload_breakdown(
 
 
 @payload_breakdown.register
-def _(compressor: ErrorFeedback, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+def _(compressor: ErrorFeedback | DCT, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
     return payload_breakdown(compressor.compressor, payload, x, context)
 
 
@@ -205,7 +214,7 @@ def forecast_breakdown(compressor: Compressor, n: int, itemsize: int, bucket: Bu
 
 
 @forecast_breakdown.register
-def _(compressor: ErrorFeedback, n: int, itemsize: int, bucket: BucketLayout) -> PayloadBreakdown:
+def _(compressor: ErrorFeedback | DCT, n: int, itemsize: int, bucket: BucketLayout) -> PayloadBreakdown:
     return forecast_breakdown(compressor.compressor, n, itemsize, bucket)
 
 

@@ -27,6 +27,7 @@ from distopt.optim.schedules import (
     from_strategy,
 )
 from distopt.optim.sgd import SGD
+from distopt.optim.signum import Signum
 from distopt.optim.wrapper import Wrapper
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "Optimizer",
     "Poly",
     "RMSProp",
+    "Signum",
     "SupportsApply",
     "SupportsUpdate",
     "Wrapper",

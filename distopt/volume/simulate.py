@@ -237,7 +237,8 @@ class SequentialReducer(Reducer):
         self._compressor, self._spec, self._make = compressor, spec, make
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
-        engine, compressor, kept = self._engine, self._compressor, self._losses.states_of(len(arrays))
+        engine, compressor = self._engine, self._compressor
+        kept = [[compressor.kept(state) for state in states] for states in self._losses.states_of(len(arrays))]
         exchange = self._make()
         if compressor.has_hooks:
             for x, state, context, _ in self._travelling(kept[0]):
@@ -359,6 +360,7 @@ class SequentialReducers(Reducers):
         """Return an exchange by nodes, once states lie where it needs them."""
         per_node, kept = len(plan.shares), self.losses.states_of(len(buckets))
         move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, stay=(DECAY,))
+        kept = [[plan.compressor.kept(state) for state in states] for states in kept]
         columns = []
         for place, (share, phases) in enumerate(zip(plan.shares, plan.phases, strict=True)):
             owned, mine = self._owned_by_rank[place::per_node], [buckets[k] for k in share]

@@ -23,7 +23,7 @@ from test_kernels import REALS, SIZES, folded, members, shares
 import laws
 from distopt import device as device_memory
 from distopt import kernels, run_ranks
-from distopt.compress import sections, select
+from distopt.compress import dct, sections, select
 from distopt.compress.elias_fano import packing
 from distopt.compress.values import VALUES
 from distopt.kernels.layout import CHUNK, BucketLayout, KernelStruct
@@ -592,6 +592,27 @@ def test_the_largest_entries_of_chunks_of_hard_cases_are_those_of_the_host(libra
     host = chunks_on_host(x.copy(), x[:0], table, total, CHUNK)
     with on(libraries, 3, 256, 1):
         same(host, chunks_on_device(x.copy(), x[:0], table, total))
+
+
+@settings(max_examples=12)
+@given(
+    shape=st.sampled_from([(1,), (200,), (64, 64), (70, 130), (3, 5), (129, 2)]),
+    side=st.sampled_from([1, 7, 64]),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    seed=SEEDS,
+)
+def test_frequencies_are_those_of_the_host(libraries, shape, side, dtype, grid, seed):
+    x = np.random.default_rng(seed).standard_normal(int(np.prod(shape))).astype(dtype)
+    tiles = dct.tiles_of(BucketLayout(["x"], [shape], [0], dtype), side)
+    forward = dct.bases(side, dtype).reshape(-1)
+    back = np.ascontiguousarray(dct.bases(side, dtype).swapaxes(1, 2)).reshape(-1)
+    for sides, inverse in (((forward, back), False), ((back, forward), True)):
+        host, on_device = (shifted(np.full(x.size, 7, dtype), 1) for _ in "12")
+        kernels.transform_tiles(x, host, tiles, *sides, tiles.size // 5, inverse)
+        with on(libraries, *grid):
+            kernels.transform_tiles(shifted(x, 1), on_device, tiles, *sides, tiles.size // 5, inverse)
+        same([host], [on_device])
 
 
 @pytest.mark.parametrize("dtype", REALS)

@@ -199,7 +199,12 @@ def test_a_kernel_may_say_how_many_blocks_it_wants():
     """After its head: the name of a parameter, or the members of its table."""
     texts = "".join(p.read_text() for p in NATIVE.glob("*.cu"))
     marked = dict(re.findall(r"^KERNEL\((\w+)\)\s*\([^)]*\)\s*BLOCKS\((\w+)\)", texts, re.M))
-    assert marked == {"guess_bounds": "parts", "fold_partials": "members", "select_chunks": "chunks"}
+    assert marked == {
+        "guess_bounds": "parts",
+        "fold_partials": "members",
+        "select_chunks": "chunks",
+        "transform_tiles": "tiles",
+    }
     for name, count in marked.items():
         assert count == "members" or count in [p.name for p in kernels.KERNELS[name].parameters]
 

@@ -27,7 +27,9 @@ REGISTERS = {
     **dict.fromkeys(["adam.cu", "adamw.cu", "lamb.cu", "lans.cu", "packed.cu"], (64, 112)),
     "blocks.cu": (64, 96),
     "share.cu": (48, 56),
-    "sparse.cu": (40, 40),
+    "sparse.cu": (56, 56),
+    "dct.cu": (64, 128),
+    "signum.cu": (64, 80),
     "topk_device.cu": (64, 80),
     "topk_host.cu": (0, 0),  # no kernel of a GPU
 }
@@ -39,6 +41,8 @@ LOADS = {
     **dict.fromkeys(["add_half", "add_bfloat16", "encode_two_bits", "encode_one_bit", "add_parts", "widen"], 1),
     **dict.fromkeys(["count_digits", "deliver", "sift_above", "sift_parts", "add_decay", "decay_momentum"], 1),
     "select_chunks": 1,
+    "sign_descent": 2,
+    "signum": 3,
     **dict.fromkeys(["accumulate", "add_scaled", "correct_momentum", "encode_whole", "lbsgd_gather", "sgd", "lerp"], 2),
     **dict.fromkeys(["muon_average", "muon"], 2),
     **dict.fromkeys(["encode_int8", "encode_int4", "dither_int8", "dither_int4"], 2),

@@ -1,6 +1,7 @@
 """What the laws are tried with: every optimizer, every wrapper, and a step of every kind, as a user would write it."""
 
 from distopt.compress import (
+    DCT,
     Chunks,
     DeepGradientCompression,
     Dense,
@@ -131,6 +132,8 @@ MODES = {
     "chunks": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(Chunks(8, 64), value="2bit"))),
     "chunks in two phases": two_phase(ErrorFeedback(Chunks(8, 64))),
     "a memory that decays": two_phase(ErrorFeedback(Packed(Chunks(8, 64), value="2bit"), decay=0.9)),
+    "frequencies": lambda opt, loss: opt.step(loss, DCT(ErrorFeedback(Packed(Chunks(8, 64)), decay=0.9))),
+    "frequencies by owners": two_phase(DCT(ErrorFeedback(Chunks(8, 64)), tile=8)),
     "packed 2bit in two phases": two_phase(ErrorFeedback(Packed(TopK(0.1), value="2bit"))),
     "partial by seed": lambda opt, loss: opt.backward_and_partial_update(loss, share=0.3, seed=5),
 }

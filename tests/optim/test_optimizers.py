@@ -10,7 +10,7 @@ import pytest
 
 import laws
 from distopt import DistOpt, Parameter, run_ranks
-from distopt.optim import LAMB, LANS, LARS, LBSGD, SGD, AdaGrad, Adam, AdamW, RMSProp
+from distopt.optim import LAMB, LANS, LARS, LBSGD, SGD, AdaGrad, Adam, AdamW, RMSProp, Signum
 
 RULES = {
     "sgd": lambda **options: SGD(**{"lr": 0.125, "weight_decay": 0.25} | options),
@@ -19,6 +19,7 @@ RULES = {
     "adagrad": lambda **options: AdaGrad(**{"lr": 0.125, "weight_decay": 0.25} | options),
     "adam": lambda **options: Adam(**{"lr": 0.125, "weight_decay": 0.25} | options),
     "adamw": lambda **options: AdamW(**{"lr": 0.125, "weight_decay": 0.25} | options),
+    "signum": lambda **options: Signum(**{"lr": 0.125, "momentum": 0.9, "weight_decay": 0.25} | options),
     "lars": lambda **options: LARS(**{"lr": 0.125, "momentum": 0.9, "weight_decay": 0.25} | options),
     "lamb": lambda **options: LAMB(**{"lr": 0.125, "weight_decay": 0.25} | options),
     "lans": lambda **options: LANS(**{"lr": 0.125, "weight_decay": 0.25} | options),
