@@ -338,7 +338,8 @@ class SequentialTwoPhase:
                 of_rank = list(zip(pieces, results, strict=True))
                 self._breakdowns.append(shard_breakdown(codec, of_rank, shards.members, buckets[0][0]))
             self.gathered.append(message_bytes([result.data.nbytes for result in results]))
-        self._borders.see(shards, entries, buckets[0][2].step)
+        if codec.ragged:
+            self._borders.see(shards, entries, buckets[0][2].step)
         for number, (x, _, context, _) in enumerate(buckets):
             if shards.of_bucket[number]:
                 codec.decompress(payloads[number], x, context, shards.of_bucket[number])
