@@ -17,7 +17,7 @@ MOST = {  # calls of functions of this package in a step of three parameters on 
     "dense": (Dense(), 207),
     "half": (Half(), 222),
     "topk": (ErrorFeedback(TopK(0.1)), 262),
-    "dgc": (DeepGradientCompression(TopK(0.1), exclude_1d=False), 332),
+    "dgc": (DeepGradientCompression(TopK(0.1), exclude_1d=False), 334),
 }
 
 
