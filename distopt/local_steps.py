@@ -1,7 +1,8 @@
 """``LocalSteps``: ranks that train alone for a while, and then exchange how far they have come."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from distopt.comm import Communicator, world
 from distopt.comm.ordered import in_rank_order
 from distopt.compress import Compressor
 from distopt.engine.engine import Engine
-from distopt.engine.facade import Checkpointed, torch_model
+from distopt.engine.facade import Checkpointed, record_if_asked, torch_model
 from distopt.engine.local_state import EngineInnerState, LocalState
 from distopt.engine.local_steps import LocalTraining, alone, places
 from distopt.engine.nonfinite import Policy
@@ -19,6 +20,10 @@ from distopt.engine.outer_loop import outer_loop
 from distopt.engine.parameters import Loss
 from distopt.engine.spec import GradientHook, Options
 from distopt.optim import SGD, AnyOptimizer
+
+if TYPE_CHECKING:
+    from distopt.volume import Advice, Wire
+    from distopt.volume.cost import Link
 
 
 class LocalSteps(Checkpointed):
@@ -146,6 +151,8 @@ class LocalSteps(Checkpointed):
                 self._training.begin([(p, None) for p in self._model.parameters])
                 if broadcast:
                     self._model.broadcast_others(comm)
+        for fragment in loop.fragments:
+            record_if_asked(fragment.engine)
 
     def __call__(self, loss: Loss) -> bool:
         """Make one local step; at the end of a window exchange.  Collective at the first call and at exchanges.
@@ -205,6 +212,67 @@ class LocalSteps(Checkpointed):
     def local_rank(self) -> int:
         """This process among those of its node."""
         return self.communicator.local_rank
+
+    def observe(self, callback: Callable[[int, Mapping[str, float]], object] | None = None, every: int = 100) -> None:
+        """Call ``callback(exchange, numbers)`` behind every ``every``-th exchange, as ``DistOpt.observe`` at steps.
+
+        The numbers are of pseudo-gradients; exchanges are counted for each fragment.  With a ``delay`` the callback is
+        called in the thread in which fragments travel.
+
+        Args:
+            callback: any of ``distopt.monitor``, for example; None on ranks that need not know.
+            every: exchanges between two measurements, the same on all ranks; 0 ends them.
+
+        Raises:
+            TypeError: for what cannot be called, or for ``every`` that is no integer.
+            ValueError: for ``every`` below 0, and on a GPU, where nothing is measured.
+        """
+        from distopt.volume.observe import observe  # most trainings never ask
+
+        for fragment in self._training.outer.fragments:
+            observe(fragment.engine, callback, every)
+
+    def advise(
+        self,
+        link: "str | Link | Wire",
+        ranks: int | None = None,
+        modes: str | Sequence[str] | None = None,
+        measure: bool = True,
+    ) -> "Advice":
+        """Find what makes the exchange of these windows the fastest, beside dense exchanges at each step (``volume``).
+
+        Args:
+            link: as of ``DistOpt.advise``.
+            ranks: number of ranks; None for that of the communicator.
+            modes: as 'local=50+half,local=50+chunks+packed:2bit' (``volume.mode``); None for the usual ones in these
+                windows.
+            measure: time compression on this host.
+
+        Returns:
+            The advice, which can be printed; bytes and seconds are those of the mean step.
+
+        Raises:
+            RuntimeError: there is no plan yet; make a step first.
+            ValueError: a name does not exist, or a link is out of range.
+            TypeError: an argument has the wrong type.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import LocalSteps, Parameter
+            >>> p, opt = Parameter("w", np.ones(1000, np.float32)), LocalSteps(every=10)
+            >>> opt([(p, np.ones(1000, np.float32))])
+            True
+            >>> print(opt.advise("1Gbit", ranks=8, modes="local=10+half", measure=False).best)  # doctest: +SKIP
+        """
+        from distopt import volume  # most trainings never ask
+
+        outer = self._training.outer
+        buckets = [bucket.gradients for part in outer.fragments for bucket in part.engine.store.buckets]
+        local = f"local={outer.windows.every}/{outer.windows.fragments}"
+        chosen = [f"{local}+{name}" for name in volume.DEFAULT] if modes is None else modes
+        timed = volume.compute.measure if check_bool("measure", measure) else None
+        asked = self.world_size if ranks is None else ranks
+        return volume.advise(buckets, asked, volume.wire(link), chosen, 0.0, timed)
 
     def join(self) -> None:
         """Take part in the others' exchanges, without batches, until no rank has any.  Collective in the end.

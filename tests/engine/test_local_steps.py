@@ -1,6 +1,7 @@
 """Local steps: the laws of DiLoCo and of its streaming form, on ranks whose gradients differ."""
 
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from distopt.comm import Metered
 from distopt.compress import Chunks, DeepGradientCompression, Dense, ErrorFeedback, Half, Int8, Packed, TopK
 from distopt.engine.outer_loop import Windows, cut
 from distopt.optim import SGD, Adam, AdamW
+from distopt.volume.tape.join import join
 
 SHAPES = {"w": (7, 5), "b": (5,), "v": (300,), "s": ()}
 
@@ -456,3 +458,34 @@ def test_virtual_ranks_keep_masters_of_their_own():
         sim(lambda rank, step=step: list(loss(params, rank, step)))
     for rank, mine in enumerate(run_ranks(2, main)):
         assert all(np.array_equal(x, y) for x, y in zip(sim._local[rank].values(), mine, strict=True))
+
+
+def test_what_is_sent_can_be_observed_and_advised_on():
+    def main(comm):
+        seen = []
+        opt = LocalSteps(SGD(0.1), comm, every=3, compressor=ErrorFeedback(TopK(0.1)))
+        opt.observe(lambda exchange, numbers: seen.append((exchange, numbers["density"])), every=1)
+        params = parameters()
+        for step in range(6):
+            opt(list(loss(params, comm.rank, step)))
+        advice = opt.advise("1GbE", ranks=8, measure=False)
+        return seen, advice.best.name, str(opt.plan)
+
+    for seen, best, plan in run_ranks(2, main):
+        assert [exchange for exchange, _ in seen] == [1, 2]
+        assert all(0.08 < density < 0.12 for _, density in seen)
+        assert best.startswith("local=3/1+")
+        assert "exchange: every 3 steps; gather" in plan
+
+
+def test_pseudo_gradients_can_be_recorded(tmp_path, monkeypatch):
+    """And sent again in other modes, as gradients of a training."""
+    monkeypatch.setenv("DISTOPT_RECORD", f"2:1:{tmp_path}")
+    main = functools.partial(train, steps=6, every=3, outer=SGD(1.0))
+    start = data(parameters())
+    _, params = run_ranks(1, lambda comm: main(comm))[0]
+    tape = join(tmp_path, tmp_path / "tape", "train.py")
+    assert [entry.name for entry in tape.order] == list(SHAPES)
+    found = [dict((p.name, g) for p, g in tape.losses(step)(0)) for step in tape.steps]
+    for name, x, p in zip(SHAPES, start, params, strict=True):
+        np.testing.assert_allclose(sum(step[name] for step in found), x - p.data, rtol=1e-4, atol=1e-6)

@@ -29,7 +29,7 @@ HEAVY = {
 }
 LEVEL = {name: row for row, names in enumerate(ROWS) for name in names.split()}
 # Imports that go up, inside functions that most programs never call: opt.advise, opt.observe, and for distopt record.
-LATE = {("dist_opt.py", "distopt.volume"), ("engine/facade.py", "distopt.volume")}
+LATE = {(path, "distopt.volume") for path in ("dist_opt.py", "local_steps.py", "engine/facade.py")}
 UP = {path for path, _ in LATE}
 PACKAGE = Path(distopt.__file__).parent
 
