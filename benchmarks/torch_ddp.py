@@ -3,6 +3,7 @@
     [--save]              exchange and update of ResNet-50's 161 tensors
     --end-to-end [--save] a small CNN and a ResNet-18 that compute, on random images
     --link 1gbit [--save] exchange and update of ResNet-50 between two hosts (benchmarks/namespaces.py: needs root)
+    --link 100mbit --local [--save] models that compute, with exchanges every 30 steps, between two hosts
 
 The anchor is DDP with gradients as views of its buckets, and torch's fused optimizer.  It and all cases of distopt are
 in the same processes, of one thread each, and take turns.  ResNet-50's gradients are there already: its backward clones
@@ -32,7 +33,7 @@ from benchmarks.models import MODELS
 from benchmarks.namespaces import ADDRESSES, INTERFACE, missing, two_hosts
 from benchmarks.torch_models import loss_on_random_images, resnet18, small_cnn
 from distopt.cli.launcher import find_launcher
-from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, Int8, Packed, TopK
+from distopt.compress import Chunks, DeepGradientCompression, ErrorFeedback, Half, Int8, Packed, TopK
 
 RULES = {
     "SGD": {"lr": 1e-6, "momentum": 0.9, "weight_decay": 1e-4},
@@ -171,6 +172,41 @@ def between_hosts():
     return [dense, compressed]
 
 
+# -- windows of local steps between hosts
+
+
+def windows(every, **options):
+    """A case of ``dt.local_steps``: a call is all steps of a window."""
+
+    def make(model, loss):
+        optimizer = fused(model)
+        dt.local_steps(model, optimizer, every=every, **options)
+        return repeated(step_of(model, optimizer, loss), every)
+
+    return make
+
+
+def repeated(step, times):
+    def steps():
+        for _ in range(times):
+            step()
+
+    return steps
+
+
+def sparse_loco():
+    compressor = ErrorFeedback(Packed(Chunks(64, 4096), value="2bit"), decay=0.95)
+    return {"compressor": compressor, "outer": distopt.optim.SGD(1.0), "over": "senders"}
+
+
+EVERY = 30
+LOCAL = {
+    f"dt.local_steps, every {EVERY}": windows(EVERY),
+    "the same in 5 fragments, taken 3 steps later": windows(EVERY, fragments=5, delay=3, alpha=0.5),
+    "SparseLoCo: 64 of 4,096 in two bits": windows(EVERY, **sparse_loco()),
+}
+
+
 # -- tables
 
 
@@ -237,6 +273,26 @@ def over_a_link(given, ranks):
         yield table(f"resnet50, SGD, {ranks}: exchange and update, the backward taken off", times, DDP)
 
 
+def local_over_a_link(given, ranks):
+    """Whole windows of local steps, divided by their steps, beside steps that exchange gradients."""
+    rank = distopt.world().rank
+    for name, make_model, shape in [
+        ("small CNN, 64 images of 8 x 8", small_cnn, (64, 1, 8, 8)),
+        ("ResNet-18, 8 images of 32 x 32", resnet18, (8, 3, 32, 32)),
+    ]:
+        loss = loss_on_random_images(shape, rank)
+        cases = {
+            DDP: hooked()(make_model(), loss),
+            "dt.synchronize, int8": sending(ErrorFeedback(Int8()))(make_model(), loss),
+            **{case: make(make_model(), loss) for case, make in LOCAL.items()},
+        }
+        seconds = take_turns(cases, given.rounds, 1)
+        for case in LOCAL:
+            seconds[case] = [s / EVERY for s in seconds[case]]
+        yield table(f"{name} a rank, SGD, {ranks}: the mean step", seconds, DDP)
+        yield "\n".join(f"  {case:44} {1 / statistics.median(s):9.3f} steps a second" for case, s in seconds.items())
+
+
 # -- ranks
 
 
@@ -247,6 +303,8 @@ def work(given):
     world = distopt.world()
     kind = "link" if given.link else f"{'end_to_end-' * given.end_to_end}{given.launcher}"
     make = over_a_link if given.link else end_to_end if given.end_to_end else exchange_and_update
+    if given.local:
+        kind, make = f"local-{given.link}", local_over_a_link
     tables = list(make(given, f"{world.size} ranks, {f'two hosts, {given.link}' if given.link else given.launcher}"))
     if world.rank == 0:
         text = "\n\n".join([f"{versions('numpy', 'mpi4py', 'torch')}\n{world.reason}", *tables])
@@ -305,6 +363,7 @@ def main():
     parser.add_argument("--launcher", choices=("torchrun", "mpirun"), default="torchrun")
     parser.add_argument("--end-to-end", action="store_true", help="models that compute")
     parser.add_argument("--link", metavar="RATE", help="two hosts, and what the cable between them carries: 1gbit")
+    parser.add_argument("--local", action="store_true", help="with --link: windows of local steps")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", action="store_true", help="keep the tables in benchmarks/results")
     given = parser.parse_args()
