@@ -15,11 +15,12 @@ import time
 from benchmarks import stub_cuda
 from benchmarks.measure import interleaved, report, versions
 from benchmarks.models import MODELS
-from distopt import DistOpt, Parameter, optim
-from distopt.compress import Chunks, DeepGradientCompression, ErrorFeedback, Packed, TopK, TwoBit
+from distopt import DistOpt, LocalSteps, Parameter, optim
+from distopt.compress import DCT, Chunks, DeepGradientCompression, ErrorFeedback, Packed, TopK, TwoBit
 
 RANKS = 8
 DGC = DeepGradientCompression(Packed(TopK(0.001)))
+DEMO = DCT(ErrorFeedback(Packed(Chunks(32, 4096)), decay=0.999))
 CHUNKS = ErrorFeedback(Packed(Chunks(), value="2bit"))
 REFERENCE = 50e-3  # seconds of ``loop`` on the core for which the budgets hold
 
@@ -37,6 +38,7 @@ CASES = {  # name: model, optimizer, compressor, whether gradients are new array
     "ResNet-50 top-K 0.1 %, gather": ("resnet50", sgd, ErrorFeedback(TopK(0.001)), True, "gather", 3.0),
     "ResNet-50 top-K 0.1 %, two phases": ("resnet50", sgd, ErrorFeedback(TopK(0.001)), True, "auto", 3.0),
     "ResNet-50 chunks 64 of 4,096, packed": ("resnet50", sgd, CHUNKS, True, "auto", None),
+    "ResNet-50 DeMo, packed": ("resnet50", lambda: optim.Signum(1e-3), DEMO, True, "auto", None),
     "ResNet-50 two bits, two phases": ("resnet50", sgd, ErrorFeedback(TwoBit()), True, "auto", None),
     "ResNet-50 DGC packed, gather": ("resnet50", lambda: optim.SGD(0.1), DGC, True, "gather", 4.0),
     "ResNet-50 DGC packed, two phases": ("resnet50", lambda: optim.SGD(0.1), DGC, True, "auto", 4.0),
@@ -50,6 +52,28 @@ def step_of(model, make, compressor, new, exchange):
     sets = [[(p, stub_cuda.array(p.data.shape)) for p in params] for _ in range(3 if new else 1)]
     losses, opt = itertools.cycle(sets), DistOpt(make(), stub_cuda.communicator(RANKS))
     return lambda: opt.step(next(losses), compressor, exchange=exchange)
+
+
+OTHERS = {  # of ResNet-50, with gradients that are new arrays: what is made of a communicator, and how it steps
+    "a local step": (lambda comm: LocalSteps(sgd(), comm, every=10**6), lambda opt, loss: opt(loss)),
+    "a local step and a dense exchange": (lambda comm: LocalSteps(sgd(), comm, every=1), lambda opt, loss: opt(loss)),
+    "a local step, an exchange of chunks": (
+        lambda comm: LocalSteps(sgd(), comm, every=1, outer=optim.SGD(1.0), compressor=CHUNKS),
+        lambda opt, loss: opt(loss),
+    ),
+    "a share of 1/200 averaged": (
+        lambda comm: DistOpt(sgd(), comm),
+        lambda opt, loss: opt.backward_and_partial_update(loss, share=0.005),
+    ),
+}
+
+
+def other_step_of(make, step):
+    """A step of a rank that is not one of ``DistOpt.step``."""
+    params = [Parameter(name, stub_cuda.array(shape)) for name, shape in reversed(MODELS["resnet50"]())]
+    losses = itertools.cycle([[(p, stub_cuda.array(p.data.shape)) for p in params] for _ in range(3)])
+    opt = make(stub_cuda.communicator(RANKS))
+    return lambda: step(opt, next(losses))
 
 
 def loop():
@@ -68,9 +92,11 @@ def main():
     stub_cuda.install()
     names = ("kernels", "graphs", "NCCL calls", "NCCL groups", "copies", "memsets", "event operations")
     lines = [versions("numpy", "cupy-cuda13x"), ""]
-    lines += [f"  {'one step of one of 8 ranks':34}" + "".join(f"{n:>17}" for n in names) + f"{'ms':>8}{'scaled':>8}"]
-    for name, (model, make, compressor, new, exchange, budget) in CASES.items():
-        step = step_of(model, make, compressor, new, exchange)
+    lines += [f"  {'one step of one of 8 ranks':46}" + "".join(f"{n:>17}" for n in names) + f"{'ms':>8}{'scaled':>8}"]
+    cases = {name: (lambda case=case: step_of(*case), budget) for name, (*case, budget) in CASES.items()}
+    cases |= {f"ResNet-50, {name}": (lambda case=case: other_step_of(*case), None) for name, case in OTHERS.items()}
+    for name, (make, budget) in cases.items():
+        step = make()
         for _ in range(8):
             step()
         stub_cuda.counts.clear()
@@ -79,7 +105,7 @@ def main():
         gc.collect()
         times = interleaved({"step": step, "loop": loop}, rounds=9, calls=20, clock=time.thread_time)
         scaled = [mine / this * REFERENCE * 1e3 for mine, this in zip(times["step"], times["loop"], strict=True)]
-        line = f"  {name:34}" + "".join(f"{per_step.get(n, 0):17}" for n in names)
+        line = f"  {name:46}" + "".join(f"{per_step.get(n, 0):17}" for n in names)
         line += f"{statistics.median(times['step']) * 1e3:8.2f}{statistics.median(scaled):8.2f}"
         if budget:
             line += f"  budget {budget:g}: {'met' if statistics.median(scaled) <= budget else 'MISSED'}"
