@@ -253,6 +253,13 @@ class Communicator(abc.ABC):
     def make_duplicate(self) -> "Communicator":
         """Make what ``duplicate`` returns, which calls this once.  Collective."""
 
+    def separate(self) -> "Communicator":
+        """Return a communicator as ``duplicate`` does, but another one at each call, for the caller alone.  Collective.
+
+        The caller closes it, unless it is this one.
+        """
+        return self.make_duplicate()
+
     def subgroup(self, groups: Iterable[Iterable[int]]) -> "Communicator":
         """Return a communicator of this rank's group, with separate messages.
 
@@ -351,10 +358,18 @@ class Wrapper(Communicator):
 
     def make_duplicate(self) -> Communicator:
         """Make the same wrapper around a duplicate of the wrapped communicator.  Collective."""
-        duplicate = copy.copy(self)
-        duplicate.comm = self.comm.duplicate()
-        duplicate.control, duplicate._subgroups = duplicate.comm.control, {}
-        return duplicate
+        return self.moved_to(self.comm.duplicate())
+
+    def separate(self) -> Communicator:
+        """Return the same wrapper around a communicator of the caller's alone.  Collective."""
+        return self.moved_to(self.comm.separate())
+
+    def moved_to(self, comm: Communicator) -> Communicator:
+        """Return the same wrapper around another communicator of the same ranks."""
+        other = copy.copy(self)
+        other.comm, other.control = comm, comm.control
+        other._second, other._subgroups = None, {}
+        return other
 
     def make_subgroup(self, groups: Groups) -> Communicator:
         """Make the same wrapper around a group of the wrapped communicator.  Collective."""

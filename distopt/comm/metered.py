@@ -102,11 +102,11 @@ class Metered(Wrapper):
         """Drop all entries and sums of the ledger."""
         self.ledger.clear()
 
-    def make_duplicate(self) -> Communicator:
-        """Make a duplicate of the wrapped communicator with the same ledger and a separate tag.  Collective."""
-        duplicate = super().make_duplicate()
-        duplicate._meter = copy.copy(self._meter)  # type: ignore[attr-defined]  # the same ledger, a separate tag
-        return duplicate
+    def moved_to(self, comm: Communicator) -> Communicator:
+        """Return a meter of another communicator of the same ranks, with the same ledger and a separate tag."""
+        other = super().moved_to(comm)
+        other._meter = copy.copy(self._meter)  # type: ignore[attr-defined]
+        return other
 
     def make_subgroup(self, groups: Groups) -> Communicator:
         """Make a meter of a group, with the same ledger.  Collective."""

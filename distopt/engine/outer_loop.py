@@ -151,9 +151,8 @@ class Fragment:
         sizes, dtypes = [x.size for x in local.values()], [compute_dtype(x.dtype) for x in local.values()]
         like, flats = next(iter(local.values())), dict[str, np.ndarray]()
         for spec in plan(list(local), sizes, dtypes, self.engine.threshold).buckets:
-            flat, counts = (
-                device.persistent_zeros(n, t, like) for n, t in ((spec.size, spec.dtype), (len(spec.names), "i8"))
-            )
+            flat = device.persistent_zeros(spec.size, spec.dtype, like)
+            counts = device.persistent_zeros(len(spec.names), np.int64, like)
             for table in tables(spec, local):
                 kernels.pack(table, flat, 1.0, counts, math.inf)
             self._flats.append(flat)
@@ -272,7 +271,7 @@ class OuterLoop:
         self.comm, self.windows, self._alpha, self._places = comm, windows, alpha, places
         self._line = f"{spec.label}, alpha={alpha}, {line}"
         in_flight = windows.delay > 0 and comm.may_overlap  # elsewhere an exchange ends before training goes on
-        self._own = comm.make_duplicate() if in_flight else comm  # of this loop alone, as its thread may outlive it
+        self._own = comm.separate() if in_flight else comm  # of this loop alone, as its thread may outlive it
         self.fragments = [Fragment(make_outer(self._own), spec) for _ in range(windows.fragments)]
         self.step, self.begun, self.hooks = 0, False, list[StepHook]()
         self.restored: dict[str, np.ndarray] = {}
@@ -321,20 +320,27 @@ class OuterLoop:
     def advance(self) -> None:
         """Count a step, and do what is due behind it: take what comes back, then send.  Collective then."""
         self.step += 1
-        due = [fragment for fragment in self.fragments if fragment.due == self.step]
-        if due:
-            self.land()
+        taken = self._take_due()
         number = self.windows.sent_behind(self.step)
         if number is not None and self.fragments[number].values:
-            self._send(self.fragments[number], due)
-        for fragment in due:
-            fragment.due = 0
-            fragment.take(self._places(), self._alpha)
-        for hook in self.hooks if due else ():
+            self._send(self.fragments[number])
+            taken |= self._take_due()  # without a delay it is due at once
+        for hook in self.hooks if taken else ():
             hook.after_call(self.step, True)
 
-    def _send(self, fragment: Fragment, due: list[Fragment]) -> None:
-        """Send a fragment; add it to those that are due if it need not travel while training goes on."""
+    def _take_due(self) -> bool:
+        """Take the new values of fragments that are due; tell if there were any."""
+        due = [fragment for fragment in self.fragments if fragment.due == self.step]
+        for fragment in due:
+            fragment.due = 0
+        if due:
+            self.land()
+        for fragment in due:
+            fragment.take(self._places(), self._alpha)
+        return bool(due)
+
+    def _send(self, fragment: Fragment) -> None:
+        """Send a fragment, which travels while training goes on."""
         joined = self._own_steps is not None and self._own_steps <= fragment.sent
         if joined:
             fragment.bring_nothing()
@@ -344,9 +350,6 @@ class OuterLoop:
         fragment.sent, fragment.due = self.step, self.step + self.windows.delay
         with self._side or contextlib.nullcontext():
             self._carrier.start(lambda: fragment.exchange(joined))
-        if not self.windows.delay:
-            self.land()
-            due.append(fragment)
 
     def land(self) -> None:
         """Wait for what is in flight; raise what went wrong there."""

@@ -162,14 +162,16 @@ class LocalSimulation:
     def _advance(self) -> None:
         """Do what ``OuterLoop.advance`` does, of all ranks; what is in flight is there at once."""
         self.step_counter += 1
-        due = [fragment for fragment in self._fragments if fragment.due == self.step_counter]
+        self._take_due()
         number = self._windows.sent_behind(self.step_counter)
         if number is not None and self._fragments[number].values:
             fragment = self._fragments[number]
             run_virtual(fragment.engine, lambda rank: self._measured(fragment, rank), self._spec)
             fragment.due = self.step_counter + self._windows.delay
-            due += [] if self._windows.delay else [fragment]
-        for fragment in due:
+            self._take_due()
+
+    def _take_due(self) -> None:
+        for fragment in [fragment for fragment in self._fragments if fragment.due == self.step_counter]:
             fragment.due = 0
             for rank, engine in enumerate(self._inner):
                 with self._turn(rank):

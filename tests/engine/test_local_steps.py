@@ -14,6 +14,7 @@ from distopt.compress import Chunks, DeepGradientCompression, Dense, ErrorFeedba
 from distopt.engine.outer_loop import Windows, cut
 from distopt.optim import SGD, Adam, AdamW
 from distopt.volume.tape.join import join
+from launch import needs_mpi, run_mpi
 
 SHAPES = {"w": (7, 5), "b": (5,), "v": (300,), "s": ()}
 
@@ -382,6 +383,31 @@ def test_bad_arguments_are_refused_at_once(options, kind, text):
         LocalSteps(SGD(0.1), **options)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_exchange_that_is_refused_is_refused_on_all_ranks_and_training_can_be_saved(delay, tmp_path):
+    """The inner optimizer has run away on one rank, without a gradient that is not finite."""
+
+    class Jump:
+        def update(self, param, grad):
+            param.data -= grad * np.float32(np.inf if grad[0] == 7 else 1)
+
+    def main(comm):
+        p = Parameter("w", np.zeros(2, np.float32))
+        opt = LocalSteps(Jump(), comm, every=2, delay=delay, outer=SGD(1.0))
+        for step in range(2 + delay):
+            g = np.full(2, 7 if comm.rank and step == 1 else 1, np.float32)
+            if step < 1 + delay:
+                opt([(p, g)])
+            else:
+                with pytest.raises(FloatingPointError, match="gradients of exchange 1 are not finite: rank 1: w"):
+                    opt([(p, g)])
+        assert opt.global_parameters["w"].tolist() == [0, 0]
+        path = opt.save(tmp_path, [p])
+        LocalSteps(Jump(), comm, every=2, delay=delay, outer=SGD(1.0)).load(path, [p])
+
+    run_ranks(2, main)
+
+
 def test_ranks_that_differ_all_raise():
     def main(comm):
         with pytest.raises(ValueError, match=r"ranks differ: .*every 3 steps"):
@@ -489,3 +515,26 @@ def test_pseudo_gradients_can_be_recorded(tmp_path, monkeypatch):
     found = [dict((p.name, g) for p, g in tape.losses(step)(0)) for step in tape.steps]
     for name, x, p in zip(SHAPES, start, params, strict=True):
         np.testing.assert_allclose(sum(step[name] for step in found), x - p.data, rtol=1e-4, atol=1e-6)
+
+
+def trained_in_every_way(comm):
+    """{compressor and way: parameters}, of which a transport must not change a bit."""
+    found = {}
+    for name, make in COMPRESSORS.items():
+        for way in ("windows", "fragments"):
+            options = {"compressor": make(), "outer": SGD(0.7), "exchange": "two_phase", "deterministic": True}
+            opt, params = train(comm, 7 + comm.rank, lambda: Adam(0.01), every=3, **options, **STREAMS[way])
+            opt.join()
+            opt.close()
+            found[f"{name} {way}"] = np.concatenate([x.ravel() for x in data(params)])
+    return found
+
+
+@needs_mpi
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_have_the_bits_of_threads(size, tmp_path):
+    for mine, threads in zip(
+        run_mpi(size, trained_in_every_way, tmp_path), run_ranks(size, trained_in_every_way), strict=True
+    ):
+        assert mine.keys() == threads.keys()
+        assert [name for name in mine if not np.array_equal(mine[name], threads[name])] == []
