@@ -266,6 +266,7 @@ def test_fragments_are_streaming_diloco(fragments, delay, alpha):
             np.testing.assert_allclose(x, wanted, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("streams", [{}, {"fragments": 2, "delay": 2, "alpha": 0.5}])
 @pytest.mark.parametrize("name", ["dense", "top-K"])
 @pytest.mark.parametrize("at", range(1, 8))
@@ -445,6 +446,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_virtual_ranks_have_the_bits_and_bytes_of_ranks(name, streams):
