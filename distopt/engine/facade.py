@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from distopt.buckets import Plan
+from distopt.comm import Communicator
 from distopt.engine.checkpointer import Checkpointer
 from distopt.engine.engine import Engine
 from distopt.engine.hooks import RECORD
@@ -41,10 +42,11 @@ class Facade:
     Args:
         engine: makes the steps.
         arguments: the options by name, as the user gave them.
+        ranks: all ranks; None for those of the engine.
     """
 
-    def __init__(self, engine: Engine, arguments: dict[str, Any]):
-        self.engine, self._arguments = engine, arguments
+    def __init__(self, engine: Engine, arguments: dict[str, Any], ranks: Communicator | None = None):
+        self.engine, self._arguments, self._ranks = engine, arguments, ranks or engine.comm
 
     @property
     def opt(self) -> Any:
@@ -89,7 +91,7 @@ class Facade:
     def __repr__(self) -> str:
         """One line: the optimizer with its numbers as they are now, the rank, the steps so far, the chosen options."""
         engine = self.engine
-        state = [f"rank {engine.comm.rank} of {engine.comm.size}", f"{self.step_counter} steps"]
+        state = [f"rank {self._ranks.rank} of {self._ranks.size}", f"{self.step_counter} steps"]
         usual = inspect.signature(type(self)).parameters
         chosen = [f"{n}={v!r}" for n, v in self._arguments.items() if n in usual and v != usual[n].default]
         optimizer = str(engine.optimizer).removeprefix("optimizer ")
@@ -183,8 +185,8 @@ class Checkpointed(Facade):
     """
 
     def __init__(self, engine: Engine, arguments: dict[str, Any], training: TrainingState | None = None):
-        super().__init__(engine, arguments)
         self._state = training or EngineState(engine, engine.options.lines(engine.comm))
+        super().__init__(engine, arguments, self._state.comm)
         self._checkpointer = Checkpointer(self._state)
 
     def close(self) -> None:

@@ -506,6 +506,16 @@ def test_what_is_sent_can_be_observed_and_advised_on():
         assert "exchange: every 3 steps; gather" in plan
 
 
+def test_its_text_has_all_ranks_and_what_was_chosen():
+    def main(comm):
+        opt = LocalSteps(SGD(0.5), comm, every=7, fragments=2)
+        return repr(opt)
+
+    for rank, text in enumerate(run_ranks(2, main)):
+        assert text.startswith("LocalSteps(SGD(lr=0.5")
+        assert text.endswith(f", rank {rank} of 2, 0 steps, every=7, fragments=2)")
+
+
 def test_pseudo_gradients_can_be_recorded(tmp_path, monkeypatch):
     """And sent again in other modes, as gradients of a training."""
     monkeypatch.setenv("DISTOPT_RECORD", f"2:1:{tmp_path}")
