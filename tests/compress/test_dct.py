@@ -194,3 +194,16 @@ def test_what_cannot_be_transformed_is_refused():
             make()
     with pytest.raises(TypeError):
         DCT(7)
+
+
+def test_frequencies_cannot_be_observed_beside_gradients():
+    def main(comm):
+        w, opt = Parameter("w", np.zeros((8, 8), np.float32)), DistOpt(SGD(1.0), comm)
+        loss, demo = [(w, np.ones((8, 8), np.float32))], DCT(ErrorFeedback(TopK(0.1)))
+        opt.observe(None, every=2)
+        assert opt.step(loss, demo)
+        with pytest.raises(ValueError, match="compressor must send entries of gradients where it is observed"):
+            opt.step(loss, demo)
+        assert opt.step(loss, TopK(0.1))
+
+    run_ranks(2, main)

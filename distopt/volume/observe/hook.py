@@ -6,7 +6,7 @@ import numpy as np
 
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
-from distopt.compress import Compressor
+from distopt.compress import DCT, Compressor
 from distopt.engine.engine import Engine
 from distopt.engine.hooks import StepHook
 from distopt.engine.spec import StepSpec
@@ -44,7 +44,17 @@ class QualityHook(StepHook):
         return self.observer.measures_step
 
     def begin(self, step: int, spec: StepSpec, exchanges: int) -> None:
+        """Begin a step, whose gradients are compared with what is sent of them.
+
+        Raises:
+            ValueError: the step sends coefficients of a transform, which cannot be compared with gradients.
+        """
         self.observer.begin(step, spec.reduced, exchanges)
+        if self.observer.measures_step and isinstance(compressor := spec.compressor(), DCT):
+            raise ValueError(
+                f"compressor must send entries of gradients where it is observed, got {compressor!r}, which sends "
+                "frequencies; observe(every=0) ends it"
+            )
 
     def wrap_exchange(self, algorithm: Algorithm, compressor: Compressor) -> Algorithm:
         return self.observer.wrap(algorithm, compressor)
