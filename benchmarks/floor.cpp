@@ -31,6 +31,13 @@ UPDATE(adagrad) {
   }
 }
 
+UPDATE(signum) {
+  for (long long i = 0; i < n; ++i) {
+    m[i] = 0.9f * m[i] + scale * g[i];
+    p[i] -= lr * ((m[i] > 0) - (m[i] < 0) + decay * p[i]);
+  }
+}
+
 UPDATE(adam) {
   for (long long i = 0; i < n; ++i) {
     const float d = scale * g[i] + decay * p[i];

@@ -32,7 +32,7 @@ from distopt.compress import (
 from distopt.kernels.layout import BucketLayout
 
 ELEMENTWISE, SELECT = 0.9, 0.8  # budgets, of the copy
-ELEMENTS, BYTES_EACH = 1 << 28, 88  # of GPU memory: the copy's, and the states of all rules in turn
+ELEMENTS, BYTES_EACH = 1 << 28, 92  # of GPU memory: the copy's, and the states of all rules in turn
 RULES = {  # optimizer, arrays read or written of float32
     "sgd": (lambda: optim.SGD(1e-6), 3),
     "momentum sgd": (lambda: optim.SGD(1e-6, momentum=0.9, weight_decay=1e-4), 5),

@@ -52,6 +52,7 @@ int main() {
   adagrad_float(table, flat.data(), state.data(), &adagrad, nullptr);
   adam_float(table, flat.data(), state.data(), second.data(), &adam, nullptr);
   unpack_float(table, flat.data(), 2, nullptr);
+  lerp_float(table, flat.data(), 0.5, nullptr);
   std::vector<double> pieces(3 * first), sums(3 * count);
   const AdamW adamw = {plain, 0.9, 0.1, 0.9, 0.1, 1, 1e-6};
   const Lars lars = {plain, 0.9, 0.001, 1e-8};
@@ -69,6 +70,7 @@ int main() {
     }
     pack_float(table, flat.data(), 0.5, bad.data(), 1);
     unpack_float(table, flat.data(), 2, nullptr);
+    lerp_float(table, flat.data(), 0.5, nullptr);
     widen_float(table, peer.data(), nullptr);
     sgd_float(table, flat.data(), &plain, nullptr);
     adamw_float(table, flat.data(), state.data(), second.data(), &adamw, nullptr);
@@ -101,7 +103,7 @@ int main() {
     std::vector<half_t> half(n);
     accumulate_float(n, x.data(), y.data(), nullptr);
     clear_float(n, y.data(), nullptr);
-    scale_float(n, x.data(), 3);
+    scale_float(n, x.data(), 3, nullptr);
     clip_float(n, x.data(), 2);
     to_half_float(n, x.data(), half.data());
     from_half_float(n, half.data(), y.data());

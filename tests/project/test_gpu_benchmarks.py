@@ -41,7 +41,7 @@ def test_all_kernel_cases_find_room_in_the_bytes_that_are_counted_for_each_eleme
     assert 0.5 * gpu_kernels.BYTES_EACH * n < bytes_used() - before <= gpu_kernels.BYTES_EACH * n
 
 
-@pytest.mark.parametrize(("gigabytes", "elements"), [(80, 1 << 28), (16, 156 << 20), (8, 78 << 20)])
+@pytest.mark.parametrize(("gigabytes", "elements"), [(80, 1 << 28), (16, 149 << 20), (8, 74 << 20)])
 def test_arrays_are_as_large_as_the_free_memory_allows(gigabytes, elements, monkeypatch):
     monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: (gigabytes * 10**9, 10**11))
     assert benchmark_gpu.elements_that_fit(gpu_kernels.BYTES_EACH, gpu_kernels.ELEMENTS) == elements
