@@ -12,7 +12,7 @@ from distopt.comm import Communicator, world
 from distopt.comm.ordered import in_rank_order
 from distopt.compress import Compressor
 from distopt.engine.engine import Engine
-from distopt.engine.facade import Checkpointed, record_if_asked, torch_model
+from distopt.engine.facade import Checkpointed, plan_of, record_if_asked, torch_model
 from distopt.engine.local_state import EngineInnerState, LocalState
 from distopt.engine.local_steps import LocalTraining, alone, places
 from distopt.engine.nonfinite import Policy
@@ -187,11 +187,7 @@ class LocalSteps(Checkpointed):
     @property
     def plan(self) -> Plan | None:
         """The buckets of an exchange, of all fragments; printable.  None before the first call."""
-        plans = []
-        for fragment in self._training.outer.fragments:
-            engine = fragment.engine
-            found = engine.store.plan(engine.compressor, engine.reducers.describe(engine.compressor, engine.spec))
-            plans += [] if found is None else [found]
+        plans = [found for part in self._training.outer.fragments if (found := plan_of(part.engine)) is not None]
         if not plans:
             return None
         exchange = "; ".join(filter(None, (self._training.outer.windows.describe(), plans[0].exchange)))

@@ -36,6 +36,11 @@ def torch_model(opt: Any, params: Any) -> Any:
     return TorchModel.of_optimizer(opt) if params is None else TorchModel(params)
 
 
+def plan_of(engine: Engine) -> Plan | None:
+    """Return the plan of an engine, with what its last step's compressor sends, and how; None if there is none."""
+    return engine.store.plan(engine.compressor, engine.reducers.describe(engine.compressor, engine.spec))
+
+
 class Facade:
     """Hold an engine, and what was given to make it.
 
@@ -85,8 +90,7 @@ class Facade:
     @property
     def plan(self) -> Plan | None:
         """Which parameters share a bucket; printable.  None before the first step or ``gradient_views``."""
-        engine = self.engine
-        return engine.store.plan(engine.compressor, engine.reducers.describe(engine.compressor, engine.spec))
+        return plan_of(self.engine)
 
     def __repr__(self) -> str:
         """One line: the optimizer with its numbers as they are now, the rank, the steps so far, the chosen options."""
