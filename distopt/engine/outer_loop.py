@@ -206,6 +206,13 @@ class Fragment:
                 kernels.lerp(table, flat, alpha, self.engine.store.skip_flag)
 
 
+def begin_all(fragments: Sequence[Fragment], local: Arrays) -> None:
+    """Cut a model into fragments of about as many bytes, which begin with rank 0's local parameters.  Collective."""
+    names = list(local)
+    for fragment, run in zip(fragments, cut([x.nbytes for x in local.values()], len(fragments)), strict=True):
+        fragment.begin({names[k]: local[names[k]] for k in run})
+
+
 def tables(spec: BucketSpec, arrays: Arrays) -> list[BucketLayout]:
     """Return tables that bring arrays to their places in a bucket and back: one for each dtype of its members.
 
@@ -296,12 +303,10 @@ class OuterLoop:
         """
         self.engine.agreement.vote_on_line(START, self._line, error)
         check_apart(self.comm, local)
-        names, places = list(local), self._places()
-        runs = cut([x.nbytes for x in local.values()], len(self.fragments))
-        for fragment, run in zip(self.fragments, runs, strict=True):
-            fragment.begin({names[k]: local[names[k]] for k in run})
-            if not self.restored:
-                fragment.take(places, 0.0)
+        begin_all(self.fragments, local)
+        places = self._places()
+        for fragment in () if self.restored else self.fragments:
+            fragment.take(places, 0.0)
         self.begun = True
         self.restore(self.restored)
 

@@ -13,7 +13,7 @@ from distopt.comm.ledger import KEEP
 from distopt.compress import Compressor, Dense
 from distopt.engine.engine import Engine
 from distopt.engine.local_steps import alone, places
-from distopt.engine.outer_loop import Fragment, Windows, cut, outer_rule
+from distopt.engine.outer_loop import Fragment, Windows, begin_all, outer_rule
 from distopt.engine.spec import GradientHook, Options, StepSpec
 from distopt.optim import SGD, AnyOptimizer
 from distopt.volume.simulate import Losses, VirtualRanks, checked_hosts, run_virtual, virtual_engine
@@ -141,9 +141,7 @@ class LocalSimulation:
         for engine in self._inner:
             engine.store.collector.enroll(param for param, _ in pairs)
         values = self._inner[0].store.values
-        names, runs = list(values), cut([x.nbytes for x in values.values()], len(self._fragments))
-        for fragment, run in zip(self._fragments, runs, strict=True):
-            fragment.begin({names[k]: values[names[k]] for k in run})
+        begin_all(self._fragments, values)
         self._local = [{name: device.copied(x) for name, x in values.items()} for _ in self._inner]
         return pairs
 
