@@ -1,6 +1,9 @@
 // What only a host library has: the sources and the SIMD level that it was built from, the level of this CPU, a reader
 // of numpy's arrays, the end of MPI, and rounds of ranks that share memory.
 #include <limits.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
 #if defined(__linux__)
@@ -102,6 +105,19 @@ extern "C" void end_mpi() {
   int begun = 0, ended = 1;
   if (getpid() != mpi_process || mpi_initialized(&begun) || !begun || mpi_finalized(&ended) || ended) return;
   mpi_finalize();
+}
+
+// Lets the process that calls this end by a signal if it ends with a status other than 0.
+extern "C" void fail_by_signal() {
+#if defined(__GLIBC__)
+  on_exit(
+      [](int status, void *process) {
+        if (!status || getpid() != (pid_t)(long long)process) return;
+        fflush(nullptr);
+        raise(SIGKILL);
+      },
+      (void *)(long long)getpid());
+#endif
 }
 
 // The rounds of a board (distopt/comm/board.py), which ranks of one machine count in memory that they share.  Waiters

@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import struct
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,15 +49,16 @@ class Ends:
     Args:
         folder: the folder in which ranks leave their marks.
         size: the number of ranks.
-        launcher: the process id of the launcher.
+        launcher: the process id of the launcher, which may end before all ranks are known.
+        children: the ranks, if this process has started them: they are known before they have left a mark.
     """
 
-    def __init__(self, folder: Path, size: int, launcher: int):
-        self._folder, self._size = folder, size
+    def __init__(self, folder: Path, size: int, launcher: int, children: "Sequence[subprocess.Popen[bytes]]" = ()):
+        self._folder, self._size, self._children = folder, size, children
         self._ready = select.epoll()  # tells in the order in which things happened
-        self._launcher = self._open(launcher)
-        self._pids: dict[int, int] = {}  # by rank
-        self._handles: dict[int, int] = {}
+        self._launcher = -1 if children else self._open(launcher)
+        self._pids = {rank: child.pid for rank, child in enumerate(children)}
+        self._handles = {rank: self._open(pid) for rank, pid in self._pids.items()}
         self._pipes: dict[int, int] = {}  # ranks by pipe, which an end closes before a launcher can notice it
         self._closed: list[int] = []  # ranks whose pipe is closed
         self._ended: list[int] = []  # ranks
@@ -76,7 +78,26 @@ class Ends:
             if rank.rank not in self._pids:
                 self._pids[rank.rank], self._handles[rank.rank] = rank.pid, self._open(rank.pid)
                 self._open_pipe(rank.rank)
-        return ranks
+        unmarked = self._pids.keys() - {rank.rank for rank in ranks}
+        return ranks + [job.Rank(rank, self._pids[rank], {}, 0, "", "") for rank in sorted(unmarked)]
+
+    def ended(self, ranks: Sequence[job.Rank]) -> list[job.Rank]:
+        """Return the ranks that have ended so far, in that order."""
+        by_number = {rank.rank: rank for rank in ranks}
+        return [by_number[number] for number in self._ended]
+
+    def in_order(self, rank: job.Rank) -> bool:
+        """Tell if a rank that has ended came to the end of its script, with exit code 0."""
+        left = rank.crash or rank.marks.keys() & {job.EXIT, job.OS_EXIT, job.SPOKEN}
+        return job.DONE in rank.marks and not left and not self._status(rank.rank)
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to a rank, if it has not ended."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._handles[rank] >= 0:
+                signal.pidfd_send_signal(self._handles[rank], number)
+            elif rank not in self._ended:
+                os.kill(self._pids[rank], number)
 
     def _open(self, pid: int) -> int:
         """Return a handle that becomes readable when a process ends; -1 if it has ended, or without pidfd_open."""
@@ -116,11 +137,11 @@ class Ends:
         for rank in (by_number[number] for number in self._ended):
             if rank in by_itself or job.DONE not in rank.marks or self._status(rank.rank):
                 if spoken:
-                    return Fault("", self._code(spoken[0]))
+                    return Fault("", self.code(spoken[0]))
                 # whom a launcher ends leaves no mark, but may be gone before the kernel tells of the end that caused it
                 closed = [by_number[number] for number in self._closed if self._is_gone(number)]
                 first = rank if rank in by_itself else [*by_itself, *closed, rank][0]
-                return Fault(self._told(first), self._code(first))
+                return Fault(self.told(first), self.code(first))
         joined = [rank.rank for rank in ranks if job.MPI in rank.marks]
         never = [rank.rank for rank in ranks if job.DONE in rank.marks and job.MPI not in rank.marks]
         if joined and never:
@@ -136,24 +157,23 @@ class Ends:
             time.sleep(0.01)
         return True
 
-    def _told(self, rank: job.Rank) -> str:
+    def told(self, rank: job.Rank) -> str:
         """Describe how a rank ended: a line, and the traceback of a crash."""
         status = self._status(rank.rank)
-        where = f"after {rank.last}" if rank.votes else "before distopt.world()"
         if rank.crash:
             trace = [line for line in rank.crash.rstrip().splitlines() if not RUNNER.search(line)]
-            return "\n".join([f"rank {rank.rank} crashed {where}", *trace])
-        for kind, name in ((job.OS_EXIT, "os._exit({})"), (job.EXIT, "exit code {}")):
+            return "\n".join([f"rank {rank.rank} crashed {rank.where}", *trace])
+        for kind, name in ((job.SPOKEN, "exit code {}"), (job.OS_EXIT, "os._exit({})"), (job.EXIT, "exit code {}")):
             if kind in rank.marks:
                 how = name.format(*sorted(rank.marks[kind]))
-                return f"rank {rank.rank} ended by {how} {where}"
+                return f"rank {rank.rank} ended by {how} {rank.where}"
         if status is None:
-            return f"rank {rank.rank} ended without a word {where}: killed, or left by an exit of C's"
+            return f"rank {rank.rank} ended without a word {rank.where}: killed, or left by an exit of C's"
         if status < 0:
-            return f"rank {rank.rank} was killed by {signal.Signals(-status).name} {where}"
-        return f"rank {rank.rank} ended without a word {where}: by an exit of C's, with code {status}"
+            return f"rank {rank.rank} was killed by {signal.Signals(-status).name} {rank.where}"
+        return f"rank {rank.rank} ended without a word {rank.where}: by an exit of C's, with code {status}"
 
-    def _code(self, rank: job.Rank) -> int:
+    def code(self, rank: job.Rank) -> int:
         """Return the exit code of a rank that failed, as a shell has it; 0 if only the launcher knows it."""
         kinds = (job.SPOKEN, job.OS_EXIT, job.EXIT)
         marked = [int(code) for kind in kinds for code in rank.marks.get(kind, ())]
@@ -165,6 +185,8 @@ class Ends:
 
     def _status(self, rank: int) -> int | None:
         """Return a rank's status as ``subprocess`` has it; None where the kernel does not tell."""
+        if self._children:
+            return self._children[rank].poll()
         buffer = bytearray(INFO.pack(HAS_EXIT, *[0] * 13))
         deadline = time.monotonic() + 0.2
         while self._handles[rank] >= 0:

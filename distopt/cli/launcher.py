@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distopt.kernels import signatures
-from distopt.resilience import job
+from distopt.resilience import job, membership
 
 INSTALL = "pip install 'distopt[mpi]'"
 
@@ -26,31 +26,36 @@ class Launcher(NamedTuple):
     path: str
     brand: str
 
-    def command(self, ranks: int) -> list[str]:
+    def command(self, ranks: int, *options: str) -> list[str]:
         """Return the command before ``python script.py``: output tagged by rank, more ranks than cores allowed."""
         flags = {"MPICH": ["-l"], "Open MPI": ["--output", "rank", "--oversubscribe", "--bind-to", "none"]}[self.brand]
-        return [self.path, *flags, "-n", str(ranks)]
+        return [self.path, *flags, *options, "-n", str(ranks)]
 
     def environment(self, ranks: int) -> dict[str, str]:
         """Return the environment of the ranks.
 
         It gives each a fair share of the cores for BLAS, and keeps ranks on this machine.
         """
-        cores = len(os.sched_getaffinity(0))
-        share = str(max(1, cores // ranks))
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), share)
-        crowded = {"OMPI_MCA_mpi_yield_when_idle": "1"} if ranks > cores else {}
-        env = (
-            threads
-            | (OPEN_MPI | crowded if self.brand == "Open MPI" else MPICH)
-            | dict(os.environ)
-            | {"DISTOPT_RUN": str(ranks)}
-        )
-        if sys.stderr.isatty():
-            env["DISTOPT_TTY"] = "1"  # ranks write to pipes, but somebody is watching
-        env.pop("TORCHELASTIC_RUN_ID", None)  # a torchrun around this one has not started the ranks
-        env.pop("PYTHONUNBUFFERED", None)  # it writes each argument of print apart, so that lines of ranks mix
-        return env
+        crowded = {"OMPI_MCA_mpi_yield_when_idle": "1"} if ranks > len(os.sched_getaffinity(0)) else {}
+        return environment(ranks, OPEN_MPI | crowded if self.brand == "Open MPI" else MPICH)
+
+
+def environment(ranks: int, defaults: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of ranks that this process starts, which each get a fair share of the cores for BLAS.
+
+    Args:
+        ranks: their number.
+        defaults: variables that hold unless this process has others.
+    """
+    share = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), share)
+    env = threads | dict(defaults) | dict(os.environ) | {"DISTOPT_RUN": str(ranks)}
+    if sys.stderr.isatty():
+        env["DISTOPT_TTY"] = "1"  # ranks write to pipes, but somebody is watching
+    env.pop("PYTHONUNBUFFERED", None)  # it writes each argument of print apart, so that lines of ranks mix
+    for outer in ("TORCHELASTIC_RUN_ID", membership.WANTED, membership.LINE, membership.MEMBER):
+        env.pop(outer, None)  # a launcher around this one has not started the ranks
+    return env
 
 
 # By default the two directions of a network wait for each other: large messages of two ranks share one socket, and a

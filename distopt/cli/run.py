@@ -14,18 +14,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from distopt.cli import segments
+from distopt.cli import elastic, segments
 from distopt.cli.ends import Ends, Fault, exit_code
 from distopt.cli.launcher import check_brands, find_launcher, on_loopback
+from distopt.cli.processes import END_SECONDS, POLL_SECONDS, RANK, TIMED_OUT, end, handling_signals, say
 from distopt.resilience import job
 
-RANK = Path(job.__file__).with_name("rank.py")
-TIMED_OUT = 124  # the exit code of timeout(1)
-GRACE = 5.0  # seconds between asking a job to end and ending it
-POLL_SECONDS = 0.2  # between two checks of the ranks
-END_SECONDS = 0.7  # for a launcher to end a job after one of its ranks, and again when it is told to
 KILLING = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what asks a job to end
 
 
 def add_to(commands: Any) -> None:
@@ -34,6 +29,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
     parser.add_argument(
         "--restarts", type=int, default=0, metavar="K", help="start a job that failed again, K times at most"
+    )
+    parser.add_argument("--elastic", action="store_true", help="go on without ranks that are lost")
+    parser.add_argument(
+        "--over", choices=["mpi", "torch"], help="with --elastic: over what ranks meet (default: Open MPI, else torch)"
     )
     add_script(parser)
     parser.set_defaults(main=main)
@@ -48,25 +47,36 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Start the job, again if it fails and may be restarted; return the script's exit code."""
-    return start_given(args, {})
+    if not args.elastic:
+        if not args.over:
+            return start_given(args, {})
+        say(f"--over {args.over} must be given with --elastic")
+        return 2
+    script = check(args)
+    return elastic.start(script, args.ranks, args.over, args.timeout, args.restarts) if script else 2
 
 
 def start_given(args: argparse.Namespace, variables: Mapping[str, str]) -> int:
     """Start the script of the arguments, with more variables in the ranks' environment; return its exit code."""
+    script = check(args)
+    return start(script, args.ranks, args.timeout, args.restarts, variables) if script else 2
+
+
+def check(args: argparse.Namespace) -> list[str]:
+    """Return what stands behind ``python``; nothing, with a printed reason, if an argument is wrong."""
     script = ["-m", *args.module] if args.module else args.script[args.script[:1] == ["--"] :]
+    wrong = ""
     if args.ranks < 1:
-        _say(f"-n must be at least 1, got {args.ranks}")
-        return 2
-    if not script:
-        _say("the script must be given, got none; write it behind the options")
-        return 2
-    if args.restarts < 0:
-        _say(f"--restarts must be at least 0, got {args.restarts}")
-        return 2
-    if args.timeout is not None and not args.timeout > 0:
-        _say(f"--timeout must be above 0, got {args.timeout:g}")
-        return 2
-    return start(script, args.ranks, args.timeout, args.restarts, variables)
+        wrong = f"-n must be at least 1, got {args.ranks}"
+    elif not script:
+        wrong = "the script must be given, got none; write it behind the options"
+    elif args.restarts < 0:
+        wrong = f"--restarts must be at least 0, got {args.restarts}"
+    elif args.timeout is not None and not args.timeout > 0:
+        wrong = f"--timeout must be above 0, got {args.timeout:g}"
+    if wrong:
+        say(wrong)
+    return [] if wrong else script
 
 
 def start(
@@ -92,7 +102,7 @@ def start(
         launcher = find_launcher()
         check_brands(launcher)
     except RuntimeError as error:
-        _say(str(error))
+        say(str(error))
         return 2
     command = [*launcher.command(ranks), sys.executable, str(RANK), *script]
     for attempt in range(restarts + 1):
@@ -102,7 +112,7 @@ def start(
             code, final = Job(command, env, Path(folder), ranks).supervise(timeout)
         if final or attempt == restarts:
             break
-        _say(f"exit code {code}; restart {attempt + 1} of {restarts}")
+        say(f"exit code {code}; restart {attempt + 1} of {restarts}")
     return code
 
 
@@ -124,17 +134,13 @@ class Job:
         Returns:
             The exit code, and whether it is final: after a success, a signal or a time limit there is no restart.
         """
-        before = {number: signal.signal(number, lambda n, _: self._ask(n)) for number in _asking()}
-        try:
+        with handling_signals(self._ask):
             done = self._wait(math.inf if timeout is None else time.monotonic() + timeout)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         for _ in range(2):  # a rank that one check finds is seen to have ended by the next one
             self._look()
         self._ends.close()
         if not done:
-            _say(f"not done after {timeout:g} s; ended the job")
+            say(f"not done after {timeout:g} s; ended the job")
         code = self._judge(self._process.returncode) if done else TIMED_OUT
         if code:
             segments.sweep(job.entered(self._folder))
@@ -145,10 +151,10 @@ class Job:
         while self._process.poll() is None:
             self._look()
             if time.monotonic() > deadline:
-                end(self._process)
+                end([self._process])
                 return False
             if self._asked > 1:  # in a signal's handler nobody must wait for a process
-                end(self._process)
+                end([self._process])
         return True
 
     def _look(self) -> None:
@@ -159,7 +165,7 @@ class Job:
             if self._fault and self._process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(END_SECONDS)
-                end(self._process, END_SECONDS)
+                end([self._process], END_SECONDS)
 
     def _judge(self, status: int) -> int:
         """Return the exit code, and print the fault of a rank that ended silently, which is no success."""
@@ -167,7 +173,7 @@ class Job:
         if self._fault is None:
             return code
         if self._fault.text:
-            _say(self._fault.text)
+            say(self._fault.text)
         if code in KILLING:  # MPICH's launcher has the signal's number alone
             code += 128
         return self._fault.code or code or 1
@@ -185,39 +191,3 @@ class Job:
                     os.kill(rank.pid, number)
         else:
             self._process.send_signal(number)
-
-
-def _asking() -> list[signal.Signals]:
-    """Return the signals that ask this process to end, without those that nohup or a shell makes it ignore."""
-    hushed = [number for number in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_IGN]
-    return [number for number in ASKING if number not in hushed]
-
-
-def _say(text: str) -> None:
-    print(f"distopt run: {text}", file=sys.stderr, flush=True)
-
-
-def end(process: "subprocess.Popen[Any]", grace: float = GRACE) -> None:
-    """Ask a job to end, and kill what is left of it after ``grace`` seconds, ranks that ignore signals too."""
-    family = descendants(process.pid)  # launchers start ranks in sessions of their own
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(grace)
-    for pid in [*family, *descendants(process.pid)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the process ids of all children and their children; none where there is no /proc."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = stat.read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(stat.parent.name))
-    pids = children.get(pid, [])
-    for child in pids:
-        pids.extend(children.get(child, []))
-    return pids

@@ -1,4 +1,7 @@
-"""The end of a job when one rank fails: peers do not wait for ever, and the reason is read before all are gone."""
+"""The end of a job when one rank fails: peers do not wait for ever, and the reason is read before all are gone.
+
+In a job that goes on without the ranks it loses, it is the end of this rank alone.
+"""
 
 import contextlib
 import fcntl
@@ -15,7 +18,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from distopt.resilience import flight_recorder
+from distopt.resilience import flight_recorder, job, membership
 from distopt.resilience.operation_log import recorder
 from distopt.resilience.watchdog import say
 
@@ -28,8 +31,11 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
 
     Args:
         rank: the number of this rank.
-        abort: ends all processes of the job, with an exit code.
+        abort: ends all processes of the job, with an exit code.  It is not called if the others go on without this one.
     """
+    alone = membership.wanted()
+    if alone:
+        abort = os._exit
     process, previous, previous_in_thread = os.getpid(), sys.excepthook, threading.excepthook
     chained = previous is not sys.__excepthook__
 
@@ -42,6 +48,9 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
                 _tell(previous, kind, error, trace)
             return
         ending.set()
+        code = 130 if kind is KeyboardInterrupt else 1
+        if alone:
+            job.mark(job.SPOKEN, code)  # now, so that ranks which end together are seen to do so
         flight_recorder.write_if_wanted(recorder, rank, f"{kind.__name__}: {error}")
         speaks, patience = getattr(error, "agreed", (True, 0.0))
         if speaks:
@@ -49,10 +58,10 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
             time.sleep(patience)
         else:
             _say(f"rank {rank}: {kind.__name__}: {error}\n")
-            time.sleep(5)  # the rank that speaks prints where, and ends the job
+            if not alone:
+                time.sleep(5)  # the rank that speaks prints where, and ends the job
         if chained:
             _tell(previous, kind, error, trace)
-        code = 130 if kind is KeyboardInterrupt else 1
         wait_until_read(patience=2)
         abort(code)
         time.sleep(5)  # MPI_Abort may return before the launcher ends this process, which must not go on meanwhile

@@ -1,32 +1,39 @@
 """The marks by which ``distopt run`` learns of its ranks: who they are, how far they came, and how they ended.
 
 Each rank leaves marks, empty files in a folder that the launcher made: a rank that is gone without a mark was killed,
-or left by C's ``exit``.  Its last vote stands on a memory page that both map.
+or left by C's ``exit``.  Its last vote, and what would be lost with it, stand on a memory page that both map.
 """
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
+import itertools
 import mmap
 import os
 import signal
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = "DISTOPT_JOB"  # the environment variable that names the folder of marks
+AWAITED = "awaited"  # the file in it that says that a process waits to be let in
 LOOPBACK = "-loopback"  # the suffix of the library that the launcher preloads
 PID, VOTES, SEGMENT, CRASH, ALIVE = "pid", "votes", "segment", "crash", "alive"
-MPI, DONE, SPOKEN, STOPS, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops", "exit", "os_exit"
+MPI, DONE, SPOKEN, STOPS, LATE, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops", "late", "exit", "os_exit"
 
-HEAD, PAGE = struct.Struct("<qq"), 256  # a page: votes, the length of the last one's name, the name
+# A page: votes, the length of the last one's name, the name; at TOLD the length of a text, the text.
+HEAD, LENGTH, TOLD, PAGE = struct.Struct("<qq"), struct.Struct("<q"), 256, 512
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 _rank: int | None = None  # this process's number in the job
 _folder: Path | None = None
+_awaited: str | None = None  # the path of the file AWAITED
 _process = 0  # its process ID: forked children leave no marks
 _page: mmap.mmap | None = None
 _votes = 0
+_complaints = itertools.count()
 
 
 def enter(rank: int, folder: Path) -> None:
@@ -36,8 +43,8 @@ def enter(rank: int, folder: Path) -> None:
         rank: its number in the job.
         folder: the folder of marks.
     """
-    global _rank, _folder, _process, _page
-    _rank, _folder, _process = rank, folder, os.getpid()
+    global _rank, _folder, _process, _page, _awaited
+    _rank, _folder, _process, _awaited = rank, folder, os.getpid(), str(folder / AWAITED)
     handle = os.open(folder / f"{rank}.{VOTES}", os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(handle, PAGE)
     _page = mmap.mmap(handle, PAGE)
@@ -56,13 +63,39 @@ def is_rank() -> bool:
     return _folder is not None and os.getpid() == _process
 
 
+def folder() -> Path | None:
+    """Return the folder of marks, where ranks may meet under names that begin with a letter; None without one."""
+    return _folder
+
+
+def awaited() -> bool:
+    """Tell if the launcher knows of a process that waits to be let in."""
+    return _awaited is not None and os.path.exists(_awaited)
+
+
 def note(vote: str) -> None:
     """Write the name of a vote that this rank comes to onto its page."""
     global _votes
     if _page is not None:
         _votes += 1
-        text = vote.encode()[: PAGE - HEAD.size]
+        text = vote.encode()[: TOLD - HEAD.size]
         _page[: HEAD.size + len(text)] = HEAD.pack(_votes, len(text)) + text
+
+
+def tell(text: str) -> None:
+    """Write onto this rank's page what else is lost if it ends now, instead of what was there.
+
+    Args:
+        text: a few words, such as 'its residual (norm 0.31 after step 10)'.
+    """
+    if _page is not None:
+        words = text.encode()[: PAGE - TOLD - LENGTH.size]
+        _page[TOLD : TOLD + LENGTH.size + len(words)] = LENGTH.pack(len(words)) + words
+
+
+def complain() -> None:
+    """Leave a mark that this rank has waited for others for too long, at the vote it came to last."""
+    mark(LATE, f"{_votes}.{next(_complaints)}")
 
 
 def mark(what: str, detail: object = "") -> None:
@@ -71,11 +104,33 @@ def mark(what: str, detail: object = "") -> None:
     Args:
         what: the kind of mark.  ``MPI``: it came to MPI's start; ``DONE``: its interpreter came to its end; ``STOPS``:
             it takes signals; ``SPOKEN``, ``EXIT``, ``OS_EXIT``: it ends with this code, the first after it has said
-            why; ``SEGMENT``: it maps this memory.
+            why; ``LATE``: it waits for too long; ``SEGMENT``: it maps this memory.
         detail: the code or name that belongs to the mark.
     """
     if _folder is not None and is_rank():
         (_folder / f"{_rank}.{what}.{detail}").touch(mode=0o600)
+
+
+def ends(ranks: Iterable[int]) -> dict[int, int]:
+    """Return, by rank, new descriptors of processes of this machine, which can be read when the process has ended.
+
+    Args:
+        ranks: of ``distopt run``.  One that is not in the result has not entered, or the kernel has no descriptors.
+    """
+    opened: dict[int, int] = {}
+    for rank in ranks:
+        for name in _folder.glob(f"{rank}.{PID}.*") if _folder else ():
+            with contextlib.suppress(AttributeError, OSError):
+                opened[rank] = _end_of(int(name.suffix[1:]))
+    return opened
+
+
+def _end_of(pid: int) -> int:
+    """Return a descriptor of a process, which can be read when it has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:  # it has: this file can be read at any time
+        return os.open(os.devnull, os.O_RDONLY)
 
 
 class Rank(NamedTuple):
@@ -88,6 +143,7 @@ class Rank(NamedTuple):
         votes: the number of votes that it came to.
         last: the name of the last vote.
         crash: what ``faulthandler`` wrote when a signal such as SIGSEGV ended it, else ''.
+        told: what else is lost if it ends, in its own words, or ''.
     """
 
     rank: int
@@ -96,14 +152,21 @@ class Rank(NamedTuple):
     votes: int
     last: str
     crash: str
+    told: str = ""
+
+    @property
+    def where(self) -> str:
+        """How far it came, in words."""
+        return f"after {self.last}" if self.votes else "before distopt.world()"
 
 
 def entered(folder: Path) -> list[Rank]:
     """Return all ranks that have entered, by the marks in a folder."""
     marks: dict[int, dict[str, set[str]]] = {}
     for name in os.listdir(folder):
-        rank, kind, *detail = name.split(".", 2)
-        marks.setdefault(int(rank), {}).setdefault(kind, set()).update(detail)
+        if name[0].isdigit():  # and no file over which ranks meet
+            rank, kind, *detail = name.split(".", 2)
+            marks.setdefault(int(rank), {}).setdefault(kind, set()).update(detail)
     return [_rank_of(rank, kinds, folder) for rank, kinds in sorted(marks.items()) if PID in kinds]
 
 
@@ -112,8 +175,10 @@ def _rank_of(rank: int, marks: dict[str, set[str]], folder: Path) -> Rank:
     votes, length = HEAD.unpack_from(page)
     (pid,) = marks[PID]
     last = page[HEAD.size : HEAD.size + length].decode(errors="replace")
+    (length,) = LENGTH.unpack_from(page, TOLD)
+    told = page[TOLD + LENGTH.size : TOLD + LENGTH.size + length].decode(errors="replace")
     crash = (folder / f"{rank}.{CRASH}").read_text(errors="replace") if CRASH in marks else ""
-    return Rank(rank, int(pid), marks, votes, last, crash)
+    return Rank(rank, int(pid), marks, votes, last, crash, told)
 
 
 def absent() -> str:

@@ -4,7 +4,9 @@ It is run by its path and needs only the standard library, so that the first mar
 package or MPI can fail, and no module of the current folder is taken for one of this package's.
 """
 
+import contextlib
 import importlib.util
+import io
 import os
 import runpy
 import sys
@@ -14,11 +16,13 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # each launcher's environment variable
+MEMBER = "DISTOPT_MEMBER"  # set where distopt run starts the ranks itself, maybe under another launcher
+RANK = (MEMBER, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # each launcher's environment variable
+ELASTIC = os.environ.get("DISTOPT_ELASTIC") == "1"  # the others go on without this rank
 
 
 def main() -> None:
-    """Enter the job, then run the script; an exit code other than 0 ends all ranks."""
+    """Enter the job, then run the script; an exit code other than 0 ends all ranks, if they cannot go on without."""
     if not sys.flags.safe_path:
         del sys.path[0]  # this folder
     job = _job()
@@ -27,6 +31,8 @@ def main() -> None:
     job.enter(rank, Path(os.environ.pop(job.FOLDER)))  # processes that the script starts are no ranks
     _drop_preload(job.LOOPBACK)
     _mark_exits(job)
+    if ELASTIC and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what a rank has said is not lost with it
     sys.meta_path.insert(0, _MpiIsWanted(job))
     try:
         _run(sys.argv[1:])
@@ -40,6 +46,8 @@ def main() -> None:
         sys.excepthook(type(error), error, error.__traceback__)
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _fail(job, code)
+        if ELASTIC:
+            _end_alone(job, code)
         sys.exit(code)
 
 
@@ -79,17 +87,31 @@ def _run(command: Sequence[str]) -> None:
 def _fail(job: ModuleType, code: int) -> None:
     """Mark the code with which this rank ends; MPI, if it runs, ends the others at the very end of this process."""
     job.mark(job.EXIT, code)
-    if job.is_rank() and "mpi4py.MPI" in sys.modules:  # and no forked child
+    if job.is_rank() and "mpi4py.MPI" in sys.modules and not ELASTIC:  # and no forked child
         sys.modules["mpi4py.MPI"]._set_abort_status(code)
 
 
+def _end_alone(job: ModuleType, code: int) -> None:
+    """End this rank where it is: in MPI's end it would wait for the others, which go on."""
+    if job.is_rank():
+        job.mark(job.SPOKEN, code)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or none
+                stream.flush()
+        os._exit(code)
+
+
 def _mark_exits(job: ModuleType) -> None:
-    """Let ``os._exit`` leave a mark from now on; C's ``exit`` leaves none."""
+    """Let ``os._exit`` leave a mark from now on; C's ``exit`` leaves none.
+
+    Open MPI's launcher tells ranks that go on of those that end by a signal, or with code 0 but not in MPI's end; if
+    the code is another one, they would wait for ever.  ``distopt run`` has it from the mark.
+    """
     leave = os._exit
 
     def marked(status: int) -> NoReturn:
         job.mark(job.OS_EXIT, status)
-        leave(status)
+        leave(0 if ELASTIC and MEMBER not in os.environ and job.is_rank() else status)
 
     os._exit = marked
 

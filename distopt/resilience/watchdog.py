@@ -3,7 +3,8 @@
 It works while the main thread is stuck in MPI or in the user's code, unless that holds the interpreter lock.  A
 watchdog that finds an operation over its limit asks all ranks of its communicator where they are, lets them write
 their flight records, writes one report, and ends the job with exit code 75.  Of several that find it at the same moment
-the lowest rank speaks.
+the lowest rank speaks.  In a job that goes on without the ranks it loses, it reports the wait to ``distopt run``, which
+ends those that keep the others waiting, and it watches on.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from distopt.resilience import flight_recorder
+from distopt.resilience import flight_recorder, job, membership
 from distopt.resilience.operation_log import Operation, Recorder
 from distopt.resilience.report import Answer, answer, names, report
 from distopt.resilience.timeouts import VARIABLE, Limits
@@ -70,8 +71,9 @@ class Watchdog:
         mailboxes: Sequence[Mailbox] = (),
     ):
         self.rank, self._recorder, self._limits, self._abort, self._mailboxes = rank, recorder, limits, abort, mailboxes
+        self._act = self._complain if membership.wanted() and job.is_rank() else self._finish
         self._waited: dict[tuple[str, int], float] = {}  # seconds, by operation
-        self._quiet_until = 0.0  # until then another rank is to end the job
+        self._quiet_until = 0.0  # until then another rank is to end the job, or distopt run to end one that is late
         self._warned = -WARN_EVERY
         self._question = 0
         self._asking = ""
@@ -111,7 +113,7 @@ class Watchdog:
             if not operation.log.limited:
                 self._miss(operation, seconds, limit, now)
             elif seconds >= limit and now >= self._quiet_until:
-                self._finish(operation, seconds, limit)
+                self._act(operation, seconds, limit)
             elif limit >= WARN_FROM and seconds >= limit / 10 and now >= self._warned + WARN_EVERY:
                 self._warn(operation, seconds, limit)
 
@@ -145,6 +147,15 @@ class Watchdog:
         end = f"the limit is {limit:g} s ({VARIABLE}); {self._records()}"
         end = "\n".join(filter(None, (operation.log.others(), end)))
         self._end(report(self.rank, operation, seconds, self._ranks(operation), answers, end))
+
+    def _complain(self, operation: Operation, seconds: float, limit: float) -> None:
+        """Tell ``distopt run`` that this rank waits for too long, and do so again if it still does after the limit."""
+        self._quiet_until = time.monotonic() + limit
+        job.complain()
+        if self._ask(operation.log.mailbox, HOW):
+            end = f"the limit is {limit:g} s ({VARIABLE}); distopt run ends who keeps it waiting"
+            end = "\n".join(filter(None, (operation.log.others(), end)))
+            say(report(self.rank, operation, seconds, self._ranks(operation), self._answers, end))
 
     def _ranks(self, operation: Operation) -> Sequence[int]:
         return operation.log.mailbox.ranks if operation.log.mailbox else [self.rank]

@@ -12,7 +12,7 @@ import time
 import pytest
 from test_watchdog import Mail, Watched
 
-from distopt.cli import doctor, run, segments
+from distopt.cli import doctor, processes, segments
 from distopt.cli.ends import Ends, exit_code
 from distopt.cli.launcher import Launcher
 from distopt.comm import mpi_start
@@ -101,6 +101,22 @@ def test_exception_hooks_of_others_are_called_once_each_in_any_order(hooks):
     assert codes == [1]
 
 
+@pytest.mark.parametrize("speaks", [True, False])
+def test_where_others_go_on_a_rank_that_raises_ends_alone(hooks, monkeypatch, speaks):
+    said, codes, abort = hooks
+    monkeypatch.setenv("DISTOPT_ELASTIC", "1")
+    monkeypatch.setattr(os, "_exit", abort)
+    job_end.abort_on_exception(1, lambda code: pytest.fail("the others go on"))
+    error = ValueError("differs")
+    error.agreed = (speaks, 0.0)
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(Ended):
+        threading.excepthook(threading.ExceptHookArgs([ValueError, error, None, None]))
+    assert (codes, [text.strip() for text in said]) == ([1], ["rank 1: ValueError: differs"])
+    assert 5 not in slept, "no other rank is to end it"
+
+
 def test_a_hook_that_fails_does_not_stop_the_end(hooks):
     said, codes, abort = hooks
     sys.excepthook = lambda *error: 1 / 0
@@ -151,6 +167,30 @@ def test_marks_of_a_rank_are_read_back_by_the_launcher(tmp_path, monkeypatch):
     assert job.absent() == "  rank 3: has not come to it (it runs)"
     job.mark(job.MPI)
     assert job.absent() == ""
+
+
+def test_what_a_rank_would_lose_and_how_long_it_waits_is_read_by_the_launcher(tmp_path, monkeypatch):
+    for name in ("_rank", "_folder", "_process", "_page", "_votes"):
+        monkeypatch.setattr(job, name, getattr(job, name))
+    monkeypatch.setattr(job.atexit, "register", lambda *given: None)
+    job.tell("nothing")  # no rank of distopt run
+    assert job.folder() is None
+    job.enter(1, tmp_path)
+    (job.folder() / "world.0").touch()  # a file over which ranks meet is no mark
+    (rank,) = job.entered(tmp_path)
+    assert (rank.told, rank.where) == ("", "before distopt.world()")
+    job.note("step " + "7" * 300)
+    job.tell("its residual (norm 0.31 after step 10)")
+    job.complain()
+    job.complain()
+    (rank,) = job.entered(tmp_path)
+    assert (rank.told, rank.where[:12]) == ("its residual (norm 0.31 after step 10)", "after step 7")
+    assert {text.partition(".")[0] for text in rank.marks[job.LATE]} == {"1"}
+    assert len(rank.marks[job.LATE]) == 2, "each wait is heard"
+    job.tell("ü" * 300)
+    job.note("step 8")
+    (rank,) = job.entered(tmp_path)
+    assert (rank.told.rstrip("\ufffd"), rank.where) == ("ü" * 124, "after step 8")
 
 
 def test_exit_codes_as_a_shell_has_them():
@@ -205,9 +245,9 @@ def test_an_ignored_signal_is_not_handled():
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert signal.SIGHUP not in run._asking()
+        assert signal.SIGHUP not in processes.asking()
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        assert signal.SIGHUP in run._asking()
+        assert signal.SIGHUP in processes.asking()
     finally:
         signal.signal(signal.SIGHUP, before)
 

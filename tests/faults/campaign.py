@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from distopt.cli.launcher import find_launcher
-from distopt.cli.run import descendants
+from distopt.cli.processes import descendants
 
 SCRIPT = """
 import os, signal, sys, time

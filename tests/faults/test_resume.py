@@ -14,7 +14,7 @@ import pytest
 
 from distopt.checkpoint import folder, header
 from distopt.cli.launcher import find_launcher
-from distopt.cli.run import RANK, descendants
+from distopt.cli.processes import RANK, descendants
 from launch import distopt_run, finish
 
 pytestmark = pytest.mark.faults

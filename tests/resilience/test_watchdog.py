@@ -152,6 +152,27 @@ def test_what_is_not_limited_may_last():
     watched.stop()
 
 
+def test_where_others_go_on_a_wait_over_the_limit_is_told_again_and_again_but_ends_nothing(monkeypatch):
+    said, complained = [], threading.Semaphore(0)
+    monkeypatch.setenv("DISTOPT_ELASTIC", "1")
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog.job, "is_rank", lambda: True)
+    monkeypatch.setattr(watchdog.job, "complain", complained.release)
+    monkeypatch.setattr(watchdog, "say", said.append)
+    recorder, boxes = Recorder(), [[], []]
+    mailbox = Mail(0, boxes)
+    watched = Watched(0, recorder, Limits(0.2, 0.2), [mailbox])
+    with OperationLog(recorder, "votes", [0, 1], mailbox)("vote", 0, "step 3"):
+        for _ in range(2):
+            assert complained.acquire(timeout=10)
+    watched.stop()
+    assert said[0].startswith("distopt: rank 0 waits since 0.")
+    assert "rank 1: no answer" in said[0]
+    assert said[0].endswith("the limit is 0.2 s (DISTOPT_TIMEOUT); distopt run ends who keeps it waiting\n")
+    assert watched.said == []
+    assert {json.loads(text)[0] for _, text in boxes[1]} == {"how"}, "no other watchdog is told of an end"
+
+
 @pytest.mark.thorough
 def test_one_of_several_waiting_ranks_reports(tmp_path, monkeypatch):
     """All wait for a rank that does not answer, and run into the limit in the same moment."""

@@ -1,0 +1,73 @@
+"""Whom distopt run --elastic ends when ranks have waited for too long: without processes."""
+
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from distopt.cli import elastic_job
+from distopt.cli.elastic_job import ElasticJob
+from distopt.resilience import job
+
+
+@pytest.fixture
+def elastic(tmp_path, monkeypatch):
+    """Makes a job whose ranks have come to some votes; returns whom it ends if some of them complain, and its words."""
+    ended, said = [], []
+    states = {}
+    monkeypatch.setattr(elastic_job, "say", said.append)
+    monkeypatch.setattr(elastic_job, "end", lambda processes: ended.append("all"))
+    monkeypatch.setattr(elastic_job, "HEARING", 0.0)
+    monkeypatch.setattr(job, "state", lambda pid: states.get(pid, "S"))
+
+    def elastic(votes, late, stopped=(), awaited=(), lost_before=60.0):
+        started = SimpleNamespace(
+            processes=[SimpleNamespace(pid=os.getpid())], children=[], awaited=lambda: set(awaited)
+        )
+        made = ElasticJob(started, tmp_path, len(votes))
+        made._ends.close()
+        made._ends = SimpleNamespace(send=lambda rank, number: ended.append(rank))
+        made._lost_at = time.monotonic() - lost_before
+        states.update({1000 + rank: "T" for rank in stopped})
+        marks = [{job.LATE: {f"{late[rank]}.0"}} if rank in late else {} for rank in range(len(votes))]
+        made._living = [
+            job.Rank(rank, 1000 + rank, marks[rank], count, f"step {count}", "") for rank, count in enumerate(votes)
+        ]
+        made._hear()
+        made._hear()  # a complaint is heard once
+        return sorted(ended, key=str), said, made._code
+
+    return elastic
+
+
+def test_who_has_come_to_fewer_votes_is_ended(elastic):
+    ended, said, code = elastic([5, 5, 4, 3], late={0: 5, 1: 5})
+    assert (ended, said, code) == ([2, 3], [], 0)
+
+
+def test_who_is_stopped_is_ended_and_nobody_else(elastic):
+    assert elastic([5, 5, 5], late={0: 5}, stopped=[2])[0] == [2]
+
+
+def test_who_has_not_asked_for_an_epoch_that_others_wait_for_is_ended(elastic):
+    assert elastic([5, 5, 5], late={0: 5}, awaited=[1])[0] == [1]
+
+
+def test_who_waits_for_too_long_itself_is_not_ended(elastic):
+    """Ranks that have done a step again may have come to one vote more than others."""
+    assert elastic([6, 5, 4], late={0: 6, 1: 5}, awaited=[1])[0] == [2]
+
+
+def test_a_complaint_of_a_rank_that_has_gone_on_is_none(elastic):
+    assert elastic([6, 5, 5], late={0: 5}) == ([], [], 0)
+
+
+def test_if_nobody_is_behind_the_job_ends(elastic):
+    ended, said, code = elastic([5, 5, 5], late={0: 5, 1: 5, 2: 5})
+    assert (ended, code) == (["all"], 75)
+    assert said == ["ranks 0 to 2 wait for too long, and no rank is behind; ended the job"]
+
+
+def test_if_a_rank_has_just_been_lost_others_have_the_time_to_notice(elastic):
+    assert elastic([5, 5], late={0: 5, 1: 5}, lost_before=0.0) == ([], [], 0)

@@ -1,0 +1,227 @@
+"""Epochs: whoever asks and whoever is lost, in any order, all members are told the same and nobody is left behind."""
+
+import json
+import os
+import socket
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distopt.cli.memberships import Memberships
+from distopt.resilience import membership
+from distopt.resilience.job import AWAITED
+from distopt.resilience.membership import Epoch, Line, Membership
+
+# A history: each event is a member that asks, or is lost.
+EVENTS = st.lists(st.tuples(st.sampled_from(["ask", "lose"]), st.integers(0, 4)), max_size=40)
+
+
+@given(st.integers(1, 5), EVENTS)
+def test_an_epoch_begins_when_all_that_live_have_asked(size, events):
+    made, living, asked, epochs = Membership(range(size)), set(range(size)), {}, []
+    for time, (what, member) in enumerate(events):
+        if member not in living:
+            continue
+        if what == "lose":
+            living.discard(member)
+            asked.pop(member, None)
+            made.lose(member)
+        else:
+            asked[member] = f"{member} at {time}"
+            made.ask(member, asked[member])
+        epoch = made.begin()
+        assert (epoch is not None) == (bool(asked) and asked.keys() == living)
+        if epoch:
+            assert epoch == Epoch(len(epochs), sorted(living), [asked[m] for m in sorted(living)])
+            epochs.append(epoch)
+            asked = {}
+        assert made.members == living
+        assert made.awaited() == (living - asked.keys() if asked else set())
+        assert made.begin() is None, "an epoch begins once"
+
+
+def test_one_that_is_no_member_waits_until_all_members_let_it_in():
+    made = Membership([0, 1])
+    for member in (0, 2, 1):
+        assert made.begin() is None
+        made.ask(member, "", lets_in=True)
+    assert made.begin().members == [0, 1], "not into the first epoch"
+    assert made.newcomers() == {2}
+    assert made.awaited() == set(), "nobody waits for members but a newcomer"
+    made.ask(0, "", lets_in=True)
+    made.ask(1, "")  # it has lost a rank, in the middle of a step
+    assert made.begin().members == [0, 1]
+    made.ask(0, "", lets_in=True)
+    assert made.awaited() == {1}
+    made.ask(1, "", lets_in=True)
+    assert made.begin().members == [0, 1, 2]
+    assert made.newcomers() == set()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ask", "let in", "lose"]), st.integers(0, 5)), max_size=60))
+def test_a_newcomer_is_a_member_once_all_let_it_in(events):
+    made, members, asked, number = Membership(range(3)), {0, 1, 2}, {}, -1
+    for what, member in events:
+        if what == "lose":
+            members.discard(member)
+            asked.pop(member, None)
+            made.lose(member)
+        else:
+            asked[member] = what == "let in"
+            made.ask(member, "", lets_in=asked[member])
+        epoch = made.begin()
+        assert (epoch is not None) == (bool(members) and members <= asked.keys())
+        if epoch:
+            whole = number >= 0 and all(asked[m] for m in members)
+            members, number = set(asked) if whole else set(members), number + 1
+            assert epoch.members == sorted(members)
+            asked = {m: lets_in for m, lets_in in asked.items() if m not in members}
+        assert made.newcomers() == asked.keys() - members
+
+
+@pytest.fixture
+def hearing(tmp_path):
+    """Memberships that hear, and the lines of their members."""
+    opened = []
+
+    def hearing(size):
+        memberships = Memberships(size, tmp_path)
+        lines = [Line(theirs, member) for member, theirs in enumerate(memberships.lines)]
+        memberships.start()
+        opened.append(memberships)
+        return memberships, lines
+
+    yield hearing
+    for memberships in opened:
+        memberships.close()
+        for line in memberships.lines:
+            line.close()
+
+
+def ask_all(lines, name="world"):
+    """What each line is told; they ask at the same time."""
+    told = {}
+    threads = [
+        threading.Thread(target=lambda line=line: told.update({line.member: line.ask(name, f"I am {line.member}")}))
+        for line in lines
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return told
+
+
+def test_all_members_are_told_the_same_over_their_lines(hearing):
+    memberships, lines = hearing(4)
+    first = Epoch(0, [0, 1, 2, 3], [f"I am {k}" for k in range(4)])
+    assert ask_all(lines) == dict.fromkeys(range(4), first)
+    memberships.lines[2].close()  # as its process ends
+    second = Epoch(1, [0, 1, 3], ["I am 0", "I am 1", "I am 3"])
+    assert ask_all([lines[0], lines[1], lines[3]]) == dict.fromkeys([0, 1, 3], second)
+    memberships.lose(3)  # which has forked a child that has the line too
+    assert ask_all(lines[:2]) == dict.fromkeys([0, 1], Epoch(2, [0, 1], ["I am 0", "I am 1"]))
+
+
+def test_a_communicator_that_is_asked_for_later_has_those_that_live(hearing):
+    memberships, lines = hearing(3)
+    memberships.lose(0)
+    assert ask_all(lines[1:], "second") == dict.fromkeys([1, 2], Epoch(0, [1, 2], ["I am 1", "I am 2"]))
+
+
+def test_who_keeps_others_waiting_is_known(hearing):
+    memberships, lines = hearing(3)
+    assert memberships.awaited() == set()
+    asking = threading.Thread(target=lines[1].ask, args=["world", ""])
+    asking.start()
+    while memberships.awaited() != {0, 2}:
+        assert asking.is_alive()
+    ask_all([lines[0], lines[2]])
+    asking.join(10)
+    assert memberships.awaited() == set()
+
+
+def test_what_a_lost_member_has_sent_before_is_not_heard(hearing):
+    memberships, lines = hearing(2)
+    memberships.lose(0)
+    memberships.lines[0].send(json.dumps({"of": "world", "text": "late"}).encode())
+    assert ask_all(lines[1:]) == {1: Epoch(0, [1], ["I am 1"])}
+
+
+def test_two_threads_of_a_rank_ask_for_two_communicators_over_one_line(hearing):
+    _, lines = hearing(2)
+    told = [{}, {}]
+    threads = [
+        threading.Thread(target=lambda line=line, name=name: told[line.member].update({name: line.ask(name, name)}))
+        for line, names in zip(lines, (["a", "b"], ["b", "a"]), strict=True)
+        for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    expected = {name: Epoch(0, [0, 1], [name, name]) for name in "ab"}
+    assert told == [expected, expected]
+
+
+def test_the_end_of_the_launcher_is_an_error():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        threading.Timer(0.05, ours.close).start()
+        with pytest.raises(ConnectionError, match="the launcher has ended"):
+            Line(theirs, 0).ask("world", "")
+
+
+def test_a_process_has_one_line_and_leaves_it_to_no_other(monkeypatch):
+    monkeypatch.setattr(membership, "_line", None)
+    assert membership.line({}) is None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    descriptor = theirs.detach()
+    os.set_inheritable(descriptor, True)
+    environ = {membership.LINE: str(descriptor), membership.MEMBER: "7"}
+    line = membership.line(environ)
+    assert (line.member, membership.line(environ)) == (7, line)
+    assert membership.LINE not in environ
+    assert not os.get_inheritable(descriptor)
+    line._line.close()
+    ours.close()
+
+
+def test_torchrun_cannot_lose_a_rank():
+    torchrun = {"DISTOPT_ELASTIC": "1", "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
+    with pytest.raises(RuntimeError, match="torchrun ends all of its workers when one of them dies; start the script"):
+        membership.wanted(torchrun)
+    assert membership.wanted(torchrun | {"WORLD_SIZE": "1"})
+    assert not membership.wanted(torchrun | {"DISTOPT_ELASTIC": "0"})
+    assert not membership.wanted({})
+
+
+def test_a_process_that_comes_later_is_let_in_between_epochs(hearing, tmp_path):
+    memberships, lines = hearing(2)
+    ask_all(lines)
+    new = Line(memberships.lines[memberships.add()], 2)
+    told = []
+    waiting = threading.Thread(target=lambda: told.append(new.ask("world", "new", True)))
+    waiting.start()
+    while not (tmp_path / AWAITED).exists():
+        assert waiting.is_alive()
+    assert ask_all(lines)[0].members == [0, 1]
+    assert (tmp_path / AWAITED).exists()
+    threads = [threading.Thread(target=line.ask, args=["world", "in", True]) for line in lines]
+    for thread in threads:
+        thread.start()
+    for thread in [*threads, waiting]:
+        thread.join(10)
+    assert told == [Epoch(2, [0, 1, 2], ["in", "in", "new"])]
+    assert not (tmp_path / AWAITED).exists()
+
+
+def test_a_process_that_waits_for_nobody_hears_of_it(hearing):
+    memberships, lines = hearing(1)
+    ask_all(lines)
+    new = Line(memberships.lines[memberships.add()], 1)
+    threading.Timer(0.05, memberships.lose, [0]).start()
+    with pytest.raises(ConnectionError, match="the launcher has ended, or has given this rank up"):
+        new.ask("world", "", True)
