@@ -4,6 +4,7 @@ To add one, write a module in this package and a test file, and export its class
 """
 
 from distopt.comm.communicator import Communicator
+from distopt.comm.elastic import Elastic
 from distopt.comm.local import LocalCommunicator
 from distopt.comm.metered import Metered
 from distopt.comm.mpi import MpiCommunicator
@@ -15,6 +16,7 @@ from distopt.comm.world import world
 
 __all__ = [
     "Communicator",
+    "Elastic",
     "LocalCommunicator",
     "Metered",
     "MpiCommunicator",

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import select
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from distopt.comm.shared_memory import SharedMemory, peers_of
 from distopt.kernels.signatures import library
 
 HEAD = 8  # int64 numbers before the frames of a rank: a cache line, in which its round is
+REVOKED = 1  # index of the number in it that is 1 when the rank has revoked the board
 PATIENCE = 20_000_000  # nanoseconds between two looks at whether the others still live
 
 
@@ -20,10 +22,11 @@ class RankEnded(PeerLeft):
 
     Args:
         rank: the rank.
+        how: in words.
     """
 
-    def __init__(self, rank: int):
-        super().__init__(f"rank {rank} has ended")
+    def __init__(self, rank: int, how: str = "has ended"):
+        super().__init__(f"rank {rank} {how}")
         self.rank = rank
 
 
@@ -42,6 +45,7 @@ class Board:
     def __init__(self, arrays: Sequence[np.ndarray], rank: int, ends: Sequence[int]):
         length = (arrays[rank].size - HEAD) // 2
         self._arrays, self._rank, self._ends = arrays, rank, ends
+        self._closing = weakref.finalize(self, _close, ends)
         self._frames = [[a[HEAD + k * length : HEAD + (k + 1) * length] for a in arrays] for k in (0, 1)]
         self._rounds = (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
         self._round = 0
@@ -73,24 +77,42 @@ class Board:
         """Write this rank's frame, and return those of all ranks, which stay until the next round.  Collective.
 
         Raises:
-            RankEnded: a rank has ended before this round.
+            RankEnded: a rank has ended before this round, or has revoked the board.
         """
+        self._check_revoked(self._rank)
         frames = self.write(frame)
         while (late := self._late(PATIENCE)) is not None:
-            if select.select([self._ends[late]], [], [], 0)[0] and self._late(0) == late:  # not in between
+            for rank in range(len(self._arrays)):
+                self._check_revoked(rank)
+            if self.has_ended(late) and self._late(0) == late:  # not in between
                 raise RankEnded(late)
         return frames
 
+    def revoke(self) -> None:
+        """Let all ranks that wait on this board raise RankEnded, now and from now on."""
+        self._arrays[self._rank][REVOKED] = 1
+
+    def has_ended(self, rank: int, patience: float = 0.0) -> bool:
+        """Tell if the process of a rank has ended, or does so within ``patience`` seconds."""
+        return bool(select.select([self._ends[rank]], [], [], patience)[0])
+
     def close(self) -> None:
         """Release the descriptors."""
-        for end in self._ends:
-            os.close(end)
-        self._ends = ()
+        self._closing()
+
+    def _check_revoked(self, rank: int) -> None:
+        if self._arrays[rank][REVOKED]:
+            raise RankEnded(rank, "goes on without a rank that was lost")
 
     def _late(self, patience: int) -> int | None:
         """Return a rank that has not begun this round after so many nanoseconds; None if there is none."""
         first = int(library().first_late(len(self._arrays), self._rounds, self._round, patience))
         return None if first == len(self._arrays) else first
+
+
+def _close(ends: Sequence[int]) -> None:
+    for end in ends:
+        os.close(end)
 
 
 def _ends(processes: Sequence[int]) -> list[int]:

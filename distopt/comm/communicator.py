@@ -16,7 +16,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.comm import objects
 from distopt.comm.byte_counts import DIRECT, Algorithm
-from distopt.comm.control import ControlChannel
+from distopt.comm.control import ControlChannel, PeerLeft
 from distopt.comm.message import MessageTag, tagging
 from distopt.device import describe
 
@@ -26,6 +26,7 @@ NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)
 Groups = tuple[tuple[int, ...], ...]  # of ranks
 Ragged = bool | Sequence[int]  # whether lengths differ, or the elements from each rank, if they are known
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class Communicator(abc.ABC):
@@ -58,6 +59,9 @@ class Communicator(abc.ABC):
         reason: why this transport was chosen, for ``repr``.
         collectives_fingerprint: fingerprint of the collectives enqueued so far.  Votes compare it, since a GPU does not
             notice that ranks differ.
+        elastic: the others go on when a rank is lost.
+        outside: this process is alone until it calls ``join_others``.
+        epoch: grows whenever other ranks go on than before; ``rank``, ``size`` and ``control`` are new then.
 
     Example:
         >>> import numpy as np
@@ -82,6 +86,8 @@ class Communicator(abc.ABC):
     algorithm: Algorithm = DIRECT
     reason = ""
     collectives_fingerprint = 0
+    elastic = outside = False
+    epoch = 0
     _hosts: Sequence[int] = ()
     _tag = ""  # of the operation in progress, for the report of a time limit
     _second: "Communicator | None" = None  # the result of duplicate()
@@ -99,7 +105,7 @@ class Communicator(abc.ABC):
     @property
     def spans_hosts(self) -> bool:
         """Whether ranks sit on several machines."""
-        return len(set(self._hosts)) > 1
+        return len(set(self.hosts)) > 1
 
     @property
     def pipelines(self) -> bool:
@@ -183,7 +189,8 @@ class Communicator(abc.ABC):
             check_root(root, self.size)
             return objects.encode(value) if self.rank == root else ""
 
-        return objects.decode(self.control.gather_texts([f"broadcast_object from rank {root}"], text)[root])
+        lines = [f"broadcast_object from rank {root}"]
+        return objects.decode(self.transaction(lambda: self.control.gather_texts(lines, text))[root])
 
     def lengths(self, n: int) -> list[int]:
         """Return every rank's n, in rank order.  Collective."""
@@ -299,6 +306,73 @@ class Communicator(abc.ABC):
             f"the exchange by nodes needs a communicator that defines make_subgroup, got a {type(self).__name__}"
         )
 
+    # -- ranks that are lost
+
+    def transaction(self, operation: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
+        """Return what an operation returns, which may be done again by fewer ranks (``comm.Elastic``).  Collective.
+
+        Here it is done once.
+
+        Args:
+            operation: exchanges with the other ranks, and changes nothing that ``undo`` does not put right.
+            undo: is called before it is done again.
+        """
+        return operation()
+
+    def transaction_on(self, x: np.ndarray, operation: Callable[[], T]) -> T:
+        """Return what an operation returns that writes to x, which is put back before it is done again.  Collective."""
+        return operation()
+
+    def on_resize(self, callback: Callable[[int, int], object]) -> None:  # noqa: B027  where no rank can be lost
+        """Call ``callback(rank, size)`` whenever they have changed (``comm.Elastic``)."""
+
+    def tell_resized(self) -> None:  # noqa: B027
+        """Call the callbacks of ``on_resize``, if the ranks have changed since."""
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a process waits to be let in, as far as this rank knows."""
+        return False
+
+    def on_join(self, send: Callable[[], object]) -> None:  # noqa: B027  where nobody comes
+        """Call ``send`` on all ranks but those that have come, when some have (``comm.Elastic``)."""
+
+    def let_in(self) -> None:  # noqa: B027
+        """Go on with the processes that wait to be let in; between steps.  Collective then."""
+
+    def join_others(self) -> None:
+        """Wait until the others let this process in; from then on its rank and size are those among all.
+
+        Raises:
+            RuntimeError: it is one of them already.
+        """
+        raise RuntimeError("this process is one of the ranks already")
+
+    def lost(self, error: BaseException) -> bool:
+        """Tell if an error means that a rank has ended, or that another rank has called ``revoke``."""
+        return isinstance(error, PeerLeft)
+
+    def revoke(self) -> None:  # noqa: B027  where no rank can be lost
+        """Let all that any rank waits for on this communicator raise what ``lost`` knows, now and from now on.
+
+        Its duplicate, its subgroups and its votes too.  Not collective.
+        """
+
+    def survivors(self, text: str, lets_in: bool = False) -> "tuple[Communicator, list[str]]":
+        """Return a communicator of the ranks that live, in their order, and a text of each.  Collective of these.
+
+        All of them have called ``revoke`` before.  It returns on all that live, or is called again on all of them.
+
+        Args:
+            text: this rank's.
+            lets_in: whether processes that wait to be let in may be among them.
+
+        Raises:
+            PeerLeft: another rank was lost meanwhile; call it again.
+            ValueError: this communicator cannot go on without a rank; one that can overrides this.
+        """
+        raise ValueError(f"a lost rank needs a communicator that defines survivors, got a {type(self).__name__}")
+
     def close(self) -> None:  # noqa: B027  most hold nothing
         """Release the resources of the communicator."""
 
@@ -319,6 +393,23 @@ def _forwarded(method: F) -> F:
     return cast(F, forward)
 
 
+class _Forwarded:
+    """An attribute that is what the wrapped communicator has now, as its ranks may change, unless it is assigned.
+
+    Args:
+        default: what the class has.
+    """
+
+    def __init__(self, default: Any = None):
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        return self._default if wrapper is None else getattr(wrapper.comm, self._name)
+
+
 class Wrapper(Communicator):
     """Communicator around another one, to which it forwards every call that a subclass does not define.
 
@@ -329,10 +420,35 @@ class Wrapper(Communicator):
     """
 
     def __init__(self, comm: Communicator):
-        self.comm, self.rank, self.size, self.local_rank = comm, comm.rank, comm.size, comm.local_rank
-        self.control, self.xp, self.gpu, self.rank_ordered = comm.control, comm.xp, comm.gpu, comm.rank_ordered
-        self.shares_address_space = comm.shares_address_space
-        self._hosts, self.may_overlap, self.algorithm = comm.hosts, comm.may_overlap, comm.algorithm
+        self.comm = comm
+
+    rank: Any = _Forwarded()
+    size: Any = _Forwarded()
+    local_rank: Any = _Forwarded()
+    control: Any = _Forwarded()
+    xp: Any = _Forwarded(Communicator.xp)
+    gpu: Any = _Forwarded(Communicator.gpu)
+    shares_address_space: Any = _Forwarded(Communicator.shares_address_space)
+    rank_ordered: Any = _Forwarded(Communicator.rank_ordered)
+    may_overlap: Any = _Forwarded(Communicator.may_overlap)
+    algorithm: Any = _Forwarded(Communicator.algorithm)
+    epoch: Any = _Forwarded(Communicator.epoch)
+    elastic: Any = _Forwarded(Communicator.elastic)
+    outside: Any = _Forwarded(Communicator.outside)
+    awaited: Any = _Forwarded(False)
+    transaction = _forwarded(Communicator.transaction)
+    transaction_on = _forwarded(Communicator.transaction_on)
+    on_join = _forwarded(Communicator.on_join)
+    let_in = _forwarded(Communicator.let_in)
+    join_others = _forwarded(Communicator.join_others)
+    on_resize = _forwarded(Communicator.on_resize)
+    tell_resized = _forwarded(Communicator.tell_resized)
+    lost = _forwarded(Communicator.lost)
+    revoke = _forwarded(Communicator.revoke)
+
+    @property
+    def hosts(self) -> Sequence[int]:
+        return self._hosts or self.comm.hosts
 
     tagged = _forwarded(Communicator.tagged)
     all_reduce = _forwarded(Communicator.all_reduce)
@@ -365,18 +481,15 @@ class Wrapper(Communicator):
         return self.moved_to(self.comm.separate())
 
     def moved_to(self, comm: Communicator) -> Communicator:
-        """Return the same wrapper around another communicator of the same ranks."""
+        """Return the same wrapper around another communicator of this rank."""
         other = copy.copy(self)
-        other.comm, other.control = comm, comm.control
+        other.comm = comm
         other._second, other._subgroups = None, {}
         return other
 
     def make_subgroup(self, groups: Groups) -> Communicator:
         """Make the same wrapper around a group of the wrapped communicator.  Collective."""
-        group = copy.copy(self)
-        Wrapper.__init__(group, self.comm.subgroup(groups))
-        group._second, group._subgroups = None, {}
-        return group
+        return self.moved_to(self.comm.subgroup(groups))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.comm!r})"

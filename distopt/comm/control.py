@@ -6,6 +6,7 @@ vote, so that every rank raises the same text, none waits for a rank that has fa
 
 import abc
 import builtins
+import contextlib
 import hashlib
 import json
 import os
@@ -61,6 +62,7 @@ class ControlChannel(abc.ABC):
         stop: number of the signal by which a rank was asked to end, as of the last vote; 0 for none.
         live: number of ranks that had not joined, as of the last vote.
         doubted: whether a rank doubted that the sums would be finite, as of the last vote.
+        awaited: whether a rank knew of a process that waits to be let in, as of the last vote.
         waits: records the waits of this rank alone.
     """
 
@@ -72,6 +74,7 @@ class ControlChannel(abc.ABC):
     stop = 0
     live = 0
     doubted = False
+    awaited = False
     waits: Waits = staticmethod(silent)
     _gone: PeerLeft | None = None
     _process = 0  # id of the process that votes, which is none of its children
@@ -144,6 +147,7 @@ class ControlChannel(abc.ABC):
         part: str = "",
         joined: bool = False,
         doubts: bool = False,
+        awaited: bool = False,
     ) -> list[str]:
         """Agree that every rank is about to do the same thing, and that no rank has an error.  Collective.
 
@@ -156,6 +160,7 @@ class ControlChannel(abc.ABC):
             part: part of the call that the vote is about, if it has several votes.
             joined: whether this rank has no data left, and only takes part in the collectives of the others.
             doubts: whether sums of this rank's data may overflow.
+            awaited: whether this rank knows of a process that waits to be let in.
 
         Returns:
             One report per rank, [] if none has any.
@@ -173,7 +178,7 @@ class ControlChannel(abc.ABC):
             self._process = os.getpid()
         self.progress, self.part, encoded = name, part, _encode(error)
         job.note(name)
-        flags = (error is not None, bool(report), False, True, signals.asked, joined, doubts)
+        flags = (error is not None, bool(report), False, 1 + awaited, signals.asked, joined, doubts)
         votes = np.array([call_fingerprint, -call_fingerprint, *flags], np.int64)
         self.maximum(votes)
         if votes[LEAVING]:
@@ -184,9 +189,20 @@ class ControlChannel(abc.ABC):
         if votes[FINGERPRINT] != -votes[MINUS_FINGERPRINT]:
             plans = [json.loads(t) for t in self.gather(json.dumps(describe()))]
             raise agreed(ValueError(_first_difference(plans)), speaks=self.rank == 0)
-        self.stop, self.doubted = int(votes[STOP]), bool(votes[DOUBTS])
+        self.stop, self.doubted, self.awaited = int(votes[STOP]), bool(votes[DOUBTS]), votes[STAYING] > 1
         self.live = self.gather("joined" * joined).count("") if votes[JOINED] else self.size
         return self.gather(report) if votes[REPORT] else []
+
+    def leave(self) -> None:
+        """Take no part in any later vote; wait until every other rank leaves too, or knows it.
+
+        Raises:
+            PeerLeft: a rank has ended meanwhile.
+        """
+        votes = np.array(LEAVE, np.int64)
+        self.maximum(votes)
+        with contextlib.suppress(Exception):  # the others know, and may have gone on without this rank already
+            self.finish_leaving(votes)
 
     def vote_on_version(self) -> None:
         """Vote for the first time, on the version of distopt and the byte order.  Collective.

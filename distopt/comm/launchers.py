@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from distopt.resilience import membership
+
 LOOPBACK = "127.0.0.1"
 PORTS = range(20000, 32000)  # below those that the kernel gives away
 # Steps of Slurm that are a shell, in which one process runs: of sbatch, and of salloc.
@@ -87,12 +89,14 @@ class Process(NamedTuple):
         torch: it is installed.
         mpi_imported: the script has imported ``mpi4py.MPI``.
         group_made: the script has initialized the process group of ``torch.distributed``.
+        has_line: ``distopt run --elastic`` has started it over torch, and it has a line to that launcher.
     """
 
     mpi4py: bool = True
     torch: bool = True
     mpi_imported: bool = False
     group_made: bool = False
+    has_line: bool = False
 
     @classmethod
     def now(cls) -> "Process":
@@ -103,6 +107,7 @@ class Process(NamedTuple):
             torch=importlib.util.find_spec("torch") is not None,
             mpi_imported="mpi4py.MPI" in sys.modules,
             group_made=bool(distributed and distributed.is_available() and distributed.is_initialized()),
+            has_line=membership.line() is not None,
         )
 
 
@@ -132,6 +137,8 @@ def transport(environ: Mapping[str, str], process: Process) -> Transport:
         >>> transport(srun | {"PMIX_RANK": "1"}, Process()).over
         'MPI'
         >>> torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}
+        >>> transport(srun | {"DISTOPT_LINE": "3"}, Process())
+        Transport(over='gloo', reason='distopt run --elastic started this rank')
         >>> transport(srun | torchrun, Process())  # srun started torchrun, which started this process
         Transport(over='gloo', reason='torchrun set RANK=0, WORLD_SIZE=2')
     """
@@ -140,6 +147,8 @@ def transport(environ: Mapping[str, str], process: Process) -> Transport:
 
 def _transports(environ: Mapping[str, str], process: Process) -> Iterator[Transport]:
     """Yield what fits, the best first.  The innermost launcher comes first: torchrun, then those of MPI and srun."""
+    if process.has_line or membership.LINE in environ:
+        yield Transport("gloo", "distopt run --elastic started this rank")
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
     by_torch = rank.isdigit() and size.isdigit() and bool(environ.keys() & {"LOCAL_RANK", "MASTER_ADDR"})
     torchrun = Transport("gloo", f"torchrun set RANK={rank}, WORLD_SIZE={size}")

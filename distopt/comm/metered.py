@@ -1,12 +1,11 @@
 """Communicator that counts the bytes of another one, by a ``Meter`` into a ``Ledger``; the only one that counts."""
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from distopt.comm.communicator import Communicator, Groups, Ragged, Wrapper
+from distopt.comm.communicator import Communicator, Ragged, Wrapper
 from distopt.comm.ledger import KEEP, Ledger
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
@@ -48,13 +47,20 @@ class Metered(Wrapper):
     def __init__(self, comm: Communicator, keep: int = KEEP):
         super().__init__(comm)
         self.ledger = Ledger(keep)
-        self._meter = Meter(self.rank, self.size, self.hosts, self.algorithm, self.ledger)
+        self._epochs: dict[int, Meter] = {}  # the last one's
 
     def around(self, comm: Communicator) -> "Metered":
         """Return a meter of another communicator of this rank, with the same ledger."""
         duplicate = Metered(comm)
-        duplicate.ledger = duplicate._meter.ledger = self.ledger
+        duplicate.ledger = self.ledger
         return duplicate
+
+    @property
+    def _meter(self) -> Meter:
+        """The writer for the ranks that there are now."""
+        if self.epoch not in self._epochs:
+            self._epochs = {self.epoch: Meter(self.rank, self.size, self.hosts, self.algorithm, self.ledger)}
+        return self._epochs[self.epoch]
 
     @contextlib.contextmanager
     def tagged(self, tag: MessageTag) -> Iterator[None]:
@@ -103,11 +109,5 @@ class Metered(Wrapper):
         self.ledger.clear()
 
     def moved_to(self, comm: Communicator) -> Communicator:
-        """Return a meter of another communicator of the same ranks, with the same ledger and a separate tag."""
-        other = super().moved_to(comm)
-        other._meter = copy.copy(self._meter)  # type: ignore[attr-defined]
-        return other
-
-    def make_subgroup(self, groups: Groups) -> Communicator:
-        """Make a meter of a group, with the same ledger.  Collective."""
-        return self.around(self.comm.subgroup(groups))
+        """Return a meter of another communicator of this rank, with the same ledger and a separate tag."""
+        return self.around(comm)

@@ -3,7 +3,7 @@
 import collections
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -20,7 +20,16 @@ from distopt.comm.communicator import (
     split,
     sum_halves,
 )
-from distopt.comm.mpi_control import MpiControl, brand, finish, has_thread_multiple, join, mpi, world_comm
+from distopt.comm.mpi_control import (
+    MpiControl,
+    brand,
+    finish,
+    has_thread_multiple,
+    join,
+    mpi,
+    world_comm,
+)
+from distopt.comm.mpi_losses import agree, checked, elastic, is_loss_on, settle
 from distopt.comm.receive_buffer import ReceiveBuffer
 from distopt.comm.shared_memory import SharedMemory, SharingCommunicator
 
@@ -60,10 +69,25 @@ class MpiCommunicator(SharingCommunicator):
 
     wire = "MPI"
 
+    _revoked = False
+
     CHUNK = 1 << 30  # elements or bytes per MPI call: Open MPI counts in 32 bits
 
     def __init__(self, comm: "MPI.Comm | None" = None, reason: str = ""):
         comm = world_comm() if comm is None else comm
+        self._make(comm, comm.Dup() if elastic() else None, reason)
+
+    def _make(self, comm: "MPI.Comm", base: "MPI.Comm | None", reason: str) -> None:
+        """Make the MPI communicators.
+
+        Args:
+            comm: the ranks.
+            base: one that is used for nothing but to find who of its ranks lives; None if none may be lost.  It is
+                older than all others: when a rank is lost while Open MPI looks for the number of a new communicator, a
+                later search for one that begins at a younger communicator waits for ever.
+            reason: why this transport was chosen, for ``repr``.
+        """
+        self._base = base
         membership = join(comm)
         self.control: MpiControl = membership.control
         self.local_rank, self._hosts = membership.local_rank, membership.hosts
@@ -79,6 +103,8 @@ class MpiCommunicator(SharingCommunicator):
         self.reason = self._place
         self._shared = SharedMemory()
         self._received = [ReceiveBuffer() for _ in range(UNDER_WAY)]
+        self._why = reason
+        self._begun: dict[int, list[MPI.Request]] = {}  # exchanges, by the identity of their lists
 
     @property
     def pipelines(self) -> bool:
@@ -127,10 +153,11 @@ class MpiCommunicator(SharingCommunicator):
         if x.dtype not in HALVES:
             for start in range(0, x.size, self.CHUNK):
                 piece = x[start : start + self.CHUNK]
-                if self.spans_hosts:
-                    finish([self._comm.Iallreduce(mpi().IN_PLACE, piece)], self)
-                else:
-                    self._comm.Allreduce(mpi().IN_PLACE, piece)
+                with checked(self._comm):
+                    if self.spans_hosts:
+                        self._finish(self._kept([self._comm.Iallreduce(mpi().IN_PLACE, piece)]))
+                    else:
+                        self._comm.Allreduce(mpi().IN_PLACE, piece)
             return
         parts = [x[s] for s in slices(x.size, self.size)]
         local = parts[self.rank]
@@ -138,11 +165,11 @@ class MpiCommunicator(SharingCommunicator):
         received[self.rank] = local
         requests = self._exchange(parts, received, SLICES)
         yield
-        finish(requests, self)
+        self._finish(requests)
         sum_halves(received, local)
         requests = self._exchange([local] * self.size, parts, SUMS)
         yield
-        finish(requests, self)
+        self._finish(requests)
 
     def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return every rank's x, flat, in rank order.  Collective."""
@@ -161,13 +188,13 @@ class MpiCommunicator(SharingCommunicator):
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         """Replace x, in place, by the x of rank ``root``.  Collective."""
         raw, root = as_flat(x).view(np.uint8), check_root(root, self.size)
-        with self._log("broadcast", raw.size, self._tag):
+        with self._log("broadcast", raw.size, self._tag), checked(self._comm):
             for start in range(0, raw.size, self.CHUNK):
                 self._comm.Bcast(raw[start : start + self.CHUNK], root)
 
     def barrier(self) -> None:
         """Wait until every rank has called this.  Collective."""
-        with self._log("barrier"):
+        with self._log("barrier"), checked(self._comm):
             self._comm.Barrier()
 
     def set_poll_interval(self, seconds: float) -> None:
@@ -187,6 +214,72 @@ class MpiCommunicator(SharingCommunicator):
         part.Free()
         return group
 
+    # -- ranks that are lost
+
+    def lost(self, error: BaseException) -> bool:
+        """Tell if an error means that a rank has ended, or that another rank has called ``revoke``."""
+        return is_loss_on(self._comm, error)
+
+    def revoke(self) -> None:
+        """Let all that any rank waits for on this communicator raise what ``lost`` knows, now and from now on.
+
+        Its duplicate, its subgroups and its votes too.  Not collective.
+        """
+        if self._base is None or self._revoked:
+            return
+        self._revoked = True
+        for other in (self._second, *self._subgroups.values()):
+            if other is not None:
+                other.revoke()
+        self._comm.Revoke()
+        self.control.revoke()
+
+    def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:
+        """Return a communicator of the ranks that live, in their order, and a text of each.  Collective of these.
+
+        It goes through a loop until no rank is lost meanwhile: all that live learn who they are, make the communicator,
+        and agree that all have made it.  MPI decides the first and the last for all alike, whoever ends at any time;
+        what was made before a loss is revoked, so that none waits in it for a rank that has left it.
+
+        Nothing of the communicators of lost ranks is freed: Open MPI may still have messages for them under way.
+
+        Args:
+            text: this rank's.
+            lets_in: of no use: MPI has no processes that wait to be let in.
+
+        Raises:
+            ValueError: the job is not elastic.
+        """
+        if self._base is None:
+            return super().survivors(text, lets_in)
+        self._settle()
+        while True:
+            with self.control.meeting():
+                living = self._base.Shrink()
+                made, texts = self._on(living, text)
+                if agree(living, made is not None):
+                    return cast(MpiCommunicator, made), texts
+            if made:
+                made.revoke()
+                made.control.forget()
+
+    def _on(self, living: "MPI.Comm", text: str) -> "tuple[MpiCommunicator | None, list[str]]":
+        """Return a communicator of ranks that may be lost meanwhile, and a text of each; (None, []) if one was.
+
+        Args:
+            living: an MPI communicator of these.
+            text: this rank's.
+        """
+        made = MpiCommunicator.__new__(MpiCommunicator)
+        try:
+            made._make(living, self._base, self._why)
+            return made, made.control.gather(text)
+        except Exception as error:
+            if not is_loss_on(living, error):
+                raise
+        living.Revoke()
+        return None, []
+
     def close(self) -> None:
         """Free the MPI communicators; nothing may be called after it.  Collective."""
         for other in (*([] if self._second is None else [self._second]), *self._subgroups.values()):
@@ -194,16 +287,20 @@ class MpiCommunicator(SharingCommunicator):
         self.control.close()
         with self._log("closing"):
             self._comm.Free()
+            if self._base is not None:
+                self._base.Free()
 
     def _lengths(self, parts: Sequence[np.ndarray]) -> list[int]:
         """Return the lengths of the parts that each rank has for this one, ``(size,)``.  Collective."""
         sizes = np.empty(self.size, np.int64)
-        self._comm.Alltoall(np.array([x.size for x in parts], np.int64), sizes)
+        with checked(self._comm):
+            self._comm.Alltoall(np.array([x.size for x in parts], np.int64), sizes)
         return [int(s) for s in sizes]
 
     def _sizes(self, n: int) -> list[int]:
         sizes = np.empty(self.size, np.int64)
-        self._comm.Allgather(np.array([n], np.int64), sizes)
+        with checked(self._comm):
+            self._comm.Allgather(np.array([n], np.int64), sizes)
         return [int(s) for s in sizes]
 
     def _swap(
@@ -219,14 +316,35 @@ class MpiCommunicator(SharingCommunicator):
         received = [np.empty(n, parts[0].dtype) for n in sizes] if received is None else received
         if received[self.rank] is not parts[self.rank]:
             received[self.rank][...] = parts[self.rank]
-        finish(self._exchange(parts, received), self)
+        self._finish(self._exchange(parts, received))
         return received
+
+    def _kept(self, requests: "list[MPI.Request]") -> "list[MPI.Request]":
+        """Return requests, which keep the memory that MPI writes to alive until ``_finish``."""
+        self._begun[id(requests)] = requests
+        return requests
+
+    def _finish(self, requests: "list[MPI.Request]") -> None:
+        """Wait until an exchange is complete; if a rank was lost, end all that are under way."""
+        try:
+            finish(requests, self)
+            del self._begun[id(requests)]
+        except Exception as error:
+            if self._base is not None and self.lost(error):
+                self.revoke()
+                self._settle()
+            raise
+
+    def _settle(self) -> None:
+        """Wait until all exchanges of the revoked communicator have ended, in whatever way."""
+        settle([request for begun in self._begun.values() for request in begun])
+        self._begun.clear()
 
     def _exchange(
         self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], tag: int = 0
     ) -> "list[MPI.Request]":
         """Begin to send ``parts[r]`` to every other rank r and to receive ``received[r]``; return the requests."""
-        requests = []
+        requests = self._kept([])
         for rank in range(self.size):
             if rank != self.rank:
                 requests += [self._comm.Irecv(piece, rank, tag) for piece in self._pieces(received[rank])]

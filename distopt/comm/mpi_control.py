@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from distopt.comm.control import LEAVE, ControlChannel
+from distopt.comm.control import LEAVE, ControlChannel, PeerLeft
+from distopt.comm.mpi_losses import all_complete, checked, elastic, is_loss, wait_for_all
 from distopt.comm.mpi_start import (
     abort,
     brand,
     check_launcher,
+    end_alone,
+    fail_by_signal,
     has_thread_multiple,
     is_running,
     mailboxes,
@@ -61,11 +64,15 @@ def finish(requests: Sequence["MPI.Request"], waiter: Waiter) -> None:
     """Wait until exchanges are complete.
 
     It polls, since MPI moves data only during calls, and sleeps between polls, since MPI's wait occupies a core.
+
+    Raises:
+        MPI.Exception: the error of a request, such as the loss of a rank.
     """
-    MPI = mpi()
-    while waiter.patience and not MPI.Request.Testall(requests):
+    while waiter.patience:
+        if all_complete(requests):
+            return
         time.sleep(waiter.patience)
-    MPI.Request.Waitall(requests)
+    wait_for_all(requests)
 
 
 class MpiMailbox:
@@ -94,11 +101,16 @@ class MpiMailbox:
     def receive(self) -> tuple[int, str] | None:
         """Return the sender of a text and the text, or None if there is none to receive."""
         status = mpi().Status()
-        with self._lock:
-            if not self._comm or not self._comm.Iprobe(status=status):
-                return None
-            buffer = np.empty(status.count, np.uint8)
-            self._comm.Recv(buffer, status.source)
+        try:
+            with self._lock:
+                if not self._comm or not self._comm.Iprobe(status=status):
+                    return None
+                buffer = np.empty(status.count, np.uint8)
+                self._comm.Recv(buffer, status.source)
+        except Exception as error:
+            if not is_loss(error):
+                raise
+            return None  # others will revoke the communicator, whose ranks have nothing to ask any more
         return status.source, buffer.tobytes().decode()
 
     def close(self) -> None:
@@ -121,6 +133,7 @@ class MpiControl(ControlChannel):
         self.ranks = world_ranks(comm)
         self.mailbox = MpiMailbox(comm, self.ranks) if has_thread_multiple() else None
         self._logs = 0
+        self._leaving: MPI.Request | None = None  # the vote to leave
         self._votes = self.log("votes")
         world_rank = self.ranks[self.rank]
         self.waits = OperationLog(recorder, f"waits of rank {world_rank} ({name})", [world_rank], self.mailbox)
@@ -134,7 +147,8 @@ class MpiControl(ControlChannel):
         """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         recorder.step = self.progress
         with self._votes("vote", 0, self.progress + self.part):
-            finish([self.start(votes)], self)
+            with checked(self._comm):
+                finish([self.start(votes)], self)
 
     def start(self, votes: np.ndarray) -> "MPI.Request":
         """Begin a vote, and return its request.
@@ -143,6 +157,20 @@ class MpiControl(ControlChannel):
         """
         MPI = mpi()
         return self._comm.Iallreduce(MPI.IN_PLACE, votes, MPI.MAX)
+
+    def has_left(self, votes: np.ndarray) -> bool:
+        """Tell if the last vote has ended, which the first call begins.
+
+        Args:
+            votes: this rank's, and then the result.
+
+        Raises:
+            PeerLeft: a rank was lost.
+        """
+        with checked(self._comm):
+            if self._leaving is None:
+                self._leaving = self.start(votes)
+            return bool(self._leaving.Test())
 
     def subgroup(self, members: tuple[int, ...]) -> "MpiControl":
         """Make a channel of some of the ranks.  Collective over all ranks."""
@@ -153,14 +181,28 @@ class MpiControl(ControlChannel):
 
     def close(self) -> None:
         """Free the MPI communicator.  Collective."""
+        self.forget()
+        with self._votes("closing"):
+            self._comm.Free()
+
+    def meeting(self) -> OperationLog:
+        """Return a context for a meeting of the ranks that are left, for which the time limit holds."""
+        world_rank = self.ranks[self.rank]
+        return OperationLog(recorder, f"meetings of rank {world_rank}", [world_rank])(MEETING)
+
+    def revoke(self) -> None:
+        """Let all votes fail on all ranks, now and from now on.  Not collective."""
+        self.forget()
+        self._comm.Revoke()
+
+    def forget(self) -> None:
+        """Vote no more when this process ends, and stop the messages of watchdogs."""
         if self in _controls:
             _controls.remove(self)
         if self.mailbox:
             self.mailbox.close()
             if self.mailbox in mailboxes:
                 mailboxes.remove(self.mailbox)
-        with self._votes("closing"):
-            self._comm.Free()
 
     def gather_strings(self, text: str) -> list[str]:
         """Return one text per rank, in rank order.  Collective."""
@@ -170,9 +212,11 @@ class MpiControl(ControlChannel):
 
     def _all_gather(self, payload: np.ndarray) -> list[str]:
         sizes = np.empty(self.size, np.int64)
-        self._comm.Allgather(np.array([payload.size]), sizes)
+        with checked(self._comm):
+            self._comm.Allgather(np.array([payload.size]), sizes)
         everyone = np.empty(int(sizes.sum()), np.uint8)
-        self._comm.Allgatherv(payload, (everyone, sizes))
+        with checked(self._comm):
+            self._comm.Allgatherv(payload, (everyone, sizes))
         return [part.tobytes().decode() for part in np.split(everyone, np.cumsum(sizes)[:-1])]
 
 
@@ -201,12 +245,15 @@ def _leave() -> None:
     if not is_running():
         return
     votes = {control: np.array(LEAVE, np.int64) for control in _controls if not control.broken}
-    waiting = {control: control.start(vote) for control, vote in votes.items()}
     with _farewell():
-        while waiting:
-            for control in [c for c, request in waiting.items() if request.Test()]:
-                del waiting[control]
-                control.finish_leaving(votes[control])
+        while votes:
+            for control, vote in list(votes.items()):
+                try:
+                    if control.has_left(vote):
+                        del votes[control]
+                        control.finish_leaving(vote)
+                except PeerLeft:  # which this rank is about to do too
+                    votes.pop(control, None)
             time.sleep(0.001)
 
 
@@ -226,7 +273,9 @@ def _join(rank: int) -> None:
     """
     if os.environ.get("DISTOPT_RUN") and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    abort_on_exception(rank, abort)
+    if elastic():
+        fail_by_signal()
+    abort_on_exception(rank, end_alone if elastic() else abort)
     announce_exit(rank)
     start_watchdog(rank)
     for segment in _segments():

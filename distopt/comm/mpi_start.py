@@ -14,11 +14,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from distopt.comm.launchers import MPI_OF_SRUN, SRUN, launched
 from distopt.kernels import signatures
-from distopt.resilience import job
+from distopt.resilience import job, membership
 from distopt.resilience.abort import abort_on_exception, announce_exit, ending, wait_until_read
 from distopt.resilience.operation_log import START, OperationLog, recorder
 from distopt.resilience.report import waiting
@@ -119,7 +119,8 @@ def _start(rc: Any) -> None:
     if spec is None or spec.origin is None:
         return
     library = ctypes.CDLL(spec.origin)
-    if rc.finalize is not False:
+    # a rank that ends in an elastic job must not wait for the others, which may go on for long, or be lost
+    if rc.finalize is not False and not membership.wanted():
         _end_mpi_at_exit(library)
     level = LEVELS.index(rc.thread_level) if rc.threads else 0
     with _limited_start():
@@ -188,6 +189,31 @@ def abort(code: int) -> None:
         time.sleep(CONNECT)
         _end_stuck_launcher()
     os._exit(code)  # Open MPI's launcher ends the others
+
+
+def fail_by_signal() -> None:
+    """Let this process end by a signal instead of a code other than 0, from now on; only for Open MPI's elastic jobs.
+
+    Open MPI's launcher does not tell the other ranks of one that ends with such a code, whatever its options: they
+    would wait for it for ever.  The code stands in the marks that ``distopt run`` reads.
+    """
+    signatures.library().fail_by_signal()  # at C's exit, which knows the code
+    leave, process = os._exit, os.getpid()
+
+    def by_signal(status: int) -> NoReturn:
+        if status and os.getpid() == process:
+            job.mark(job.OS_EXIT, status)
+            os.kill(process, signal.SIGKILL)
+        leave(status)
+
+    os._exit = by_signal
+
+
+def end_alone(code: int) -> None:
+    """End this process, and no other one, with an exit code; the caller must have printed the reason."""
+    ending.set()
+    job.mark(job.SPOKEN, code)
+    os._exit(code)
 
 
 def _end_stuck_launcher() -> None:

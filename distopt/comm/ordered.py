@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from distopt.comm.byte_counts import Algorithm, Moved
-from distopt.comm.communicator import Communicator, Groups, Wrapper, all_reduce_in_rank_order
+from distopt.comm.communicator import Communicator, Wrapper, all_reduce_in_rank_order
 from distopt.comm.metered import Metered
 
 
@@ -33,11 +33,7 @@ class Ordered(Wrapper):
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
-        all_reduce_in_rank_order(self.comm, x)
-
-    def make_subgroup(self, groups: Groups) -> Communicator:
-        """Make a communicator of a group that adds in rank order too.  Collective."""
-        return Ordered(self.comm.subgroup(groups))
+        self.transaction_on(x, lambda: all_reduce_in_rank_order(self.comm, x))
 
 
 class Slices(Algorithm):

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distopt.comm.board import Board
+from distopt.comm.board import Board, RankEnded
 from distopt.comm.control import ControlChannel
 from distopt.comm.shared_memory import SharedMemory, open_handle
 
 HANDLE = 6  # numbers of a handle
+ENDS = 1.0  # seconds from when a process's memory cannot be opened any more until it is known to have ended
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -56,6 +57,10 @@ class Outboxes:
         if any_new:  # which all ranks see alike
             self._board.swap(np.zeros(HANDLE + self._size, np.int64))
 
+    def revoke(self) -> None:
+        """Let all ranks that wait on the board raise RankEnded, now and from now on."""
+        self._board.revoke()
+
     def close(self) -> None:
         """Release the board."""
         self._board.close()
@@ -99,6 +104,8 @@ class Outboxes:
         if rank != self._rank:
             opened = open_handle(" ".join(map(str, handle.tolist())), np.uint8)
             if opened is None:
+                if self._board.has_ended(rank, ENDS):
+                    raise RankEnded(rank)
                 raise RuntimeError(f"the memory of rank {rank} cannot be opened")
             memory = opened
         self._opened[rank, self._turn] = text, memory

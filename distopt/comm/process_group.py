@@ -1,4 +1,6 @@
-"""Ranks of a process group of ``torch.distributed``: votes and collectives of numpy arrays over gloo, without MPI.
+"""Ranks that torch's gloo connects: votes and collectives of numpy arrays, without MPI.
+
+They are those of torch's default process group, or those that ``distopt run --elastic`` has started.
 
 Messages go from rank to rank, and are added up here, in rank order: gloo's own collectives add in another order, and a
 vote takes them longer.  On one machine all ranks share the memory of what ``alloc`` returns: sums need no messages, and
@@ -7,15 +9,13 @@ votes are written on a board.
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import itertools
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -35,120 +35,24 @@ from distopt.comm.communicator import (
     sum_in_rank_order,
 )
 from distopt.comm.control import LEAVE, ControlChannel, PeerLeft, agreed
+from distopt.comm.epoch_ranks import EpochRanks
+from distopt.comm.gloo import NO_LIMIT, Messages, Ranks, TorchRanks, Works
 from distopt.comm.launchers import LOOPBACK, Meeting, meeting
 from distopt.comm.outbox import Outboxes
+from distopt.comm.outside import Outside
 from distopt.comm.receive_buffer import ReceiveBuffer
 from distopt.comm.shared_memory import SharedMemory, SharingCommunicator
 from distopt.comm.sockets import watch
+from distopt.resilience import job
 from distopt.resilience.abort import abort_on_exception
+from distopt.resilience.membership import Line, line
 from distopt.resilience.operation_log import MEETING, OperationLog, recorder
 
 FRAME = 32  # int64 numbers of a message of votes: a vote, the bytes of a text, and room for words of farewell
 LENGTH, WORDS = 9, 10
 NOTHING = np.empty(0, np.int64)
+TRIALS = 3  # to make a communicator of the same ranks
 PAGE = 512  # numbers of a text that are written at once
-NO_LIMIT = timedelta(days=365)  # for gloo: it is the watchdog that ends a wait, and says where
-
-
-Works = list[tuple[int, Any]]  # what is under way, and with which rank
-
-
-class Messages:
-    """Messages between ranks of the default process group, over a gloo group that nothing else uses.
-
-    Args:
-        ranks: their numbers there, ascending.  Collective of them.
-    """
-
-    def __init__(self, ranks: Sequence[int]):
-        self.ranks, self._group = list(ranks), None  # type: list[int], Any
-        self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
-        if self.size > 1:
-            self._group = _gloo(self.ranks)
-
-    @property
-    def usable(self) -> bool:
-        """Whether messages can be sent: the script may have destroyed the process group."""
-        return self.size == 1 or (self._group is not None and dist.is_initialized())
-
-    def check(self) -> None:
-        """Raise RuntimeError if the process group was destroyed."""
-        if not self.usable:
-            raise RuntimeError(
-                "the process group of torch.distributed was destroyed, and ranks cannot exchange any more; call "
-                "destroy_process_group() at the end of the script"
-            )
-
-    def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
-        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``, flat arrays of known lengths.
-
-        Raises:
-            RankEnded: a rank has ended.
-            RuntimeError: the process group was destroyed.
-        """
-        self.check()
-        self.finish(self.begin(parts, received))
-
-    def begin(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> Works:
-        """Begin an ``exchange``, and return what ``finish`` waits for."""
-        works: Works = []
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            if received[source].size:
-                works.append((source, self._group.recv([_tensor(received[source])], source, 0)))
-            if parts[to].size:
-                works.append((to, self._group.send([_tensor(parts[to])], to, 0)))
-        return works
-
-    def finish(self, works: Works) -> None:
-        """Wait until an exchange is complete.
-
-        Raises:
-            RankEnded: a rank has ended.
-        """
-        for rank, work in works:
-            try:
-                work.wait()
-            except RuntimeError:  # of a socket, whose text names no rank
-                raise RankEnded(rank) from None
-
-    def close(self) -> None:
-        """Release the group."""
-        if self._group is not None:
-            _open.remove(self._group)
-        self._group = None
-
-
-_groups: dict[tuple[int, ...], int] = {}  # how many were made of these ranks
-_open: list[Any] = []  # groups that are not closed
-
-
-def _gloo(ranks: Sequence[int]) -> Any:
-    """Return a group of gloo's, which torch does not know of.  Collective of its ranks.
-
-    torch names a group of some ranks by the number of groups that a rank is in, which may differ among them: then
-    they wait for each other for ever.
-    """
-    number = _groups[tuple(ranks)] = _groups.get(tuple(ranks), 0) + 1
-    name = f"distopt/{'_'.join(map(str, ranks))}/{number}"
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-    group = dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), NO_LIMIT)
-    _open.append(group)
-    return group
-
-
-class _Writable:
-    """The memory of an array, as if it could be written: torch has no tensors that are only read."""
-
-    def __init__(self, x: np.ndarray):
-        self.owner = x
-        self.__array_interface__ = x.__array_interface__ | {"data": (x.ctypes.data, False)}
-
-
-def _tensor(x: np.ndarray) -> torch.Tensor:
-    """Return the bytes of a flat array, as a tensor on the same memory."""
-    raw = x.view(np.uint8)
-    return torch.from_numpy(raw if raw.flags.writeable else np.asarray(_Writable(raw)))
 
 
 class ProcessGroupControl(ControlChannel):
@@ -158,18 +62,19 @@ class ProcessGroupControl(ControlChannel):
     vote, and the others raise them.
 
     Args:
-        ranks: the numbers of the ranks in the default process group, ascending.  Collective of them.
+        ranks: among which the channel is.
+        members: numbers of those that have the channel, ascending.  Collective of them.
     """
 
-    def __init__(self, ranks: Sequence[int]):
-        self._messages, self.ranks = Messages(ranks), list(ranks)
+    def __init__(self, ranks: Ranks, members: Sequence[int]):
+        self._among, self._messages, self.ranks = ranks, Messages(ranks, members), list(members)
         self.rank, self.size = self._messages.rank, self._messages.size
         self._numbers = itertools.count()
         self._name = (
-            f"torch's ranks {', '.join(map(str, ranks))}" if len(ranks) < 9 else f"{len(ranks)} of torch's ranks"
+            f"torch's ranks {', '.join(map(str, members))}" if self.size < 9 else f"{self.size} of torch's ranks"
         )
         self._votes = self.log("votes")
-        world_rank = self._messages.ranks[self.rank]
+        world_rank = self.ranks[self.rank]
         self.waits = OperationLog(recorder, f"waits of rank {world_rank} ({self._name})", [world_rank])
         self._frames = np.zeros((self.size, FRAME), np.int64)
         self._board: Board | None = None  # until there are boards, votes and texts are messages
@@ -179,11 +84,18 @@ class ProcessGroupControl(ControlChannel):
             _join(world_rank)
         self.vote_on_version()
         if self.size > 1:
-            self._board, self._pages = Board.open(self, FRAME), Board.open(self, PAGE)
+            self._board, self._pages = self._open_board(FRAME), self._open_board(PAGE)
+
+    def _open_board(self, length: int) -> Board | None:
+        """Make a board of frames of this length, which is revoked with the channel.  Collective."""
+        board = Board.open(self, length)
+        if board:
+            self._among.keep(board)
+        return board
 
     def log(self, name: str) -> OperationLog:
         """Return a log of operations that all ranks do alike.  Collective."""
-        return OperationLog(recorder, f"{name} ({self._name}, {next(self._numbers)})", self._messages.ranks)
+        return OperationLog(recorder, f"{name} ({self._name}, {next(self._numbers)})", self.ranks)
 
     def maximum(self, votes: np.ndarray) -> None:
         """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
@@ -208,15 +120,19 @@ class ProcessGroupControl(ControlChannel):
 
     def subgroup(self, members: tuple[int, ...]) -> "ProcessGroupControl":
         """Make a channel of some of the ranks.  Collective over all ranks."""
-        return ProcessGroupControl([self._messages.ranks[member] for member in members])
+        return ProcessGroupControl(self._among, [self.ranks[member] for member in members])
 
     def close(self) -> None:
         """Release the group.  Collective."""
-        if self in _controls:
-            _controls.remove(self)
+        self.forget()
         for board in filter(None, (self._board, self._pages)):
             board.close()
         self._messages.close()
+
+    def forget(self) -> None:
+        """Say no farewell on this channel when this process ends."""
+        if self in _controls:
+            _controls.remove(self)
 
     def begin_leaving(self) -> Works:
         """Begin to send all ranks words of farewell in place of the next vote."""
@@ -302,14 +218,7 @@ def _join(rank: int) -> None:
     abort_on_exception(rank, os._exit)
     watch(rank)
     atexit.register(_leave)
-    os.register_at_fork(after_in_child=_forget)
-
-
-def _forget() -> None:
-    """Forget all channels in a forked child, which is no rank, and keep gloo's groups: their threads are not there."""
-    _controls.clear()
-    for group in _open:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # or the end of the child would wait for the threads
+    os.register_at_fork(after_in_child=_controls.clear)  # a forked child is no rank
 
 
 def _leave() -> None:
@@ -370,14 +279,32 @@ def join(ranks: Sequence[int] | None = None) -> tuple[ProcessGroupControl, int, 
         ranks: their numbers there, ascending; None for all.
 
     Returns:
+        As ``join_among``.
+    """
+    return join_among(_torch_ranks(), ranks)
+
+
+def join_among(ranks: Ranks, members: Sequence[int] | None = None) -> tuple[ProcessGroupControl, int, list[int]]:
+    """Return votes of ranks.  Collective of them.
+
+    Args:
+        ranks: among which they are.
+        members: their numbers, ascending; None for all.
+
+    Returns:
         The votes; this rank's number among those of its machine; and the machine of each rank, as numbers.
     """
-    if not dist.is_initialized():
-        meet()
-    control = ProcessGroupControl(range(dist.get_world_size()) if ranks is None else ranks)
+    control = ProcessGroupControl(ranks, ranks.all if members is None else members)
     machines = control.gather(_machine())
     hosts = [machines.index(machine) for machine in machines]
     return control, hosts[: control.rank].count(hosts[control.rank]), hosts
+
+
+def _torch_ranks() -> TorchRanks:
+    """Return the ranks of the default process group, which is initialized if it is not yet.  Collective."""
+    if not dist.is_initialized():
+        meet()
+    return TorchRanks()
 
 
 class ProcessGroupCommunicator(SharingCommunicator):
@@ -386,6 +313,9 @@ class ProcessGroupCommunicator(SharingCommunicator):
     Making one is collective.  The process group is initialized if it is not yet, as ``torchrun``, Slurm and others tell
     in the environment; its backend may be any.  With more than one rank, an uncaught exception ends this process from
     then on; the launcher ends the others.
+
+    Under ``distopt run --elastic`` there is no default process group, which would end with any of its ranks.  There the
+    launcher tells who the ranks are, and those that live go on without one that was lost (``survivors``).
 
     Args:
         reason: why this transport was chosen, for ``repr``.
@@ -409,16 +339,58 @@ class ProcessGroupCommunicator(SharingCommunicator):
     wire = "gloo"
 
     rank_ordered = True
+    control: ProcessGroupControl
 
     def __init__(self, reason: str = ""):
-        self._make(None, reason)
+        launcher = line()
+        if launcher is None:
+            self._make(_torch_ranks(), None, reason)
+        else:
+            _join(launcher.member)
+            self._enter(launcher, "world", "", reason)
 
-    def _make(self, ranks: Sequence[int] | None, reason: str) -> None:
-        """Set up messages and votes of some of the ranks of the default group, or of all."""
-        self.control, self.local_rank, self._hosts = join(ranks)
+    def _enter(self, launcher: Line, name: str, text: str, reason: str, lets_in: bool = False) -> list[str]:
+        """Become a member of a communicator's next epoch in which no rank is lost meanwhile.  Collective of these.
+
+        All members return with the same epoch, since the launcher decides if all have come as far.
+
+        Args:
+            launcher: the line to it.
+            name: that of the communicator.
+            text: this rank's.
+            reason: why this transport was chosen, for ``repr``.
+            lets_in: whether processes that wait may become members.
+
+        Returns:
+            A text of each member.
+
+        Raises:
+            PeerLeft: these ranks cannot connect, though none was lost meanwhile.
+        """
+        met: list[list[int]] = []
+        while True:
+            ranks, failure = EpochRanks.next(launcher, name, text, lets_in), None
+            met.append(ranks.all)
+            try:
+                self._make(ranks, None, reason)
+            except PeerLeft as error:
+                ranks.revoke()
+                failure = error
+            if ranks.agree(failure is None):
+                return ranks.epoch.texts
+            ranks.revoke()
+            if failure and met.count(ranks.all) > TRIALS:
+                raise failure
+
+    def _make(self, ranks: Ranks, members: Sequence[int] | None, reason: str) -> None:
+        """Set up messages and votes of some of the ranks, or of all."""
+        self._among, self._why = ranks, reason
+        self.control, self.local_rank, self._hosts = join_among(ranks, members)
         self.rank, self.size, self._ranks = self.control.rank, self.control.size, self.control.ranks
         outboxes = Outboxes.open(self.control) if self.size > 1 else None
-        self._messages: Messages | Outboxes = outboxes or Messages(self._ranks)
+        self._messages: Messages | Outboxes = outboxes or Messages(ranks, self._ranks)
+        if outboxes:
+            ranks.keep(outboxes)
         self._log = self.control.log("data")
         places = "several hosts" if self.spans_hosts else "one host"
         self.reason = self._place = "; ".join(filter(None, (f"torch {torch.__version__}, gloo", reason, places)))
@@ -465,12 +437,70 @@ class ProcessGroupCommunicator(SharingCommunicator):
 
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same ranks over messages of its own.  Collective."""
-        return self.of_ranks(self._ranks, f"beside rank {self.rank}'s other one")
+        return self._of(self._among, self._ranks, f"beside rank {self.rank}'s other one")
+
+    def separate(self) -> Communicator:
+        """Make a communicator of the same ranks, which loses ranks on its own.  Collective."""
+        ranks = self._among.separate()
+        try:
+            return self._of(ranks, self._ranks, f"beside rank {self.rank}'s other one")
+        except PeerLeft:
+            ranks.revoke()
+            raise
 
     def make_subgroup(self, groups: Groups) -> Communicator:
         """Make a communicator of a group over messages of its own.  Collective."""
         members = group_of(self.rank, groups)
-        return self.of_ranks([self._ranks[m] for m in members], f"{len(members)} of {self.size} ranks")
+        return self._of(self._among, [self._ranks[m] for m in members], f"{len(members)} of {self.size} ranks")
+
+    # -- ranks that are lost
+
+    def revoke(self) -> None:
+        """Let all that any rank waits for on this communicator raise PeerLeft, now and from now on.
+
+        That is what its duplicate and its subgroups wait for too, and who makes one of them.
+        """
+        self._among.revoke()
+
+    def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:
+        """Return a communicator of the ranks that live, in their order, and a text of each.  Collective of these.
+
+        Args:
+            text: this rank's.
+            lets_in: whether processes that wait to be let in may be among them.
+
+        Raises:
+            ConnectionError: the launcher has ended, or has given this rank up.
+            ValueError: the ranks are torch's, which are lost together, or this communicator is a subgroup.
+        """
+        if not isinstance(self._among, EpochRanks) or self._ranks != self._among.all:
+            return super().survivors(text, lets_in)
+        self._forget()
+        new, launcher = type(self).__new__(type(self)), cast(Line, line())
+        return new, new._enter(launcher, self._among.name, text, self._why, lets_in)
+
+    @property
+    def awaited(self) -> bool:
+        return job.awaited()
+
+    @classmethod
+    def waiting(cls, reason: str = "") -> Outside:
+        """Return a communicator of this process alone, which waits to be let in by the ranks of a job."""
+        launcher = cast(Line, line())
+        _join(launcher.member)
+
+        def enter(text: str) -> tuple[Communicator, list[str]]:
+            comm = cls.__new__(cls)
+            return comm, comm._enter(launcher, "world", text, reason, lets_in=True)
+
+        return Outside(enter, reason)
+
+    def _forget(self) -> None:
+        """Say no farewell on this communicator."""
+        self.control.forget()
+        for other in (self._second, *self._subgroups.values()):
+            if isinstance(other, ProcessGroupCommunicator):
+                other._forget()
 
     def close(self) -> None:
         """Release the groups; nothing may be called after it.  Collective."""
@@ -487,8 +517,13 @@ class ProcessGroupCommunicator(SharingCommunicator):
             ranks: their numbers there, ascending.
             reason: why there is one, for ``repr``.
         """
+        return cls._of(_torch_ranks(), ranks, reason)
+
+    @classmethod
+    def _of(cls, ranks: Ranks, members: Sequence[int], reason: str) -> "ProcessGroupCommunicator":
+        """Make a communicator of some of the ranks.  Collective of these."""
         comm = cls.__new__(cls)
-        comm._make(ranks, reason)
+        comm._make(ranks, members, reason)
         return comm
 
     def _lengths(self, parts: Sequence[np.ndarray]) -> list[int]:

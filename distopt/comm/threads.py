@@ -17,10 +17,80 @@ from distopt.comm.communicator import (
     sum_in_rank_order,
 )
 from distopt.comm.control import ControlChannel, PeerLeft
+from distopt.comm.outside import Outside
+from distopt.resilience.membership import Epoch, Membership
 
 _thread = threading.local()  # ``rank``: the communicator of a thread that run_ranks started
 T = TypeVar("T")
 Action = Callable[[list[Any]], list[Any]]
+
+
+class Crew:
+    """The threads of ``run_ranks`` that have not ended, and where they meet.
+
+    Args:
+        size: their number.
+    """
+
+    def __init__(self, size: int):
+        self.size, self._changed = size, threading.Condition()
+        self._meetings: list[Meeting] = []
+        self._ended: set[int] = set()
+        self._memberships: dict[tuple[int, ...], Membership] = {}  # by the members of the first epoch
+        self._epochs: dict[tuple[tuple[int, ...], int], tuple[Epoch, list[Meeting]]] = {}  # by these and rank
+
+    def enter(self, meeting: "Meeting") -> None:
+        """Let ranks that have ended, or will, leave a meeting."""
+        with self._changed:
+            self._meetings.append(meeting)
+            ended = list(self._ended)
+        for rank in ended:
+            meeting.leave(rank)
+
+    def end(self, rank: int) -> None:
+        """Let a rank leave all meetings."""
+        with self._changed:
+            self._ended.add(rank)
+            meetings = list(self._meetings)
+            for first, membership in self._memberships.items():
+                membership.lose(rank)
+                self._begin(first)
+        for meeting in meetings:
+            meeting.leave(rank)
+
+    def next_epoch(
+        self, first: tuple[int, ...], member: int, text: str, lets_in: bool = False
+    ) -> "tuple[Epoch, list[Meeting]]":
+        """Wait for the members of a communicator that have not ended.
+
+        Args:
+            first: those of its first epoch.
+            member: this one.
+            text: for the others.
+            lets_in: whether the epoch may have newcomers.
+
+        Returns:
+            The epoch, and meetings of its members, for data and for votes.
+        """
+        with self._changed:
+            if first not in self._memberships:
+                self._memberships[first] = Membership(set(first) - self._ended)
+            self._memberships[first].ask(member, text, lets_in)
+            self._begin(first)
+            self._changed.wait_for(lambda: (first, member) in self._epochs)
+            return self._epochs.pop((first, member))
+
+    def _begin(self, first: tuple[int, ...]) -> None:
+        epoch = self._memberships[first].begin()
+        if epoch:
+            meetings = [Meeting(epoch.members, self) for _ in range(2)]
+            self._epochs |= {(first, member): (epoch, meetings) for member in epoch.members}
+            self._changed.notify_all()
+
+    def awaits(self, first: tuple[int, ...]) -> bool:
+        """Whether a rank that is none of these waits to be one of them."""
+        with self._changed:
+            return first in self._memberships and bool(self._memberships[first].newcomers())
 
 
 class Meeting:
@@ -30,17 +100,17 @@ class Meeting:
 
     Args:
         ranks: those that meet, as ``run_ranks`` numbers them.
-        meetings: all meetings, which a rank that ends leaves; this one is added.
+        crew: all ranks.
     """
 
-    def __init__(self, ranks: Sequence[int], meetings: "list[Meeting]"):
-        self._ranks, self._meetings_of_all, self._changed = ranks, meetings, threading.Condition()
-        meetings.append(self)
+    def __init__(self, ranks: Sequence[int], crew: Crew):
+        self.ranks, self.crew, self._changed = ranks, crew, threading.Condition()
         self._offers: list[Any] = [None] * len(ranks)
         self._verbs = [""] * len(ranks)
         self._arrived = self._meetings = 0
         self._results: list[Any] | Exception = []
         self._left = ""
+        crew.enter(self)
 
     def meet(self, rank: int, verb: str, offer: Any, action: Action) -> Any:
         """Wait for the arguments of all ranks, and return this rank's result.  Collective.
@@ -85,17 +155,20 @@ class Meeting:
 
     def leave(self, rank: int) -> None:
         """Make all pending and later meetings raise PeerLeft, since ``rank`` of ``run_ranks`` takes part in none."""
-        if rank not in self._ranks:
-            return
+        if rank in self.ranks:
+            self.end(f"rank {rank} left")
+
+    def end(self, why: str) -> None:
+        """Make all pending and later meetings raise PeerLeft."""
         with self._changed:
-            self._left = self._left or f"rank {rank} left"
+            self._left = self._left or why
             self._changed.notify_all()
 
     def subgroup(self, rank: int, members: tuple[int, ...]) -> "Meeting":
         """Return a meeting of some of these ranks, each of which names its group.  Collective."""
 
         def make(groups: list[tuple[int, ...]]) -> list[Meeting]:
-            found = {g: Meeting([self._ranks[m] for m in g], self._meetings_of_all) for g in set(groups)}
+            found = {g: Meeting([self.ranks[m] for m in g], self.crew) for g in set(groups)}
             return [found[group] for group in groups]
 
         meeting: Meeting = self.meet(rank, "subgroup", members, make)
@@ -104,7 +177,7 @@ class Meeting:
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return len(self._ranks)
+        return len(self.ranks)
 
 
 class ThreadControl(ControlChannel):
@@ -112,6 +185,10 @@ class ThreadControl(ControlChannel):
 
     def __init__(self, rank: int, meeting: Meeting):
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
+
+    def revoke(self) -> None:
+        """Let every rank's votes raise PeerLeft."""
+        self._meeting.end(f"rank {self.rank} has revoked the votes")
 
     def subgroup(self, members: tuple[int, ...]) -> "ThreadControl":
         return ThreadControl(members.index(self.rank), self._meeting.subgroup(self.rank, members))
@@ -151,6 +228,7 @@ class ThreadCommunicator(Communicator):
     def __init__(self, rank: int, meeting: Meeting, control: ThreadControl):
         self.rank = self.local_rank = rank
         self.size, self._meeting, self.control = meeting.size, meeting, control
+        self._first = tuple(meeting.ranks)  # of the first epoch
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
@@ -190,9 +268,47 @@ class ThreadCommunicator(Communicator):
         group._hosts = [self.hosts[member] for member in members]
         return group
 
+    def revoke(self) -> None:
+        """Let every rank's meetings here raise PeerLeft: of collectives, votes, the duplicate and the subgroups."""
+        self._meeting.end(f"rank {self.rank} has revoked {self!r}")
+        self.control.revoke()
+        for other in (*([] if self._second is None else [self._second]), *self._subgroups.values()):
+            other.revoke()
+
+    @property
+    def awaited(self) -> bool:
+        return self._meeting.crew.awaits(self._first)
+
+    def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:
+        """Return a communicator of the threads that have not ended, and a text of each.  Collective of these."""
+        member = self._meeting.ranks[self.rank]
+        epoch, meetings = self._meeting.crew.next_epoch(self._first, member, text, lets_in)
+        comm, before = _of_epoch(epoch, meetings, member, self._first), self._meeting.ranks
+        if set(epoch.members) <= set(before):
+            comm._hosts = [self.hosts[before.index(m)] for m in epoch.members]
+        return comm, epoch.texts
+
+    def waiting_for(self, members: Sequence[int]) -> Outside:
+        """Return a communicator of this thread alone, which these threads of ``run_ranks`` may let in."""
+        member, crew = self._meeting.ranks[self.rank], self._meeting.crew
+
+        def enter(text: str) -> tuple[Communicator, list[str]]:
+            epoch, meetings = crew.next_epoch(tuple(members), member, text)
+            return _of_epoch(epoch, meetings, member, tuple(members)), epoch.texts
+
+        return Outside(enter, f"thread {member}")
+
     def _meet(self, verb: str, offer: Any, action: Action, alike: np.ndarray | None) -> Any:
         shape = f" of {alike.size} {alike.dtype}" if alike is not None else ""
         return self._meeting.meet(self.rank, verb + shape, offer, action)
+
+
+def _of_epoch(epoch: Epoch, meetings: Sequence[Meeting], member: int, first: tuple[int, ...]) -> ThreadCommunicator:
+    """Return a communicator of the members of an epoch; ``first``: of the first one."""
+    rank, (data, votes) = epoch.members.index(member), meetings
+    comm = ThreadCommunicator(rank, data, ThreadControl(rank, votes))
+    comm._first = first
+    return comm
 
 
 def _all_reduce(arrays: list[np.ndarray]) -> list[Any]:
@@ -251,8 +367,8 @@ def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    meetings: list[Meeting] = []
-    world, votes = Meeting(range(size), meetings), Meeting(range(size), meetings)
+    crew = Crew(size)
+    world, votes = Meeting(range(size), crew), Meeting(range(size), crew)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
@@ -262,8 +378,7 @@ def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
             results[rank] = main(_thread.rank)
         except BaseException as error:
             errors.append(error)
-        for meeting in meetings:
-            meeting.leave(rank)
+        crew.end(rank)
 
     threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}") for r in range(size)]
     for t in threads:
@@ -272,8 +387,7 @@ def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
         for t in threads:
             t.join()
     finally:  # after a Ctrl-C, no rank can wait for another any more
-        for meeting in meetings:
-            meeting.leave(0)
+        crew.end(0)
     for error in sorted(errors, key=_rank_of_cause):
         raise error
     return results

@@ -1,11 +1,13 @@
 """Choice of the communicator for this process."""
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
 
 from distopt import device as gpus
 from distopt.comm.communicator import Communicator
+from distopt.comm.elastic import Elastic
 from distopt.comm.launchers import Process, transport
 from distopt.comm.local import LocalCommunicator
 from distopt.comm.mpi import MpiCommunicator
@@ -13,6 +15,7 @@ from distopt.comm.nccl import NcclCommunicator
 from distopt.comm.nccl_library import nccl_state
 from distopt.comm.shared_memory import SharingCommunicator
 from distopt.comm.threads import current_rank
+from distopt.resilience import membership
 
 _worlds: dict[str, Communicator] = {}
 
@@ -24,7 +27,8 @@ def world(device: str = "auto") -> Communicator:
     ``srun`` without PMI or without mpi4py, and where the script has initialized the process group of
     ``torch.distributed`` without a launcher of MPI, by gloo.  A process without a launcher is one rank alone, and
     imports neither.  In a thread of ``run_ranks`` it is that thread's communicator, for numpy arrays.  The ``repr`` of
-    the communicator gives the reason for the choice.  The first call for a device is collective.
+    the communicator gives the reason for the choice.  The first call for a device is collective.  Under
+    ``distopt run --elastic`` it goes on without the ranks it loses (``comm.Elastic``).
 
     Args:
         device: one of
@@ -36,7 +40,7 @@ def world(device: str = "auto") -> Communicator:
     Raises:
         ImportError: there is a launcher but no mpi4py, or torchrun but no torch.
         RuntimeError: launcher and MPI library do not belong together, ranks of ``srun`` cannot meet, or ``device`` is
-            'cuda' and there is no cupy, driver, GPU or NCCL.
+            'cuda' and there is no cupy, driver, GPU or NCCL; or ranks with GPUs were started with ``--elastic``.
         ValueError: ``device`` is none of these, two ranks are on one GPU, or ``device`` is 'cuda' in ``run_ranks``.
 
     Example:
@@ -52,8 +56,24 @@ def world(device: str = "auto") -> Communicator:
             raise ValueError("device must be 'auto' or 'cpu' in run_ranks, whose ranks have numpy arrays, got 'cuda'")
         return rank
     if device not in _worlds:
-        _worlds[device] = _pick(device)
+        if membership.wanted() and device != "cpu" and not _lacks_gpu(device, alone=False):
+            raise RuntimeError(
+                "ranks with GPUs cannot go on without a lost one yet: start without --elastic, or call "
+                "distopt.world('cpu') for arrays on the host"
+            )
+        comm = _waiting() if membership.joins() else _pick(device)
+        if membership.wanted() and (comm.size > 1 or comm.outside):
+            comm = Elastic(comm)
+            atexit.register(comm.leave)
+        _worlds[device] = comm
     return _worlds[device]
+
+
+def _waiting() -> Communicator:
+    """Return the communicator of a process that takes the place of a lost rank."""
+    from distopt.comm.process_group import ProcessGroupCommunicator
+
+    return ProcessGroupCommunicator.waiting("distopt run --elastic started this rank in the place of a lost one")
 
 
 def _pick(device: str) -> Communicator:

@@ -18,8 +18,7 @@ ROUNDS = 300
 def boards(size, length):
     """A board for each of several ranks of this process."""
     arrays = [np.zeros(HEAD + 2 * length, np.int64) for _ in range(size)]
-    ends = [os.pidfd_open(os.getpid()) for _ in range(size)]
-    return [Board(arrays, rank, ends) for rank in range(size)]
+    return [Board(arrays, rank, [os.pidfd_open(os.getpid()) for _ in range(size)]) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -20,6 +20,7 @@ BOTH, NEITHER = Process(), Process(mpi4py=False, torch=False)
 ONLY_MPI, ONLY_TORCH = Process(torch=False), Process(mpi4py=False)
 IMPORTED, GROUP = Process(mpi_imported=True), Process(group_made=True)
 
+BY_ELASTIC = "distopt run --elastic started this rank"
 BY_TORCHRUN = "torchrun set RANK=1, WORLD_SIZE=2"
 BY_MPICH, BY_OPEN_MPI = "an MPICH-like mpiexec set PMI_SIZE=2", "an Open MPI mpirun set OMPI_COMM_WORLD_SIZE=2"
 BY_NONE = "srun without PMI set SLURM_STEP_NUM_TASKS=2"
@@ -34,6 +35,8 @@ STARTS = {
     "torchrun, with MPI": (TORCHRUN, IMPORTED, "gloo", BY_TORCHRUN),
     "torchrun, with a group": (TORCHRUN, GROUP, "gloo", BY_TORCHRUN),
     "torchrun of one process": (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, BOTH, "", "torchrun started one process"),
+    "distopt run --elastic": (MPICH | TORCHRUN | {"DISTOPT_LINE": "5"}, BOTH, "gloo", BY_ELASTIC),
+    "distopt run --elastic, asked again": (NONE, BOTH._replace(has_line=True), "gloo", BY_ELASTIC),
     "torchrun in mpiexec": (MPICH | TORCHRUN, BOTH, "gloo", BY_TORCHRUN),
     "torchrun in Open MPI": (OPEN_MPI | TORCHRUN, BOTH, "gloo", BY_TORCHRUN),
     "torchrun in srun": (NONE | TORCHRUN, BOTH, "gloo", BY_TORCHRUN),

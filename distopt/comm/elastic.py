@@ -1,0 +1,332 @@
+"""Communicator that goes on without the ranks it loses."""
+
+import functools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from distopt import device
+from distopt.comm.communicator import Communicator, Groups, Ragged, Wrapper
+from distopt.comm.control import fingerprint
+
+LOG = logging.getLogger("distopt")
+T = TypeVar("T")
+Resized = Callable[[int, int], object]  # is given this rank, and the number of ranks
+
+
+class Elastic(Wrapper):
+    """Communicator around one that can lose ranks: the others go on, with new numbers, in the same object.
+
+    What ranks do together is a *transaction*.  It ends with a vote, which says nothing but that every rank has come to
+    it with the outcome.  So if a rank is lost, the others can tell what to do by the number of transactions that each
+    of them has seen end: if one has seen the end of the present one, all have its outcome, and keep it; if none has,
+    all do it again, as fewer ranks.  That is the commit of two phases (Gray, "Notes on data base operating systems",
+    1978) with any survivor as its coordinator.
+
+    Collectives outside of a transaction are one each; their arrays are put back before they are done again.
+
+    Args:
+        comm: the communicator; it defines ``survivors``.
+        family: communicators of the same ranks, of which the first defines it; None for this one alone.
+
+    Attributes:
+        ended: transactions that this rank has seen end.
+        most: that any rank has seen end, as far as this one knows.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt.comm import Elastic, run_ranks
+        >>> def main(comm):
+        ...     comm, x = Elastic(comm), np.ones(1)
+        ...     comm.all_reduce(x)
+        ...     if comm.rank == 1:
+        ...         return x.item()  # and leaves
+        ...     comm.all_reduce(x)
+        ...     return x.item(), f"rank {comm.rank} of {comm.size}"
+        >>> run_ranks(3, main)
+        [(6.0, 'rank 0 of 2'), 3.0, (6.0, 'rank 1 of 2')]
+    """
+
+    elastic = True
+
+    def __init__(self, comm: Communicator, family: "Family | None" = None):
+        super().__init__(comm)
+        self._family = family or Family()
+        self._family.members.append(self)
+        self.epoch = self._family.epoch
+        self.ended = 0  # transactions that this rank has seen end
+        self.most = 0  # that any rank has seen end, as far as this one knows
+        self._inside = False  # a transaction
+        self._next: Communicator | None = None  # the transport of the next try
+        self._sends: list[Callable[[], object]] = []
+        self._told = self.epoch  # the epoch that callbacks have heard of
+        self._resized: list[Resized] = []
+
+    def on_resize(self, callback: Resized) -> None:
+        """Call ``callback(rank, size)`` behind each transaction in which they have changed.
+
+        On a communicator that ``separate`` has made: in ``tell_resized``, as another thread may use it.
+        """
+        self._resized.append(callback)
+
+    def transaction(
+        self, operation: Callable[[], T], undo: Callable[[], object] = lambda: None, votes: bool = True
+    ) -> T:
+        """Return what an operation returns, which all ranks that are left have done together.  Collective.
+
+        Args:
+            operation: exchanges with the other ranks, and changes nothing that ``undo`` does not put right.  An error
+                that all ranks raise alike is an outcome too.
+            undo: is called before it is done again.
+            votes: False for an operation that no rank ends before all have come to it, and that has no outcome.
+        """
+        if self._inside or self.outside:
+            return operation()
+        self._inside, number = True, self.ended + 1
+        outcome = _nothing  # of an operation without votes, whose end another rank has seen
+        try:
+            while True:
+                try:
+                    outcome = self._outcome(operation)
+                    if votes:
+                        self._vote(number)
+                    break
+                except Exception as error:
+                    if not self.lost(error):
+                        raise
+                self._go_on()
+                if self.most >= number:
+                    break
+                undo()
+            self.ended = number
+        finally:
+            self._inside = False
+            self._take_next()
+        if self is self._family.members[0]:
+            self.tell_resized()
+        return cast(T, outcome())
+
+    def on_join(self, send: Callable[[], object]) -> None:
+        """Call ``send`` on all ranks but those that have come, when some have."""
+        self._sends.append(send)
+
+    def let_in(self) -> None:
+        """Go on with the processes that wait to be let in, and send them what they need.  Collective then.
+
+        All ranks know of them by the vote at the end of the last transaction.
+        """
+        if self.outside:
+            raise RuntimeError(
+                "this process was started in the place of a lost rank, and must be let in before a step: call "
+                "opt.rejoin(params) before the loop, on all ranks, and begin the loop at opt.step_counter"
+            )
+        if self.control.awaited and not self._inside and self._family.members == [self]:
+            self._go_on(lets_in=True)
+            self.tell_resized()
+            for send in self._sends if self._family.came else ():
+                send()
+
+    def join_others(self) -> None:
+        """Wait until the others let this process in; from then on its rank and size are those among all.
+
+        Raises:
+            RuntimeError: it is one of them already.
+        """
+        if not self.outside:
+            raise RuntimeError("this process is one of the ranks already")
+        self._go_on()
+        self.ended = self.most
+        self.tell_resized()
+
+    def leave(self) -> None:
+        """Take no part in any later transaction; wait until every other rank leaves too, or goes on without this one.
+
+        Until then another rank may not have heard that the last transaction has ended, and ask.
+        """
+        while self.size > 1:
+            try:
+                self.control.leave()
+                break
+            except Exception as error:
+                if not self.lost(error):
+                    raise
+            self._go_on()
+
+    def _outcome(self, operation: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a function that returns what an operation has returned, or raises what all ranks have raised alike."""
+        try:
+            value = operation()
+        except Exception as error:
+            if not hasattr(error, "agreed") or self.lost(error):
+                raise
+            return functools.partial(_raise, error)
+        return lambda: value
+
+    def _vote(self, number: int) -> None:
+        """Vote that this rank has the outcome of a transaction.  Collective."""
+        control, line = self.control, f"the end of transaction {number}"
+        awaited = bool(self._sends) and self.comm.awaited
+        control.vote(control.progress, fingerprint([line]), lambda: [line], part=f", {line}", awaited=awaited)
+
+    def _go_on(self, lets_in: bool = False) -> None:
+        """Go on with the ranks that live, if this communicator does not yet.  Collective."""
+        self._family.go_on(self.epoch, lets_in)
+        self._take_next()
+
+    @property
+    def newest(self) -> Communicator:
+        """The transport of the next try."""
+        return self._next or self.comm
+
+    def give(self, comm: Communicator) -> None:
+        """Let this be the transport from the next try on; one that has begun must not see another one."""
+        self._next = comm
+        if not self._inside:
+            self._take_next()
+
+    def _take_next(self) -> None:
+        if self._next is not None:
+            before = self.control
+            self.comm, self._next, self.epoch = self._next, None, self._family.epoch
+            self.control.optimizers, self.control.progress = before.optimizers, before.progress
+            self.control.awaited = False
+            self.control.stop = max(before.stop, self._family.stop)
+            self._second, self._subgroups = None, {}
+
+    def tell_resized(self) -> None:
+        if self._told != self.epoch:
+            self._told = self.epoch
+            for callback in self._resized:
+                callback(self.rank, self.size)
+
+    # -- collectives
+
+    def all_reduce(self, x: np.ndarray) -> None:
+        self.transaction_on(x, lambda: self.comm.all_reduce(x))
+
+    def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
+        return self.comm.all_reduce_each(arrays) if self._inside else super().all_reduce_each(arrays)
+
+    @property
+    def pipelines(self) -> bool:
+        """Whether ``all_reduce_each`` asks for an array while others are under way."""
+        return self.comm.pipelines
+
+    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+        return self.transaction(lambda: self.comm.all_gather(x, ragged, into))
+
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
+        return self.transaction(lambda: self.comm.all_to_all(parts, ragged))
+
+    def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
+        return self.transaction(lambda: self.comm.reduce_scatter(x))
+
+    def broadcast(self, x: np.ndarray, root: int = 0) -> None:
+        self.transaction_on(x, lambda: self.comm.broadcast(x, root))
+
+    def barrier(self) -> None:
+        self.transaction(lambda: self.comm.barrier(), votes=False)
+
+    def lengths(self, n: int) -> list[int]:
+        return self.transaction(lambda: self.comm.lengths(n))
+
+    def transaction_on(self, x: np.ndarray, operation: Callable[[], T]) -> T:
+        if self._inside:
+            return operation()
+        before = device.copied(x) if device.is_array(x) else x
+        return self.transaction(operation, lambda: device.copy(x, before))
+
+    # -- communicators of the same ranks
+
+    def make_duplicate(self) -> Communicator:
+        """Make a duplicate for what is done inside of transactions of this one.  Collective."""
+        return self.comm.duplicate()
+
+    def make_subgroup(self, groups: Groups) -> Communicator:
+        """Make a group for what is done inside of transactions of this one.  Collective."""
+        return self.comm.subgroup(groups)
+
+    def separate(self) -> Communicator:
+        """Return another communicator that loses the same ranks.  Collective."""
+        other = Elastic(self.comm, self._family)
+
+        def make() -> None:
+            other.comm = self.comm.separate()
+
+        self.transaction(make)
+        return other
+
+
+class Family:
+    """Communicators of the same ranks, which go on together.
+
+    A rank may wait on one of them for a rank that waits on another one, or for a thread that does.
+
+    Attributes:
+        members: in the order in which they were made; others are made from the first one.
+        epoch: how often ranks were lost.
+        came: how many processes were let in at the last of these times.
+        stop: number of the signal by which a rank was asked to end, as the others have said at the last loss.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[Elastic] = []
+        self.epoch = self.came = self.stop = 0
+        self._lock = threading.Lock()
+
+    def go_on(self, epoch: int, lets_in: bool) -> None:
+        """Give all members transports of the ranks that live.  Collective, unless it was done since ``epoch``.
+
+        Args:
+            epoch: of the member that asks.
+            lets_in: processes that wait may be among them, if all ranks say so.
+        """
+        with self._lock:
+            if self.epoch == epoch:
+                self._go_on([member.newest for member in self.members], lets_in)
+
+    def _go_on(self, comms: list[Communicator], lets_in: bool) -> None:
+        began, before = time.monotonic(), comms[0]
+        while True:
+            for comm in comms:
+                comm.revoke()
+            ended = [member.ended for member in self.members]
+            try:
+                rank = None if before.outside else before.rank
+                comms[0], texts = comms[0].survivors(json.dumps([rank, ended, before.control.stop]), lets_in)
+                said = [json.loads(text) for text in texts]
+                self.epoch, self.stop = self.epoch + 1, max(stop for _, _, stop in said)
+                self.came = sum(rank is None for rank, _, _ in said)
+                whole = min(len(ended) for _, ended, _ in said)  # one of which a rank has no end yet is made again
+                for k, member in enumerate(self.members[:whole]):
+                    member.most = max(member.most, *(ended[k] for _, ended, _ in said))
+                comms[1:whole] = [comms[0].separate() for _ in range(1, whole)]
+                break
+            except Exception as error:
+                if not comms[0].lost(error):
+                    raise
+        for member, comm in zip(self.members, comms, strict=True):
+            member.give(comm)
+        lost = sorted({*range(before.size)} - {rank for rank, _, _ in said})
+        if comms[0].rank == 0 and (lost or self.came):
+            _say(lost, self.came, before, comms[0].size, time.monotonic() - began)
+
+
+def _say(lost: Sequence[int], came: int, before: Communicator, size: int, seconds: float) -> None:
+    what = [f"lost rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {before.size}"] if lost else []
+    what += [f"{came} rank{'s' * (came > 1)} came"] if came else []
+    goes, place = f"{size} go{'es' * (size == 1)} on", before.control.progress
+    LOG.warning("distopt: %s at %s; %s after %.2f s", ", ".join(what), place, goes, seconds)
+
+
+def _nothing() -> Any:
+    return None
+
+
+def _raise(error: Exception) -> Any:
+    raise error

@@ -1,0 +1,204 @@
+"""Messages between processes over groups of gloo's, and the ranks of torch's default process group."""
+
+import ctypes
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distopt.comm.board import RankEnded
+
+NO_LIMIT = timedelta(days=365)  # for gloo: it is the watchdog that ends a wait, and says where
+
+
+class Revocable(Protocol):
+    """Something over which ranks exchange."""
+
+    def revoke(self) -> None:
+        """Let all that any rank waits for on it fail, now and from now on."""
+
+
+class Ranks(Protocol):
+    """Ranks that can make groups of gloo's.
+
+    Attributes:
+        rank: this process's number.
+        all: the numbers of all, ascending.
+    """
+
+    rank: int
+    all: list[int]
+
+    @property
+    def usable(self) -> bool:
+        """Whether they can exchange."""
+
+    def gone(self) -> RuntimeError:
+        """Return the error of who wants to exchange when they cannot."""
+
+    def group(self, ranks: Sequence[int]) -> Any:
+        """Return a new group of some of them, which torch does not know of.  Collective of these.
+
+        Args:
+            ranks: their numbers, ascending.
+        """
+
+    def keep(self, way: Revocable) -> None:
+        """Let ``revoke`` revoke this too."""
+
+    def revoke(self) -> None:
+        """Let all that any rank waits for on any way between these ranks fail, now and from now on."""
+
+    def separate(self) -> "Ranks":
+        """Return the same ranks, with ways of their own.  Collective."""
+
+
+class TorchRanks:
+    """The ranks of torch's default process group, which must be initialized.  Where one ends, its launcher ends all."""
+
+    def __init__(self) -> None:
+        self.rank, self.all = dist.get_rank(), list(range(dist.get_world_size()))
+
+    @property
+    def usable(self) -> bool:
+        """Whether they can exchange: the script may have destroyed the process group."""
+        return dist.is_initialized()
+
+    def gone(self) -> RuntimeError:
+        return RuntimeError(
+            "the process group of torch.distributed was destroyed, and ranks cannot exchange any more; call "
+            "destroy_process_group() at the end of the script"
+        )
+
+    def group(self, ranks: Sequence[int]) -> Any:
+        """Return a new group of some of them, which torch does not know of.  Collective of these.
+
+        torch names a group of some ranks by the number of groups that a rank is in, which may differ among them: then
+        they wait for each other for ever.
+        """
+        number = _groups[tuple(ranks)] = _groups.get(tuple(ranks), 0) + 1
+        name = f"distopt/{'_'.join(map(str, ranks))}/{number}"
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), NO_LIMIT)
+
+    def keep(self, way: Revocable) -> None:
+        """Do nothing: these ranks are lost together."""
+
+    def revoke(self) -> None:
+        """Do nothing: these ranks are lost together."""
+
+    def separate(self) -> "TorchRanks":
+        return self
+
+
+_groups: dict[tuple[int, ...], int] = {}  # how many were made of these ranks of the default process group
+Works = list[tuple[int, Any]]  # what is under way, and with which rank
+
+
+class Messages:
+    """Messages between some ranks, over a group of gloo's that nothing else uses.
+
+    Args:
+        ranks: can make groups.
+        members: numbers of those that have the messages, ascending.  Collective of them.
+    """
+
+    def __init__(self, ranks: Ranks, members: Sequence[int]):
+        self.ranks, self._among, self._group = list(members), ranks, None  # type: list[int], Ranks, Any
+        self.rank, self.size = self.ranks.index(ranks.rank), len(self.ranks)
+        if self.size > 1:
+            self._group = ranks.group(self.ranks)
+            _open.add(self)
+
+    @property
+    def usable(self) -> bool:
+        """Whether messages can be sent."""
+        return self.size == 1 or (self._group is not None and self._among.usable)
+
+    def check(self) -> None:
+        """Raise an error if messages cannot be sent.
+
+        Raises:
+            PeerLeft: a rank was lost.
+            RuntimeError: the process group was destroyed.
+        """
+        if not self.usable:
+            raise self._among.gone()
+
+    def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``, flat arrays of known lengths.
+
+        Raises:
+            PeerLeft: a rank has ended.
+            RuntimeError: the process group was destroyed.
+        """
+        self.check()
+        self.finish(self.begin(parts, received))
+
+    def begin(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> Works:
+        """Begin an ``exchange``, and return what ``finish`` waits for.
+
+        Raises:
+            RankEnded: a rank has ended, as an earlier exchange with it has found.
+        """
+        works: Works = []
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            for peer, begin, x in ((source, self._group.recv, received[source]), (to, self._group.send, parts[to])):
+                if x.size:
+                    try:
+                        works.append((peer, begin([_tensor(x)], peer, 0)))
+                    except RuntimeError:
+                        raise RankEnded(peer) from None
+        return works
+
+    def finish(self, works: Works) -> None:
+        """Wait until an exchange is complete.
+
+        Raises:
+            RankEnded: a rank has ended.
+        """
+        for rank, work in works:
+            try:
+                work.wait(NO_LIMIT)
+            except RuntimeError:  # of a socket, whose text names no rank
+                raise RankEnded(rank) from None
+
+    def close(self) -> None:
+        """Release the group."""
+        _open.discard(self)
+        self._group = None
+
+    def keep_in_child(self) -> None:
+        """Keep the group in a forked child for ever: its threads are not there, and its end would wait for them."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+
+_open: "weakref.WeakSet[Messages]" = weakref.WeakSet()  # that are not closed
+
+
+def _keep_all_in_child() -> None:
+    for messages in list(_open):
+        messages.keep_in_child()
+
+
+os.register_at_fork(after_in_child=_keep_all_in_child)
+
+
+class _Writable:
+    """The memory of an array, as if it could be written: torch has no tensors that are only read."""
+
+    def __init__(self, x: np.ndarray):
+        self.owner = x
+        self.__array_interface__ = x.__array_interface__ | {"data": (x.ctypes.data, False)}
+
+
+def _tensor(x: np.ndarray) -> torch.Tensor:
+    """Return the bytes of a flat array, as a tensor on the same memory."""
+    raw = x.view(np.uint8)
+    return torch.from_numpy(raw if raw.flags.writeable else np.asarray(_Writable(raw)))

@@ -1,0 +1,153 @@
+"""Ranks that MPI has lost: Open MPI 5 tells the others (User Level Failure Mitigation, ULFM), and lets them go on.
+
+W. Bland, A. Bouteiller, T. Herault, G. Bosilca, J. Dongarra: Post-failure recovery of MPI communication capability:
+Design and rationale.  International Journal of High Performance Computing Applications 27(3), 2013.
+
+What Open MPI 5.0.11 cannot do:
+
+* When a rank ends while the others make a communicator, within some 0.1 ms, they can crash: Open MPI handles the loss
+  on all communicators, the half-made one too.  So none is made but at the start, after a loss, and where the engine
+  first needs one.
+* It tells of losses on standard error ("NBC_Progress: an error 75 was found"), which nothing can turn off.
+* It is not told of a rank that ends with a code other than 0 (``mpi_start.fail_by_signal``).
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from distopt.comm.control import PeerLeft
+from distopt.comm.mpi_start import brand, is_running, mpi
+from distopt.resilience import membership
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+LOSSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")  # classes of errors; not every MPI has them
+SETTLE = 5.0  # seconds in which requests of a revoked communicator end
+
+_unsettled: list["MPI.Request"] = []  # keep memory alive that MPI might still write to
+
+
+@functools.cache
+def elastic() -> bool:
+    """Tell if this job goes on without the ranks it loses, and its MPI can: MPICH waits for them."""
+    return membership.wanted() and brand().startswith("Open MPI")
+
+
+def is_loss(error: BaseException) -> bool:
+    """Tell if an error of MPI means that a rank has ended, or that another one has revoked the communicator."""
+    if not is_running():
+        return False
+    MPI = mpi()
+    classes = {getattr(MPI, name, None) for name in LOSSES} - {None, getattr(MPI, "ERR_UNKNOWN", None)}
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in classes
+
+
+def is_loss_on(comm: "MPI.Comm", error: BaseException) -> bool:
+    """Tell if an error means that a rank of an MPI communicator was lost, whatever its class.
+
+    Args:
+        comm: the MPI communicator.
+        error: what was raised by an exchange on it, or by making another one of it.
+    """
+    if isinstance(error, PeerLeft) or is_loss(error):
+        return True
+    return is_running() and isinstance(error, mpi().Exception) and elastic() and has_losses(comm)
+
+
+@contextlib.contextmanager
+def checked(comm: "MPI.Comm") -> Iterator[None]:
+    """Return a context for MPI's collectives, which raises PeerLeft in an elastic job if a rank is known to be lost.
+
+    Their own errors do not always tell.  When a rank ends, collectives of Open MPI 5.0.11 can return without an error
+    though memory is not written (an ``Allgatherv``), or with an error of another class (an ``Iallreduce``).
+
+    Args:
+        comm: the MPI communicator.
+    """
+    try:
+        yield
+    except mpi().Exception:
+        if not elastic() or not has_losses(comm):
+            raise
+    if elastic() and has_losses(comm):
+        raise PeerLeft("a rank of MPI has ended")
+
+
+def has_losses(comm: "MPI.Comm") -> bool:
+    """Tell if this process knows that a rank of an MPI communicator has ended, or that one has revoked it."""
+    failed = comm.Get_failed()
+    count = failed.size
+    failed.Free()
+    return bool(count or comm.Is_revoked())
+
+
+def wait_for_all(requests: "Sequence[MPI.Request]") -> None:
+    """Wait until requests are complete.
+
+    Raises:
+        MPI.Exception: the error of the first request that has one: of several, MPI only tells that one has.
+    """
+    MPI = mpi()
+    statuses = [MPI.Status() for _ in requests]
+    try:
+        MPI.Request.Waitall(requests, statuses)
+    except MPI.Exception as error:
+        raise _first(error, statuses) from None
+
+
+def all_complete(requests: "Sequence[MPI.Request]") -> bool:
+    """Tell if requests are complete.
+
+    Raises:
+        MPI.Exception: as for ``wait_for_all``.
+    """
+    MPI = mpi()
+    statuses = [MPI.Status() for _ in requests]
+    try:
+        return bool(MPI.Request.Testall(requests, statuses))
+    except MPI.Exception as error:
+        raise _first(error, statuses) from None
+
+
+def _first(error: "MPI.Exception", statuses: "Sequence[MPI.Status]") -> "MPI.Exception":
+    MPI = mpi()
+    if error.Get_error_class() != MPI.ERR_IN_STATUS:
+        return error
+    codes = [status.error for status in statuses if status.error not in (MPI.SUCCESS, MPI.ERR_PENDING)]
+    return MPI.Exception(codes[0]) if codes else error
+
+
+def settle(requests: "Sequence[MPI.Request]") -> None:
+    """Wait until requests of a revoked communicator have ended, in whatever way.
+
+    Their memory must not be used again before that.  It polls, as a request without an end must not stop the others.
+    """
+    MPI = mpi()
+    deadline, pending = time.monotonic() + SETTLE, list(requests)
+    while pending and time.monotonic() < deadline:
+        pending = [request for request in pending if not _has_ended(request)]
+    _unsettled.extend(request for request in pending if request != MPI.REQUEST_NULL)
+
+
+def _has_ended(request: "MPI.Request") -> bool:
+    try:
+        return bool(request.Test())
+    except mpi().Exception:  # this request's own, which has completed it
+        return True
+
+
+def agree(comm: "MPI.Comm", well: bool) -> bool:
+    """Return whether all ranks of an MPI communicator live, and all say that all is well.  Collective of the living.
+
+    The answer is the same on all that live, also where the communicator was revoked, or a rank ends during the call.
+    """
+    try:
+        return bool(comm.Agree(int(well)))
+    except Exception as error:
+        if not is_loss(error):
+            raise
+        return False

@@ -1,0 +1,26 @@
+"""Communicator of a process that waits to be let in by the ranks of a job."""
+
+from collections.abc import Callable
+
+from distopt.comm.communicator import Communicator
+from distopt.comm.local import LocalCommunicator
+
+
+class Outside(LocalCommunicator):
+    """Communicator of a process that is alone until the others let it in (``Elastic.join_others``).
+
+    Args:
+        enter: is given a text for the others; waits until they let this process in, and returns a communicator of all,
+            and a text of each.
+        reason: why this transport was chosen, for ``repr``.
+    """
+
+    outside = True
+
+    def __init__(self, enter: Callable[[str], tuple[Communicator, list[str]]], reason: str = ""):
+        super().__init__(reason)
+        self._enter = enter
+
+    def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:
+        """Return a communicator of all ranks, this one among them, and a text of each.  Collective of them."""
+        return self._enter(text)
