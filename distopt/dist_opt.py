@@ -14,6 +14,7 @@ from distopt.engine.collectives import ManualCollectives
 from distopt.engine.engine import Engine
 from distopt.engine.facade import Checkpointed, Facade, record_if_asked, torch_model
 from distopt.engine.join import join
+from distopt.engine.joining import Joining
 from distopt.engine.nonfinite import Policy
 from distopt.engine.parameters import Loss, checked_gradient
 from distopt.engine.partial import Averaged, PartialSteps
@@ -580,6 +581,47 @@ class DistOpt(SingaModes, Checkpointed):
         check_capture(self.engine, chosen)
         spec = StepSpec(lambda: chosen, break_even=break_even, exchange="gather")
         return CapturedStep(self.engine, loss, spec)
+
+    def rejoin(self, params: Iterable[Any] | None = None, extra: Any = None) -> Any:
+        """In a process that was started in the place of a lost one: wait until the others let it in, and go on as they.
+
+        It gets the parameters, the optimizer's state, counters and schedules of the others, and begins with a residual
+        of zero.  They let it in before a step; until then its rank is 0 of 1.  In a job that begins it returns at once.
+        A script that grows calls it on all ranks, before its loop, and starts the loop at ``step_counter``::
+
+            opt.rejoin(params)
+            for step in range(opt.step_counter, steps):
+                opt(loss)
+
+        ``distopt run --elastic --restarts K`` starts processes in the place of lost ones (``docs/elastic.md``).
+
+        Args:
+            params: the parameters, which are written to by name; None for those of this DistOpt.
+            extra: what else a process that joins needs: dicts, lists, numbers, texts and arrays, or a callable that
+                returns them, of the lowest of the others.
+
+        Returns:
+            Their ``extra``, {} if there was none; None, and nothing is changed, in a job that begins.
+
+        Raises:
+            ValueError: it has other parameters, or another kind of optimizer.
+            RuntimeError: the others have ended before they have let it in.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import DistOpt, Parameter
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt()
+            >>> opt.rejoin([p])
+            >>> opt.step_counter
+            0
+        """
+        comm = self.engine.comm
+        joining = Joining(self._state, self._checkpointer, params, extra)
+        comes = comm.outside
+        if comes:
+            comm.join_others()
+        comm.on_join(joining.send)
+        return joining.receive() if comes else None
 
     def update(self, param: Any, grad: np.ndarray) -> None:
         """Take the mean of a summed gradient, in place, and update one parameter with it.

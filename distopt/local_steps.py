@@ -197,17 +197,17 @@ class LocalSteps(Checkpointed):
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.communicator.size
+        return self._ranks.size
 
     @property
     def global_rank(self) -> int:
         """This process among all."""
-        return self.communicator.rank
+        return self._ranks.rank
 
     @property
     def local_rank(self) -> int:
         """This process among those of its node."""
-        return self.communicator.local_rank
+        return self._ranks.local_rank
 
     def observe(self, callback: Callable[[int, Mapping[str, float]], object] | None = None, every: int = 100) -> None:
         """Call ``callback(exchange, numbers)`` behind every ``every``-th exchange, as ``DistOpt.observe`` at steps.

@@ -52,6 +52,11 @@ class GradientAccumulator:
         """Leave out the gradients of the present call: their sums are not finite."""
         self.num_gradients -= gradients
 
+    def bound(self, ranks: int) -> None:
+        """Count no gradients of ranks that were lost, whose windows nobody has; those in sums over ranks stay."""
+        if self.sync_on_apply:
+            self.num_gradients = min(self.num_gradients, float(self.batches * ranks))
+
     def add(self, buckets: BucketSet, reduce: Reduce, skip_flag: np.ndarray | None = None) -> Iterator[Reduced] | None:
         """Add a call's gradients to the sum; reduce it at the last call.
 

@@ -8,7 +8,9 @@ from distopt.comm.control import fingerprint
 
 
 class AllJoinedError(Exception):
-    """No rank has batches left."""
+    """No rank has batches left, which all ranks raise alike."""
+
+    agreed = False, 0.0  # as ``comm.control.agreed`` has it
 
 
 class Agreement:
@@ -25,7 +27,6 @@ class Agreement:
 
     def __init__(self, comm: Communicator, kind: str):
         self._comm, self._kind = comm, kind
-        self._transport = comm.unwrapped  # knows what was enqueued
         comm.control.optimizers += 1
         self.number = comm.control.optimizers  # among those that were made on this communicator, from 1
         self.joined = False
@@ -77,7 +78,7 @@ class Agreement:
             Exception: on every rank alike, the error of the lowest rank that has one.
             ValueError: the ranks are at different calls, or have declared different lines; names the first.
         """
-        control, crc = self._comm.control, self._transport.collectives_fingerprint
+        control, crc = self._comm.control, self._comm.unwrapped.collectives_fingerprint
         ballot = self._fingerprint ^ number ^ self.number << 40 ^ self._numbers_fingerprint ^ crc
 
         def describe() -> list[str]:
@@ -97,9 +98,12 @@ class Agreement:
         self, name: str, line: str, error: Exception | None = None, report: str = "", part: str = ""
     ) -> list[str]:
         """Vote on one line alone, beside the declaration.  Collective; returns and raises as ``vote``."""
-        control = self._comm.control
-        reports = control.vote(name, fingerprint([line]), lambda: [line], error, report, part, self.joined)
-        self.live = control.live
+
+        def vote() -> list[str]:
+            return self._comm.control.vote(name, fingerprint([line]), lambda: [line], error, report, part, self.joined)
+
+        reports = self._comm.transaction(vote)
+        self.live = self._comm.control.live
         return reports
 
     def run_on_all(self, line: str, do: Callable[..., Any], *arguments: Any) -> list[str]:

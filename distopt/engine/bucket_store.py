@@ -1,7 +1,7 @@
 """The parameters of a model, the plan of their buckets, and the memory of both."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ class PlanMemory(NamedTuple):
     """A plan with all that is made for it.
 
     Args:
+        epoch: that of the ranks (``Communicator.epoch``).
         buckets: those of the plan.
         groups: larger ones over the same memory, which are packed and updated as a whole; on the host the same.
         messages: those that leave as a whole, if neighbours may leave together; on the host the same.
@@ -36,6 +37,7 @@ class PlanMemory(NamedTuple):
         capacity: of payloads on a GPU.
     """
 
+    epoch: int = 0
     buckets: BucketSet | None = None
     groups: BucketSet | None = None
     messages: BucketSet | None = None
@@ -73,6 +75,7 @@ class BucketStore:
         threshold: elements that fill a bucket, in the committed plan.
         started: a vote has succeeded.
         broadcast_due: rank 0's parameters are still to be sent.
+        before_packing: is called with a bucket that is about to be packed.
     """
 
     def __init__(
@@ -86,12 +89,13 @@ class BucketStore:
         overlaps: bool,
         checked: int,
     ):
-        """Make an empty store.  ``checked``: gradients whose sum must be finite, 0 if nobody checks."""
+        """Make an empty store.  ``checked``: gradients of a rank in a sum that must be finite, 0 if nobody checks."""
         self._comm, self._optimizer, self._overlaps, self._checked = comm, optimizer, overlaps, checked
         self.collector = GradientCollector(allow_missing, comm.gpu)
         self.threshold = threshold
         self.broadcast_due = broadcast
         self.started = False
+        self.before_packing: Callable[[Bucket], object] = lambda bucket: None
         self._committed = PlanMemory()
         self._use(self._committed)
         self._restored: States = {}  # of a checkpoint, until there are buckets
@@ -117,6 +121,11 @@ class BucketStore:
         """The parameters' arrays by name."""
         return {name: known.value for name, known in self.collector.order.items()}
 
+    @property
+    def stale(self) -> bool:
+        """Whether other ranks have made the plan than there are now."""
+        return self._memory.buckets is not None and self._memory.epoch != self._comm.epoch
+
     def lines(self) -> list[str]:
         """The parameters in their order, and the threshold, for ranks to compare."""
         order = self.collector.order.items()
@@ -135,11 +144,18 @@ class BucketStore:
     def propose(self, threshold: int) -> bool:
         """Make a plan of the collected parameters and its buckets, unless they are there; tell if it did.
 
-        Raises ValueError for another threshold once parameters are shared, and for states that do not fit.
+        Raises ValueError for another threshold once parameters are shared, and for states that do not fit; RuntimeError
+        for shared parameters if a rank was lost, which alone had its share of the optimizer's state.
         """
         previous, order = self._memory.buckets, self.collector.order
-        if previous is not None and (previous.plan.threshold, previous.num_parameters) == (threshold, len(order)):
+        known = previous and (previous.plan.threshold, previous.num_parameters, self._memory.epoch)
+        if known == (threshold, len(order), self._comm.epoch):
             return False
+        if self.stale and (self.sharded or self._optimizer.shares_work):
+            raise RuntimeError(
+                "a rank was lost that alone had its share of the optimizer's state, so that training cannot go on; "
+                "load a checkpoint in a new job"
+            )
         if self.sharded:
             raise ValueError(f"threshold must stay {self.threshold} once parameters are shared, got {threshold}")
         values = self.values
@@ -154,12 +170,13 @@ class BucketStore:
             buckets.group(GROUP)
             messages = buckets.merged(MESSAGE)
         if self._checked:
-            check = DeviceFlag(buckets, self._comm) if on_gpu else HostCheck(buckets, self._checked)
+            gradients = self._checked * self._comm.size
+            check = DeviceFlag(buckets, self._comm) if on_gpu else HostCheck(buckets, gradients)
         if on_gpu:
             capacity = PayloadCapacity(buckets, self._comm)
             capacity.restore(self._restored_capacity)
             self._restored_capacity = []
-        self._use(PlanMemory(buckets, buckets.groups, messages, check, capacity))
+        self._use(PlanMemory(self._comm.epoch, buckets, buckets.groups, messages, check, capacity))
         return True
 
     def _use(self, memory: PlanMemory) -> None:
@@ -171,8 +188,6 @@ class BucketStore:
 
     def commit(self) -> None:
         """Make what a step with the proposed plan needs, which all ranks have, and let the old one go.  Collective."""
-        if not self.started:
-            self.started, self._restored = True, {}
         if self._committed.buckets is self._memory.buckets:
             return
         buckets, error = self.buckets, None
@@ -186,6 +201,8 @@ class BucketStore:
         except MemoryError as e:
             error = e
         self._committed, self.threshold = self._memory, buckets.plan.threshold
+        if not self.started:
+            self.started, self._restored = True, {}
         self._comm.control.vote("making the optimizer's state", 1, lambda: ["the optimizer's state"], error)
 
     def roll_back(self) -> None:
@@ -208,6 +225,12 @@ class BucketStore:
         for bucket in self.buckets:
             compressor.payload_bytes(bucket.gradient.size, bucket.gradient.itemsize, bucket.gradients)
 
+    def point_to_parameters(self) -> None:
+        """Point the buckets' tables to the parameters, wherever these are now."""
+        values = self.collector.values
+        for buckets in filter(None, {id(b): b for b in (self._memory.buckets, self._memory.groups)}.values()):
+            buckets.point_to_parameters(values.addresses, values.version)
+
     def pack_all(
         self, packing: Packing, multipliers: bool = False, travelling: BucketSet | None = None, sent: int = 0
     ) -> None:
@@ -219,13 +242,9 @@ class BucketStore:
             travelling: the buckets that leave one after the other.
             sent: how many of these are on their way already.
         """
-        values, grads = self.collector.values, self.collector.grads
-        buckets, groups = self._memory.buckets, self._memory.groups
-        assert buckets is not None
+        grads, buckets, groups = self.collector.grads, self.buckets, self._memory.groups
         assert groups is not None
-        buckets.point_to_parameters(values.addresses, values.version)
-        if groups is not buckets:
-            groups.point_to_parameters(values.addresses, values.version)
+        self.point_to_parameters()
         if multipliers:
             self._optimizer.multiply(buckets)
         packed = travelling if travelling and sent else groups
@@ -248,6 +267,7 @@ class BucketStore:
 
     def pack(self, bucket: Bucket, packing: Packing) -> None:
         """Bring a bucket's gradients to their places."""
+        self.before_packing(bucket)
         counts = packing.counts and self._checked > 0
         bucket.pack(counts, packing.scale, self.check.headroom if packing.counts else 1.0)
         if packing.clip is not None:

@@ -41,6 +41,9 @@ class Checkpointer:
 
     def save(self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2) -> Path:
         """``DistOpt.save``.  Collective."""
+        return self._comm.transaction(lambda: self._save(path, params, extra, keep))
+
+    def _save(self, path: str | Path, params: Iterable[Any] | None, extra: Any, keep: int) -> Path:
         self._training.check_open()
         self._training.settle()
         self._on_all_ranks("saving", self._prepared_folder, path, keep)
@@ -131,8 +134,12 @@ class Checkpointer:
     ) -> None:
         """``DistOpt.save_when_stopped``.  Collective."""
         self._training.check_open()
-        self._on_all_ranks("preparing to save", self._prepared_folder, path, keep)
-        self._on_all_ranks("listening for signals, to save", signals.listen)
+
+        def prepare() -> None:
+            self._on_all_ranks("preparing to save", self._prepared_folder, path, keep)
+            self._on_all_ranks("listening for signals, to save", signals.listen)
+
+        self._comm.transaction(prepare)
         job.mark(job.STOPS)
         hooks = self._training.hooks
         hooks[:] = [hook for hook in hooks if not isinstance(hook, StopOnSignal)]
@@ -142,6 +149,9 @@ class Checkpointer:
 
     def load(self, path: str | Path, params: Iterable[Any] | None, load_state: LoadState) -> Any:
         """``DistOpt.load``.  Collective.  ``load_state`` takes the state that was read."""
+        return self._comm.transaction(lambda: self._load(path, params, load_state))
+
+    def _load(self, path: str | Path, params: Iterable[Any] | None, load_state: LoadState) -> Any:
         self._training.check_open()
         self._training.abandon()
         place = Path(path)
@@ -192,20 +202,34 @@ class Checkpointer:
     ) -> Any:
         """Apply what was read, once all ranks find that they can."""
         values: dict[str, np.ndarray] = {}
-
-        def check() -> None:
-            values.update(self._matching_arrays(params, parameters))
-            self._training.check_state(state)
-
-        def apply() -> None:
-            load_state(state)  # first, since an optimizer may refuse it
-            with self._training.writing_parameters():
-                for name, value in values.items():
-                    device.copy(value, parameters[name])
-
-        self._on_all_ranks("loading", check)
-        self._on_all_ranks("going on", apply)
+        self._on_all_ranks("loading", lambda: values.update(self._checked(params, state, parameters)))
+        self._on_all_ranks("going on", self._write_loaded, load_state, state, values, parameters)
         return {} if extra is None else extra
+
+    def _checked(self, params: Iterable[Any] | None, state: Tree, parameters: Any) -> dict[str, np.ndarray]:
+        """Return the arrays that saved parameters go to, if training can go on from them and the state."""
+        values = self._matching_arrays(params, parameters)
+        self._training.check_state(state)
+        return values
+
+    def _write_loaded(self, load_state: LoadState, state: Tree, values: dict[str, np.ndarray], parameters: Any) -> None:
+        load_state(state)  # first, since an optimizer may refuse it
+        with self._training.writing_parameters():
+            for name, value in values.items():
+                device.copy(value, parameters[name])
+
+    # ------------------------------------------------------------------------------------------------- without a file
+
+    def values(self, params: Iterable[Any] | None) -> dict[str, np.ndarray]:
+        """Return the arrays of parameters by name; None for those that a step has brought."""
+        if params is not None:
+            return self._arrays_by_name(params)
+        return {name: known.value for name, known in self._training.collector.order.items()}
+
+    def take(self, params: Iterable[Any] | None, state: Tree, parameters: Any) -> None:
+        """Go on, on this rank alone, from a state and parameters that another one has; raises what ``load`` raises."""
+        values = self._checked(params, state, parameters)
+        self._write_loaded(self._training.load, state, values, parameters)
 
     def _matching_arrays(
         self, params: Iterable[Any] | None, saved: dict[str, np.ndarray] | None
@@ -216,7 +240,7 @@ class Checkpointer:
                 raise ValueError("params must be None, as the checkpoint was saved without parameters")
             return {}
         if params is None:
-            values = {name: known.value for name, known in self._training.collector.order.items()}
+            values = self.values(None)
             if not values:
                 raise ValueError(
                     "params must be the model's, as the checkpoint has parameters, got None; call load(path, params)"

@@ -51,9 +51,10 @@ class ManualCollectives:
         self._check_open()
         kind, convert = ("an int", int) if isinstance(x, Integral) else ("a float", float)
         lines = ["all_reduce", f"all_reduce of {kind}"]
-        numbers: Iterator[int | float] = map(
-            objects.decode, self._comm.control.gather_texts(lines, lambda: objects.encode(convert(x)))
+        texts = self._comm.transaction(
+            lambda: self._comm.control.gather_texts(lines, lambda: objects.encode(convert(x)))
         )
+        numbers: Iterator[int | float] = map(objects.decode, texts)
         return functools.reduce(operator.add, numbers)  # sum() compensates for rounding from Python 3.12 on
 
     def fused_all_reduce(self, xs: Iterable[np.ndarray], send: bool = True) -> None:
@@ -170,7 +171,7 @@ class ManualCollectives:
                 check(arrays)
         except Exception as e:
             error = e
-        self._comm.control.vote(verb, fingerprint(lines), lambda: lines, error)
+        self._comm.transaction(lambda: self._comm.control.vote(verb, fingerprint(lines), lambda: lines, error))
         return arrays
 
 

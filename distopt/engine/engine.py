@@ -1,7 +1,7 @@
 """One training step: collect, check, vote, reduce, update."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,13 +23,14 @@ from distopt.engine.overlap import Overlap
 from distopt.engine.parameters import Loss
 from distopt.engine.progress import Progress
 from distopt.engine.reducers import Reducer, Reducers, StepContext, Unreduced
+from distopt.engine.retries import Once, Retries
 from distopt.engine.spec import Options, StepSpec
 from distopt.exchange import EXCHANGES
 from distopt.optim.adapters import adapt
 from distopt.optim.optimizer import Ranks
 from distopt.resilience.operation_log import recorder
 
-Update = Callable[[Iterable[Reduced], StepSpec], None]
+Update = Callable[[Iterable[Reduced], float, StepSpec], None]
 
 
 class Attempt:
@@ -49,6 +50,18 @@ class Attempt:
         self.compressor: Compressor = Dense()
         self.reducer: Reducer | None = None
         self.error: Exception | None = None
+
+
+class Outcome(NamedTuple):
+    """What a step is updated with, which all ranks have before one of them updates.
+
+    Attributes:
+        sums: the sum over ranks of each bucket; None if there is nothing to apply.
+        scale: makes means of them.
+    """
+
+    sums: Iterable[Reduced] | None
+    scale: float
 
 
 class Engine:
@@ -75,6 +88,7 @@ class Engine:
         accumulator: gradient accumulation.
         means: clipping, and the gradient hook.
         reducers: the ways in which buckets are reduced over ranks.
+        retries: steps are made again where a rank may be lost.
         step_context: the facts of the present step that a bucket's exchange needs.
         progress: counters, and whether a step failed halfway.
         stream_order: the context of what a failed call has enqueued on a GPU.
@@ -110,7 +124,7 @@ class Engine:
             allow_missing=options.allow_missing,
             broadcast=options.broadcast,
             overlaps=options.overlap,
-            checked=comm.size * options.num_batches if nonfinite.checks_finite else 0,
+            checked=options.num_batches if nonfinite.checks_finite else 0,
         )
         self.nonfinite = NonfiniteGuard(nonfinite, self.store, self.progress, self.optimizer)
         self.means = MeanGradients(comm, self.store, options.gradient_hook, options.clip_norm)
@@ -123,13 +137,14 @@ class Engine:
         self.compressor: Compressor = Dense()  # of the last step, as is its specification
         self.spec = StepSpec()
         self.closed = self.in_backward = False
-        self._option_lines = options.lines(comm)
         self._background = Background() if comm.gpu is None else Inline()
         self.reducers = (
             make_reducers(self)
             if make_reducers
             else Reducers(comm, self.step_context, self.accumulator, options.overlap, not self.optimizer.updates_shards)
         )
+        changed = (self, self.progress, self.accumulator, nonfinite, self.means, self.reducers.borders)
+        self.retries = Retries(comm, self.store, changed) if comm.elastic else Once()
         nonfinite.attach(comm.rank, self.nonfinite.poll)  # last, since a LossScaler is attached once
 
     def step(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:
@@ -140,15 +155,27 @@ class Engine:
             spec: says what the step is.
             update: what is done with the sums over ranks, in the place of ``self.update``.
         """
+        if not self.accumulator.batches:
+            self.comm.let_in()
+        again = self.retries.replayable(loss)
+        outcome = self.retries.run(lambda: self.exchange(again, spec))
+        if outcome is None:
+            return False
+        if outcome.sums is not None:
+            with self.progress.halfway:
+                (update or self.update)(outcome.sums, outcome.scale, spec)
+            self.retries.tell(self.progress.updates)
+        self.end_call(applied=outcome.sums is not None)
+        return outcome.sums is not None
+
+    def exchange(self, loss: Loss, spec: StepSpec) -> "Outcome | None":
+        """Make all of a step but its update; None if all ranks skip it.  Collective."""
         attempt = self.begin(lambda: self.prepare(loss, spec))  # collect, check; vote
         if attempt is None:
-            return False
+            return None
         with self.progress.halfway:
             sums = self.reduce(attempt)
-            if sums is not None:
-                (update or self.update)(sums, spec)
-        self.end_call(applied=sums is not None)
-        return sums is not None
+            return Outcome(None, 0.0) if sums is None else self.hooked_and_clipped(sums, spec)
 
     def begin(self, prepare: Callable[[], Attempt]) -> Attempt | None:
         """Prepare a step on this rank alone, where errors are kept, and vote.  Collective.
@@ -182,6 +209,7 @@ class Engine:
             store.collector.collect(loss, *watches)
             if store.propose(threshold):
                 self.agreement.forget()
+                self.accumulator.bound(self.comm.size)
             if compressor.budget is not None:
                 compressor = attempt.compressor = self.reducers.within_budget(compressor, spec, self.progress.updates)
             phases = None if compressor.summable else self.reducers.two_phases(compressor, spec)
@@ -212,6 +240,7 @@ class Engine:
         for hook in self.hooks:
             hook.after_vote(store.collector, self.optimizer.opt)
         if store.broadcast_due:
+            self.retries.keep(*store.values.values())
             store.broadcast_parameters(progress.updates)
         progress.snapshot()
         self.compressor, self.spec = attempt.compressor, attempt.spec
@@ -225,8 +254,10 @@ class Engine:
             The sum of each bucket; None if there is nothing to apply: more batches are to come, or a sum is not finite.
         """
         accumulator, store, buckets = self.accumulator, self.store, self.store.buckets
+        if attempt.compressor.stateful or accumulator.num_batches > 1:
+            self.retries.keep_states()
         check_finite, reducer = self.nonfinite.policy.checks_finite, self.choose_reducer(attempt)
-        in_turn = store.sharded and not (check_finite or self.means.hook or self.optimizer.whole)
+        in_turn = store.sharded and not (check_finite or self.means.hook or self.optimizer.whole or self.comm.elastic)
         accumulator.open(self.agreement.live, attempt.spec.reduced)
         if accumulator.holds_sums and attempt.spec.reduced:
             if not self._reduce_call(reducer):
@@ -257,11 +288,10 @@ class Engine:
             self.accumulator.reset(self.store.buckets)
         return sums if self.nonfinite.accepts_sums(nonfinite) else None
 
-    def update(self, sums: Iterable[Reduced], spec: StepSpec) -> None:
-        """Divide the sums over ranks, and update the parameters with the means."""
+    def update(self, sums: Iterable[Reduced], scale: float, spec: StepSpec) -> None:
+        """Update the parameters with ``scale`` times the sums over ranks."""
         store, comm, buckets, order = self.store, self.comm, self.store.buckets, self.store.collector.order
         shared = store.sharded or any([len(total) > 1 for total in sums])  # other ranks read this one's memory
-        sums, scale = self._hooked_and_clipped(sums, 1.0 / self.step_context.divisor, spec)
         try:
             if spec.only is None:
                 ranks = Ranks(comm.rank, comm.size, store.sharded, self.add_norms, self._gather_updates)
@@ -322,12 +352,19 @@ class Engine:
         self.store.commit()
         return reports
 
+    def renew_plan(self) -> None:
+        """Make the plan of the ranks that are left, if one was lost since it was made.  Collective then."""
+        if self.store.stale and self.store.propose(self.store.threshold):
+            self.declare(self.spec.label)
+            self.agree(self.progress.name, ~self.progress.calls, part=", the plan of the ranks that are left")
+            self.store.point_to_parameters()
+
     def declare(self, label: str) -> bool:
         """Declare what this rank is about to do; False if it is what it did last."""
         if self.agreement.lines[:1] == [label]:
             return False
         hooks = [hook.line for hook in self.hooks if hook.line]
-        lines = [label, *self.store.lines(), *self._option_lines, *hooks, repr(self.optimizer)]
+        lines = [label, *self.store.lines(), *self.options.lines(self.comm), *hooks, repr(self.optimizer)]
         self.agreement.declare(lines)
         return True
 
@@ -467,11 +504,14 @@ class Engine:
         self.store.follow_stream()
         self.nonfinite.poll()
 
-    def _hooked_and_clipped(
-        self, sums: Iterable[Reduced], scale: float, spec: StepSpec
-    ) -> tuple[Iterable[Reduced], float]:
-        """Return the sums and their factor after the gradient hook and clipping."""
+    def hooked_and_clipped(self, sums: Iterable[Reduced], spec: StepSpec) -> Outcome:
+        """Return the sums, and what makes means of them, after the gradient hook and clipping.  Collective."""
         means, accumulator, check_finite = self.means, self.accumulator, self.nonfinite.policy.checks_finite
+        scale = 1.0 / self.step_context.divisor
+        if self.agreement.joined and not spec.reduced:  # a partial step of a rank that has no gradients
+            if means.hook:
+                self.vote_on_hook(None)
+            return Outcome(sums, scale)
         try:
             if means.hook:
                 sums, scale = means.apply_hook(sums, scale, check_finite, self.vote_on_hook), 1.0
@@ -483,7 +523,7 @@ class Engine:
         except Exception:
             accumulator.reset(self.store.buckets, self.store.skip_flag)
             raise
-        return sums, scale
+        return Outcome(sums, scale)
 
     def vote_on_hook(self, error: Exception | None) -> None:
         """Raise on every rank what the gradient hook of one has raised.  Collective."""

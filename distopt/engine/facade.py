@@ -161,6 +161,32 @@ class Facade:
 
         observe(self.engine, callback, every)
 
+    def on_resize(self, callback: Callable[[int, int], object]) -> None:
+        """Call ``callback(rank, size)`` when a rank was lost, and this one has another number among fewer.
+
+        For a sampler that shares the data out anew; without it every rank keeps its share, and that of the lost one is
+        left out.  Ranks are lost, and the others go on, under ``distopt run --elastic``.  It is called on every rank
+        that is left, behind the call in which the loss was found.
+
+        Args:
+            callback: is given this rank's number and how many there are.
+
+        Raises:
+            TypeError: it cannot be called.
+
+        Example:
+            >>> from distopt import DistOpt
+            >>> opt, batches = DistOpt(), list(range(12))
+            >>> def share(rank, size):
+            ...     global mine
+            ...     mine = batches[rank::size]
+            >>> share(opt.global_rank, opt.world_size)
+            >>> opt.on_resize(share)
+        """
+        if not callable(callback):
+            raise TypeError(f"callback must be callable with (rank, size), got {callback!r:.60}")
+        self._ranks.on_resize(callback)
+
     def close(self) -> None:
         """Refuse everything from now on; the communicator stays open.
 

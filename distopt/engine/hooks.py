@@ -64,4 +64,5 @@ class DivergenceCheck(StepHook):
     def after_call(self, step: int, applied: bool) -> None:
         """Raise RuntimeError, on every rank alike, if they have diverged.  Collective."""
         if applied and step % self._every == 0 and not self._progress.partial:
-            check_divergence(self._comm.control, self._store.values, f"after step {step}")
+            values = self._store.values
+            self._comm.transaction(lambda: check_divergence(self._comm.control, values, f"after step {step}"))

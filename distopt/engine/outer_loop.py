@@ -132,7 +132,6 @@ class Fragment:
     Attributes:
         engine: the outer engine.
         values: the global parameters by name, of float32 for those of 16 bits.
-        pairs: the outer engine's parameters, which are the global ones, and the places of their pseudo-gradients.
         sent: the step behind which it was sent last.
         due: the step behind which its new values are taken; 0 if it is not in flight.
     """
@@ -142,7 +141,7 @@ class Fragment:
         self.values: dict[str, np.ndarray] = {}
         self.sent = self.due = 0
         self._flats: list[np.ndarray] = []  # the global parameters of each bucket
-        self.pairs: list[tuple[Parameter, np.ndarray]] = []
+        self._parameters: list[Parameter] = []
 
     def begin(self, local: Arrays) -> None:
         """Make rank 0's local parameters the global ones.  Collective, unless there are none."""
@@ -159,8 +158,18 @@ class Fragment:
             for name, offset, size in zip(spec.names, spec.offsets, spec.sizes, strict=True):
                 flats[name] = flat[offset : offset + size]
         self.values = {name: flats[name].reshape(x.shape) for name, x in local.items()}
-        parameters = [Parameter(name, x) for name, x in self.values.items()]
-        self.pairs = list(zip(parameters, gradient_views(self.engine, parameters), strict=True))
+        self._parameters = [Parameter(name, x) for name, x in self.values.items()]
+        gradient_views(self.engine, self._parameters)
+
+    def forget(self) -> None:
+        """Forget the global parameters, so that it can begin again."""
+        self._flats, self.values, self._parameters = [], {}, []
+        self.engine.store.broadcast_due = self.engine.options.broadcast
+
+    @property
+    def pairs(self) -> list[tuple[Parameter, np.ndarray]]:
+        """The outer engine's parameters, which are the global ones, and the places of their pseudo-gradients now."""
+        return [(p, self.engine.store.buckets.view(p.name)) for p in self._parameters]
 
     @property
     def _buckets(self) -> Sequence[Bucket]:
@@ -211,6 +220,12 @@ def begin_all(fragments: Sequence[Fragment], local: Arrays) -> None:
     names = list(local)
     for fragment, run in zip(fragments, cut([x.nbytes for x in local.values()], len(fragments)), strict=True):
         fragment.begin({names[k]: local[names[k]] for k in run})
+
+
+def forget_all(fragments: Sequence[Fragment]) -> None:
+    """Let the fragments be as before ``begin_all``, which a lost rank has interrupted."""
+    for fragment in fragments:
+        fragment.forget()
 
 
 def tables(spec: BucketSpec, arrays: Arrays) -> list[BucketLayout]:
@@ -302,8 +317,8 @@ class OuterLoop:
             error: what went wrong on this rank before, which all ranks raise.
         """
         self.engine.agreement.vote_on_line(START, self._line, error)
-        check_apart(self.comm, local)
-        begin_all(self.fragments, local)
+        self.comm.transaction(lambda: check_apart(self.comm, local))
+        self._own.transaction(lambda: begin_all(self.fragments, local), lambda: forget_all(self.fragments))
         places = self._places()
         for fragment in () if self.restored else self.fragments:
             fragment.take(places, 0.0)
@@ -361,6 +376,7 @@ class OuterLoop:
         self._carrier.finish()
         if self._side is not None:
             self._side.wait()
+        self._own.tell_resized()
 
     def join(self) -> None:
         """Take part in the others' exchanges until no rank has batches left; all have the global parameters then.

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from distopt import device, kernels
-from distopt.buckets import Bucket, Reduced, unsharded
+from distopt.buckets import Reduced, unsharded
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, Dense
 from distopt.engine.engine import Engine
@@ -14,6 +14,7 @@ from distopt.engine.parameters import Loss
 from distopt.engine.shares import Share, ShareAverage
 from distopt.engine.spec import StepSpec
 from distopt.exchange import reduce_shards
+from distopt.kernels.layout import BucketLayout
 
 
 class Averaged(NamedTuple):
@@ -62,26 +63,35 @@ class PartialSteps:
             )
         return Dense()
 
-    def _update(self, averaged: Averaged, sums: Iterable[Reduced], spec: StepSpec) -> None:
+    def _update(self, averaged: Averaged, sums: Iterable[Reduced], scale: float, spec: StepSpec) -> None:
         engine = self._engine
         store, progress = engine.store, engine.progress
         if engine.agreement.joined:  # its own parameters stay, but for what others average
-            if engine.means.hook:
-                engine.vote_on_hook(None)
             engine.accumulator.reset(store.buckets, store.skip_flag)
             engine.count_update()
         else:
-            engine.update(sums, spec)
-        buckets = list(store.buckets)
+            engine.update(sums, scale, spec)
         if averaged.share is not None:
             self._shares.average(Share.checked(averaged.share, averaged.seed))
-        elif buckets:
-            self._average_bucket(buckets[progress.partial % len(buckets)])
+        elif list(store.buckets):
+            self._average_bucket(progress.partial % len(list(store.buckets)))
         progress.partial += 1
 
-    def _average_bucket(self, bucket: Bucket) -> None:
+    def _average_bucket(self, number: int) -> None:
         """Replace the parameters of a bucket by their mean over the ranks that have not joined.  Collective."""
+        engine = self._engine
+        tables, total = engine.retries.run(lambda: self._sum_parameters(number))
+        for shard, layout in itertools.product(total, tables):
+            members = layout.shard(shard.number, shard.of)
+            kernels.unpack(members, shard.flat, 1.0 / engine.agreement.live, engine.store.skip_flag)
+        if len(total) > 1:
+            engine.comm.barrier()  # others have read this rank's shard
+
+    def _sum_parameters(self, number: int) -> tuple[list[BucketLayout], Reduced]:
+        """Return tables of the parameters of a bucket, and their sum over ranks.  Collective."""
         engine, comm = self._engine, self._engine.comm
+        engine.renew_plan()
+        bucket = engine.store.buckets[number]
         tables, masters = [bucket.parameters], engine.optimizer.masters(bucket)
         if masters is not None:  # from which the parameters follow
             tables.insert(0, bucket.means.point_to(list(bucket.views(masters).values())))
@@ -98,8 +108,4 @@ class PartialSteps:
                 comm.barrier()
                 total = reduce_shards(bucket, comm)
                 comm.barrier()
-        for shard, layout in itertools.product(total, tables):
-            members = layout.shard(shard.number, shard.of)
-            kernels.unpack(members, shard.flat, 1.0 / engine.agreement.live, engine.store.skip_flag)
-        if bucket.peers is not None:
-            comm.barrier()
+        return tables, total

@@ -447,7 +447,9 @@ class Reducers:
         if not (self.overlap and spec.reduced and self._accumulator.num_batches == 1) or compressor.budget is not None:
             return False
         grows, by_nodes = compressor.bounded and store.capacity is not None, spec.exchange == "nodes"
-        if not store.started or threshold != store.threshold or compressor.stateful or grows or by_nodes:
+        if not store.started or store.stale or threshold != store.threshold:
+            return False
+        if compressor.stateful or grows or by_nodes:
             return False
         return not self.two_phases(compressor, spec)
 

@@ -120,7 +120,7 @@ class ShareAverage:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._made_for: tuple[int, list[str]] = 0, []  # ``every``, and the parameters
+        self._made_for: tuple[int, int, list[str]] = 0, 0, []  # the ranks' epoch, ``every``, and the parameters
         self._samples: list[Sample] = []
         self._memory: np.ndarray | None = None
         self._peers: list[np.ndarray] | None = None
@@ -128,17 +128,23 @@ class ShareAverage:
     def average(self, share: Share) -> None:
         """Replace the chosen entries by their mean over the ranks that have not joined.  Collective."""
         engine = self._engine
-        chosen, addresses = share.at_step(engine.progress.partial), engine.store.collector.values.addresses
+        chosen = share.at_step(engine.progress.partial)
+        for sample in engine.retries.run(lambda: self._sums(share, chosen)):
+            scale = 1.0 / engine.agreement.live
+            kernels.put_share(sample.layout, sample.flat, sample.sizes, *chosen, scale, engine.store.skip_flag)
+
+    def _sums(self, share: Share, chosen: tuple[int, int, int]) -> list[Sample]:
+        """Take the chosen entries of all parameters, and add them over ranks.  Collective."""
+        engine = self._engine
+        engine.renew_plan()
         samples, masters = self._samples_of(share), self._master_addresses()
         for sample in samples:
-            sample.point_to(addresses, masters)
+            sample.point_to(engine.store.collector.values.addresses, masters)
             kernels.take_share(sample.layout, sample.flat, sample.sizes, *chosen)
             if engine.agreement.joined:
                 device.clear(sample.flat)
         self._add_over_ranks(samples)
-        for sample in samples:
-            scale = 1.0 / engine.agreement.live
-            kernels.put_share(sample.layout, sample.flat, sample.sizes, *chosen, scale, engine.store.skip_flag)
+        return samples
 
     def _add_over_ranks(self, samples: list[Sample]) -> None:
         """Replace what every rank has taken by the sums, added in rank order in shared memory.  Collective."""
@@ -157,9 +163,11 @@ class ShareAverage:
 
     def _samples_of(self, share: Share) -> list[Sample]:
         """Return the samples of a share; new ones for another share, or for other parameters.  Collective."""
-        values = self._engine.store.values
-        if (share.every, list(values)) == self._made_for:
+        values, epoch = self._engine.store.values, self._engine.comm.epoch
+        if (epoch, share.every, list(values)) == self._made_for:
             return self._samples
+        if epoch != self._made_for[0]:
+            self._memory = None
         names, stored = list(values), [value.dtype for value in values.values()]
         sizes = np.array([value.size for value in values.values()], np.int64)
         formats = np.array([FORMATS.get(dtype, 0) for dtype in stored])
@@ -171,7 +179,7 @@ class ShareAverage:
             if sample.layout.extent:
                 self._samples.append(sample)
         self._place(self._samples)
-        self._made_for = share.every, names
+        self._made_for = epoch, share.every, names
         return self._samples
 
     def _place(self, samples: list[Sample]) -> None:

@@ -20,6 +20,11 @@ def enroll(engine: Engine, params: Iterable[Any], verb: str, check: Check, plann
         planned: parameters that the plan, if there is none, has before these.
     """
     engine.check_open()
+    again = list(params) if engine.comm.elastic else params  # of a call that may be made again
+    return engine.retries.run(lambda: _enroll(engine, again, verb, check, planned))
+
+
+def _enroll(engine: Engine, params: Iterable[Any], verb: str, check: Check, planned: Iterable[Any]) -> list[str]:
     names: list[str] = []
     error = None
     engine.sync_with_last_step()
@@ -51,8 +56,14 @@ def gradient_views(
         check(names)
 
     names = enroll(engine, params, "gradient_views", check_all, planned)
-    engine.store.broadcast_parameters(engine.progress.updates)
+    if engine.store.broadcast_due:
+        engine.retries.run(lambda: _broadcast(engine))
     return [engine.store.buckets.view(name) for name in names]
+
+
+def _broadcast(engine: Engine) -> None:
+    engine.retries.keep(*engine.store.values.values())
+    engine.store.broadcast_parameters(engine.progress.updates)
 
 
 def parameter_views(engine: Engine, params: Iterable[Any], planned: Iterable[Any] = ()) -> list[np.ndarray]:

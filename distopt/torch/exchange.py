@@ -249,10 +249,10 @@ class GradientExchange(Checkpointed):
 
     # -- details
 
-    def _write_means(self, sums: Iterable[Reduced], spec: StepSpec) -> None:
+    def _write_means(self, sums: Iterable[Reduced], scale: float, spec: StepSpec) -> None:
         """Write the means to the buckets; the shard that others read in this rank's memory when they have read it."""
         engine = self.engine
-        scale = engine.nonfinite.policy.divisor / engine.step_context.divisor
+        scale *= engine.nonfinite.policy.divisor
         read_by_others: list[tuple[Bucket, Shard]] = []
         for bucket, total in zip(engine.store.buckets, sums, strict=True):
             bucket.means.records["data"] = bucket.own_addresses

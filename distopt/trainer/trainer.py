@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from distopt import device
-from distopt.buckets import read_sums, unsharded, write_sums
+from distopt.buckets import Reduced, read_sums, unsharded, write_sums
 from distopt.checks import as_float, check_int
 from distopt.comm import Communicator, world
 from distopt.comm.control import agreed
@@ -276,19 +276,26 @@ class Trainer(Checkpointed):
 
     def _sum_up(self) -> bool:
         """Replace gradients by their sums over ranks, and tell if those are finite.  Collective."""
+        sums = self.engine.retries.run(self._exchange_sums)
+        if sums is None:
+            return False
+        with self.engine.progress.halfway:
+            return self._write_sums(sums)
+
+    def _exchange_sums(self) -> list[Reduced] | None:
+        """Return the sum over ranks of each bucket; None if it is not finite.  Collective."""
         engine = self.engine
         attempt = engine.begin(lambda: engine.prepare(self._fresh_pairs(), self._spec))
         if attempt is None:
-            return False
+            return None
+        if attempt.compressor.stateful:
+            engine.retries.keep_states()
         with engine.progress.halfway:
-            return self._write_sums(attempt)
+            reducer = engine.choose_reducer(attempt)
+            return engine.finite_sums(reducer, reducer.reduce([b.gradient for b in engine.store.buckets]))
 
-    def _write_sums(self, attempt: Attempt) -> bool:
+    def _write_sums(self, sums: list[Reduced]) -> bool:
         engine, buckets = self.engine, self.engine.store.buckets
-        reducer = engine.choose_reducer(attempt)
-        sums = engine.finite_sums(reducer, reducer.reduce([b.gradient for b in buckets]))
-        if sums is None:
-            return False
         touched = [p for p in self._active if p.name in self._touched]
         targets = write_sums(buckets, sums, {p.name: p.grad for p in touched}, engine.store.skip_flag)
         self._stand_ins = [(p, p.grad, targets[p.name]) for p in touched if p.grad is not targets[p.name]]
@@ -309,11 +316,13 @@ class Trainer(Checkpointed):
     def _update_by_sums(self) -> bool:
         """Update by gradients that are the same on all ranks.  Collective."""
         engine, spec = self.engine, self._spec
-        if engine.begin(lambda: self._prepare_sums(spec)) is None or not engine.settle_call(spec):
+        attempt = engine.retries.run(lambda: engine.begin(lambda: self._prepare_sums(spec)))
+        if attempt is None or not engine.settle_call(spec):
             return False
         with engine.progress.halfway:
             engine.accumulator.open(0, reduced=True)
-            engine.update([unsharded(b.gradient) for b in engine.store.buckets], spec)
+            outcome = engine.hooked_and_clipped([unsharded(b.gradient) for b in engine.store.buckets], spec)
+            engine.update(outcome.sums or (), outcome.scale, spec)
         engine.end_call(applied=True)
         return True
 

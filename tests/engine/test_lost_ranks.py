@@ -1,0 +1,182 @@
+"""A rank ends at every instant at which it meets the others, and these go on: with the bits of a run of fewer ranks."""
+
+import collections
+import zlib
+
+import numpy as np
+import pytest
+
+from distopt.comm import Elastic, ThreadCommunicator, run_ranks, threads
+from distopt.comm.control import PeerLeft
+from laws import inputs
+from laws.lost import MODES, calls, made, of, reference, same, train
+
+
+class Killed(BaseException):
+    """The end of a rank, at which nothing of it runs any more."""
+
+
+class Fate:
+    """Each victim ends at its ``at``-th meeting with the others: before these meet, or behind it.
+
+    Behind it some of the others, by ``seed``, do not hear what came of the meeting, and what they had brought is torn.
+    """
+
+    def __init__(self, seed=0, **victims):
+        """Make one; ``victims``: (at, after) by 'rank0', 'rank1' and so on."""
+        self.victims = {int(name.removeprefix("rank")): when for name, when in victims.items()}
+        self.count, self.seed = collections.Counter(), seed
+        self.hit = set()  # meetings behind which a rank ends, and which one of each
+        self.ended = []  # in this order
+
+    def meet(self, meet, meeting, rank, verb, offer, action):
+        member, number = meeting.ranks[rank], meeting._meetings
+        self.count[member] += 1
+        at, after = self.victims.get(member, (0, False))
+        if self.count[member] == at:
+            if after:
+                self.hit.add((meeting, number))
+                meet(meeting, rank, verb, offer, action)
+            self.ended.append(member)
+            raise Killed
+        result = meet(meeting, rank, verb, offer, action)
+        if (meeting, number) in self.hit and np.random.default_rng([self.seed, member]).random() < 0.5:
+            for x in offer if isinstance(offer, list) else [offer]:
+                if isinstance(x, np.ndarray) and verb.startswith(("all_reduce", "broadcast")):
+                    x.reshape(-1).view(np.uint8)[:] = 0xFF  # NaN
+            raise PeerLeft(f"rank {rank} did not hear of {verb}")
+        return result
+
+
+@pytest.fixture
+def fate(monkeypatch):
+    """Return a function that makes a fate the present one."""
+    present = []
+    meet = threads.Meeting.meet
+
+    def fated(self, *arguments):
+        return present[-1].meet(meet, self, *arguments)
+
+    monkeypatch.setattr(threads.Meeting, "meet", fated)
+
+    def begin(*arguments, **options):
+        present.append(Fate(*arguments, **options))
+        return present[-1]
+
+    return begin
+
+
+class Counted(Elastic):
+    """Notes how many ranks there are in each epoch."""
+
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.sizes = {0: comm.size}
+
+    def _take_next(self):
+        super()._take_next()
+        self.sizes[self.epoch] = self.size
+
+
+def run(mode, ranks):
+    """What each survivor has after training, by its first number: how many exchanged each batch, parameters, state."""
+
+    def main(comm):
+        member, params = comm.rank, inputs.parameters(rank=comm.rank)
+        try:
+            elastic = Counted(comm)
+            opt = made(mode, elastic)
+            epochs = train(mode, opt, params, calls(mode), member)
+            has = of(opt, params)
+            elastic.leave()
+        except Killed:
+            return None
+        return epochs, elastic.sizes, has
+
+    found = {member: had for member, had in enumerate(run_ranks(ranks, main)) if had}
+    sizes = {epoch: size for _, sizes, _ in found.values() for epoch, size in sizes.items()}
+    (exchanged,) = {tuple(sizes[epoch] for epoch in epochs) for epochs, _, _ in found.values()}
+    batches = len(calls(mode)) // len(exchanged)  # of each exchange
+    return tuple(n for n in exchanged for _ in range(batches)), {member: has for member, (_, _, has) in found.items()}
+
+
+def instants(mode, fate, ranks):
+    """How often each rank meets the others in a run that no rank ends in."""
+    counting = fate()
+    run(mode, ranks)
+    return dict(counting.count)
+
+
+class Judge:
+    """Compares what survivors have with what ranks have that were fewer by themselves.
+
+    Rank 0's parameters are sent before the first batch is exchanged, and local steps exchange none of the first window:
+    so a rank that is lost meanwhile may have been there for the parameters alone.
+    """
+
+    def __init__(self, mode, fate, ranks=3):
+        self.mode, self.fate, self.ranks, self.known = mode, fate, ranks, {}
+
+    def judge(self, **victims):
+        fate = self.fate(**victims)
+        exchanged, has = run(self.mode, self.ranks)
+        assert len(has) == self.ranks - len(fate.ended)
+        every, member = MODES[self.mode][2].get("every", 1), min(has)
+        fewer = min(exchanged[: every + 1])  # once those of the first window have met
+        likely = [(exchanged, None)]
+        if fewer < self.ranks:
+            late = tuple(min(n, fewer) for n in exchanged)
+            likely += [(ranks, first) for ranks in (exchanged, late) for first in (None, 0, 1)]
+        for case in likely:
+            wanted = self.reference(*case, tuple(fate.ended))
+            if has[member][0]["p0"].tobytes() == wanted[member][0]["p0"].tobytes():
+                break
+        else:
+            wanted = self.reference(*likely[0], tuple(fate.ended))
+        same(has, wanted, f"{self.mode}, {victims}: {exchanged}")
+
+    def reference(self, exchanged, start, ended):
+        if (exchanged, start, ended) not in self.known:
+            self.fate()
+            self.known[exchanged, start, ended] = reference(self.mode, exchanged, ended, self.ranks, start)
+        return self.known[exchanged, start, ended]
+
+
+@pytest.fixture
+def shared(request, monkeypatch):
+    """Whether ranks share memory, as the mode wants."""
+    if not MODES[request.getfixturevalue("mode")][3]:
+        monkeypatch.setattr(ThreadCommunicator, "peers", lambda self, x: None)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_survivors_have_the_bits_of_fewer_ranks(mode, shared, fate):
+    """Three instants of each mode; the thorough tier has all of them."""
+    judge, rng = Judge(mode, fate), np.random.default_rng(zlib.crc32(mode.encode()))
+    counts = instants(mode, fate, 3)
+    for _ in range(3):
+        victim = int(rng.integers(2))
+        judge.judge(seed=1, **{f"rank{victim}": (int(rng.integers(1, counts[victim] + 1)), bool(rng.integers(2)))})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_survivors_have_the_bits_of_fewer_ranks_whenever_one_ends(mode, shared, victim, fate):
+    judge = Judge(mode, fate)
+    for at in range(1, instants(mode, fate, 3)[victim] + 1):
+        for after in (False, True):
+            judge.judge(seed=at, **{f"rank{victim}": (at, after)})
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", MODES)
+def test_two_of_four_ranks_may_end_at_once_or_one_while_the_others_go_on(mode, shared, fate):
+    """The second one at the same meeting, or at one of the next: those of the way back are among these."""
+    judge, rng = Judge(mode, fate, 4), np.random.default_rng(7)
+    counts = instants(mode, fate, 4)
+    for seed in range(30):
+        first, second = rng.choice(4, 2, replace=False)
+        at = int(rng.integers(1, counts[first] + 1))
+        then = at + int(rng.integers(4))
+        judge.judge(seed=seed, **{f"rank{first}": (at, bool(seed % 2)), f"rank{second}": (then, bool(seed // 2 % 2))})

@@ -1,0 +1,154 @@
+"""Trainings of which some ranks end on the way, and what the others must have then."""
+
+import numpy as np
+
+from distopt import DistOpt, LocalSteps, LossScaler
+from distopt.comm import run_ranks
+from distopt.compress import Chunks, DeepGradientCompression, ErrorFeedback, Half, Int8, OneBit, Packed, TopK
+from distopt.optim import SGD, Adam
+from laws import inputs
+
+STEPS = 4  # of a short training
+
+
+def sgd():
+    return SGD(0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def stepper(compressor=None, exchange="auto"):
+    return lambda opt, loss: opt.step(loss, compressor, exchange=exchange)
+
+
+def in_views(opt, loss):
+    """A step whose gradients lie in the views of the first call, for as long as that is."""
+    pairs = list(loss)
+    if not hasattr(opt, "views_of_first_call"):
+        opt.views_of_first_call = opt.gradient_views([p for p, _ in pairs])
+    for view, (_, grad) in zip(opt.views_of_first_call, pairs, strict=True):
+        view[...] = grad
+    opt(zip((p for p, _ in pairs), opt.views_of_first_call, strict=True))
+
+
+FEEDBACK = ErrorFeedback(TopK(0.1))
+SMALL = {"threshold": 60}
+# by name: what makes a step of it, the optimizer, the options of DistOpt, and whether ranks share memory
+MODES = {
+    "dense": (stepper(), sgd, SMALL, True),
+    "dense in messages": (stepper(), lambda: Adam(0.01, epsilon=1e-3), SMALL, False),
+    "overlap": (stepper(), sgd, {**SMALL, "overlap": True}, False),
+    "half": (stepper(Half()), sgd, SMALL, True),
+    "clipped": (stepper(), sgd, {**SMALL, "clip_norm": 0.5}, True),
+    "hooked": (stepper(), sgd, {**SMALL, "gradient_hook": lambda pairs: None}, False),
+    "top-K": (stepper(FEEDBACK), sgd, SMALL, True),
+    "top-K in two phases": (stepper(ErrorFeedback(Packed(TopK(0.1))), "two_phase"), sgd, SMALL, True),
+    "chunks": (stepper(ErrorFeedback(Chunks(4, of=64), decay=0.9), "two_phase"), sgd, SMALL, True),
+    "dgc": (stepper(DeepGradientCompression(TopK(0.1))), lambda: SGD(0.1), SMALL, True),
+    "one bit in two phases": (stepper(OneBit(), "two_phase"), sgd, SMALL, True),
+    "int8": (stepper(ErrorFeedback(Int8())), sgd, SMALL, True),
+    "three batches": (stepper(), sgd, {**SMALL, "num_batches": 3}, True),
+    "three batches of top-K": (stepper(FEEDBACK), sgd, {**SMALL, "num_batches": 3}, True),
+    "three sums": (stepper(), sgd, {**SMALL, "num_batches": 3, "sync_on_apply": False}, False),
+    "checked": (stepper(), sgd, {**SMALL, "check_every": 2}, True),
+    "views": (in_views, sgd, SMALL, True),
+    "views in messages": (in_views, sgd, SMALL, False),
+    "partial": (lambda opt, loss: opt.backward_and_partial_update(loss), sgd, SMALL, True),
+    "partial in messages": (lambda opt, loss: opt.backward_and_partial_update(loss), sgd, SMALL, False),
+    "share": (lambda opt, loss: opt.backward_and_partial_update(loss, share=0.2), sgd, SMALL, True),
+    "local steps": (LocalSteps.__call__, sgd, {**SMALL, "every": 2, "outer": SGD(0.7, momentum=0.9)}, True),
+    "local steps of top-K": (LocalSteps.__call__, sgd, {**SMALL, "every": 2, "compressor": FEEDBACK}, False),
+    "local steps in flight": (LocalSteps.__call__, sgd, {**SMALL, "every": 2, "fragments": 2, "delay": 1}, True),
+    "loss scaler": (stepper(), sgd, {**SMALL, "nonfinite": 4.0}, True),
+}
+
+
+def made(mode, comm, **more):
+    """A DistOpt of a mode, with more options."""
+    _, make, options, _ = MODES[mode]
+    if "nonfinite" in options:
+        options = options | {"nonfinite": LossScaler(init_scale=options["nonfinite"], window=3)}
+    return (LocalSteps if "every" in options else DistOpt)(make(), comm, **options, **more)
+
+
+def calls(mode):
+    """How many batches there are."""
+    return range(STEPS * MODES[mode][2].get("num_batches", 1))
+
+
+def noted(engine, epochs):
+    """Let an engine note the epoch of the ranks that have made each step; behind it there may be another one."""
+    step = engine.step
+
+    def note(*arguments):
+        applied = step(*arguments)
+        epochs.append(engine.store._memory.epoch)
+        return applied
+
+    engine.step = note
+
+
+def train(mode, opt, params, numbers, member):
+    """Train with the batches of these numbers; return a list for the epoch of the ranks that exchange each of them.
+
+    In batch 2 of a loss scaler a gradient is not finite, and the step is skipped.
+    """
+    step, epochs = MODES[mode][0], []
+    local = isinstance(opt, LocalSteps)
+    for engine in [fragment.engine for fragment in opt._training.outer.fragments] if local else [opt.engine]:
+        noted(engine, epochs)
+    for k in numbers:
+        grads = inputs.gradients(params, k, member)
+        if mode == "loss scaler" and k == 2:
+            grads[0] = np.full_like(grads[0], np.inf)
+        step(opt, ((p, g) for p, g in zip(params, grads, strict=True)))
+    return epochs
+
+
+def of(opt, params):
+    """All that a rank has."""
+    return {p.name: p.data.copy() for p in params}, opt.state_dict()
+
+
+def reference(mode, exchanged, ended, ranks, start=None):
+    """The same of runs of fewer and fewer ranks, each of which goes on from what those before had then.
+
+    ``exchanged``: how many ranks there are at each batch; ``ended``: who is not there any more, in this order;
+    ``start``: the rank whose parameters all had before the first batch.
+    """
+    has = None
+    for size in sorted(set(exchanged), reverse=True):
+        members = [r for r in range(ranks) if r not in ended[: ranks - size]]
+        batches = [k for k, n in enumerate(exchanged) if n == size]
+
+        def main(comm, members=members, batches=batches, has=has):
+            member = members[comm.rank]
+            params = inputs.parameters(rank=member if start is None else start)
+            opt = made(mode, comm)
+            if has:
+                values, state = has[member]
+                for p in params:
+                    p.data[...] = values[p.name]
+                if not MODES[mode][2].get("sync_on_apply", True):  # the sums of a window have the gradients of all
+                    state = state | {"contributions": state["contributions"] * len(has) / comm.size}
+                opt.load_state_dict(state)
+            train(mode, opt, params, batches, member)
+            return of(opt, params)
+
+        has = dict(zip(members, run_ranks(size, main), strict=True))
+    return {member: had for member, had in has.items() if member not in ended}
+
+
+def same(a, b, path=""):
+    """Assert that two trees have the same bits."""
+    assert type(a) is type(b) or {type(a), type(b)} <= {int, float, np.float64}, path
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            same(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for k, (x, y) in enumerate(zip(a, b, strict=True)):
+            same(x, y, f"{path}/{k}")
+    elif isinstance(a, np.ndarray):
+        np.testing.assert_array_equal(a, b, err_msg=path)
+    else:
+        assert a == b, path
