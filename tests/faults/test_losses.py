@@ -1,0 +1,48 @@
+"""Jobs of real ranks that are killed while they train (``losses.py``): all go on, to the bits of fewer ranks."""
+
+import importlib.util
+
+import losses
+import pytest
+
+from distopt.cli.launcher import find_launcher
+
+MODES = ["dense", "top-K", "dgc", "local steps", "overlap", "three batches"]
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+
+
+def lacks_open_mpi():
+    """Why there is no MPI here that can lose a rank; '' if there is one."""
+    try:
+        brand = find_launcher().brand
+    except RuntimeError as error:
+        return str(error)
+    return "" if brand == "Open MPI" else f"{brand} waits for the dead"
+
+
+@pytest.mark.torch
+@needs_torch
+@pytest.mark.parametrize("mode", MODES)
+def test_killed_ranks_are_done_without_over_torch(mode, tmp_path):
+    assert len(losses.one(mode, "torch", 4, 2, 1, tmp_path)) == 2
+
+
+@pytest.mark.torch
+@needs_torch
+def test_local_steps_in_flight_go_on_over_torch(tmp_path):
+    assert len(losses.one("local steps in flight", "torch", 3, 2, 1, tmp_path)) == 2
+
+
+@pytest.mark.torch
+@needs_torch
+@pytest.mark.parametrize("mode", ["dense", "top-K"])
+def test_other_processes_take_the_place_of_killed_ranks(mode, tmp_path):
+    assert len(losses.one(mode, "torch", 3, 2, 1, tmp_path, grow=True)) == 2
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("mode", [*MODES, "local steps in flight"])
+def test_killed_ranks_are_done_without_over_mpi(mode, tmp_path):
+    if lack := lacks_open_mpi():
+        pytest.skip(lack)
+    assert len(losses.one(mode, "mpi", 4, 2, 1, tmp_path)) == 2
