@@ -14,7 +14,7 @@ import pytest
 import laws
 import reference
 from distopt import DistOpt, LossScaler, Parameter, Trainer, buckets, device, optim, run_ranks
-from distopt.comm import LocalCommunicator
+from distopt.comm import Elastic, LocalCommunicator
 from distopt.compress import Dense, ErrorFeedback, Half, OneBit, TopK, TwoBit
 from distopt.optim import SGD, Adam, BatchGradients, ExponentialDecay
 from doubles.ranks import on_gpus
@@ -1409,3 +1409,37 @@ def test_compression_gathers_unless_it_is_told_otherwise():
 def test_an_unknown_exchange_of_compression_is_refused():
     with pytest.raises(ValueError, match="the exchange of compression_params must be one of auto, gather, two_phase"):
         Trainer([], "sgd", compression_params={"type": "2bit", "exchange": "ring"})
+
+
+@pytest.mark.parametrize("step", [in_one, in_two])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_go_on_without_a_lost_rank(step, victim):
+    def lossy(comm):
+        elastic, member = Elastic(comm), comm.rank
+        params = model(elastic)
+        trainer = make(elastic, params)
+        for k in range(4):
+            if (member, k) == (victim, 2):
+                return None
+            for p, grad in zip(params, laws.gradients(params, k, member), strict=True):
+                p.grad = grad
+            step(trainer, 6)
+        elastic.leave()
+        return [p.data for p in params]
+
+    def alone(comm):  # what the others bring, in one rank
+        params = model(comm)
+        trainer = make(comm, params)
+        for k in range(4):
+            of = [laws.gradients(params, k, r) for r in range(3) if r != victim or k < 2]
+            for p, grads in zip(params, zip(*of, strict=True), strict=True):
+                p.grad = sum(grads[1:], grads[0])
+            step(trainer, 6)
+        return [p.data for p in params]
+
+    found = [had for had in run_ranks(3, lossy) if had]
+    (expected,) = run_ranks(1, alone)
+    assert len(found) == 2
+    for values in found:
+        for a, b in zip(values, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
