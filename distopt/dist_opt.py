@@ -273,6 +273,11 @@ class DistOpt(SingaModes, Checkpointed):
             for a step that turns out to be refused too, and what it leaves is not checked.  Costs one more pass over
             the means and one more vote; a hook that changes nothing changes no bit, but for the rounding of a mean
             where norms are taken (clipping, LARS, LANS) or a ``rescale_grad`` is given.
+        buddy: give the next rank a copy of what this rank alone has, so that the others can go on without it: with
+            ``parameter_views`` its share of the optimizer's state, one message per update.  With ``Muon(sharded=True)``
+            ranks keep copies of their own, so that an update whose results not all have gathered is made again.  Only
+            under ``distopt run --elastic``, where ranks may be lost; without shares it does nothing.  If a rank and
+            the next one are lost at once, all others raise RuntimeError, and go on from a checkpoint.
         nccl_id: with ``local_rank`` and ``world_size``, in the place of ``communicator``: SINGA's form for processes of
             one machine without MPI, each with a GPU of its own (``NcclCommunicator.from_id``); ``close()`` closes it.
         local_rank: this process's number among those of the machine.
@@ -312,6 +317,7 @@ class DistOpt(SingaModes, Checkpointed):
         buffSize: int = 4194304,
         clip_norm: float | None = None,
         gradient_hook: GradientHook | None = None,
+        buddy: bool = False,
         nccl_id: bytes | None = None,
         local_rank: int | None = None,
         world_size: int | None = None,
@@ -332,6 +338,7 @@ class DistOpt(SingaModes, Checkpointed):
             "sync_on_apply": sync_on_apply,
             "clip_norm": clip_norm,
             "gradient_hook": gradient_hook,
+            "buddy": buddy,
         }
         capacity, size = check_int("buffSize", buffSize, least=1), check_int("threshold", threshold, least=0)
         options = Options.checked(comm, **asked)  # type: ignore[arg-type]

@@ -187,6 +187,7 @@ class BucketSet(list[Bucket]):
         self.num_parameters = len(self._shapes)
         self.shared = False  # whether every rank can read the gradients of all
         self.parameters: dict[str, np.ndarray] = {}  # views of shared memory, by name; empty if not shared
+        self._flat_parameters: dict[str, np.ndarray] = {}  # of the parameter's bucket in that memory, by name
         self._halves: list[np.ndarray] | None = None  # by rank; empty if not shared, None before
         self._cut(plan, starts)
 
@@ -313,8 +314,20 @@ class BucketSet(list[Bucket]):
             return False
         flats = self._flats(memories[0])
         self.parameters = {n: v for b, flat in zip(self, flats, strict=True) for n, v in b.views(flat).items()}
+        self._flat_parameters = {n: flat for b, flat in zip(self, flats, strict=True) for n in b.spec.names}
         self._parameters_version = -1
         return True
+
+    def adopt_parameters(self, previous: "BucketSet") -> None:
+        """Take over the memory in which other ranks have shared the parameters of the same plan.
+
+        It outlives the rank that has allocated it.
+        """
+        self.parameters, self._flat_parameters = previous.parameters, previous._flat_parameters
+
+    def flat_parameters(self, members: BucketLayout) -> np.ndarray:
+        """Return the shared memory of a bucket's parameters, or of a section of them, as a flat array of its layout."""
+        return members.part_of(self._flat_parameters[members.names[0]])
 
     def try_point_to(self, number: int, grads: Sequence[Any]) -> bool:
         """Point a bucket's table to these gradients; return False, and change nothing, if they must be copied first."""

@@ -34,6 +34,11 @@ class GradientAccumulator:
         self.num_gradients = 0.0
         self.reduced: bool | None = None
 
+    @property
+    def closes(self) -> bool:
+        """Whether the next call is the last one of a step."""
+        return self.batches + 1 == self.num_batches
+
     def check(self, reduced: bool) -> None:
         """Raise ValueError for a call whose gradients cannot be added to those of the calls since the last step."""
         if self.batches and not self.sync_on_apply and self.reduced is not None and reduced != self.reduced:

@@ -76,6 +76,8 @@ class BucketStore:
         started: a vote has succeeded.
         broadcast_due: rank 0's parameters are still to be sent.
         before_packing: is called with a bucket that is about to be packed.
+        recover: brings what a lost rank alone had to the others, once all have a plan without it, and is collective;
+            None if nobody can.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class BucketStore:
         self.broadcast_due = broadcast
         self.started = False
         self.before_packing: Callable[[Bucket], object] = lambda bucket: None
+        self.recover: Callable[[], object] | None = None
         self._committed = PlanMemory()
         self._use(self._committed)
         self._restored: States = {}  # of a checkpoint, until there are buckets
@@ -145,22 +148,25 @@ class BucketStore:
         """Make a plan of the collected parameters and its buckets, unless they are there; tell if it did.
 
         Raises ValueError for another threshold once parameters are shared, and for states that do not fit; RuntimeError
-        for shared parameters if a rank was lost, which alone had its share of the optimizer's state.
+        for shared parameters if a rank was lost, which alone had its share of the optimizer's state, and nobody can
+        ``recover`` it.
         """
         previous, order = self._memory.buckets, self.collector.order
         known = previous and (previous.plan.threshold, previous.num_parameters, self._memory.epoch)
         if known == (threshold, len(order), self._comm.epoch):
             return False
-        if self.stale and (self.sharded or self._optimizer.shares_work):
+        if self.stale and (self.sharded or self._optimizer.shares_work) and self.recover is None:
             raise RuntimeError(
                 "a rank was lost that alone had its share of the optimizer's state, so that training cannot go on; "
                 "load a checkpoint in a new job"
             )
-        if self.sharded:
+        if self.sharded and (threshold != self.threshold or not self.stale):
             raise ValueError(f"threshold must stay {self.threshold} once parameters are shared, got {threshold}")
         values = self.values
         sizes, dtypes = [v.size for v in values.values()], [v.dtype for v in values.values()]
         buckets = BucketSet(plan(list(values), sizes, dtypes, threshold), values, self._comm.alloc)
+        if self.sharded and previous:
+            buckets.adopt_parameters(previous)
         states = self.states()
         buckets.check(states)
         self._optimizer.check(buckets)
@@ -204,6 +210,8 @@ class BucketStore:
         if not self.started:
             self.started, self._restored = True, {}
         self._comm.control.vote("making the optimizer's state", 1, lambda: ["the optimizer's state"], error)
+        if self.recover:
+            self.recover()
 
     def roll_back(self) -> None:
         """Go back to the committed plan; if there is none, the next step may bring other parameters."""
@@ -217,6 +225,10 @@ class BucketStore:
             raise RuntimeError(f"ranks must be able to share memory for parameter_views, got {self._comm!r}")
         self.sharded = bool(self.buckets.parameters)
         return self.buckets.parameters
+
+    def unshare_parameters(self) -> None:
+        """Let every rank have its own parameters again."""
+        self.buckets.parameters, self.sharded = {}, False
 
     # -- a step
 

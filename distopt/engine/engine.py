@@ -16,6 +16,7 @@ from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.agreement import Agreement, AllJoinedError
 from distopt.engine.background import Background, Inline
 from distopt.engine.bucket_store import BucketStore, Packing, StreamOrder
+from distopt.engine.buddies import Buddies, NoBuddies
 from distopt.engine.hooks import DivergenceCheck, StepHook
 from distopt.engine.means import MeanGradients
 from distopt.engine.nonfinite import NonfiniteGuard, policy
@@ -89,6 +90,7 @@ class Engine:
         means: clipping, and the gradient hook.
         reducers: the ways in which buckets are reduced over ranks.
         retries: steps are made again where a rank may be lost.
+        buddies: the copies of what one rank alone has.
         step_context: the facts of the present step that a bucket's exchange needs.
         progress: counters, and whether a step failed halfway.
         stream_order: the context of what a failed call has enqueued on a GPU.
@@ -145,6 +147,11 @@ class Engine:
         )
         changed = (self, self.progress, self.accumulator, nonfinite, self.means, self.reducers.borders)
         self.retries = Retries(comm, self.store, changed) if comm.elastic else Once()
+        self.buddies = (
+            Buddies(comm, self.store, self.optimizer, self.accumulator, self.progress, self.retries)
+            if comm.elastic and options.buddy
+            else NoBuddies(self.retries)
+        )
         nonfinite.attach(comm.rank, self.nonfinite.poll)  # last, since a LossScaler is attached once
 
     def step(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:
@@ -158,12 +165,18 @@ class Engine:
         if not self.accumulator.batches:
             self.comm.let_in()
         again = self.retries.replayable(loss)
-        outcome = self.retries.run(lambda: self.exchange(again, spec))
+
+        def apply(outcome: Outcome | None) -> bool:
+            if outcome is None or outcome.sums is None:
+                return False
+            with self.progress.halfway:
+                (update or self.update)(outcome.sums, outcome.scale, spec)
+            return True
+
+        outcome = self.buddies.step(lambda: self.exchange(again, spec), apply, spec.reduced)
         if outcome is None:
             return False
         if outcome.sums is not None:
-            with self.progress.halfway:
-                (update or self.update)(outcome.sums, outcome.scale, spec)
             self.retries.tell(self.progress.updates)
         self.end_call(applied=outcome.sums is not None)
         return outcome.sums is not None

@@ -41,6 +41,45 @@ class Once:
         """Say from time to time, where the launcher can read it, what would be lost with this rank."""
 
 
+class Copies:
+    """Copies of arrays that are about to change, in memory that is used again.
+
+    Example:
+        >>> x, copies = np.ones(3), Copies()
+        >>> copies.keep(x)
+        >>> x[:] = 2
+        >>> copies.put_back()
+        >>> x
+        array([1., 1., 1.])
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[int, int], np.ndarray] = {}  # by the address and the bytes of what it is a copy of
+        self._kept: dict[tuple[int, int], np.ndarray] = {}
+
+    def keep(self, *arrays: np.ndarray) -> None:
+        """Copy arrays that were not copied since ``forget``."""
+        for array in arrays:
+            place = device.address(array), array.nbytes
+            if place in self._kept:
+                continue
+            copy = self._memory.get(place)
+            if copy is None or copy.shape != array.shape or copy.dtype != array.dtype:
+                self._memory[place] = device.copied(array)
+            else:
+                device.copy(copy, array)
+            self._kept[place] = array
+
+    def put_back(self) -> None:
+        """Let the arrays be what they were when they were copied."""
+        for place, array in self._kept.items():
+            device.copy(array, self._memory[place])
+
+    def forget(self) -> None:
+        """Begin anew; the memory stays."""
+        self._kept = {}
+
+
 class Retries(Once):
     """Make a step again if a rank is lost before all have its sums (``comm.Elastic``).
 
@@ -56,8 +95,7 @@ class Retries(Once):
     def __init__(self, comm: Communicator, store: BucketStore, parts: Iterable[object]):
         self._comm, self._store, self._parts = comm, store, list(parts)
         self._attributes: list[dict[str, Any]] = []
-        self._kept: list[tuple[np.ndarray, np.ndarray]] = []  # arrays that a step has changed, and their copies
-        self._copies: dict[int, np.ndarray] = {}  # by the address of what they are of: memory that is used again
+        self._copies = Copies()  # of arrays that a step has changed
         self._undo_states: Callable[[], None] | None = None
         store.before_packing = self._keep_views
 
@@ -66,7 +104,8 @@ class Retries(Once):
 
     def run(self, operation: Callable[[], T]) -> T:
         self._attributes = [dict(vars(part)) for part in self._parts]
-        self._kept, self._undo_states, due = [], None, self._store.broadcast_due
+        self._undo_states, due = None, self._store.broadcast_due
+        self._copies.forget()
 
         def undo() -> None:
             for part, attributes in zip(self._parts, self._attributes, strict=True):
@@ -74,21 +113,14 @@ class Retries(Once):
                 vars(part).update(attributes)
             if self._undo_states:
                 self._undo_states()
-            for array, copy in self._kept:
-                device.copy(array, copy)
-            self._kept, self._undo_states, self._store.broadcast_due = [], None, due
+            self._copies.put_back()
+            self._copies = Copies()  # of another plan, in other memory
+            self._undo_states, self._store.broadcast_due = None, due
 
         return self._comm.transaction(operation, undo)
 
     def keep(self, *arrays: np.ndarray) -> None:
-        for array in arrays:
-            address = device.address(array)
-            copy = self._copies.get(address)
-            if copy is None or copy.shape != array.shape or copy.dtype != array.dtype:
-                copy = self._copies[address] = device.copied(array)
-            else:
-                device.copy(copy, array)
-            self._kept.append((array, copy))
+        self._copies.keep(*arrays)
 
     def keep_states(self) -> None:
         states = [(bucket, dict(bucket.state)) for bucket in self._store.buckets]

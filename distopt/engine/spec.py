@@ -28,6 +28,7 @@ class Options(NamedTuple):
     clip_norm: float | None
     gradient_hook: GradientHook | None
     nonfinite: Any  # as it was given, for ranks to compare
+    buddy: bool
 
     @classmethod
     def checked(
@@ -43,6 +44,7 @@ class Options(NamedTuple):
         sync_on_apply: bool = True,
         clip_norm: float | None = None,
         gradient_hook: GradientHook | None = None,
+        buddy: bool = False,
     ) -> "Options":
         """Check what a user gave.
 
@@ -59,6 +61,7 @@ class Options(NamedTuple):
             None if clip_norm is None else check_bound("clip_norm", clip_norm),
             check_callable("gradient_hook", gradient_hook, "(param, mean) pairs"),
             nonfinite,
+            check_bool("buddy", buddy),
         )
 
     def lines(self, comm: Communicator) -> list[str]:
@@ -70,6 +73,7 @@ class Options(NamedTuple):
             f"overlap={self.overlap}",
             f"clip_norm={self.clip_norm}",
             "a gradient hook" if self.gradient_hook else "no gradient hook",
+            f"buddy={self.buddy}",
         ]
 
 

@@ -26,6 +26,17 @@ ENTRIES = (*COUNTS, "contributions", "loss_scale", "rooms", "borders", "states",
 def state_dict(engine: Engine) -> dict[str, Any]:
     """``DistOpt.state_dict``.  Collective if parameters are shared."""
     engine.sync_with_last_step()
+    return engine.retries.run(lambda: _shared_state(engine)) if engine.store.sharded else _state(engine)
+
+
+def _shared_state(engine: Engine) -> dict[str, Any]:
+    """The state of which each rank has a share.  Collective."""
+    engine.agreement.declare_numbers(engine.nonfinite.lines())  # what a try has declared that was interrupted is void
+    engine.renew_plan()
+    return _state(engine)
+
+
+def _state(engine: Engine) -> dict[str, Any]:
     store, progress, accumulator, policy = engine.store, engine.progress, engine.accumulator, engine.nonfinite.policy
     states, sharded = store.states(), store.sharded
     failed = RuntimeError(progress.failure) if progress.failure else None
@@ -83,6 +94,7 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
     except Exception:  # it refuses the state, and nothing has changed
         progress.cancel_load()
         raise
+    engine.buddies.forget()
     store.restore(states, state["rooms"])
     engine.reducers.borders.restore(tuple(state.get("borders", ())))
     progress.updates, progress.partial = state["step_counter"], state["partial"]

@@ -79,11 +79,20 @@ def parameter_views(engine: Engine, params: Iterable[Any], planned: Iterable[Any
             raise ValueError(f"params must be all parameters of the model, got none of {', '.join(missing[:5])}")
 
     names = enroll(engine, params, "parameter_views", check, planned)
-    shared, values = store.share_parameters(), store.values
-    if comm.rank == 0:
-        for name in names:
-            shared[name][...] = values[name]
-    comm.barrier()
+
+    def share() -> dict[str, np.ndarray]:
+        engine.renew_plan()
+        if not store.sharded:
+            engine.buddies.divide()
+        shared, values = store.share_parameters(), store.values
+        if comm.rank == 0:
+            for name in names:
+                shared[name][...] = values[name]
+        comm.barrier()
+        return shared
+
+    unshare = (lambda: None) if store.sharded else store.unshare_parameters
+    shared = comm.transaction(share, unshare)
     store.broadcast_due = False
     return [shared[name] for name in names]
 

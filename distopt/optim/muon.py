@@ -20,6 +20,7 @@ from distopt.optim.optimizer import (
     Ranks,
     State,
     SumOverRanks,
+    Table,
     TableState,
     Unshard,
 )
@@ -159,7 +160,6 @@ class Muon(Optimizer):
         self._excluded = predicate(exclude)
         self.exclude = described(self._excluded)
         self._answers: dict[str, bool] = {}  # of the predicate, by name
-        self._numbers: dict[str, int] = {}  # of the matrices of the last update that ranks shared, by name
         self._masters: dict[object, tuple[BucketLayout, np.ndarray]] = {}  # of a bucket, by its table's key
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -292,11 +292,9 @@ class Muon(Optimizer):
 
     def _owned_runs(self, buckets: Buckets, ranks: Ranks) -> Iterator[tuple[Run, int | None]]:
         """Yield the same, each matrix with the rank that it belongs to: its number in this update modulo the ranks."""
-        self._numbers = {}
+        numbers = itertools.count()
         for run in self._runs(buckets):
-            if run.is_matrix:
-                self._numbers[run.members.names[0]] = len(self._numbers)
-            yield run, (len(self._numbers) - 1) % ranks.size if run.is_matrix else None
+            yield run, next(numbers) % ranks.size if run.is_matrix else None
 
     def _sections(self, members: BucketLayout) -> Iterator[tuple[BucketLayout, bool]]:
         kinds = list(map(self._is_matrix, members.names, members.shapes))
@@ -362,11 +360,14 @@ class Muon(Optimizer):
         Returns:
             What ``Optimizer.get_states`` returns, for matrices, and as ``otherwise`` the states of that optimizer.
         """
+        return super().get_states(unshard) | {"otherwise": self.otherwise.get_states(unshard)}
 
-        def of_owner(members: BucketLayout, flat: np.ndarray, _: int | None) -> np.ndarray:
-            return unshard(members, flat, self._numbers.get(members.names[0]))
+    def tables(self) -> Iterator[Table]:
+        yield from super().tables()
+        yield from self.otherwise.tables()
 
-        return super().get_states(of_owner) | {"otherwise": self.otherwise.get_states(unshard)}
+    def _numbered(self) -> Iterator[tuple[TableState, int | None]]:
+        return ((state, number) for number, state in enumerate(self._table_states.values()))  # matrices, as they come
 
     def set_states(self, states: State) -> None:
         super().set_states(states)

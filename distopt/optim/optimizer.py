@@ -3,7 +3,7 @@
 import abc
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -62,6 +62,20 @@ class TableState(NamedTuple):
     members: BucketLayout
     slots: dict[str, np.ndarray]
     scratch: dict[str, np.ndarray]
+
+
+class Table(NamedTuple):
+    """What an optimizer keeps of the parameters of a table, and who updates these where ranks share them.
+
+    Attributes:
+        members: the table.
+        slots: flat arrays of the table's size, which updates carry on, in an order that all ranks have.
+        number: the rank of this number, modulo the ranks, updates all of them; None if each rank updates its shard.
+    """
+
+    members: BucketLayout
+    slots: Sequence[np.ndarray]
+    number: int | None
 
 
 class Optimizer(abc.ABC):
@@ -333,12 +347,21 @@ class Optimizer(abc.ABC):
         states: State = {
             slot: {name: device.host_copy(a) for name, a in arrays.items()} for slot, arrays in self._state.items()
         }
-        for members, slots, _ in self._table_states.values():
+        for (members, slots, _), number in self._numbered():
             for slot, flat in slots.items():
-                complete = unshard(members, flat, None)
+                complete = unshard(members, flat, number)
                 if complete is not flat:
                     states[slot].update({n: members.view(complete, i) for i, n in enumerate(members.names)})
         return {"rule": type(self).__name__} | {name: getattr(self, name) for name in self.counters} | states
+
+    def tables(self) -> Iterator[Table]:
+        """Yield the tables of all parameters for which there is memory, in the order in which it was reserved."""
+        for (members, slots, _), number in self._numbered():
+            yield Table(members, list(slots.values()), number)
+
+    def _numbered(self) -> Iterator[tuple[TableState, int | None]]:
+        """Yield the memory of each table, with the number of one of which a rank updates all."""
+        return ((state, None) for state in self._table_states.values())
 
     def set_states(self, states: State) -> None:
         """Load states that ``get_states`` returned.

@@ -14,10 +14,10 @@ from distopt.optim import SGD
 
 PACKAGE = str(Path(distopt.__file__).parent)
 MOST = {  # calls of functions of this package in a step of three parameters on one of two ranks
-    "dense": (Dense(), 218),
-    "half": (Half(), 231),
-    "topk": (ErrorFeedback(TopK(0.1)), 272),
-    "dgc": (DeepGradientCompression(TopK(0.1), exclude_1d=False), 346),
+    "dense": (Dense(), 220),
+    "half": (Half(), 233),
+    "topk": (ErrorFeedback(TopK(0.1)), 275),
+    "dgc": (DeepGradientCompression(TopK(0.1), exclude_1d=False), 348),
 }
 
 

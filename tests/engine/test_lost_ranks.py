@@ -1,6 +1,7 @@
 """A rank ends at every instant at which it meets the others, and these go on: with the bits of a run of fewer ranks."""
 
 import collections
+import itertools
 import zlib
 
 import numpy as np
@@ -25,13 +26,16 @@ class Fate:
     def __init__(self, seed=0, **victims):
         """Make one; ``victims``: (at, after) by 'rank0', 'rank1' and so on."""
         self.victims = {int(name.removeprefix("rank")): when for name, when in victims.items()}
-        self.count, self.seed = collections.Counter(), seed
+        self.count, self.verbs, self.seed = collections.Counter(), collections.defaultdict(list), seed
         self.hit = set()  # meetings behind which a rank ends, and which one of each
         self.ended = []  # in this order
 
     def meet(self, meet, meeting, rank, verb, offer, action):
         member, number = meeting.ranks[rank], meeting._meetings
+        if member in self.ended:  # on its way out
+            raise Killed
         self.count[member] += 1
+        self.verbs[member].append(verb)
         at, after = self.victims.get(member, (0, False))
         if self.count[member] == at:
             if after:
@@ -149,6 +153,13 @@ def shared(request, monkeypatch):
         monkeypatch.setattr(ThreadCommunicator, "peers", lambda self, x: None)
 
 
+@pytest.fixture
+def large(monkeypatch):
+    """Parameters of several chunks, so that shares cut through them."""
+    make = inputs.parameters
+    monkeypatch.setattr(inputs, "parameters", lambda **more: make([(30, 500), (130, 100), (5,)], **more))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_survivors_have_the_bits_of_fewer_ranks(mode, shared, fate):
     """One instant of each mode; the thorough tier has all of them."""
@@ -171,11 +182,52 @@ def test_survivors_have_the_bits_of_fewer_ranks_whenever_one_ends(mode, shared, 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
 def test_two_of_four_ranks_may_end_at_once_or_one_while_the_others_go_on(mode, shared, fate):
-    """The second one at the same meeting, or at one of the next: those of the way back are among these."""
+    """The second one at the same meeting, or at one of the next: those of the way back are among these.
+
+    With shared parameters none is the buddy of the other.
+    """
     judge, rng = Judge(mode, fate, 4), np.random.default_rng(7)
     counts = instants(mode, fate, 4)
     for seed in range(30):
         first, second = rng.choice(4, 2, replace=False)
+        if mode.startswith("shared"):
+            second = (first + 2) % 4
         at = int(rng.integers(1, counts[first] + 1))
         then = at + int(rng.integers(4))
         judge.judge(seed=seed, **{f"rank{first}": (at, bool(seed % 2)), f"rank{second}": (then, bool(seed // 2 % 2))})
+
+
+SHARED = [mode for mode in MODES if mode.startswith("shared")]
+
+
+@pytest.mark.parametrize(
+    ("mode", "verbs"),
+    [
+        ("shared parameters of LANS with a buddy", ["all_reduce of 27 float64", "all_to_all"]),
+        ("sharded Muon with a buddy", ["all_gather", "barrier"]),
+    ],
+)
+def test_an_update_that_was_interrupted_is_made_again(mode, verbs, shared, large, fate):
+    """In the last step; its norms, directions or copies have not all come, and shares cut through parameters."""
+    judge, counting = Judge(mode, fate), fate()
+    run(mode, 3)
+    for verb in verbs:
+        at = max(k for k, met in enumerate(counting.verbs[1], start=1) if met == verb)
+        judge.judge(seed=3, rank1=(at, False))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", SHARED)
+def test_shares_cut_through_parameters_whenever_a_rank_ends(mode, shared, large, fate):
+    judge, at = Judge(mode, fate, 4), 0
+    for at, after in itertools.product(range(1, instants(mode, fate, 4)[1] + 1), (False, True)):
+        judge.judge(seed=at, rank1=(at, after))
+
+
+@pytest.mark.parametrize("mode", SHARED[1:3])
+def test_a_rank_that_is_lost_with_its_buddy_takes_its_share_along(mode, shared, fate):
+    """In the middle of the third step, at the same meeting."""
+    at = instants(mode, fate, 4)[1] * 2 // 3
+    fate(rank1=(at, False), rank2=(at, False))
+    with pytest.raises(RuntimeError, match=r"share of the optimizer's state.*: rank 1 with 2 of 4; load a checkpoint"):
+        run(mode, 4)

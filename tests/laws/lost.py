@@ -5,7 +5,7 @@ import numpy as np
 from distopt import DistOpt, LocalSteps, LossScaler
 from distopt.comm import run_ranks
 from distopt.compress import Chunks, DeepGradientCompression, ErrorFeedback, Half, Int8, OneBit, Packed, TopK
-from distopt.optim import SGD, Adam
+from distopt.optim import LANS, SGD, Adam, Muon
 from laws import inputs
 
 STEPS = 4  # of a short training
@@ -27,6 +27,21 @@ def in_views(opt, loss):
     for view, (_, grad) in zip(opt.views_of_first_call, pairs, strict=True):
         view[...] = grad
     opt(zip((p for p, _ in pairs), opt.views_of_first_call, strict=True))
+
+
+def in_shared_parameters(opt, loss):
+    """A step with parameters that all ranks share, from the first call on."""
+    pairs = list(loss)
+    if not opt.engine.store.sharded:
+        for (p, _), view in zip(pairs, opt.parameter_views([p for p, _ in pairs]), strict=True):
+            p.data = view
+    opt(pairs)
+
+
+def reloaded(opt, loss):
+    """The same, behind a load of what is there already."""
+    opt.load_state_dict(opt.state_dict())
+    in_shared_parameters(opt, loss)
 
 
 FEEDBACK = ErrorFeedback(TopK(0.1))
@@ -57,6 +72,18 @@ MODES = {
     "local steps": (LocalSteps.__call__, sgd, {**SMALL, "every": 2, "outer": SGD(0.7, momentum=0.9)}, True),
     "local steps of top-K": (LocalSteps.__call__, sgd, {**SMALL, "every": 2, "compressor": FEEDBACK}, False),
     "local steps in flight": (LocalSteps.__call__, sgd, {**SMALL, "every": 2, "fragments": 2, "delay": 1}, True),
+    "shared parameters with a buddy": (in_shared_parameters, sgd, {"buddy": True}, True),
+    "shared parameters of Adam with a buddy": (
+        *(in_shared_parameters, lambda: Adam(0.01, epsilon=1e-3)),
+        *({**SMALL, "buddy": True, "num_batches": 2}, True),
+    ),
+    "shared parameters of LANS with a buddy": (in_shared_parameters, lambda: LANS(0.01), {"buddy": True}, True),
+    "shared parameters of Muon with a buddy": (
+        *(in_shared_parameters, lambda: Muon(0.01, exclude=["p6"])),
+        *({**SMALL, "buddy": True, "clip_norm": 0.5}, True),
+    ),
+    "shared parameters with a buddy, reloaded": (reloaded, sgd, {**SMALL, "buddy": True}, True),
+    "sharded Muon with a buddy": (stepper(), lambda: Muon(0.01, sharded=True), {**SMALL, "buddy": True}, True),
     "loss scaler": (stepper(), sgd, {**SMALL, "nonfinite": 4.0}, True),
 }
 

@@ -13,7 +13,7 @@ from distopt.checkpoint.foreign import has_named, typed
 from distopt.optim import Wrapper
 from distopt.optim.adapters.first_update import FirstUpdate
 from distopt.optim.foreign import state_methods
-from distopt.optim.optimizer import Optimizer, Ranks, Unshard
+from distopt.optim.optimizer import Optimizer, Ranks, Table, Unshard
 
 MOMENTUM = "momentum", "beta_1", "beta1"  # attributes that hold it
 
@@ -103,6 +103,10 @@ class OptimizerAdapter(abc.ABC):
 
     def reserve(self, buckets: BucketSet) -> None:  # noqa: B027  other libraries' optimizers allocate by themselves
         """Allocate the memory that updates with these buckets need; MemoryError if there is not enough."""
+
+    def tables(self) -> Iterable[Table]:
+        """Return what the optimizer keeps of the parameters, for distopt's optimizers."""
+        return ()
 
     def masters(self, bucket: Bucket) -> np.ndarray | None:
         """Return the float32 values of a bucket's 16-bit parameters, flat and up to date; None if none are kept."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from distopt.buckets import Bucket, BucketSet, Reduced
 from distopt.optim.adapters.base import ApplyAdapter, Known
-from distopt.optim.optimizer import Ranks, Unshard
+from distopt.optim.optimizer import Ranks, Table, Unshard
 
 
 class FusedAdapter(ApplyAdapter):
@@ -22,6 +22,9 @@ class FusedAdapter(ApplyAdapter):
     def reserve(self, buckets: BucketSet) -> None:
         for group in buckets.groups:
             self.opt.reserve(group.parameters, group.gradient)
+
+    def tables(self) -> Iterable[Table]:
+        return self.opt.tables()  # type: ignore[no-any-return]
 
     def masters(self, bucket: Bucket) -> np.ndarray | None:
         group = bucket.group

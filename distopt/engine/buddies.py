@@ -1,0 +1,327 @@
+"""Copies of what one rank alone has, on the next rank: its share of the optimizer's state."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from distopt.comm import Communicator
+from distopt.comm.control import agreed
+from distopt.comm.message import MessageTag
+from distopt.engine.accumulation import GradientAccumulator
+from distopt.engine.bucket_store import BucketStore
+from distopt.engine.progress import Progress
+from distopt.engine.retries import Copies, Once
+from distopt.kernels.layout import CHUNK, BucketLayout
+from distopt.optim.adapters import OptimizerAdapter
+from distopt.optim.optimizer import Table
+
+NOTHING = np.empty(0, np.uint8)
+T = TypeVar("T")
+
+
+class Division(NamedTuple):
+    """What a rank updates, where each of ``size`` ranks updates its share.
+
+    Attributes:
+        rank: this rank's number.
+        size: the number of ranks.
+
+    Example:
+        >>> Division(0, 4).buddy, Division(0, 4).guarded
+        (1, 3)
+    """
+
+    rank: int
+    size: int
+
+    @property
+    def buddy(self) -> int:
+        """The rank that has a copy of this one's share."""
+        return (self.rank + 1) % self.size
+
+    @property
+    def guarded(self) -> int:
+        """The rank of whose share this one has a copy."""
+        return (self.rank - 1) % self.size
+
+    def of(self, rank: int) -> "Division":
+        """Return the same division, as another rank sees it."""
+        return self._replace(rank=rank)
+
+    def chunks(self, table: Table) -> tuple[int, int]:
+        """Return the first chunk of a table that this rank updates, and the one behind the last.
+
+        Example:
+            >>> members = BucketLayout(["w"], [(3 * CHUNK,)], [0], np.float32)
+            >>> [Division(rank, 2).chunks(Table(members, [], None)) for rank in range(2)]
+            [(0, 1), (1, 3)]
+            >>> [Division(rank, 2).chunks(Table(members, [], 5)) for rank in range(2)]
+            [(0, 0), (0, 3)]
+        """
+        if table.number is None:
+            return table.members.shard(self.rank, self.size).span
+        return 0, table.members.chunks if table.number % self.size == self.rank else 0
+
+
+class NoBuddies:
+    """Update outside of the transaction in which ranks exchange: what a lost rank alone had is gone.
+
+    Args:
+        retries: make the exchange again.
+    """
+
+    def __init__(self, retries: Once):
+        self._retries = retries
+
+    def step(self, exchange: Callable[[], T], update: Callable[[T], bool], reduced: bool) -> T:
+        """Make a step, and return what ``exchange`` has returned.  Collective.
+
+        Args:
+            exchange: all of the step but its update.
+            update: is called with what ``exchange`` returned, and tells if it has updated the parameters.
+            reduced: the gradients of all ranks are in the sums.
+        """
+        outcome = self._retries.run(exchange)
+        update(outcome)
+        return outcome
+
+    def divide(self) -> None:
+        """Note that these ranks share the parameters from now on, inside of a transaction."""
+
+    def forget(self) -> None:
+        """Note that every rank has all of the optimizer's state now: it was loaded."""
+
+
+class Buddies(NoBuddies):
+    """Let ranks go on without one that alone had a share of the optimizer's state.
+
+    With ``parameter_views`` each rank updates a share of the parameters, which lie in memory that all ranks have, and
+    it alone has the optimizer's state of them.  So behind every update it sends this state to the next rank, its
+    *buddy*: copies in a neighbour's memory, as Zheng et al. have them ("FTC-Charm++: an in-memory checkpoint-based
+    fault tolerant runtime for Charm++ and MPI", 2004), but those of the last update, so that no other step is lost.
+
+    The update and this message belong to the step's transaction, in which a rank keeps two things of what was before:
+
+    * its own share of the state (``Retries`` puts it back);
+    * its own share of the parameters, and that of the rank before it.  Both are read where they lie, as long as nobody
+      updates, which is before the vote; so what a script has changed there counts.
+
+    If a rank is lost before all have the outcome, the others put these back, and share out the state anew: the buddy
+    of the lost rank takes its place, and each rank sends every other one what this is to have from now on.  Then they
+    make the step again.  If all have the outcome, nothing is put back, and the next step begins with sharing out.
+
+    Shares are those of the last update, of the ranks that made it.  Until the next one has ended, a rank's own share
+    stays as it was, whatever comes in beside it; so if another rank is lost, all this is done again from the start.
+    Copies and division change at the end of a transaction alone: only there do all ranks agree on how many they are.
+    Before the first update, and behind a load, all ranks have all the state, and none is sent.
+
+    With ``Muon(sharded=True)`` ranks share the work of an update, and gather the results.  Each has all the state then;
+    but for an update to be made again, each must keep all that it changes, as if it were the only rank.
+
+    Args:
+        comm: the ranks.
+        store: the parameters.
+        optimizer: its state.
+        accumulator: tells which call updates.
+        progress: counts, and is told of a loss that nobody can make good.
+        retries: make the step again.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        store: BucketStore,
+        optimizer: OptimizerAdapter,
+        accumulator: GradientAccumulator,
+        progress: Progress,
+        retries: Once,
+    ):
+        super().__init__(retries)
+        self._comm, self._store, self._optimizer = comm, store, optimizer
+        self._accumulator, self._progress = accumulator, progress
+        self._division: Division | None = None  # of the last update, or by which sharing began; None before
+        self._copy: np.ndarray | None = None  # of the guarded rank's state; None while all ranks have all the state
+        self._next: tuple[Division, np.ndarray] | None = None  # both, as the present step leaves them, if it updates
+        self._parameters = Copies()  # of this rank's share and the guarded one's
+        self._message = NOTHING  # the last one; its memory is used again
+        store.recover = self._recover
+
+    def step(self, exchange: Callable[[], T], update: Callable[[T], bool], reduced: bool) -> T:
+        if not (reduced and self._accumulator.closes and (self._store.sharded or self._optimizer.shares_work)):
+            return super().step(exchange, update, reduced)
+        self._begin()
+        updated: bool | None = None  # by the last try
+
+        def operation() -> T:
+            nonlocal updated
+            if updated is not None:
+                self._parameters.put_back()
+            if updated:
+                self._optimizer.take_back()
+            updated, self._next = False, None
+            outcome = exchange()
+            self._keep()
+            updated = update(outcome)
+            if updated and self._store.sharded:
+                self._send()
+            return outcome
+
+        outcome = self._retries.run(operation)
+        if self._next:
+            if self._division != self._next[0]:
+                self._parameters = Copies()  # of other shares
+            self._division, self._copy = self._next
+        return outcome
+
+    def divide(self) -> None:
+        self._division, self._copy = Division(self._comm.rank, self._comm.size), None
+
+    def forget(self) -> None:
+        self._copy = None
+
+    # -- what is kept
+
+    def _begin(self) -> None:
+        """Copy the parameters before any rank can have voted, and so before any updates them."""
+        self._parameters.forget()
+        if not self._store.sharded:
+            return
+        assert self._division is not None
+        if self._copy is None:
+            self._optimizer.reserve(self._store.buckets)  # states that were loaded have no tables yet
+        for rank in {self._division.rank, self._division.guarded}:
+            self._parameters.keep(*self._pieces_of_parameters(self._division.of(rank)))
+
+    def _keep(self) -> None:
+        """Copy what else this rank is about to update, which no other one can read."""
+        if self._store.sharded:
+            self._retries.keep(*self._pieces(Division(self._comm.rank, self._comm.size)))
+        else:
+            self._optimizer.reserve(self._store.buckets)
+            self._retries.keep(*self._store.values.values(), *self._pieces(Division(0, 1)))
+
+    def _send(self) -> None:
+        """Send this rank's state to its buddy, and receive that of the rank before it.  Collective."""
+        comm = self._comm
+        division = Division(comm.rank, comm.size)
+        guarded, copy = list(self._pieces(division.of(division.guarded))), NOTHING
+        if comm.size > 1 and any(table.slots for table in self._optimizer.tables()):
+            parts, lengths = [NOTHING] * comm.size, [0] * comm.size
+            parts[division.buddy] = self._message = _packed(list(self._pieces(division)), self._message)
+            lengths[division.guarded] = sum(x.nbytes for x in guarded)
+            with comm.tagged(MessageTag("buddy", self._progress.updates)):
+                copy = comm.all_to_all(parts, ragged=lengths)[division.guarded]
+        self._next = division, copy
+
+    # -- a rank is lost
+
+    def _recover(self) -> None:
+        """Share out the state anew, once the plan of the ranks that are left is made.  Collective.
+
+        Raises RuntimeError, on every rank alike, if a rank was lost with its buddy.
+        """
+        if not self._store.sharded:
+            return
+        assert self._division is not None
+        with self._comm.tagged(MessageTag("buddy", self._progress.updates)):
+            left = self._comm.lengths(self._division.rank)
+            self._check(left, self._division)
+            if self._copy is not None:
+                self._redistribute(left, self._division, self._copy)
+
+    def _check(self, left: Sequence[int], then: Division) -> None:
+        """Raise RuntimeError if a rank was lost with its buddy; until a load every further step raises it too."""
+        lost = [rank for rank in range(then.size) if rank not in left]
+        gone = [f"{rank} with {then.of(rank).buddy}" for rank in lost if then.of(rank).buddy in lost]
+        if gone:
+            text = (
+                "a rank was lost that alone had its share of the optimizer's state, and with it the next one, which "
+                f"had the copy: rank {', rank '.join(gone)} of {then.size}; load a checkpoint to go on"
+            )
+            self._progress.fail(text)
+            raise agreed(RuntimeError(text), self._comm.rank == 0)
+
+    def _redistribute(self, left: Sequence[int], then: Division, copy: np.ndarray) -> None:
+        """Send every rank what it is to have from now on, and did not.  Collective.
+
+        Args:
+            left: the ranks that are left, as they were numbered, by their present numbers.
+            then: the last division.
+            copy: of the guarded rank's state.
+        """
+        comm = self._comm
+        had = [[rank] + [then.of(rank).guarded] * (then.of(rank).guarded not in left) for rank in left]
+        if then.guarded not in left:
+            _unpack(copy, list(self._pieces(then.of(then.guarded))))
+
+        def moved(source: int, target: int) -> list[np.ndarray]:
+            """The pieces that a rank takes over from another one, by their present numbers."""
+            now = Division(target, comm.size)
+            shares = [then.of(rank) for rank in had[source]] if source != target else []
+            return [piece for share in shares for piece in self._pieces(share, now)]
+
+        ranks = range(comm.size)
+        lengths = [sum(x.nbytes for x in moved(rank, comm.rank)) for rank in ranks]
+        parts = [_packed(moved(comm.rank, rank)) for rank in ranks]
+        for rank, part in enumerate(comm.all_to_all(parts, ragged=lengths)):
+            _unpack(part, moved(rank, comm.rank))
+
+    # -- shares
+
+    def _pieces(self, *divisions: Division) -> Iterator[np.ndarray]:
+        """Yield the pieces of the state in the shares of all these divisions: one of each slot of each table."""
+        for table in self._optimizer.tables():
+            part = _elements(table.members, *_common([division.chunks(table) for division in divisions]))
+            yield from (flat[part] for flat in table.slots)
+
+    def _pieces_of_parameters(self, division: Division) -> Iterator[np.ndarray]:
+        """Yield the pieces of the parameters in a share: one of each table."""
+        for table in self._optimizer.tables():
+            flat = self._store.buckets.flat_parameters(table.members)
+            yield flat[_elements(table.members, *division.chunks(table))]
+
+
+def _common(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the chunks that all of some spans have.
+
+    Example:
+        >>> _common([(0, 5), (3, 8)]), _common([(0, 2), (3, 8)])
+        ((3, 5), (3, 3))
+    """
+    begin = max(begin for begin, _ in spans)
+    return begin, max(begin, min(end for _, end in spans))
+
+
+def _elements(members: BucketLayout, begin: int, end: int) -> slice:
+    """Return where some chunks of a table lie in its flat arrays; gaps between parameters may be among them.
+
+    Example:
+        >>> members = BucketLayout(["v", "w"], [(3,), (3 * CHUNK,)], [0, 16], np.float32)
+        >>> part = _elements(members, 0, 2)
+        >>> part.start, part.stop - CHUNK
+        (0, 16)
+    """
+    if begin >= end:
+        return slice(0, 0)
+    records = members.records
+    ends = records["first"] + -(-records["size"] // CHUNK)
+    first, last = (int(np.searchsorted(ends, chunk, side="right")) for chunk in (begin, end - 1))
+    start = records["offset"][first] + (begin - records["first"][first]) * CHUNK
+    stop = records["offset"][last] + min((end - records["first"][last]) * CHUNK, records["size"][last])
+    return slice(int(start), int(stop))
+
+
+def _packed(pieces: Sequence[np.ndarray], memory: np.ndarray | None = None) -> np.ndarray:
+    """Return the bytes of some arrays, one behind the other, in ``memory`` if it is of their size."""
+    nbytes = sum(piece.nbytes for piece in pieces)
+    out = np.empty(nbytes, np.uint8) if memory is None or memory.size != nbytes else memory
+    return np.concatenate([NOTHING, *(piece.view(np.uint8) for piece in pieces)], out=out)
+
+
+def _unpack(message: np.ndarray, pieces: Sequence[np.ndarray]) -> None:
+    """Write bytes that ``_packed`` has returned to arrays of the same sizes."""
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + piece.nbytes
+        piece.view(np.uint8)[...] = message[begin:end]
