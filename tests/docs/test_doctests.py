@@ -36,6 +36,7 @@ LISTED = (*PACKAGES, "distopt.formatting")
 
 
 OF_TORCH = (  # which import it
+    *("distopt.comm.epoch_ranks", "distopt.comm.gloo"),
     *("distopt.comm.process_group", "distopt.device.tensors", "distopt.engine.torch_model"),
     *("distopt.optim.adapters.torch_optim", "distopt.torch", "distopt.torch.exchange", "distopt.torch.synchronize"),
 )
