@@ -47,7 +47,7 @@ class Metered(Wrapper):
     def __init__(self, comm: Communicator, keep: int = KEEP):
         super().__init__(comm)
         self.ledger = Ledger(keep)
-        self._epochs: dict[int, Meter] = {}  # the last one's
+        self._writer: tuple[int, Meter] | None = None  # an epoch, and the writer of its ranks
 
     def around(self, comm: Communicator) -> "Metered":
         """Return a meter of another communicator of this rank, with the same ledger."""
@@ -58,9 +58,9 @@ class Metered(Wrapper):
     @property
     def _meter(self) -> Meter:
         """The writer for the ranks that there are now."""
-        if self.epoch not in self._epochs:
-            self._epochs = {self.epoch: Meter(self.rank, self.size, self.hosts, self.algorithm, self.ledger)}
-        return self._epochs[self.epoch]
+        if self._writer is None or self._writer[0] != self.epoch:
+            self._writer = self.epoch, Meter(self.rank, self.size, self.hosts, self.algorithm, self.ledger)
+        return self._writer[1]
 
     @contextlib.contextmanager
     def tagged(self, tag: MessageTag) -> Iterator[None]:

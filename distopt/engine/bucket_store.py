@@ -239,9 +239,11 @@ class BucketStore:
 
     def point_to_parameters(self) -> None:
         """Point the buckets' tables to the parameters, wherever these are now."""
-        values = self.collector.values
-        for buckets in filter(None, {id(b): b for b in (self._memory.buckets, self._memory.groups)}.values()):
-            buckets.point_to_parameters(values.addresses, values.version)
+        values, buckets, groups = self.collector.values, self._memory.buckets, self._memory.groups
+        assert buckets is not None
+        buckets.point_to_parameters(values.addresses, values.version)
+        if groups is not None and groups is not buckets:
+            groups.point_to_parameters(values.addresses, values.version)
 
     def pack_all(
         self, packing: Packing, multipliers: bool = False, travelling: BucketSet | None = None, sent: int = 0
