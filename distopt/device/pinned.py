@@ -29,11 +29,11 @@ class Pool:
 
     def __init__(self) -> None:
         self._idle: dict[int, list[Pinned]] = {}  # by the GPU to which their events belong
-        self._lock = threading.RLock()  # a collection may give a piece back in the middle of taking one
+        self._taking = threading.Lock()
 
     def acquire(self, nbytes: int) -> Pinned:
         """Return a piece of at least ``nbytes`` bytes for the current GPU."""
-        with self._lock:
+        with self._taking:
             idle = self._idle.setdefault(current_gpu(), [])
             piece = next((p for p in idle if p.bytes.size >= nbytes and p.event.done), None)
             if piece:
@@ -41,9 +41,11 @@ class Pool:
         return piece or Pinned(1 << max(0, nbytes - 1).bit_length())
 
     def release(self, piece: Pinned, gpu: int) -> None:
-        """Put a piece back, to be used again when its event is done."""
-        with self._lock:
-            self._idle[gpu].append(piece)
+        """Put a piece back, to be used again when its event is done.
+
+        Without a lock: a collection of garbage may come here in any thread, in the middle of whatever that one does.
+        """
+        self._idle[gpu].append(piece)
 
 
 pool = Pool()

@@ -270,8 +270,9 @@ class MemoryPool:
         if not nbytes:
             return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, m.number), 0)
         key = current()[-1].ptr, -(-nbytes // 512) * 512
-        idle = self.idle.get(key)
-        raw = idle.pop() if idle else np.full(key[1] + 512, POISON, np.uint8)
+        with m.lock:
+            idle = self.idle.get(key)
+            raw = idle.pop() if idle else np.full(key[1] + 512, POISON, np.uint8)
         start, block = raw.ctypes.data + -raw.ctypes.data % 512, Block()
         owner = next(owners)
         allocations[owner] = start, nbytes
@@ -279,12 +280,19 @@ class MemoryPool:
         return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(start, nbytes, block, m.number), 0)
 
     def free(self, gpu, key, raw, owner):
+        """At once for the host, as cupy's; the stream poisons it when it comes to it, unless somebody has it again.
+
+        A collection of garbage may free it when another stream has waited for this one already, and may use it.
+        """
+        idle = self.idle.setdefault(key, [])
+
         def release():
             del allocations[owner]
-            raw.fill(POISON)
+            if any(x is raw for x in idle):
+                raw.fill(POISON)
 
+        idle.append(raw)
         gpu.push(Op("free", key[0], (), release), log=False)
-        self.idle.setdefault(key, []).append(raw)
 
 
 class Block:
