@@ -173,7 +173,8 @@ class EpochRanks:
             while not wait([made], TICK).done:
                 self._check(ranks)
         except PeerLeft:
-            atexit.register(thread.join, CONNECT.total_seconds())  # Python must not end under it
+            # Python must not end under it, and gloo tries five times.
+            atexit.register(thread.join, 6 * CONNECT.total_seconds())
             raise
         return made.result()
 

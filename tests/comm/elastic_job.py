@@ -19,15 +19,15 @@ SCRIPT = str(Path(__file__).with_name("survivors_launch.py"))
 
 
 class Job:
-    """Ranks that exchange for ``seconds``; ``end`` waits for them."""
+    """Ranks that exchange until ``end`` tells them that it is enough."""
 
-    def __init__(self, size, what, seconds, folder, script=SCRIPT, **environment):
+    def __init__(self, size, what, folder, script=SCRIPT, **environment):
         self.size, self.folder = size, Path(folder)
         self.environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "DISTOPT_ELASTIC": "1"} | environment
         for name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
             self.environment.pop(name, None)
         self.killed = {}
-        self.start([sys.executable, script, self.transport, what, str(seconds), str(folder)])
+        self.start([sys.executable, script, self.transport, what, str(folder)])
 
     def process(self, member):
         return int((self.folder / f"{member}.process").read_text())
@@ -41,6 +41,9 @@ class Job:
             assert time.monotonic() < deadline, self.stop()
             assert self.running(), f"the job has ended: {self.end()}"
             time.sleep(0.01)
+
+    def say_that_it_is_enough(self):
+        (self.folder / "enough").touch()
 
     def kill(self, member, how=signal.SIGKILL):
         self.killed[member] = time.monotonic()
@@ -113,6 +116,7 @@ class GlooJob(Job):
 
     def end(self, timeout=60):
         """Exit codes of all ranks but those killed, and the output."""
+        self.say_that_it_is_enough()
         deadline = time.monotonic() + timeout
         for rank in self.ranks.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -155,6 +159,7 @@ class MpiJob(Job):
 
     def end(self, timeout=60):
         """The launcher's exit code, in a list, and the output."""
+        self.say_that_it_is_enough()
         try:
             code = self.job.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,8 @@
-"""Ranks that exchange for a while and go on without those that are killed, over either transport.
+"""Ranks that exchange until it is enough, without those that are killed, over either transport.
 
-``python survivors_launch.py TRANSPORT WHAT SECONDS FOLDER``: each rank writes its process into ``FOLDER/N.process``,
-and into ``FOLDER/N.sums`` a line for each first sum over the ranks of an epoch: when, and of whom.
+``python survivors_launch.py TRANSPORT WHAT FOLDER``: each rank writes its process into ``FOLDER/N.process``, and into
+``FOLDER/N.sums`` a line for each first sum over the ranks of an epoch: when, and of whom.  A file
+``FOLDER/enough`` ends them.
 """
 
 import contextlib
@@ -110,13 +111,13 @@ OPERATIONS = {
 }
 
 
-def turns(comm, member, what, seconds, note):
-    """Exchange until all say that the time is over; the last communicator."""
-    members, turn, first, until = list(range(comm.size)), 0, True, time.monotonic() + seconds
+def turns(comm, member, what, enough, note):
+    """Exchange until one sees that it is enough; the last communicator."""
+    members, turn, first = list(range(comm.size)), 0, True
     while True:
         try:
             OPERATIONS[what](comm, members, turn)
-            x = np.array([2.0**member, time.monotonic() > until])
+            x = np.array([2.0**member, enough.exists()])
             comm.all_reduce(x)
             assert x[0] == sum(2.0**m for m in members), (x, members)
             if first:
@@ -155,16 +156,17 @@ def how(word):
     return word in os.environ.get("HOW", "")
 
 
-def main(transport, what, seconds, folder):
+def main(transport, what, folder):
     if how("dump"):
         import faulthandler
 
         faulthandler.dump_traceback_later(12, repeat=False)
     comm, member = begin(transport)
-    (Path(folder) / f"{member}.part").write_text(str(os.getpid()))
-    os.replace(Path(folder) / f"{member}.part", Path(folder) / f"{member}.process")
-    with (Path(folder) / f"{member}.sums").open("w", buffering=1) as sums:
-        comm = turns(comm, member, what, float(seconds), lambda line: sums.write(f"{line}\n"))
+    folder = Path(folder)
+    (folder / f"{member}.part").write_text(str(os.getpid()))
+    os.replace(folder / f"{member}.part", folder / f"{member}.process")
+    with (folder / f"{member}.sums").open("w", buffering=1) as sums:
+        comm = turns(comm, member, what, folder / "enough", lambda line: sums.write(f"{line}\n"))
     if how("late") and comm.rank == 0:
         time.sleep(2)
 

@@ -35,8 +35,8 @@ def start(transport, tmp_path):
         pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
     jobs = []
 
-    def begin(size, what, seconds=1.0, how=""):
-        jobs.append(JOBS[transport](size, what, seconds, tmp_path, HOW=how))
+    def begin(size, what, how=""):
+        jobs.append(JOBS[transport](size, what, tmp_path, HOW=how))
         jobs[0].wait_until_all_exchange()
         return jobs[0]
 
@@ -118,6 +118,7 @@ def test_ranks_end_at_their_own_times_after_a_loss(start):
 def test_the_others_go_on_without_a_rank_that_ends_by_itself(how, transport, start):
     """At the end of its script, by an error, by ``sys.exit``, and by ``os._exit``."""
     job = start(3, "vote", how=how)
+    job.wait_for(lambda: all(job.sums(member)[-1][1] == [0, 2] for member in (0, 2)))
     codes, output = job.end()
     assert [job.sums(member)[-1][1] for member in (0, 2)] == [[0, 2]] * 2, output
     assert ("ValueError: of this rank alone" in output) == (how == "raises")
