@@ -88,6 +88,13 @@ class Board:
                 raise RankEnded(late)
         return frames
 
+    def check(self) -> None:
+        """Raise RankEnded if a rank has ended, or has revoked the board."""
+        for rank in range(len(self._arrays)):
+            self._check_revoked(rank)
+            if self.has_ended(rank):
+                raise RankEnded(rank)
+
     def revoke(self) -> None:
         """Let all ranks that wait on this board raise RankEnded, now and from now on."""
         self._arrays[self._rank][REVOKED] = 1

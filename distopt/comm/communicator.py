@@ -352,6 +352,13 @@ class Communicator(abc.ABC):
         """Tell if an error means that a rank has ended, or that another rank has called ``revoke``."""
         return isinstance(error, PeerLeft)
 
+    def settle(self) -> None:  # noqa: B027  collectives return with their results
+        """Wait on the host until all collectives so far have their results.
+
+        Raises:
+            PeerLeft: a rank was lost meanwhile.
+        """
+
     def revoke(self) -> None:  # noqa: B027  where no rank can be lost
         """Let all that any rank waits for on this communicator raise what ``lost`` knows, now and from now on.
 
@@ -444,6 +451,7 @@ class Wrapper(Communicator):
     on_resize = _forwarded(Communicator.on_resize)
     tell_resized = _forwarded(Communicator.tell_resized)
     lost = _forwarded(Communicator.lost)
+    settle = _forwarded(Communicator.settle)
     revoke = _forwarded(Communicator.revoke)
 
     @property

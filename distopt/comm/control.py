@@ -134,6 +134,9 @@ class ControlChannel(abc.ABC):
     def check(self) -> None:  # noqa: B027  most channels notice it at the next vote, or the job is ended
         """Raise PeerLeft if another rank is known to have ended."""
 
+    def check_ends(self) -> None:  # noqa: B027  where a rank that ends is no loss
+        """Raise PeerLeft if a rank of an elastic job is known to have ended, or has called ``revoke``."""
+
     def close(self) -> None:  # noqa: B027  most hold nothing
         """Release the resources of the channel."""
 

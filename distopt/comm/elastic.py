@@ -92,8 +92,10 @@ class Elastic(Wrapper):
         try:
             while True:
                 try:
-                    outcome = self._outcome(operation)
+                    with device.polled(self.comm.check):
+                        outcome = self._outcome(operation)
                     if votes:
+                        self.comm.settle()
                         self._vote(number)
                     break
                 except Exception as error:

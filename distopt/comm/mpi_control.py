@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from distopt.comm.control import LEAVE, ControlChannel, PeerLeft
-from distopt.comm.mpi_losses import all_complete, checked, elastic, is_loss, wait_for_all
+from distopt.comm.mpi_losses import all_complete, checked, elastic, has_losses, is_loss, wait_for_all
 from distopt.comm.mpi_start import (
     abort,
     brand,
@@ -149,6 +149,10 @@ class MpiControl(ControlChannel):
         with self._votes("vote", 0, self.progress + self.part):
             with checked(self._comm):
                 finish([self.start(votes)], self)
+
+    def check_ends(self) -> None:
+        if elastic() and has_losses(self._comm):
+            raise PeerLeft("a rank of MPI has ended")
 
     def start(self, votes: np.ndarray) -> "MPI.Request":
         """Begin a vote, and return its request.

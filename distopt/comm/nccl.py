@@ -90,6 +90,7 @@ class NcclCommunicator(Communicator):
     CHUNK = 1 << 30  # elements per call
     algorithm = RING
     CONNECT_SECONDS = 120.0  # for the ranks to find each other
+    TRIALS = 3  # of the same ranks, after failures of NCCL
 
     def __init__(
         self,
@@ -103,6 +104,8 @@ class NcclCommunicator(Communicator):
         self.control, self.rank, self.size, self._hosts = control, control.rank, control.size, hosts
         self.local_rank = self.rank if local_rank is None else local_rank
         self.rank_ordered = self.size == 1
+        self._host: Communicator | None = None  # of the same ranks, which goes on without those that are lost
+        self._trials = 0  # communicators of the same ranks that have failed
         self._last: tuple[str, int, Any] = "its start", 0, None  # verb, size and dtype, for the text of an error
         self._failure = ""
         number, advice = self._select_gpu(gpu)
@@ -196,6 +199,53 @@ class NcclCommunicator(Communicator):
         # multiprocessing's children skip atexit.  After the votes say farewell: NCCL's end may wait for the others.
         Finalize(None, end_all, exitpriority=0)
         return comm
+
+    @classmethod
+    def over(cls, host: Communicator, gpu: int | None = None, reason: str = "") -> "NcclCommunicator":
+        """Make a communicator of the ranks of another one, which can go on without those that are lost.  Collective.
+
+        It votes over the other one's channel, and is of no use once that is closed.  Ranks that are lost meanwhile are
+        not in it.
+
+        Args:
+            host: a communicator of arrays on hosts.
+            gpu: number of the GPU, as for the constructor.
+            reason: why this transport was chosen, for ``repr``.
+
+        Raises:
+            RuntimeError: as for the constructor.
+            ValueError: as for the constructor.
+        """
+        return cls._over(host, gpu, reason, "")[0]
+
+    @classmethod
+    def _over(
+        cls, host: Communicator, gpu: int | None, reason: str, text: str, lost: bool = False
+    ) -> tuple["NcclCommunicator", list[str]]:
+        """Return a communicator of the ranks of a host's that live, and a text of each.  Collective of these.
+
+        Args:
+            host: a communicator of arrays on hosts.
+            gpu: number of the GPU.
+            reason: why this transport was chosen.
+            text: this rank's.
+            lost: a rank of ``host`` is known to be lost.
+        """
+        texts: list[str] = []
+        while True:
+            try:
+                if lost:
+                    host.revoke()
+                    host, texts = host.survivors(text)
+                votes = f"votes over {host.reason}" if host.reason else ""
+                because = "; ".join(filter(None, (votes, reason)))
+                comm = cls(host.control, gpu, host.local_rank, because, hosts=host.hosts)
+                comm._host = host
+                return comm, texts
+            except Exception as error:
+                if not host.lost(error):
+                    raise
+                lost = True
 
     # ------------------------------------------------------------------------------------------- start
 
@@ -475,6 +525,8 @@ class NcclCommunicator(Communicator):
             PeerLeft: a rank is known to have ended.
         """
         self.control.check()
+        if self._host is not None:
+            self.control.check_ends()
         if self._comm is None or self._failure:
             raise RuntimeError(f"rank {self.rank}: {self._failure or 'the communicator is closed'}")
         try:
@@ -494,7 +546,40 @@ class NcclCommunicator(Communicator):
         """
         who, more = ("NCCL", "; NCCL_DEBUG=WARN says more") if nccl else ("distopt", "")
         self._failure = f"{who} failed on GPU {self.gpu} in {text}{more}"
-        return RuntimeError(f"rank {self.rank}: {self._failure}")
+        return (NcclFailure if nccl else RuntimeError)(f"rank {self.rank}: {self._failure}")
+
+    # -- ranks that are lost
+
+    def settle(self) -> None:
+        """Wait on the host until the caller's stream has the results of all collectives so far.
+
+        Only then it is known that every rank has sent its part: NCCL may wait for a lost one for ever.
+        """
+        self.wait()
+        device.synchronize(device.current_stream(), self.check)
+
+    def lost(self, error: BaseException) -> bool:
+        """Tell if an error means that a rank was lost: NCCL's own errors may, and do not say so.
+
+        If none was, the same ranks go on, with another communicator of NCCL's; after three in a row the error counts.
+        """
+        if self._host is None:
+            return super().lost(error)
+        return self._host.lost(error) or (isinstance(error, NcclFailure) and self._trials < self.TRIALS)
+
+    def revoke(self) -> None:
+        """Stop the collectives that are under way on this rank, and let all that any rank waits for raise PeerLeft."""
+        self.abort()
+        if self._host is not None:
+            self._host.revoke()
+
+    def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:
+        """Return a communicator of the ranks that live, on the same GPUs, and a text of each.  Collective of these."""
+        if self._host is None:
+            return super().survivors(text, lets_in)
+        new, texts = NcclCommunicator._over(self._host, self.gpu, "", text, lost=True)
+        new._trials = self._trials + 1 if new.size == self.size else 0
+        return new, texts
 
     def abort(self, deadline: float = 5.0) -> bool:
         """Stop the collectives that are under way on this rank.  Not collective.
@@ -541,6 +626,10 @@ class NcclCommunicator(Communicator):
         if self in _alive:
             _alive.remove(self)
         return comm, arrays
+
+
+class NcclFailure(RuntimeError):
+    """NCCL has failed, perhaps since another rank has ended."""
 
 
 @contextlib.contextmanager

@@ -118,6 +118,13 @@ class ProcessGroupControl(ControlChannel):
             texts[self.rank] = mine
         return [part.tobytes().decode() for part in texts]
 
+    def check_ends(self) -> None:
+        if isinstance(self._among, EpochRanks):
+            self._messages.check()
+            with self._hears_of_ends():
+                if self._board:
+                    self._board.check()
+
     def subgroup(self, members: tuple[int, ...]) -> "ProcessGroupControl":
         """Make a channel of some of the ranks.  Collective over all ranks."""
         return ProcessGroupControl(self._among, [self.ranks[member] for member in members])

@@ -158,6 +158,11 @@ class Meeting:
         if rank in self.ranks:
             self.end(f"rank {rank} left")
 
+    def check(self) -> None:
+        """Raise PeerLeft if no meeting is possible any more."""
+        if self._left:
+            raise PeerLeft(self._left)
+
     def end(self, why: str) -> None:
         """Make all pending and later meetings raise PeerLeft."""
         with self._changed:
@@ -185,6 +190,9 @@ class ThreadControl(ControlChannel):
 
     def __init__(self, rank: int, meeting: Meeting):
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
+
+    def check_ends(self) -> None:
+        self._meeting.check()
 
     def revoke(self) -> None:
         """Let every rank's votes raise PeerLeft."""

@@ -40,7 +40,8 @@ def world(device: str = "auto") -> Communicator:
     Raises:
         ImportError: there is a launcher but no mpi4py, or torchrun but no torch.
         RuntimeError: launcher and MPI library do not belong together, ranks of ``srun`` cannot meet, or ``device`` is
-            'cuda' and there is no cupy, driver, GPU or NCCL; or ranks with GPUs were started with ``--elastic``.
+            'cuda' and there is no cupy, driver, GPU or NCCL; or this process, started in the place of a lost rank,
+            has a GPU.
         ValueError: ``device`` is none of these, two ranks are on one GPU, or ``device`` is 'cuda' in ``run_ranks``.
 
     Example:
@@ -56,10 +57,10 @@ def world(device: str = "auto") -> Communicator:
             raise ValueError("device must be 'auto' or 'cpu' in run_ranks, whose ranks have numpy arrays, got 'cuda'")
         return rank
     if device not in _worlds:
-        if membership.wanted() and device != "cpu" and not _lacks_gpu(device, alone=False):
+        if membership.joins() and not _lacks_gpu(device, alone=False):
             raise RuntimeError(
-                "ranks with GPUs cannot go on without a lost one yet: start without --elastic, or call "
-                "distopt.world('cpu') for arrays on the host"
+                "a process cannot take the place of a lost rank that had a GPU yet: start without --restarts, or call "
+                "distopt.world('cpu') on all ranks"
             )
         comm = _waiting() if membership.joins() else _pick(device)
         if membership.wanted() and (comm.size > 1 or comm.outside):
@@ -132,11 +133,15 @@ def _over_nccl_or(
         device: 'auto', 'cpu' or 'cuda'.
         started: how the ranks were started, for ``repr``.
     """
-    if device == "cuda":
+    if device == "cuda" and not membership.wanted():
         return nccl(reason=started)
     comm = host(reason=started)
-    lacks = comm.control.gather(_lacks_gpu(device, alone=False)) if device == "auto" else ["device='cpu'"] * comm.size
+    lacks = ["device='cpu'" if device == "cpu" else ""] * comm.size
+    if device == "auto":
+        lacks = comm.control.gather(_lacks_gpu(device, alone=False))
     without = next((rank for rank, reason in enumerate(lacks) if reason), None)
+    if without is None and membership.wanted():
+        return NcclCommunicator.over(comm)
     if without is None:
         comm.close()
         return nccl(reason=started)

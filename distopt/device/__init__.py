@@ -63,7 +63,7 @@ from distopt.device.memory import (
 )
 from distopt.device.messages import AsyncReadback, DeviceMirror
 from distopt.device.recording import Recorder, Recording
-from distopt.device.streams import SideStream, StreamEvent, current_stream, new_stream, synchronize
+from distopt.device.streams import SideStream, StreamEvent, current_stream, new_stream, polled, synchronize
 
 __all__ = [
     "DEVICE_TO_DEVICE",
@@ -119,6 +119,7 @@ __all__ = [
     "on_gpu",
     "owned_by",
     "persistent_zeros",
+    "polled",
     "reaches",
     "remedy",
     "resident_blocks",

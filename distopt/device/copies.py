@@ -9,7 +9,7 @@ from distopt.device import pinned
 from distopt.device.arrays import describe, on_gpu
 from distopt.device.gpus import cupy, current_gpu
 from distopt.device.memory import empty, zeros
-from distopt.device.streams import current_stream
+from distopt.device.streams import await_work, current_stream
 
 PINNED = 1 << 20  # bytes up to which an upload goes through pinned memory, and does not wait
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
@@ -92,6 +92,7 @@ def host_copy(x: Any) -> np.ndarray:
     array = np.empty(x.shape, x.dtype)
     if x.nbytes:
         stream = current_stream()
+        await_work(stream)  # the host waits in a copy to memory that is not pinned
         cupy().cuda.runtime.memcpyAsync(array.ctypes.data, x.data.ptr, x.nbytes, DEVICE_TO_HOST, stream.ptr)
         stream.synchronize()
     return array
@@ -107,6 +108,7 @@ def _upload(to: Any, source: np.ndarray) -> None:
         )
     runtime = cupy().cuda.runtime
     if raw.size > PINNED:
+        await_work(stream)
         runtime.memcpyAsync(to.data.ptr, raw.ctypes.data, raw.size, HOST_TO_DEVICE, stream.ptr)
         stream.synchronize()
     elif raw.size:

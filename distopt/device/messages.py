@@ -103,6 +103,10 @@ class AsyncReadback:
         self._pinned.event.record(current_stream())
         self.pending = True
 
+    def discard(self) -> None:
+        """Forget a copy that is on its way."""
+        self.pending = False
+
     def result(self, poll: Callable[[], None] = lambda: None) -> np.ndarray:
         """Return the numbers, int64 of shape ``(n,)``, after waiting until they are there.
 

@@ -1,7 +1,9 @@
 """CUDA streams: their order among each other, and waits of the host for them."""
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from distopt.device.gpus import cupy
@@ -9,6 +11,8 @@ from distopt.device.gpus import cupy
 NOT_READY = 600  # cudaErrorNotReady
 OWN = (0, 1, 2)  # the null stream, under its three names
 FIRST = -(1 << 15)  # a priority; CUDA takes the greatest that the GPU has for one beyond its range
+
+_thread = threading.local()
 
 
 def current_stream() -> Any:
@@ -85,6 +89,23 @@ def synchronize(stream: Any, poll: Callable[[], None] = lambda: None) -> None:
     event = cupy().cuda.Event(disable_timing=True)
     event.record(stream)
     wait(event, poll)
+
+
+@contextlib.contextmanager
+def polled(poll: Callable[[], None]) -> Iterator[None]:
+    """Call ``poll``, which may raise, while this thread waits in this context for a stream whose work may never end."""
+    outer, _thread.poll = getattr(_thread, "poll", None), poll
+    try:
+        yield
+    finally:
+        _thread.poll = outer
+
+
+def await_work(stream: Any) -> None:
+    """Wait, on the host, for all work enqueued in a stream, if this thread is in a context of ``polled``."""
+    poll = getattr(_thread, "poll", None)
+    if poll is not None:
+        synchronize(stream, poll)
 
 
 def wait(event: Any, poll: Callable[[], None]) -> None:

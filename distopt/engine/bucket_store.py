@@ -180,6 +180,8 @@ class BucketStore:
             check = DeviceFlag(buckets, self._comm) if on_gpu else HostCheck(buckets, gradients)
         if on_gpu:
             capacity = PayloadCapacity(buckets, self._comm)
+            if self.stale and self.capacity:  # of the ranks before one was lost
+                capacity.restore(self.capacity.state())
             capacity.restore(self._restored_capacity)
             self._restored_capacity = []
         self._use(PlanMemory(self._comm.epoch, buckets, buckets.groups, messages, check, capacity))
@@ -212,6 +214,12 @@ class BucketStore:
         self._comm.control.vote("making the optimizer's state", 1, lambda: ["the optimizer's state"], error)
         if self.recover:
             self.recover()
+
+    def discard_outcomes(self) -> None:
+        """Forget what a GPU would tell of a call that is made again."""
+        self.check.discard()
+        if self.capacity:
+            self.capacity.discard()
 
     def roll_back(self) -> None:
         """Go back to the committed plan; if there is none, the next step may bring other parameters."""

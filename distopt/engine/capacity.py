@@ -56,6 +56,10 @@ class PayloadCapacity:
             if count:
                 self._entries = [min(n, max(LEAST, spare * m)) for n, m in zip(self._sizes, wanted, strict=True)]
 
+    def discard(self) -> None:
+        """Forget the counts of a step that is made again."""
+        self._readback.discard()
+
     def count(self, arrays: Sequence[np.ndarray], count: Count) -> None:
         """Take exactly what is wanted of these arrays, one per bucket.  Collective; the host waits."""
         with self._comm.on_comm_stream():

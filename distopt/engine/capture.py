@@ -29,6 +29,11 @@ def check_capture(engine: Engine, compressor: Compressor) -> None:
         )
     if comm.gpu is None:
         raise ValueError(f"the communicator of a captured step must be on a GPU, got {comm!r}")
+    if comm.elastic:
+        raise ValueError(
+            "ranks of a captured step must be those that recorded it, and some of these may be lost: start without "
+            "--elastic"
+        )
     if comm.rank_ordered and comm.size > 1:
         raise ValueError(
             "deterministic must be False in a captured step, which cannot allocate memory for sums in rank order"

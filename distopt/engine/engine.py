@@ -145,7 +145,7 @@ class Engine:
             if make_reducers
             else Reducers(comm, self.step_context, self.accumulator, options.overlap, not self.optimizer.updates_shards)
         )
-        changed = (self, self.progress, self.accumulator, nonfinite, self.means, self.reducers.borders)
+        changed = (self, self.progress, self.accumulator, nonfinite, self.nonfinite, self.means, self.reducers.borders)
         self.retries = Retries(comm, self.store, changed) if comm.elastic else Once()
         self.buddies = (
             Buddies(comm, self.store, self.optimizer, self.accumulator, self.progress, self.retries)
@@ -164,6 +164,8 @@ class Engine:
         """
         if not self.accumulator.batches:
             self.comm.let_in()
+        if self.comm.elastic and self.comm.gpu is not None:
+            self.sync_with_last_step()  # which is not made again
         again = self.retries.replayable(loss)
 
         def apply(outcome: Outcome | None) -> bool:
@@ -239,6 +241,8 @@ class Engine:
             raise
         if overlap:
             self._complete(overlap, failed=attempt.error is not None)
+        if attempt.error and self.comm.lost(attempt.error):
+            raise attempt.error
         return attempt
 
     def vote(self, attempt: Attempt) -> bool:

@@ -66,6 +66,9 @@ class NoCheck:
     def expect(self) -> None:
         """Expect the skip flag on the host, to which a captured step copies it."""
 
+    def discard(self) -> None:
+        """Forget the outcome of a call that is made again."""
+
     def outcome(self) -> int:
         """Wait for the number of entries of the last step, of all ranks, that were not finite."""
         return 0
@@ -168,6 +171,9 @@ class DeviceFlag(NoCheck):
 
     def expect(self) -> None:
         self._readback.expect()
+
+    def discard(self) -> None:
+        self._readback.discard()
 
     @property
     def pending(self) -> bool:  # type: ignore[override]

@@ -115,6 +115,7 @@ class Retries(Once):
                 self._undo_states()
             self._copies.put_back()
             self._copies = Copies()  # of another plan, in other memory
+            self._store.discard_outcomes()
             self._undo_states, self._store.broadcast_due = None, due
 
         return self._comm.transaction(operation, undo)

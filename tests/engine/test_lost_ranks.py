@@ -10,7 +10,7 @@ import pytest
 from distopt.comm import Elastic, ThreadCommunicator, run_ranks, threads
 from distopt.comm.control import PeerLeft
 from laws import inputs
-from laws.lost import MODES, calls, made, of, reference, same, train
+from laws.lost import MODES, Judge, calls, made, of, train
 
 
 class Killed(BaseException):
@@ -111,41 +111,6 @@ def instants(mode, fate, ranks):
     return dict(counting.count)
 
 
-class Judge:
-    """Compares what survivors have with what ranks have that were fewer by themselves.
-
-    Rank 0's parameters are sent before the first batch is exchanged, and local steps exchange none of the first window:
-    so a rank that is lost meanwhile may have been there for the parameters alone.
-    """
-
-    def __init__(self, mode, fate, ranks=3):
-        self.mode, self.fate, self.ranks, self.known = mode, fate, ranks, {}
-
-    def judge(self, **victims):
-        fate = self.fate(**victims)
-        exchanged, has = run(self.mode, self.ranks)
-        assert len(has) == self.ranks - len(fate.ended)
-        every, member = MODES[self.mode][2].get("every", 1), min(has)
-        fewer = min(exchanged[: every + 1])  # once those of the first window have met
-        likely = [(exchanged, None)]
-        if fewer < self.ranks:
-            late = tuple(min(n, fewer) for n in exchanged)
-            likely += [(ranks, first) for ranks in (exchanged, late) for first in (None, 0, 1)]
-        for case in likely:
-            wanted = self.reference(*case, tuple(fate.ended))
-            if has[member][0]["p0"].tobytes() == wanted[member][0]["p0"].tobytes():
-                break
-        else:
-            wanted = self.reference(*likely[0], tuple(fate.ended))
-        same(has, wanted, f"{self.mode}, {victims}: {exchanged}")
-
-    def reference(self, exchanged, start, ended):
-        if (exchanged, start, ended) not in self.known:
-            self.fate()
-            self.known[exchanged, start, ended] = reference(self.mode, exchanged, ended, self.ranks, start)
-        return self.known[exchanged, start, ended]
-
-
 @pytest.fixture
 def shared(request, monkeypatch):
     """Whether ranks share memory, as the mode wants."""
@@ -163,7 +128,7 @@ def large(monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_survivors_have_the_bits_of_fewer_ranks(mode, shared, fate):
     """One instant of each mode; the thorough tier has all of them."""
-    judge, rng = Judge(mode, fate), np.random.default_rng(zlib.crc32(mode.encode()))
+    judge, rng = Judge(mode, fate, run), np.random.default_rng(zlib.crc32(mode.encode()))
     counts = instants(mode, fate, 3)
     victim = int(rng.integers(2))
     judge.judge(seed=1, **{f"rank{victim}": (int(rng.integers(1, counts[victim] + 1)), bool(rng.integers(2)))})
@@ -173,7 +138,7 @@ def test_survivors_have_the_bits_of_fewer_ranks(mode, shared, fate):
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("mode", MODES)
 def test_survivors_have_the_bits_of_fewer_ranks_whenever_one_ends(mode, shared, victim, fate):
-    judge = Judge(mode, fate)
+    judge = Judge(mode, fate, run)
     for at in range(1, instants(mode, fate, 3)[victim] + 1):
         for after in (False, True):
             judge.judge(seed=at, **{f"rank{victim}": (at, after)})
@@ -186,7 +151,7 @@ def test_two_of_four_ranks_may_end_at_once_or_one_while_the_others_go_on(mode, s
 
     With shared parameters none is the buddy of the other.
     """
-    judge, rng = Judge(mode, fate, 4), np.random.default_rng(7)
+    judge, rng = Judge(mode, fate, run, 4), np.random.default_rng(7)
     counts = instants(mode, fate, 4)
     for seed in range(30):
         first, second = rng.choice(4, 2, replace=False)
@@ -209,7 +174,7 @@ SHARED = [mode for mode in MODES if mode.startswith("shared")]
 )
 def test_an_update_that_was_interrupted_is_made_again(mode, verbs, shared, large, fate):
     """In the last step; its norms, directions or copies have not all come, and shares cut through parameters."""
-    judge, counting = Judge(mode, fate), fate()
+    judge, counting = Judge(mode, fate, run), fate()
     run(mode, 3)
     for verb in verbs:
         at = max(k for k, met in enumerate(counting.verbs[1], start=1) if met == verb)
@@ -219,7 +184,7 @@ def test_an_update_that_was_interrupted_is_made_again(mode, verbs, shared, large
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", SHARED)
 def test_shares_cut_through_parameters_whenever_a_rank_ends(mode, shared, large, fate):
-    judge, at = Judge(mode, fate, 4), 0
+    judge, at = Judge(mode, fate, run, 4), 0
     for at, after in itertools.product(range(1, instants(mode, fate, 4)[1] + 1), (False, True)):
         judge.judge(seed=at, rank1=(at, after))
 

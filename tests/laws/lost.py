@@ -1,8 +1,10 @@
 """Trainings of which some ranks end on the way, and what the others must have then."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
-from distopt import DistOpt, LocalSteps, LossScaler
+from distopt import DistOpt, LocalSteps, LossScaler, device
 from distopt.comm import run_ranks
 from distopt.compress import Chunks, DeepGradientCompression, ErrorFeedback, Half, Int8, OneBit, Packed, TopK
 from distopt.optim import LANS, SGD, Adam, Muon
@@ -25,7 +27,7 @@ def in_views(opt, loss):
     if not hasattr(opt, "views_of_first_call"):
         opt.views_of_first_call = opt.gradient_views([p for p, _ in pairs])
     for view, (_, grad) in zip(opt.views_of_first_call, pairs, strict=True):
-        view[...] = grad
+        device.copy(view, grad)
     opt(zip((p for p, _ in pairs), opt.views_of_first_call, strict=True))
 
 
@@ -126,20 +128,21 @@ def train(mode, opt, params, numbers, member):
         grads = inputs.gradients(params, k, member)
         if mode == "loss scaler" and k == 2:
             grads[0] = np.full_like(grads[0], np.inf)
+        grads = inputs.to_device(SimpleNamespace(gpu=device.gpu_of(params[0].data)), grads)
         step(opt, ((p, g) for p, g in zip(params, grads, strict=True)))
     return epochs
 
 
 def of(opt, params):
     """All that a rank has."""
-    return {p.name: p.data.copy() for p in params}, opt.state_dict()
+    return {p.name: device.host_copy(p.data) for p in params}, opt.state_dict()
 
 
-def reference(mode, exchanged, ended, ranks, start=None):
+def reference(mode, exchanged, ended, ranks, start=None, run=run_ranks):
     """The same of runs of fewer and fewer ranks, each of which goes on from what those before had then.
 
     ``exchanged``: how many ranks there are at each batch; ``ended``: who is not there any more, in this order;
-    ``start``: the rank whose parameters all had before the first batch.
+    ``start``: the rank whose parameters all had before the first batch; ``run``: starts ranks.
     """
     has = None
     for size in sorted(set(exchanged), reverse=True):
@@ -148,19 +151,19 @@ def reference(mode, exchanged, ended, ranks, start=None):
 
         def main(comm, members=members, batches=batches, has=has):
             member = members[comm.rank]
-            params = inputs.parameters(rank=member if start is None else start)
+            params = inputs.move_to_device(comm, inputs.parameters(rank=member if start is None else start))
             opt = made(mode, comm)
             if has:
                 values, state = has[member]
                 for p in params:
-                    p.data[...] = values[p.name]
+                    device.copy(p.data, values[p.name])
                 if not MODES[mode][2].get("sync_on_apply", True):  # the sums of a window have the gradients of all
                     state = state | {"contributions": state["contributions"] * len(has) / comm.size}
                 opt.load_state_dict(state)
             train(mode, opt, params, batches, member)
             return of(opt, params)
 
-        has = dict(zip(members, run_ranks(size, main), strict=True))
+        has = dict(zip(members, run(size, main), strict=True))
     return {member: had for member, had in has.items() if member not in ended}
 
 
@@ -179,3 +182,41 @@ def same(a, b, path=""):
         np.testing.assert_array_equal(a, b, err_msg=path)
     else:
         assert a == b, path
+
+
+class Judge:
+    """Compares what survivors have with what ranks have that were fewer by themselves.
+
+    ``fate`` makes who ends the present one, and gives it; ``run(mode, ranks)`` tells how many ranks exchanged each
+    batch, and what each survivor has; ``launch`` starts the others.
+
+    Rank 0's parameters are sent before the first batch is exchanged, and local steps exchange none of the first window:
+    so a rank that is lost meanwhile may have been there for the parameters alone.
+    """
+
+    def __init__(self, mode, fate, run, ranks=3, launch=run_ranks):
+        self.mode, self.fate, self.run, self.ranks, self.launch, self.known = mode, fate, run, ranks, launch, {}
+
+    def judge(self, **victims):
+        fate = self.fate(**victims)
+        exchanged, has = self.run(self.mode, self.ranks)
+        assert len(has) == self.ranks - len(fate.ended)
+        every, member = MODES[self.mode][2].get("every", 1), min(has)
+        fewer = min(exchanged[: every + 1])  # once those of the first window have met
+        likely = [(exchanged, None)]
+        if fewer < self.ranks:
+            late = tuple(min(n, fewer) for n in exchanged)
+            likely += [(ranks, first) for ranks in (exchanged, late) for first in (None, 0, 1)]
+        for case in likely:
+            wanted = self.reference(*case, tuple(fate.ended))
+            if has[member][0]["p0"].tobytes() == wanted[member][0]["p0"].tobytes():
+                break
+        else:
+            wanted = self.reference(*likely[0], tuple(fate.ended))
+        same(has, wanted, f"{self.mode}, {victims}: {exchanged}")
+
+    def reference(self, exchanged, start, ended):
+        if (exchanged, start, ended) not in self.known:
+            self.fate()
+            self.known[exchanged, start, ended] = reference(self.mode, exchanged, ended, self.ranks, start, self.launch)
+        return self.known[exchanged, start, ended]
