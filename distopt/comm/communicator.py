@@ -308,7 +308,9 @@ class Communicator(abc.ABC):
 
     # -- ranks that are lost
 
-    def transaction(self, operation: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
+    def transaction(
+        self, operation: Callable[[], T], undo: Callable[[], object] = lambda: None, votes: bool = True
+    ) -> T:
         """Return what an operation returns, which may be done again by fewer ranks (``comm.Elastic``).  Collective.
 
         Here it is done once.
@@ -316,6 +318,7 @@ class Communicator(abc.ABC):
         Args:
             operation: exchanges with the other ranks, and changes nothing that ``undo`` does not put right.
             undo: is called before it is done again.
+            votes: False for an operation that no rank ends before all have come to it, and that has no outcome.
         """
         return operation()
 

@@ -47,7 +47,6 @@ class EpochRanks:
         line: to the launcher.
         name: the communicator's.
         epoch: the epoch.
-        beside: ranks without which these cannot meet.
 
     Attributes:
         rank: this process's number among all that the launcher has started.
@@ -55,12 +54,11 @@ class EpochRanks:
         epoch: the epoch.
     """
 
-    def __init__(self, line: Line, name: str, epoch: Epoch, beside: "EpochRanks | None" = None):
+    def __init__(self, line: Line, name: str, epoch: Epoch):
         self.rank, self.all, self.name, self.epoch = line.member, list(epoch.members), name, epoch
-        self._line, self._beside, self._revoked = line, beside, False
+        self._line, self._revoked = line, False
         self._ways: weakref.WeakSet[Revocable] = weakref.WeakSet()
         self._groups: dict[tuple[int, ...], int] = {}  # how many were made of these ranks
-        self._separated = 0
         self._store = dist.FileStore(_path(f"{name} {epoch.number}"), -1)  # type: ignore[attr-defined]
         self._store.set_timeout(CONNECT)
         self._ends = job.ends(self.all)
@@ -137,12 +135,6 @@ class EpochRanks:
             with contextlib.suppress(RuntimeError):
                 self._store.set(REVOKED, "")
 
-    def separate(self) -> "EpochRanks":
-        """Return the same ranks under another name, which lose their ways and have epochs on their own.  Collective."""
-        self._separated += 1
-        name = f"{self.name} {self.epoch.number}/{self._separated}"
-        return EpochRanks(self._line, name, Epoch(-1, self.all, []), self)
-
     # ------------------------------------------------------------------------------------------- meetings
 
     def _await(self, store: Any, ranks: Sequence[int]) -> None:
@@ -189,7 +181,7 @@ class EpochRanks:
 
     def _is_broken(self) -> bool:
         """Tell if any rank has called ``revoke``."""
-        return self._revoked or self._store.check([REVOKED]) or bool(self._beside and self._beside._is_broken())
+        return self._revoked or bool(self._store.check([REVOKED]))
 
 
 def _path(name: str) -> str:

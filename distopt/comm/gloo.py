@@ -54,9 +54,6 @@ class Ranks(Protocol):
     def revoke(self) -> None:
         """Let all that any rank waits for on any way between these ranks fail, now and from now on."""
 
-    def separate(self) -> "Ranks":
-        """Return the same ranks, with ways of their own.  Collective."""
-
 
 class TorchRanks:
     """The ranks of torch's default process group, which must be initialized.  Where one ends, its launcher ends all."""
@@ -91,9 +88,6 @@ class TorchRanks:
 
     def revoke(self) -> None:
         """Do nothing: these ranks are lost together."""
-
-    def separate(self) -> "TorchRanks":
-        return self
 
 
 _groups: dict[tuple[int, ...], int] = {}  # how many were made of these ranks of the default process group

@@ -35,9 +35,9 @@ class MessageTag(NamedTuple):
 
     Attributes:
         phase: in a step 'gradients', 'parameters' (means of the parameters of a partial step) or 'update' (norms of
-            shared parameters).  Other phases are counted separately: 'start' (rank 0's parameters), 'quality'
-            (``DistOpt.observe``), and 'other', for messages that a script sends by a communicator or by the collectives
-            of a ``DistOpt``.
+            shared parameters).  Other phases are counted separately: 'start' (rank 0's parameters), 'buddy' (copies of
+            what one rank alone has), 'quality' (``DistOpt.observe``), and 'other', for messages that a script sends by
+            a communicator or by the collectives of a ``DistOpt``.
         step: the step, from 1; 0 for messages outside of steps.
         bucket: number of the bucket, None for messages without one.
         members: layout of the bucket, among whose arrays bytes are shared out.

@@ -446,15 +446,6 @@ class ProcessGroupCommunicator(SharingCommunicator):
         """Make a communicator of the same ranks over messages of its own.  Collective."""
         return self._of(self._among, self._ranks, f"beside rank {self.rank}'s other one")
 
-    def separate(self) -> Communicator:
-        """Make a communicator of the same ranks, which loses ranks on its own.  Collective."""
-        ranks = self._among.separate()
-        try:
-            return self._of(ranks, self._ranks, f"beside rank {self.rank}'s other one")
-        except PeerLeft:
-            ranks.revoke()
-            raise
-
     def make_subgroup(self, groups: Groups) -> Communicator:
         """Make a communicator of a group over messages of its own.  Collective."""
         members = group_of(self.rank, groups)
@@ -465,7 +456,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
     def revoke(self) -> None:
         """Let all that any rank waits for on this communicator raise PeerLeft, now and from now on.
 
-        That is what its duplicate and its subgroups wait for too, and who makes one of them.
+        That is what its duplicates and its subgroups wait for too, and who makes one of them.
         """
         self._among.revoke()
 

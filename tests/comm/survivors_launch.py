@@ -74,7 +74,7 @@ def gather(comm, members, turn):
 
 
 def duplicate(comm, members, turn):
-    other = comm.make_duplicate() if turn % 2 else comm.separate()
+    other = comm.make_duplicate()
     try:
         barrier(other, members, turn)
     except Exception:
