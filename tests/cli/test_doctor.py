@@ -247,7 +247,7 @@ def test_an_nccl_that_fails_is_found_on_the_gpu_where_it_does(monkeypatch):
     )
     found = run_trial(monkeypatch, code)
     assert [f.status for f in found] == ["ok", "fail", "ok", "ok"]
-    assert found[1].text.startswith("GPU 1, a sum over NCCL: RuntimeError: rank 0: NCCL failed on GPU 1 in all_reduce")
+    assert found[1].text.startswith("GPU 1, a sum over NCCL: NcclFailure: rank 0: NCCL failed on GPU 1 in all_reduce")
     assert found[1].fix.startswith("NCCL_DEBUG=INFO")
 
 
