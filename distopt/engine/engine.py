@@ -241,8 +241,8 @@ class Engine:
             raise
         if overlap:
             self._complete(overlap, failed=attempt.error is not None)
-        if attempt.error and self.comm.lost(attempt.error):
-            raise attempt.error
+        if self.comm.elastic and attempt.error and self.comm.lost(attempt.error):
+            raise attempt.error  # the vote would make it the outcome: NCCL's own failure is not a lost vote
         return attempt
 
     def vote(self, attempt: Attempt) -> bool:

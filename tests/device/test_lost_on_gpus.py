@@ -10,8 +10,8 @@ import pytest
 from distopt.comm import Elastic, NcclCommunicator, run_ranks, threads
 from doubles import gpu
 from doubles.ranks import on_gpus
-from laws import inputs
-from laws.lost import Judge, calls, made, of, same, train
+from laws import inputs, lost
+from laws.lost import Judge, Killed, made, same
 
 nccl = pytest.importorskip("doubles.nccl", reason="cupy is missing: pip install 'distopt[cuda13]'")
 
@@ -22,10 +22,6 @@ MODES = [
     *("int8", "three batches", "three batches of top-K", "three sums", "views", "partial", "share", "loss scaler"),
     *("local steps", "local steps of top-K"),
 ]
-
-
-class Killed(BaseException):
-    """The end of a rank, at which nothing of it runs any more."""
 
 
 class Fate:
@@ -75,27 +71,8 @@ def fate(monkeypatch):
 
 
 def run(mode, ranks):
-    """What each survivor has after training, by its GPU: how many exchanged each batch, parameters, state."""
-
-    def main(threads):
-        member = threads.rank
-        try:
-            elastic = Elastic(NcclCommunicator.over(threads, gpu=member))
-            sizes = {0: elastic.size}
-            elastic.on_resize(lambda rank, size: sizes.update({elastic.epoch: size}))
-            params = inputs.move_to_device(elastic, inputs.parameters(rank=member))
-            opt = made(mode, elastic)
-            epochs = train(mode, opt, params, calls(mode), member)
-            has = of(opt, params)
-            elastic.leave()
-        except Killed:
-            return None
-        return [sizes[epoch] for epoch in epochs], has
-
-    found = {member: had for member, had in enumerate(run_ranks(ranks, main)) if had}
-    (exchanged,) = {tuple(sizes) for sizes, _ in found.values()}
-    batches = len(calls(mode)) // len(exchanged)
-    return tuple(n for n in exchanged for _ in range(batches)), {member: has for member, (_, has) in found.items()}
+    """The same of ranks with a GPU each, over NCCL."""
+    return lost.run(mode, ranks, lambda threads: NcclCommunicator.over(threads, gpu=threads.rank))
 
 
 @pytest.mark.parametrize("mode", MODES)

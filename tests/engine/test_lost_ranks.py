@@ -7,14 +7,10 @@ import zlib
 import numpy as np
 import pytest
 
-from distopt.comm import Elastic, ThreadCommunicator, run_ranks, threads
+from distopt.comm import ThreadCommunicator, threads
 from distopt.comm.control import PeerLeft
 from laws import inputs
-from laws.lost import MODES, Judge, calls, made, of, train
-
-
-class Killed(BaseException):
-    """The end of a rank, at which nothing of it runs any more."""
+from laws.lost import MODES, Judge, Killed, run
 
 
 class Fate:
@@ -68,40 +64,6 @@ def fate(monkeypatch):
         return present[-1]
 
     return begin
-
-
-class Counted(Elastic):
-    """Notes how many ranks there are in each epoch."""
-
-    def __init__(self, comm):
-        super().__init__(comm)
-        self.sizes = {0: comm.size}
-
-    def _take_next(self):
-        super()._take_next()
-        self.sizes[self.epoch] = self.size
-
-
-def run(mode, ranks):
-    """What each survivor has after training, by its first number: how many exchanged each batch, parameters, state."""
-
-    def main(comm):
-        member, params = comm.rank, inputs.parameters(rank=comm.rank)
-        try:
-            elastic = Counted(comm)
-            opt = made(mode, elastic)
-            epochs = train(mode, opt, params, calls(mode), member)
-            has = of(opt, params)
-            elastic.leave()
-        except Killed:
-            return None
-        return epochs, elastic.sizes, has
-
-    found = {member: had for member, had in enumerate(run_ranks(ranks, main)) if had}
-    sizes = {epoch: size for _, sizes, _ in found.values() for epoch, size in sizes.items()}
-    (exchanged,) = {tuple(sizes[epoch] for epoch in epochs) for epochs, _, _ in found.values()}
-    batches = len(calls(mode)) // len(exchanged)  # of each exchange
-    return tuple(n for n in exchanged for _ in range(batches)), {member: has for member, (_, _, has) in found.items()}
 
 
 def instants(mode, fate, ranks):

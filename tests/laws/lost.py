@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from distopt import DistOpt, LocalSteps, LossScaler, device
-from distopt.comm import run_ranks
+from distopt.comm import Elastic, run_ranks
 from distopt.compress import Chunks, DeepGradientCompression, ErrorFeedback, Half, Int8, OneBit, Packed, TopK
 from distopt.optim import LANS, SGD, Adam, Muon
 from laws import inputs
@@ -182,6 +182,48 @@ def same(a, b, path=""):
         np.testing.assert_array_equal(a, b, err_msg=path)
     else:
         assert a == b, path
+
+
+class Killed(BaseException):
+    """The end of a rank, at which nothing of it runs any more."""
+
+
+class Counted(Elastic):
+    """Notes how many ranks there are in each epoch."""
+
+    def __init__(self, comm):
+        super().__init__(comm)
+        self.sizes = {0: comm.size}
+
+    def _take_next(self):
+        super()._take_next()
+        self.sizes[self.epoch] = self.size
+
+
+def run(mode, ranks, over=lambda comm: comm):
+    """How many ranks exchanged each batch of a training, and what each survivor has, by its first number.
+
+    ``over`` makes the communicator that loses ranks.
+    """
+
+    def main(comm):
+        member = comm.rank
+        try:
+            elastic = Counted(over(comm))
+            params = inputs.move_to_device(elastic, inputs.parameters(rank=member))
+            opt = made(mode, elastic)
+            epochs = train(mode, opt, params, calls(mode), member)
+            has = of(opt, params)
+            elastic.leave()
+        except Killed:
+            return None
+        return epochs, elastic.sizes, has
+
+    found = {member: had for member, had in enumerate(run_ranks(ranks, main)) if had}
+    sizes = {epoch: size for _, sizes, _ in found.values() for epoch, size in sizes.items()}
+    (exchanged,) = {tuple(sizes[epoch] for epoch in epochs) for epochs, _, _ in found.values()}
+    batches = len(calls(mode)) // len(exchanged)  # of each exchange
+    return tuple(n for n in exchanged for _ in range(batches)), {member: has for member, (_, _, has) in found.items()}
 
 
 class Judge:

@@ -65,7 +65,7 @@ class FusedAdapter(ApplyAdapter):
 
     @property
     def unrecorded(self) -> str:  # type: ignore[override]
-        """What an update calls that no CUDA graph can record; '' if there is nothing."""
+        """Name of a function that an update calls and that a CUDA graph cannot record; '' if there is none."""
         return str(self.opt.unrecorded)
 
     @property
