@@ -105,6 +105,11 @@ def measured(module: str, arguments: Sequence[str], ranks: int, limit: float) ->
         return json.loads(file.read_text())
 
 
+def cut(hosts: Hosts) -> None:
+    """Pull the cable out of the second host; the first one hears nothing of it."""
+    _output(f"ip -netns {hosts.names[1]} link set {INTERFACE} down")
+
+
 def shape(rate: str) -> None:
     """From now on the host that this process runs on sends no faster than that."""
     _output(f"tc {SHAPED} {rate}")

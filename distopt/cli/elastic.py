@@ -5,15 +5,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import Any
 
+from distopt.cli.agent import Agent
+from distopt.cli.children import Children
 from distopt.cli.elastic_job import ElasticJob, Started
+from distopt.cli.ends import Ends
 from distopt.cli.launcher import Launcher, environment, find_launcher, library_brand, on_loopback
 from distopt.cli.memberships import Memberships
-from distopt.cli.processes import RANK, say
-from distopt.cli.tagged import Tagged
+from distopt.cli.nodes import Nodes, Place, place
+from distopt.cli.processes import RANK, end, say
 from distopt.resilience import job, membership
 
 ULFM = ("--with-ft", "ulfm")  # options of Open MPI's launcher: a rank that is lost is an error for the others
@@ -63,7 +66,40 @@ def find_open_mpi() -> tuple[Launcher | None, str]:
     return None, "MPICH waits for the dead"
 
 
-def start(script: Sequence[str], ranks: int, over: str | None, timeout: float | None, restarts: int = 0) -> int:
+def place_of(nodes: int, node: int | None, at: str | None, over: str | None, restarts: int) -> Place | None:
+    """Return this machine's place in a job of several; None if it is the only one.
+
+    Args:
+        nodes: the number of machines.
+        node: this one's number, if it is given.
+        at: where node 0 listens, if it is given.
+        over: 'mpi', 'torch', or None.
+        restarts: how many processes are started in the place of lost ones.
+
+    Raises:
+        ValueError: one of them does not fit.
+    """
+    if nodes == 1 and node is None and at is None:
+        return None
+    if over == "mpi":
+        raise ValueError(
+            "--over must be torch with --nodes, got mpi: ranks of Open MPI wait for a machine that has vanished"
+        )
+    if restarts:
+        raise ValueError(f"--restarts must be 0 with --nodes, got {restarts}")
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError(f"--nodes needs torch: {PIP} install 'distopt[torch]'")
+    return place(nodes, node, at)
+
+
+def start(
+    script: Sequence[str],
+    ranks: int,
+    over: str | None,
+    timeout: float | None,
+    restarts: int = 0,
+    at: Place | None = None,
+) -> int:
     """Run a script on ranks of this machine, which go on without those that are lost.
 
     Args:
@@ -72,26 +108,31 @@ def start(script: Sequence[str], ranks: int, over: str | None, timeout: float | 
         over: 'mpi', 'torch', or None for what is here.
         timeout: seconds after which the job is ended.
         restarts: how many processes are started in the place of lost ones, at most.
+        at: this machine's place in a job of several.
 
     Returns:
         The exit code of the rank that ended last; 2, with a printed reason, if the job could not be started.
     """
-    try:
-        check()
-        launcher = find_engine(over, bool(restarts))
-    except RuntimeError as error:
-        say(str(error))
-        return 2
     command = [sys.executable, str(RANK), *script]
-    with tempfile.TemporaryDirectory(prefix="distopt-") as folder:
-        variables = {membership.WANTED: "1", job.FOLDER: folder, "DISTOPT_RESTART": "0"}
+    with tempfile.TemporaryDirectory(prefix="distopt-") as name:
+        folder = Path(name)
+        variables = {membership.WANTED: "1", job.FOLDER: name, "DISTOPT_RESTART": "0"}
+        try:
+            check()
+            launcher = None if at else find_engine(over, bool(restarts))
+            env = (launcher.environment(ranks) if launcher else environment(ranks, {})) | variables
+            if at and at.node:
+                return Agent.join(at, command, env, ranks, folder).supervise()
+            nodes = Nodes.meet(at, ranks) if at else Nodes()
+        except (OSError, RuntimeError) as error:
+            say(str(error))
+            return 2
         started: Started
         if launcher:
-            env = launcher.environment(ranks) | variables
-            started = ByMpirun([*launcher.command(ranks, *ULFM), *command], env | on_loopback(env))
+            started = ByMpirun([*launcher.command(ranks, *ULFM), *command], env | on_loopback(env), ranks, folder)
         else:
-            started = ByItself(command, environment(ranks, {}) | variables, ranks, Path(folder))
-        return ElasticJob(started, Path(folder), ranks, restarts).supervise(timeout)
+            started = ByItself(command, env | {membership.ADDRESS: nodes.address}, ranks, folder, nodes)
+        return ElasticJob(started, ranks + nodes.ranks, restarts).supervise(timeout)
 
 
 class ByMpirun:
@@ -100,14 +141,25 @@ class ByMpirun:
     Args:
         command: the launcher's.
         env: the environment of launcher and ranks.
+        ranks: their number.
+        folder: of the job.
     """
 
     meet_all = True
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]):
-        process = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=job.end_with_parent)
-        self.processes: list[subprocess.Popen[bytes]] = [process]
-        self.children: list[subprocess.Popen[bytes]] = []
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path):
+        self._launcher = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=job.end_with_parent)
+        self.processes = [self._launcher]
+        self.ends = Ends(folder, ranks, self._launcher.pid)
+
+    def running(self) -> bool:
+        return self._launcher.poll() is None
+
+    def signal(self, number: int) -> None:
+        self._launcher.send_signal(number)
+
+    def end(self, grace: float) -> None:
+        end(self.processes, grace)
 
     def lose(self, rank: int) -> None:
         pass
@@ -118,54 +170,58 @@ class ByMpirun:
     def awaited(self) -> set[int]:
         return set()
 
-    def close(self) -> None:
-        pass
+    def close(self, code: int) -> None:
+        self.ends.close()
 
 
 class ByItself:
-    """Ranks that this process starts, with a line to each, over which it tells them of losses.
+    """Ranks that this process starts, with a line to each, over which it tells them of losses; those of other nodes.
 
     Args:
         command: a rank's.
         env: the environment of all.
-        ranks: their number.
+        ranks: how many this process starts.
         folder: of the job.
+        nodes: the launchers on other machines, which start ranks of this job too.
     """
 
     meet_all = False
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path):
-        self._command, self._env = command, env
-        self._memberships = Memberships(ranks, folder)
-        self.processes = self.children = [self._start(rank, job.end_with_parent) for rank in range(ranks)]
-        self._memberships.start()
-        self._outputs = [
-            Tagged({_file(child.stdout): rank for rank, child in enumerate(self.children)}, 1),
-            Tagged({_file(child.stderr): rank for rank, child in enumerate(self.children)}, 2),
-        ]
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path, nodes: Nodes):
+        self._nodes = nodes
+        members = range(ranks + nodes.ranks)
+        self._memberships = Memberships(members, self._send, self._end, folder)
+        self._children = Children(command, env, range(ranks), folder, self._memberships.hear)
+        self._count = len(members)
+        self.processes = self._children.processes
+        self.ends = nodes.ends(self._children.ends)
+        self._children.start()
+        nodes.start(self._memberships.hear)
 
-    def _start(self, rank: int, before: Callable[[], object] | None = None) -> "subprocess.Popen[bytes]":
-        """Start a rank; ``before`` is called in it first, which only a process without threads may ask for."""
-        line = self._memberships.lines[rank]
-        variables = {membership.LINE: str(line.fileno()), membership.MEMBER: str(rank)}
-        with line:
-            return subprocess.Popen(
-                self._command,
-                env={**self._env, **variables, **({} if before else {membership.JOINS: "1"})},
-                stdin=subprocess.DEVNULL if rank else None,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=[line.fileno()],
-                start_new_session=True,
-                preexec_fn=before,
-            )
+    def _send(self, member: int, message: Mapping[str, Any]) -> None:
+        node = self._nodes.of(member)
+        node.send(member, message) if node else self._children.lines.send(member, message)
+
+    def _end(self, member: int) -> None:
+        self._children.lines.end(member)
 
     def replace(self) -> int:
-        rank = self._memberships.add()
-        child = self._start(rank)
-        self.children.append(child)
-        self._outputs += [Tagged({_file(child.stdout): rank}, 1), Tagged({_file(child.stderr): rank}, 2)]
-        return rank
+        member = self._count
+        self._count += 1
+        self._memberships.add(member)
+        self._children.add(member)
+        return member
+
+    def running(self) -> bool:
+        return self._children.running() or self._nodes.running()
+
+    def signal(self, number: int) -> None:
+        self._children.signal(number)
+        self._nodes.signal(number)
+
+    def end(self, grace: float) -> None:
+        self._nodes.end(grace)
+        self._children.end(grace)
 
     def lose(self, rank: int) -> None:
         self._memberships.lose(rank)
@@ -173,15 +229,6 @@ class ByItself:
     def awaited(self) -> set[int]:
         return self._memberships.awaited()
 
-    def close(self) -> None:
-        for output in self._outputs:
-            output.close()
-        self._memberships.close()
-
-
-def _file(pipe: IO[bytes] | None) -> int:
-    """Return a descriptor of a pipe of ``subprocess``, for an owner that closes it."""
-    assert pipe
-    descriptor = os.dup(pipe.fileno())
-    pipe.close()
-    return descriptor
+    def close(self, code: int) -> None:
+        self._children.close()
+        self._nodes.close(code)

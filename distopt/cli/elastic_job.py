@@ -5,11 +5,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
-from distopt.cli.ends import Ends, exit_code
-from distopt.cli.processes import END_SECONDS, GRACE, POLL_SECONDS, TIMED_OUT, end, handling_signals, say
+from distopt.cli.ends import exit_code
+from distopt.cli.processes import END_SECONDS, GRACE, POLL_SECONDS, TIMED_OUT, handling_signals, say
 from distopt.resilience import job
 from distopt.resilience.report import waiting
 from distopt.resilience.watchdog import EXIT as TOO_LATE
@@ -20,18 +19,58 @@ MOMENT = 0.05  # seconds in which ranks raise an error that all of them have
 UNSENT = "whatever it had not sent yet"
 
 
+class AllEnds(Protocol):
+    """The ends of all ranks, as ``Ends`` tells them."""
+
+    def look(self, seconds: float) -> list[job.Rank]:
+        """Return the ranks' marks after so many seconds, or as soon as a process ends."""
+
+    def ended(self, ranks: Sequence[job.Rank]) -> list[job.Rank]:
+        """Return the ranks that have ended so far, in that order."""
+
+    def in_order(self, rank: job.Rank) -> bool:
+        """Tell if a rank that has ended came to the end of its script, with exit code 0."""
+
+    def told(self, rank: job.Rank) -> str:
+        """Describe how a rank ended."""
+
+    def code(self, rank: job.Rank) -> int:
+        """Return the exit code of a rank that failed, as a shell has it; 0 if only the launcher knows it."""
+
+    def is_stopped(self, rank: job.Rank) -> bool:
+        """Tell if a signal has stopped a rank, until another one lets it go on."""
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to a rank, if it has not ended."""
+
+    def close(self) -> None:
+        """Close all handles."""
+
+
 class Started(Protocol):
     """The processes of a job.
 
     Attributes:
-        processes: those that this one has started.
-        children: those of them that are ranks.
         meet_all: whether no rank gets through ``distopt.world()`` if one has ended before.
+        ends: of its ranks.
+        processes: those that this one has started.
     """
 
     meet_all: bool
     processes: "list[subprocess.Popen[bytes]]"
-    children: "list[subprocess.Popen[bytes]]"
+
+    @property
+    def ends(self) -> AllEnds:
+        """The ends of its ranks."""
+
+    def running(self) -> bool:
+        """Tell if any process of the job is."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to who has started the ranks, or to all of them."""
+
+    def end(self, grace: float) -> None:
+        """Ask all processes to end, and kill what is left after so many seconds."""
 
     def lose(self, rank: int) -> None:
         """Tell the others that a rank has ended."""
@@ -42,8 +81,12 @@ class Started(Protocol):
     def awaited(self) -> set[int]:
         """Return the ranks that others wait for, as far as this process knows."""
 
-    def close(self) -> None:
-        """Close what is open, when all have ended."""
+    def close(self, code: int) -> None:
+        """Close what is open, when all have ended.
+
+        Args:
+            code: the job's exit code.
+        """
 
 
 class ElasticJob:
@@ -51,14 +94,13 @@ class ElasticJob:
 
     Args:
         started: the processes.
-        folder: the folder of marks.
         size: the number of ranks.
         restarts: how many processes are started in the place of lost ones, at most.
     """
 
-    def __init__(self, started: Started, folder: Path, size: int, restarts: int = 0):
+    def __init__(self, started: Started, size: int, restarts: int = 0):
         self._started, self._size, self._restarts = started, size, restarts
-        self._ends = Ends(folder, size, started.processes[0].pid, started.children)
+        self._ends = started.ends
         self._asked, self._deadline = 0, math.inf  # when ranks that were asked to end are ended
         self._living: list[job.Rank] = []
         self._ended: list[job.Rank] = []  # in this order
@@ -77,21 +119,20 @@ class ElasticJob:
             timeout: seconds after which the job is ended; None for no limit.
         """
         limit = math.inf if timeout is None else time.monotonic() + timeout
-        with handling_signals(self._ask):
-            while any(process.poll() is None for process in self._started.processes):
+        with handling_signals(self.ask):
+            while self._started.running():
                 self._look(POLL_SECONDS)
                 if time.monotonic() > limit:
                     self._end(TIMED_OUT, f"not done after {timeout:g} s; ended the job")
                 elif self._asked > 1 or time.monotonic() > self._deadline:  # nobody must wait in a signal's handler
-                    end(self._started.processes, END_SECONDS)
+                    self._started.end(END_SECONDS)
         for _ in range(2):  # a rank that one check finds is seen to have ended by the next one
             self._look(0.0)
-        self._started.close()
         code = self._code or self._code_of_last()
-        self._ends.close()
+        self._started.close(code)
         return code
 
-    def _ask(self, number: int) -> None:
+    def ask(self, number: int) -> None:
         """Pass a signal on: to the ranks if all of them wait for one, else to who has started them."""
         self._asked += 1
         number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
@@ -102,13 +143,12 @@ class ElasticJob:
                 self._ends.send(rank.rank, number)
         else:
             self._deadline = time.monotonic() + GRACE
-            for process in self._started.processes:
-                process.send_signal(number)
+            self._started.signal(number)
 
     def _end(self, code: int, text: str) -> None:
         """End the job, and say why."""
         self._code = code
-        end(self._started.processes)
+        self._started.end(GRACE)
         say(text)
 
     def _code_of_last(self) -> int:
@@ -211,7 +251,7 @@ class ElasticJob:
             late: those others.
         """
         most, awaited = max(rank.votes for rank in late), self._started.awaited()
-        stopped = [rank for rank in self._living if job.state(rank.pid) in "Tt"]
+        stopped = [rank for rank in self._living if self._ends.is_stopped(rank)]
         behind = [rank for rank in self._living if rank not in late and (rank.votes < most or rank.rank in awaited)]
         whom = waiting(rank.rank for rank in late)
         for rank in {rank.rank: rank for rank in (*stopped, *behind)}.values():

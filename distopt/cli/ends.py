@@ -9,8 +9,9 @@ import signal
 import struct
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from distopt.resilience import job
@@ -28,6 +29,7 @@ CRASHES = {  # by faulthandler's words
     "Illegal instruction": signal.SIGILL,
 }
 RUNNER = re.compile(r'File "(<frozen runpy>|[^"]*(/runpy|/resilience/rank)\.py)"')  # frames below the script's own
+NONE: "Mapping[int, subprocess.Popen[bytes]]" = MappingProxyType({})
 SOON = 0.02  # seconds between two looks for ranks that have not entered yet
 
 
@@ -53,11 +55,13 @@ class Ends:
         children: the ranks, if this process has started them: they are known before they have left a mark.
     """
 
-    def __init__(self, folder: Path, size: int, launcher: int, children: "Sequence[subprocess.Popen[bytes]]" = ()):
+    def __init__(
+        self, folder: Path, size: int, launcher: int, children: "Mapping[int, subprocess.Popen[bytes]]" = NONE
+    ):
         self._folder, self._size, self._children = folder, size, children
         self._ready = select.epoll()  # tells in the order in which things happened
         self._launcher = -1 if children else self._open(launcher)
-        self._pids = {rank: child.pid for rank, child in enumerate(children)}
+        self._pids = {rank: child.pid for rank, child in children.items()}
         self._handles = {rank: self._open(pid) for rank, pid in self._pids.items()}
         self._pipes: dict[int, int] = {}  # ranks by pipe, which an end closes before a launcher can notice it
         self._closed: list[int] = []  # ranks whose pipe is closed
@@ -72,7 +76,7 @@ class Ends:
 
     def look(self, seconds: float) -> list[job.Rank]:
         """Return the ranks' marks after so many seconds, or as soon as a process ends."""
-        self._note(seconds if len(self._pids) == self._size else SOON)
+        self._note(seconds if len(self._pids) >= self._size else SOON)
         ranks = job.entered(self._folder)  # after it, so that who has ended has left all its marks
         for rank in ranks:
             if rank.rank not in self._pids:
@@ -90,6 +94,10 @@ class Ends:
         """Tell if a rank that has ended came to the end of its script, with exit code 0."""
         left = rank.crash or rank.marks.keys() & {job.EXIT, job.OS_EXIT, job.SPOKEN}
         return job.DONE in rank.marks and not left and not self._status(rank.rank)
+
+    def is_stopped(self, rank: job.Rank) -> bool:
+        """Tell if a signal has stopped a rank, until another one lets it go on."""
+        return job.state(rank.pid) in "Tt"
 
     def send(self, rank: int, number: int) -> None:
         """Send a signal to a rank, if it has not ended."""

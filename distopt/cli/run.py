@@ -34,6 +34,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--over", choices=["mpi", "torch"], help="with --elastic: over what ranks meet (default: Open MPI, else torch)"
     )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="with --elastic: on so many machines")
+    parser.add_argument("--node", type=int, metavar="K", help="with --nodes: number of this one (default: Slurm's)")
+    parser.add_argument("--at", metavar="HOST:PORT", help="with --nodes: where node 0 listens (default: from Slurm)")
     add_script(parser)
     parser.set_defaults(main=main)
 
@@ -48,12 +51,20 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Start the job, again if it fails and may be restarted; return the script's exit code."""
     if not args.elastic:
-        if not args.over:
+        given = [f"--over {args.over}"] * bool(args.over) + [f"--nodes {args.nodes}"] * (args.nodes != 1)
+        if not given:
             return start_given(args, {})
-        say(f"--over {args.over} must be given with --elastic")
+        say(f"{given[0]} must be given with --elastic")
         return 2
     script = check(args)
-    return elastic.start(script, args.ranks, args.over, args.timeout, args.restarts) if script else 2
+    if not script:
+        return 2
+    try:
+        place = elastic.place_of(args.nodes, args.node, args.at, args.over, args.restarts)
+    except ValueError as error:
+        say(str(error))
+        return 2
+    return elastic.start(script, args.ranks, args.over, args.timeout, args.restarts, place)
 
 
 def start_given(args: argparse.Namespace, variables: Mapping[str, str]) -> int:

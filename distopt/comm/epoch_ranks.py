@@ -1,16 +1,14 @@
 """The ranks of an epoch of ``distopt run --elastic``, and the connections of gloo's between them.
 
 torch's default process group would end with any of its ranks.  These ranks know each other from the launcher, meet over
-a file in the job's folder, which outlives any of them, and can break all their connections at once.
+it, which outlives any of them, and can break all their connections at once.
 """
 
 import atexit
 import contextlib
 import os
-import select
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -22,22 +20,55 @@ import torch.distributed as dist
 from distopt.comm.board import RankEnded
 from distopt.comm.control import PeerLeft
 from distopt.comm.gloo import Revocable
+from distopt.comm.keepalive import keep_alive
 from distopt.comm.launchers import LOOPBACK
-from distopt.resilience import job
-from distopt.resilience.membership import Epoch, Line
+from distopt.resilience.membership import ADDRESS, Epoch, Line
 from distopt.resilience.operation_log import MEETING, OperationLog, recorder
 
 CONNECT = timedelta(seconds=5)  # for sockets between ranks that have all come to make them
-TICK = 0.002  # seconds between two looks at who has come
+TICK = 0.002  # seconds between two looks at who is lost
 REVOKED = "revoked"  # the key under which a rank says so
-# A host that vanishes is noticed within 5 s, whether there is something to send to it or not.
-WATCHFUL = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000),
-)
+
+
+class LineStore(dist.Store):  # type: ignore[misc,name-defined]
+    """What gloo looks for the addresses of ranks in: each has what any has put, over the launcher.
+
+    Args:
+        ranks: the members of an epoch.
+        line: to the launcher.
+        place: the beginning of all names.
+    """
+
+    def __init__(self, ranks: "EpochRanks", line: Line, place: str):
+        super().__init__()
+        self._ranks, self._line, self._place = ranks, line, place
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Give a value to all members."""
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        self._line.put(self._place + key, raw, self._ranks.all)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value, and return it."""
+        self.wait([key])
+        value = self._line.value(self._place + key)
+        assert value is not None
+        return value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Tell if values are there."""
+        return all(self._line.value(self._place + key) is not None for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = CONNECT) -> None:
+        """Wait for values.
+
+        Raises:
+            RuntimeError: they have not come in time, or will not, as a member was lost.
+        """
+        if not self._line.wait(lambda: self.check(keys) or self._ranks.broken, timeout.total_seconds()):
+            raise RuntimeError(f"no rank has said {', '.join(keys)} within {timeout.total_seconds():g} s")
+        if not self.check(keys):
+            raise RuntimeError("a rank was lost meanwhile")
 
 
 class EpochRanks:
@@ -59,10 +90,8 @@ class EpochRanks:
         self._line, self._revoked = line, False
         self._ways: weakref.WeakSet[Revocable] = weakref.WeakSet()
         self._groups: dict[tuple[int, ...], int] = {}  # how many were made of these ranks
-        self._store = dist.FileStore(_path(f"{name} {epoch.number}"), -1)  # type: ignore[attr-defined]
-        self._store.set_timeout(CONNECT)
-        self._ends = job.ends(self.all)
-        weakref.finalize(self, _close, list(self._ends.values()))
+        line.forget(f"{name} {epoch.number - 1}/")
+        self._store = LineStore(self, line, f"{name} {epoch.number}/")
 
     @classmethod
     def next(cls, line: Line, name: str, text: str, lets_in: bool = False) -> "EpochRanks":
@@ -132,8 +161,7 @@ class EpochRanks:
             self._revoked = True
             for way in list(self._ways):
                 way.revoke()
-            with contextlib.suppress(RuntimeError):
-                self._store.set(REVOKED, "")
+            self._store.set(REVOKED, "")
 
     # ------------------------------------------------------------------------------------------- meetings
 
@@ -144,10 +172,9 @@ class EpochRanks:
             PeerLeft: one was lost.
         """
         store.set(f"at {self.rank}", "")
-        missing = set(ranks) - {self.rank}
-        while missing := {rank for rank in missing if not store.check([f"at {rank}"])}:
-            time.sleep(TICK)
-            self._check(ranks)
+        come = [f"at {rank}" for rank in ranks]
+        self._line.wait(lambda: store.check(come) or self.broken)
+        self._check(ranks)
 
     def _connected(self, store: Any, ranks: Sequence[int]) -> Any:
         """Return a group of ranks that have come here.
@@ -172,24 +199,15 @@ class EpochRanks:
 
     def _check(self, ranks: Sequence[int]) -> None:
         """Raise PeerLeft if one of these ranks has ended, or any has called ``revoke``."""
-        ends = {self._ends[rank]: index for index, rank in enumerate(ranks) if rank in self._ends}
-        ended, _, _ = select.select(list(ends), [], [], 0)
-        if ended:
-            raise RankEnded(ends[ended[0]])
-        if self._is_broken():
+        for ended in self._line.lost(ranks):
+            raise RankEnded(list(ranks).index(ended))
+        if self.broken:
             raise self.gone()
 
-    def _is_broken(self) -> bool:
-        """Tell if any rank has called ``revoke``."""
-        return self._revoked or bool(self._store.check([REVOKED]))
-
-
-def _path(name: str) -> str:
-    """Return the path of the file over which ranks meet, in the job's folder."""
-    folder = job.folder()
-    if folder is None:
-        raise RuntimeError("a rank with a line to distopt run has no folder of the job")
-    return str(folder / f"meeting of {name.replace('/', '_')}")
+    @property
+    def broken(self) -> bool:
+        """Whether a member has ended, or has called ``revoke``."""
+        return self._revoked or self._store.check([REVOKED]) or bool(self._line.lost(self.all))
 
 
 class Connections:
@@ -253,8 +271,7 @@ def _connected(number: int) -> socket.socket | None:
         return None
     try:
         own.getpeername()
-        for level, option, value in WATCHFUL:
-            own.setsockopt(level, option, value)
+        keep_alive(own)
     except OSError:
         own.close()
         return None
@@ -263,7 +280,8 @@ def _connected(number: int) -> socket.socket | None:
 
 def _options() -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=False)]
+    address = os.environ.get(ADDRESS, LOOPBACK)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     options._timeout, options._threads = CONNECT, 2
     return options
 
@@ -276,10 +294,5 @@ def _meeting(rank: int) -> OperationLog:
 def _connect(made: "Future[Any]", store: Any, rank: int, size: int) -> None:
     try:
         made.set_result(dist.ProcessGroupGloo(store, rank, size, _options()))
-    except RuntimeError as error:
+    except Exception as error:
         made.set_exception(error)
-
-
-def _close(descriptors: Sequence[int]) -> None:
-    for number in descriptors:
-        os.close(number)

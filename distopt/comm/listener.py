@@ -1,8 +1,8 @@
-"""Local socket by which the processes of one machine connect to rank 0.
+"""Socket by which processes connect to the first of them, on one machine or on several.
 
-Rank 0 accepts processes of its own user that prove that they know the secret.  Any process can connect to a socket, so
-connections of other users are closed before anything is read, and each of the others is read in a thread with a time
-limit, so that a silent one does not block the ranks.
+The first one, rank 0, accepts processes that prove that they know the secret.  Any process can connect to a socket.  So
+local connections of other users are closed before anything is read, and each of the others is read in a thread with a
+time limit, so that a silent one does not block the ranks.
 """
 
 import contextlib
@@ -14,14 +14,34 @@ import threading
 import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from typing import NamedTuple
 
 from distopt.comm.control import agreed
 
 ACCEPTED, REFUSED = b"W", b"R"  # first byte of rank 0's answer
 PROOF_SECONDS = 10.0  # seconds in which a connection must prove that it knows the secret; a rank may connect again
 MAX_UNPROVEN = 64  # connections that may do so at a time, in addition to one per rank
+CONNECT_SECONDS = 5.0  # for one attempt to connect to another machine
 TICK = 0.2  # seconds between two checks for connections that are late
 MAX_MESSAGE_BYTES = 200  # of the message with a rank and a world size
+Address = str | tuple[str, int]  # in Linux's abstract namespace; or host and port
+
+
+class Words(NamedTuple):
+    """What those that connect are called in error texts.
+
+    Attributes:
+        one: of them.
+        number: the option with its number.
+        total: the option with the number of all.
+    """
+
+    one: str
+    number: str
+    total: str
+
+
+RANKS = Words("rank", "local_rank=", "world_size=")
 CREDENTIALS, TIMEVAL = struct.Struct("iII"), struct.Struct("ll")
 UNPROVEN = AuthenticationError, AssertionError, EOFError, OSError, TypeError, ValueError
 
@@ -30,29 +50,33 @@ class RankListener:
     """Listening socket of rank 0; a thread accepts connections until ``connections`` has been called.
 
     Args:
-        name: address of the socket, in Linux's abstract namespace.
+        address: where it listens.
         key: the secret.
         size: number of ranks.
         patience: seconds that the ranks have to connect, for error texts.
+        words: for error texts.
 
     Raises:
         RuntimeError: the address is in use.
     """
 
-    def __init__(self, name: str, key: bytes, size: int, patience: float):
-        self._key, self._size, self._patience = key, size, patience
+    def __init__(self, address: Address, key: bytes, size: int, patience: float, words: Words = RANKS):
+        self._key, self._size, self._patience, self._words = key, size, patience, words
         self._connected: list[tuple[int, Connection]] = []
         self._unproven: dict[socket.socket, float] = {}  # deadlines of connections that have proved nothing yet
         self._problem, self._closed = "", False
         self._changed = threading.Condition()
-        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener = _socket(address)
         self._listener.setblocking(False)
         try:
-            self._listener.bind(name)
+            self._listener.bind(address)
             self._listener.listen(max(size, socket.SOMAXCONN))
         except OSError as error:
             self._listener.close()
-            raise RuntimeError(f"two processes were told local_rank=0, or the id is used again: {error}") from error
+            raise RuntimeError(
+                f"two processes were told {words.number}0, or the {'id' if isinstance(address, str) else 'port'} is "
+                f"used again: {error}"
+            ) from error
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="votes' listener", daemon=True)
         self._thread.start()
@@ -73,7 +97,7 @@ class RankListener:
         self._wake.close()
         self._thread.join()
         if missing and not self._problem:
-            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            names = f"{self._words.one}{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             self._problem = f"{names} of {self._size} did not come within {self._patience:g} s: see what they printed"
         for _, line in self._connected:
             with contextlib.suppress(OSError):  # the first vote finds out that a rank has ended meanwhile
@@ -98,7 +122,7 @@ class RankListener:
         except OSError:  # the other end has closed it, or there are too many open files
             time.sleep(0.01)
             return
-        if peer_uid(line) != os.geteuid():
+        if line.family == socket.AF_UNIX and peer_uid(line) != os.geteuid():
             line.close()
             return
         line.setblocking(True)
@@ -132,18 +156,19 @@ class RankListener:
                 connection.close()
                 return
             if size != self._size:
-                self._problem = f"rank {rank} was told world_size={size}, rank 0 {self._size}"
+                one, _, total = self._words
+                self._problem = f"{one} {rank} was told {total}{size}, {one} 0 {total}{self._size}"
             elif rank in [0, *(other for other, _ in self._connected)]:
-                self._problem = f"two processes were told local_rank={rank}"
+                self._problem = f"two processes were told {self._words.number}{rank}"
             self._connected.append((rank, connection))
             self._changed.notify()
 
 
-def connect(name: str, key: bytes, rank: int, size: int, deadline: float) -> tuple[Connection, bytes]:
+def connect(address: Address, key: bytes, rank: int, size: int, deadline: float) -> tuple[Connection, bytes]:
     """Connect to rank 0, and wait for its answer, which comes when all ranks have connected or the time is over.
 
     Args:
-        name: address of rank 0's socket.
+        address: of rank 0's socket.
         key: the secret; both ends prove that they know it.
         rank: this rank.
         size: the number of ranks that this rank expects.
@@ -158,7 +183,7 @@ def connect(name: str, key: bytes, rank: int, size: int, deadline: float) -> tup
     """
     while True:
         try:
-            line = _authenticated_connection(name, key, deadline)
+            line = _authenticated_connection(address, key, deadline)
             line.send_bytes(json.dumps([rank, size]).encode())
             if line.poll(max(0.0, deadline - time.monotonic()) + 1.0):  # rank 0's answer says which ranks are missing
                 return line, line.recv_bytes()
@@ -175,11 +200,20 @@ def peer_uid(line: socket.socket) -> int:
     return int(CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[1])
 
 
-def _authenticated_connection(name: str, key: bytes, deadline: float) -> Connection:
-    with socket.socket(socket.AF_UNIX) as line:
-        line.setblocking(False)  # connect() would wait for ever for room in a full queue
-        line.connect(name)
-        if peer_uid(line) != os.geteuid():
+def _socket(address: Address) -> socket.socket:
+    if isinstance(address, str):
+        return socket.socket(socket.AF_UNIX)
+    made = socket.socket(socket.AF_INET)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else the next job would have to wait for a minute
+    return made
+
+
+def _authenticated_connection(address: Address, key: bytes, deadline: float) -> Connection:
+    with _socket(address) as line:
+        # A local connect() would wait for ever for room in a full queue; one of TCP takes its time.
+        line.settimeout(0.0 if isinstance(address, str) else CONNECT_SECONDS)
+        line.connect(address)
+        if isinstance(address, str) and peer_uid(line) != os.geteuid():
             raise AuthenticationError("it is another user's process")
         line.setblocking(True)
         _limit(line, max(0.0, deadline - time.monotonic()) + 1.0)

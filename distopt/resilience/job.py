@@ -5,7 +5,6 @@ or left by C's ``exit``.  Its last vote, and what would be lost with it, stand o
 """
 
 import atexit
-import contextlib
 import ctypes
 import faulthandler
 import itertools
@@ -13,7 +12,6 @@ import mmap
 import os
 import signal
 import struct
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,11 +61,6 @@ def is_rank() -> bool:
     return _folder is not None and os.getpid() == _process
 
 
-def folder() -> Path | None:
-    """Return the folder of marks, where ranks may meet under names that begin with a letter; None without one."""
-    return _folder
-
-
 def awaited() -> bool:
     """Tell if the launcher knows of a process that waits to be let in."""
     return _awaited is not None and os.path.exists(_awaited)
@@ -111,28 +104,6 @@ def mark(what: str, detail: object = "") -> None:
         (_folder / f"{_rank}.{what}.{detail}").touch(mode=0o600)
 
 
-def ends(ranks: Iterable[int]) -> dict[int, int]:
-    """Return, by rank, new descriptors of processes of this machine, which can be read when the process has ended.
-
-    Args:
-        ranks: of ``distopt run``.  One that is not in the result has not entered, or the kernel has no descriptors.
-    """
-    opened: dict[int, int] = {}
-    for rank in ranks:
-        for name in _folder.glob(f"{rank}.{PID}.*") if _folder else ():
-            with contextlib.suppress(AttributeError, OSError):
-                opened[rank] = _end_of(int(name.suffix[1:]))
-    return opened
-
-
-def _end_of(pid: int) -> int:
-    """Return a descriptor of a process, which can be read when it has ended."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:  # it has: this file can be read at any time
-        return os.open(os.devnull, os.O_RDONLY)
-
-
 class Rank(NamedTuple):
     """The marks of one rank.
 
@@ -164,7 +135,7 @@ def entered(folder: Path) -> list[Rank]:
     """Return all ranks that have entered, by the marks in a folder."""
     marks: dict[int, dict[str, set[str]]] = {}
     for name in os.listdir(folder):
-        if name[0].isdigit():  # and no file over which ranks meet
+        if name[0].isdigit():  # and is not AWAITED
             rank, kind, *detail = name.split(".", 2)
             marks.setdefault(int(rank), {}).setdefault(kind, set()).update(detail)
     return [_rank_of(rank, kinds, folder) for rank, kinds in sorted(marks.items()) if PID in kinds]

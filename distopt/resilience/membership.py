@@ -9,12 +9,13 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 WANTED = "DISTOPT_ELASTIC"  # environment variable: '1' in a job that goes on without the ranks it loses
 LINE = "DISTOPT_LINE"  # environment variable: number of the file descriptor of the socket to the launcher
 MEMBER = "DISTOPT_MEMBER"  # environment variable: number of this process among all that the launcher has started
+ADDRESS = "DISTOPT_ADDRESS"  # environment variable: address of this machine by which ranks of others reach it
 JOINS = "DISTOPT_JOINS"  # environment variable: '1' for a process that takes the place of a lost rank
 MESSAGE = 1 << 16  # bytes of a message at most
 TORCHRUN = (
@@ -109,7 +110,7 @@ class Membership:
 
 
 class Line:
-    """A process's end of its socket to the launcher.
+    """A process's end of its socket to the launcher, and the thread that reads it.
 
     Args:
         line: a socket that keeps messages apart.
@@ -118,9 +119,11 @@ class Line:
 
     def __init__(self, line: socket.socket, member: int):
         self.member, self._line = member, line
-        self._came: dict[str, Epoch] = {}
-        self._changed = threading.Condition()
-        self._reads = False  # a thread does
+        self._epochs: dict[str, Epoch] = {}  # that have begun, by the name of their communicator
+        self._values: dict[str, bytes] = {}  # that members have put
+        self._lost: set[int] = set()
+        self._changed, self._reads = threading.Condition(), True
+        threading.Thread(target=self._read, name="distopt's line to its launcher", daemon=True).start()
 
     def ask(self, name: str, text: str, lets_in: bool = False, first: Sequence[int] = ()) -> Epoch:
         """Ask for the next epoch of a communicator, and wait until it begins.
@@ -134,28 +137,67 @@ class Line:
         Raises:
             ConnectionError: the launcher has ended, or has given this process up.
         """
-        with contextlib.suppress(ConnectionError):  # what comes next says so
-            self._line.send(json.dumps({"of": name, "text": text, "lets_in": lets_in, "first": list(first)}).encode())
-        while True:
+        self._send({"of": name, "text": text, "lets_in": lets_in, "first": list(first)})
+        self.wait(lambda: name in self._epochs)
+        return self._epochs.pop(name)
+
+    def put(self, name: str, value: bytes, to: Sequence[int]) -> None:
+        """Give a value to members, which find it by ``value``."""
+        self._send({"put": name, "value": value.hex(), "to": list(to)})
+
+    def value(self, name: str) -> bytes | None:
+        """Return what a member has put under a name; None if nothing has come yet."""
+        return self._values.get(name)
+
+    def wait(self, come: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait until something is true that the launcher's messages change; tell if it is, after so many seconds.
+
+        Raises:
+            ConnectionError: it is not, and the launcher has ended, or has given this process up.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: come() or not self._reads, seconds)
+            if not self._reads and not come():
+                raise ConnectionError("the launcher has ended, or has given this rank up")
+            return come()
+
+    def forget(self, prefix: str) -> None:
+        """Forget the values whose names begin like this."""
+        with self._changed:
+            for name in [name for name in self._values if name.startswith(prefix)]:
+                del self._values[name]
+
+    def lost(self, members: Iterable[int]) -> list[int]:
+        """Return those of some members that have ended."""
+        return sorted(self._lost.intersection(members))
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        with contextlib.suppress(OSError):  # the launcher has ended, as whoever waits for an answer learns
+            self._line.send(json.dumps(message).encode())
+
+    def _read(self) -> None:
+        while message := self._receive():
             with self._changed:
-                self._changed.wait_for(lambda: name in self._came or not self._reads)
-                if name in self._came:
-                    return self._came.pop(name)
-                self._reads = True
-            try:
-                told = json.loads(self._receive())
-                with self._changed:
-                    self._came[told["of"]] = Epoch(told["number"], told["members"], told["texts"])
-            finally:
-                with self._changed:
-                    self._reads = False
-                    self._changed.notify_all()
+                self._take(**json.loads(message))
+                self._changed.notify_all()
+        with self._changed:
+            self._reads = False
+            self._line.close()
+            self._changed.notify_all()
+
+    def _take(self, **told: Any) -> None:
+        match told:
+            case {"of": name, **epoch}:
+                self._epochs[name] = Epoch(**epoch)
+            case {"put": name, "value": value}:
+                self._values[name] = bytes.fromhex(value)
+            case {"lost": member}:
+                self._lost.add(member)
 
     def _receive(self) -> bytes:
         with contextlib.suppress(ConnectionError):
-            if message := self._line.recv(MESSAGE):
-                return message
-        raise ConnectionError("the launcher has ended, or has given this rank up")
+            return self._line.recv(MESSAGE)
+        return b""
 
 
 def wanted(environ: Mapping[str, str] = os.environ) -> bool:

@@ -1,6 +1,5 @@
 """Whom distopt run --elastic ends when ranks have waited for too long: without processes."""
 
-import os
 import time
 from types import SimpleNamespace
 
@@ -12,24 +11,19 @@ from distopt.resilience import job
 
 
 @pytest.fixture
-def elastic(tmp_path, monkeypatch):
+def elastic(monkeypatch):
     """Makes a job whose ranks have come to some votes; returns whom it ends if some of them complain, and its words."""
     ended, said = [], []
-    states = {}
     monkeypatch.setattr(elastic_job, "say", said.append)
-    monkeypatch.setattr(elastic_job, "end", lambda processes: ended.append("all"))
     monkeypatch.setattr(elastic_job, "HEARING", 0.0)
-    monkeypatch.setattr(job, "state", lambda pid: states.get(pid, "S"))
 
     def elastic(votes, late, stopped=(), awaited=(), lost_before=60.0):
-        started = SimpleNamespace(
-            processes=[SimpleNamespace(pid=os.getpid())], children=[], awaited=lambda: set(awaited)
+        ends = SimpleNamespace(
+            send=lambda rank, number: ended.append(rank), is_stopped=lambda rank: rank.rank in stopped
         )
-        made = ElasticJob(started, tmp_path, len(votes))
-        made._ends.close()
-        made._ends = SimpleNamespace(send=lambda rank, number: ended.append(rank))
+        started = SimpleNamespace(ends=ends, awaited=lambda: set(awaited), end=lambda grace: ended.append("all"))
+        made = ElasticJob(started, len(votes))
         made._lost_at = time.monotonic() - lost_before
-        states.update({1000 + rank: "T" for rank in stopped})
         marks = [{job.LATE: {f"{late[rank]}.0"}} if rank in late else {} for rank in range(len(votes))]
         made._living = [
             job.Rank(rank, 1000 + rank, marks[rank], count, f"step {count}", "") for rank, count in enumerate(votes)

@@ -228,16 +228,14 @@ class TestOverTorch:
         assert said(output, "child 0") == [0, 1], output
 
     @pytest.mark.torch
-    def test_ranks_meet_over_a_file_of_the_job_in_each_epoch(self, run):
-        """A gloo group of torch, whose next one is made without a port."""
+    def test_ranks_meet_over_the_launcher_in_each_epoch(self, run):
+        """A gloo group of torch, whose next one is made without a port or a file."""
         code, output = run(
-            "import torch, torch.distributed as dist\n"
-            "from datetime import timedelta\n"
+            "import torch\n"
+            "from distopt.comm.epoch_ranks import EpochRanks\n"
             "def group():\n"
-            "    epoch = line.ask('world', '')\n"
-            "    store = dist.FileStore(str(job.folder() / f'world.{epoch.number}'), len(epoch.members))\n"
-            "    place = epoch.members.index(me), len(epoch.members)\n"
-            "    return dist.ProcessGroupGloo(store, *place, timedelta(seconds=60))\n"
+            "    ranks = EpochRanks.next(line, 'world', '')\n"
+            "    return ranks.group(ranks.all)\n"
             "first = group()\n"
             "first.allreduce([torch.ones(2)]).wait()\n"
             "if me == 0: die()\n"
@@ -378,7 +376,7 @@ for step in range(1, 6):
 @faults
 def test_ranks_that_are_children_are_known_from_the_start_and_nothing_spins_after_an_end(tmp_path):
     children = [subprocess.Popen(["sh", "-c", "read x; exit 3"], stdin=subprocess.PIPE) for _ in range(2)]
-    ends = Ends(tmp_path, 2, children[0].pid, children)
+    ends = Ends(tmp_path, 2, children[0].pid, dict(enumerate(children)))
     assert [(rank.rank, rank.pid, rank.votes) for rank in ends.look(0)] == [
         (rank, child.pid, 0) for rank, child in enumerate(children)
     ]

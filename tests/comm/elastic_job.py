@@ -3,17 +3,15 @@
 import contextlib
 import json
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
-from distopt.resilience.membership import MESSAGE, Membership
+from distopt.cli.lines import Lines
+from distopt.cli.memberships import Memberships
 
 SCRIPT = str(Path(__file__).with_name("survivors_launch.py"))
 
@@ -70,9 +68,10 @@ class GlooJob(Job):
 
     def start(self, command):
         self._marks = tempfile.TemporaryDirectory()
-        self.ranks, self._lines, self._memberships = {}, {}, {}
+        self.ranks, self._lines = {}, Lines(lambda *said: memberships.hear(*said))
+        memberships = Memberships(range(self.size), self._lines.send, self._lines.end, Path(self._marks.name))
         for member in range(self.size):
-            own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            theirs = self._lines.add(member)
             names = {
                 "DISTOPT_LINE": str(theirs.fileno()),
                 "DISTOPT_MEMBER": str(member),
@@ -85,31 +84,7 @@ class GlooJob(Job):
             )
             theirs.close()
             log.close()
-            self._lines[member] = own
-        self._memberships["world"] = Membership(range(self.size))
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def _serve(self):
-        while self._lines:
-            ready, _, _ = select.select(list(self._lines.values()), [], [], 1)
-            for member in [m for m, own in self._lines.items() if own in ready]:
-                message = b""
-                with contextlib.suppress(ConnectionError):
-                    message = self._lines[member].recv(MESSAGE)
-                if message:
-                    asked = json.loads(message)
-                    name = asked["of"]
-                    self._memberships.setdefault(name, Membership(list(self._lines))).ask(member, asked["text"])
-                else:
-                    self._lines.pop(member).close()
-                    for membership in self._memberships.values():
-                        membership.lose(member)
-            for name, membership in self._memberships.items():
-                epoch = membership.begin()
-                for member in epoch.members if epoch else ():
-                    with contextlib.suppress(OSError):
-                        self._lines[member].send(json.dumps({"of": name} | epoch._asdict()).encode())
+        self._lines.start()
 
     def running(self):
         return any(rank.poll() is None for rank in self.ranks.values())
@@ -131,7 +106,9 @@ class GlooJob(Job):
             if rank.poll() is None:
                 rank.kill()
             rank.wait()
-        self._thread.join(5)
+        lines, self._lines = self._lines, None
+        if lines:
+            lines.close()
         self._marks.cleanup()
         return "\n".join(f"-- {m}\n{(self.folder / f'{m}.log').read_text()}" for m in self.ranks)
 

@@ -67,7 +67,7 @@ def all_there(found):
 
 def test_processes_with_other_ranks_or_world_sizes_are_refused():
     for error in controls(2, [os.urandom(128)] * 2, sizes=[2, 3]):
-        assert str(error) == "rank 1 was told world_size=3, rank 0 2"
+        assert str(error) == "rank 1 was told world_size=3, rank 0 world_size=2"
     for error in controls(3, [os.urandom(128)] * 3, ranks=[0, 1, 1]):
         assert str(error) == "two processes were told local_rank=1"
 

@@ -2,7 +2,6 @@
 
 import os
 import random
-import select
 import signal
 import socket
 import subprocess
@@ -17,7 +16,6 @@ from survivors_launch import OPERATIONS
 from distopt.cli.launcher import find_launcher
 from distopt.comm import run_ranks
 from distopt.comm.board import HEAD, Board, RankEnded
-from distopt.resilience import job as marks
 
 TRANSPORTS = [
     pytest.param("gloo", marks=[pytest.mark.torch, pytest.mark.thorough]),
@@ -142,20 +140,6 @@ def test_a_rank_that_revokes_a_board_wakes_who_waits_for_it():
         return True
 
     assert run_ranks(3, main) == [True] * 3
-
-
-def test_the_ends_of_processes_can_be_waited_for(tmp_path, monkeypatch):
-    """By the marks of a job: of one that lives, one that has ended, and one that has never entered."""
-    monkeypatch.setattr(marks, "_folder", tmp_path)
-    (tmp_path / f"0.pid.{os.getpid()}").touch()
-    (tmp_path / f"1.pid.{2**22 + 1}").touch()  # above all that Linux gives
-    (tmp_path / "meeting of world 0").touch()
-    ends = marks.ends([0, 1, 2])
-    ended, _, _ = select.select(list(ends.values()), [], [], 0)
-    assert set(ends) == {0, 1}
-    assert ended == [ends[1]]
-    for end in ends.values():
-        os.close(end)
 
 
 @pytest.mark.torch

@@ -7,6 +7,8 @@ it.  What the survivors have at the end is compared with a run of threads that w
 
 With ``--grow`` another process takes the place of each lost rank before the next one is killed; what is printed is the
 time until it has made its first step, and at the end all ranks have the same parameters.
+
+With ``--hosts`` half of the ranks are on another host, a network namespace, and the cable to it is cut.
 """
 
 import argparse
@@ -24,8 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
+from benchmarks.namespaces import ADDRESSES, cut, two_hosts  # noqa: E402
+from distopt.comm.keepalive import SECONDS  # noqa: E402
 from distopt.engine.retries import PENDING  # noqa: E402  the tests are no package
 from laws import inputs  # noqa: E402
 from laws.lost import MODES, made, noted, reference  # noqa: E402
@@ -44,18 +48,23 @@ def main():
     parser.add_argument("--jobs", type=int, default=1, help="of each mode")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grow", action="store_true", help="replace lost ranks")
+    parser.add_argument("--hosts", action="store_true", help="cut the cable between two hosts")
     given = parser.parse_args()
     seconds = {}
     for mode in given.modes:
         for number in range(given.jobs):
             with tempfile.TemporaryDirectory() as folder:
                 number_of = given.over, given.ranks, given.kills, given.seed + number
-                kills = one(mode, *number_of, Path(folder), given.grow)
+                if given.hosts:
+                    kills = [vanish(mode, given.ranks, given.seed + number, Path(folder))]
+                else:
+                    kills = one(mode, *number_of, Path(folder), given.grow)
             for size, took in kills:
                 seconds.setdefault(size, []).append(took)
             print(f"{mode}: {', '.join(f'{took:.2f} s at {size}' for size, took in kills)}", flush=True)
     until = "the first step of a rank in its place" if given.grow else "the end of the last survivor's next step"
-    print(f"\n{given.over}: seconds from SIGKILL to {until}")
+    since = "the cut" if given.hosts else "SIGKILL"
+    print(f"\n{given.over}: seconds from {since} to {until}")
     print(f"{'ranks before':>12}{'kills':>7}{'least':>8}{'median':>8}{'95 %':>8}{'most':>8}")
     for size, took in sorted(seconds.items(), reverse=True):
         worst = sorted(took)[min(len(took) - 1, int(0.95 * len(took)))]
@@ -94,18 +103,46 @@ def one(mode, over, ranks, kills, seed, folder, grow=False):
     ]
 
 
+def vanish(mode, ranks, seed, folder):
+    """Start a job on two hosts, cut the cable, and check what is left on the first one; (ranks before, seconds)."""
+    rng, jobs = random.Random(f"{mode} {seed}"), []
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DISTOPT_SECRET": f"{rng.random()}"}
+    with two_hosts() as hosts, (folder / "output").open("w") as output:
+        for node in (0, 1):
+            command = [sys.executable, "-m", "distopt.cli", "run", "-n", str(ranks // 2), "--elastic", "--nodes", "2"]
+            command += ["--node", str(node), "--at", f"{ADDRESSES[0]}:29400", __file__, "--rank", mode, str(folder)]
+            jobs.append(subprocess.Popen(hosts.on(node, command), stdout=output, stderr=output, env=env))
+        wait_for(ranks, folder, jobs[0])
+        time.sleep(rng.uniform(*GAP))
+        when = time.monotonic()
+        cut(hosts)
+        while "ended the ranks of this node" not in (folder / "output").read_text():
+            assert time.monotonic() < when + HUNG, (folder / "output").read_text()
+            time.sleep(0.05)
+        time.sleep(2 * SECONDS)
+        (folder / "stop").touch()
+        codes = [job.wait(HUNG) for job in jobs]
+    said = (folder / "output").read_text()
+    assert codes == [0, 1], f"exit codes {codes}\n{said}"
+    stay = range(ranks // 2)
+    logs = {member: json.loads((folder / f"{member}.json").read_text()) for member in stay}
+    check(mode, ranks, tuple(range(ranks // 2, ranks)), logs, folder)
+    return ranks, max(resumed(log, len(stay), when) for log in logs.values())
+
+
+def wait_for(count, folder, job):
+    """Wait until so many ranks are ready."""
+    deadline = time.monotonic() + HUNG
+    while len(list(folder.glob("*.ready"))) < count:
+        assert job.poll() is None, (folder / "output").read_text()
+        assert time.monotonic() < deadline, (folder / "output").read_text()
+        time.sleep(0.05)
+
+
 def kill(rng, ranks, kills, folder, job, grow):
     """Kill so many ranks at random instants; return (rank, time) of each."""
     alive, times = list(range(ranks)), []
-
-    def wait_for(count):
-        deadline = time.monotonic() + HUNG
-        while len(list(folder.glob("*.ready"))) < count:
-            assert job.poll() is None, (folder / "output").read_text()
-            assert time.monotonic() < deadline, (folder / "output").read_text()
-            time.sleep(0.05)
-
-    wait_for(ranks)
+    wait_for(ranks, folder, job)
     for k in range(kills):
         time.sleep(rng.uniform(*GAP))
         victim = alive.pop(rng.randrange(len(alive)))
@@ -113,7 +150,7 @@ def kill(rng, ranks, kills, folder, job, grow):
         times.append((victim, time.monotonic()))
         os.kill(pid, signal.SIGKILL)
         if grow:
-            wait_for(ranks + k + 1)
+            wait_for(ranks + k + 1, folder, job)
             alive.append(ranks + k)
     time.sleep(GAP[1])
     return times

@@ -5,6 +5,7 @@ import importlib.util
 import losses
 import pytest
 
+from benchmarks.namespaces import missing
 from distopt.cli.launcher import find_launcher
 
 MODES = ["dense", "top-K", "dgc", "local steps", "overlap", "three batches"]
@@ -38,6 +39,16 @@ def test_local_steps_in_flight_go_on_over_torch(tmp_path):
 @pytest.mark.parametrize("mode", ["dense", "top-K"])
 def test_other_processes_take_the_place_of_killed_ranks(mode, tmp_path):
     assert len(losses.one(mode, "torch", 3, 2, 1, tmp_path, grow=True)) == 2
+
+
+@pytest.mark.torch
+@needs_torch
+@pytest.mark.parametrize("mode", ["dense", "top-K"])
+def test_a_host_that_vanishes_is_done_without_over_torch(mode, tmp_path):
+    """The other host's ranks go on, to the bits of fewer ranks, and no rank that cannot reach them does."""
+    if lack := missing():
+        pytest.skip(lack)
+    assert losses.vanish(mode, 4, 1, tmp_path)[0] == 4
 
 
 @pytest.mark.faults

@@ -1,14 +1,16 @@
 """Epochs: whoever asks and whoever is lost, in any order, all members are told the same and nobody is left behind."""
 
-import json
+import contextlib
 import os
 import socket
 import threading
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distopt.cli.lines import Lines
 from distopt.cli.memberships import Memberships
 from distopt.resilience import membership
 from distopt.resilience.job import AWAITED
@@ -21,7 +23,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["ask", "lose"]), st.integers(0, 4))
 @given(st.integers(1, 5), EVENTS)
 def test_an_epoch_begins_when_all_that_live_have_asked(size, events):
     made, living, asked, epochs = Membership(range(size)), set(range(size)), {}, []
-    for time, (what, member) in enumerate(events):
+    for moment, (what, member) in enumerate(events):
         if member not in living:
             continue
         if what == "lose":
@@ -29,7 +31,7 @@ def test_an_epoch_begins_when_all_that_live_have_asked(size, events):
             asked.pop(member, None)
             made.lose(member)
         else:
-            asked[member] = f"{member} at {time}"
+            asked[member] = f"{member} at {moment}"
             made.ask(member, asked[member])
         epoch = made.begin()
         assert (epoch is not None) == (bool(asked) and asked.keys() == living)
@@ -81,23 +83,46 @@ def test_a_newcomer_is_a_member_once_all_let_it_in(events):
         assert made.newcomers() == asked.keys() - members
 
 
+class Hearing:
+    """Memberships, and the lines of their members, as a launcher has them."""
+
+    def __init__(self, size, folder):
+        self._lines = Lines(lambda *said: self.memberships.hear(*said))
+        self.sockets = [self._lines.add(member) for member in range(size)]
+        self.memberships = Memberships(range(size), self._lines.send, self._lines.end, folder)
+        self.lines = [Line(theirs, member) for member, theirs in enumerate(self.sockets)]
+        self._lines.start()
+
+    def add(self):
+        """One more process's line."""
+        member = len(self.sockets)
+        self.memberships.add(member)
+        self.sockets.append(self._lines.add(member))
+        return Line(self.sockets[-1], member)
+
+    def end(self, member):
+        """Close a line, as the end of its process does."""
+        self.sockets[member].shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        self._lines.close()
+        for member, line in enumerate(self.sockets):
+            with contextlib.suppress(OSError):  # the other end has gone
+                self.end(member)
+            line.close()
+
+
 @pytest.fixture
 def hearing(tmp_path):
-    """Memberships that hear, and the lines of their members."""
     opened = []
 
     def hearing(size):
-        memberships = Memberships(size, tmp_path)
-        lines = [Line(theirs, member) for member, theirs in enumerate(memberships.lines)]
-        memberships.start()
-        opened.append(memberships)
-        return memberships, lines
+        opened.append(Hearing(size, tmp_path))
+        return opened[-1]
 
     yield hearing
-    for memberships in opened:
-        memberships.close()
-        for line in memberships.lines:
-            line.close()
+    for each in opened:
+        each.close()
 
 
 def ask_all(lines, name="world"):
@@ -115,24 +140,26 @@ def ask_all(lines, name="world"):
 
 
 def test_all_members_are_told_the_same_over_their_lines(hearing):
-    memberships, lines = hearing(4)
+    job = hearing(4)
+    lines = job.lines
     first = Epoch(0, [0, 1, 2, 3], [f"I am {k}" for k in range(4)])
     assert ask_all(lines) == dict.fromkeys(range(4), first)
-    memberships.lines[2].close()  # as its process ends
+    job.end(2)
     second = Epoch(1, [0, 1, 3], ["I am 0", "I am 1", "I am 3"])
     assert ask_all([lines[0], lines[1], lines[3]]) == dict.fromkeys([0, 1, 3], second)
-    memberships.lose(3)  # which has forked a child that has the line too
+    job.memberships.lose(3)  # which has forked a child that has the line too
     assert ask_all(lines[:2]) == dict.fromkeys([0, 1], Epoch(2, [0, 1], ["I am 0", "I am 1"]))
 
 
 def test_a_communicator_that_is_asked_for_later_has_those_that_live(hearing):
-    memberships, lines = hearing(3)
-    memberships.lose(0)
-    assert ask_all(lines[1:], "second") == dict.fromkeys([1, 2], Epoch(0, [1, 2], ["I am 1", "I am 2"]))
+    job = hearing(3)
+    job.memberships.lose(0)
+    assert ask_all(job.lines[1:], "second") == dict.fromkeys([1, 2], Epoch(0, [1, 2], ["I am 1", "I am 2"]))
 
 
 def test_who_keeps_others_waiting_is_known(hearing):
-    memberships, lines = hearing(3)
+    job = hearing(3)
+    memberships, lines = job.memberships, job.lines
     assert memberships.awaited() == set()
     asking = threading.Thread(target=lines[1].ask, args=["world", ""])
     asking.start()
@@ -144,14 +171,14 @@ def test_who_keeps_others_waiting_is_known(hearing):
 
 
 def test_what_a_lost_member_has_sent_before_is_not_heard(hearing):
-    memberships, lines = hearing(2)
-    memberships.lose(0)
-    memberships.lines[0].send(json.dumps({"of": "world", "text": "late"}).encode())
-    assert ask_all(lines[1:]) == {1: Epoch(0, [1], ["I am 1"])}
+    job = hearing(2)
+    job.memberships.lose(0)
+    job.memberships.hear(0, {"of": "world", "text": "late", "lets_in": False, "first": []})
+    assert ask_all(job.lines[1:]) == {1: Epoch(0, [1], ["I am 1"])}
 
 
 def test_two_threads_of_a_rank_ask_for_two_communicators_over_one_line(hearing):
-    _, lines = hearing(2)
+    lines = hearing(2).lines
     told = [{}, {}]
     threads = [
         threading.Thread(target=lambda line=line, name=name: told[line.member].update({name: line.ask(name, name)}))
@@ -164,6 +191,40 @@ def test_two_threads_of_a_rank_ask_for_two_communicators_over_one_line(hearing):
         thread.join(10)
     expected = {name: Epoch(0, [0, 1], [name, name]) for name in "ab"}
     assert told == [expected, expected]
+
+
+def test_what_a_member_puts_comes_to_those_it_names(hearing):
+    job = hearing(3)
+    job.lines[0].put("a/address", b"\x00\xff", [0, 1])
+    job.lines[0].put("b/address", b"", [2])
+    for line in job.lines[:2]:
+        assert line.wait(lambda line=line: line.value("a/address") is not None, 10)
+        assert (line.value("a/address"), line.value("b/address")) == (b"\x00\xff", None)
+    assert job.lines[2].wait(lambda: job.lines[2].value("b/address") == b"", 10)
+    assert not job.lines[2].wait(lambda: job.lines[2].value("a/address") is not None, 0.01)
+    job.lines[1].forget("a/")
+    assert job.lines[1].value("a/address") is None
+
+
+def test_who_has_ended_is_known_to_those_who_wait(hearing):
+    job = hearing(3)
+    threading.Timer(0.05, job.end, [1]).start()
+    assert job.lines[0].wait(lambda: job.lines[0].lost([0, 1]), 10)
+    assert (job.lines[0].lost([1, 2]), job.lines[0].lost([0, 2])) == ([1], [])
+
+
+def test_who_reads_nothing_is_given_up_and_holds_nobody_up(tmp_path):
+    said = []
+    lines = Lines(lambda *heard: said.append(heard))
+    theirs = lines.add(5)
+    for _ in range(1000):
+        lines.send(5, {"put": "x" * 10000})
+    lines.start()
+    while not said:
+        time.sleep(1e-3)
+    assert said == [(5, None)]
+    lines.close()
+    theirs.close()
 
 
 def test_the_end_of_the_launcher_is_an_error():
@@ -185,7 +246,6 @@ def test_a_process_has_one_line_and_leaves_it_to_no_other(monkeypatch):
     assert (line.member, membership.line(environ)) == (7, line)
     assert membership.LINE not in environ
     assert not os.get_inheritable(descriptor)
-    line._line.close()
     ours.close()
 
 
@@ -199,9 +259,10 @@ def test_torchrun_cannot_lose_a_rank():
 
 
 def test_a_process_that_comes_later_is_let_in_between_epochs(hearing, tmp_path):
-    memberships, lines = hearing(2)
+    job = hearing(2)
+    lines = job.lines
     ask_all(lines)
-    new = Line(memberships.lines[memberships.add()], 2)
+    new = job.add()
     told = []
     waiting = threading.Thread(target=lambda: told.append(new.ask("world", "new", True)))
     waiting.start()
@@ -219,9 +280,9 @@ def test_a_process_that_comes_later_is_let_in_between_epochs(hearing, tmp_path):
 
 
 def test_a_process_that_waits_for_nobody_hears_of_it(hearing):
-    memberships, lines = hearing(1)
-    ask_all(lines)
-    new = Line(memberships.lines[memberships.add()], 1)
-    threading.Timer(0.05, memberships.lose, [0]).start()
+    job = hearing(1)
+    ask_all(job.lines)
+    new = job.add()
+    threading.Timer(0.05, job.memberships.lose, [0]).start()
     with pytest.raises(ConnectionError, match="the launcher has ended, or has given this rank up"):
         new.ask("world", "", True)
