@@ -1,9 +1,12 @@
 """What it costs that others can go on without a lost rank: distopt run -n 2 --elastic -m benchmarks.elastic
 
 Steps that could be made again, in turns with the same steps on the same ranks that could not: the difference is a vote,
-and a copy of what a compressor keeps.  No backward pass is made, so that real steps lose a smaller share.
+and a copy of what a compressor keeps.  First the exchange and the update alone; then, where torch is, whole steps with
+a forward and a backward pass.
 """
 
+import functools
+import importlib.util
 import statistics
 import sys
 import time
@@ -29,6 +32,42 @@ def step_of(shapes, compressor, comm):
     return lambda: opt.step(pairs, compressor)
 
 
+def whole_step_of(make_model, shape, compressor, comm):
+    """One step of a model of torch's on random images of that shape."""
+    from benchmarks.torch_models import loss_on_random_images
+
+    model, loss = make_model(), loss_on_random_images(shape, comm.rank)
+    opt = distopt.DistOpt(distopt.optim.SGD(0.1), comm, params=model)
+    opt.step(loss(model), compressor)
+    return lambda: opt.step(loss(model), compressor)
+
+
+def cases():
+    """What is measured: a name, a function that makes a step on a communicator, and calls a round."""
+    for name, shapes, compressor, calls in (
+        ("resnet50, dense", MODELS["resnet50"](), Dense(), 2),
+        ("resnet50, top-K 0.1 %", MODELS["resnet50"](), ErrorFeedback(TopK(0.001)), 1),
+        ("resnet50, DGC 0.1 %", MODELS["resnet50"](), DeepGradientCompression(TopK(0.001)), 1),
+        ("tiny, 2000 tensors", MODELS["tiny"](), Dense(), 10),
+        ("small, 10,255 elements", SMALL, Dense(), 150),
+    ):
+        yield name, functools.partial(step_of, shapes, compressor), calls
+    if importlib.util.find_spec("torch") is None:
+        return
+    from benchmarks.torch_models import resnet18, small_cnn
+
+    for name, make_model, shape, calls in (
+        ("whole ResNet-18", resnet18, (8, 3, 32, 32), 1),
+        ("whole small CNN", small_cnn, (64, 1, 8, 8), 50),
+    ):
+        for kind, compressor in (
+            ("dense", Dense()),
+            ("top-K 0.1 %", ErrorFeedback(TopK(0.001))),
+            ("DGC 0.1 %", DeepGradientCompression(TopK(0.001))),
+        ):
+            yield f"{name}, {kind}", functools.partial(whole_step_of, make_model, shape, compressor), calls
+
+
 def timed(step, calls, comm):
     """Seconds per call of the slowest rank."""
     comm.barrier()
@@ -42,14 +81,8 @@ def main():
     world = distopt.world()
     plain = world.comm  # the same ranks and messages, which end together
     lines = [measure.versions("numpy"), f"{world.size} ranks, {plain.reason}; medians of {ROUNDS} rounds [quartiles]"]
-    for name, shapes, compressor, calls in (
-        ("resnet50, dense", MODELS["resnet50"](), Dense(), 2),
-        ("resnet50, top-K 0.1 %", MODELS["resnet50"](), ErrorFeedback(TopK(0.001)), 1),
-        ("resnet50, DGC 0.1 %", MODELS["resnet50"](), DeepGradientCompression(TopK(0.001)), 1),
-        ("tiny, 2000 tensors", MODELS["tiny"](), Dense(), 10),
-        ("small, 10,255 elements", SMALL, Dense(), 150),
-    ):
-        steps = {"elastic": step_of(shapes, compressor, world), "plain": step_of(shapes, compressor, plain)}
+    for name, make, calls in cases():
+        steps = {"elastic": make(world), "plain": make(plain)}
         seconds = {case: [] for case in steps}
         for k in range(ROUNDS):
             for case in sorted(steps, reverse=bool(k % 2)):
@@ -57,7 +90,7 @@ def main():
         low, middle, high = np.quantile(np.divide(seconds["elastic"], seconds["plain"]), (0.25, 0.5, 0.75))
         more = 1e6 * (statistics.median(seconds["elastic"]) - statistics.median(seconds["plain"]))
         lines.append(
-            f"  {name:24} {statistics.median(seconds['plain']) * 1e6:9.1f} us a step; elastic x {middle:.3f} "
+            f"  {name:28} {statistics.median(seconds['plain']) * 1e6:9.1f} us a step; elastic x {middle:.3f} "
             f"[{low:.3f} - {high:.3f}], {more:+.0f} us"
         )
     if world.rank == 0:
