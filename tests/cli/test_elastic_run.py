@@ -8,11 +8,11 @@ import sys
 import time
 
 import pytest
+from elastic_script import HEAD, all_gone, told
 
 from distopt.cli import elastic, main
 from distopt.cli.ends import Ends
 from distopt.cli.launcher import Launcher
-from distopt.resilience import job
 from launch import distopt_run, find_launcher, has_mpi
 
 faults = pytest.mark.faults
@@ -27,35 +27,6 @@ over_mpi = [
     ),
 ]
 
-HEAD = """
-import os, signal, sys, threading, time
-from distopt.resilience import job, membership
-from distopt.resilience.abort import abort_on_exception
-from distopt.resilience.operation_log import OperationLog, recorder
-from distopt.resilience.timeouts import limits
-from distopt.resilience.watchdog import Watchdog
-
-line = membership.line()
-me = line.member
-
-
-def meet():
-    epoch = line.ask("world", f"I am {me}")
-    assert epoch.texts == [f"I am {member}" for member in epoch.members]
-    print("epoch", epoch.number, epoch.members)
-
-
-def steps(first, last):
-    for step in range(first, last + 1):
-        job.note(f"step {step}")
-        time.sleep(0.002)
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-"""
 LOST = "lost with it: the gradients of its batch, and whatever it had not sent yet"
 
 
@@ -67,11 +38,6 @@ def run(tmp_path):
         return distopt_run(ranks, "--elastic", "--over", over, *options, script, timeout=timeout, env=environment)
 
     return run
-
-
-def told(output):
-    """What the command itself has said."""
-    return [line.removeprefix("distopt run: ") for line in output.splitlines() if line.startswith("distopt run: ")]
 
 
 def said(output, text):
@@ -306,14 +272,6 @@ class TestOverTorch:
             running.stdout.close()
             running.wait()
 
-    @staticmethod
-    def all_gone(pids):
-        deadline = time.monotonic() + 10
-        while any(job.state(pid) not in "ZX" for pid in pids):
-            assert time.monotonic() < deadline, "ranks have outlived their launcher"
-            time.sleep(0.05)
-        return True
-
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_a_signal_ends_all(self, start, number):
         running, pids = start("meet(); time.sleep(60)")
@@ -321,7 +279,7 @@ class TestOverTorch:
         output, _ = running.communicate(timeout=20)
         assert running.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130}[number], output
         assert told(output) == []
-        assert self.all_gone(pids)
+        assert all_gone(pids)
 
     def test_a_second_signal_ends_ranks_that_ignore_it(self, start):
         running, pids = start("signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep(60)")
@@ -332,7 +290,7 @@ class TestOverTorch:
         running.send_signal(signal.SIGTERM)
         running.communicate(timeout=20)
         assert running.returncode == 137
-        assert self.all_gone(pids)
+        assert all_gone(pids)
 
     def test_ranks_that_wait_for_a_signal_get_it(self, start):
         running, pids = start(
@@ -345,13 +303,13 @@ class TestOverTorch:
         running.send_signal(signal.SIGTERM)
         running.communicate(timeout=20)
         assert running.returncode == 143
-        assert self.all_gone(pids)
+        assert all_gone(pids)
 
     def test_ranks_end_with_their_launcher(self, start):
         running, pids = start("time.sleep(60)")
         assert len(pids) == 3
         running.kill()
-        assert self.all_gone(pids)
+        assert all_gone(pids)
 
     def test_a_time_limit_ends_all(self, run):
         code, output = run("meet(); time.sleep(60)", "--timeout", "2", ranks=2)

@@ -7,43 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
+from elastic_script import HEAD, all_gone, told
 
 from distopt.cli import main, nodes
 from distopt.cli.nodes import Place, place
-from distopt.resilience import job
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch: pip install torch")
-
-HEAD = """
-import os, signal, sys, time
-from distopt.resilience import job, membership
-from distopt.resilience.operation_log import OperationLog, recorder
-from distopt.resilience.timeouts import limits
-from distopt.resilience.watchdog import Watchdog
-
-line = membership.line()
-me = line.member
-
-
-def meet():
-    epoch = line.ask("world", f"I am {me}")
-    print("epoch", epoch.number, epoch.members, flush=True)
-
-
-def steps(first, last):
-    for step in range(first, last + 1):
-        job.note(f"step {step}")
-        time.sleep(0.002)
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-"""
 
 
 @pytest.fixture
@@ -89,19 +60,6 @@ def run(start):
         return [launcher.returncode for launcher in launchers], outputs
 
     return run
-
-
-def told(output):
-    """What the command itself has said."""
-    return [line.removeprefix("distopt run: ") for line in output.splitlines() if line.startswith("distopt run: ")]
-
-
-def all_gone(pids):
-    deadline = time.monotonic() + 10
-    while any(job.state(pid) not in "ZX" for pid in pids):
-        assert time.monotonic() < deadline, "ranks have outlived their launcher"
-        time.sleep(0.05)
-    return True
 
 
 @pytest.mark.faults
