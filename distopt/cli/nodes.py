@@ -22,13 +22,14 @@ from distopt.cli.ends import Ends
 from distopt.cli.processes import END_SECONDS, POLL_SECONDS
 from distopt.comm.keepalive import keep_alive
 from distopt.comm.launchers import LOOPBACK, meeting
-from distopt.comm.listener import RankListener, Words
+from distopt.comm.listener import TIMEVAL, RankListener, Words
 from distopt.resilience import job
 
 SECRET = "DISTOPT_SECRET"  # environment variable: the same text on all machines, known to nobody else
 # Seconds without a sign of life.  Less than for connections between ranks: what they say when they notice would begin
 # the time anew.
 SILENCE = 3
+GRACE = 5  # seconds for another launcher to read what it is told
 PATIENCE = 60.0  # seconds for all nodes to come
 NODES = Words("node", "--node ", "--nodes ")
 KILLED = 137  # exit code of a rank that was lost with its machine
@@ -99,18 +100,22 @@ class Trunk:
         self._connection, self._lock = connection, threading.Lock()
         with socket.socket(fileno=os.dup(connection.fileno())) as own:
             keep_alive(own, SILENCE)
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIMEVAL.pack(GRACE, 0))
             self.address: str = own.getsockname()[0]
 
     def send(self, **message: Any) -> None:
-        """Send a message; the other end may be gone, which ``receive`` finds."""
-        with contextlib.suppress(OSError), self._lock:
-            self._connection.send_bytes(json.dumps(message).encode())
+        """Send a message; an end that is gone, or that has not read for ``GRACE`` seconds, is given up."""
+        try:
+            with self._lock:
+                self._connection.send_bytes(json.dumps(message).encode())
+        except OSError:
+            self.shut()
 
     def receive(self) -> dict[str, Any] | None:
         """Wait for a message, and return it; None if the other end is gone."""
         try:
             return dict(json.loads(self._connection.recv_bytes()))
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):
             return None
 
     def shut(self) -> None:
@@ -274,8 +279,9 @@ class Nodes:
         """Let all other launchers end, with the job's exit code."""
         for node in self.others:
             node.trunk.send(over=code)
-        for thread in self._threads:
-            thread.join()
+        for node, thread in zip(self.others, self._threads, strict=True):
+            thread.join(GRACE)
+            node.trunk.shut()
 
 
 class EndsOfNodes:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 
 import pytest
 from elastic_script import HEAD, all_gone, told
@@ -202,3 +203,17 @@ def test_slurm_tells_the_place():
 def test_options_that_do_not_fit(options, text, capsys):
     assert main(["run", "-n", "2", *options]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_an_end_that_does_not_read_is_given_up(monkeypatch):
+    """It must not hold up the launcher that tells all others of a loss."""
+    monkeypatch.setattr(nodes, "GRACE", 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    trunk, other = nodes.Trunk(Connection(ours.detach())), nodes.Trunk(Connection(theirs.detach()))
+    other.send(ranks=2)
+    assert trunk.receive() == {"ranks": 2}
+    for _ in range(100):
+        trunk.send(message="x" * 1_000_000)
+    assert trunk.receive() is None
