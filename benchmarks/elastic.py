@@ -57,7 +57,7 @@ def cases():
     from benchmarks.torch_models import resnet18, small_cnn
 
     for name, make_model, shape, calls in (
-        ("whole ResNet-18", resnet18, (8, 3, 32, 32), 1),
+        ("whole ResNet-18", resnet18, (32, 3, 32, 32), 1),
         ("whole small CNN", small_cnn, (64, 1, 8, 8), 50),
     ):
         for kind, compressor in (
