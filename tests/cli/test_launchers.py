@@ -174,9 +174,8 @@ def test_what_a_rank_would_lose_and_how_long_it_waits_is_read_by_the_launcher(tm
         monkeypatch.setattr(job, name, getattr(job, name))
     monkeypatch.setattr(job.atexit, "register", lambda *given: None)
     job.tell("nothing")  # no rank of distopt run
-    assert job.folder() is None
     job.enter(1, tmp_path)
-    (job.folder() / "world.0").touch()  # a file over which ranks meet is no mark
+    (tmp_path / job.AWAITED).touch()  # is no mark
     (rank,) = job.entered(tmp_path)
     assert (rank.told, rank.where) == ("", "before distopt.world()")
     job.note("step " + "7" * 300)

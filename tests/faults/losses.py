@@ -26,7 +26,11 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import launch
+
+launch.extend_path()  # the project comes last, or its sources would hide an installed distopt
 
 from benchmarks.namespaces import ADDRESSES, cut, two_hosts  # noqa: E402
 from distopt.comm.keepalive import SECONDS  # noqa: E402
