@@ -1,7 +1,8 @@
 """The pages of the documentation: README.md and docs/, and their blocks.
 
-As a script, ``pages.py PAGE ...``, it runs the Python blocks of pages, each in a namespace of its own; a traceback
-shows the page and the line.
+As a script, ``pages.py PAGE [torch]``, it runs the Python blocks of a page, each in a namespace of its own; a traceback
+shows the page and the line.  A block that needs more than distopt itself is below a comment that says so,
+``<!-- needs torch -->`` or ``<!-- needs a GPU -->``.
 """
 
 import re
@@ -13,16 +14,27 @@ PROJECT = Path(__file__).resolve().parents[2]
 README = PROJECT / "README.md"
 PAGES = [README, *sorted((PROJECT / "docs").rglob("*.md"))]
 NOT_RUN = "*Not run by the tests"  # how the line below a shell block begins that no test can run
+NEEDS = re.compile(r"<!-- needs (?:a )?(\w+) -->")
 
 
 class Block(NamedTuple):
-    """A fenced block, the number of the line that opens it, and the text of the next line below it."""
+    """A fenced block of a page.
+
+    Attributes:
+        page: the page.
+        line: the number of the line that opens it.
+        language: what follows the fence.
+        text: what is between the fences.
+        below: the next line below it that is not empty.
+        needs: what it needs beside distopt: '', 'torch' or 'GPU'.
+    """
 
     page: Path
     line: int
     language: str
     text: str
     below: str
+    needs: str
 
 
 def blocks(page, *languages):
@@ -34,7 +46,8 @@ def blocks(page, *languages):
         elif line.startswith("```"):
             language, text = lines[first - 1].removeprefix("```"), "\n".join(lines[first : number - 1])
             if language in languages:
-                yield Block(page, first, language, text, next(filter(None, lines[number:]), ""))
+                below, needs = next(filter(None, lines[number:]), ""), NEEDS.fullmatch(lines[first - 2])
+                yield Block(page, first, language, text, below, needs[1] if needs else "")
             first = None
 
 
@@ -43,9 +56,9 @@ def without_blocks(page):
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
 
 
-def run(page):
-    """Run a page's Python blocks, and return how many there are."""
-    found = list(blocks(page, "python"))
+def run(page, needs=""):
+    """Run a page's Python blocks that need this beside distopt, and return how many there are."""
+    found = [block for block in blocks(page, "python") if block.needs == needs]
     for block in found:
         code = compile("\n" * block.line + block.text, page, "exec")
         exec(code, {"__name__": "__main__"})
@@ -53,11 +66,10 @@ def run(page):
 
 
 def main():
-    """Run the Python blocks of the pages that are named."""
+    """Run the Python blocks of a page."""
     this = str(Path(__file__).resolve().parent)
     sys.path[:] = [folder for folder in sys.path if folder != this]  # a block sees what a script of a reader sees
-    for page in map(Path, sys.argv[1:]):
-        run(page)
+    run(Path(sys.argv[1]), *sys.argv[2:])
 
 
 if __name__ == "__main__":

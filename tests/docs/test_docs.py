@@ -8,12 +8,14 @@ Numbers of laws and bugs are explained in docs/laws.md.
 import os
 import re
 import sys
+import threading
 
 import pages
 import pytest
 from pages import PAGES, PROJECT, README
 from test_layers import LEVEL
 
+import distopt
 from launch import distopt_run, finish, needs_mpi
 
 COMMANDS = next(pages.blocks(README, "sh")).text.splitlines()
@@ -28,24 +30,45 @@ def name_of(page):
 
 
 def with_python():
-    """Pages with Python blocks; one of them needs torch."""
-    found = [page for page in PAGES if any(pages.blocks(page, "python"))]
-    return [pytest.param(page, marks=pytest.mark.torch) if page.stem == "torch" else page for page in found]
+    """Pages with Python blocks, and what these need beside distopt."""
+    found = sorted({(page, block.needs) for page in PAGES for block in pages.blocks(page, "python")})
+    marks = {"": (), "torch": pytest.mark.torch, "GPU": pytest.mark.device}
+    return [
+        pytest.param(*case, marks=marks[case[1]], id=" ".join(filter(None, (name_of(case[0]), case[1]))))
+        for case in found
+    ]
+
+
+ON_HOSTS = [case for case in with_python() if case.values[1] != "GPU"]
+ON_GPUS = [case.values[0] for case in with_python() if case.values[1] == "GPU"]
 
 
 @needs_mpi
-@pytest.mark.parametrize("page", with_python(), ids=name_of)
-def test_python_blocks_of_pages_run_on_two_ranks(page, tmp_path):
-    code, output = distopt_run(2, pages.__file__, page, cwd=tmp_path, timeout=60)
+@pytest.mark.parametrize(("page", "needs"), ON_HOSTS)
+def test_python_blocks_of_pages_run_on_two_ranks(page, needs, tmp_path):
+    code, output = distopt_run(2, pages.__file__, page, needs, cwd=tmp_path, timeout=60)
     assert code == 0, output
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("page", with_python(), ids=name_of)
-def test_python_blocks_of_pages_run_on_one_rank(page, tmp_path):
+@pytest.mark.parametrize(("page", "needs"), ON_HOSTS)
+def test_python_blocks_of_pages_run_on_one_rank(page, needs, tmp_path):
     """Without a launcher, as one rank."""
-    code, output = finish([sys.executable, pages.__file__, page], 60, cwd=tmp_path)
+    code, output = finish([sys.executable, pages.__file__, page, needs], 60, cwd=tmp_path)
     assert code == 0, output
+
+
+@pytest.mark.parametrize("page", ON_GPUS, ids=name_of)
+def test_python_blocks_of_pages_run_on_stand_ins_for_gpus(page, doubles, monkeypatch):
+    on_gpus = pytest.importorskip("doubles.ranks").on_gpus
+
+    def main(comm):
+        local.comm = comm
+        return pages.run(page, "GPU")
+
+    local = threading.local()
+    monkeypatch.setattr(distopt, "world", lambda: local.comm)
+    assert min(on_gpus(2, main)) > 0
 
 
 @needs_mpi
