@@ -2,7 +2,7 @@
 
 README's blocks run in test_two_ranks.py too, and .ci/run starts with its two commands.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import os
@@ -28,9 +28,10 @@ def name_of(page):
 
 
 def with_python():
-    """Pages with Python blocks; one of them needs torch."""
-    found = [page for page in PAGES if any(pages.blocks(page, "python"))]
-    return [pytest.param(page, marks=pytest.mark.torch) if page.stem == "torch" else page for page in found]
+    """Pages with Python blocks, those that import torch with its mark."""
+    texts = {page: "\n".join(block.text for block in pages.blocks(page, "python")) for page in PAGES}
+    torch = re.compile(r"^\s*import torch\b", re.M)
+    return [pytest.param(p, marks=[pytest.mark.torch] * bool(torch.search(text))) for p, text in texts.items() if text]
 
 
 @needs_mpi
@@ -115,7 +116,13 @@ def test_names_of_files_and_tests_are_names(page):
                 assert f"def {function}(" in (PROJECT / path).read_text(), code
 
 
-SENTENCE = "Numbers of laws and bugs are explained in docs/laws.md."
+@pytest.mark.parametrize("file", [f for f in CODE if "docs/" in f.read_text()], ids=name_of)
+def test_pages_that_code_names_are_there(file):
+    for page in re.findall(r"(?<![\w/])docs/[\w/]+\.md", file.read_text()):
+        assert (PROJECT / page).is_file(), page
+
+
+SENTENCE = "Numbers of laws and bugs are explained in docs/concepts/laws.md."
 
 
 def comments_of(file):
@@ -123,8 +130,8 @@ def comments_of(file):
 
 
 def test_numbers_of_laws_and_bugs_are_on_their_page():
-    """A comment that says Law 3, or S9, can be looked up, and its module says where: docs/laws.md."""
-    text = (PROJECT / "docs" / "laws.md").read_text()
+    """A comment that says Law 3, or S9, can be looked up, and its module says where: docs/concepts/laws.md."""
+    text = (PROJECT / "docs" / "concepts" / "laws.md").read_text()
     known = set(re.findall(r"^\| ([A-Z]\d+b?) \|", text, re.M)) | set(re.findall(r"^### (Law \d):", text, re.M))
     for file in CODE:
         comments = comments_of(file)
@@ -146,7 +153,7 @@ def test_tests_are_not_named_after_numbers():
 
 
 def test_the_tree_names_what_is_there():
-    text = (PROJECT / "docs" / "architecture.md").read_text()
+    text = (PROJECT / "docs" / "concepts" / "architecture.md").read_text()
     tree = re.search(r"```\nnative/.*?```", text, re.S)[0]
     rooms = re.findall(r"^  (\w+)", tree, re.M)
     levels = [LEVEL[room] for room in rooms]
