@@ -600,7 +600,7 @@ class DistOpt(SingaModes, Checkpointed):
             for step in range(opt.step_counter, steps):
                 opt(loss)
 
-        ``distopt run --elastic --restarts K`` starts processes in the place of lost ones (``docs/elastic.md``).
+        ``distopt run --elastic --restarts K`` starts processes in the place of lost ones (``docs/guides/elastic.md``).
 
         Args:
             params: the parameters, which are written to by name; None for those of this DistOpt.

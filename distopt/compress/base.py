@@ -2,7 +2,7 @@
 
 Law 1, for every compressor and every x: before == after + decompress(compress(before))          (conservation)
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import abc

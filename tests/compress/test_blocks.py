@@ -1,6 +1,6 @@
 """Blocks of integers beside a scale: the layout of a payload, its values, and the residual.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import math

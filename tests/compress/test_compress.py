@@ -1,6 +1,6 @@
 """Compressors: what exactly they select, and what they refuse.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import numpy as np

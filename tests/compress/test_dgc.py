@@ -1,6 +1,6 @@
 """Deep Gradient Compression: its recurrences, what is dense beside it, its warm-up, and what it refuses.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import gc
@@ -40,7 +40,7 @@ def largest(v, k):
 
 
 class Reference:
-    """One tensor on N ranks in float64, by the equations of docs/dgc.md: gradients in, the mean that is applied out."""
+    """One tensor on N ranks in float64, by the equations of docs/guides/dgc.md: gradients in, the applied mean out."""
 
     def __init__(self, ranks, n, momentum=0.9, nesterov=False, masking=True, clip=None, decay=0.0, in_gradient=False):
         self.u, self.v, self.p = np.zeros((ranks, n)), np.zeros((ranks, n)), np.zeros(n)

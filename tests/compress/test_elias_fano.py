@@ -1,6 +1,6 @@
 """Packed entries: the layout of a payload, its indices and values, the residual, and errors.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Codes of one bit and two: the layout of a payload, its values, and the residual.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import numpy as np

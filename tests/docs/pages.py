@@ -1,8 +1,7 @@
 """The pages of the documentation: README.md and docs/, and their blocks.
 
 As a script, ``pages.py PAGE [torch]``, it runs the Python blocks of a page, each in a namespace of its own; a traceback
-shows the page and the line.  A block that needs more than distopt itself is below a comment that says so,
-``<!-- needs torch -->`` or ``<!-- needs a GPU -->``.
+shows the page and the line.  Blocks that import torch, or cupy, are run by themselves.
 """
 
 import re
@@ -14,7 +13,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 README = PROJECT / "README.md"
 PAGES = [README, *sorted((PROJECT / "docs").rglob("*.md"))]
 NOT_RUN = "*Not run by the tests"  # how the line below a shell block begins that no test can run
-NEEDS = re.compile(r"<!-- needs (?:a )?(\w+) -->")
+NEEDS = re.compile(r"^\s*(?:import|from) (torch|cupy)\b", re.M)
 
 
 class Block(NamedTuple):
@@ -26,7 +25,7 @@ class Block(NamedTuple):
         language: what follows the fence.
         text: what is between the fences.
         below: the next line below it that is not empty.
-        needs: what it needs beside distopt: '', 'torch' or 'GPU'.
+        needs: what it needs beside distopt: 'torch', 'cupy' or ''.
     """
 
     page: Path
@@ -46,7 +45,7 @@ def blocks(page, *languages):
         elif line.startswith("```"):
             language, text = lines[first - 1].removeprefix("```"), "\n".join(lines[first : number - 1])
             if language in languages:
-                below, needs = next(filter(None, lines[number:]), ""), NEEDS.fullmatch(lines[first - 2])
+                below, needs = next(filter(None, lines[number:]), ""), NEEDS.search(text)
                 yield Block(page, first, language, text, below, needs[1] if needs else "")
             first = None
 

@@ -2,7 +2,7 @@
 
 README's blocks run in test_two_ranks.py too, and .ci/run starts with its two commands.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import os
@@ -32,15 +32,15 @@ def name_of(page):
 def with_python():
     """Pages with Python blocks, and what these need beside distopt."""
     found = sorted({(page, block.needs) for page in PAGES for block in pages.blocks(page, "python")})
-    marks = {"": (), "torch": pytest.mark.torch, "GPU": pytest.mark.device}
+    marks = {"": (), "torch": pytest.mark.torch, "cupy": pytest.mark.device}
     return [
         pytest.param(*case, marks=marks[case[1]], id=" ".join(filter(None, (name_of(case[0]), case[1]))))
         for case in found
     ]
 
 
-ON_HOSTS = [case for case in with_python() if case.values[1] != "GPU"]
-ON_GPUS = [case.values[0] for case in with_python() if case.values[1] == "GPU"]
+ON_HOSTS = [case for case in with_python() if case.values[1] != "cupy"]
+ON_GPUS = [case.values[0] for case in with_python() if case.values[1] == "cupy"]
 
 
 @needs_mpi
@@ -59,12 +59,12 @@ def test_python_blocks_of_pages_run_on_one_rank(page, needs, tmp_path):
 
 
 @pytest.mark.parametrize("page", ON_GPUS, ids=name_of)
-def test_python_blocks_of_pages_run_on_stand_ins_for_gpus(page, doubles, monkeypatch):
+def test_python_blocks_of_pages_run_on_stand_ins_for_gpus(page, arithmetic, monkeypatch):
     on_gpus = pytest.importorskip("doubles.ranks").on_gpus
 
     def main(comm):
         local.comm = comm
-        return pages.run(page, "GPU")
+        return pages.run(page, "cupy")
 
     local = threading.local()
     monkeypatch.setattr(distopt, "world", lambda: local.comm)
@@ -138,7 +138,13 @@ def test_names_of_files_and_tests_are_names(page):
                 assert f"def {function}(" in (PROJECT / path).read_text(), code
 
 
-SENTENCE = "Numbers of laws and bugs are explained in docs/laws.md."
+@pytest.mark.parametrize("file", [f for f in CODE if "docs/" in f.read_text()], ids=name_of)
+def test_pages_that_code_names_are_there(file):
+    for page in re.findall(r"(?<![\w/])docs/[\w/]+\.md", file.read_text()):
+        assert (PROJECT / page).is_file(), page
+
+
+SENTENCE = "Numbers of laws and bugs are explained in docs/concepts/laws.md."
 
 
 def comments_of(file):
@@ -146,8 +152,8 @@ def comments_of(file):
 
 
 def test_numbers_of_laws_and_bugs_are_on_their_page():
-    """A comment that says Law 3, or S9, can be looked up, and its module says where: docs/laws.md."""
-    text = (PROJECT / "docs" / "laws.md").read_text()
+    """A comment that says Law 3, or S9, can be looked up, and its module says where: docs/concepts/laws.md."""
+    text = (PROJECT / "docs" / "concepts" / "laws.md").read_text()
     known = set(re.findall(r"^\| ([A-Z]\d+b?) \|", text, re.M)) | set(re.findall(r"^### (Law \d):", text, re.M))
     for file in CODE:
         comments = comments_of(file)
@@ -169,7 +175,7 @@ def test_tests_are_not_named_after_numbers():
 
 
 def test_the_tree_names_what_is_there():
-    text = (PROJECT / "docs" / "architecture.md").read_text()
+    text = (PROJECT / "docs" / "concepts" / "architecture.md").read_text()
     tree = re.search(r"```\nnative/.*?```", text, re.S)[0]
     rooms = re.findall(r"^  (\w+)", tree, re.M)
     levels = [LEVEL[room] for room in rooms]

@@ -1,6 +1,6 @@
 """Parameters of 16 bits: summed and updated in float32, with masters and without.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import ml_dtypes

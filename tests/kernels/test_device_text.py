@@ -4,7 +4,7 @@ The device's loops (16-byte accesses, chunks found by bisection, grid strides, a
 host's compiler; blocks, warps and lanes run in shuffled order.  What this cannot show is the GPU's own arithmetic, how
 it orders memory, and its timing.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The laws of training, which hold for every mode, optimizer and communicator (docs/laws.md).
+"""The laws of training, which hold for every mode, optimizer and communicator (docs/concepts/laws.md).
 
 1. Conservation: what a compressor sends and what it keeps are what it was given.
 2. Nothing is lost: what was applied and what all ranks keep are the sum of all gradients.

@@ -2,7 +2,7 @@
 
 A law that is broken raises on the rank that sees it, which ends all ranks.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import time

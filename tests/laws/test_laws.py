@@ -1,6 +1,6 @@
 """All laws, on thread ranks and on MPI ranks.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Apache SINGA's bugs: each test here fails on what upstream does.  (S1, S2, S5, S8, S10: see test_compress.py.)
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import inspect

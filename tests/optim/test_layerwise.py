@@ -1,6 +1,6 @@
 """LARS, LAMB and LANS against their papers' equations in float64, and against themselves.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import numpy as np

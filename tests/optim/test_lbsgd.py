@@ -1,6 +1,6 @@
 """LBSGD against MXNet's equations in float64, and where MXNet's own code goes wrong.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import numpy as np

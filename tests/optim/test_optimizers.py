@@ -1,6 +1,6 @@
 """What every optimizer of distopt does, whatever its rule.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import ml_dtypes

@@ -1,6 +1,6 @@
 """Schedules against closed forms in numpy, at every update; what upstream's get wrong; and what is refused.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import itertools

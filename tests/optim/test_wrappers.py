@@ -1,6 +1,6 @@
 """LarsWrapper and BatchGradients: against the paper in float64, alone, nested, and in DistOpt on several ranks.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import ml_dtypes

@@ -109,7 +109,7 @@ def test_imports_only_go_down():
 
 
 def drawing():
-    """The layers from the top, each package with those that it imports, as docs/architecture.md shows them."""
+    """The layers from the top, each package with those that it imports, as docs/concepts/architecture.md shows them."""
     below = {
         name: {other for _, own, other, *_ in arrows() if own == name and LEVEL[other] < LEVEL[name]} for name in LEVEL
     }
@@ -122,8 +122,8 @@ def drawing():
 
 
 def test_the_drawing_of_the_layers_is_true():
-    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-    assert drawing() in page, f"docs/architecture.md must have this drawing:\n{drawing()}"
+    page = (PACKAGE.parent / "docs" / "concepts" / "architecture.md").read_text()
+    assert drawing() in page, f"docs/concepts/architecture.md must have this drawing:\n{drawing()}"
 
 
 def test_the_allowed_upward_imports_are_still_needed():

@@ -1,6 +1,6 @@
 """Trainer: Gluon's way to train, without upstream's bugs T1 to T9, M6 and M7.
 
-Numbers of laws and bugs are explained in docs/laws.md.
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import contextlib
