@@ -55,6 +55,21 @@ def dense_is_smaller(gathered: int, summed: int, nbytes: int, size: int) -> bool
     return compressed > byte_counts.all_reduce(nbytes, size)
 
 
+def summed(nbytes: int, elements: int, itemsize: int) -> Message:
+    """Return the all-reduce of payloads that are summed.
+
+    They have all elements in fewer bytes each, or fewer elements of the bucket's dtype.
+
+    Args:
+        nbytes: of a payload.
+        elements: of the bucket.
+        itemsize: bytes of each.
+    """
+    if elements and nbytes % elements == 0:
+        return Message("all_reduce", elements, nbytes // elements)
+    return Message("all_reduce", nbytes // itemsize, itemsize)
+
+
 def traffic(
     compressor: Compressor,
     elements: int,
@@ -75,7 +90,7 @@ def traffic(
     """
     dense = Message("all_reduce", elements, itemsize)
     if compressor.summable:
-        return [dense._replace(itemsize=payloads[0] // max(1, elements))]
+        return [summed(payloads[0], elements, itemsize)]
     messages = [Message("lengths")] if compressor.ragged and break_even else []
     if uncompressed == elements:
         return [dense]

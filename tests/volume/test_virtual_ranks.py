@@ -9,6 +9,7 @@ import laws
 from distopt import DistOpt, Parameter, run_ranks, simulate
 from distopt.comm import Metered
 from distopt.compress import (
+    Compressor,
     DeepGradientCompression,
     Dense,
     ErrorFeedback,
@@ -23,6 +24,27 @@ from distopt.compress import (
 )
 from distopt.optim import LAMB, SGD, Adam
 from launch import needs_mpi, run_mpi
+
+
+class EveryThird(Compressor):
+    """Another's compressor, whose payloads may be summed and have fewer elements than the bucket."""
+
+    summable = True
+
+    def payload_bytes(self, n, itemsize=4, layout=None):
+        return itemsize * -(-n // 3)
+
+    def compress(self, x, state, context, add=None):
+        if add is not None:
+            x += add
+        payload = x[::3].copy()
+        x[::3] = 0
+        return payload
+
+    def decompress(self, payload, out, context):
+        out[...] = 0
+        out[::3] = payload
+
 
 SHAPES = [(40, 50), (7,), (3, 5, 9), (100,), (0,), ()]
 MODES = {
@@ -61,6 +83,7 @@ MODES = {
         loss, ErrorFeedback(Int8(32, "stochastic")), exchange="two_phase"
     ),
     "DGC in two phases": lambda opt, loss: opt.step(loss, DGC, exchange="two_phase"),
+    "every third": lambda opt, loss: opt.step(loss, ErrorFeedback(EveryThird())),
     "Nesterov's in two phases": lambda opt, loss: opt.step(loss, NESTEROV, False, "two_phase"),
 }
 DGC = DeepGradientCompression(TopK(0.05), weight_decay=0.01, clip_norm=3.0, warmup=[0.5, 0.9, 0.95], steps_per_epoch=1)
