@@ -18,6 +18,8 @@ kills: .venv ## a hundred ends of ranks before they meet, under distopt run and 
 	for launcher in run bare; do $(PYTHON) tests/faults/campaign.py --launcher $$launcher; done
 lint: .venv ## ruff and mypy
 	$(PYTHON) -m pip install -q ruff mypy && .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+docs: .venv ## the site of the documentation, in build/site; docs/contributing.md says more
+	$(PYTHON) -m pip install -q zensical mkdocstrings-python ruff && $(PYTHON) docs/build.py
 TORCH_DDP = torch_ddp "torch_ddp --ranks 4" "torch_ddp --launcher mpirun" "torch_ddp --launcher mpirun --ranks 4" \
 	"torch_ddp --end-to-end" "torch_ddp --link 1gbit"
 bench: .venv ## the tables of benchmarks/results anew
@@ -66,5 +68,5 @@ distopt/libdistopt.so: $(wildcard native/*) CMakeLists.txt
 	cmake -S . -B build/here -DCMAKE_BUILD_TYPE=Release && cmake --build build/here && cp build/here/libdistopt*.so distopt
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
-.PHONY: help run test test-mpi test-all test-slow soak kills lint bench
+.PHONY: help run test test-mpi test-all test-slow soak kills lint docs bench
 .PHONY: first-hour test-gpu bench-gpu $(HOUR)

@@ -204,4 +204,5 @@ def _zeroed_at(values: Sequence[int], rank: int) -> tuple[int, ...]:
     return (*values[:rank], 0, *values[rank + 1 :])
 
 
-DIRECT, RING = Direct(), Ring()
+DIRECT = Direct()
+RING = Ring()

@@ -28,7 +28,7 @@ def new_constant(name: str, make: Make) -> DeviceMirror:
 class BucketContext(NamedTuple):
     """A bucket as compressors see it; one can live as long as the bucket.
 
-    Args:
+    Attributes:
         layout: where the members of the bucket's flat arrays lie: at multiples of 64 bytes; gaps between them are
             always zero.  None: the flat array is the only member.
         parameters: the values of the members, for a compressor that decays them.
@@ -55,7 +55,7 @@ class BucketContext(NamedTuple):
 class DeviceContext(NamedTuple):
     """Memory by which kernels of a GPU take decisions that the host does not see; one can live as long as a step.
 
-    Args:
+    Attributes:
         skip_flag: a number, ``(1,)``; a kernel that finds it other than 0 leaves all that outlives the step as it is.
             None on a host.
         capacity: entries that a payload whose length depends on the data has room for, the same on every rank.  None:
@@ -78,7 +78,7 @@ class DeviceContext(NamedTuple):
 class ExchangeContext(NamedTuple):
     """A call of a compressor in a step; ``ExchangeContext()`` is one outside of a step.
 
-    Args:
+    Attributes:
         step: updates applied so far.
         rank: of this process, or of the one whose turn it is.
         size: ranks.

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 from distopt.checks import check_int, check_number
 from distopt.resilience import strict_json
 
+__all__ = ["Callback", "CsvFile", "JsonLines", "TensorBoard", "WeightsAndBiases"]
+
 
 class Callback(Protocol):
     """The protocol of a callback; it may also have a ``close()``, to be called at the end.
