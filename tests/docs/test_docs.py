@@ -12,8 +12,8 @@ import threading
 
 import pages
 import pytest
+from layers import LEVEL
 from pages import PAGES, PROJECT, README
-from test_layers import LEVEL
 
 import distopt
 from launch import distopt_run, finish, needs_mpi

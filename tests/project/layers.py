@@ -1,0 +1,95 @@
+"""The layers of distopt and what imports what, read from the code: for the tests, and for the drawing of them."""
+
+import ast
+import functools
+from pathlib import Path
+
+import distopt
+
+ROWS = {  # from the ground up
+    "ground": "checks formatting version device resilience",
+    "maths": "kernels",
+    "parts": "buckets comm compress checkpoint",
+    "exchange and update": "exchange optim",
+    "the step": "engine",
+    "facades": "dist_opt local_steps trainer torch",
+    "experiments": "volume",
+    "start": "__init__ cli",  # of which the second may ask the first
+}
+HEAVY = {
+    "cupy": {"device/gpus.py", "comm/nccl_library.py"},
+    "mpi4py": {"comm/mpi.py", "comm/mpi_control.py", "comm/mpi_losses.py", "comm/mpi_start.py", "cli/launcher.py"},
+    "torch": {
+        *("comm/process_group.py", "comm/gloo.py", "comm/epoch_ranks.py", "device/tensors.py", "engine/torch_model.py"),
+        *("torch/exchange.py", "torch/local_steps.py", "torch/state.py", "torch/synchronize.py"),
+    },
+    "matplotlib": {"cli/plotting.py"},
+}
+LEVEL = {name: row for row, names in enumerate(ROWS.values()) for name in names.split()}
+PACKAGE = Path(distopt.__file__).parent
+
+
+@functools.cache
+def trees():
+    """The syntax tree of each file of the package."""
+    return {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
+
+
+def imports(tree):
+    """(module, name) of every import in a tree, those inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+
+
+def place(module, name):
+    """The entry of this package that an import enters, None for other packages."""
+    parts = [*module.split("."), name]
+    return None if parts[0] != "distopt" else parts[1] if parts[1] in LEVEL else "__init__"
+
+
+def owner(path):
+    """The entry that a file belongs to."""
+    entry = path.with_suffix("").parts[0]
+    return "cli" if entry == "__main__" else entry
+
+
+def without_typing(tree):
+    """The tree without the imports that only a type checker reads."""
+    body = [n for n in tree.body if not (isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING")]
+    return ast.Module(body, [])
+
+
+@functools.cache
+def arrows():
+    """(file, entry, imported entry, module, name) of every import of another entry."""
+    return list(_arrows())
+
+
+def _arrows():
+    for file, tree in trees().items():
+        path = file.relative_to(PACKAGE)
+        own = owner(path)
+        for module, name in imports(without_typing(tree)):
+            other = place(module or "", name)
+            if other not in (None, own):
+                yield str(path), own, other, module, name
+
+
+@functools.cache
+def below():
+    """The entries of lower layers that each entry imports."""
+    return {
+        name: {other for _, own, other, *_ in arrows() if own == name and LEVEL[other] < LEVEL[name]} for name in LEVEL
+    }
+
+
+def table():
+    """The layers from the top, each package with those that it imports, as docs/concepts/architecture.md shows them."""
+    lines = ["layer  package      imports"]
+    for name in sorted(LEVEL, key=LEVEL.get, reverse=True):
+        imported = " ".join(sorted(below()[name], key=lambda other: (-LEVEL[other], other)))
+        lines.append(f"{LEVEL[name] + 1:5}  {name:12} {imported}".rstrip())
+    return "\n".join(lines)
