@@ -24,6 +24,7 @@ FILE = re.compile(rf"(all|rank-\d+|{re.escape(MANIFEST)})(\.tmp\.\d+)?|\.nfs.*")
 MAX_MANIFEST_BYTES = 1 << 20  # of a manifest
 VALUES = 10_000  # in a manifest
 KINDS = {"save": str, "world_size": int, "step": int, "ranks_differ": bool, "window_of_sums": bool}  # in a manifest
+UNSEALED = {"format", "options", "optimizer", *KINDS}  # the fields of a manifest of an older version
 
 
 def names(folder: Path) -> list[str]:
@@ -84,7 +85,8 @@ def complete(checkpoint_dir: Path, about: dict[str, Any]) -> None:
 def manifest(checkpoint_dir: Path) -> dict[str, Any]:
     """Return the fields that ``complete`` wrote for a checkpoint.
 
-    Manifests of older versions have no seal: their fields are to be compared with the files (``compare``).
+    Manifests of older versions have no seal: their fields are to be compared with the files (``compare``).  One with
+    another field has lost its seal.
 
     Raises:
         CheckpointError: the manifest cannot be read, is damaged, or has wrong fields.
@@ -101,7 +103,8 @@ def manifest(checkpoint_dir: Path) -> dict[str, Any]:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         found = fields.get("format") if isinstance(fields, dict) else fields
         raise CheckpointError(path, "manifest", f"must be of the format {FORMAT!r}, got {found!r:.40}; {REMEDY}")
-    if fields.pop("seal", None) not in (None, _seal(fields)):
+    seal = fields.pop("seal", None)
+    if seal != _seal(fields) and not (seal is None and fields.keys() <= UNSEALED):
         raise CheckpointError(path, "manifest", DAMAGED)
     for name, kind in KINDS.items():
         if type(fields.get(name)) is not kind or (kind is int and fields[name] < (name == "world_size")):

@@ -6,10 +6,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from distopt.cli import advise, bench, compare, doctor, inspect, record, run, trace, volume
+from distopt.cli import advise, bench, compare, doctor, inspect, prove, record, run, trace, volume
 from distopt.version import __version__
 
-COMMANDS = (run, doctor, inspect, trace, record, compare, bench, volume, advise)
+COMMANDS = (run, doctor, prove, inspect, trace, record, compare, bench, volume, advise)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

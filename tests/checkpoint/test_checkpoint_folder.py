@@ -182,6 +182,16 @@ def refused(place):
     return None
 
 
+def test_every_flipped_bit_of_a_seal_is_found(place):
+    """Those of its name too, without which it is none."""
+    path = place / folder.MANIFEST
+    data = path.read_bytes()
+    for at, bit in itertools.product(range(data.index(b'"format"')), range(8)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+        with pytest.raises(CheckpointError, match=folder.MANIFEST):
+            folder.manifest(place)
+
+
 def test_a_manifest_without_a_seal_is_compared_with_the_files(place):
     rewritten(place)
     assert refused(place) is None

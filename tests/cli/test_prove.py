@@ -1,0 +1,246 @@
+"""``distopt prove``: every claim holds, and each sees a fault that is planted in what it watches."""
+
+import functools
+import inspect
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from distopt import DistOpt, compress, optim
+from distopt.checkpoint import file, folder
+from distopt.cli import main, prove, prove_claims, prove_ranks, prove_references
+from distopt.cli.prove_claims import CLAIMS, Refuted, Trial
+from distopt.cli.prove_jobs import Ended
+from distopt.cli.prove_socket import SocketPair, connection
+from distopt.comm import LocalCommunicator, run_ranks
+from distopt.comm.ledger import Ledger
+from distopt.compress import Compressor, TopK
+from distopt.optim import SGD, adam
+from distopt.optim.adam import moments
+from launch import finish
+
+
+def over_threads(task, *arguments):
+    """As ``prove_jobs.over_mpi``, on two threads, of which an error ends both."""
+    try:
+        return Ended(0, "", run_ranks(2, lambda comm: plain(prove_ranks.TASKS[task](comm, *arguments))))
+    except Exception as error:
+        return Ended(1, repr(error), [None, None])
+
+
+def over_sockets(task, *arguments):
+    """As ``prove_jobs.over_sockets``, with a connection between two threads."""
+    with connection() as ends:
+        pairs = [functools.partial(SocketPair, end, rank) for rank, end in enumerate(ends)]
+        work = prove_ranks.TASKS[task]
+        return Ended(0, "", run_ranks(2, lambda comm: plain(work(pairs[comm.rank](comm.control), *arguments))))
+
+
+def plain(value):
+    """A value after its way through a file."""
+    return json.loads(json.dumps(value))
+
+
+def killed():
+    raise RuntimeError("this thread cannot be killed alone")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Arrays and repetitions of a size that takes no time; a thread is not killed, but raises."""
+    monkeypatch.setattr(prove_claims, "SIZES", (1, 2, 63, 4097))
+    monkeypatch.setattr(prove_claims, "ROUNDS", 1)
+    monkeypatch.setattr(prove_claims, "FLIPS", 40)
+    monkeypatch.setattr(prove_ranks, "kill", killed)
+
+
+def propagating(opt, comm, threshold, nonfinite):
+    """A DistOpt that lets NaNs through."""
+    return DistOpt(opt, comm, threshold=threshold, nonfinite="propagate")
+
+
+def apart(opt, comm):
+    """A DistOpt that exchanges nothing."""
+    return DistOpt(opt, LocalCommunicator())
+
+
+def of_sums(opt, comm):
+    """A DistOpt that takes sums over ranks for means."""
+    return DistOpt(SGD(0.1 * comm.size, momentum=0.9), comm)
+
+
+def tried(name, ranks=over_threads):
+    return CLAIMS[name](Trial(np.random.default_rng(0), ranks, over_sockets))
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_the_claim_holds(name):
+    """And it starts ranks over MPI if it is one of those that are said to."""
+    tasks = []
+
+    def ranks(task, *arguments):
+        tasks.append(task)
+        return over_threads(task, *arguments)
+
+    assert tried(name, ranks)
+    assert bool(tasks) == (name in prove.OVER_RANKS)
+
+
+def forgets(times):
+    """A ledger's ``write`` that forgets every so many-th message."""
+    write, calls = Ledger.write, iter(range(10**9))
+    return lambda ledger, entry: None if next(calls) % times == times - 1 else write(ledger, entry)
+
+
+def later_ties(self, x, state, context, add=None):
+    """Top-K of which ties go to the highest index."""
+    k, itemsize = self.count(x.size), x.itemsize
+    chosen = np.sort(x.size - 1 - np.argsort(-np.abs(x[::-1]), kind="stable")[:k]).astype(np.int32)
+    payload = np.concatenate([x[chosen].view(np.uint8), chosen.view(np.uint8), np.zeros(-4 * k % itemsize, np.uint8)])
+    x[chosen] = 0
+    return payload
+
+
+def keeps_too_little(compress):
+    """A ``compress`` that loses the last entry that it should keep."""
+
+    def lossy(self, x, state, context, add=None):
+        payload = compress(self, x, state, context, add)
+        x[np.flatnonzero(x)[-1:]] = 0
+        return payload
+
+    return lossy
+
+
+def without_residuals(self, state, load=DistOpt.load_state_dict):
+    """A ``load_state_dict`` that forgets what waits to be sent."""
+    load(self, state | {"states": {}})
+
+
+def unchecked(descriptor, start, tensor):
+    """The data of a checkpoint, whatever their checksum is."""
+    array = np.empty(tensor.shape, tensor.dtype)
+    file._fill(descriptor, start + tensor.begin, file._chunks(array))
+    return array
+
+
+def one_more(self, sizes, counts=TopK.counts):
+    """Counts of a top-K that sends an entry too many."""
+    return np.minimum(counts(self, sizes) + 1, sizes)
+
+
+def one_byte_more(self, report=Ledger.report):
+    """A ledger's report of payloads that are too large."""
+    return {line: amounts | {"payload": amounts["payload"] + 1} for line, amounts in report(self).items()}
+
+
+PLANTED = [  # a claim, what is replaced in what it watches, and what is said then
+    ("bytes", Ledger, "write", forgets(7), r"[\d,]+ bytes of data were written to the socket, the ledger has .* wire"),
+    ("bytes", Ledger, "report", one_byte_more, r"were written to the socket, the ledger has [\d,]+ of payload"),
+    ("bytes", SocketPair, "received_by_kernel", 5, r"rank 0 wrote [\d,]+ bytes, the kernel of the other end counts 5"),
+    ("resume", DistOpt, "load_state_dict", without_residuals, r"rank 0 ended with sha256 .*, without a stop it is"),
+    ("resume", DistOpt, "load", lambda *_: None, r"rank 0 went on from step 0, the last checkpoint was of step \d"),
+    ("resume", prove_ranks, "kill", lambda: None, r"rank \d was killed in step \d+, and the job ended with 0"),
+    ("top-K", TopK, "compress", later_ties, r"entries are not those of the sort, first \d+ for \d+"),
+    ("top-K", TopK, "counts", one_more, r"the \d+ largest of \d+ .*: \d+ entries were sent"),
+    ("optimizers", adam, "moments", lambda at, t: moments(at, t, False), r"Adam in float64 is .* from its equations"),
+    ("NaN", prove_ranks, "DistOpt", propagating, r"'skip', dense, a NaN on rank \d in step \d: rank 0 refused steps"),
+    ("whole batch", prove_ranks, "DistOpt", apart, r"the weights of rank 0 and of rank 1 differ: number 0 is"),
+    ("whole batch", prove_ranks, "DistOpt", of_sums, r"of two ranks, and of one with the mean of both halves, differ"),
+    (
+        "conservation",
+        TopK,
+        "compress",
+        keeps_too_little(TopK.compress),
+        r"TopK\(0.01.*\) to the bit: .* kept and",
+    ),
+    ("damage", file, "_read", unchecked, r"of (all|rank-0) was flipped, and the checkpoint was loaded"),
+    ("damage", folder, "_seal", lambda fields: "", r"of manifest.json was flipped, and the checkpoint was loaded"),
+]
+
+
+@pytest.mark.parametrize(("name", "owner", "attribute", "fault", "text"), PLANTED)
+def test_a_planted_fault_is_seen(name, owner, attribute, fault, text, monkeypatch):
+    monkeypatch.setattr(owner, attribute, fault)
+    with pytest.raises(Refuted, match=text):
+        tried(name)
+
+
+def test_every_optimizer_has_its_equations():
+    kinds = {getattr(optim, name) for name in optim.__all__} - {optim.Optimizer, optim.Wrapper}
+    made = {type(case.make()) for case in prove_references.CASES.values()}
+    assert made == {
+        kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, optim.Optimizer | optim.Wrapper)
+    }
+
+
+def test_every_compressor_is_one_of_those_that_conserve():
+    def kinds(compressor):
+        inner = getattr(compressor, "compressor", None) or getattr(compressor, "selector", None)
+        return {type(compressor)} | (kinds(inner) if inner else set())
+
+    classes = [getattr(compress, name) for name in compress.__all__]
+    every = {kind for kind in classes if issubclass(kind, Compressor)} - {Compressor}
+    assert set().union(*map(kinds, prove_claims.EXACT + prove_claims.ROUNDED)) == every
+
+
+def broken(trial):
+    raise Refuted("3 bytes are missing")
+
+
+def failing(trial):
+    raise OSError(28, "No space\nleft on device")
+
+
+def test_a_line_for_each_claim_and_the_exit_code(monkeypatch, capsys):
+    monkeypatch.setattr(prove, "mpi_missing", str)
+    good = {"fine": lambda trial: str(trial.seed())}
+    monkeypatch.setattr(prove_claims, "CLAIMS", good | {"bytes": broken, "disk": failing})
+    outputs = []
+    for _ in range(2):
+        assert main(["prove", "--seed", "7"]) == 1
+        outputs.append(capsys.readouterr().out)
+    first, fine, bytes_, disk, *unseen = outputs[0].splitlines()
+    assert outputs[0] == outputs[1]
+    assert first == "seed 7; the same once more: distopt prove --seed 7"
+    assert re.fullmatch(r"PASS  fine          \d+", fine)
+    assert bytes_ == "FAIL  bytes         3 bytes are missing"
+    assert disk == "FAIL  disk          OSError: [Errno 28] No space left on device"
+    assert unseen
+    assert all(line.startswith("not looked at: ") for line in unseen)
+    monkeypatch.setattr(prove_claims, "CLAIMS", good)
+    assert main(["prove"]) == 0
+
+
+def test_a_seed_below_zero_is_refused(capsys):
+    assert main(["prove", "--seed", "-1"]) == 2
+    assert "--seed must be at least 0, got -1" in capsys.readouterr().err
+
+
+def assert_all_hold(output):
+    lines = output.splitlines()
+    assert [line.split("  ")[:2] for line in lines[1:9]] == [["PASS", name] for name in CLAIMS], output
+    assert all(line.startswith("not looked at: ") for line in lines[9:]), output
+
+
+@pytest.mark.mpi
+def test_the_command_on_mpi_processes(tmp_path):
+    code, output = finish([sys.executable, "-m", "distopt.cli", "prove"], 120, cwd=tmp_path)
+    assert code == 0, output
+    assert_all_hold(output)
+    assert "not looked at: MPI" not in output
+
+
+@pytest.mark.thorough
+def test_the_command_where_there_is_no_mpi(tmp_path):
+    """Ranks are processes with a connection, and a SIGKILL is a real one."""
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('it is not installed')")
+    code, output = finish([sys.executable, "-m", "distopt.cli", "prove"], 120, env={"PYTHONPATH": str(tmp_path)})
+    assert code == 0, output
+    assert_all_hold(output)
+    assert re.search(
+        r"not looked at: MPI \(.*not installed.*\); ranks of the lines resume, NaN, whole batch met", output
+    )
