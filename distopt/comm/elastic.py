@@ -13,6 +13,7 @@ import numpy as np
 from distopt import device
 from distopt.comm.communicator import Communicator, Groups, Ragged, Wrapper
 from distopt.comm.control import fingerprint
+from distopt.comm.outside import WAITS
 
 LOG = logging.getLogger("distopt")
 T = TypeVar("T")
@@ -120,14 +121,13 @@ class Elastic(Wrapper):
     def let_in(self) -> None:
         """Go on with the processes that wait to be let in, and send them what they need.  Collective then.
 
-        All ranks know of them by the vote at the end of the last transaction.
+        All ranks know of them by the vote at the end of the last transaction.  Where ``separate`` has made another
+        communicator, which a thread may be using, they are let in on that one, while nothing is under way there; and
+        not at all where there are more of them.
         """
         if self.outside:
-            raise RuntimeError(
-                "this process was started in the place of a lost rank, and must be let in before a step: call "
-                "opt.rejoin(params) before the loop, on all ranks, and begin the loop at opt.step_counter"
-            )
-        if self.control.awaited and not self._inside and self._family.members == [self]:
+            raise RuntimeError(WAITS)
+        if self.control.awaited and not self._inside and self._family.members[1:] in ([], [self]):
             self._go_on(lets_in=True)
             self.tell_resized()
             for send in self._sends if self._family.came else ():
@@ -142,7 +142,7 @@ class Elastic(Wrapper):
         if not self.outside:
             raise RuntimeError("this process is one of the ranks already")
         self._go_on()
-        self.ended = self.most
+        self._family.catch_up()
         self.tell_resized()
 
     def leave(self) -> None:
@@ -291,6 +291,11 @@ class Family:
         with self._lock:
             if self.epoch == epoch:
                 self._go_on([member.newest for member in self.members], lets_in)
+
+    def catch_up(self) -> None:
+        """Count the transactions that the others have seen end, as a process that they have let in."""
+        for member in self.members:
+            member.ended = member.most
 
     def _go_on(self, comms: list[Communicator], lets_in: bool) -> None:
         began, before = time.monotonic(), comms[0]

@@ -149,6 +149,16 @@ class LocalState(TrainingState):
             "values": {name: device.host_copy(x) for name, x in values.items()},
         }
 
+    def state_for_others(self) -> Tree:
+        state = self.state()
+        for engine in (state["inner"]["engine"], *(saved["outer"] for saved in state["fragments"])):
+            engine["states"] = {}
+        return state
+
+    def begin_as_newcomer(self) -> None:
+        """Let the local parameters be the global ones, which the other ranks have come from since."""
+        self._outer.go_on_from_values()
+
     def check_state(self, state: Tree) -> None:
         if set(state) != ENTRIES:
             raise ValueError(f"the entries of a state of local steps must be {sorted(ENTRIES)}, got {sorted(state)}")

@@ -182,6 +182,9 @@ class EngineState(TrainingState):
     def state(self) -> Tree:
         return state_dict(self._engine)
 
+    def state_for_others(self) -> Tree:
+        return self.state() | {"states": {}}
+
     def check_state(self, state: Tree) -> None:
         check_state(self._engine, state)
 

@@ -70,12 +70,19 @@ class TrainingState(abc.ABC):
         """Return copies of all that changes between steps, but for the parameters."""
 
     @abc.abstractmethod
+    def state_for_others(self) -> Tree:
+        """Return the state without what this rank has not sent yet: what a process that joins goes on from."""
+
+    @abc.abstractmethod
     def check_state(self, state: Tree) -> None:
         """Raise ValueError for a state that training cannot go on from."""
 
     @abc.abstractmethod
     def load(self, state: Tree) -> None:
         """Go on from a state, with parameters that are written before or after."""
+
+    def begin_as_newcomer(self) -> None:  # noqa: B027
+        """Let this rank be ready for its first step, with a state that it has from others."""
 
     @abc.abstractmethod
     def writing_parameters(self) -> AbstractContextManager[None]:

@@ -105,14 +105,14 @@ def calls(mode):
 
 def noted(engine, epochs):
     """Let an engine note the epoch of the ranks that have made each step; behind it there may be another one."""
-    step = engine.step
+    step = engine.step_of_these_ranks
 
     def note(*arguments):
         applied = step(*arguments)
         epochs.append(engine.store._memory.epoch)
         return applied
 
-    engine.step = note
+    engine.step_of_these_ranks = note
 
 
 def train(mode, opt, params, numbers, member):
