@@ -600,6 +600,7 @@ class DistOpt(SingaModes, Checkpointed):
             for step in range(opt.step_counter, steps):
                 opt(loss)
 
+        With ``parameter_views`` it comes before these, which are no collective then in a process that joins.
         ``distopt run --elastic --restarts K`` starts processes in the place of lost ones (``docs/guides/elastic.md``).
 
         Args:
@@ -612,7 +613,7 @@ class DistOpt(SingaModes, Checkpointed):
 
         Raises:
             ValueError: it has other parameters, or in another order, or another kind of optimizer.
-            RuntimeError: the others have ended before they have let it in.
+            RuntimeError: the others have ended before they have let it in, or ``parameter_views`` came before.
 
         Example:
             >>> import numpy as np
@@ -841,7 +842,8 @@ class DistOpt(SingaModes, Checkpointed):
 
         They hold rank 0's values.  From now on there is one copy of the model on this machine, and each rank updates
         its share of it, and touches only that share of the optimizer's state (ZeRO stage 1, Rajbhandari et al., 2020,
-        in shared memory); the results are the same, to the bit.  Collective.
+        in shared memory); the results are the same, to the bit.  Collective; where parameters are shared already, on
+        this rank alone, the same arrays are returned.
         ``state_dict`` is collective from then on, and complete, as the optimizer's own ``get_states`` is not; the
         threshold is fixed, there are no partial steps and no ``update`` by hand, and what a script does to a parameter
         itself, one rank has to do for all.  Parameters of a PyTorch model are moved there, and returned.

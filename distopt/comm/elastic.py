@@ -64,7 +64,7 @@ class Elastic(Wrapper):
         self.most = 0  # that any rank has seen end, as far as this one knows
         self._inside = False  # a transaction
         self._next: Communicator | None = None  # the transport of the next try
-        self._sends: list[Callable[[], object]] = []
+        self._prepare: Callable[[], Callable[[], object]] | None = None
         self._told = self.epoch  # the epoch that callbacks have heard of
         self._resized: list[Resized] = []
 
@@ -114,9 +114,20 @@ class Elastic(Wrapper):
             self.tell_resized()
         return cast(T, outcome())
 
-    def on_join(self, send: Callable[[], object]) -> None:
-        """Call ``send`` on all ranks but those that have come, when some have."""
-        self._sends.append(send)
+    def on_join(self, prepare: Callable[[], Callable[[], object]]) -> None:
+        """Call ``prepare`` before processes are let in, and what it returns when some have come, but not on these.
+
+        Raises:
+            RuntimeError: this was called before, or threads may be using other communicators of the same ranks.
+        """
+        if any(member._prepare for member in self._family.members):
+            raise RuntimeError("rejoin must be called once, as one training lets processes in, got another call")
+        if self._shuts:
+            raise RuntimeError(
+                "rejoin must be that of the LocalSteps with a delay, and there must be one of these: nobody can be let "
+                "in while its fragments travel"
+            )
+        self._prepare = prepare
 
     def let_in(self) -> None:
         """Go on with the processes that wait to be let in, and send them what they need.  Collective then.
@@ -127,11 +138,17 @@ class Elastic(Wrapper):
         """
         if self.outside:
             raise RuntimeError(WAITS)
-        if self.control.awaited and not self._inside and self._family.members[1:] in ([], [self]):
+        if self.control.awaited and not self._inside and not self._shuts:
+            send = self._prepare() if self._prepare else _nothing
             self._go_on(lets_in=True)
             self.tell_resized()
-            for send in self._sends if self._family.came else ():
+            if self._family.came:
                 send()
+
+    @property
+    def _shuts(self) -> bool:
+        """Whether a thread may be using another communicator of these ranks, so that nobody can be let in on this."""
+        return self._family.members[1:] not in ([], [self])
 
     def join_others(self) -> None:
         """Wait until the others let this process in; from then on its rank and size are those among all.
@@ -172,7 +189,7 @@ class Elastic(Wrapper):
     def _vote(self, number: int) -> None:
         """Vote that this rank has the outcome of a transaction.  Collective."""
         control, line = self.control, f"the end of transaction {number}"
-        awaited = bool(self._sends) and self.comm.awaited
+        awaited = self._prepare is not None and self.comm.awaited
         control.vote(control.progress, fingerprint([line]), lambda: [line], part=f", {line}", awaited=awaited)
 
     def _go_on(self, lets_in: bool = False) -> None:

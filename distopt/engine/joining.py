@@ -1,7 +1,7 @@
 """The state of a training, which its ranks send to a process that joins them."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -40,28 +40,41 @@ class Joining:
 
         Raises:
             ValueError: there are no parameters, or others than the other ranks have, or another optimizer.
-            RuntimeError: the others have ended before they have let it in.
+            RuntimeError: the others have ended before they have let it in, or parameters are shared already.
         """
         comm = self._training.comm
+        if self._training.collective:
+            raise RuntimeError("rejoin must come before parameter_views, which then finds what the others share")
         comes = comm.outside
         if comes and not self._checkpointer.values(self._params):
             raise ValueError("params must be the model's parameters, got none; call rejoin(params)")
         if comes:
             comm.join_others()
-        comm.on_join(self.send)
+        comm.on_join(self.prepare)
         return self.receive() if comes else None
 
-    def send(self) -> None:
-        """Send what there is.  Collective."""
-        values = self._checkpointer.values(self._params)
-        extra = self._extra() if callable(self._extra) else self._extra
+    def prepare(self) -> Callable[[], None]:
+        """Return a function that sends what there is now to those that have come.  Collective, as is the function.
+
+        Where each rank has a share of the state, all have all of it from now on, and share it out anew.
+        """
+        training, values = self._training, self._checkpointer.values(self._params)
+        state, shares = training.state(), training.collective
         sent = {
-            "order": list(self._training.collector.order),
-            "state": self._training.state_for_others(),
+            "order": list(training.collector.order),
+            "shares": shares,
+            "state": training.for_others(state),
             "parameters": {name: device.host_copy(x) for name, x in values.items()},
-            "extra": extra,
+            "extra": self._extra() if callable(self._extra) else self._extra,
         }
-        send_tree(self._training.comm, sent)
+
+        def send() -> None:
+            send_tree(training.comm, sent)
+            if shares:
+                training.load(state)
+                training.share_with_newcomers()
+
+        return send
 
     def receive(self) -> Any:
         """Take what the others send, and return their ``extra``.  Collective.
@@ -73,6 +86,8 @@ class Joining:
         self._checkpointer.take(self._params, sent["state"], sent["parameters"])
         self._take_order(sent["order"])
         self._training.begin_as_newcomer()
+        if sent["shares"]:
+            self._training.share_with_newcomers()
         return {} if sent["extra"] is None else sent["extra"]
 
     def _take_order(self, order: list[str]) -> None:

@@ -149,11 +149,10 @@ class LocalState(TrainingState):
             "values": {name: device.host_copy(x) for name, x in values.items()},
         }
 
-    def state_for_others(self) -> Tree:
-        state = self.state()
-        for engine in (state["inner"]["engine"], *(saved["outer"] for saved in state["fragments"])):
-            engine["states"] = {}
-        return state
+    def for_others(self, state: Tree) -> Tree:
+        inner, none = state["inner"], Tree(states={})
+        fragments = [saved | {"outer": saved["outer"] | none} for saved in state["fragments"]]
+        return state | {"inner": inner | {"engine": inner["engine"] | none}, "fragments": fragments}
 
     def begin_as_newcomer(self) -> None:
         """Let the local parameters be the global ones, which the other ranks have come from since."""

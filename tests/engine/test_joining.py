@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distopt import DistOpt, LocalSteps, Parameter, Trainer, device
-from distopt.comm import Elastic, run_ranks
+from distopt.comm import Elastic, LocalCommunicator, run_ranks
 from distopt.optim import SGD, Adam, ExponentialDecay
 from laws import inputs, lost
 
@@ -79,9 +79,10 @@ class InTwoCalls(Gluon):
 
 
 TOP_K = {"compression_params": {"type": "topk", "density": 0.1}}
+PLAIN = "dense", "top-K", "three batches", "local steps", "local steps of top-K", "local steps in flight"
 TRAININGS = {
     mode: lambda comm, params, mode=mode: Plain(mode, comm, params)
-    for mode in ("dense", "top-K", "three batches", "local steps", "local steps of top-K", "local steps in flight")
+    for mode in (*PLAIN, *(mode for mode in lost.MODES if "buddy" in mode and "reloaded" not in mode))
 } | {
     "a Trainer": Gluon,
     "a Trainer of Adam in two calls": lambda comm, params: InTwoCalls(comm, params, Adam(0.01)),
@@ -128,7 +129,8 @@ def grown(victim, make):
         if told:
             call = training.calls
             assert told == {"calls": call}
-            came.append((call, has(training, params)))
+            if not training.opt.engine.store.sharded:  # else it takes all ranks to tell
+                came.append((call, has(training, params)))
         while call < STEPS:
             if (member, call) == (victim, LOST_AT):
                 ended.set()
@@ -139,10 +141,12 @@ def grown(victim, make):
             call += 1
             training(grads)
             sizes.append(comm.size)
+        had = has(training, params)
         comm.leave()
-        return member, came[-1], sizes, has(training, params)
+        return member, came, sizes, had
 
-    return [found for found in run_ranks(4, main) if found]
+    found = [rank for rank in run_ranks(4, main) if rank]
+    return [(member, (came or found[0][1])[-1], sizes, had) for member, came, sizes, had in found]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -235,3 +239,27 @@ def test_local_steps_of_a_process_that_joins_must_be_of_parameters_in_the_others
         return sizes[-1]
 
     assert run_ranks(3, main) == [2, 2, None]
+
+
+def test_rejoin_comes_before_parameter_views():
+    """Else a process that joins would have views of memory of its own."""
+    params = inputs.parameters()
+    opt = DistOpt(SGD(0.1), LocalCommunicator())
+    opt.parameter_views(params)
+    with pytest.raises(RuntimeError, match="rejoin must come before parameter_views"):
+        opt.rejoin(params)
+
+
+def test_one_training_lets_processes_in():
+    comm, params = Elastic(LocalCommunicator()), inputs.parameters()
+    DistOpt(SGD(0.1), comm).rejoin(params)
+    with pytest.raises(RuntimeError, match="rejoin must be called once, as one training lets processes in"):
+        DistOpt(SGD(0.1), comm).rejoin(params)
+
+
+def test_nobody_is_let_in_while_fragments_of_another_training_travel():
+    comm, params = Elastic(LocalCommunicator()), inputs.parameters()
+    windows = LocalSteps(SGD(0.1), comm, every=2, delay=1)
+    with pytest.raises(RuntimeError, match="rejoin must be that of the LocalSteps with a delay"):
+        DistOpt(SGD(0.1), comm).rejoin(params)
+    windows.rejoin(params)

@@ -34,8 +34,9 @@ def in_views(opt, loss):
 def in_shared_parameters(opt, loss):
     """A step with parameters that all ranks share, from the first call on."""
     pairs = list(loss)
-    if not opt.engine.store.sharded:
-        for (p, _), view in zip(pairs, opt.parameter_views([p for p, _ in pairs]), strict=True):
+    if not hasattr(opt, "parameters_of_first_call"):
+        opt.parameters_of_first_call = opt.parameter_views([p for p, _ in pairs])
+        for (p, _), view in zip(pairs, opt.parameters_of_first_call, strict=True):
             p.data = view
     opt(pairs)
 
