@@ -600,6 +600,7 @@ class DistOpt(SingaModes, Checkpointed):
             for step in range(opt.step_counter, steps):
                 opt(loss)
 
+        With ``parameter_views`` it comes before these, which are no collective then in a process that joins.
         ``distopt run --elastic --restarts K`` starts processes in the place of lost ones (``docs/guides/elastic.md``).
 
         Args:
@@ -611,8 +612,8 @@ class DistOpt(SingaModes, Checkpointed):
             Their ``extra``, {} if there was none; None, and nothing is changed, in a job that begins.
 
         Raises:
-            ValueError: it has other parameters, or another kind of optimizer.
-            RuntimeError: the others have ended before they have let it in.
+            ValueError: it has other parameters, or in another order, or another kind of optimizer.
+            RuntimeError: the others have ended before they have let it in, or ``parameter_views`` came before.
 
         Example:
             >>> import numpy as np
@@ -622,13 +623,7 @@ class DistOpt(SingaModes, Checkpointed):
             >>> opt.step_counter
             0
         """
-        comm = self.engine.comm
-        joining = Joining(self._state, self._checkpointer, params, extra)
-        comes = comm.outside
-        if comes:
-            comm.join_others()
-        comm.on_join(joining.send)
-        return joining.receive() if comes else None
+        return Joining(self._state, self._checkpointer, params, extra).rejoin()
 
     def update(self, param: Any, grad: np.ndarray) -> None:
         """Take the mean of a summed gradient, in place, and update one parameter with it.
@@ -847,7 +842,8 @@ class DistOpt(SingaModes, Checkpointed):
 
         They hold rank 0's values.  From now on there is one copy of the model on this machine, and each rank updates
         its share of it, and touches only that share of the optimizer's state (ZeRO stage 1, Rajbhandari et al., 2020,
-        in shared memory); the results are the same, to the bit.  Collective.
+        in shared memory); the results are the same, to the bit.  Collective; where parameters are shared already, on
+        this rank alone, the same arrays are returned.
         ``state_dict`` is collective from then on, and complete, as the optimizer's own ``get_states`` is not; the
         threshold is fixed, there are no partial steps and no ``update`` by hand, and what a script does to a parameter
         itself, one rank has to do for all.  Parameters of a PyTorch model are moved there, and returned.

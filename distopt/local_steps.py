@@ -1,6 +1,6 @@
 """``LocalSteps``: ranks that train alone for a while, and then exchange how far they have come."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from distopt.comm.ordered import in_rank_order
 from distopt.compress import Compressor
 from distopt.engine.engine import Engine
 from distopt.engine.facade import Checkpointed, plan_of, record_if_asked, torch_model
+from distopt.engine.joining import Joining
 from distopt.engine.local_state import EngineInnerState, LocalState
 from distopt.engine.local_steps import LocalTraining, alone, places
 from distopt.engine.nonfinite import Policy
@@ -291,6 +292,39 @@ class LocalSteps(Checkpointed):
             [-1.5, -1.5]
         """
         self._training.join()
+
+    def rejoin(self, params: Iterable[Any] | None = None, extra: Any = None) -> Any:
+        """In a process that was started in the place of a lost one: wait until the others let it in, and go on as they.
+
+        They let it in before a step that follows an exchange.  It begins with the global parameters, the outer
+        optimizer's state, counters and schedules, a residual of zero, and a copy of the first rank's inner optimizer's
+        state; and it counts in the mean of the next exchange of each fragment.  Fragments that travel land before, so
+        that the ranks wait for them once.  A script that grows calls it on all ranks, before its loop, and starts the
+        loop at ``step_counter``, as for ``DistOpt.rejoin``.
+
+        Args:
+            params: the parameters, in the order of the loss; None for a model that was given as ``params``.
+            extra: what else a process that joins needs, or a callable that returns it.
+
+        Returns:
+            The others' ``extra``, {} if there was none; None, and nothing is changed, in a job that begins.
+
+        Raises:
+            ValueError: it has other parameters, or in another order, or another kind of optimizer.
+            RuntimeError: the others have ended before they have let it in.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt import LocalSteps, Parameter
+            >>> p, opt = Parameter("w", np.ones(2, np.float32)), LocalSteps(every=10)
+            >>> opt.rejoin([p])
+            >>> opt.step_counter
+            0
+        """
+        known = None if params is None else list(params)
+        if self._ranks.outside and not self._training.outer.begun:
+            self._training.begin([(param, None) for param in known or ()])
+        return Joining(self._state, self._checkpointer, known, extra).rejoin()
 
     def close(self) -> None:
         """Refuse everything from now on; the communicator stays open."""

@@ -32,6 +32,9 @@ class Allocator(Protocol):
     def peers(self, x: np.ndarray) -> list[np.ndarray] | None:
         """Return this array on every rank, by rank; None if other ranks' memory cannot be read directly."""
 
+    def first_of_peers(self, x: np.ndarray) -> np.ndarray | None:
+        """Return this array on the first rank; None if other ranks' memory cannot be read directly."""
+
 
 class Bucket:
     """The flat arrays of one bucket, and the tables by which kernels reach its members.
@@ -187,6 +190,7 @@ class BucketSet(list[Bucket]):
         self.num_parameters = len(self._shapes)
         self.shared = False  # whether every rank can read the gradients of all
         self.parameters: dict[str, np.ndarray] = {}  # views of shared memory, by name; empty if not shared
+        self._shared_memory = self._memory[:0]  # of the parameters, if they are shared
         self._flat_parameters: dict[str, np.ndarray] = {}  # of the parameter's bucket in that memory, by name
         self._halves: list[np.ndarray] | None = None  # by rank; empty if not shared, None before
         self._cut(plan, starts)
@@ -307,12 +311,18 @@ class BucketSet(list[Bucket]):
         return [memory[start:end].view(dtype) for memory in self._halves or ()]
 
     def share_parameters(self, comm: Allocator) -> bool:
-        """Make room for all parameters in the first rank's memory; False if memory is not shared.  Collective."""
-        local = comm.alloc(self._memory.size, np.uint8)
-        memories = comm.peers(local)
-        if memories is None:
+        """Let all parameters be in the first rank's memory; False if memory is not shared.  Collective.
+
+        Ranks that share them already keep them where they are; others share them too from then on.
+        """
+        memory = comm.first_of_peers(
+            self._shared_memory if self.parameters else comm.alloc(self._memory.size, np.uint8)
+        )
+        if self.parameters:
+            return True
+        if memory is None:
             return False
-        flats = self._flats(memories[0])
+        self._shared_memory, flats = memory, self._flats(memory)
         self.parameters = {n: v for b, flat in zip(self, flats, strict=True) for n, v in b.views(flat).items()}
         self._flat_parameters = {n: flat for b, flat in zip(self, flats, strict=True) for n in b.spec.names}
         self._parameters_version = -1
@@ -324,6 +334,7 @@ class BucketSet(list[Bucket]):
         It outlives the rank that has allocated it.
         """
         self.parameters, self._flat_parameters = previous.parameters, previous._flat_parameters
+        self._shared_memory = previous._shared_memory
 
     def flat_parameters(self, members: BucketLayout) -> np.ndarray:
         """Return the shared memory of a bucket's parameters, or of a section of them, as a flat array of its layout."""

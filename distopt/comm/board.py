@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from distopt.comm.control import ControlChannel, PeerLeft
-from distopt.comm.shared_memory import SharedMemory, peers_of
+from distopt.comm.shared_memory import allocate, peers_of
 from distopt.kernels.signatures import library
 
 HEAD = 8  # int64 numbers before the frames of a rank: a cache line, in which its round is
@@ -58,9 +58,8 @@ class Board:
             control: the channel.
             length: int64 numbers of a frame.
         """
-        memory = SharedMemory()
-        mine = memory.alloc(HEAD + 2 * length, np.int64)
-        arrays = peers_of(np.zeros(0) if mine is None else mine, memory, control)
+        mine = allocate(HEAD + 2 * length, np.int64)
+        arrays = peers_of(np.zeros(0) if mine is None else mine, control)
         ends = [] if arrays is None else _ends(list(map(int, control.gather(str(os.getpid())))))
         opened = all(control.gather("yes" * (len(ends) == control.size)))
         return cls(arrays, control.rank, ends) if opened and arrays is not None else None

@@ -238,6 +238,14 @@ class Communicator(abc.ABC):
         """
         return None
 
+    def first_of_peers(self, x: np.ndarray) -> np.ndarray | None:
+        """Return the first rank's array, as ``peers``.  Collective.
+
+        Any rank that has it can be the first one, and give it, when others come that do not have it.
+        """
+        peers = self.peers(x)
+        return None if peers is None else peers[0]
+
     def count_all_reduce(self, x: np.ndarray) -> None:  # noqa: B027  most do not count
         """Count a sum that was formed in shared memory as an all-reduce of x."""
 
@@ -337,8 +345,8 @@ class Communicator(abc.ABC):
         """Whether a process waits to be let in, as far as this rank knows."""
         return False
 
-    def on_join(self, send: Callable[[], object]) -> None:  # noqa: B027  where nobody comes
-        """Call ``send`` on all ranks but those that have come, when some have (``comm.Elastic``)."""
+    def on_join(self, prepare: Callable[[], Callable[[], object]]) -> None:  # noqa: B027  where nobody comes
+        """Call ``prepare`` before others come, and what it returns when they have (``comm.Elastic``)."""
 
     def let_in(self) -> None:  # noqa: B027
         """Go on with the processes that wait to be let in; between steps.  Collective then."""
@@ -476,6 +484,7 @@ class Wrapper(Communicator):
     alloc = _forwarded(Communicator.alloc)
     register = _forwarded(Communicator.register)
     peers = _forwarded(Communicator.peers)
+    first_of_peers = _forwarded(Communicator.first_of_peers)
     count_all_reduce = _forwarded(Communicator.count_all_reduce)
     close = _forwarded(Communicator.close)
 

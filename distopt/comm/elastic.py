@@ -13,6 +13,7 @@ import numpy as np
 from distopt import device
 from distopt.comm.communicator import Communicator, Groups, Ragged, Wrapper
 from distopt.comm.control import fingerprint
+from distopt.comm.outside import WAITS
 
 LOG = logging.getLogger("distopt")
 T = TypeVar("T")
@@ -63,7 +64,7 @@ class Elastic(Wrapper):
         self.most = 0  # that any rank has seen end, as far as this one knows
         self._inside = False  # a transaction
         self._next: Communicator | None = None  # the transport of the next try
-        self._sends: list[Callable[[], object]] = []
+        self._prepare: Callable[[], Callable[[], object]] | None = None
         self._told = self.epoch  # the epoch that callbacks have heard of
         self._resized: list[Resized] = []
 
@@ -113,25 +114,41 @@ class Elastic(Wrapper):
             self.tell_resized()
         return cast(T, outcome())
 
-    def on_join(self, send: Callable[[], object]) -> None:
-        """Call ``send`` on all ranks but those that have come, when some have."""
-        self._sends.append(send)
+    def on_join(self, prepare: Callable[[], Callable[[], object]]) -> None:
+        """Call ``prepare`` before processes are let in, and what it returns when some have come, but not on these.
+
+        Raises:
+            RuntimeError: this was called before, or threads may be using other communicators of the same ranks.
+        """
+        if any(member._prepare for member in self._family.members):
+            raise RuntimeError("rejoin must be called once, as one training lets processes in, got another call")
+        if self._shuts:
+            raise RuntimeError(
+                "rejoin must be that of the LocalSteps with a delay, and there must be one of these: nobody can be let "
+                "in while its fragments travel"
+            )
+        self._prepare = prepare
 
     def let_in(self) -> None:
         """Go on with the processes that wait to be let in, and send them what they need.  Collective then.
 
-        All ranks know of them by the vote at the end of the last transaction.
+        All ranks know of them by the vote at the end of the last transaction.  Where ``separate`` has made another
+        communicator, which a thread may be using, they are let in on that one, while nothing is under way there; and
+        not at all where there are more of them.
         """
         if self.outside:
-            raise RuntimeError(
-                "this process was started in the place of a lost rank, and must be let in before a step: call "
-                "opt.rejoin(params) before the loop, on all ranks, and begin the loop at opt.step_counter"
-            )
-        if self.control.awaited and not self._inside and self._family.members == [self]:
+            raise RuntimeError(WAITS)
+        if self.control.awaited and not self._inside and not self._shuts:
+            send = self._prepare() if self._prepare else _nothing
             self._go_on(lets_in=True)
             self.tell_resized()
-            for send in self._sends if self._family.came else ():
+            if self._family.came:
                 send()
+
+    @property
+    def _shuts(self) -> bool:
+        """Whether a thread may be using another communicator of these ranks, so that nobody can be let in on this."""
+        return self._family.members[1:] not in ([], [self])
 
     def join_others(self) -> None:
         """Wait until the others let this process in; from then on its rank and size are those among all.
@@ -142,7 +159,7 @@ class Elastic(Wrapper):
         if not self.outside:
             raise RuntimeError("this process is one of the ranks already")
         self._go_on()
-        self.ended = self.most
+        self._family.catch_up()
         self.tell_resized()
 
     def leave(self) -> None:
@@ -172,7 +189,7 @@ class Elastic(Wrapper):
     def _vote(self, number: int) -> None:
         """Vote that this rank has the outcome of a transaction.  Collective."""
         control, line = self.control, f"the end of transaction {number}"
-        awaited = bool(self._sends) and self.comm.awaited
+        awaited = self._prepare is not None and self.comm.awaited
         control.vote(control.progress, fingerprint([line]), lambda: [line], part=f", {line}", awaited=awaited)
 
     def _go_on(self, lets_in: bool = False) -> None:
@@ -291,6 +308,11 @@ class Family:
         with self._lock:
             if self.epoch == epoch:
                 self._go_on([member.newest for member in self.members], lets_in)
+
+    def catch_up(self) -> None:
+        """Count the transactions that the others have seen end, as a process that they have let in."""
+        for member in self.members:
+            member.ended = member.most
 
     def _go_on(self, comms: list[Communicator], lets_in: bool) -> None:
         began, before = time.monotonic(), comms[0]

@@ -31,7 +31,7 @@ from distopt.comm.mpi_control import (
 )
 from distopt.comm.mpi_losses import agree, checked, elastic, is_loss_on, settle
 from distopt.comm.receive_buffer import ReceiveBuffer
-from distopt.comm.shared_memory import SharedMemory, SharingCommunicator
+from distopt.comm.shared_memory import SharingCommunicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -101,7 +101,6 @@ class MpiCommunicator(SharingCommunicator):
             f"{brand()}{', ' + reason if reason else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         )
         self.reason = self._place
-        self._shared = SharedMemory()
         self._received = [ReceiveBuffer() for _ in range(UNDER_WAY)]
         self._why = reason
         self._begun: dict[int, list[MPI.Request]] = {}  # exchanges, by the identity of their lists

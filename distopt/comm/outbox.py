@@ -6,7 +6,7 @@ import numpy as np
 
 from distopt.comm.board import Board, RankEnded
 from distopt.comm.control import ControlChannel
-from distopt.comm.shared_memory import SharedMemory, open_handle
+from distopt.comm.shared_memory import allocate, handle_of, open_handle
 
 HANDLE = 6  # numbers of a handle
 ENDS = 1.0  # seconds from when a process's memory cannot be opened any more until it is known to have ended
@@ -28,7 +28,6 @@ class Outboxes:
 
     def __init__(self, board: Board, rank: int, size: int):
         self._board, self._rank, self._size = board, rank, size
-        self._memory = SharedMemory()
         self._mine = [NOTHING] * 2
         self._handles = [np.zeros(HANDLE, np.int64)] * 2
         self._opened: dict[tuple[int, int], tuple[bytes, np.ndarray]] = {}  # handle and memory, by rank and turn
@@ -88,11 +87,11 @@ class Outboxes:
 
     def _reserve(self, nbytes: int) -> None:
         if nbytes > self._mine[self._turn].size:
-            memory = self._memory.alloc(max(2 * self._mine[self._turn].size, nbytes), np.uint8)
+            memory = allocate(max(2 * self._mine[self._turn].size, nbytes), np.uint8)
             if memory is None:
                 raise MemoryError(f"{nbytes} bytes of memory that ranks share cannot be allocated")
             self._mine[self._turn] = memory
-            self._handles[self._turn] = np.array(self._memory.handle(memory).split(), np.int64)
+            self._handles[self._turn] = np.array(handle_of(memory).split(), np.int64)
 
     def _of(self, rank: int, handle: np.ndarray) -> tuple[np.ndarray, bool]:
         """Return the memory of a rank in this turn, and whether it is another one than two exchanges ago."""

@@ -5,6 +5,11 @@ from collections.abc import Callable
 from distopt.comm.communicator import Communicator
 from distopt.comm.local import LocalCommunicator
 
+WAITS = (
+    "this process was started in the place of a lost rank, and must be let in before a step: call opt.rejoin(params) "
+    "before the loop, on all ranks, and begin the loop at opt.step_counter"
+)
+
 
 class Outside(LocalCommunicator):
     """Communicator of a process that is alone until the others let it in (``Elastic.join_others``).
@@ -20,6 +25,10 @@ class Outside(LocalCommunicator):
     def __init__(self, enter: Callable[[str], tuple[Communicator, list[str]]], reason: str = ""):
         super().__init__(reason)
         self._enter = enter
+
+    def make_duplicate(self) -> Communicator:
+        """Make another communicator of this thread, which waits too."""
+        return Outside(self._enter, self.reason)
 
     def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:
         """Return a communicator of all ranks, this one among them, and a text of each.  Collective of them."""

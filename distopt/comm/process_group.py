@@ -41,7 +41,7 @@ from distopt.comm.launchers import LOOPBACK, Meeting, meeting
 from distopt.comm.outbox import Outboxes
 from distopt.comm.outside import Outside
 from distopt.comm.receive_buffer import ReceiveBuffer
-from distopt.comm.shared_memory import SharedMemory, SharingCommunicator
+from distopt.comm.shared_memory import SharingCommunicator
 from distopt.comm.sockets import watch
 from distopt.resilience import job
 from distopt.resilience.abort import abort_on_exception
@@ -401,7 +401,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
         self._log = self.control.log("data")
         places = "several hosts" if self.spans_hosts else "one host"
         self.reason = self._place = "; ".join(filter(None, (f"torch {torch.__version__}, gloo", reason, places)))
-        self._shared, self._received = SharedMemory(), ReceiveBuffer()
+        self._received = ReceiveBuffer()
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""

@@ -71,8 +71,13 @@ class Crew:
 
         Returns:
             The epoch, and meetings of its members, for data and for votes.
+
+        Raises:
+            RuntimeError: this member has ended, but a thread that it has started has not.
         """
         with self._changed:
+            if member in self._ended:
+                raise RuntimeError(f"rank {member} has ended")
             if first not in self._memberships:
                 self._memberships[first] = Membership(set(first) - self._ended)
             self._memberships[first].ask(member, text, lets_in)
@@ -266,9 +271,11 @@ class ThreadCommunicator(Communicator):
 
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same threads with meetings of its own.  Collective."""
-        return self.make_subgroup((tuple(range(self.size)),))
+        other = self.make_subgroup((tuple(range(self.size)),))
+        other._first = self._first
+        return other
 
-    def make_subgroup(self, groups: Groups) -> Communicator:
+    def make_subgroup(self, groups: Groups) -> "ThreadCommunicator":
         """Make a communicator of a group with meetings of its own.  Collective."""
         members = group_of(self.rank, groups)
         rank, meeting = members.index(self.rank), self._meeting.subgroup(self.rank, members)

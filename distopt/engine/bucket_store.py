@@ -228,8 +228,12 @@ class BucketStore:
         self._use(self._committed)
 
     def share_parameters(self) -> dict[str, np.ndarray]:
-        """Let all ranks share the parameters' memory, by name.  Collective.  Raises RuntimeError if they cannot."""
-        if not self.sharded and not self.buckets.share_parameters(self._comm):
+        """Let all ranks share the parameters' memory, by name; some may already.  Collective.
+
+        Raises:
+            RuntimeError: they cannot; where ranks do that share it already, those that do not raise it alone.
+        """
+        if not self.buckets.share_parameters(self._comm):
             raise RuntimeError(f"ranks must be able to share memory for parameter_views, got {self._comm!r}")
         self.sharded = bool(self.buckets.parameters)
         return self.buckets.parameters

@@ -155,15 +155,23 @@ class Engine:
         nonfinite.attach(comm.rank, self.nonfinite.poll)  # last, since a LossScaler is attached once
 
     def step(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:
-        """Make one step; tell if an update was applied.  Collective.
+        """Let in the processes that wait, and make one step; tell if an update was applied.  Collective.
 
         Args:
             loss: gives (param, grad) pairs.
             spec: says what the step is.
             update: what is done with the sums over ranks, in the place of ``self.update``.
         """
+        self.let_in()
+        return self.step_of_these_ranks(loss, spec, update)
+
+    def let_in(self) -> None:
+        """Go on with the processes that wait to be let in, unless a window of batches is open.  Collective then."""
         if not self.accumulator.batches:
             self.comm.let_in()
+
+    def step_of_these_ranks(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:
+        """Make one step as ``step``, with the ranks that there are: all have agreed on a part of it.  Collective."""
         if self.comm.elastic and self.comm.gpu is not None:
             self.sync_with_last_step()  # which is not made again
         again = self.retries.replayable(loss)

@@ -1,7 +1,7 @@
 """The state of a training, which its ranks send to a process that joins them."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -33,13 +33,48 @@ class Joining:
         self._training, self._checkpointer = training, checkpointer
         self._params, self._extra = None if params is None else list(params), extra
 
-    def send(self) -> None:
-        """Send what there is.  Collective."""
-        values = self._checkpointer.values(self._params)
-        state = self._training.state() | {"states": {}}
-        extra = self._extra() if callable(self._extra) else self._extra
-        parameters = {name: device.host_copy(x) for name, x in values.items()}
-        send_tree(self._training.comm, {"state": state, "parameters": parameters, "extra": extra})
+    def rejoin(self) -> Any:
+        """Be let in, and return the others' ``extra``; in a process that is one of the ranks return None at once.
+
+        From then on this rank sends what there is to those that come.
+
+        Raises:
+            ValueError: there are no parameters, or others than the other ranks have, or another optimizer.
+            RuntimeError: the others have ended before they have let it in, or parameters are shared already.
+        """
+        comm = self._training.comm
+        if self._training.collective:
+            raise RuntimeError("rejoin must come before parameter_views, which then finds what the others share")
+        comes = comm.outside
+        if comes and not self._checkpointer.values(self._params):
+            raise ValueError("params must be the model's parameters, got none; call rejoin(params)")
+        if comes:
+            comm.join_others()
+        comm.on_join(self.prepare)
+        return self.receive() if comes else None
+
+    def prepare(self) -> Callable[[], None]:
+        """Return a function that sends what there is now to those that have come.  Collective, as is the function.
+
+        Where each rank has a share of the state, all have all of it from now on, and share it out anew.
+        """
+        training, values = self._training, self._checkpointer.values(self._params)
+        state, shares = training.state(), training.collective
+        sent = {
+            "order": list(training.collector.order),
+            "shares": shares,
+            "state": training.for_others(state),
+            "parameters": {name: device.host_copy(x) for name, x in values.items()},
+            "extra": self._extra() if callable(self._extra) else self._extra,
+        }
+
+        def send() -> None:
+            send_tree(training.comm, sent)
+            if shares:
+                training.load(state)
+                training.share_with_newcomers()
+
+        return send
 
     def receive(self) -> Any:
         """Take what the others send, and return their ``extra``.  Collective.
@@ -49,11 +84,31 @@ class Joining:
         """
         sent = send_tree(self._training.comm, None)
         self._checkpointer.take(self._params, sent["state"], sent["parameters"])
+        self._take_order(sent["order"])
+        self._training.begin_as_newcomer()
+        if sent["shares"]:
+            self._training.share_with_newcomers()
         return {} if sent["extra"] is None else sent["extra"]
+
+    def _take_order(self, order: list[str]) -> None:
+        """Let the parameters be in the order of the others' first step.
+
+        Raises:
+            ValueError: they are in another order already.
+        """
+        collector = self._training.collector
+        if not collector.order:
+            by_name = {collector.identify(param)[0]: param for param in self._params or ()}
+            collector.enroll(by_name[name] for name in order)
+        elif order and list(collector.order) != order:
+            raise ValueError(
+                f"params must be in the order of the other ranks' first step, {', '.join(order[:5])}, ..., got "
+                f"{', '.join(list(collector.order)[:5])}, ..."
+            )
 
 
 def send_tree(comm: Communicator, values: Tree | None) -> Any:
-    """Return the tree of the first rank on all ranks.  Collective.
+    """Return the tree of the first rank on all ranks; all of it is of one rank.  Collective.
 
     Args:
         comm: the ranks.
@@ -65,15 +120,20 @@ def send_tree(comm: Communicator, values: Tree | None) -> Any:
     arrays: dict[str, np.ndarray] = {}
     plain = None if values is None else tree.take_apart(values, arrays)
     layout = [[name, x.dtype.name, list(x.shape)] for name, x in arrays.items()]
-    head = comm.broadcast_object([plain, layout])
-    if head[0] is None:
+
+    def send() -> tuple[Any, dict[str, np.ndarray]]:
+        head = comm.broadcast_object([plain, layout])
+        received = {name: np.empty(shape, DTYPES.get(dtype, dtype)) for name, dtype, shape in head[1]}
+        for name, x in received.items():
+            if name in arrays:
+                x[...] = arrays[name]
+            comm.broadcast(x.reshape(-1).view(np.uint8))
+        return head[0], received
+
+    sent, received = comm.transaction(send)
+    if sent is None:
         raise RuntimeError("all ranks that could have sent the training's state have ended")
-    received = {name: np.empty(shape, DTYPES.get(dtype, dtype)) for name, dtype, shape in head[1]}
-    for name, x in received.items():
-        if name in arrays:
-            x[...] = arrays[name]
-        comm.broadcast(x.reshape(-1).view(np.uint8))
-    return tree.put_together(head[0], functools.partial(_leaf, received))
+    return tree.put_together(sent, functools.partial(_leaf, received))
 
 
 def _leaf(arrays: dict[str, np.ndarray], word: str, name: str) -> Any:

@@ -149,6 +149,15 @@ class LocalState(TrainingState):
             "values": {name: device.host_copy(x) for name, x in values.items()},
         }
 
+    def for_others(self, state: Tree) -> Tree:
+        inner, none = state["inner"], Tree(states={})
+        fragments = [saved | {"outer": saved["outer"] | none} for saved in state["fragments"]]
+        return state | {"inner": inner | {"engine": inner["engine"] | none}, "fragments": fragments}
+
+    def begin_as_newcomer(self) -> None:
+        """Let the local parameters be the global ones, which the other ranks have come from since."""
+        self._outer.go_on_from_values()
+
     def check_state(self, state: Tree) -> None:
         if set(state) != ENTRIES:
             raise ValueError(f"the entries of a state of local steps must be {sorted(ENTRIES)}, got {sorted(state)}")

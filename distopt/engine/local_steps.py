@@ -51,6 +51,8 @@ class LocalTraining:
         self.inner.check_open()
         if not self.outer.begun:
             loss = self.begin(loss)
+        if self.calls == 0:
+            self.outer.let_in()
         try:
             applied = self.inner.step(loss, StepSpec(label="a local step"))
         except Exception as error:

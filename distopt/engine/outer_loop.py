@@ -26,6 +26,7 @@ from distopt import device, kernels
 from distopt.buckets import Bucket, BucketSpec, plan
 from distopt.checks import check_float, check_int
 from distopt.comm import Communicator
+from distopt.comm.outside import WAITS
 from distopt.compress import Compressor, Dense
 from distopt.engine.agreement import AllJoinedError
 from distopt.engine.background import Background, Inline
@@ -199,7 +200,7 @@ class Fragment:
         """
         self.engine.agreement.joined = joined
         try:
-            self.engine.step(self.pairs, self._spec)
+            self.engine.step_of_these_ranks(self.pairs, self._spec)
         finally:
             self.engine.agreement.joined = False
 
@@ -297,6 +298,7 @@ class OuterLoop:
         self.fragments = [Fragment(make_outer(self._own), spec) for _ in range(windows.fragments)]
         self.step, self.begun, self.hooks = 0, False, list[StepHook]()
         self.restored: dict[str, np.ndarray] = {}
+        self._awaited = False  # a process waited to be let in when new values were taken last
         self._own_steps: int | None = None  # those with batches, once this rank has joined
         self._carrier = Background() if in_flight and comm.gpu is None else Inline()
         self._side = device.SideStream() if in_flight and comm.gpu is not None else None
@@ -319,9 +321,8 @@ class OuterLoop:
         self.engine.agreement.vote_on_line(START, self._line, error)
         self.comm.transaction(lambda: check_apart(self.comm, local))
         self._own.transaction(lambda: begin_all(self.fragments, local), lambda: forget_all(self.fragments))
-        places = self._places()
-        for fragment in () if self.restored else self.fragments:
-            fragment.take(places, 0.0)
+        if not self.restored:
+            self.go_on_from_values()
         self.begun = True
         self.restore(self.restored)
 
@@ -332,13 +333,24 @@ class OuterLoop:
                 device.copy(x, values[name])
         self.restored = {} if self.begun else dict(values)
 
+    def go_on_from_values(self) -> None:
+        """Let the local parameters be the global ones."""
+        for fragment in self.fragments:
+            fragment.take(self._places(), 0.0)
+
     @property
     def values(self) -> dict[str, np.ndarray]:
         """The global parameters by name; none before ``begin``."""
         return {name: x for fragment in self.fragments for name, x in fragment.values.items()}
 
     def advance(self) -> None:
-        """Count a step, and do what is due behind it: take what comes back, then send.  Collective then."""
+        """Count a step, and do what is due behind it: take what comes back, then send.  Collective then.
+
+        Raises:
+            RuntimeError: this process waits to be let in.
+        """
+        if self._own.outside:
+            raise RuntimeError(WAITS)
         self.step += 1
         taken = self._take_due()
         number = self.windows.sent_behind(self.step)
@@ -348,6 +360,16 @@ class OuterLoop:
         for hook in self.hooks if taken else ():
             hook.after_call(self.step, True)
 
+    def let_in(self) -> None:
+        """Let in the processes that wait, between steps, if all ranks know of one.  Collective then.
+
+        They have got to know of it when new values were taken last.  What was sent since lands first.
+        """
+        if self._awaited:
+            self._awaited = False
+            self.land()
+            self._own.let_in()
+
     def _take_due(self) -> bool:
         """Take the new values of fragments that are due; tell if there were any."""
         due = [fragment for fragment in self.fragments if fragment.due == self.step]
@@ -355,6 +377,7 @@ class OuterLoop:
             fragment.due = 0
         if due:
             self.land()
+            self._awaited = self._own.control.awaited  # alike on all ranks, as nothing travels now
         for fragment in due:
             fragment.take(self._places(), self._alpha)
         return bool(due)
@@ -389,6 +412,7 @@ class OuterLoop:
         self._own_steps = self.step
         try:
             while True:
+                self.let_in()
                 self.advance()
         except AllJoinedError:
             pass
@@ -396,7 +420,7 @@ class OuterLoop:
             self._own_steps = None
         for fragment in self.fragments:
             fragment.due, fragment.sent = 0, self.step
-            fragment.take(self._places(), 0.0)
+        self.go_on_from_values()
 
     def close(self) -> None:
         """Refuse everything from now on, when what is in flight has landed."""

@@ -17,6 +17,7 @@ from distopt.compress.dgc import DECAY
 from distopt.engine.accumulation import STATE
 from distopt.engine.engine import Engine
 from distopt.engine.training_state import Arrays, TrainingState, Tree, optimizer_text
+from distopt.engine.views import share_with_newcomers
 from distopt.kernels.layout import BucketLayout
 
 COUNTS = ("step_counter", "num_batches", "batches", "partial", "skipped", "skips_in_a_row")
@@ -181,6 +182,12 @@ class EngineState(TrainingState):
 
     def state(self) -> Tree:
         return state_dict(self._engine)
+
+    def for_others(self, state: Tree) -> Tree:
+        return state | {"states": {}}
+
+    def share_with_newcomers(self) -> None:
+        share_with_newcomers(self._engine)
 
     def check_state(self, state: Tree) -> None:
         check_state(self._engine, state)

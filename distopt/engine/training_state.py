@@ -42,7 +42,7 @@ class TrainingState(abc.ABC):
 
     @property
     def collective(self) -> bool:
-        """Whether ``state`` is collective."""
+        """Whether ``state`` is collective, as each rank has a share of it."""
         return False
 
     @abc.abstractmethod
@@ -70,12 +70,22 @@ class TrainingState(abc.ABC):
         """Return copies of all that changes between steps, but for the parameters."""
 
     @abc.abstractmethod
+    def for_others(self, state: Tree) -> Tree:
+        """Return a state without what this rank has not sent yet: what a process that joins goes on from."""
+
+    @abc.abstractmethod
     def check_state(self, state: Tree) -> None:
         """Raise ValueError for a state that training cannot go on from."""
 
     @abc.abstractmethod
     def load(self, state: Tree) -> None:
         """Go on from a state, with parameters that are written before or after."""
+
+    def begin_as_newcomer(self) -> None:  # noqa: B027
+        """Let this rank be ready for its first step, with a state that it has from others."""
+
+    def share_with_newcomers(self) -> None:  # noqa: B027
+        """Let ranks that have come have shares too, where all ranks have all of the state now.  Collective."""
 
     @abc.abstractmethod
     def writing_parameters(self) -> AbstractContextManager[None]:

@@ -67,7 +67,7 @@ def _broadcast(engine: Engine) -> None:
 
 
 def parameter_views(engine: Engine, params: Iterable[Any], planned: Iterable[Any] = ()) -> list[np.ndarray]:
-    """``DistOpt.parameter_views``.  Collective."""
+    """``DistOpt.parameter_views``.  Collective, unless they are shared already."""
     comm, store = engine.comm, engine.store
 
     def check(names: list[str]) -> None:
@@ -78,12 +78,15 @@ def parameter_views(engine: Engine, params: Iterable[Any], planned: Iterable[Any
         if missing:
             raise ValueError(f"params must be all parameters of the model, got none of {', '.join(missing[:5])}")
 
+    if store.sharded:
+        known = store.collector.enroll(params)
+        check(known)
+        return [store.buckets.parameters[name] for name in known]
     names = enroll(engine, params, "parameter_views", check, planned)
 
     def share() -> dict[str, np.ndarray]:
         engine.renew_plan()
-        if not store.sharded:
-            engine.buddies.divide()
+        engine.buddies.divide()
         shared, values = store.share_parameters(), store.values
         if comm.rank == 0:
             for name in names:
@@ -91,10 +94,31 @@ def parameter_views(engine: Engine, params: Iterable[Any], planned: Iterable[Any
         comm.barrier()
         return shared
 
-    unshare = (lambda: None) if store.sharded else store.unshare_parameters
-    shared = comm.transaction(share, unshare)
+    shared = comm.transaction(share, store.unshare_parameters)
     store.broadcast_due = False
     return [shared[name] for name in names]
+
+
+def share_with_newcomers(engine: Engine) -> None:
+    """Share parameters with ranks that have come, where all ranks have all of the optimizer's state.  Collective.
+
+    Raises:
+        RuntimeError: on a rank that has come and has no access to the others' memory.
+        ValueError: on every rank alike, if ranks would make other plans.
+    """
+
+    def share() -> None:
+        store, agreement = engine.store, engine.agreement
+        engine.buddies.divide()
+        agreement.forget()
+        store.propose(store.threshold)
+        engine.declare("parameter_views")
+        agreement.declare_numbers(engine.nonfinite.lines())
+        agreement.vote("parameter_views", 0, part=", with ranks that have come")
+        store.share_parameters()
+        store.commit()
+
+    engine.comm.transaction(share)
 
 
 def _check_wide(engine: Engine, names: list[str]) -> None:

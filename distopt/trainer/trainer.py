@@ -15,6 +15,7 @@ from distopt.engine.agreement import AllJoinedError
 from distopt.engine.engine import Attempt, Engine
 from distopt.engine.facade import Checkpointed, record_if_asked
 from distopt.engine.join import join
+from distopt.engine.joining import Joining
 from distopt.engine.nonfinite import LossScaler
 from distopt.engine.parameters import Parameter, checked_gradient
 from distopt.engine.spec import Options, StepSpec
@@ -213,9 +214,12 @@ class Trainer(Checkpointed):
         Raises:
             ValueError: on every rank alike; it names stale gradients and their ranks.
         """
+        self.engine.let_in()
         self._agree_on_fresh("step", batch_size, ignore_stale_grad)
         self._last_step = batch_size, ignore_stale_grad
-        return self._run_and_consume(lambda: self.engine.step(self._fresh_pairs(), self._spec), self._make_stale)
+        return self._run_and_consume(
+            lambda: self.engine.step_of_these_ranks(self._fresh_pairs(), self._spec), self._make_stale
+        )
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> bool:
         """Replace each ``param.grad`` by its sum over ranks, as the compressor carries it, for ``update``.  Collective.
@@ -230,6 +234,7 @@ class Trainer(Checkpointed):
         Returns:
             False if the sums were not finite and are skipped; then ``update`` skips too.
         """
+        self.engine.let_in()
         self._agree_on_fresh("allreduce_grads", 1.0, ignore_stale_grad)
         self._last_step = None
         self._sums = self._run_and_consume(self._sum_up, self._make_stale)
@@ -470,6 +475,34 @@ class Trainer(Checkpointed):
             self._agree("step", 1.0, True, error=error)
         else:
             self.step(*self._last_step)
+
+    def rejoin(self, extra: Any = None) -> Any:
+        """In a process that was started in the place of a lost one: wait until the others let it in, and go on as they.
+
+        As ``DistOpt.rejoin``, with the parameters of the constructor, those with ``grad_req='null'`` among them.  The
+        others let it in before a ``step`` or an ``allreduce_grads``, and its gradients are stale, as everyone's are
+        behind a step::
+
+            trainer.rejoin()
+            for step in range(trainer.step_counter, steps):
+                ...  # forward, backward
+                trainer.step(batch_size)
+
+        Args:
+            extra: what else a process that joins needs, or a callable that returns it.
+
+        Returns:
+            The others' ``extra``, {} if there was none; None, and nothing is changed, in a job that begins.
+
+        Raises:
+            ValueError: it has other parameters, or another kind of optimizer.
+            RuntimeError: the others have ended before they have let it in.
+        """
+        joins = self.communicator.outside
+        others = Joining(self._state, self._checkpointer, self._params, extra).rejoin()
+        if joins:
+            self._make_stale()
+        return others
 
     # -- states
 

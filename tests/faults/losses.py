@@ -6,7 +6,8 @@ instants, and prints the seconds from SIGKILL to the end of the last survivor's 
 it.  What the survivors have at the end is compared with a run of threads that were as many at every step.
 
 With ``--grow`` another process takes the place of each lost rank before the next one is killed; what is printed is the
-time until it has made its first step, and at the end all ranks have the same parameters.
+time until it has made its first step, and at the end all ranks have the same parameters, of local steps the global
+ones.
 
 With ``--hosts`` half of the ranks are on another host, a network namespace, and the cable to it is cut.
 """
@@ -41,6 +42,7 @@ from laws.lost import MODES, made, noted, reference  # noqa: E402
 READY = 10  # steps before the first kill
 GAP = (0.3, 0.9)  # seconds between kills
 HUNG = 120.0  # seconds after which a job is given up
+EVERYONES = "everyone's "  # before the names of parameters that all ranks have alike
 
 
 def main():
@@ -166,10 +168,10 @@ def resumed(log, size, when):
 
 
 def check_alike(folder, logs):
-    """Compare the parameters of all ranks, bit by bit."""
+    """Compare what all ranks have alike, bit by bit: the parameters, of local steps the global ones."""
     first, *others = (np.load(folder / f"{member}.npz") for member in logs)
     for other in others:
-        for name in (n for n in first.files if " " not in n):
+        for name in (n for n in first.files if n.startswith(EVERYONES)):
             np.testing.assert_array_equal(other[name], first[name])
 
 
@@ -213,16 +215,15 @@ def train(mode, folder):
     for engine in [f.engine for f in opt._training.outer.fragments] if local else [opt.engine]:
         noted(engine, epochs)
     calls = MODES[mode][2].get("num_batches", 1) * MODES[mode][2].get("every", 1)
-    if not local:
-        opt.rejoin(params)
+    opt.rejoin(params)
     while True:
-        for _ in range(calls):
+        for _ in range(opt.step_counter % calls if local else 0, calls):
             grads = inputs.gradients(params, len(steps), member)
             MODES[mode][0](opt, ((p, g) for p, g in zip(params, grads, strict=True)))
             steps.append((time.monotonic(), opt.world_size))
             if len(steps) == 1:
                 (folder / f"{member}.first").write_text(str(steps[0][0]))
-        if len(steps) == READY * calls:
+        if len(steps) >= READY * calls and not (folder / f"{member}.ready").exists():
             (folder / f"{member}.part").write_text(str(os.getpid()))
             (folder / f"{member}.part").rename(folder / f"{member}.ready")
         x = np.array([(folder / "stop").exists()], np.int64)
@@ -233,7 +234,9 @@ def train(mode, folder):
     pending = {
         f"{kind} {n}": a for kind in PENDING & state.get("states", {}).keys() for n, a in state["states"][kind].items()
     }
-    np.savez(folder / f"{member}.npz", **{p.name: p.data for p in params}, **pending)
+    everyones = opt.global_parameters if local else {p.name: p.data for p in params}
+    everyones = {f"{EVERYONES}{name}": value for name, value in everyones.items()}
+    np.savez(folder / f"{member}.npz", **{p.name: p.data for p in params}, **pending, **everyones)
     (folder / f"{member}.json").write_text(json.dumps({"sizes": sizes, "steps": steps, "epochs": epochs}))
 
 

@@ -9,6 +9,7 @@ from benchmarks.namespaces import missing
 from distopt.cli.launcher import find_launcher
 
 MODES = ["dense", "top-K", "dgc", "local steps", "overlap", "three batches"]
+SHARED = "shared parameters of Adam with a buddy"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 
 
@@ -36,7 +37,7 @@ def test_local_steps_in_flight_go_on_over_torch(tmp_path):
 
 @pytest.mark.torch
 @needs_torch
-@pytest.mark.parametrize("mode", ["dense", "top-K"])
+@pytest.mark.parametrize("mode", ["dense", "top-K", "local steps", "local steps in flight", SHARED])
 def test_other_processes_take_the_place_of_killed_ranks(mode, tmp_path):
     assert len(losses.one(mode, "torch", 3, 2, 1, tmp_path, grow=True)) == 2
 

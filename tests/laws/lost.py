@@ -34,8 +34,9 @@ def in_views(opt, loss):
 def in_shared_parameters(opt, loss):
     """A step with parameters that all ranks share, from the first call on."""
     pairs = list(loss)
-    if not opt.engine.store.sharded:
-        for (p, _), view in zip(pairs, opt.parameter_views([p for p, _ in pairs]), strict=True):
+    if not hasattr(opt, "parameters_of_first_call"):
+        opt.parameters_of_first_call = opt.parameter_views([p for p, _ in pairs])
+        for (p, _), view in zip(pairs, opt.parameters_of_first_call, strict=True):
             p.data = view
     opt(pairs)
 
@@ -105,14 +106,14 @@ def calls(mode):
 
 def noted(engine, epochs):
     """Let an engine note the epoch of the ranks that have made each step; behind it there may be another one."""
-    step = engine.step
+    step = engine.step_of_these_ranks
 
     def note(*arguments):
         applied = step(*arguments)
         epochs.append(engine.store._memory.epoch)
         return applied
 
-    engine.step = note
+    engine.step_of_these_ranks = note
 
 
 def train(mode, opt, params, numbers, member):
