@@ -5,8 +5,8 @@
 
 It also starts under mpirun, srun, or alone.  The loop is a plain one, and ``synchronize`` is the line that makes
 gradients means over ranks; with --ddp DistributedDataParallel exchanges them, and ``compress`` is that line;
---reference is DistributedDataParallel alone, to compare with.  The batch is shared out over the ranks, so that every
-number of ranks trains alike.  The data are those of digits.py.
+--reference is DistributedDataParallel alone, and --powersgd RANK its PowerSGD hook, to compare with.  The batch is
+shared out over the ranks, so that every number of ranks trains alike.  The data are those of digits.py.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from digits import digits
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -70,10 +71,13 @@ def train(given, world):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, given.epochs)
 
     compressor = MODES[given.mode](given.density)
-    if given.ddp or given.reference:
+    if given.ddp or given.reference or given.powersgd:
         join_process_group(world)
         model = DistributedDataParallel(model)
-    if given.ddp:
+    if given.powersgd:  # torch's default is to wait for 1,000 steps, more than there are
+        state = powerSGD_hook.PowerSGDState(None, given.powersgd, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif given.ddp:
         dt.compress(model, compressor, optimizer=optimizer, group=world)
     elif not given.reference:
         dt.synchronize(model, compressor, optimizer=optimizer, group=world)
@@ -99,6 +103,7 @@ def arguments():
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--ddp", action="store_true", help="exchange gradients by DistributedDataParallel and compress")
     how.add_argument("--reference", action="store_true", help="train by DistributedDataParallel without distopt")
+    how.add_argument("--powersgd", type=int, metavar="RANK", help="the same with its PowerSGD hook of this rank")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=64, help="samples per step, shared out over the ranks")
     parser.add_argument("--lr", type=float, default=0.1)
@@ -112,7 +117,7 @@ def main():
     for epoch, (loss, correct) in enumerate(train(given, world), 1):
         if world.rank == 0:
             print(f"epoch {epoch}/{given.epochs}  loss {loss:.4f}  test accuracy {correct:.4f}", flush=True)
-    if world.rank == 0 and not given.reference:
+    if world.rank == 0 and not (given.reference or given.powersgd):
         print(f"sent per rank: {world.ledger.total_of_steps()['sent'] / 1e6:.3f} MB ({world.size} ranks, {given.mode})")
     if dist.is_initialized():
         dist.destroy_process_group()

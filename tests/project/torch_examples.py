@@ -16,6 +16,7 @@ DIGITS = {
     "dense by DDP": ["--ddp"],
     "top-K by DDP": ["--ddp", "--mode", "topk", "--density", "0.05"],
     "DDP without distopt": ["--reference"],
+    "PowerSGD by DDP": ["--powersgd", "1"],
 }
 SINGA = {
     **{option: ["--dist-option", option, "--sparsification", "0.02"] for option in torch_singa.DIST_OPTIONS},
