@@ -622,13 +622,7 @@ class DistOpt(SingaModes, Checkpointed):
             >>> opt.step_counter
             0
         """
-        comm = self.engine.comm
-        joining = Joining(self._state, self._checkpointer, params, extra)
-        comes = comm.outside
-        if comes:
-            comm.join_others()
-        comm.on_join(joining.send)
-        return joining.receive() if comes else None
+        return Joining(self._state, self._checkpointer, params, extra).rejoin()
 
     def update(self, param: Any, grad: np.ndarray) -> None:
         """Take the mean of a summed gradient, in place, and update one parameter with it.

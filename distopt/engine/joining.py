@@ -33,6 +33,19 @@ class Joining:
         self._training, self._checkpointer = training, checkpointer
         self._params, self._extra = None if params is None else list(params), extra
 
+    def rejoin(self) -> Any:
+        """Be let in by the others and ``receive``, in a process that was started in the place of a lost rank.
+
+        Returns:
+            Their ``extra``, {} if there was none; None in a job that begins.  Either way this rank will ``send``.
+        """
+        comm = self._training.comm
+        comes = comm.outside
+        if comes:
+            comm.join_others()
+        comm.on_join(self.send)
+        return self.receive() if comes else None
+
     def send(self) -> None:
         """Send what there is.  Collective."""
         values = self._checkpointer.values(self._params)
