@@ -19,6 +19,7 @@ from distopt.device.tensors import as_tensor, gpu_number, on_gpu
 from distopt.engine.engine import Engine, Outcome
 from distopt.engine.facade import Checkpointed
 from distopt.engine.nonfinite import Policy
+from distopt.engine.parameters import Loss, iterable
 from distopt.engine.spec import Options, StepSpec
 from distopt.engine.torch_model import TorchModel
 from distopt.optim.adapters.torch_optim import TorchAdapter
@@ -186,8 +187,8 @@ class GradientExchange(Checkpointed):
         def operation() -> Outcome | None:
             nonlocal nowhere
             nowhere = self.arrived_nowhere(arrived, error)
-            brought = {name: g for name, g in gradients.items() if name not in nowhere}
-            return self._reduce(self._model.gradients((t, brought.get(name)) for name, t in self.tensors.items()))
+            pairs = self._model.gradients((t, gradients.get(name)) for name, t in self.tensors.items())
+            return self._reduce(pairs, nowhere)
 
         self._step(operation)
         return nowhere
@@ -208,17 +209,22 @@ class GradientExchange(Checkpointed):
 
         def operation() -> Outcome | None:
             nonlocal nowhere
-            outcome = self._reduce(pairs)
-            nowhere = self.arrived_nowhere(*arrival())
-            return outcome
+            if self.may_overlap:
+                outcome = self._reduce(pairs)
+                nowhere = self.arrived_nowhere(*arrival())
+                return outcome
+            brought, error = _all_of(pairs)  # a rank was lost, and others may know it since their pass began
+            nowhere = self.arrived_nowhere(*(((), error) if error else arrival()))
+            return self._reduce(brought, nowhere)
 
         self._step(operation)
         return nowhere
 
-    def _reduce(self, gradients: Any) -> Outcome | None:
-        """Reduce the gradients of a loss over the ranks that there are now.  Collective."""
+    def _reduce(self, pairs: Any, nowhere: Collection[str] = ()) -> Outcome | None:
+        """Reduce gradients, but those of the parameters ``nowhere``, over the ranks that there are now.  Collective."""
         self._policy.parts = _exact_parts(self.compressor, self.engine.comm.size)
-        return self.engine.exchange(gradients, self._spec)
+        loss = ((p, None if p.name in nowhere else gradient) for p, gradient in pairs) if nowhere else pairs
+        return self.engine.exchange(loss, self._spec)
 
     def _step(self, operation: Callable[[], Outcome | None]) -> None:
         """Write the means to ``views`` that an operation brings, which is made again if a rank is lost.  Collective."""
@@ -312,6 +318,14 @@ class GradientExchange(Checkpointed):
             kernels.unpack(bucket.means.shard(piece.number, piece.of), piece.flat, scale)
         engine.accumulator.reset(engine.store.buckets)
         engine.count_update()
+
+
+def _all_of(loss: Loss) -> tuple[list[Any], Exception | None]:
+    """Return the pairs of a loss when the last one has come, or the error that it raises."""
+    try:
+        return list(iterable(loss)), None
+    except Exception as error:
+        return [], error
 
 
 def _exact_parts(compressor: Compressor, size: int) -> int:

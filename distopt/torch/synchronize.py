@@ -196,6 +196,7 @@ class Synchronizer(GradientExchange):
         checkpointed activations have, whose end is too early.
         """
         if self._syncs and not self._waits:
+            self.engine.comm.let_in()  # here, since the thread of an exchange would run callbacks beside this pass
             self._waits = True
             at_end = torch.autograd.Variable._execution_engine.queue_callback
             if self._sharded:  # the callback that makes shards of the gradients may come behind this one
@@ -203,7 +204,6 @@ class Synchronizer(GradientExchange):
                 return
             at_end(self._finish)
             if self.may_overlap:
-                self.engine.comm.let_in()  # which the thread of the exchange leaves to this one
                 self._early = EarlyExchange(self)
 
     def _note(self, p: torch.Tensor) -> None:

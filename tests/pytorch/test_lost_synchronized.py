@@ -1,5 +1,6 @@
 """``distopt.torch.synchronize`` goes on without lost ranks: threads that end at any instant, and killed processes."""
 
+import re
 import zlib
 
 import numpy as np
@@ -7,7 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
 
+import distopt.torch as dt  # noqa: E402
 from distopt.comm import ThreadCommunicator  # noqa: E402
+from distopt.resilience import membership  # noqa: E402
+from faults import losses  # noqa: E402
+from launch import distopt_run  # noqa: E402
 from laws.fate import instants, present_fates  # noqa: E402
 from laws.lost import SYNCHRONIZED, Judge, run  # noqa: E402
 
@@ -40,3 +45,85 @@ def test_survivors_have_the_bits_of_fewer_ranks_whenever_one_ends(mode, victim, 
     for at in range(1, instants(mode, fate, 3)[victim] + 1):
         for after in (False, True):
             judge.judge(seed=at, **{f"rank{victim}": (at, after)})
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [f"synchronized{more}" for more in ("", ", top-K", ", dgc", ", overlap", ", three passes")],
+)
+def test_killed_ranks_are_done_without(mode, tmp_path):
+    assert len(losses.one(mode, "torch", 3, 1, 1, tmp_path)) == 1
+
+
+SCRIPT = """
+import os, signal, torch
+import distopt.torch as dt
+from distopt.compress import ErrorFeedback, TopK
+
+member = int(os.environ["DISTOPT_MEMBER"])
+torch.manual_seed(member)
+layers = torch.nn.Linear(20, 50), torch.nn.BatchNorm1d(50), torch.nn.ReLU(), torch.nn.Linear(50, 1)
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 500, 0.9)
+sync = dt.synchronize(model, ErrorFeedback(TopK(0.1)), optimizer=optimizer)
+last = None
+
+
+def resized(rank, size):
+    global last
+    if size == 3:
+        last = sync.step_counter + 10
+
+
+sync.on_resize(resized)
+extra = sync.rejoin(extra=lambda: {"schedule": schedule.state_dict()})
+if extra:
+    schedule.load_state_dict(extra["schedule"])
+    last = sync.step_counter + 10
+    print("came with", int(layers[1].num_batches_tracked) - sync.step_counter, len(optimizer.state), "states")
+while sync.step_counter != last:
+    if member == 0 and sync.step_counter == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = torch.randn(8, 20)
+    optimizer.zero_grad()
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+    schedule.step()
+bits = [p.detach().double().sum().item().hex() for p in model.parameters()]
+print("end", schedule.get_last_lr()[0].hex(), *bits)
+"""
+
+
+def test_a_process_takes_the_place_of_rank_0(tmp_path):
+    """It has the model, its buffers, the optimizer's state and the schedule's, and goes on as the others."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    options = "--elastic", "--over", "torch", "--restarts", "1"
+    code, output = distopt_run(3, *options, tmp_path / "script.py", timeout=240, env={"OMP_NUM_THREADS": "1"})
+    assert code == 0, output
+    ends = re.findall(r"^\[\d+\] end (.*)$", output, re.M)
+    assert len(ends) == 3, output
+    assert len(set(ends)) == 1, output
+    assert "came with 1 6 states" in output  # the others were in the middle of a step
+
+
+def test_rejoin_wants_the_optimizer():
+    with pytest.raises(ValueError, match="optimizer must be the script's for rejoin, got None"):
+        dt.synchronize(torch.nn.Linear(3, 2)).rejoin()
+
+
+@pytest.fixture
+def group():
+    """A default process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_groups_of_torch_are_refused_where_ranks_may_be_lost(group, monkeypatch):
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+    monkeypatch.setenv(membership.WANTED, "1")
+    with pytest.raises(RuntimeError, match=r"got a DistributedDataParallel .* use distopt.torch.synchronize\(model\)"):
+        dt.compress(ddp)
+    with pytest.raises(RuntimeError, match=r"group must be None under distopt run --elastic"):
+        dt.synchronize(torch.nn.Linear(3, 2), group=group)
