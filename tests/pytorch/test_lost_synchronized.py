@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
 
 import distopt.torch as dt  # noqa: E402
-from distopt.comm import ThreadCommunicator  # noqa: E402
+from distopt.comm import Elastic, ThreadCommunicator  # noqa: E402
+from distopt.comm.outside import Outside  # noqa: E402
 from distopt.resilience import membership  # noqa: E402
 from faults import losses  # noqa: E402
 from launch import distopt_run  # noqa: E402
@@ -127,3 +128,42 @@ def test_groups_of_torch_are_refused_where_ranks_may_be_lost(group, monkeypatch)
         dt.compress(ddp)
     with pytest.raises(RuntimeError, match=r"group must be None under distopt run --elastic"):
         dt.synchronize(torch.nn.Linear(3, 2), group=group)
+
+
+LOCAL = """
+import os, signal, torch
+import distopt.torch as dt
+
+member = int(os.environ["DISTOPT_MEMBER"])
+torch.manual_seed(member)
+model = torch.nn.Linear(20, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+windows = dt.local_steps(model, optimizer, every=4)
+for step in range(24):
+    if member == 0 and step == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = torch.randn(8, 20)
+    optimizer.zero_grad()
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+bits = [p.double().sum().item().hex() for p in windows.global_parameters.values()]
+print("end", windows.communicator.size, windows.step_counter, *bits)
+"""
+
+
+def test_local_steps_go_on_without_rank_0(tmp_path):
+    (tmp_path / "script.py").write_text(LOCAL)
+    options = "--elastic", "--over", "torch"
+    code, output = distopt_run(3, *options, tmp_path / "script.py", timeout=240, env={"OMP_NUM_THREADS": "1"})
+    assert code == 0, output
+    ends = re.findall(r"^\[\d+\] end (2 24 .*)$", output, re.M)
+    assert len(ends) == 2, output
+    assert len(set(ends)) == 1, output
+
+
+def test_local_steps_take_nobody_in():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    outside = Elastic(Outside(lambda text: pytest.fail("nobody is asked")))
+    with pytest.raises(RuntimeError, match="local steps must begin on all ranks together"):
+        dt.local_steps(model, optimizer, every=2, group=outside)
