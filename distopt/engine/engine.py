@@ -172,9 +172,19 @@ class Engine:
 
     def step_of_these_ranks(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:
         """Make one step as ``step``, with the ranks that there are: all have agreed on a part of it.  Collective."""
+        again = self.retries.replayable(loss)
+        return self.step_with(lambda: self.exchange(again, spec), spec, update)
+
+    def step_with(self, exchange: Callable[[], "Outcome | None"], spec: StepSpec, update: Update | None = None) -> bool:
+        """Make one step, with the ranks that there are, whose exchange has more to it than ``self.exchange``.
+
+        Args:
+            exchange: calls ``self.exchange``, and returns what that returns; is made again if a rank is lost.
+            spec: says what the step is.
+            update: as of ``step``.
+        """
         if self.comm.elastic and self.comm.gpu is not None:
             self.sync_with_last_step()  # which is not made again
-        again = self.retries.replayable(loss)
 
         def apply(outcome: Outcome | None) -> bool:
             if outcome is None or outcome.sums is None:
@@ -183,7 +193,7 @@ class Engine:
                 (update or self.update)(outcome.sums, outcome.scale, spec)
             return True
 
-        outcome = self.buddies.step(lambda: self.exchange(again, spec), apply, spec.reduced)
+        outcome = self.buddies.step(exchange, apply, spec.reduced)
         if outcome is None:
             return False
         if outcome.sums is not None:

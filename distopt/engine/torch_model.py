@@ -56,6 +56,10 @@ class TorchModel:
     Args:
         params: a module, or an iterable of tensors or of (name, tensor) pairs.
 
+    Attributes:
+        parameters: they.
+        others: a module's buffers and frozen parameters, by name.
+
     Raises:
         TypeError: ``params`` is none of these; or a tensor is sparse, not on the CPU, or has gaps in memory.
         ValueError: there are none.
@@ -76,7 +80,7 @@ class TorchModel:
         self._by_tensor = {id(t): p for p in self.parameters for t in (p.tensor, p.original)}
         self._yields = False
         self._arrived: queue.SimpleQueue[Any] | None = None  # of the parameters whose gradients have come
-        self._others = [*params.buffers(), *_frozen(params)] if isinstance(params, torch.nn.Module) else []
+        self.others = _others(params) if isinstance(params, torch.nn.Module) else {}
 
     @classmethod
     def of_optimizer(cls, optimizer: torch.optim.Optimizer) -> "TorchModel":
@@ -98,13 +102,21 @@ class TorchModel:
         with self.stream():
             enroll(engine, self.parameters, "torch's parameters", lambda names: check())
             if engine.store.broadcast_due:
-                self.broadcast_others(engine.comm)
-            engine.store.broadcast_parameters(engine.progress.updates)
+                engine.retries.run(lambda: self._broadcast(engine))
+
+    def _broadcast(self, engine: Engine) -> None:
+        """Send all that rank 0 has, and nothing of any other rank if that is lost on the way.  Collective."""
+        engine.retries.keep(*engine.store.values.values(), *self._bytes_of_others())
+        self.broadcast_others(engine.comm)
+        engine.store.broadcast_parameters(engine.progress.updates)
 
     def broadcast_others(self, comm: Communicator) -> None:
         """Send rank 0's buffers and frozen parameters to all ranks.  Collective."""
-        for x in self._others:
-            comm.broadcast(as_array(_of_this_rank("a buffer", x)).reshape(-1).view(np.uint8))
+        for x in self._bytes_of_others():
+            comm.broadcast(x)
+
+    def _bytes_of_others(self) -> list[np.ndarray]:
+        return [as_array(_of_this_rank(n, x)).reshape(-1).view(np.uint8) for n, x in self.others.items()]
 
     def stream(self) -> AbstractContextManager[Any]:
         """Return a context in which a step enqueues where torch does, on a GPU (``device.tensors.torchs_stream``)."""
@@ -229,5 +241,5 @@ def _of_this_rank(name: str, t: torch.Tensor) -> torch.Tensor:
     return shard
 
 
-def _frozen(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [p for p in model.parameters() if not p.requires_grad]
+def _others(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_buffers()) | {n: p for n, p in model.named_parameters() if not p.requires_grad}

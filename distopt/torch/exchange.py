@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,20 @@ import torch
 import torch.distributed as dist
 
 from distopt import device, kernels
-from distopt.buckets import Bucket, Reduced, Shard
+from distopt.buckets import Bucket, BucketSet, Reduced, Shard
 from distopt.comm import Communicator, NcclCommunicator, world
 from distopt.comm.process_group import ProcessGroupCommunicator
 from distopt.compress import Compressor, Dense
 from distopt.compress.base import check_compressor
 from distopt.device.tensors import as_tensor, gpu_number, on_gpu
-from distopt.engine.engine import Engine
+from distopt.engine.engine import Engine, Outcome
 from distopt.engine.facade import Checkpointed
 from distopt.engine.nonfinite import Policy
+from distopt.engine.parameters import Loss, iterable
 from distopt.engine.spec import Options, StepSpec
 from distopt.engine.torch_model import TorchModel
 from distopt.optim.adapters.torch_optim import TorchAdapter
+from distopt.resilience import membership
 from distopt.torch.state import as_tensors, for_rank, mean_over_ranks, of_rank
 
 
@@ -74,17 +76,19 @@ class InTheGradients(Policy):
     Args:
         scaler: by whose scale the loss was multiplied, and gradients are divided while they are exchanged, so that
             residuals are in the units of the loss itself.
+
+    Attributes:
         parts: by which they are divided too, so that the sum of so many is their mean already.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler | None, parts: int):
+    def __init__(self, scaler: torch.amp.GradScaler | None):
         super().__init__()
-        self._scaler, self._parts = scaler, parts
+        self.scaler, self.parts = scaler, 1
 
     @property
     def divisor(self) -> float:  # type: ignore[override]
         """By what gradients are divided before they are exchanged."""
-        return self._parts * (self._scaler.get_scale() if self._scaler else 1.0)
+        return self.parts * (self.scaler.get_scale() if self.scaler else 1.0)
 
     def enforce(self, name: str, nonfinite: str) -> None:
         """Raise nothing."""
@@ -94,7 +98,7 @@ class InTheGradients(Policy):
         self.skipped += 1
 
     def __repr__(self) -> str:
-        return f"infinities in the gradients, {'with' if self._scaler else 'without'} a scaler"
+        return f"infinities in the gradients, {'with' if self.scaler else 'without'} a scaler"
 
 
 class GradientExchange(Checkpointed):
@@ -116,7 +120,6 @@ class GradientExchange(Checkpointed):
 
     Attributes:
         tensors: the parameters by name, the last ones first, as their gradients come.
-        views: the places of their gradients in the buckets, by name; float32 for parameters of 16 bits.
 
     Raises:
         TypeError: a parameter is sparse, not on the CPU, or has gaps in memory; or an argument is of a wrong type.
@@ -141,9 +144,8 @@ class GradientExchange(Checkpointed):
         comm = self.communicator = communicator(group, model.parameters[0].tensor)
         self.compressor = Dense() if compressor is None else compressor
         check_compressor(self.compressor)
-        policy = InTheGradients(scaler, _exact_parts(self.compressor, comm.size))
-        adapter = ScriptsOptimizer(optimizer)
-        options = Options.checked(comm, overlap=overlap, nonfinite=policy, allow_missing=True)
+        self._policy, adapter = InTheGradients(scaler), ScriptsOptimizer(optimizer)
+        options = Options.checked(comm, overlap=overlap, nonfinite=self._policy, allow_missing=True)
         engine = Engine(adapter, comm, options, threshold=threshold, kind=type(self).__name__)
         chosen = {"exchange": exchange, "break_even": break_even, "threshold": threshold}
         super().__init__(engine, {"compressor": compressor} | chosen)
@@ -151,7 +153,19 @@ class GradientExchange(Checkpointed):
         originals = [p.original for p in self._model.parameters]
         self._model.enroll(engine, lambda: adapter.check_fits(originals, self.compressor))
         self.tensors = {p.name: p.tensor for p in self._model.parameters}
-        self.views = {name: as_tensor(engine.store.buckets.view(name), like=p) for name, p in self.tensors.items()}
+        self._views: tuple[BucketSet | None, dict[str, torch.Tensor]] = (None, {})
+
+    @property
+    def views(self) -> dict[str, torch.Tensor]:
+        """The places of gradients in the buckets, by name; float32 for parameters of 16 bits.
+
+        If a rank is lost, the next exchange makes other buckets.
+        """
+        buckets, (of, views) = self.engine.store.buckets, self._views
+        if of is not buckets:
+            views = {name: as_tensor(buckets.view(name), like=p) for name, p in self.tensors.items()}
+            self._views = buckets, views
+        return views
 
     def exchange(
         self, gradients: Mapping[str, torch.Tensor], arrived: Collection[str], error: Exception | None = None
@@ -168,28 +182,63 @@ class GradientExchange(Checkpointed):
         Returns:
             The names of the parameters of which no gradient arrived on any rank; their ``views`` are zeros.
         """
-        nowhere = self.arrived_nowhere(arrived, error)
-        brought = {name: g for name, g in gradients.items() if name not in nowhere}
-        self.step(lambda: [(p.tensor, brought.get(p.name)) for p in self._model.parameters])
+        nowhere: set[str] = set()
+
+        def operation() -> Outcome | None:
+            nonlocal nowhere
+            nowhere = self.arrived_nowhere(arrived, error)
+            pairs = self._model.gradients((t, gradients.get(name)) for name, t in self.tensors.items())
+            return self._reduce(pairs, nowhere)
+
+        self._step(operation)
         return nowhere
+
+    def exchange_early(
+        self,
+        gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
+        arrival: Callable[[], tuple[Collection[str], Exception | None]],
+    ) -> set[str]:
+        """Do what ``exchange`` does while the gradients are still to come.  Collective.
+
+        Args:
+            gradients: (parameter, gradient) pairs, as they come.
+            arrival: is called behind the last one; returns the ``arrived`` and the ``error`` of ``exchange``.
+        """
+        nowhere: set[str] = set()
+        pairs = self.engine.retries.replayable(self._model.gradients(gradients))
+
+        def operation() -> Outcome | None:
+            nonlocal nowhere
+            if self.may_overlap:
+                outcome = self._reduce(pairs)
+                nowhere = self.arrived_nowhere(*arrival())
+                return outcome
+            brought, error = _all_of(pairs)  # a rank was lost, and others may know it since their pass began
+            nowhere = self.arrived_nowhere(*(((), error) if error else arrival()))
+            return self._reduce(brought, nowhere)
+
+        self._step(operation)
+        return nowhere
+
+    def _reduce(self, pairs: Any, nowhere: Collection[str] = ()) -> Outcome | None:
+        """Reduce gradients, but those of the parameters ``nowhere``, over the ranks that there are now.  Collective."""
+        self._policy.parts = _exact_parts(self.compressor, self.engine.comm.size)
+        loss = ((p, None if p.name in nowhere else gradient) for p, gradient in pairs) if nowhere else pairs
+        return self.engine.exchange(loss, self._spec)
+
+    def _step(self, operation: Callable[[], Outcome | None]) -> None:
+        """Write the means to ``views`` that an operation brings, which is made again if a rank is lost.  Collective."""
+        with self._model.stream():
+            if self.engine.step_with(operation, self._spec, self._write_means):
+                return
+        for view in self.views.values():
+            view.fill_(math.inf)
 
     @property
     def may_overlap(self) -> bool:
         """Whether buckets may leave while the last gradients of a backward pass are still to come."""
         engine = self.engine
         return engine.reducers.may_overlap(self.compressor, self._spec, engine.threshold)
-
-    def step(self, gradients: Any) -> None:
-        """Write mean gradients over ranks to ``views``.  Collective.
-
-        Args:
-            gradients: (tensor, gradient) pairs, as a loss of ``DistOpt``.
-        """
-        with self._model.stream():
-            if self.engine.step(self._model.gradients(gradients), self._spec, self._write_means):
-                return
-        for view in self.views.values():
-            view.fill_(math.inf)
 
     def arrived_nowhere(self, arrived: Collection[str], error: Exception | None) -> set[str]:
         """Vote on the parameters that no rank has a new gradient of, and return them.  Collective."""
@@ -224,8 +273,9 @@ class GradientExchange(Checkpointed):
 
         What waits to be sent is, over all ranks, what it was; which rank it waits on is not.
         """
-        state = mean_over_ranks(super().state_dict(), self.engine)
-        return {"rank": None, "ranks": self.engine.comm.size, "state": as_tensors(state)}
+        comm = self.engine.comm
+        state = comm.transaction(lambda: mean_over_ranks(super(GradientExchange, self).state_dict(), self.engine))
+        return {"rank": None, "ranks": comm.size, "state": as_tensors(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` has returned on this rank, or from a ``full_state_dict``.
@@ -270,6 +320,14 @@ class GradientExchange(Checkpointed):
         engine.count_update()
 
 
+def _all_of(loss: Loss) -> tuple[list[Any], Exception | None]:
+    """Return the pairs of a loss when the last one has come, or the error that it raises."""
+    try:
+        return list(iterable(loss)), None
+    except Exception as error:
+        return [], error
+
+
 def _exact_parts(compressor: Compressor, size: int) -> int:
     """Return the number of ranks, if gradients may be divided by it before they are added up, else 1.
 
@@ -287,6 +345,7 @@ def communicator(group: "dist.ProcessGroup | Communicator | None", like: torch.T
         like: a tensor that is where the gradients are.
 
     Raises:
+        RuntimeError: it is a process group, in an elastic job.
         TypeError: it is neither a process group nor a communicator.
         ValueError: this rank is not one of the group's.
     """
@@ -297,9 +356,24 @@ def communicator(group: "dist.ProcessGroup | Communicator | None", like: torch.T
         return group
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a process group or a Communicator, got a {type(group).__name__}")
+    refuse_if_elastic("group must be None", "got a process group of torch")
     ranks = dist.get_process_group_ranks(group)
     if dist.get_rank() not in ranks:
         raise ValueError(f"group must have this rank, {dist.get_rank()}, got a group of {ranks}")
     if on_gpu(like):
         return NcclCommunicator.from_process_group(ranks, gpu_number(like), "a group of the script's")
     return ProcessGroupCommunicator.of_ranks(ranks, "a group of the script's")
+
+
+def refuse_if_elastic(must: str, got: str) -> None:
+    """Raise RuntimeError under ``distopt run --elastic``, where torch's process groups die with the first lost rank.
+
+    Args:
+        must: what an argument must be there.
+        got: what it is.
+    """
+    if membership.wanted():
+        raise RuntimeError(
+            f"{must} under distopt run --elastic, {got}, which ends with the first rank that is lost; use "
+            "distopt.torch.synchronize(model) with the plain module on every rank, or start without --elastic"
+        )

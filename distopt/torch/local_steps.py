@@ -48,6 +48,8 @@ class OuterSteps:
         communicator: the ranks.
 
     Raises:
+        RuntimeError: this process was started in the place of a lost rank: those that are left lose ranks, and take
+            none in.
         TypeError: an argument has the wrong type.
         ValueError: one is out of range, or ranks differ; or the optimizer updates none of the model's parameters.
     """
@@ -75,6 +77,11 @@ class OuterSteps:
             raise TypeError(f"optimizer must be one of torch.optim, got a {type(optimizer).__name__}")
         self._model, self._optimizer, self._scaler = TorchModel(model), optimizer, scaler
         self.communicator = communicator(group, self._model.parameters[0].tensor)
+        if self.communicator.outside:
+            raise RuntimeError(
+                "local steps must begin on all ranks together, got a process in the place of a lost rank; start "
+                "without --restarts, or use distopt.torch.synchronize"
+            )
         self._outer = outer_loop(
             self.communicator,
             self._places,

@@ -8,7 +8,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from distopt.compress import Compressor
 from distopt.device.tensors import is_dtensor, on_gpu
+from distopt.engine.joining import Joining
 from distopt.engine.torch_model import TWICE
-from distopt.torch.exchange import GradientExchange
+from distopt.torch.exchange import GradientExchange, refuse_if_elastic
 
 _synchronized = weakref.WeakSet[torch.nn.Module]()
 
@@ -29,11 +30,10 @@ class Home:
 
     Args:
         parameter: the model's parameter; of a ``DTensor`` it is this rank's shard.
-        view: the place of its mean in a bucket.
     """
 
-    def __init__(self, parameter: torch.Tensor, view: torch.Tensor):
-        self._parameter, self._view = parameter, view
+    def __init__(self, parameter: torch.Tensor):
+        self._parameter = parameter
         self.sharded = is_dtensor(parameter)
         self._left: tuple[int, int] | None = None  # the memory and the version of the mean that was put last
 
@@ -49,22 +49,22 @@ class Home:
         gradient = self.gradient()
         return gradient is not None and (gradient.data_ptr(), gradient._version) != self._left
 
-    def keep(self) -> None:
-        """Leave the gradient of an earlier pass to the model: its place in the bucket is for this one."""
+    def keep(self, view: torch.Tensor) -> None:
+        """Leave the gradient of an earlier pass to the model: its place in a bucket, ``view``, is for this one."""
         gradient = self.gradient()
-        if gradient is not None and gradient.data_ptr() == self._view.data_ptr():
+        if gradient is not None and gradient.data_ptr() == view.data_ptr():
             self._parameter.grad = gradient.clone()
 
-    def put(self) -> None:
-        """Give the model the mean that is in the bucket."""
+    def put(self, view: torch.Tensor) -> None:
+        """Give the model the mean that is in a bucket, in ``view``."""
         if not self.sharded:
-            self._parameter.grad = self._view.to(self._parameter.dtype)
+            self._parameter.grad = view.to(self._parameter.dtype)
             return
         if self._parameter.grad is None:
             self._parameter.grad = torch.zeros_like(self._parameter)
         gradient = self.gradient()
         assert gradient is not None
-        gradient.copy_(self._view)
+        gradient.copy_(view)
         self._left = gradient.data_ptr(), gradient._version
 
 
@@ -89,7 +89,7 @@ class Synchronizer(GradientExchange):
         super().__init__(model, compressor, **options)
         _synchronized.add(model)
         self._module = model
-        self._homes = {p.name: Home(p.original, self.views[p.name]) for p in self._model.parameters}
+        self._homes = {p.name: Home(p.original) for p in self._model.parameters}
         self._names = {id(p.original): p.name for p in self._model.parameters}
         self._sharded = any(home.sharded for home in self._homes.values())
         self._arrived: set[str] = set()
@@ -112,6 +112,57 @@ class Synchronizer(GradientExchange):
         finally:
             self._syncs = before
 
+    def rejoin(self, extra: Any = None) -> Any:
+        """In a process that was started in the place of a lost one: wait until the others let it in, and go on as they.
+
+        It gets the model's parameters and buffers, and the state of the script's optimizer and scaler, and begins with
+        a residual of zero; for the rest as ``DistOpt.rejoin``.  A script calls it on all ranks, before its loop::
+
+            sync = dt.synchronize(model, optimizer=optimizer)
+            sync.rejoin()
+            for step in range(sync.step_counter, steps):
+                ...
+
+        Args:
+            extra: what else such a process needs, as the state of a schedule: dicts, lists, numbers, texts, arrays and
+                tensors, or a callable that returns them, of the lowest of the others.
+
+        Returns:
+            Their ``extra``, {} if there was none; None, and nothing is changed, in a job that begins.
+
+        Raises:
+            ValueError: ``optimizer`` was not given to ``synchronize``; or the others have another model or optimizer.
+            RuntimeError: the others have ended before they have let it in.
+
+        Example:
+            >>> import torch
+            >>> import distopt.torch as dt
+            >>> model = torch.nn.Linear(3, 2)
+            >>> sync = dt.synchronize(model, optimizer=torch.optim.AdamW(model.parameters()))
+            >>> sync.rejoin()
+        """
+        if self.opt is None:
+            raise ValueError("optimizer must be the script's for rejoin, got None; give it to synchronize")
+        scripts = [self.opt, *filter(None, [self._policy.scaler])]  # what has a state of its own
+
+        def state() -> dict[str, Any]:
+            more = extra() if callable(extra) else extra
+            return {
+                "scripts": [part.state_dict() for part in scripts],
+                "others": {name: x.detach() for name, x in self._model.others.items()},
+                "extra": {} if more is None else more,
+            }
+
+        sent = Joining(self._state, self._checkpointer, None, state).rejoin()
+        if sent is None:
+            return None
+        for part, its_state in zip(scripts, sent["scripts"], strict=True):
+            part.load_state_dict(its_state)
+        with torch.no_grad():
+            for name, x in self._model.others.items():
+                x.copy_(sent["others"][name])
+        return sent["extra"]
+
     def close(self) -> None:
         """Remove the hooks: backward passes are this rank's own again."""
         for hook in self._hooks:
@@ -129,7 +180,7 @@ class Synchronizer(GradientExchange):
             early, self._early = self._early, None
             with contextlib.suppress(RuntimeError):  # this rank has had its own
                 if early:
-                    early.finish([], error)
+                    early.abandon(error)
                 else:
                     self.arrived_nowhere((), error)
 
@@ -145,6 +196,7 @@ class Synchronizer(GradientExchange):
         checkpointed activations have, whose end is too early.
         """
         if self._syncs and not self._waits:
+            self.engine.let_in()  # here, since the thread of an exchange would run callbacks beside this pass
             self._waits = True
             at_end = torch.autograd.Variable._execution_engine.queue_callback
             if self._sharded:  # the callback that makes shards of the gradients may come behind this one
@@ -169,16 +221,15 @@ class Synchronizer(GradientExchange):
             arrived = {name for name, home in self._homes.items() if home.changed}
         for name, home in self._homes.items():
             if name not in arrived:
-                home.keep()
+                home.keep(self.views[name])
         if early:
-            early.finish(name for name in self.tensors if name not in arrived)
-            nowhere = self.arrived_nowhere(arrived, self._unknown())
+            nowhere = early.finish([name for name in self.tensors if name not in arrived], arrived, self._unknown())
         else:
             gradients = {name: g for name, home in self._homes.items() if (g := home.gradient()) is not None}
             nowhere = self.exchange(gradients, arrived, self._unknown())
         for name, home in self._homes.items():
             if name not in nowhere:
-                home.put()
+                home.put(self.views[name])
 
     def _unknown(self) -> Exception | None:
         """Return an error if the model has a parameter that requires a gradient and had none when this was made."""
@@ -202,6 +253,9 @@ class EarlyExchange:
 
     def __init__(self, exchange: GradientExchange):
         self._exchange, self._queue = exchange, queue.SimpleQueue[Any]()
+        self._arrived: Collection[str] = ()
+        self._unknown: Exception | None = None
+        self._nowhere: set[str] = set()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -210,18 +264,34 @@ class EarlyExchange:
         """Hand over a gradient; ``again``, if it was handed over before, which is an error."""
         self._queue.put(ValueError(f"{name}: {TWICE}") if again else name)
 
-    def finish(self, missing: Iterable[str], error: Exception | None = None) -> None:
-        """Hand over what has not come, or an error, and return when all means are there.  Raise what was raised."""
+    def finish(self, missing: Iterable[str], arrived: Collection[str], error: Exception | None) -> set[str]:
+        """Return when all means are there; return and raise what ``GradientExchange.exchange`` does.
+
+        Args:
+            missing: names of the parameters whose gradients have not come.
+            arrived: as of ``exchange``.
+            error: as of ``exchange``.
+        """
+        self._arrived, self._unknown = arrived, error
         for name in missing:
             self._queue.put(name)
-        self._queue.put(error or self.END)
+        self._end(self.END)
+        return self._nowhere
+
+    def abandon(self, error: Exception) -> None:
+        """Let all ranks raise an error."""
+        self._end(error)
+
+    def _end(self, item: object) -> None:
+        """Hand over the last item, and wait for the thread.  Raise what was raised there."""
+        self._queue.put(item)
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         try:
-            self._exchange.step(self._pairs())
+            self._nowhere = self._exchange.exchange_early(self._pairs(), lambda: (self._arrived, self._unknown))
         except BaseException as error:
             self._error = error
 
@@ -275,11 +345,14 @@ def compress(model: torch.nn.Module, compressor: Compressor | None = None, **opt
             threshold, overlap.
 
     Raises:
-        RuntimeError: the model has a hook already.
+        RuntimeError: the model has a hook already; or in a job of ``distopt run --elastic``, where torch's own process
+            groups end with the first rank that is lost: there, ``synchronize`` does without them.
         TypeError: the model is neither; or as ``GradientExchange``.
         ValueError: ``group`` is missing for a model of ``fully_shard``; or as ``GradientExchange``.
     """
+    got = f"got a {type(model).__name__} with a process group of torch"
     if isinstance(model, DistributedDataParallel):
+        refuse_if_elastic("model must be a plain module", got)
         exchange = GradientExchange(model.module, compressor, **options)
         model.register_comm_hook(Waiting(exchange), exchange_together)
         return exchange
@@ -289,6 +362,7 @@ def compress(model: torch.nn.Module, compressor: Compressor | None = None, **opt
             f"model must be a DistributedDataParallel, or have gone through fully_shard, got a {type(model).__name__}; "
             "see synchronize"
         )
+    refuse_if_elastic("model must not be sharded", got)
     if options.get("group") is None:
         raise ValueError("group must be the ranks that have the same shards, as mesh.get_group('replicate'), got None")
     _check_replicas(shards, options["group"])

@@ -150,6 +150,6 @@ def test_a_captured_step_is_refused_where_ranks_may_be_lost(fate):
         elastic = Elastic(NcclCommunicator.over(threads, gpu=threads.rank))
         params = inputs.move_to_device(elastic, inputs.parameters())
         with pytest.raises(ValueError, match="some of these may be lost: start without --elastic"):
-            made("dense", elastic).capture(lambda: zip(params, params, strict=True))
+            made("dense", elastic, params).capture(lambda: zip(params, params, strict=True))
 
     run_ranks(2, main)

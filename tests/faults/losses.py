@@ -37,7 +37,7 @@ from benchmarks.namespaces import ADDRESSES, cut, two_hosts  # noqa: E402
 from distopt.comm.keepalive import SECONDS  # noqa: E402
 from distopt.engine.retries import PENDING  # noqa: E402  the tests are no package
 from laws import inputs  # noqa: E402
-from laws.lost import MODES, made, noted, reference  # noqa: E402
+from laws.lost import EVERY, made, noted, reference  # noqa: E402
 
 READY = 10  # steps before the first kill
 GAP = (0.3, 0.9)  # seconds between kills
@@ -210,16 +210,17 @@ def train(mode, folder):
         sizes[self.epoch] = self.size
 
     Elastic._take_next = take_next
-    params, opt = inputs.parameters(rank=member), made(mode, comm, deterministic=True)  # an MPI adds in any order
+    params = inputs.parameters(rank=member)
+    opt = made(mode, comm, params, deterministic=True)  # an MPI adds in any order
     local = isinstance(opt, LocalSteps)
     for engine in [f.engine for f in opt._training.outer.fragments] if local else [opt.engine]:
         noted(engine, epochs)
-    calls = MODES[mode][2].get("num_batches", 1) * MODES[mode][2].get("every", 1)
+    calls = EVERY[mode][2].get("num_batches", 1) * EVERY[mode][2].get("every", 1)
     opt.rejoin(params)
     while True:
         for _ in range(opt.step_counter % calls if local else 0, calls):
             grads = inputs.gradients(params, len(steps), member)
-            MODES[mode][0](opt, ((p, g) for p, g in zip(params, grads, strict=True)))
+            EVERY[mode][0](opt, ((p, g) for p, g in zip(params, grads, strict=True)))
             steps.append((time.monotonic(), opt.world_size))
             if len(steps) == 1:
                 (folder / f"{member}.first").write_text(str(steps[0][0]))

@@ -47,6 +47,11 @@ def reloaded(opt, loss):
     in_shared_parameters(opt, loss)
 
 
+def synchronized(opt, loss):
+    """A step of a ``Synced``."""
+    opt(loss)
+
+
 FEEDBACK = ErrorFeedback(TopK(0.1))
 SMALL = {"threshold": 60}
 # by name: what makes a step of it, the optimizer, the options of DistOpt, and whether ranks share memory
@@ -89,11 +94,35 @@ MODES = {
     "sharded Muon with a buddy": (stepper(), lambda: Muon(0.01, sharded=True), {**SMALL, "buddy": True}, True),
     "loss scaler": (stepper(), sgd, {**SMALL, "nonfinite": 4.0}, True),
 }
+# the same of ``distopt.torch.synchronize``, with options of ``laws.synced.Synced``
+SYNCHRONIZED = {
+    "synchronized": (synchronized, "SGD", SMALL, True),
+    "synchronized in messages": (synchronized, "AdamW", SMALL, False),
+    "synchronized, overlap": (synchronized, "SGD", {**SMALL, "overlap": True}, False),
+    "synchronized, half in overlap": (synchronized, "AdamW", {**SMALL, "overlap": True, "compressor": Half()}, False),
+    "synchronized, top-K": (synchronized, "SGD", {**SMALL, "compressor": FEEDBACK}, True),
+    "synchronized, two phases": (
+        *(synchronized, "SGD"),
+        *({**SMALL, "compressor": ErrorFeedback(Packed(TopK(0.1))), "exchange": "two_phase"}, True),
+    ),
+    "synchronized, dgc": (synchronized, "plain SGD", {**SMALL, "compressor": DeepGradientCompression(TopK(0.1))}, True),
+    "synchronized, three passes": (synchronized, "SGD", {**SMALL, "passes": 3}, True),
+    "synchronized, three passes of top-K": (
+        *(synchronized, "SGD"),
+        *({**SMALL, "passes": 3, "compressor": FEEDBACK}, False),
+    ),
+    "synchronized, loss scaler": (synchronized, "SGD", {**SMALL, "scale": 4.0, "compressor": FEEDBACK}, True),
+}
+EVERY = MODES | SYNCHRONIZED
 
 
-def made(mode, comm, **more):
-    """A DistOpt of a mode, with more options."""
-    _, make, options, _ = MODES[mode]
+def made(mode, comm, params, **more):
+    """What trains these parameters in a mode, with more options of a DistOpt."""
+    _, make, options, _ = EVERY[mode]
+    if mode in SYNCHRONIZED:
+        from laws.synced import Synced  # needs torch
+
+        return Synced(params, comm, make, **options)
     if "nonfinite" in options:
         options = options | {"nonfinite": LossScaler(init_scale=options["nonfinite"], window=3)}
     return (LocalSteps if "every" in options else DistOpt)(make(), comm, **options, **more)
@@ -101,19 +130,19 @@ def made(mode, comm, **more):
 
 def calls(mode):
     """How many batches there are."""
-    return range(STEPS * MODES[mode][2].get("num_batches", 1))
+    return range(STEPS * EVERY[mode][2].get("num_batches", 1))
 
 
 def noted(engine, epochs):
     """Let an engine note the epoch of the ranks that have made each step; behind it there may be another one."""
-    step = engine.step_of_these_ranks
+    step = engine.step_with
 
     def note(*arguments):
         applied = step(*arguments)
         epochs.append(engine.store._memory.epoch)
         return applied
 
-    engine.step_of_these_ranks = note
+    engine.step_with = note
 
 
 def train(mode, opt, params, numbers, member):
@@ -121,13 +150,13 @@ def train(mode, opt, params, numbers, member):
 
     In batch 2 of a loss scaler a gradient is not finite, and the step is skipped.
     """
-    step, epochs = MODES[mode][0], []
+    step, epochs = EVERY[mode][0], []
     local = isinstance(opt, LocalSteps)
     for engine in [fragment.engine for fragment in opt._training.outer.fragments] if local else [opt.engine]:
         noted(engine, epochs)
     for k in numbers:
         grads = inputs.gradients(params, k, member)
-        if mode == "loss scaler" and k == 2:
+        if mode.endswith("loss scaler") and k == 2:
             grads[0] = np.full_like(grads[0], np.inf)
         grads = inputs.to_device(SimpleNamespace(gpu=device.gpu_of(params[0].data)), grads)
         step(opt, ((p, g) for p, g in zip(params, grads, strict=True)))
@@ -153,12 +182,12 @@ def reference(mode, exchanged, ended, ranks, start=None, run=run_ranks):
         def main(comm, members=members, batches=batches, has=has):
             member = members[comm.rank]
             params = inputs.move_to_device(comm, inputs.parameters(rank=member if start is None else start))
-            opt = made(mode, comm)
+            opt = made(mode, comm, params)
             if has:
                 values, state = has[member]
                 for p in params:
                     device.copy(p.data, values[p.name])
-                if not MODES[mode][2].get("sync_on_apply", True):  # the sums of a window have the gradients of all
+                if not EVERY[mode][2].get("sync_on_apply", True):  # the sums of a window have the gradients of all
                     state = state | {"contributions": state["contributions"] * len(has) / comm.size}
                 opt.load_state_dict(state)
             train(mode, opt, params, batches, member)
@@ -212,7 +241,7 @@ def run(mode, ranks, over=lambda comm: comm):
         try:
             elastic = Counted(over(comm))
             params = inputs.move_to_device(elastic, inputs.parameters(rank=member))
-            opt = made(mode, elastic)
+            opt = made(mode, elastic, params)
             epochs = train(mode, opt, params, calls(mode), member)
             has = of(opt, params)
             elastic.leave()
@@ -244,7 +273,7 @@ class Judge:
         fate = self.fate(**victims)
         exchanged, has = self.run(self.mode, self.ranks)
         assert len(has) == self.ranks - len(fate.ended)
-        every, member = MODES[self.mode][2].get("every", 1), min(has)
+        every, member = EVERY[self.mode][2].get("every", 1), min(has)
         fewer = min(exchanged[: every + 1])  # once those of the first window have met
         likely = [(exchanged, None)]
         if fewer < self.ranks:
