@@ -162,7 +162,8 @@ class Engine:
             spec: says what the step is.
             update: what is done with the sums over ranks, in the place of ``self.update``.
         """
-        self.let_in()
+        if self.comm.elastic:
+            self.let_in()
         return self.step_of_these_ranks(loss, spec, update)
 
     def let_in(self) -> None:

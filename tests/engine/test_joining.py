@@ -24,7 +24,7 @@ class Plain:
     """
 
     def __init__(self, mode, comm, params):
-        self._step, self.opt, self._params = lost.MODES[mode][0], lost.made(mode, comm), params
+        self._step, self.opt, self._params = lost.MODES[mode][0], lost.made(mode, comm, params), params
 
         self._batches = lost.MODES[mode][2].get("num_batches", 1)
 
