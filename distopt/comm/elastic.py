@@ -127,7 +127,10 @@ class Elastic(Wrapper):
                 "this process was started in the place of a lost rank, and must be let in before a step: call "
                 "opt.rejoin(params) before the loop, on all ranks, and begin the loop at opt.step_counter"
             )
-        if self.control.awaited and not self._inside and self._family.members == [self]:
+        if not self._sends or self._inside or self._family.members != [self]:
+            return
+        self.comm.start_newcomer()
+        if self.control.awaited:
             self._go_on(lets_in=True)
             self.tell_resized()
             for send in self._sends if self._family.came else ():
@@ -198,7 +201,6 @@ class Elastic(Wrapper):
             self.control.optimizers, self.control.progress = before.optimizers, before.progress
             self.control.awaited = False
             self.control.stop = max(before.stop, self._family.stop)
-            self._second, self._subgroups = None, {}
 
     def tell_resized(self) -> None:
         if self._told != self.epoch:
