@@ -1,7 +1,10 @@
 """``distopt run --elastic``: ranks that go on without those that are lost, over Open MPI or over torch."""
 
+import contextlib
 import importlib.util
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,8 @@ from distopt.cli.nodes import Nodes, Place, place
 from distopt.cli.processes import RANK, end, say
 from distopt.resilience import job, membership
 
+# More for Open MPI's ranks where others may come, which it has no way to through memory: over the loopback interface.
+GROWING = {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
 ULFM = ("--with-ft", "ulfm")  # options of Open MPI's launcher: a rank that is lost is an error for the others
 PIP = f"{sys.executable} -m pip"
 REMEDY = (
@@ -32,20 +37,17 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
     membership.wanted({**environ, membership.WANTED: "1"})
 
 
-def find_engine(over: str | None, grows: bool = False) -> Launcher | None:
+def find_engine(over: str | None) -> Launcher | None:
     """Return the launcher of Open MPI, or None for processes of this one, whose ranks meet over torch.
 
     Args:
         over: 'mpi' or 'torch'; None for Open MPI if it is here, else torch.
-        grows: lost ranks are replaced, which MPI cannot do.
 
     Raises:
         RuntimeError: there is none of these; it says what to install.
     """
     has_torch = importlib.util.find_spec("torch") is not None
-    if grows and over == "mpi":
-        raise RuntimeError("--restarts must be left out over MPI, which cannot take in another rank; use --over torch")
-    if over == "torch" or grows:
+    if over == "torch":
         if has_torch:
             return None
         raise RuntimeError(f"torch is missing: {PIP} install 'distopt[torch]'")
@@ -119,7 +121,7 @@ def start(
         variables = {membership.WANTED: "1", job.FOLDER: name, "DISTOPT_RESTART": "0"}
         try:
             check()
-            launcher = None if at else find_engine(over, bool(restarts))
+            launcher = None if at else find_engine(over)
             env = (launcher.environment(ranks) if launcher else environment(ranks, {})) | variables
             if at and at.node:
                 return Agent.join(at, command, env, ranks, folder).supervise()
@@ -129,17 +131,22 @@ def start(
             return 2
         started: Started
         if launcher:
-            started = ByMpirun([*launcher.command(ranks, *ULFM), *command], env | on_loopback(env), ranks, folder)
+            env |= on_loopback(env)
+            if restarts:
+                env |= GROWING
+                (folder / job.REQUESTS).mkdir()
+            started = ByMpirun(launcher.command(ranks, *ULFM), command, env, ranks, folder)
         else:
             started = ByItself(command, env | {membership.ADDRESS: nodes.address}, ranks, folder, nodes)
         return ElasticJob(started, ranks + nodes.ranks, restarts).supervise(timeout)
 
 
 class ByMpirun:
-    """Ranks that Open MPI's launcher starts; its library tells them of losses.
+    """Ranks that Open MPI's launcher starts; its library tells them of losses, and they start others on request.
 
     Args:
-        command: the launcher's.
+        launcher: the launcher's command.
+        command: a rank's.
         env: the environment of launcher and ranks.
         ranks: their number.
         folder: of the job.
@@ -147,8 +154,14 @@ class ByMpirun:
 
     meet_all = True
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path):
-        self._launcher = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=job.end_with_parent)
+    def __init__(
+        self, launcher: Sequence[str], command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path
+    ):
+        self._command, self._folder, self._ranks, self._members = command, folder, ranks, ranks
+        self._lost: set[int] = set()
+        self._launcher = subprocess.Popen(
+            [*launcher, *command], env=env, start_new_session=True, preexec_fn=job.end_with_parent
+        )
         self.processes = [self._launcher]
         self.ends = Ends(folder, ranks, self._launcher.pid)
 
@@ -162,10 +175,19 @@ class ByMpirun:
         end(self.processes, grace)
 
     def lose(self, rank: int) -> None:
-        pass
+        self._lost.add(rank)
+        left = [rank for rank in job.entered(self._folder) if rank.rank not in self._lost]
+        if all(rank.rank >= self._ranks and not rank.votes for rank in left):
+            for newcomer in left:  # which nobody is left to let in
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(newcomer.pid, signal.SIGKILL)
 
     def replace(self) -> int:
-        raise NotImplementedError("start() refuses it")
+        member = self._members
+        self._members += 1
+        asked = {"member": member, "command": self._command, "folder": os.getcwd()}
+        job.request(member, json.dumps(asked), self._folder)
+        return member
 
     def awaited(self) -> set[int]:
         return set()

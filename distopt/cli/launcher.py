@@ -53,7 +53,8 @@ def environment(ranks: int, defaults: Mapping[str, str]) -> dict[str, str]:
     if sys.stderr.isatty():
         env["DISTOPT_TTY"] = "1"  # ranks write to pipes, but somebody is watching
     env.pop("PYTHONUNBUFFERED", None)  # it writes each argument of print apart, so that lines of ranks mix
-    for outer in ("TORCHELASTIC_RUN_ID", membership.WANTED, membership.LINE, membership.MEMBER, membership.ADDRESS):
+    mine = membership.WANTED, membership.LINE, membership.MEMBER, membership.ADDRESS, membership.SPAWNED
+    for outer in ("TORCHELASTIC_RUN_ID", membership.JOINS, *mine):
         env.pop(outer, None)  # a launcher around this one has not started the ranks
     return env
 

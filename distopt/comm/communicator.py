@@ -92,6 +92,7 @@ class Communicator(abc.ABC):
     _tag = ""  # of the operation in progress, for the report of a time limit
     _second: "Communicator | None" = None  # the result of duplicate()
     _subgroups: Mapping[Groups, "Communicator"] = MappingProxyType({})  # the results of subgroup()
+    _made_in = 0  # the epoch of these
 
     def tagged(self, tag: MessageTag) -> AbstractContextManager[None]:
         """Return a context whose messages are labelled with ``tag``, for ledgers and for the report of a time limit."""
@@ -260,9 +261,15 @@ class Communicator(abc.ABC):
         The first call is collective; later ones return the same object.  Where one thread must enqueue everything, the
         result is this communicator.
         """
+        self._forget_those_before()
         if self._second is None:  # Python 3.11's cached_property has a lock that all ranks of this process would share
             self._second = self.make_duplicate()
         return self._second
+
+    def _forget_those_before(self) -> None:
+        """Forget the duplicate and the subgroups of an epoch with other ranks."""
+        if self._made_in != self.epoch:
+            self._second, self._subgroups, self._made_in = None, {}, self.epoch
 
     @abc.abstractmethod
     def make_duplicate(self) -> "Communicator":
@@ -300,6 +307,7 @@ class Communicator(abc.ABC):
             list(group) != sorted(group) for group in key
         ):
             raise ValueError(f"groups must have each of {self.size} ranks once, ascending, got {list(map(list, key))}")
+        self._forget_those_before()
         if key not in self._subgroups:
             self._subgroups = {**self._subgroups, key: self.make_subgroup(key)}
         return self._subgroups[key]
@@ -344,6 +352,9 @@ class Communicator(abc.ABC):
     def awaited(self) -> bool:
         """Whether a process waits to be let in, as far as this rank knows."""
         return False
+
+    def start_newcomer(self) -> None:  # noqa: B027  where the launcher starts it, or nobody
+        """Start a process in the place of a lost rank, if ``distopt run`` asks this rank to."""
 
     def on_join(self, prepare: Callable[[], Callable[[], object]]) -> None:  # noqa: B027  where nobody comes
         """Call ``prepare`` before others come, and what it returns when they have (``comm.Elastic``)."""
@@ -456,6 +467,7 @@ class Wrapper(Communicator):
     awaited: Any = _Forwarded(False)
     transaction = _forwarded(Communicator.transaction)
     transaction_on = _forwarded(Communicator.transaction_on)
+    start_newcomer = _forwarded(Communicator.start_newcomer)
     on_join = _forwarded(Communicator.on_join)
     let_in = _forwarded(Communicator.let_in)
     join_others = _forwarded(Communicator.join_others)

@@ -138,7 +138,11 @@ class Elastic(Wrapper):
         """
         if self.outside:
             raise RuntimeError(WAITS)
-        if self.control.awaited and not self._inside and not self._shuts:
+        if self._inside or self._shuts:
+            return
+        if self._prepare and self is self._family.members[0]:
+            self.comm.start_newcomer()
+        if self.control.awaited:
             send = self._prepare() if self._prepare else _nothing
             self._go_on(lets_in=True)
             self.tell_resized()
@@ -215,7 +219,6 @@ class Elastic(Wrapper):
             self.control.optimizers, self.control.progress = before.optimizers, before.progress
             self.control.awaited = False
             self.control.stop = max(before.stop, self._family.stop)
-            self._second, self._subgroups = None, {}
 
     def tell_resized(self) -> None:
         if self._told != self.epoch:

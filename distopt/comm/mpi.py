@@ -30,8 +30,11 @@ from distopt.comm.mpi_control import (
     world_comm,
 )
 from distopt.comm.mpi_losses import agree, checked, elastic, is_loss_on, settle
+from distopt.comm.mpi_newcomers import Newcomer, come_in, let_in
+from distopt.comm.outside import Outside
 from distopt.comm.receive_buffer import ReceiveBuffer
 from distopt.comm.shared_memory import SharingCommunicator
+from distopt.resilience import job
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -96,7 +99,9 @@ class MpiCommunicator(SharingCommunicator):
         self.may_overlap = has_thread_multiple()
         self._log = self.control.log("data")
         self.patience = 0.0
-        self.rank_ordered = self.size <= 2
+        self.rank_ordered = (
+            self.size <= 2 and base is None
+        )  # where ranks go and come, it must not depend on their number
         self._place = (
             f"{brand()}{', ' + reason if reason else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         )
@@ -104,6 +109,7 @@ class MpiCommunicator(SharingCommunicator):
         self._received = [ReceiveBuffer() for _ in range(UNDER_WAY)]
         self._why = reason
         self._begun: dict[int, list[MPI.Request]] = {}  # exchanges, by the identity of their lists
+        self._newcomer: Newcomer | None = None  # that this rank has started
 
     @property
     def pipelines(self) -> bool:
@@ -244,7 +250,7 @@ class MpiCommunicator(SharingCommunicator):
 
         Args:
             text: this rank's.
-            lets_in: of no use: MPI has no processes that wait to be let in.
+            lets_in: whether the process that rank 0 has started may be among them.
 
         Raises:
             ValueError: the job is not elastic.
@@ -254,30 +260,69 @@ class MpiCommunicator(SharingCommunicator):
         self._settle()
         while True:
             with self.control.meeting():
-                living = self._base.Shrink()
-                made, texts = self._on(living, text)
-                if agree(living, made is not None):
-                    return cast(MpiCommunicator, made), texts
-            if made:
-                made.revoke()
-                made.control.forget()
+                living, base = self._base.Shrink(), self._base
+                if agree(living, lets_in):  # another rank may have come here from its vote on that, by a revocation
+                    newcomer, self._newcomer, lets_in = self._newcomer, None, False
+                    base = living = let_in(living, newcomer) or self._base.Shrink()
+                made, texts = self._on(living, base, text, self._why)
+                if made:
+                    made._newcomer = self._newcomer
+                    return made, texts
 
-    def _on(self, living: "MPI.Comm", text: str) -> "tuple[MpiCommunicator | None, list[str]]":
+    @classmethod
+    def _on(
+        cls, living: "MPI.Comm", base: "MPI.Comm", text: str, reason: str
+    ) -> "tuple[MpiCommunicator | None, list[str]]":
         """Return a communicator of ranks that may be lost meanwhile, and a text of each; (None, []) if one was.
+
+        All of them that live agree on which it is.
 
         Args:
             living: an MPI communicator of these.
+            base: as for ``_make``.
             text: this rank's.
+            reason: why this transport was chosen, for ``repr``.
         """
-        made = MpiCommunicator.__new__(MpiCommunicator)
+        made, texts = cls.__new__(cls), None
         try:
-            made._make(living, self._base, self._why)
-            return made, made.control.gather(text)
+            made._make(living, base, reason)
+            texts = made.control.gather(text)
         except Exception as error:
             if not is_loss_on(living, error):
                 raise
-        living.Revoke()
+            living.Revoke()
+        if agree(living, texts is not None):
+            return made, cast(list[str], texts)
+        if texts is not None:
+            made.revoke()
+            made.control.forget()
         return None, []
+
+    @property
+    def awaited(self) -> bool:
+        return self._newcomer is not None and self._newcomer.waits
+
+    def start_newcomer(self) -> None:
+        """Start a process in the place of a lost rank, if this is rank 0 and ``distopt run`` asks for one.
+
+        It waits until that has started MPI.  The next one is started when this one has been let in.
+        """
+        if self.rank == 0 and (self._newcomer is None or self._newcomer.lost):
+            request = job.requested()
+            self._newcomer = Newcomer(request) if request else None
+
+    @classmethod
+    def waiting(cls, reason: str = "") -> Outside:
+        """Return a communicator of this process alone, which waits to be let in by the ranks that have started it."""
+
+        def enter(text: str) -> tuple[Communicator, list[str]]:
+            ranks = come_in()
+            made, texts = cls._on(ranks, ranks, text, reason)
+            if made is None:
+                raise RuntimeError("another rank was lost while this process was let in")
+            return made, texts
+
+        return Outside(enter, False, reason)
 
     def close(self) -> None:
         """Free the MPI communicators; nothing may be called after it.  Collective."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from distopt.comm.control import LEAVE, ControlChannel, PeerLeft
 from distopt.comm.mpi_losses import all_complete, checked, elastic, has_losses, is_loss, wait_for_all
+from distopt.comm.mpi_newcomers import leave_quietly
 from distopt.comm.mpi_start import (
     abort,
     brand,
@@ -28,9 +29,10 @@ from distopt.comm.mpi_start import (
     is_running,
     mailboxes,
     mpi,
+    number,
     start_watchdog,
 )
-from distopt.resilience import job
+from distopt.resilience import job, membership
 from distopt.resilience.abort import abort_on_exception, announce_exit
 from distopt.resilience.operation_log import MEETING, OperationLog, recorder
 
@@ -82,7 +84,7 @@ class MpiMailbox:
 
     Args:
         comm: an MPI communicator.
-        ranks: number of each of its ranks in COMM_WORLD.
+        ranks: number of each of its ranks in the job.
     """
 
     def __init__(self, comm: "MPI.Comm", ranks: Sequence[int]):
@@ -130,7 +132,7 @@ class MpiControl(ControlChannel):
     def __init__(self, comm: "MPI.Comm", name: str):
         self.rank, self.size, self._comm, self._name = comm.rank, comm.size, comm, name
         self.patience = 0.0
-        self.ranks = world_ranks(comm)
+        self.ranks = numbers(comm)
         self.mailbox = MpiMailbox(comm, self.ranks) if has_thread_multiple() else None
         self._logs = 0
         self._leaving: MPI.Request | None = None  # the vote to leave
@@ -228,20 +230,19 @@ _controls: list[MpiControl] = []
 _names = itertools.count()
 
 
-def world_ranks(comm: "MPI.Comm") -> list[int]:
-    """Return the number in COMM_WORLD of each rank of a communicator, ``(size,)``."""
-    group, world = comm.Get_group(), mpi().COMM_WORLD.Get_group()
-    ranks = [int(r) for r in group.Translate_ranks(group=world)]
-    group.Free()
-    world.Free()
-    return ranks
+def numbers(comm: "MPI.Comm") -> list[int]:
+    """Return the number in the job of each rank of a communicator, ``(size,)``.  Collective."""
+    found = np.empty(comm.size, np.int64)
+    with checked(comm):
+        comm.Allgather(np.array([number()]), found)
+    return [int(n) for n in found]
 
 
 def _agree_on_name(comm: "MPI.Comm") -> str:
     """Return a name for a communicator, the same on all of its ranks and unique in the job.  Collective."""
-    numbers = np.array([mpi().COMM_WORLD.rank, next(_names)], np.int64)
-    comm.Bcast(numbers)
-    return f"rank {numbers[0]}'s {numbers[1]}"
+    name = np.array([number(), next(_names)], np.int64)
+    comm.Bcast(name)
+    return f"rank {name[0]}'s {name[1]}"
 
 
 def _leave() -> None:
@@ -263,7 +264,7 @@ def _leave() -> None:
 
 def _farewell() -> AbstractContextManager[None]:
     """Return a context for waiting until the other ranks end, without a time limit: they may train on, or evaluate."""
-    rank = mpi().COMM_WORLD.rank
+    rank = number()
     mailbox = mailboxes[0] if mailboxes else None
     return OperationLog(recorder, f"the end of rank {rank}", [rank], mailbox, limited=False)("the end of the others")
 
@@ -284,6 +285,8 @@ def _join(rank: int) -> None:
     start_watchdog(rank)
     for segment in _segments():
         job.mark(job.SEGMENT, segment)
+    if membership.SPAWNED in os.environ:
+        atexit.register(leave_quietly)  # behind what is registered from here on
     atexit.register(_leave)
     MPI = mpi()
     MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_end_with_mpi), None)
@@ -340,7 +343,7 @@ def join(comm: "MPI.Comm") -> Membership:
         raise ValueError(
             "comm must be a communicator of this rank, got MPI.COMM_NULL; the split put this rank in no group"
         )
-    rank = MPI.COMM_WORLD.rank
+    rank = number()
     if comm.size > 1:
         start_watchdog(rank)
     with OperationLog(recorder, f"meetings of rank {rank}", [rank])(MEETING):

@@ -63,6 +63,11 @@ def brand() -> str:
     return f"{name} {'.'.join(map(str, version))}"
 
 
+def number() -> int:
+    """Return this process's number among all of its job: that in COMM_WORLD, if ranks have not started it later."""
+    return int(os.environ.get(membership.SPAWNED) or mpi().COMM_WORLD.rank)
+
+
 def check_launcher(size: int, environ: Mapping[str, str] = os.environ) -> None:
     """Check that the launcher started as many processes as the MPI library sees.
 

@@ -17,18 +17,19 @@ class Outside(LocalCommunicator):
     Args:
         enter: is given a text for the others; waits until they let this process in, and returns a communicator of all,
             and a text of each.
+        rank_ordered: whether that one adds in rank order, which a script may ask before it is let in.
         reason: why this transport was chosen, for ``repr``.
     """
 
     outside = True
 
-    def __init__(self, enter: Callable[[str], tuple[Communicator, list[str]]], reason: str = ""):
+    def __init__(self, enter: Callable[[str], tuple[Communicator, list[str]]], rank_ordered: bool, reason: str = ""):
         super().__init__(reason)
-        self._enter = enter
+        self._enter, self.rank_ordered = enter, rank_ordered
 
     def make_duplicate(self) -> Communicator:
         """Make another communicator of this thread, which waits too."""
-        return Outside(self._enter, self.reason)
+        return Outside(self._enter, self.rank_ordered, self.reason)
 
     def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:
         """Return a communicator of all ranks, this one among them, and a text of each.  Collective of them."""

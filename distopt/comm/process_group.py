@@ -491,7 +491,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
             comm = cls.__new__(cls)
             return comm, comm._enter(launcher, "world", text, reason, lets_in=True)
 
-        return Outside(enter, reason)
+        return Outside(enter, cls.rank_ordered, reason)
 
     def _forget(self) -> None:
         """Say no farewell on this communicator."""

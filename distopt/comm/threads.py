@@ -311,7 +311,7 @@ class ThreadCommunicator(Communicator):
             epoch, meetings = crew.next_epoch(tuple(members), member, text)
             return _of_epoch(epoch, meetings, member, tuple(members)), epoch.texts
 
-        return Outside(enter, f"thread {member}")
+        return Outside(enter, self.rank_ordered, f"thread {member}")
 
     def _meet(self, verb: str, offer: Any, action: Action, alike: np.ndarray | None) -> Any:
         shape = f" of {alike.size} {alike.dtype}" if alike is not None else ""

@@ -72,9 +72,12 @@ def world(device: str = "auto") -> Communicator:
 
 def _waiting() -> Communicator:
     """Return the communicator of a process that takes the place of a lost rank."""
+    reason = "distopt run --elastic started this rank in the place of a lost one"
+    if membership.SPAWNED in os.environ:
+        return MpiCommunicator.waiting(reason)
     from distopt.comm.process_group import ProcessGroupCommunicator
 
-    return ProcessGroupCommunicator.waiting("distopt run --elastic started this rank in the place of a lost one")
+    return ProcessGroupCommunicator.waiting(reason)
 
 
 def _pick(device: str) -> Communicator:

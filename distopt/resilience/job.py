@@ -13,10 +13,11 @@ import os
 import signal
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FOLDER = "DISTOPT_JOB"  # the environment variable that names the folder of marks
 AWAITED = "awaited"  # the file in it that says that a process waits to be let in
+REQUESTS = "requests"  # the folder in it of what the launcher asks ranks to start, each a file named by its number
 LOOPBACK = "-loopback"  # the suffix of the library that the launcher preloads
 PID, VOTES, SEGMENT, CRASH, ALIVE = "pid", "votes", "segment", "crash", "alive"
 MPI, DONE, SPOKEN, STOPS, LATE, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops", "late", "exit", "os_exit"
@@ -25,9 +26,11 @@ MPI, DONE, SPOKEN, STOPS, LATE, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops"
 HEAD, LENGTH, TOLD, PAGE = struct.Struct("<qq"), struct.Struct("<q"), 256, 512
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
+starter: Any = None  # MPI communicator of the rank that has started this process, and of this one
 _rank: int | None = None  # this process's number in the job
 _folder: Path | None = None
 _awaited: str | None = None  # the path of the file AWAITED
+_requests: Path | None = None  # the folder REQUESTS, if there is one
 _process = 0  # its process ID: forked children leave no marks
 _page: mmap.mmap | None = None
 _votes = 0
@@ -41,8 +44,9 @@ def enter(rank: int, folder: Path) -> None:
         rank: its number in the job.
         folder: the folder of marks.
     """
-    global _rank, _folder, _process, _page, _awaited
+    global _rank, _folder, _process, _page, _awaited, _requests
     _rank, _folder, _process, _awaited = rank, folder, os.getpid(), str(folder / AWAITED)
+    _requests = folder / REQUESTS if (folder / REQUESTS).exists() else None
     handle = os.open(folder / f"{rank}.{VOTES}", os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(handle, PAGE)
     _page = mmap.mmap(handle, PAGE)
@@ -64,6 +68,30 @@ def is_rank() -> bool:
 def awaited() -> bool:
     """Tell if the launcher knows of a process that waits to be let in."""
     return _awaited is not None and os.path.exists(_awaited)
+
+
+def request(member: int, text: str, folder: Path) -> None:
+    """Ask the ranks of a job to start one more.
+
+    Args:
+        member: its number.
+        text: what ``requested`` returns.
+        folder: of the job; it has a folder ``REQUESTS``.
+    """
+    whole = folder / f"{REQUESTS}.part"
+    whole.write_text(text)
+    whole.rename(folder / REQUESTS / str(member))
+
+
+def requested() -> str:
+    """Return what the launcher asks this rank to start next, and forget it; '' if it asks for nothing."""
+    names = os.listdir(_requests) if _requests else []
+    if _requests is None or not names:
+        return ""
+    path = _requests / min(names, key=int)
+    text = path.read_text()
+    path.unlink()
+    return text
 
 
 def note(vote: str) -> None:

@@ -16,6 +16,7 @@ WANTED = "DISTOPT_ELASTIC"  # environment variable: '1' in a job that goes on wi
 LINE = "DISTOPT_LINE"  # environment variable: number of the file descriptor of the socket to the launcher
 MEMBER = "DISTOPT_MEMBER"  # environment variable: number of this process among all that the launcher has started
 ADDRESS = "DISTOPT_ADDRESS"  # environment variable: address of this machine by which ranks of others reach it
+SPAWNED = "DISTOPT_SPAWNED"  # environment variable: the same of one that ranks of MPI have started
 JOINS = "DISTOPT_JOINS"  # environment variable: '1' for a process that takes the place of a lost rank
 MESSAGE = 1 << 16  # bytes of a message at most
 TORCHRUN = (

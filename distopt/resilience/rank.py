@@ -17,7 +17,8 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 MEMBER = "DISTOPT_MEMBER"  # set where distopt run starts the ranks itself, maybe under another launcher
-RANK = (MEMBER, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # each launcher's environment variable
+SPAWNED = "DISTOPT_SPAWNED"  # set where ranks of MPI have started this one in the place of a lost one
+RANK = (MEMBER, SPAWNED, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # each launcher's environment variable
 ELASTIC = os.environ.get("DISTOPT_ELASTIC") == "1"  # the others go on without this rank
 
 
@@ -34,6 +35,8 @@ def main() -> None:
     if ELASTIC and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # what a rank has said is not lost with it
     sys.meta_path.insert(0, _MpiIsWanted(job))
+    if SPAWNED in os.environ:
+        setattr(job, "starter", _start_mpi())  # noqa: B010  a module loaded by its path has no known names
     try:
         _run(sys.argv[1:])
     except SystemExit as end:
@@ -67,6 +70,22 @@ def _drop_preload(suffix: str) -> None:
     others = [path for path in preloaded if path and not path.endswith(f"{suffix}.so")]
     if others:
         os.environ["LD_PRELOAD"] = ":".join(others)
+
+
+def _start_mpi() -> object:
+    """Start MPI at once, as the rank that has started this process waits for it, and the others for that rank.
+
+    Returns:
+        An MPI communicator of that rank and this one, on which either learns of the other's end.
+    """
+    import mpi4py
+
+    mpi4py.rc.finalize = False  # MPI's end would wait for ranks that go on
+    from mpi4py import MPI
+
+    starter = MPI.Comm.Get_parent().Merge(high=True)
+    starter.Set_errhandler(MPI.ERRORS_RETURN)
+    return starter
 
 
 def _run(command: Sequence[str]) -> None:

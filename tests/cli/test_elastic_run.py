@@ -331,6 +331,60 @@ for step in range(1, 6):
 """
 
 
+GROWING = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+import distopt
+
+folder, newcomer = Path(__file__).parent, int(os.environ.get("DISTOPT_SPAWNED", 0))
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(at_step):
+    w, opt = distopt.Parameter("w", np.ones(3, np.float32)), distopt.DistOpt()
+    opt.rejoin([w])
+    print(f"rank {opt.rank} of {opt.world_size} is here", flush=True)
+    while not at_step(opt):
+        opt([(w, 0.01 * w.data)])
+        time.sleep(0.01)
+    print(f"rank {opt.rank} of {opt.world_size} is done at {w.data}", flush=True)
+
+
+"""
+
+
+GROWING = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+import distopt
+
+started, newcomer = Path(__file__).with_name("started"), int(os.environ.get("DISTOPT_SPAWNED", 0))
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(is_done):
+    w, opt = distopt.Parameter("w", np.ones(3, np.float32)), distopt.DistOpt()
+    number = newcomer or distopt.world().rank
+    opt.rejoin([w])
+    while True:
+        opt([(w, 0.01 * w.data)])
+        time.sleep(0.01)
+        if is_done(opt, number):
+            break
+    print(f"rank {number} is done, {opt.world_size} ranks have {w.data}", flush=True)
+
+
+"""
+
+
 @faults
 def test_ranks_that_are_children_are_known_from_the_start_and_nothing_spins_after_an_end(tmp_path):
     children = [subprocess.Popen(["sh", "-c", "read x; exit 3"], stdin=subprocess.PIPE) for _ in range(2)]
@@ -420,6 +474,42 @@ class TestOverMpi:
         code, output = run(MPI_HEAD + "print('done')", ranks=3, over="mpi")
         assert (code, output.count("done"), told(output)) == (0, 3, []), output
 
+    def test_a_process_that_fails_is_not_waited_for_and_the_next_one_joins(self, run):
+        """The one rank that is left lets it in."""
+        code, output = run(
+            GROWING + "if newcomer == 3: sys.exit(5)\n"
+            "def is_done(opt, number):\n"
+            "    if opt.step_counter == {1: 20, 2: 200}.get(number): die()\n"
+            "    return opt.step_counter > 200 and opt.world_size == 2\n"
+            "train(is_done)",
+            *("--restarts", "2"),
+            ranks=3,
+            over="mpi",
+            timeout=120,
+        )
+        assert code == 0, output
+        said = told(output)
+        assert "rank 3 is started in the place of rank 1" in said, output
+        assert "rank 4 is started in the place of rank 2" in said, output
+        assert any(line.startswith("rank 3 ended by exit code 5 before distopt.world()") for line in said), output
+        ends = dict(re.findall(r"rank (\d) is done, 2 ranks have (.*)$", output, re.M))
+        assert ends.keys() == {"0", "4"}, output
+        assert ends["0"] == ends["4"], output
+
+    def test_a_process_that_nobody_is_left_to_let_in_is_ended(self, run):
+        code, output = run(
+            GROWING + "if newcomer: started.touch(); time.sleep(600)\n"
+            "def is_done(opt, number):\n"
+            "    if number == 1 and opt.step_counter == 20 or started.exists(): die()\n"
+            "train(is_done)",
+            *("--restarts", "1"),
+            ranks=2,
+            over="mpi",
+            timeout=120,
+        )
+        assert code == 137, output
+        assert "rank 2 is started in the place of rank 1" in told(output), output
+
 
 # ------------------------------------------------------------------------------------------- what is refused
 
@@ -479,10 +569,6 @@ def test_torchrun_is_refused_as_it_ends_all_workers(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (
-            ["--elastic", "--over", "mpi", "--restarts", "1"],
-            "--restarts must be left out over MPI, which cannot take in another rank; use --over torch",
-        ),
         (["--over", "torch"], "--over torch must be given with --elastic"),
         (["--elastic", "-n", "0"], "-n must be at least 1, got 0"),
     ],

@@ -72,6 +72,26 @@ def test_numbers_and_callbacks_follow():
     np.testing.assert_allclose([first[2], last[2]], mean, rtol=1e-6)
 
 
+@pytest.mark.parametrize("wrapper", [Ordered, Metered])
+def test_a_wrapper_has_another_duplicate_and_other_subgroups_behind_a_loss(wrapper):
+    """As a rank that comes makes new ones, and the others with it."""
+
+    def main(comm):
+        comm, member = Elastic(comm), comm.rank
+        outer = wrapper(comm)
+        before = outer.duplicate(), outer.subgroup([[0], [1], [2]])
+        assert (outer.duplicate(), outer.subgroup([[0], [1], [2]])) == before
+        if member == 1:
+            return None
+        comm.barrier()
+        after = outer.duplicate(), outer.subgroup([[0, 1]])
+        comm.leave()
+        return after[0] is before[0], [made.size for made in (*before, *after)]
+
+    first, _, last = run_ranks(3, main)
+    assert first == last == (False, [3, 1, 2, 2])
+
+
 def test_what_all_ranks_raise_alike_stays_an_error():
     def main(comm):
         comm, p = Elastic(comm), Parameter("w", np.zeros(3, np.float32))

@@ -201,7 +201,7 @@ def train(mode, folder):
 
     comm = distopt.world()
     assert isinstance(comm, Elastic)
-    member = int(os.environ.get("DISTOPT_MEMBER", comm.rank))
+    member = int(os.environ.get("DISTOPT_MEMBER") or os.environ.get("DISTOPT_SPAWNED") or comm.rank)
     sizes, steps, epochs = {0: comm.size}, [], []
     take = Elastic._take_next
 

@@ -38,7 +38,7 @@ def test_local_steps_in_flight_go_on_over_torch(tmp_path):
 @pytest.mark.torch
 @needs_torch
 @pytest.mark.parametrize("mode", ["dense", "top-K", "local steps", "local steps in flight", SHARED])
-def test_other_processes_take_the_place_of_killed_ranks(mode, tmp_path):
+def test_other_processes_take_the_place_of_killed_ranks_over_torch(mode, tmp_path):
     assert len(losses.one(mode, "torch", 3, 2, 1, tmp_path, grow=True)) == 2
 
 
@@ -58,3 +58,11 @@ def test_killed_ranks_are_done_without_over_mpi(mode, tmp_path):
     if lack := lacks_open_mpi():
         pytest.skip(lack)
     assert len(losses.one(mode, "mpi", 4, 2, 1, tmp_path)) == 2
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("mode", ["dense", "top-K"])
+def test_other_processes_take_the_place_of_killed_ranks_over_mpi(mode, tmp_path):
+    if lack := lacks_open_mpi():
+        pytest.skip(lack)
+    assert len(losses.one(mode, "mpi", 3, 2, 1, tmp_path, grow=True)) == 2

@@ -18,7 +18,10 @@ ROWS = {  # from the ground up
 }
 HEAVY = {
     "cupy": {"device/gpus.py", "comm/nccl_library.py"},
-    "mpi4py": {"comm/mpi.py", "comm/mpi_control.py", "comm/mpi_losses.py", "comm/mpi_start.py", "cli/launcher.py"},
+    "mpi4py": {
+        *("comm/mpi.py", "comm/mpi_control.py", "comm/mpi_losses.py", "comm/mpi_newcomers.py", "comm/mpi_start.py"),
+        *("cli/launcher.py", "resilience/rank.py"),
+    },
     "torch": {
         *("comm/process_group.py", "comm/gloo.py", "comm/epoch_ranks.py", "device/tensors.py", "engine/torch_model.py"),
         *("torch/exchange.py", "torch/local_steps.py", "torch/state.py", "torch/synchronize.py"),

@@ -164,6 +164,6 @@ def test_local_steps_go_on_without_rank_0(tmp_path):
 def test_local_steps_take_nobody_in():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    outside = Elastic(Outside(lambda text: pytest.fail("nobody is asked")))
+    outside = Elastic(Outside(lambda text: pytest.fail("nobody is asked"), True))
     with pytest.raises(RuntimeError, match="local steps must begin on all ranks together"):
         dt.local_steps(model, optimizer, every=2, group=outside)

@@ -1,0 +1,129 @@
+"""Processes that ranks of Open MPI start in the place of lost ones, and let in.
+
+``distopt run`` asks rank 0, which alone waits for Open MPI to start the process (MPI_Comm_spawn).  When the process is
+ready, all ranks accept it as they would any process that connects to a port: in some 10 ms, where a spawn by all of
+them takes as long as Python's start, and leaves rank 0 in it for ever if another rank is lost meanwhile.
+
+Between processes that were not started together Open MPI 5.0.11 has no way through shared memory: messages go over the
+loopback interface (``cli.elastic.GROWING``).
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, cast
+
+from distopt.comm.mpi_losses import agree, checked, has_losses, is_loss, is_loss_on
+from distopt.comm.mpi_start import mpi
+from distopt.resilience import job, membership
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+READY, PORT = 1, 2  # MPI tags: the newcomer's process ID; the port to which it is to connect
+STARTER, NEWCOMER = 0, 1  # ranks of the communicator of a newcomer and the rank that has started it
+PORT_BYTES = 1024  # at most
+TICK = 0.002  # seconds between two looks for the port
+
+
+class Newcomer:
+    """A process that this rank has started, which waits to be let in.
+
+    Args:
+        request: of ``distopt run``, as ``job.requested`` returns it.
+    """
+
+    def __init__(self, request: str):
+        asked = json.loads(request)
+        variables = {membership.JOINS: "1", membership.SPAWNED: str(asked["member"])}
+        info = mpi().Info.Create()
+        info.Set("wdir", asked["folder"])
+        info.Set("PMIX_ENVAR", "\n".join(f"{name}={value}" for name, value in variables.items()))
+        program, *arguments = asked["command"]
+        spawned = mpi().COMM_SELF.Spawn(program, arguments, 1, info)
+        info.Free()
+        self._comm: MPI.Intracomm = spawned.Merge(high=False)  # Open MPI tells no loss on the other kind
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has come to where it is to be let in."""
+        return not self.lost and bool(self._comm.Iprobe(NEWCOMER, READY))
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has ended."""
+        return has_losses(self._comm)
+
+    def call(self, port: str) -> int:
+        """Let it connect to a port; return its process ID."""
+        process: int = self._comm.recv(source=NEWCOMER, tag=READY)
+        self._comm.Send(port.encode(), NEWCOMER, PORT)
+        return process
+
+
+def let_in(living: "MPI.Comm", newcomer: Newcomer | None) -> "MPI.Comm | None":
+    """Return a communicator of these ranks and, last, a newcomer; None if a rank was lost meanwhile.  Collective.
+
+    A newcomer that is not let in is ended: it may wait for ever for ranks that have gone on.
+
+    Args:
+        living: an MPI communicator of the ranks, of which rank 0 has started the newcomer.
+        newcomer: it, on that rank.
+    """
+    port, process, all_of_them = "", None, None
+    try:
+        waits = newcomer is not None and newcomer.waits
+        if newcomer and waits:
+            port = mpi().Open_port()
+            process = newcomer.call(port)
+        with checked(living):
+            if living.rank or waits:  # else the others learn from the revocation that nobody comes
+                all_of_them = cast("MPI.Intracomm", living).Accept(port).Merge(high=False)
+    except Exception as error:
+        if not is_loss_on(living, error):
+            raise
+    if all_of_them is None:
+        living.Revoke()
+    if agree(living, all_of_them is not None):
+        return all_of_them
+    if all_of_them is not None:
+        all_of_them.Revoke()
+    if process:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    return None
+
+
+def come_in() -> "MPI.Intracomm":
+    """Return a communicator of the ranks that let this process in, and of this one.  Collective of all.
+
+    Raises:
+        RuntimeError: the rank that has started this process has ended, or another one while it was let in.
+    """
+    runtime, port = mpi(), bytearray(PORT_BYTES)
+    try:
+        job.starter.send(os.getpid(), STARTER, READY)
+        request, status = job.starter.Irecv(port, STARTER, PORT), runtime.Status()
+        while not request.Test(status):  # MPI's own wait would take a core from the ranks that train
+            time.sleep(TICK)
+        ranks = runtime.COMM_SELF.Connect(port[: status.count].decode())
+        merged: MPI.Intracomm = ranks.Merge(high=True)
+        return merged
+    except runtime.Exception as error:
+        if not is_loss(error):
+            raise
+    raise RuntimeError("the rank that has started this process has ended before all have let it in")
+
+
+def leave_quietly() -> None:
+    """Tell the launcher that this process, which ranks have started, ends: it would say that something is wrong.
+
+    MPI's own end would wait for the other ranks, which may go on for long, or be lost.
+    """
+    spec = importlib.util.find_spec("mpi4py.MPI")
+    if spec and spec.origin:
+        ctypes.CDLL(spec.origin).PMIx_Finalize(None, ctypes.c_size_t(0))
