@@ -11,6 +11,7 @@ be more than dense and a step sums up instead.
 """
 
 import argparse
+import functools
 import statistics
 import sys
 from pathlib import Path
@@ -37,9 +38,8 @@ def trained(mode, ranks, seed, exchange):
     layers, sim = volume.network(run), distopt.simulate(ranks, volume.optimizer(run))
     dense = cost.all_reduce(sum(p.data.nbytes for layer in layers for p in layer.params), ranks)
 
-    def step(losses, compressor):
-        sim.step(losses, compressor, exchange=exchange)
-
+    compressor = volume.MODES[mode](run.steps)
+    step = functools.partial(sim.step, compressor=compressor, exchange=exchange)
     *_, last = volume.train(run, layers, step, sim.ledger)
     return 100 * last.accuracy, dense * last.step / last.wire
 

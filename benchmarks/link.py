@@ -13,7 +13,6 @@ more ranks than cores, half of what takes milliseconds is waiting for the core.
 import argparse
 import gc
 import json
-import re
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ import numpy as np
 
 import distopt
 from benchmarks.measure import interleaved, ratios, report, table, versions
-from benchmarks.namespaces import ADDRESSES, measured, missing, shape
+from benchmarks.namespaces import ADDRESSES, bits_per_second, measured, missing, shape
 from distopt.comm.launchers import launched
 from distopt.comm.mpi_control import brand
 from distopt.compress import (
@@ -43,7 +42,6 @@ from distopt.volume.models import resnet50
 
 FLOOR = "line floor, dense, by formula"
 BUDGETS = {(2, "1gbit"): {"distopt, top-K 0.1 %": 0.045, "distopt, DGC 0.1 %, gather": 0.045}}  # seconds a step
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 LAUNCHES, LIMIT = 2, 1200  # seconds of each
 SCALE = 1e-3  # of the gradients
 PLAIN = {"dense": Dense, "half": Half}
@@ -62,11 +60,6 @@ EXCHANGES = {"gather": "gather", "two_phase": "two phases", "nodes": "nodes"}
 def exchanges(ranks):
     """Those of so many ranks, the gather first; with one rank on each host there is nothing to add up inside."""
     return {exchange: words for exchange, words in EXCHANGES.items() if ranks > 2 or exchange != "nodes"}
-
-
-def bits_per_second(rate):
-    number, unit = re.fullmatch(r"(\d+)(\w+)", rate).groups()
-    return int(number) * UNITS[unit]
 
 
 def floor(rate):
@@ -233,7 +226,7 @@ def measure(rates, file):
 
 def launches(ranks, rates):
     """The MPI library, and times as ``measure`` has them, with the rounds of all launches."""
-    found = [measured("benchmarks.link", ["--rates", ",".join(rates)], ranks, LIMIT) for _ in range(LAUNCHES)]
+    found = [measured(["-m", "benchmarks.link", "--rates", ",".join(rates)], ranks, LIMIT) for _ in range(LAUNCHES)]
     (library, first), *others = found
     for _, times in others:
         for rate, cases in times.items():

@@ -13,6 +13,7 @@ rank 0 has sent by the ledger of the whole training, by step.
 """
 
 import argparse
+import functools
 import statistics
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def each_step(compressor, make=sgd):
 
     def begin(ranks):
         sim = distopt.simulate(ranks, make())
-        return lambda losses: sim.step(losses, compressor()), sim.ledger, dict
+        return functools.partial(sim.step, compressor=compressor()), sim.ledger, dict
 
     return begin
 
@@ -101,11 +102,8 @@ def trained(mode, ranks, seed):
     step, ledger, parameters = MODES[mode](ranks)
     run = volume.Run("dense", ranks, seed, EPOCHS)
     layers = volume.network(run)
-    *_, last = volume.train(run, layers, lambda losses, compressor: step(losses), ledger)
-    for layer in layers:
-        for p in layer.params:
-            p.data[...] = parameters().get(p.name, p.data)
-    return 100 * volume.accuracy(layers, *volume.digits(np)[1]), last.wire / last.step
+    *_, last = volume.train(run, layers, step, ledger, parameters)
+    return 100 * last.accuracy, last.wire / last.step
 
 
 def with_sparta(mode, ranks, seed):
@@ -115,7 +113,7 @@ def with_sparta(mode, ranks, seed):
         world, run = Metered(comm), volume.Run("dense", ranks, seed, EPOCHS)
         layers, opt = volume.network(run), distopt.DistOpt(sgd(), world)
 
-        def step(losses, compressor):
+        def step(losses):
             opt.backward_and_partial_update(losses(comm.rank), share=SPARTA[mode])
 
         *_, last = volume.train(run, layers, step, world.ledger)

@@ -7,6 +7,7 @@ an MPI library takes the other one for a distant machine.  Needs root.
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from distopt.cli.launcher import find_launcher
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "eth0"
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 APART = ("unshare", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 SHAPED = f"qdisc replace dev {INTERFACE} root tbf burst 256kb latency 20ms rate"
 
@@ -90,18 +92,18 @@ def two_hosts(rate: str = "") -> Iterator[Hosts]:
         yield Hosts(names, folder)
 
 
-def measured(module: str, arguments: Sequence[str], ranks: int, limit: float) -> Any:
-    """What the ranks of a benchmark, half of them on each host, write as JSON into the ``--file`` that they are given.
+def measured(script: Sequence[str], ranks: int, limit: float) -> Any:
+    """What the ranks of a Python script, half of them on each host, write as JSON into the ``--file`` that it is given.
 
-    It may take so many seconds.
+    ``script`` is what follows ``python``; it may take so many seconds.
     """
     launcher = find_launcher()
     with two_hosts() as hosts:
         file = hosts.folder / "measured"
-        script = [sys.executable, "-m", module, *arguments, "--file", str(file)]
+        command = [*launcher.command(ranks), sys.executable, *script, "--file", str(file)]
         env = launcher.environment(ranks) | hosts.environment(launcher.brand, ranks // 2)
         env |= MALLOC | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
-        subprocess.run(hosts.on(0, [*launcher.command(ranks), *script]), env=env, timeout=limit, check=True)
+        subprocess.run(hosts.on(0, command), env=env, timeout=limit, check=True)
         return json.loads(file.read_text())
 
 
@@ -113,6 +115,23 @@ def cut(hosts: Hosts) -> None:
 def shape(rate: str) -> None:
     """From now on the host that this process runs on sends no faster than that."""
     _output(f"tc {SHAPED} {rate}")
+
+
+def shape_closely(rate: str) -> None:
+    """The same, as a real card does it: after a pause hardly anything goes faster, and nothing is dropped.
+
+    The token bucket has room for 0.26 ms, and for two packets at least.
+    """
+    burst = max(4096, int(bits_per_second(rate) / 8 * 262e-6))
+    _output(f"tc qdisc replace dev {INTERFACE} root tbf rate {rate} burst {burst} limit 20mb")
+
+
+def bits_per_second(rate: str) -> float:
+    """The number of a rate that tc(8) reads."""
+    found = re.fullmatch(r"(\d+)(kbit|mbit|gbit)", rate)
+    if found is None:
+        raise ValueError(f"rate must be a whole number of kbit, mbit or gbit, as 100mbit, got {rate!r}")
+    return int(found[1]) * UNITS[found[2]]
 
 
 def missing() -> str:

@@ -3,7 +3,7 @@
 Small steps on two hosts in network namespaces (benchmarks/namespaces.py: needs root), joined by a link of each rate in
 turn.  A rank's payloads of all others together are so many bytes of int8; ``step`` gathers what is below
 ``GATHER_BELOW``.  The link has no latency but that of the machine, and lets little through at once after a pause
-(benchmarks/predict.py).  The last rows are those of examples/digits.py's wide network.
+(``shape_closely`` there).  The last rows are those of examples/digits.py's wide network.
 """
 
 import argparse
@@ -16,8 +16,7 @@ import numpy as np
 
 import distopt
 from benchmarks.measure import interleaved, ratios, report, versions
-from benchmarks.namespaces import measured, missing
-from benchmarks.predict import shape
+from benchmarks.namespaces import measured, missing, shape_closely
 from distopt.comm.launchers import launched
 from distopt.comm.mpi_control import brand
 from distopt.compress import ErrorFeedback, Int8, OneBit, Packed, TopK
@@ -61,7 +60,7 @@ def measure(rates, file):
     world, times = distopt.world(), {}
     steps = all_steps(world.size)
     for rate in rates:
-        shape(rate)
+        shape_closely(rate)
         taken = interleaved(steps, ROUNDS, CALLS, MPI.COMM_WORLD.Barrier, slowest)
         times[rate] = {}
         for (name, exchange), seconds in taken.items():
@@ -98,7 +97,7 @@ def main():
         return 2
     tables = []
     for ranks in map(int, args.ranks.split(",")):
-        library, times = measured("benchmarks.phases", ["--rates", args.rates], ranks, LIMIT)
+        library, times = measured(["-m", "benchmarks.phases", "--rates", args.rates], ranks, LIMIT)
         tables += show(ranks, times)
     heads = [versions("numpy", "mpi4py"), library, f"a step gathers below {GATHER_BELOW:,} bytes, or with 2 ranks"]
     report("phases", "\n".join([*heads, *tables]), args.save)

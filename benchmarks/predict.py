@@ -21,9 +21,8 @@ from pathlib import Path
 import numpy as np
 
 import distopt
-from benchmarks.link import bits_per_second
 from benchmarks.measure import report, versions
-from benchmarks.namespaces import INTERFACE, missing, two_hosts
+from benchmarks.namespaces import missing, shape_closely, two_hosts
 from distopt import volume
 from distopt.cli.launcher import find_launcher
 from distopt.comm import LocalCommunicator
@@ -40,13 +39,6 @@ SECONDS = 20.0
 MODES = "dense", "half", "2bit", "topk=0.01", "dgc=0.001+packed"
 STEPS, TRAINED = 6, 3.0  # at least; seconds
 LIMIT = 150  # seconds, for each rate
-
-
-def shape(rate):
-    """From now on this host sends no faster; its token bucket has room for 0.26 ms, and for two packets at least."""
-    burst = max(4096, int(bits_per_second(rate) / 8 * 262e-6))
-    command = f"tc qdisc replace dev {INTERFACE} root tbf rate {rate} burst {burst} limit 20mb"
-    subprocess.run(command.split(), check=True)
 
 
 def held_out(world, found):
@@ -95,7 +87,7 @@ def measure(rates, file):
     """On each of the ranks: rank 0 writes what was found per rate."""
     world, results = distopt.world(), {}
     for rate in rates:
-        shape(rate)
+        shape_closely(rate)
         begin = time.perf_counter()
         link = fit(world, SECONDS)
         took = time.perf_counter() - begin

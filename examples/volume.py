@@ -8,6 +8,8 @@ where ``distopt compare`` finds it.
 """
 
 import argparse
+import contextlib
+import functools
 import os
 import statistics
 import sys
@@ -94,25 +96,44 @@ def gradients(layers, images, labels, losses):
     return backward(layers, slope)
 
 
-def train(run, layers, step, ledger):
-    """Yield every epoch; ``step(losses, compressor)`` is that of all ranks at once, or of one among others."""
+def train(run, layers, step, ledger, common=dict):
+    """Yield every epoch; ``step(losses)`` is that of all ranks at once, or of one among others.
+
+    ``common()`` are the parameters that all ranks have alike, by name, where those of the layers are one rank's own.
+    """
     (images, labels), test = digits(np)
-    rng, compressor, losses = np.random.default_rng([run.seed, 1]), MODES[run.mode](run.steps), []
+    rng, losses = np.random.default_rng([run.seed, 1]), []
     for epoch in range(1, run.epochs + 1):
         losses.clear()
         order = rng.permutation(TRAINING)[: STEPS * BATCH]
         for mine in order.reshape(STEPS, run.ranks, BATCH // run.ranks):
-            step(lambda rank, mine=mine: gradients(layers, images[mine[rank]], labels[mine[rank]], losses), compressor)
+            step(lambda rank, mine=mine: gradients(layers, images[mine[rank]], labels[mine[rank]], losses))
         sent = ledger.total_of_steps()
-        yield Epoch(epoch * STEPS, accuracy(layers, *test), statistics.fmean(losses), sent["payload"], sent["sent"])
+        with holding(layers, common()):
+            tested = accuracy(layers, *test)
+        yield Epoch(epoch * STEPS, tested, statistics.fmean(losses), sent["payload"], sent["sent"])
+
+
+@contextlib.contextmanager
+def holding(layers, values):
+    """Layers with other values of the parameters that are named."""
+    own = {p: p.data for layer in layers for p in layer.params if p.name in values}
+    for p in own:
+        p.data = values[p.name]
+    try:
+        yield
+    finally:
+        for p, data in own.items():
+            p.data = data
 
 
 def record(run, folder):
     """All epochs of a training, and a record of it."""
     layers, sim = network(run), distopt.simulate(run.ranks, optimizer(run))
+    step = functools.partial(sim.step, compressor=MODES[run.mode](run.steps))
     path, points = folder / f"{run.mode}-{run.ranks}-ranks-seed-{run.seed}.json", []
     with Experiment(path, run.mode, run.seed, ranks=run.ranks, batch=BATCH, epochs=run.epochs) as experiment:
-        for epoch in train(run, layers, sim.step, sim.ledger):
+        for epoch in train(run, layers, step, sim.ledger):
             points.append(epoch)
             numbers = epoch._asdict()
             experiment(numbers.pop("step"), numbers)

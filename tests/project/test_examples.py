@@ -1,5 +1,6 @@
 """The examples run as their users run them, on real data."""
 
+import functools
 import importlib
 import math
 import os
@@ -223,14 +224,16 @@ def test_volume_has_the_numbers_of_real_ranks(mode, volume):
 
     def real(comm):
         layers, opt = volume.network(run), DistOpt(volume.optimizer(run), Metered(comm), deterministic=True)
-        step = lambda losses, compressor: opt.step(losses(comm.rank), compressor)  # noqa: E731
+        compressor = volume.MODES[mode](run.steps)
+        step = lambda losses: opt.step(losses(comm.rank), compressor)  # noqa: E731
         epochs = list(volume.train(run, layers, step, opt.communicator.ledger))
         return [p.data for layer in layers for p in layer.params], epochs, opt.communicator.report()
 
     with volume.threadpool_limits(1):
         (params, epochs, report), _ = run_ranks(2, real)
         layers, sim = volume.network(run), simulate(2, volume.optimizer(run))
-        virtual = list(volume.train(run, layers, sim.step, sim.ledger))
+        step = functools.partial(sim.step, compressor=volume.MODES[mode](run.steps))
+        virtual = list(volume.train(run, layers, step, sim.ledger))
     for expected, p in zip(params, (p for layer in layers for p in layer.params), strict=True):
         np.testing.assert_array_equal(p.data.view(np.uint32), expected.view(np.uint32))
     assert [e._replace(loss=0) for e in virtual] == [e._replace(loss=0) for e in epochs]  # a rank knows its own loss
