@@ -138,16 +138,18 @@ class Elastic(Wrapper):
         """
         if self.outside:
             raise RuntimeError(WAITS)
-        if self._inside or self._shuts:
-            return
-        if self._prepare and self is self._family.members[0]:
-            self.comm.start_newcomer()
-        if self.control.awaited:
+        self.start_newcomer()
+        if self.control.awaited and not self._inside and not self._shuts:
             send = self._prepare() if self._prepare else _nothing
             self._go_on(lets_in=True)
             self.tell_resized()
             if self._family.came:
                 send()
+
+    def start_newcomer(self) -> None:
+        """Start a process in the place of a lost rank, between transactions, if ``distopt run`` asks this rank to."""
+        if self._prepare and not self._inside and self is self._family.members[0]:
+            self.comm.start_newcomer()
 
     @property
     def _shuts(self) -> bool:
