@@ -15,7 +15,7 @@ import pytest
 TWO_RANKS = "test_two_ranks.py"
 ASKED = {"uname", "/sbin/ldconfig"}  # by platform.platform(), and by whoever looks for CUDA's libraries
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}  # audit events
-RANKS = {"mpi", "faults"}  # the tiers that need MPI
+RANKS = {"mpi", "faults", "slurm"}  # the tiers that need MPI
 TIERS: set[str] = set()
 _running = None  # the test of the default tier that runs now, if it may start no process
 

@@ -66,16 +66,18 @@ OPEN_MPI_TCP = {
     "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "rabenseifner",
 }
 # Start as root in a container; ranks talk through memory, so that no networks are probed for a second at start, and
-# nobody listens for a connection.
+# nobody listens for a connection.  Slurm's allocation is not looked at, and its srun not used: it would wait for the
+# cores of the step that waits for it.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_btl": "self,sm",
     "OMPI_MCA_osc": "^ucx",
+    "PRTE_MCA_ras": "^slurm",
+    "PRTE_MCA_plm": "^slurm",
     **OPEN_MPI_TCP,
 }
-# Start ranks here, and not by Slurm's srun, which would wait for the cores of the step that waits for it; no rank
-# listens but on the loopback interface.
+# As above: ranks start here, and not by srun; none listens but on the loopback interface.
 MPICH = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user", "HYDRA_IFACE": "lo", "UCX_NET_DEVICES": "lo"}
 
 

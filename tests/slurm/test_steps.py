@@ -1,24 +1,13 @@
-"""Under a real Slurm, if one is running."""
+"""Steps of srun, with the right option for MPI and with the wrong one."""
 
 import importlib.util
-import shutil
-import subprocess
 import sys
 
 import pytest
 
-from launch import find_launcher, finish, needs_mpi
+from launch import find_launcher, finish
 
-
-def _lacks_slurm():
-    if shutil.which("srun") is None:
-        return "srun is missing: install Slurm"
-    done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=20, check=False)
-    return "" if "is UP" in done.stdout else "slurmctld does not answer"
-
-
-LACKS = _lacks_slurm()
-pytestmark = [needs_mpi, pytest.mark.mpi, pytest.mark.skipif(bool(LACKS), reason=LACKS or "-")]
+pytestmark = pytest.mark.slurm
 SCRIPT = "import numpy as np, distopt; w = distopt.world(); x = np.ones(1); w.all_reduce(x); print(f'sum {x[0]:g}')"
 
 
@@ -35,14 +24,18 @@ def mpich():
         pytest.skip("needs MPICH: Slurm's plugin for Open MPI is not everywhere")
 
 
-def test_distopt_run_inside_a_step_starts_ranks_by_itself(script):
+def test_distopt_run_inside_a_step_starts_ranks_by_itself(cluster, script):
     """Slurm's own launcher would wait for the cores of the step that waits for it."""
-    code, output = finish(["srun", "-n", "1", sys.executable, "-m", "distopt", "run", "-n", "2", str(script)], 120)
+    code, output = finish(
+        ["srun", "-n", "1", sys.executable, "-m", "distopt", "run", "-n", "2", str(script)],
+        120,
+        env=cluster.environment,
+    )
     assert (code, output.count("sum 2")) == (0, 2), output
 
 
-def test_srun_without_the_right_mpi_option_takes_torch_or_says_what_to_add(script):
-    code, output = finish(["srun", "-n", "2", "--mpi=none", sys.executable, str(script)], 120)
+def test_srun_without_the_right_mpi_option_takes_torch_or_says_what_to_add(cluster, script):
+    code, output = finish(["srun", "-n", "2", "--mpi=none", sys.executable, str(script)], 120, env=cluster.environment)
     if importlib.util.find_spec("torch"):
         assert (code, output.count("sum 2")) == (0, 2), output
         return
@@ -53,16 +46,18 @@ def test_srun_without_the_right_mpi_option_takes_torch_or_says_what_to_add(scrip
 
 
 @pytest.mark.usefixtures("mpich")
-def test_srun_starts_ranks_of_mpich(script):
-    code, output = finish(["srun", "-n", "2", "--mpi=pmi2", sys.executable, str(script)], 120)
+def test_srun_starts_ranks_of_mpich(cluster, script):
+    code, output = finish(["srun", "-n", "2", "--mpi=pmi2", sys.executable, str(script)], 120, env=cluster.environment)
     assert (code, output.count("sum 2")) == (0, 2), output
 
 
 @pytest.mark.usefixtures("mpich")
-def test_a_rank_that_fails_before_the_ranks_have_met_ends_the_step(tmp_path):
+def test_a_rank_that_fails_before_the_ranks_have_met_ends_the_step(cluster, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os, distopt\nif os.environ['SLURM_PROCID'] == '1': 1 / 0\n" + SCRIPT)
-    code, output = finish(["srun", "-K", "-n", "2", "--mpi=pmi2", sys.executable, str(script)], 120)
+    code, output = finish(
+        ["srun", "-K", "-n", "2", "--mpi=pmi2", sys.executable, str(script)], 120, env=cluster.environment
+    )
     assert code != 0, output
     assert "rank 1: Traceback" in output
     assert "sum" not in output
