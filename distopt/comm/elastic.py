@@ -138,18 +138,12 @@ class Elastic(Wrapper):
         """
         if self.outside:
             raise RuntimeError(WAITS)
-        self.start_newcomer()
         if self.control.awaited and not self._inside and not self._shuts:
             send = self._prepare() if self._prepare else _nothing
             self._go_on(lets_in=True)
             self.tell_resized()
             if self._family.came:
                 send()
-
-    def start_newcomer(self) -> None:
-        """Start a process in the place of a lost rank, between transactions, if ``distopt run`` asks this rank to."""
-        if self._prepare and not self._inside and self is self._family.members[0]:
-            self.comm.start_newcomer()
 
     @property
     def _shuts(self) -> bool:
@@ -195,6 +189,8 @@ class Elastic(Wrapper):
     def _vote(self, number: int) -> None:
         """Vote that this rank has the outcome of a transaction.  Collective."""
         control, line = self.control, f"the end of transaction {number}"
+        if self._prepare:
+            self.comm.start_newcomer()
         awaited = self._prepare is not None and self.comm.awaited
         control.vote(control.progress, fingerprint([line]), lambda: [line], part=f", {line}", awaited=awaited)
 

@@ -30,11 +30,10 @@ from distopt.comm.mpi_control import (
     world_comm,
 )
 from distopt.comm.mpi_losses import agree, checked, elastic, is_loss_on, settle
-from distopt.comm.mpi_newcomers import Newcomer, come_in, let_in
+from distopt.comm.mpi_newcomers import Newcomers, come_in, let_in
 from distopt.comm.outside import Outside
 from distopt.comm.receive_buffer import ReceiveBuffer
 from distopt.comm.shared_memory import SharingCommunicator
-from distopt.resilience import job
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -109,7 +108,7 @@ class MpiCommunicator(SharingCommunicator):
         self._received = [ReceiveBuffer() for _ in range(UNDER_WAY)]
         self._why = reason
         self._begun: dict[int, list[MPI.Request]] = {}  # exchanges, by the identity of their lists
-        self._newcomer: Newcomer | None = None  # that this rank has started
+        self._newcomers = Newcomers()
 
     @property
     def pipelines(self) -> bool:
@@ -209,7 +208,9 @@ class MpiCommunicator(SharingCommunicator):
 
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same ranks over messages of its own.  Collective."""
-        return MpiCommunicator(self._comm, reason=f"beside rank {self.rank}'s other one")
+        made = MpiCommunicator(self._comm, reason=f"beside rank {self.rank}'s other one")
+        made._newcomers = self._newcomers
+        return made
 
     def make_subgroup(self, groups: Groups) -> Communicator:
         """Make a communicator of a group over messages of its own.  Collective."""
@@ -262,11 +263,11 @@ class MpiCommunicator(SharingCommunicator):
             with self.control.meeting():
                 living, base = self._base.Shrink(), self._base
                 if agree(living, lets_in):  # another rank may have come here from its vote on that, by a revocation
-                    newcomer, self._newcomer, lets_in = self._newcomer, None, False
-                    base = living = let_in(living, newcomer) or self._base.Shrink()
+                    lets_in = False
+                    base = living = let_in(living, self._newcomers.take()) or self._base.Shrink()
                 made, texts = self._on(living, base, text, self._why)
                 if made:
-                    made._newcomer = self._newcomer
+                    made._newcomers = self._newcomers
                     return made, texts
 
     @classmethod
@@ -300,16 +301,15 @@ class MpiCommunicator(SharingCommunicator):
 
     @property
     def awaited(self) -> bool:
-        return self._newcomer is not None and self._newcomer.waits
+        return self._newcomers.awaited
 
     def start_newcomer(self) -> None:
         """Start a process in the place of a lost rank, if this is rank 0 and ``distopt run`` asks for one.
 
         It waits until that has started MPI.  The next one is started when this one has been let in.
         """
-        if self.rank == 0 and (self._newcomer is None or self._newcomer.lost):
-            request = job.requested()
-            self._newcomer = Newcomer(request) if request else None
+        if self.rank == 0:
+            self._newcomers.start()
 
     @classmethod
     def waiting(cls, reason: str = "") -> Outside:

@@ -65,6 +65,29 @@ class Newcomer:
         return process
 
 
+class Newcomers:
+    """The process that this rank has started and not let in yet, if there is one."""
+
+    def __init__(self) -> None:
+        self._waiting: Newcomer | None = None
+
+    def start(self) -> None:
+        """Start one if ``distopt run`` asks for it, and none waits to be let in."""
+        if self._waiting is None or self._waiting.lost:
+            request = job.requested()
+            self._waiting = Newcomer(request) if request else None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether one is ready to be let in."""
+        return self._waiting is not None and self._waiting.waits
+
+    def take(self) -> Newcomer | None:
+        """Return it, and forget it."""
+        newcomer, self._waiting = self._waiting, None
+        return newcomer
+
+
 def let_in(living: "MPI.Comm", newcomer: Newcomer | None) -> "MPI.Comm | None":
     """Return a communicator of these ranks and, last, a newcomer; None if a rank was lost meanwhile.  Collective.
 

@@ -365,7 +365,6 @@ class OuterLoop:
 
         They have got to know of it when new values were taken last.  What was sent since lands first.
         """
-        self._own.start_newcomer()
         if self._awaited:
             self._awaited = False
             self.land()

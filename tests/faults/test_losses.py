@@ -61,7 +61,7 @@ def test_killed_ranks_are_done_without_over_mpi(mode, tmp_path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("mode", ["dense", "top-K"])
+@pytest.mark.parametrize("mode", ["dense", "top-K", "local steps in flight", SHARED])
 def test_other_processes_take_the_place_of_killed_ranks_over_mpi(mode, tmp_path):
     if lack := lacks_open_mpi():
         pytest.skip(lack)
