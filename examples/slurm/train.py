@@ -3,8 +3,8 @@
     sbatch examples/slurm/mpich.sbatch
 
 When Slurm asks the ranks to end, by ``scancel``, before the time limit (``--signal=TERM@120``) or for a job of higher
-priority, all of them save after the same step and exit with 143.  The script is the same under MPICH, Open MPI, torchrun
-and ``distopt run --elastic``.  The network and the data are those of ../digits.py.
+priority, all of them save after the same step and exit with 143.  The script is the same under MPICH, Open MPI,
+torchrun and ``distopt run --elastic``.  The network and the data are those of ../digits.py.
 """
 
 import argparse

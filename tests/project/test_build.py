@@ -1,8 +1,13 @@
 """The build: what an install without a compiler says, and what a wheel holds."""
 
 import os
+import platform
+import re
 import shutil
 import subprocess
+import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +36,44 @@ def test_metadata_of_the_installed_package():
     wheel = found.read_text("WHEEL")
     assert "Tag: py3-none-" in wheel, wheel
     assert "Tag: py3-none-any" not in wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel of this checkout: DISTOPT_WHEEL, or a new one."""
+    if given := os.environ.get("DISTOPT_WHEEL"):
+        return zipfile.ZipFile(given)
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, PROJECT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = folder.iterdir()
+    return zipfile.ZipFile(file)
+
+
+def libraries(wheel):
+    """The contents of its libraries, by name."""
+    return {Path(name).name: wheel.read(name) for name in wheel.namelist() if name.endswith(".so")}
+
+
+@pytest.mark.thorough
+def test_a_wheel_is_for_every_python_and_holds_the_package_alone(wheel):
+    assert re.fullmatch(r"distopt-[\d.]+-py3-none-\w+_" + platform.machine() + r"\.whl", Path(wheel.filename).name)
+    names = wheel.namelist()
+    assert {name.split("/")[0].rpartition(".")[2] for name in names} == {"distopt", "dist-info"}
+    texts = {f"distopt/native/{file.name}" for file in (PROJECT / "native").iterdir()}
+    modules = {str(file.relative_to(PROJECT)) for file in (PROJECT / "distopt").rglob("*.py")}
+    assert texts | modules | {"distopt/py.typed"} <= set(names)
+    levels = {"", "-v3", "-v4"} if platform.machine() == "x86_64" else {""}
+    assert libraries(wheel).keys() == {f"libdistopt{level}.so" for level in levels | {"-loopback"}}
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="libraries need another libc here")
+def test_libraries_of_a_wheel_do_with_an_old_glibc_and_no_libstdcxx(wheel):
+    """The tag of ``make wheel`` is manylinux_2_17: that of the newest version of a symbol."""
+    for name, content in libraries(wheel).items():
+        versions = [int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", content)]
+        assert 0 < max(versions) <= 17, (name, versions)
+        assert b"GLIBCXX" not in content, name
+        assert b"libstdc++" not in content, name

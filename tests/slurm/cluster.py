@@ -115,16 +115,11 @@ class Cluster:
             (self.folder / name).mkdir()
         names = {"host": host, "user": getpass.getuser(), "folder": self.folder, "controller_port": controller_port}
         Path(self.environment["SLURM_CONF"]).write_text(CONFIGURATION.format(nodes="\n".join(nodes), **names))
-        files = {
-            "socket": "munge.socket",
-            "pid-file": "munged.pid",
-            "log-file": "munged.log",
-            "seed-file": "munged.seed",
-        }
-        options = [f"--{option}={self.folder / file}" for option, file in files.items()]
+        options = [f"--{what}-file={self.folder}/munged.{what}" for what in ("pid", "log", "seed")]
+        munge_socket = self.folder / "munge.socket"
         # --force: the folder of temporary files may be written by all
-        self._process("munged", "--foreground", "--force", f"--key-file={key}", *options)
-        self.wait((self.folder / files["socket"]).exists, "munged")
+        self._process("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge_socket}", *options)
+        self.wait(munge_socket.exists, "munged")
         self._process("slurmctld", "-D")
         for i in range(1, NODES + 1):
             self._process("slurmd", "-D", "-N", f"node{i}")

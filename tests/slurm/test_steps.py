@@ -11,6 +11,11 @@ pytestmark = pytest.mark.slurm
 SCRIPT = "import numpy as np, distopt; w = distopt.world(); x = np.ones(1); w.all_reduce(x); print(f'sum {x[0]:g}')"
 
 
+def srun(cluster, *arguments):
+    """(exit code, output) of a step."""
+    return finish(["srun", *arguments], 120, env=cluster.environment)
+
+
 @pytest.fixture
 def script(tmp_path):
     file = tmp_path / "script.py"
@@ -26,16 +31,12 @@ def mpich():
 
 def test_distopt_run_inside_a_step_starts_ranks_by_itself(cluster, script):
     """Slurm's own launcher would wait for the cores of the step that waits for it."""
-    code, output = finish(
-        ["srun", "-n", "1", sys.executable, "-m", "distopt", "run", "-n", "2", str(script)],
-        120,
-        env=cluster.environment,
-    )
+    code, output = srun(cluster, "-n", "1", sys.executable, "-m", "distopt", "run", "-n", "2", str(script))
     assert (code, output.count("sum 2")) == (0, 2), output
 
 
 def test_srun_without_the_right_mpi_option_takes_torch_or_says_what_to_add(cluster, script):
-    code, output = finish(["srun", "-n", "2", "--mpi=none", sys.executable, str(script)], 120, env=cluster.environment)
+    code, output = srun(cluster, "-n", "2", "--mpi=none", sys.executable, str(script))
     if importlib.util.find_spec("torch"):
         assert (code, output.count("sum 2")) == (0, 2), output
         return
@@ -47,7 +48,7 @@ def test_srun_without_the_right_mpi_option_takes_torch_or_says_what_to_add(clust
 
 @pytest.mark.usefixtures("mpich")
 def test_srun_starts_ranks_of_mpich(cluster, script):
-    code, output = finish(["srun", "-n", "2", "--mpi=pmi2", sys.executable, str(script)], 120, env=cluster.environment)
+    code, output = srun(cluster, "-n", "2", "--mpi=pmi2", sys.executable, str(script))
     assert (code, output.count("sum 2")) == (0, 2), output
 
 
