@@ -11,7 +11,7 @@ import pytest
 
 import laws
 from distopt import DistOpt, Parameter, run_ranks
-from distopt.comm import Metered
+from distopt.comm import Metered, shared_memory
 from distopt.optim import SGD, Adam
 from launch import TESTS, finish, needs_mpi, run_mpi
 
@@ -63,7 +63,7 @@ def no_elements(comm):
 
 def no_shared_memory_on_one_rank(comm):
     """As where a container or the kernel forbids it: plain memory for all, and one line for who asks for more."""
-    if comm.rank == 1:
+    if comm.rank == 0:  # in whose memory parameters would be
         del os.memfd_create
     assert comm.peers(comm.alloc(100, np.float32)) is None
     assert "one host, no memory shared: sums go through MPI" in repr(comm)
@@ -80,7 +80,7 @@ def handles_of_others(comm):
     """A process number may mean another process in another container: what opens must be the very file."""
     x = comm.alloc(100, np.float32)
     x[:] = comm.rank
-    handles = comm._shared._handles
+    handles = shared_memory._handles
     if comm.rank == 1:
         pid, _, *rest = handles[x.ctypes.data].split()
         impostor = os.memfd_create("impostor")
