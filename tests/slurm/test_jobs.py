@@ -93,11 +93,12 @@ def test_a_job_that_is_asked_to_end_comes_back_and_goes_on_where_it_stopped(clus
     endless.end()
 
 
-def test_ranks_save_before_the_time_is_up(cluster, tmp_path, mpi):
-    job = Job.training(cluster, tmp_path, mpi, ENDLESS, "--ntasks-per-node=2", "--time=1", "--signal=TERM@40")
-    assert saved_step(job) > 0
-    job.call("scancel")  # the script has put it into the queue again
-    assert job.end() == "CANCELLED"
+def test_ranks_save_before_the_time_is_up(cluster, endless):
+    """The script asks for SIGTERM 120 s before the end."""
+    cluster.call("scontrol", "update", f"JobId={endless.number}", "TimeLimit=2")
+    assert saved_step(endless) >= 100
+    endless.call("scancel")  # the script has put it into the queue again
+    assert endless.end() == "CANCELLED"
 
 
 def test_each_task_of_an_array_studies_one_mode(cluster, tmp_path):
