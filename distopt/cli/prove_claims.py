@@ -245,7 +245,7 @@ def dense_is_the_whole_batch(trial: Trial) -> str:
 
 
 def compressors_conserve(trial: Trial) -> str:
-    """What is kept and what is sent add up to what was there: to the bit, or within one unit in the last place."""
+    """Kept and sent parts add up to the array as it was: to the bit, or within one unit in the last place."""
     arrays = 0
     for compressor, ulps in (*((c, 0) for c in EXACT), *((c, 1) for c in ROUNDED)):
         for _, kind, dtype in itertools.product(range(ROUNDS), (_normal, _constant, _denormal, _wide), REALS):

@@ -189,9 +189,10 @@ class Elastic(Wrapper):
     def _vote(self, number: int) -> None:
         """Vote that this rank has the outcome of a transaction.  Collective."""
         control, line = self.control, f"the end of transaction {number}"
+        awaited = False
         if self._prepare:
             self.comm.start_newcomer()
-        awaited = self._prepare is not None and self.comm.awaited
+            awaited = self.comm.awaited
         control.vote(control.progress, fingerprint([line]), lambda: [line], part=f", {line}", awaited=awaited)
 
     def _go_on(self, lets_in: bool = False) -> None:

@@ -98,9 +98,8 @@ class MpiCommunicator(SharingCommunicator):
         self.may_overlap = has_thread_multiple()
         self._log = self.control.log("data")
         self.patience = 0.0
-        self.rank_ordered = (
-            self.size <= 2 and base is None
-        )  # where ranks go and come, it must not depend on their number
+        # Where ranks go and come, it must not depend on their number.
+        self.rank_ordered = self.size <= 2 and base is None
         self._place = (
             f"{brand()}{', ' + reason if reason else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         )
