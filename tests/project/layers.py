@@ -40,11 +40,18 @@ def trees():
 
 def imports(tree):
     """(module, name) of every import in a tree, those inside functions too."""
-    for node in ast.walk(tree):
+    return [found for statement in tree.body for found in _imports_in(statement)]
+
+
+@functools.cache
+def _imports_in(statement):
+    found = []
+    for node in ast.walk(statement):
         if isinstance(node, ast.ImportFrom):
-            yield from ((node.module, alias.name) for alias in node.names)
+            found += [(node.module, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            found += [(alias.name, "") for alias in node.names]
+    return found
 
 
 def place(module, name):
