@@ -85,8 +85,13 @@ class EntryShards(ShardCodec):
         self, layout: BucketLayout, pieces: Sequence[Piece], edges: np.ndarray, summed: bool
     ) -> np.ndarray | None:
         """Return how many entries each piece has, if those of each part are spread evenly; None if nobody knows."""
-        known = [self.known_entries(piece, summed) for piece in pieces]
-        if None not in known:
+        known = []
+        for piece in pieces:  # thousands where many ranks are asked about, and most selectors know of none
+            entries = self.known_entries(piece, summed)
+            if entries is None:
+                break
+            known.append(entries)
+        else:
             return np.array(known, np.int64)
         parts = self._selector.expected_parts(layout)
         if parts is None:

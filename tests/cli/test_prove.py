@@ -162,6 +162,7 @@ PLANTED = [  # a claim, what is replaced in what it watches, and what is said th
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "owner", "attribute", "fault", "text"), PLANTED)
 def test_a_planted_fault_is_seen(name, owner, attribute, fault, text, monkeypatch):
     monkeypatch.setattr(owner, attribute, fault)

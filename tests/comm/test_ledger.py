@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import laws
@@ -63,7 +63,6 @@ def written(metered):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(size=st.integers(1, 5), n=st.integers(0, 40), root=st.integers(0, 4), dtype=st.sampled_from(["f4", "f8", "u1"]))
-@settings(deadline=None, max_examples=25)
 def test_the_ledger_counts_the_bytes_of_every_verb(kind, size, n, root, dtype):
     def main(comm):
         metered = Metered(comm)

@@ -10,7 +10,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distopt import DistOpt, run_ranks, simulate
@@ -47,7 +47,6 @@ def raised(main, size=3):
     return found[0]
 
 
-@settings(max_examples=30)
 @given(PLAIN, st.integers(1, 3), st.data())
 def test_a_plain_value_arrives_as_it_was_on_every_rank(value, size, data):
     root = data.draw(st.integers(0, size - 1))
@@ -125,7 +124,6 @@ def test_a_value_of_any_depth_that_can_be_sent_can_be_received():
     assert raised(lambda comm: comm.broadcast_object([value]))[0] is ValueError
 
 
-@settings(max_examples=30)
 @given(st.data(), st.integers(1, 3))
 def test_the_sum_of_floats_is_that_of_float64_in_rank_order(data, size):
     given_values = data.draw(st.lists(st.floats(), min_size=size, max_size=size))
@@ -135,7 +133,6 @@ def test_the_sum_of_floats_is_that_of_float64_in_rank_order(data, size):
     assert [bits(x) for x in found] == [bits(wanted)] * size
 
 
-@settings(max_examples=30)
 @given(st.data(), st.integers(1, 3))
 def test_the_sum_of_integers_is_exact_and_an_integer(data, size):
     given_values = data.draw(st.lists(st.integers(-(2**70), 2**70), min_size=size, max_size=size))

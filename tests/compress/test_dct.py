@@ -72,7 +72,6 @@ def test_every_basis_is_orthonormal(dtype):
         assert not b[:, side:].any()
 
 
-@settings(max_examples=30)
 @given(side=st.integers(1, 10**4), tile=st.integers(1, 64))
 def test_parts_of_a_side_are_few_and_equal(side, tile):
     lengths = [length for _, length in parts_of(side, tile)]

@@ -63,6 +63,7 @@ def normal(step, rank):
     return [rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("exchange", ["gather", "two_phase"])
 @pytest.mark.parametrize("compressor", [LOSSY[k] for k in (0, 1, 3, 6, 7, 8)], ids=repr)

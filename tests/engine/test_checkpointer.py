@@ -50,7 +50,7 @@ def passed_over(size, path):
 # --------------------------------------------------------------------------------------------- to the same bits
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("num_batches", [1, 2])
 @pytest.mark.parametrize("mode", laws.MODES)
 @pytest.mark.parametrize("size", [1, 3])

@@ -6,7 +6,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import laws
@@ -52,7 +52,6 @@ def recorded(comm, mode, clip_norm, steps=4, **options):
     return opt.opt.steps[:-1], norms
 
 
-@settings(max_examples=25)
 @given(
     size=st.integers(1, 3),
     clip=st.floats(1e-3, 1e3),
@@ -161,7 +160,6 @@ def test_a_norm_below_the_bound_changes_no_bit_and_infinity_only_measures():
     assert run_ranks(2, main) == [1, 1]
 
 
-@settings(max_examples=15)
 @given(st.integers(1, 3), st.sampled_from(["float32", "float64"]), st.data())
 def test_the_norm_has_the_same_bits_on_every_rank_in_every_plan_and_for_virtual_ranks(size, dtype, data):
     threshold = data.draw(st.integers(0, 300))

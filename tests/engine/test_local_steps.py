@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distopt import DistOpt, LocalSteps, Parameter, run_ranks, simulate_local
@@ -108,7 +108,6 @@ def test_one_rank_has_its_own_optimizers_steps(make, every):
     run_ranks(1, main)
 
 
-@settings(max_examples=15)
 @given(every=st.integers(1, 6), lr=st.floats(0.05, 1.0), ranks=st.integers(1, 4), seed=st.integers(0, 99))
 def test_each_exchange_lowers_a_convex_loss(every, lr, ranks, seed):
     rng = np.random.default_rng(seed)

@@ -5,7 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import laws
@@ -84,7 +84,6 @@ def test_muon_equals_the_float64_reference(case, dtype, tolerance):
         np.testing.assert_allclose(value, w, rtol=0, atol=tolerance)
 
 
-@settings(max_examples=40)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 40),

@@ -119,7 +119,7 @@ def test_a_batch_of_one_example_per_rank_equals_dist_opt(kind, size):
     assert run_ranks(size, main) == [True] * size
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("make", laws.OPTIMIZERS.values(), ids=laws.OPTIMIZERS)
 @pytest.mark.parametrize("kind", COMPRESSIONS)
 def test_step_equals_allreduce_grads_and_update_to_the_bit(kind, make):

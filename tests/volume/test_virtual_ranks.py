@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import laws
@@ -145,7 +145,6 @@ def test_virtual_ranks_have_the_bits_of_threads_for_any_optimizer_and_dtype(make
     threshold=st.sampled_from([0, 50, 10**6]),
     dtype=st.sampled_from(["float32", "float64"]),
 )
-@settings(deadline=None, max_examples=30)
 def test_virtual_ranks_have_the_bits_and_bytes_of_threads_for_any_plan(size, mode, threshold, dtype):
     params, ledger = walk(size, mode, dtype=dtype, threshold=threshold)
     expected, written = run_ranks(size, lambda comm: train(comm, mode, dtype=dtype, threshold=threshold))[0]

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import distopt
@@ -69,7 +69,6 @@ SIZES = st.lists(st.lists(st.integers(0, 12), max_size=3).map(tuple), min_size=1
     per_node=st.integers(1, 4),
     break_even=st.booleans(),
 )
-@settings(deadline=None, max_examples=60)
 def test_a_forecast_is_the_ledger_of_virtual_ranks(name, size, sizes, threshold, dtype, per_node, break_even):
     chosen, params = mode(name), laws.parameters(sizes, dtype)
     hosts = [rank // per_node for rank in range(size)]
@@ -87,7 +86,6 @@ def test_a_forecast_is_the_ledger_of_virtual_ranks(name, size, sizes, threshold,
     blocks=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     per_node=st.integers(1, 4),
 )
-@settings(deadline=None, max_examples=15)
 def test_a_forecast_of_two_phases_is_the_ledger_of_virtual_ranks(mode_and_block, size, blocks, per_node):
     """To the byte: codes whatever they are, entries that are spread evenly, and are the same on all ranks."""
     name, block = mode_and_block
