@@ -229,7 +229,7 @@ def assert_all_hold(output):
 
 @pytest.mark.mpi
 def test_the_command_on_mpi_processes(tmp_path):
-    code, output = finish([sys.executable, "-m", "distopt.cli", "prove"], 120, cwd=tmp_path)
+    code, output = finish([sys.executable, "-m", "distopt.cli", "prove"], 300, cwd=tmp_path)
     assert code == 0, output
     assert_all_hold(output)
     assert "not looked at: MPI" not in output
@@ -239,7 +239,7 @@ def test_the_command_on_mpi_processes(tmp_path):
 def test_the_command_where_there_is_no_mpi(tmp_path):
     """Ranks are processes with a connection, and a SIGKILL is a real one."""
     (tmp_path / "mpi4py.py").write_text("raise ImportError('it is not installed')")
-    code, output = finish([sys.executable, "-m", "distopt.cli", "prove"], 120, env={"PYTHONPATH": str(tmp_path)})
+    code, output = finish([sys.executable, "-m", "distopt.cli", "prove"], 300, env={"PYTHONPATH": str(tmp_path)})
     assert code == 0, output
     assert_all_hold(output)
     assert re.search(
