@@ -35,7 +35,7 @@ def large(monkeypatch):
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("mode", MODES)
 def test_survivors_have_the_bits_of_fewer_ranks(mode, shared, fate):
-    """One instant of each mode; the thorough tier has all of them."""
+    """One instant of a mode; the thorough tier has every mode, and below every instant."""
     judge, rng = Judge(mode, fate, run), np.random.default_rng(zlib.crc32(mode.encode()))
     counts = instants(mode, fate, 3)
     victim = int(rng.integers(2))
