@@ -21,7 +21,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_to(commands)
     for parsed in commands.choices.values():
         parsed.description = str(parsed.description).replace("``", "")
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if not words:
+        parser.print_help()
+        return 2
+    args = parser.parse_args(words)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that this terminal has no letters for

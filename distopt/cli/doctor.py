@@ -130,4 +130,14 @@ def machine() -> Iterator[Finding]:
         yield Finding("warn", text, f"when no job of yours is about to start: rm {segments.FOLDER}/{segments.PREFIX}*")
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (versions, host_library, launch, mpi, gpus, nccls, trial, machine)
+def torch() -> Iterator[Finding]:
+    """Report the version of PyTorch, without importing it."""
+    try:
+        yield Finding("ok", f"torch {importlib.metadata.version('torch')}; under torchrun ranks need no MPI")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("ok", "torch is not installed; distopt.torch alone needs it")
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    *(versions, host_library, launch, mpi, torch, gpus, nccls, trial, machine),
+)

@@ -1,5 +1,6 @@
 """The MPI launcher of this environment, and the flags of each brand that start N ranks on one machine."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -97,7 +98,8 @@ def find_launcher() -> Launcher:
     beside = Path(sysconfig.get_path("scripts")) / "mpiexec"
     path = str(beside) if beside.exists() else shutil.which("mpiexec")
     if path is None:
-        raise RuntimeError(f"there is no mpiexec in this environment or on PATH: {INSTALL}")
+        torchrun = importlib.util.find_spec("torch") and ", or start torchrun --nproc-per-node N script.py without MPI"
+        raise RuntimeError(f"there is no mpiexec in this environment or on PATH: {INSTALL}{torchrun or ''}")
     version = _output([path, "--version"])
     return Launcher(path, "Open MPI" if "Open MPI" in version or "PRRTE" in version else "MPICH")
 

@@ -3,10 +3,8 @@
 import atexit
 import contextlib
 import functools
-import io
 import itertools
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -276,8 +274,8 @@ def _join(rank: int) -> None:
     From now on an uncaught exception ends the job, an exit is announced to the other ranks, time limits hold, and
     standard output is line-buffered under ``distopt run``.
     """
-    if os.environ.get("DISTOPT_RUN") and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+    if os.environ.get("DISTOPT_RUN"):
+        job.write_whole_lines()
     if elastic():
         fail_by_signal()
     abort_on_exception(rank, end_alone if elastic() else abort)

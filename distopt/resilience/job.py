@@ -7,11 +7,13 @@ or left by C's ``exit``.  Its last vote, and what would be lost with it, stand o
 import atexit
 import ctypes
 import faulthandler
+import io
 import itertools
 import mmap
 import os
 import signal
 import struct
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,28 @@ _process = 0  # its process ID: forked children leave no marks
 _page: mmap.mmap | None = None
 _votes = 0
 _complaints = itertools.count()
+
+
+class _Lines(io.TextIOWrapper):
+    """Text that is passed on at the end of each write that ends a line.
+
+    Line buffering passes on the text of ``print("two\\nlines")`` before the end of its last line, and the launcher tags
+    what it reads: lines of other ranks would come between.
+    """
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if text.endswith("\n"):
+            self.flush()
+        return written
+
+
+def write_whole_lines() -> None:
+    """Let standard output pass on lines as soon as they end, so that what a rank has said is not lost with it."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and not isinstance(out, _Lines):
+        out.flush()
+        sys.stdout = _Lines(out.buffer, out.encoding, out.errors)
 
 
 def enter(rank: int, folder: Path) -> None:

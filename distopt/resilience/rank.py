@@ -6,7 +6,6 @@ package or MPI can fail, and no module of the current folder is taken for one of
 
 import contextlib
 import importlib.util
-import io
 import os
 import runpy
 import sys
@@ -32,8 +31,8 @@ def main() -> None:
     job.enter(rank, Path(os.environ.pop(job.FOLDER)))  # processes that the script starts are no ranks
     _drop_preload(job.LOOPBACK)
     _mark_exits(job)
-    if ELASTIC and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # what a rank has said is not lost with it
+    if ELASTIC:
+        job.write_whole_lines()
     sys.meta_path.insert(0, _MpiIsWanted(job))
     if SPAWNED in os.environ:
         setattr(job, "starter", _start_mpi())  # noqa: B010  a module loaded by its path has no known names

@@ -38,6 +38,27 @@ def test_doctor_reports_what_is_installed_and_a_remedy_for_what_is_not():
 
 
 @needs_mpi
+def test_prints_of_several_lines_are_not_torn(tmp_path):
+    """Line buffering would pass on what is before the last newline, and other ranks' text came between."""
+    (tmp_path / "script.py").write_text(
+        "import distopt\nrank = distopt.world().rank\n"
+        "for _ in range(300): print(f'{rank} one\\n{rank} two\\n{rank} three')\n"
+    )
+    code, output = distopt_run(4, tmp_path / "script.py")
+    lines = output.splitlines()
+    assert code == 0, output
+    assert {line: lines.count(line) for line in set(lines)} == {
+        f"[{rank}] {rank} {word}": 300 for rank in range(4) for word in ("one", "two", "three")
+    }
+
+
+def test_distopt_alone_names_its_commands(capsys):
+    assert main([]) == 2
+    output = capsys.readouterr().out
+    assert all(command in output for command in ("run", "doctor", "prove", "advise"))
+
+
+@needs_mpi
 def test_doctor_warns_of_open_mpis_slow_tcp_between_hosts():
     warning = "warn  a bare mpirun runs a TCP network in one direction at a time"
     environment = dict.fromkeys(launcher.OPEN_MPI_TCP)
