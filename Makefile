@@ -4,7 +4,7 @@ help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 run: .venv ## train the digits on two ranks
 	.venv/bin/distopt run -n 2 examples/digits.py
-test: .venv ## the default tier: in process, and a dozen runs of two ranks; 90 s on two cores
+test: .venv ## the default tier: in process, and five runs of two ranks; 90 s on two cores
 	$(PYTHON) -m pytest -q
 test-mpi: .venv ## the tiers of MPI processes and of faults
 	$(PYTHON) -m pytest -q -m "(mpi or faults) and not (device or torch or slow or gpu)"
@@ -16,7 +16,7 @@ test-slurm: .venv ## the examples for Slurm, on a cluster of two nodes that is s
 	$(PYTHON) -m pytest -q -m slurm tests/slurm
 soak: .venv ## thousands of steps with faults, on four ranks
 	.venv/bin/distopt run -n 4 tests/faults/soak.py
-kills: .venv ## a hundred ends of ranks before they meet, under distopt run and mpirun
+kills: .venv ## 72 ends of ranks before they meet, under distopt run and mpirun
 	for launcher in run bare; do $(PYTHON) tests/faults/campaign.py --launcher $$launcher; done
 # The tag is auditwheel's: the oldest glibc that the libraries do with, which has them checked too.
 wheel: .venv ## dist/: a wheel for every Python >= 3.11 on this kind of machine, and the source
