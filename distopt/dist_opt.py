@@ -12,7 +12,7 @@ from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, 
 from distopt.engine.capture import CapturedStep, check_capture
 from distopt.engine.collectives import ManualCollectives
 from distopt.engine.engine import Engine
-from distopt.engine.facade import Checkpointed, Facade, record_if_asked, torch_model
+from distopt.engine.facade import Checkpointed, Facade, record_if_asked, torch_model, watch_first_gradients
 from distopt.engine.join import join
 from distopt.engine.joining import Joining
 from distopt.engine.nonfinite import Policy
@@ -354,6 +354,7 @@ class DistOpt(SingaModes, Checkpointed):
             if options.overlap:
                 self._model.overlap()
         record_if_asked(engine)
+        watch_first_gradients(engine)
 
     # -- who this is
 

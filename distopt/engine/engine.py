@@ -346,7 +346,7 @@ class Engine:
         """Tell the hooks that all of a call has been enqueued."""
         if self.comm.gpu is not None:
             self.store.mark_stream()
-        for hook in self.hooks:
+        for hook in tuple(self.hooks):  # one may take itself away
             hook.after_call(self.progress.updates, applied)
 
     # -- votes
@@ -469,7 +469,8 @@ class Engine:
     def _begin_overlap(self, attempt: Attempt) -> Overlap:
         """Begin to reduce buckets as their gradients come; the vote on the step follows the last one."""
         compressor, spec, progress = attempt.compressor, attempt.spec, self.progress
-        self.declare(spec.describe(compressor))
+        if self.declare(spec.describe(compressor)):
+            self.store.check_sizes(compressor)
         attempt.reducer, self.in_backward = Unreduced(self.store, compressor), True
         packing = self._packing(attempt)
         return Overlap(

@@ -12,7 +12,7 @@ from distopt.buckets import Plan
 from distopt.comm import Communicator
 from distopt.engine.checkpointer import Checkpointer
 from distopt.engine.engine import Engine
-from distopt.engine.hooks import RECORD
+from distopt.engine.hooks import RECORD, FirstGradients
 from distopt.engine.state import EngineState
 from distopt.engine.training_state import TrainingState
 from distopt.engine.views import gradient_views
@@ -25,6 +25,12 @@ def record_if_asked(engine: Engine) -> None:
         from distopt.volume.tape.hook import record  # no other training loads it
 
         record(engine)
+
+
+def watch_first_gradients(engine: Engine) -> None:
+    """Let an engine say so if all ranks bring it the same gradients."""
+    if engine.comm.size > 1 and engine.comm.gpu is None and not engine.comm.elastic:
+        engine.hooks.append(FirstGradients(engine.hooks, engine.comm))
 
 
 def torch_model(opt: Any, params: Any) -> Any:

@@ -1,7 +1,11 @@
 """Hooks of a step: what is told of its loss, its payloads and its end."""
 
-from collections.abc import Iterable, Sequence
+import logging
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from distopt.comm import Communicator
 from distopt.compress import Compressor
@@ -14,6 +18,7 @@ from distopt.exchange import Algorithm
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.two_phase import Watch
 
+LOG = logging.getLogger("distopt")
 RECORD = "DISTOPT_RECORD"  # set by distopt record: STEPS:EVERY:FOLDER, as "10:1:/path"
 
 
@@ -66,3 +71,42 @@ class DivergenceCheck(StepHook):
         if applied and step % self._every == 0 and not self._progress.partial:
             values = self._store.values
             self._comm.transaction(lambda: check_divergence(self._comm.control, values, f"after step {step}"))
+
+
+class FirstGradients(StepHook):
+    """Say so if all ranks bring the same gradients to the first step, bit by bit: they may read the same batches.
+
+    Nothing else would: the ranks train, and all of them together do the work of one.  Looks at the beginning of each
+    gradient on the host, and is gone after the first step.  Not for elastic jobs: a process that joins has another
+    first step.
+    """
+
+    ENTRIES = 4096  # of a gradient
+    TEXT = (
+        "the gradients of step 1 are the same on all %d ranks, bit by bit: if each rank is to have data of its own, it "
+        "does not (share the data out by world.rank; random numbers need a seed for each rank)"
+    )
+
+    def __init__(self, hooks: list[StepHook], comm: Communicator):
+        self._hooks, self._comm = hooks, comm
+        self._sum = 0  # checksum of what has come; 0 for nothing but zeros
+
+    def wrap_loss(self, pairs: Iterable[Any]) -> Iterator[Any]:
+        """Pass on the pairs; each gradient is looked at before anybody else sees it."""
+        for pair in pairs:
+            grad = pair[1] if isinstance(pair, tuple | list) and len(pair) == 2 else None
+            if isinstance(grad, np.ndarray):
+                begin = np.ascontiguousarray(grad.reshape(-1)[: self.ENTRIES])
+                if begin.any():
+                    self._sum = zlib.crc32(begin.view(np.uint8).data, self._sum)
+            yield pair
+
+    def after_call(self, step: int, applied: bool) -> None:
+        """Compare the ranks' checksums behind the first step.  Collective."""
+        if not applied:
+            return
+        self._hooks[:] = [hook for hook in self._hooks if hook is not self]
+        if step == 1:
+            sums = self._comm.control.gather(str(self._sum))
+            if self._comm.rank == 0 and self._sum and len(set(sums)) == 1:
+                LOG.warning("distopt: " + self.TEXT, len(sums))

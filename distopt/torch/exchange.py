@@ -17,7 +17,7 @@ from distopt.compress import Compressor, Dense
 from distopt.compress.base import check_compressor
 from distopt.device.tensors import as_tensor, gpu_number, on_gpu
 from distopt.engine.engine import Engine, Outcome
-from distopt.engine.facade import Checkpointed
+from distopt.engine.facade import Checkpointed, watch_first_gradients
 from distopt.engine.nonfinite import Policy
 from distopt.engine.parameters import Loss, iterable
 from distopt.engine.spec import Options, StepSpec
@@ -147,6 +147,7 @@ class GradientExchange(Checkpointed):
         self._policy, adapter = InTheGradients(scaler), ScriptsOptimizer(optimizer)
         options = Options.checked(comm, overlap=overlap, nonfinite=self._policy, allow_missing=True)
         engine = Engine(adapter, comm, options, threshold=threshold, kind=type(self).__name__)
+        watch_first_gradients(engine)
         chosen = {"exchange": exchange, "break_even": break_even, "threshold": threshold}
         super().__init__(engine, {"compressor": compressor} | chosen)
         self._spec = StepSpec(lambda: self.compressor, break_even=break_even, exchange=exchange)

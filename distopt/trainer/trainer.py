@@ -13,7 +13,7 @@ from distopt.comm import Communicator, world
 from distopt.comm.control import agreed
 from distopt.engine.agreement import AllJoinedError
 from distopt.engine.engine import Attempt, Engine
-from distopt.engine.facade import Checkpointed, record_if_asked
+from distopt.engine.facade import Checkpointed, record_if_asked, watch_first_gradients
 from distopt.engine.join import join
 from distopt.engine.joining import Joining
 from distopt.engine.nonfinite import LossScaler
@@ -124,6 +124,7 @@ class Trainer(Checkpointed):
         engine = Engine(rule, comm, options, threshold=check_int("threshold", threshold, least=0), kind="Trainer")
         super().__init__(engine, {"threshold": threshold, "clip_norm": clip_norm, "loss_scaler": loss_scaler})
         record_if_asked(engine)
+        watch_first_gradients(engine)
 
     # -- properties
 
