@@ -4,7 +4,8 @@
 
 Ranks are virtual: one after the other computes and compresses its share of the batch, and a ledger counts what rank 0
 would send to the others, byte for byte.  The network is the wide one of digits.py.  A record of each run goes to --out,
-where ``distopt compare`` finds it.
+where ``distopt compare`` finds it.  All of it takes a quarter of an hour on two cores, most of it 32 ranks;
+``--ranks 2`` takes less than a minute.
 """
 
 import argparse

@@ -247,7 +247,8 @@ def _header(file: int) -> Header:
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     if length > min(head.MAX_HEAD_BYTES, nbytes - 8):
         most = min(head.MAX_HEAD_BYTES, nbytes - 8)
-        raise Misfit("header", f"must be at most {most} bytes in a file of {nbytes}, got {length}; {REMEDY}")
+        got = f"{length}: the file was cut, or is no safetensors file"
+        raise Misfit("header", f"must be at most {most} bytes in a file of {nbytes}, got {got}; {REMEDY}")
     text = bytearray(8 + length)
     _fill_one(file, 0, memoryview(text))
     return head.decode(text, nbytes)

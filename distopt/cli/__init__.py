@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         parser.print_help()
         return 2
-    args = parser.parse_args(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that this terminal has no letters for

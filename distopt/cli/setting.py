@@ -19,7 +19,9 @@ def add_setting(parser: argparse.ArgumentParser, modes: str, ranks: str) -> None
     """Declare the arguments; the defaults are names and numbers with commas between them."""
     parser.set_defaults(usual=ranks)
     models = ", ".join(MODELS)
-    parser.add_argument("--model", metavar="NAME", help=f"{models}, or a file of shapes, .json; default {MODEL}")
+    parser.add_argument(
+        "--model", metavar="NAME", help=f'{models}, or a .json file {{"name": [3, 4], ...}} of shapes; default {MODEL}'
+    )
     parser.add_argument(
         "--modes",
         default=modes,

@@ -34,7 +34,7 @@ from distopt.volume.break_even import DENSE, density
 from distopt.volume.simulate import simulate
 from distopt.volume.tape import Tape
 
-MODES, RANKS = "dense,half,2bit,topk=0.01,dgc=0.001", "2,8,64,1024"
+MODES, RANKS = "dense,half,int8,2bit,topk=0.01,dgc=0.001", "2,8,64,1024"
 HEAD = (
     "mode",
     "ranks",

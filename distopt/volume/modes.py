@@ -23,7 +23,7 @@ from distopt.compress import (
 from distopt.compress.top_k import Sparse
 from distopt.engine.outer_loop import Windows
 
-DEFAULT = "dense", "half", "2bit", "topk=0.01", "dgc=0.001", "dgc=0.001+packed"
+DEFAULT = "dense", "half", "int8", "2bit", "topk=0.01", "dgc=0.001", "dgc=0.001+packed"
 PLAIN: dict[str, Callable[[], Compressor]] = {
     "dense": Dense,
     "half": Half,

@@ -47,9 +47,11 @@ def arguments():
     parser.add_argument("--out", type=Path, default=Path("runs/study"), metavar="FOLDER", help="default: runs/study")
     names, short = list(trainings.MODES), ", ".join(trainings.MODES)
     parser.add_argument("--modes", nargs="+", choices=names, default=names, metavar="MODE", help=short)
-    parser.add_argument("--seeds", type=positive, default=3, help="trainings of each mode, with seeds 1, 2, ...")
-    parser.add_argument("--epochs", type=positive, default=trainings.EPOCHS)
-    parser.add_argument("--rounds", type=positive, default=3, help="of steps between hosts")
+    parser.add_argument(
+        "--seeds", type=positive, default=3, help="trainings of each mode, with seeds 1, 2, ...; default: 3"
+    )
+    parser.add_argument("--epochs", type=positive, default=trainings.EPOCHS, help="default: %(default)s")
+    parser.add_argument("--rounds", type=positive, default=3, help="of steps between hosts; default: 3")
     parser.add_argument("--no-hosts", action="store_true", help="do not measure between hosts what is not recorded yet")
     args = parser.parse_args()
     try:
@@ -70,16 +72,19 @@ def main():
     except (OSError, ValueError) as error:
         print(f"study.py: {error}", file=sys.stderr)
         return 2
-    for k, cell in enumerate(planned):
-        if records[k] is None and not (cell.hosts and no_hosts):
+    wanted = [k for k, cell in enumerate(planned) if records[k] or not (cell.hosts and no_hosts)]
+    for number, k in enumerate(wanted, 1):
+        if records[k] is None:
+            cell = planned[k]
             begin = time.perf_counter()
             cell.run(folder)
             records[k] = cell.record(folder)
             took = time.perf_counter() - begin
-            print(f"{k + 1}/{len(planned)}  {cell.name}: {took:.1f} s", file=sys.stderr, flush=True)
+            print(f"{number}/{len(wanted)}  {cell.name}: {took:.1f} s", file=sys.stderr, flush=True)
     if None in records:
         print(f"no steps between hosts ({no_hosts}): where none are recorded, seconds are predicted", file=sys.stderr)
     show(results.Study(list(filter(None, records))), args.out)
+    print(f"tables and pictures are in {args.out}", file=sys.stderr)
     return 0
 
 
