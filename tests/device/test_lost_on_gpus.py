@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from distopt.comm import Elastic, NcclCommunicator, run_ranks, threads
-from doubles import gpu
 from doubles.ranks import on_gpus
 from laws import inputs, lost
 from laws.lost import Judge, Killed, made, same
 
-nccl = pytest.importorskip("doubles.nccl", reason="cupy is missing: pip install 'distopt[cuda13]'")
+pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
+gpu, nccl = pytest.importorskip("doubles.gpu"), pytest.importorskip("doubles.nccl")
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("doubles")]
 
