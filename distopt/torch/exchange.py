@@ -152,7 +152,12 @@ class GradientExchange(Checkpointed):
         super().__init__(engine, {"compressor": compressor} | chosen)
         self._spec = StepSpec(lambda: self.compressor, break_even=break_even, exchange=exchange)
         originals = [p.original for p in self._model.parameters]
-        self._model.enroll(engine, lambda: adapter.check_fits(originals, self.compressor))
+
+        def check() -> None:
+            adapter.check_fits(originals, self.compressor)
+            engine.compressor_at_this_step(self.compressor)
+
+        self._model.enroll(engine, check)
         self.tensors = {p.name: p.tensor for p in self._model.parameters}
         self._views: tuple[BucketSet | None, dict[str, torch.Tensor]] = (None, {})
 
