@@ -273,7 +273,7 @@ class Engine:
         if reports and not self.nonfinite.accepts(by_rank(reports)):
             return False
         store.check_values_apart()
-        for hook in self.hooks:
+        for hook in tuple(self.hooks):  # one may take itself away
             hook.after_vote(store.collector, self.optimizer.opt)
         if store.broadcast_due:
             self.retries.keep(*store.values.values())
@@ -346,7 +346,7 @@ class Engine:
         """Tell the hooks that all of a call has been enqueued."""
         if self.comm.gpu is not None:
             self.store.mark_stream()
-        for hook in tuple(self.hooks):  # one may take itself away
+        for hook in self.hooks:
             hook.after_call(self.progress.updates, applied)
 
     # -- votes

@@ -77,13 +77,13 @@ class FirstGradients(StepHook):
     """Say so if all ranks bring the same gradients to the first step, bit by bit: they may read the same batches.
 
     Nothing else would: the ranks train, and all of them together do the work of one.  Looks at the beginning of each
-    gradient on the host, and is gone after the first step.  Not for elastic jobs: a process that joins has another
-    first step.
+    gradient on the host, and is gone when all ranks have agreed on a step.  Not for elastic jobs: a
+    process that joins has another first step.
     """
 
     ENTRIES = 4096  # of a gradient
     TEXT = (
-        "the gradients of step 1 are the same on all %d ranks, bit by bit: if each rank is to have data of its own, it "
+        "the first gradients are the same on all %d ranks, bit by bit: if each rank is to have data of its own, it "
         "does not (share the data out by world.rank; random numbers need a seed for each rank)"
     )
 
@@ -101,12 +101,9 @@ class FirstGradients(StepHook):
                     self._sum = zlib.crc32(begin.view(np.uint8).data, self._sum)
             yield pair
 
-    def after_call(self, step: int, applied: bool) -> None:
-        """Compare the ranks' checksums behind the first step.  Collective."""
-        if not applied:
-            return
+    def after_vote(self, collector: GradientCollector, optimizer: Any) -> None:
+        """Compare the ranks' checksums, once; a rank that fails later in its step has done so too.  Collective."""
         self._hooks[:] = [hook for hook in self._hooks if hook is not self]
-        if step == 1:
-            sums = self._comm.control.gather(str(self._sum))
-            if self._comm.rank == 0 and self._sum and len(set(sums)) == 1:
-                LOG.warning("distopt: " + self.TEXT, len(sums))
+        sums = self._comm.control.gather(str(self._sum))
+        if self._comm.rank == 0 and self._sum and len(set(sums)) == 1:
+            LOG.warning("distopt: " + self.TEXT, len(sums))
