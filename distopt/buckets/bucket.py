@@ -47,6 +47,7 @@ class Bucket:
         peers: every rank's ``gradient``, if memory is shared.
         state: flat arrays that outlive a step, by name: a compressor's residual, for example.
         recordings: of what a compressor enqueues on a GPU at every step, by name.
+        payload: the compressor of the last exchange, and the bytes of its payload; None if they depend on the data.
         gradients, parameters, means, sums: tables of the members' arrays.
         near_overflow: whether the last ``pack`` saw a gradient above the headroom asked for.
 
@@ -78,6 +79,7 @@ class Bucket:
         self._group: Bucket | None = None  # None for this one: a cycle would keep its memory until a collection
         self.bad_parts = np.zeros((1, len(spec.names)), np.int64)  # a row per rank, the last one for the sum
         self.recordings: dict[str, device.Recording] = {}
+        self.payload: tuple[object, int | None] = (None, None)
         self._scratch: dict[str, list[np.ndarray]] = {}
         self._constants: dict[str, device.DeviceMirror] = {}
 

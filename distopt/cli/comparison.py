@@ -110,7 +110,15 @@ def base(table_rows: Sequence[RunGroup], row: RunGroup) -> RunGroup | None:
 def remarks(table_rows: Sequence[RunGroup]) -> list[str]:
     """Return a line for each row with known bytes that is compared with nothing, or with a row of other settings."""
     known = [row for row in table_rows if any(per_step(record, "wire") for record in row.records)]
-    return [f"{row.label}: {why}" for row in known if (why := _remark(table_rows, row))]
+    lines = [f"{row.label}: {why}" for row in known if (why := _remark(table_rows, row))]
+    return lines + [f"{row.label}: {why}" for row in table_rows for why in _repeated(row)]
+
+
+def _repeated(row: RunGroup) -> list[str]:
+    """Return a line for each seed that several runs of a row have."""
+    seeds = [record["seed"] for record in row.records if record["seed"] is not None]
+    times = {seed: seeds.count(seed) for seed in seeds}
+    return [f"{n} runs have the same seed {seed}, and each counts in the means" for seed, n in times.items() if n > 1]
 
 
 def _remark(table_rows: Sequence[RunGroup], row: RunGroup) -> str:
@@ -163,9 +171,9 @@ def _sum_of_lines(record: Record, count: str, wanted: Callable[[str], bool]) -> 
 
 
 def per_step(record: Record, count: str) -> float | None:
-    """Return the mean bytes of a step; None if unknown."""
-    nbytes_of_steps = total(record, count)
-    return None if nbytes_of_steps is None or not record["steps"] else nbytes_of_steps / record["steps"]
+    """Return the mean bytes of a step, among those that are counted; None if unknown."""
+    nbytes_of_steps, steps = total(record, count), record["steps"] - (record["counted_from"] or 0)
+    return None if nbytes_of_steps is None or not steps else nbytes_of_steps / steps
 
 
 def ratio(row: RunGroup, against: RunGroup | None) -> float | None:
@@ -177,11 +185,11 @@ def ratio(row: RunGroup, against: RunGroup | None) -> float | None:
 
 
 def points(record: Record, curve: str) -> list[Point]:
-    """Return a curve over the wire bytes that it took so far; empty if either was not logged.
+    """Return a curve over the wire bytes that it took so far; empty if either was not logged, or bytes not from 0 on.
 
     Where bytes were not logged at the same step, those of the next step at which they were count: an upper bound.
     """
-    if curve not in record["curves"] or "wire" not in record["curves"]:
+    if record["counted_from"] or curve not in record["curves"] or "wire" not in record["curves"]:
         return []
     wire, values = record["curves"]["wire"], record["curves"][curve]
     places = [bisect.bisect_left(wire["steps"], step) for step in values["steps"]]
@@ -212,10 +220,14 @@ def missing(name: str, record: Record, curve: str | None, aim: Aim | None) -> li
         lines.append("no steps, so bytes per step are unknown")
     elif not total(record, "wire") and (by_hand := outside(record, "wire")):
         lines.append(f"its steps sent nothing; the {nbytes(by_hand)} outside of them are not compared")
+    if begun := record["counted_from"]:
+        until = f"those until {aim} are" if aim else "a curve over all of them is" if curve else ""
+        unknown = f", so {until} unknown" * bool(until)
+        lines.append(f"bytes are counted from step {begun} of {record['steps']}, where its ledger began{unknown}")
     lacking = [n for n in (curve, "wire") if n is not None and n not in record["curves"]] if curve else []
     if lacking:
         lines.append(f"no curve {' and no curve '.join(lacking)}")
-    elif aim and reached(record, aim) is None:
+    elif aim and not begun and reached(record, aim) is None:
         lines.append(f"does not come to {aim} where bytes are known")
     if curve and (strange := sum(not math.isfinite(x) for x in record["curves"].get(curve, {}).get("values", ()))):
         lines.append(f"{strange} of {len(record['curves'][curve]['values'])} values of {curve} are not finite")
@@ -265,6 +277,7 @@ def numbers(table_rows: Sequence[RunGroup], aim: Aim | None) -> dict[str, Any]:
             "mode": row.mode,
             "ranks": row.ranks,
             "seeds": [record["seed"] for record in row.records],
+            "counted_from": [record["counted_from"] for record in row.records],
             "base": against and against.label,
             "ratio": ratio(row, against),
             **{name: x and x._asdict() for name, x in spreads(row, aim).items()},

@@ -38,6 +38,7 @@ from distopt.compress import (
     TopK,
     TwoBit,
 )
+from distopt.compress.checking import differs
 from distopt.compress.planes import unpack_entries
 from distopt.optim import Adam
 
@@ -251,10 +252,9 @@ def compressors_conserve(trial: Trial) -> str:
         for _, kind, dtype in itertools.product(range(ROUNDS), (_normal, _constant, _denormal, _wide), REALS):
             x = kind(trial.rng, int(trial.rng.integers(200, 3000)), dtype)
             before, kept, sent = moved(compressor, x, trial.rng)
-            largest = np.maximum(np.maximum(abs(kept), abs(sent)), abs(before))
-            off = ~(abs(kept + sent - before) <= ulps * np.spacing(largest))  # a NaN is off
-            if off.any():
-                at = int(off.argmax())
+            wrong = differs(kept, sent, before, ulps)
+            if wrong.any():
+                at = int(wrong.argmax())
                 allowed = "to the bit" if not ulps else "within one ulp"
                 text = f"entry {at} of {x.size} {x.dtype} ({kind.__name__[1:]}) was {before[at]!r}"
                 raise Refuted(f"{compressor!r} {allowed}: {text}, {kept[at]!r} kept and {sent[at]!r} sent")

@@ -64,6 +64,17 @@ class Sum(NamedTuple):
 NOTHING = Sum()
 
 
+class Report(dict[str, dict[str, int]]):
+    """The lines of ``Ledger.report``, and which steps are in them.
+
+    Attributes:
+        steps: the first and the last step of which there is a message; None if there is none.  After a checkpoint was
+            loaded, or the ledger was cleared, the first one is not 1.
+    """
+
+    steps: tuple[int, int] | None = None
+
+
 class Ledger:
     """Record of a rank's messages: entries of the last ones, and sums of all.  Any thread may read it.
 
@@ -92,6 +103,7 @@ class Ledger:
         self._drafts: deque[Callable[[], Entry]] = deque()
         self._lock = threading.Lock()
         self._sums: dict[tuple[str, int | None, str, tuple[str, ...]], Sum] = {}
+        self._steps: tuple[int, int] | None = None  # the first and the last one that has sent something
 
     @property
     def entries(self) -> list[Entry]:
@@ -106,6 +118,7 @@ class Ledger:
         with self._lock:
             self._make()
             duplicate._entries, duplicate._sums = self._entries.copy(), self._sums.copy()
+            duplicate._steps = self._steps
         return duplicate
 
     def write(self, draft: Callable[[], Entry]) -> None:
@@ -126,12 +139,16 @@ class Ledger:
             self._entries.append(entry)
             key = entry.phase, entry.bucket, entry.verb, entry.names
             self._sums[key] = self._sums.get(key, NOTHING).plus(entry)
+            if entry.phase in STEPS and entry.step:
+                first, last = self._steps or (entry.step, entry.step)
+                self._steps = min(first, entry.step), max(last, entry.step)
 
     def clear(self) -> None:
         """Drop all entries and sums."""
         with self._lock:
             for container in (self._drafts, self._entries, self._sums):
                 container.clear()
+            self._steps = None
 
     def by(self, *columns: str) -> list[dict[str, Any]]:
         """Return sums of messages, grouped by some columns.
@@ -182,7 +199,7 @@ class Ledger:
         rows = [row for row in self.by("phase") if row["phase"] in STEPS]
         return {name: sum(row[name] for row in rows) for name in AMOUNTS}
 
-    def report(self) -> dict[str, dict[str, int]]:
+    def report(self) -> Report:
         """Return the sums of all messages in lines, ``{line: {'calls', 'payload', 'wire'}}``.
 
         Messages of steps have a line for each verb, named by it.  All other messages come in lines after these, named
@@ -190,11 +207,14 @@ class Ledger:
         'wire' is what was sent.
         """
         lines: dict[str, Counter[str]] = {}
-        for row in self.by("phase", "verb"):
+        snapshot = self.copy()
+        for row in snapshot.by("phase", "verb"):
             line = row["verb"] if row["phase"] in STEPS else f"{row['phase']} {row['verb']}"
             counts = {"calls": row["calls"], "payload": row["payload"], "wire": row["sent"]}
             lines.setdefault(line, Counter()).update(counts)
-        return {line: dict(lines[line]) for line in sorted(lines, key=lambda line: (not of_steps(line), line))}
+        report = Report((n, dict(lines[n])) for n in sorted(lines, key=lambda line: (not of_steps(line), line)))
+        report.steps = snapshot._steps
+        return report
 
     def tensors(self, phase: str = "gradients") -> dict[str, int]:
         """Return the payload bytes of every tensor in all messages of a phase; bytes that belong to none come last.

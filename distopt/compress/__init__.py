@@ -3,6 +3,7 @@
 from distopt.compress.base import Compressor
 from distopt.compress.blocks import Int4, Int8
 from distopt.compress.cast import Half
+from distopt.compress.checking import check
 from distopt.compress.chunks import Chunks
 from distopt.compress.context import BucketContext, DeviceContext, ExchangeContext
 from distopt.compress.dct import DCT
@@ -31,4 +32,5 @@ __all__ = [
     "Threshold",
     "TopK",
     "TwoBit",
+    "check",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from distopt import device
+from distopt.checks import check_int
 from distopt.compress.context import ExchangeContext, State
 from distopt.compress.shards import ShardCodec
 from distopt.device import DeviceMirror
@@ -24,7 +25,13 @@ class Compressor(abc.ABC):
     """A rule of what to send of a gradient; ``distopt.exchange`` derives the collective from its properties.
 
     A subclass defines ``payload_bytes``, ``compress`` and ``decompress``, and sets the class attributes that are not
-    False.  Compressors have no state of their own, and all ranks use equal ones.
+    False; ``distopt.compress.check`` tries it.  Compressors have no state of their own, since threads that are ranks
+    may share one; all ranks use equal ones, which their ``repr`` tells.
+
+    Arrays are those of a bucket, flat, float32 or float64, and may be empty.  Members of it, the gradients of
+    parameters, lie where ``context.layout`` says; gaps between them are zero, and must stay so, or the next step has
+    what was written there.  On the host a NaN or infinity is refused or skipped before ``compress`` sees it, unless
+    ``nonfinite='propagate'``: it should arrive, and must not stay in x.
 
     Attributes:
         summable: payloads of different ranks may be added on the wire, so that one all-reduce sums them up.
@@ -45,19 +52,26 @@ class Compressor(abc.ABC):
 
     Example:
         >>> import numpy as np
-        >>> class Signs(Compressor):
-        ...     summable = True
+        >>> from distopt.compress import ErrorFeedback, check
+        >>> class Whole(Compressor):
+        ...     summable = True  # numbers of ranks are added on the wire
         ...
         ...     def payload_bytes(self, n, itemsize=4, layout=None):
         ...         return itemsize * n
         ...
-        ...     def compress(self, x, state, context):
-        ...         return np.sign(x)
+        ...     def compress(self, x, state, context, add=None):
+        ...         if add is not None:  # with ErrorFeedback, the gradient; x is what was left behind before
+        ...             x += add
+        ...         payload = np.trunc(x)
+        ...         x[...] = np.where(np.isfinite(x), x - payload, 0)  # what is sent is taken out, a NaN too
+        ...         return payload
         ...
         ...     def decompress(self, payload, out, context):
-        ...         out[...] = payload
-        >>> Signs().compress(np.array([3, -2, 0], np.float32), {}, ExchangeContext())
-        array([ 1., -1.,  0.], dtype=float32)
+        ...         out[...] = payload  # a sum overwrites
+        >>> x = np.array([3.5, -2.25, 0], np.float32)
+        >>> Whole().compress(x, {}, ExchangeContext()), x
+        (array([ 3., -2.,  0.], dtype=float32), array([ 0.5 , -0.25,  0.  ], dtype=float32))
+        >>> check(ErrorFeedback(Whole()))
     """
 
     summable: bool = False
@@ -76,7 +90,9 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
-        """Return the bytes of the payload of a flat array, None if they depend on the data.
+        """Return the bytes of the payload of a flat array, an int; None if they depend on the data, so ``ragged``.
+
+        A payload of another length is refused before it is sent.
 
         Args:
             n: elements of the array; gaps between its members count.
@@ -91,13 +107,20 @@ class Compressor(abc.ABC):
     def compress(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
         """Move the part that is worth sending out of x, and leave the rest in x.
 
+        ``ErrorFeedback`` gives one more argument, ``add``, of x's shape: x is the residual then, and the compressor
+        must first add ``add`` to it (``Lossy``).
+
         Args:
             x: the gradients of a bucket, ``(n,)``, float32 or float64.
-            state: arrays of x's size by name, as 'residual' and 'velocity', that DistOpt allocates, saves and moves.
-            context: the step, the rank, and the bucket's memory.
+            state: what this rank keeps of the bucket, empty at first: arrays of x's size and dtype by name, as
+                'residual' and 'velocity'.  DistOpt saves them, and moves them by parameter when buckets change.
+            context: the updates so far (``step``), ``rank`` and ``size``, the bucket's ``layout`` and its memory
+                (``scratch``).
 
         Returns:
-            The payload, flat; it may be x itself, or memory of ``context.scratch``.
+            The payload, flat and contiguous, of any dtype; if ``summable`` of a dtype that is summed on the wire
+            (float16, bfloat16, float32, float64, int32, int64 or uint8), or x itself.  It may be memory of
+            ``context.scratch``.
         """
 
     @abc.abstractmethod
@@ -105,9 +128,10 @@ class Compressor(abc.ABC):
         """Write a payload to ``out``: overwrite it if ``summable``, add to it if not.
 
         Args:
-            payload: what ``compress`` returned on any rank, or the sum over ranks of that if ``summable``.
-            out: ``(n,)``, float32 or float64.
-            context: as of ``compress``.
+            payload: what ``compress`` returned on any rank, or the sum over ranks of that if ``summable``, of the same
+                dtype.
+            out: ``(n,)``, of x's dtype: what ``compress`` has left in x if ``summable``, and the sum so far if not.
+            context: as of ``compress``, on this rank.
         """
 
     def decompress_all(self, payloads: Sequence[np.ndarray], out: np.ndarray, context: ExchangeContext) -> None:
@@ -215,6 +239,38 @@ class Lossy(Compressor):
             context: as of any compressor.
             add: the new gradient, ``(n,)``, which is added to x in the same pass.
         """
+
+
+def payload_nbytes(compressor: Compressor, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
+    """Return how long the payload of a flat array is, without members that are summed as they are.
+
+    Args:
+        compressor: what makes the payload.
+        n: elements of the array; gaps between its members count.
+        itemsize: bytes of an element.
+        layout: where its members lie, if it has several.
+
+    Returns:
+        The bytes; None if they depend on the data.
+
+    Raises:
+        TypeError: ``payload_bytes`` returns no whole number.
+        ValueError: it returns None, and the compressor is not ragged; or the array is too large.
+
+    Example:
+        >>> from distopt.compress import Half
+        >>> payload_nbytes(Half(), 1000)
+        2000
+    """
+    nbytes = compressor.payload_bytes(n, itemsize, layout)
+    if nbytes is None and compressor.ragged:
+        return None
+    if nbytes is None:
+        raise ValueError(f"{compressor!r}.payload_bytes({n}, {itemsize}) must be an integer unless ragged, got None")
+    nbytes = check_int(f"{compressor!r}.payload_bytes({n}, {itemsize})", nbytes, least=0)
+    layout = layout or BucketLayout(["x"], [(n,)], [0], f"f{itemsize}")
+    mask = compressor.uncompressed(layout, ExchangeContext())
+    return nbytes if mask is None else nbytes - itemsize * int(layout.records["size"][mask.host != 0].sum())
 
 
 def check_compressor(compressor: Any) -> None:

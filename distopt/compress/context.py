@@ -37,6 +37,8 @@ class BucketContext(NamedTuple):
             takes to fill them.
         constant: ``constant(name, make)`` are a few numbers that ``make()`` makes once, for kernels on the host or on a
             GPU.
+        number: the number of the bucket in the plan.
+        payload_bytes: how long its payload must be; None if that depends on the data, or outside of a plan.
 
     Example:
         >>> from distopt.kernels.layout import BucketLayout
@@ -50,6 +52,8 @@ class BucketContext(NamedTuple):
     parameters: BucketLayout | None = None
     scratch: Callable[[str, int], np.ndarray] = new_scratch
     constant: Callable[[str, Make], DeviceMirror] = new_constant
+    number: int = 0
+    payload_bytes: int | None = None
 
 
 class DeviceContext(NamedTuple):

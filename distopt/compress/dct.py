@@ -75,10 +75,6 @@ class DCT(CompressorWrapper):
     def around(self, compressor: Compressor) -> "DCT":
         return DCT(compressor, self.tile)
 
-    def at_step(self, k: int) -> "DCT":
-        inner = self.compressor.at_step(k)
-        return self if inner is self.compressor else self.around(inner)
-
     def kept(self, state: State) -> State:
         """Return the states of coefficients by the names that they have within the exchange."""
         return cast(State, OfFrequencies(state))

@@ -26,6 +26,10 @@ class CompressorWrapper(Compressor):
         """Return the same around another compressor."""
         return type(self)(compressor)
 
+    def at_step(self, k: int) -> "CompressorWrapper":
+        inner = self.compressor.at_step(k) if self.changes_with_step else self.compressor
+        return self if inner is self.compressor else self.around(inner)
+
     def at_density(self, density: float) -> "CompressorWrapper":
         return self.around(self.compressor.at_density(density))
 

@@ -12,6 +12,7 @@ from distopt.comm import Communicator
 from distopt.comm.control import agreed
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor
+from distopt.compress.base import payload_nbytes
 from distopt.engine.capacity import PayloadCapacity
 from distopt.engine.finite_check import DeviceFlag, HostCheck, NoCheck
 from distopt.engine.parameters import GradientCollector
@@ -245,9 +246,9 @@ class BucketStore:
     # -- a step
 
     def check_sizes(self, compressor: Compressor) -> None:
-        """Raise ValueError for a bucket that the compressor cannot take."""
+        """Raise TypeError or ValueError for a bucket that the compressor cannot take, or has no length for."""
         for bucket in self.buckets:
-            compressor.payload_bytes(bucket.gradient.size, bucket.gradient.itemsize, bucket.gradients)
+            payload_nbytes(compressor, bucket.gradient.size, bucket.gradient.itemsize, bucket.gradients)
 
     def point_to_parameters(self) -> None:
         """Point the buckets' tables to the parameters, wherever these are now."""

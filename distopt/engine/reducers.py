@@ -15,6 +15,7 @@ from distopt.checks import check_float
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
+from distopt.compress.base import payload_nbytes
 from distopt.compress.context import state_array
 from distopt.compress.dgc import DECAY
 from distopt.compress.shards import OWED, settle
@@ -382,6 +383,9 @@ class StepContext:
             compressor: what sends it.
             text: the compressor's ``repr`` where its launches are recorded on a GPU; else ''.
         """
+        if bucket.payload[0] is not compressor:  # asked once, not at every step
+            nbytes = payload_nbytes(compressor, bucket.gradient.size, bucket.gradient.itemsize, bucket.gradients)
+            bucket.payload = compressor, None if compressor.ragged else nbytes
         capacity = self.store.capacity if compressor.bounded else None
         number, accumulator = bucket.number, self._accumulator
         on_device = (
@@ -402,7 +406,9 @@ class StepContext:
             comm.size,
             divisor,
             batches,
-            BucketContext(bucket.gradients, bucket.parameters, bucket.scratch, bucket.constant),
+            BucketContext(
+                bucket.gradients, bucket.parameters, bucket.scratch, bucket.constant, number, bucket.payload[1]
+            ),
             on_device,
             self._over,
         )

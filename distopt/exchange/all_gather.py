@@ -7,6 +7,7 @@ from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State
 from distopt.exchange.breakdown import payload_breakdown
+from distopt.exchange.payload import check_payload
 from distopt.exchange.traffic import dense_is_smaller
 
 
@@ -41,6 +42,7 @@ def gather(
     """
     with comm.on_comm_stream():
         payload = context.repeat("compress", lambda: compressor.compress(x, state, context), (x, *state.values()))
+        check_payload(payload, compressor, context)
         payloads = gather_payloads(payload, x, compressor, comm, context, tag)
         context.repeat("decompress", lambda: compressor.decompress_all(payloads, x, context), (x, *payloads))
 
@@ -79,6 +81,7 @@ def gather_or_reduce(
     """
     with comm.on_comm_stream():
         payload = context.repeat("compress", lambda: compressor.compress(x, state, context), (x, *state.values()))
+        check_payload(payload, compressor, context)
         ragged = compressor.ragged and context.capacity is None
         total = sum(comm.lengths(payload.nbytes)) if ragged else payload.nbytes * comm.size
         dense = dense_is_smaller(total, 0, x.nbytes, comm.size)
@@ -102,14 +105,17 @@ def gather_payloads(
     """Return every rank's payload, in rank order.  Collective.
 
     Args:
-        payload: of this rank, ``(nbytes,)`` of uint8.
+        payload: of this rank, flat; it travels as bytes, whatever its dtype is.
         x: the flat array that it was made of, ``(n,)``.
         compressor: what has made it.
         comm: the ranks.
         context: the call of the compressor.
         tag: of the messages, to which the make-up of the payload is added.
     """
-    with comm.tagged(tag._replace(breakdown=lambda payload: payload_breakdown(compressor, payload, x, context))):
+    dtype, data = payload.dtype, payload.reshape(-1).view(np.uint8)
+    with comm.tagged(tag._replace(breakdown=lambda _: payload_breakdown(compressor, payload, x, context))):
         if compressor.ragged and context.capacity is None:
-            return comm.all_gather(payload, ragged=True)
-        return comm.all_gather(payload, into=context.scratch("payloads", payload.nbytes * comm.size))
+            gathered = comm.all_gather(data, ragged=True)
+        else:
+            gathered = comm.all_gather(data, into=context.scratch("payloads", data.size * comm.size))
+    return gathered if dtype == np.uint8 else [part.view(dtype) for part in gathered]

@@ -9,6 +9,7 @@ from distopt.comm import Communicator
 from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State
+from distopt.exchange.payload import check_payload
 
 TravellingBucket = tuple[np.ndarray, State, ExchangeContext, MessageTag]
 
@@ -46,6 +47,7 @@ def reduce(
     """
     with comm.on_comm_stream():
         payload = compressor.compress_copy(x, state, context)
+        check_payload(payload, compressor, context)
         comm.all_reduce(payload)
         compressor.decompress(payload, x, context)
 
@@ -84,7 +86,9 @@ def reduce_each(
             sent.append(bucket)
             x, state, context, tag = bucket
             with comm.tagged(tag):
-                yield compressor.compress_copy(x, state, context)
+                payload = compressor.compress_copy(x, state, context)
+                check_payload(payload, compressor, context)
+                yield payload
 
     for total in comm.all_reduce_each(payloads()):
         x, _, context, _ = sent.popleft()

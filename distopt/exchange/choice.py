@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distopt.compress import Compressor, ExchangeContext
+from distopt.compress.base import payload_nbytes
 from distopt.compress.shards import Piece, ShardCodec
 from distopt.exchange.cut import Cut, Starts, cut_for
 from distopt.kernels.layout import BucketLayout
@@ -114,11 +115,6 @@ def gathered_bytes(compressor: Compressor, plan: Sequence[BucketLayout]) -> int:
     total = 0
     for layout in plan:
         itemsize = layout.dtype.itemsize
-        payload = compressor.payload_bytes(layout.extent, itemsize, layout)
-        if payload is None:
-            total += layout.extent * itemsize // VARIES
-            continue
-        mask = compressor.uncompressed(layout, ExchangeContext())
-        summed = 0 if mask is None else int(layout.records["size"][mask.host != 0].sum())
-        total += payload - summed * itemsize
+        payload = payload_nbytes(compressor, layout.extent, itemsize, layout)
+        total += layout.extent * itemsize // VARIES if payload is None else payload
     return total

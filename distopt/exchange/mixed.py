@@ -11,6 +11,7 @@ from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State, layout_of
 from distopt.device import DeviceMirror
 from distopt.exchange.all_gather import gather, gather_or_reduce, gather_payloads
+from distopt.exchange.payload import check_payload
 from distopt.exchange.traffic import dense_is_smaller
 
 
@@ -112,7 +113,9 @@ def _compress(
     def work() -> tuple[np.ndarray, UncompressedMembers]:
         return compressor.compress(x, state, context), UncompressedMembers(x, mask, context)
 
-    return context.repeat("compress", work, (x, *state.values()))
+    payload, uncompressed = context.repeat("compress", work, (x, *state.values()))
+    check_payload(payload, compressor, context)
+    return payload, uncompressed
 
 
 def _decompress(

@@ -16,6 +16,7 @@ from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.breakdown import payload_breakdown, shard_breakdown
 from distopt.exchange.cut import Borders, Cut
 from distopt.exchange.mixed import UncompressedMembers
+from distopt.exchange.payload import check_payload
 from distopt.exchange.told import message_bytes
 from distopt.exchange.traffic import traffic
 from distopt.exchange.two_phase import (
@@ -110,6 +111,7 @@ class SequentialReduce:
         """
         compressor, first = self._compressor, not self._sizes
         payload = compressor.compress(x, state, context)
+        check_payload(payload, compressor, context)
         self._sizes.append(payload.nbytes)
         if compressor.summable:
             self._summed = payload

@@ -336,7 +336,8 @@ class SequentialReducers(Reducers):
             phases = self.two_phases(compressor, spec)
             return self._sequential(phases, compressor, buckets, self._owned_by_rank, self.borders, spec)
 
-        return SequentialReducer(self._engine, self._ranks, self.losses, compressor, spec, make)
+        sent = by_nodes.compressor if by_nodes else compressor
+        return SequentialReducer(self._engine, self._ranks, self.losses, sent, spec, make)
 
     def _sequential(
         self,

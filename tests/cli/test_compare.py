@@ -6,13 +6,16 @@ import json
 import math
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distopt import formatting
+from distopt import DistOpt, Parameter, formatting, run_ranks
 from distopt.cli import main, plotting
-from distopt.volume.experiment import Experiment
+from distopt.comm import Metered
+from distopt.optim import SGD
+from distopt.volume.experiment import Experiment, read
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -90,6 +93,7 @@ def test_json_has_the_same_numbers(runs, tmp_path):
         "mode": "topk",
         "ranks": 2,
         "seeds": [1, 2],
+        "counted_from": [None, None],
         "base": "dense",
         "ratio": pytest.approx(50_000 / 750),
         "steps": {"mean": 2, "low": 2, "high": 2},
@@ -239,6 +243,66 @@ def test_a_wire_curve_that_ends_below_the_total_is_reported(tmp_path, capsys):
     run.finish({"all_reduce": {"wire": 12_000, "payload": 12_000}})
     assert compare(tmp_path / "a", "--reach", "0.5") == 0
     assert f"{tmp_path}/a: the curve wire ends at 4.00 kB of 12.0 kB" in capsys.readouterr().out
+
+
+def trained(path, folder, start, stop, seed=1):
+    """A record of steps start + 1 to stop on two ranks, 1,000 bytes each; it goes on from the checkpoint before."""
+
+    def main(comm):
+        comm, w = Metered(comm), Parameter("w", np.zeros(250, np.float32))
+        opt = DistOpt(SGD(1.0), comm)
+        if start:
+            opt.load(folder, [w])
+        run = Experiment(path, "dense", seed, ranks=2) if comm.rank == 0 else None
+        while opt.step_counter < stop:
+            opt([(w, np.full(250, comm.rank, np.float32))])
+            if run:
+                sent = comm.ledger.total_of_steps()["sent"]
+                run.log(opt.step_counter, wire=sent, accuracy=opt.step_counter / 10)
+        opt.save(folder, [w])
+        if run:
+            run.finish(comm.report())
+
+    run_ranks(2, main)
+    return str(path)
+
+
+def test_bytes_of_a_resumed_run_are_divided_by_the_steps_that_were_counted(tmp_path, capsys):
+    folder, out = tmp_path / "checkpoint", tmp_path / "n.json"
+    first = trained(tmp_path / "1.json", folder, 0, 3)
+    rest = trained(tmp_path / "2.json", folder, 3, 8)
+    assert read(first)["counted_from"] == 0
+    assert read(rest)["counted_from"] == 3
+    assert compare(rest, "--reach", "0.5", "--json", out) == 0
+    _, row, *notes = capsys.readouterr().out.splitlines()
+    assert cells(row)[3:7] == ["8", "1.00 kB", "1.00 kB", "5.00 kB"], "steps, payload and wire of one, wire of all"
+    assert cells(row)[-1] == "-"
+    counted = f"{rest}: bytes are counted from step 3 of 8, where its ledger began"
+    assert notes == [f"{counted}, so those until accuracy >= 0.5 are unknown"]
+    (entry,) = json.loads(out.read_text())["rows"]
+    assert (entry["counted_from"], entry["wire_per_step"]["mean"], entry["reached"]) == ([3], 1000, None)
+    assert compare(rest) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [counted]
+    assert compare(first, "--reach", "0.2") == 0
+    assert cells(capsys.readouterr().out.splitlines()[1])[-1] == "2.00 kB"
+
+
+@pytest.mark.plot
+def test_a_curve_over_bytes_that_are_not_all_counted_is_not_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    trained(tmp_path / "1.json", tmp_path / "c", 0, 3)
+    rest = trained(tmp_path / "2.json", tmp_path / "c", 3, 8)
+    assert compare(rest, "--plot", tmp_path / "out.png") == 2
+    assert "nothing to draw: no run has the curves accuracy and wire" in capsys.readouterr().err
+
+
+def test_runs_of_one_mode_and_seed_are_said_to_be_so(runs, tmp_path, capsys):
+    again = train(tmp_path / "k3.json", "topk", 1, [800, 800], [(1, 0.3), (2, 0.6)], results={"accuracy": 0.6})
+    unknown = [train(tmp_path / f"u{k}.json", "other", None, [80], results={"loss": k}) for k in range(2)]
+    assert compare(*runs, again, *unknown) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert cells(lines[1])[2] == "1, 2, 1"
+    assert lines[4:] == ["topk: 2 runs have the same seed 1, and each counts in the means"]
 
 
 @pytest.mark.plot

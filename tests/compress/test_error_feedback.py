@@ -121,3 +121,19 @@ def test_decay_is_part_of_what_ranks_compare_and_stays_at_another_density():
 def test_impossible_decays_are_refused(decay, error):
     with pytest.raises(error, match="decay"):
         ErrorFeedback(TopK(0.1), decay=decay)
+
+
+def test_a_compressor_that_changes_with_the_step_does_so_with_a_memory_too():
+    class Growing(TopK):
+        changes_with_step = True
+
+        def at_step(self, k):
+            return TopK((k + 1) / 4)
+
+    opt, w = DistOpt(SGD(1.0)), Parameter("w", np.zeros(4, np.float32))
+    sent = []
+    for _ in range(3):
+        before = w.data.copy()
+        opt.step([(w, np.array([4, 3, 2, 1], np.float32))], ErrorFeedback(Growing(0.25), decay=0.5))
+        sent.append(int((w.data != before).sum()))
+    assert sent == [1, 2, 3]

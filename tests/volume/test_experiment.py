@@ -246,6 +246,8 @@ def test_wrong_points_and_totals_change_nothing(tmp_path):
         ("steps", HUGE),
         ("totals", {"all_reduce": {"wire": HUGE}}),
         ("results", {"accuracy": -HUGE}),
+        ("counted_from", -1),
+        ("counted_from", "start"),
         ("curves", {"loss": {"steps": [1], "values": [HUGE]}}),
     ],
 )
@@ -256,6 +258,9 @@ def test_reading_names_the_file_and_the_field(field, value, tmp_path):
     found = json.loads(path.read_text())
     del found[field]
     path.write_text(json.dumps(found))
+    if field == "counted_from":  # older records have no such field
+        assert read(path)[field] is None
+        return
     with pytest.raises(ValueError, match=f"run.json: {field} must be "):
         read(path)
 
@@ -264,6 +269,31 @@ def test_a_curve_beyond_the_last_step_is_refused(tmp_path):
     path = record(tmp_path / "run.json", steps=1, curves={"loss": {"steps": [1, 2], "values": [0.5, 0.25]}})
     with pytest.raises(ValueError, match=r"run.json: steps must be at least 2, the last of curve 'loss', got 1"):
         read(path)
+
+
+def test_bytes_that_are_counted_from_a_step_behind_the_last_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"run.json: counted_from must be at most steps 3, got 4"):
+        read(record(tmp_path / "run.json", steps=3, counted_from=4))
+
+
+def test_a_report_knows_its_steps_which_a_record_may_count_in_another_unit(tmp_path):
+    meter = distopt.comm.Metered(distopt.comm.LocalCommunicator())
+    assert meter.report().steps is None
+    opt, w = distopt.DistOpt(distopt.optim.SGD(0.1), meter), distopt.Parameter("w", np.zeros(9, np.float32))
+    for _ in range(4):
+        opt([(w, np.ones(9, np.float32))])
+    assert meter.report().steps == meter.ledger.copy().report().steps == (1, 4)
+    meter.reset()
+    assert meter.report().steps is None
+    for _ in range(4):
+        opt([(w, np.ones(9, np.float32))])
+    assert meter.report().steps == (5, 8)
+    for steps, counted_from in ((8, 4), (80, 40), (0, 0)):
+        path = tmp_path / f"{steps}.json"
+        Experiment(path, "dense").finish(meter.report(), steps)
+        assert read(path)["counted_from"] == counted_from
+    Experiment(path, "dense").finish(dict(meter.report()), 8)
+    assert read(path)["counted_from"] is None, "a copy does not know"
 
 
 def test_files_that_are_no_record_are_refused(tmp_path):

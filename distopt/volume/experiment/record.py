@@ -35,7 +35,8 @@ def write(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a record: ``mode seed settings topology started ended raised versions machine steps totals results curves``.
 
-    A curve is ``{"steps": [...], "values": [...]}``.
+    A curve is ``{"steps": [...], "values": [...]}``.  There is also ``counted_from``, the number of steps after which
+    bytes are counted: 0, or more in a run that went on from a checkpoint; None if that is unknown.
 
     Raises:
         OSError: the file cannot be read.
@@ -61,9 +62,12 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is no experiment's record: format must be {FORMAT!r}, got {label!r:.60}")
     if label != FORMAT:
         raise ValueError(f"{path}: format must be {FORMAT!r}, the one that distopt {__version__} reads, got {label!r}")
+    record.setdefault("counted_from", None)  # which older records do not have
     for name, (right, what) in FIELDS.items():
         if name not in record or not right(record[name]):
             raise ValueError(f"{path}: {name} must be {what}, got {record.get(name)!r:.60}")
+    if (record["counted_from"] or 0) > record["steps"]:
+        raise ValueError(f"{path}: counted_from must be at most steps {record['steps']}, got {record['counted_from']}")
     for name, curve in record["curves"].items():
         if curve["steps"][-1] > record["steps"]:
             last = f"{curve['steps'][-1]}, the last of curve {name!r}"
@@ -118,6 +122,7 @@ FIELDS: dict[str, tuple[Right, str]] = {
     "versions": (lambda x: isinstance(x, dict), "an object"),
     "machine": (lambda x: isinstance(x, dict), "an object"),
     "steps": (_is_whole, "a whole number"),
+    "counted_from": (lambda x: x is None or _is_whole(x), "a whole number or null"),
     "totals": (lambda x: x is None or (isinstance(x, dict) and _are_counts(x)), "counts by name, or null"),
     "results": (lambda x: isinstance(x, dict) and all(map(_is_number, x.values())), "numbers by name"),
     "curves": (

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from distopt.checks import check_int, check_number
+from distopt.comm.ledger import Report
 from distopt.resilience import pending, strict_json
 from distopt.version import __version__
 from distopt.volume.experiment import record
@@ -126,7 +127,8 @@ class Experiment:
 
         Args:
             totals: the result of ``report()`` of a ``Metered`` or a ``Simulation``: calls and bytes, in a line for each
-                verb of steps, and in lines of their own for what was sent outside of steps.
+                verb of steps, and in lines of their own for what was sent outside of steps.  It also knows from which
+                step on they are counted, in a run that went on from a checkpoint.
             steps: the number of updates done; by default the last step that was logged.
             results: final numbers by name: accuracy, loss.
 
@@ -136,9 +138,11 @@ class Experiment:
             OSError: the file cannot be written.
         """
         self._check_not_finished()
-        done = self._last_step()
+        last = self._last_step()
+        done = last if steps is None else strict_json.plain("steps", check_int("steps", steps, last))
         outcome = {
-            "steps": done if steps is None else strict_json.plain("steps", check_int("steps", steps, done)),
+            "steps": done,
+            "counted_from": _counted_from(totals, done),
             "totals": None if totals is None else _counts(totals),
             "results": {name: check_number(name, value) for name, value in results.items()},
         }
@@ -152,7 +156,8 @@ class Experiment:
     ) -> None:
         if kind is not None and not self._finished:
             try:
-                self._write({"steps": self._last_step(), "totals": None, "results": {}}, kind.__name__)
+                steps = self._last_step()
+                self._write({"steps": steps, "counted_from": None, "totals": None, "results": {}}, kind.__name__)
             except OSError as failed:  # the block's exception matters more
                 if error:
                     error.add_note(f"and the record was not written: {failed}")
@@ -189,6 +194,14 @@ def _surroundings() -> dict[str, Any]:
         "versions": versions | {"mpi": mpi and f"{vendor} {'.'.join(map(str, version))}"},
         "machine": {"cores": cores, "platform": platform.platform()},
     }
+
+
+def _counted_from(totals: object, steps: int) -> int | None:
+    """Return how many steps were made before the first one that totals have bytes of; None if they do not tell."""
+    if not isinstance(totals, Report) or totals.steps is None:
+        return None
+    first, last = totals.steps
+    return round(steps * (first - 1) / last)  # a script may count steps in another unit, as in epochs
 
 
 def _counts(totals: Mapping[str, Any]) -> Any:
