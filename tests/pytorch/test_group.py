@@ -84,7 +84,9 @@ p, opt = distopt.Parameter("w", np.zeros(1000, np.float32)), distopt.DistOpt(dis
 rank = opt.global_rank
 
 def step(g=1.0):
-    opt.step([(p, np.full(1000, g, np.float32))])
+    gradient = np.full(1000, g, np.float32)
+    gradient[-1] += rank  # ranks with the same gradients would be told so
+    opt.step([(p, gradient)])
 
 for _ in range(3):
     step()
