@@ -77,8 +77,8 @@ class FirstGradients(StepHook):
     """Say so if all ranks bring the same gradients to the first step, bit by bit: they may read the same batches.
 
     Nothing else would: the ranks train, and all of them together do the work of one.  Looks at the beginning of each
-    gradient on the host, and is gone when all ranks have agreed on a step.  Not for elastic jobs: a
-    process that joins has another first step.
+    gradient on the host, and is gone when all ranks have agreed on a step.  Not for elastic jobs: a process that joins
+    has another first step.
     """
 
     ENTRIES = 4096  # of a gradient
@@ -96,14 +96,14 @@ class FirstGradients(StepHook):
         for pair in pairs:
             grad = pair[1] if isinstance(pair, tuple | list) and len(pair) == 2 else None
             if isinstance(grad, np.ndarray):
-                begin = np.ascontiguousarray(grad.reshape(-1)[: self.ENTRIES])
+                begin = grad.flat[: self.ENTRIES]
                 if begin.any():
                     self._sum = zlib.crc32(begin.view(np.uint8).data, self._sum)
             yield pair
 
     def after_vote(self, collector: GradientCollector, optimizer: Any) -> None:
         """Compare the ranks' checksums, once; a rank that fails later in its step has done so too.  Collective."""
-        self._hooks[:] = [hook for hook in self._hooks if hook is not self]
+        self._hooks.remove(self)
         sums = self._comm.control.gather(str(self._sum))
         if self._comm.rank == 0 and self._sum and len(set(sums)) == 1:
             LOG.warning("distopt: " + self.TEXT, len(sums))
