@@ -35,6 +35,7 @@ MODES = {
     "int8": ErrorFeedback(Int8()),
 }
 STEPS = 6  # of a run that meets a NaN
+REFUSALS = ("skipped", "skips_in_a_row")  # the counts of refused steps in a DistOpt's state
 BATCH, FEATURES, OUTPUTS = 64, 20, 6
 
 product = functools.partial(np.einsum, "ij,jk->ik")  # a BLAS may have other bits with another number of threads
@@ -158,7 +159,7 @@ def _updates(
         "refused": refused,
         "errors": errors,
         "parameters": digest(params),
-        "states": digest(params, opt.state_dict() | {"skipped": 0}),  # a count of what was refused
+        "states": digest(params, opt.state_dict() | dict.fromkeys(REFUSALS, 0)),
     }
 
 

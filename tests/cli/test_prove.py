@@ -89,6 +89,28 @@ def test_the_claim_holds(name):
     assert bool(tasks) == (name in prove.OVER_RANKS)
 
 
+@pytest.mark.parametrize("step", [0, prove_ranks.STEPS - 1])
+def test_a_nan_in_the_first_or_the_last_step(step):
+    """Where the counts of refused steps in a row are other ones at the end."""
+
+    class Numbers:
+        def integers(self, below):
+            return step if below == prove_ranks.STEPS else 1
+
+    assert f"in step {step}," in CLAIMS["NaN"](Trial(Numbers(), over_threads, over_sockets))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CLAIMS)
+def test_the_claim_holds_for_every_seed(name):
+    """As the command takes another one each time: ranks, steps and bits are drawn from it."""
+    for seed in range(40):
+        try:
+            CLAIMS[name](Trial(np.random.default_rng(seed), over_threads, over_sockets))
+        except Refuted as error:
+            pytest.fail(f"seed {seed}: {error}")
+
+
 def forgets(times):
     """A ledger's ``write`` that forgets every so many-th message."""
     write, calls = Ledger.write, iter(range(10**9))
