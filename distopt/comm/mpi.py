@@ -19,17 +19,26 @@ from distopt.comm.communicator import (
     slices,
     split,
     sum_halves,
+    sum_in_rank_order,
 )
 from distopt.comm.mpi_control import (
     MpiControl,
     brand,
-    finish,
     has_thread_multiple,
     join,
     mpi,
     world_comm,
 )
-from distopt.comm.mpi_losses import agree, checked, elastic, is_loss_on, settle
+from distopt.comm.mpi_losses import (
+    Exchange,
+    agree,
+    checked,
+    elastic,
+    finish,
+    is_loss_on,
+    settle,
+    wait_while_all_live,
+)
 from distopt.comm.mpi_newcomers import Newcomers, come_in, let_in
 from distopt.comm.outside import Outside
 from distopt.comm.receive_buffer import ReceiveBuffer
@@ -39,7 +48,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 UNDER_WAY = 3  # sums of 16-bit numbers at a time, one in each phase
-SLICES, SUMS = 1, 2  # MPI tags of the two exchanges of a sum, which may be under way at the same time
+SLICES, SUMS = 1, 2  # MPI tags of slices on their way to their owners, and from them, which may be at the same time
 
 
 class MpiCommunicator(SharingCommunicator):
@@ -106,7 +115,7 @@ class MpiCommunicator(SharingCommunicator):
         self.reason = self._place
         self._received = [ReceiveBuffer() for _ in range(UNDER_WAY)]
         self._why = reason
-        self._begun: dict[int, list[MPI.Request]] = {}  # exchanges, by the identity of their lists
+        self._begun: dict[int, Exchange] = {}  # by identity
         self._newcomers = Newcomers()
 
     @property
@@ -145,22 +154,21 @@ class MpiCommunicator(SharingCommunicator):
     def _sum(self, x: np.ndarray, room: int = 0) -> Iterator[None]:
         """Replace x by its sum, in ``UNDER_WAY`` phases, each of which but the first begins with a wait.
 
-        Slices of 16-bit numbers go to their owners, are added up there, and come back.  Other dtypes are summed by MPI
-        in the first phase.  Between hosts that is always the non-blocking call, overlapped or not: some MPI libraries
-        add in another order in the blocking one.
+        Slices of 16-bit numbers go to their owners, are added up there, and come back; so do those of all numbers if
+        ranks may be lost (``mpi_losses``).  Else other dtypes are summed by MPI in the first phase.  Between hosts that
+        is always the non-blocking call, overlapped or not: some MPI libraries add in another order in the blocking one.
 
         Args:
             x: a flat array.
             room: index of the receive buffer.
         """
-        if x.dtype not in HALVES:
+        if x.dtype not in HALVES and self._base is None:
             for start in range(0, x.size, self.CHUNK):
                 piece = x[start : start + self.CHUNK]
-                with checked(self._comm):
-                    if self.spans_hosts:
-                        self._finish(self._kept([self._comm.Iallreduce(mpi().IN_PLACE, piece)]))
-                    else:
-                        self._comm.Allreduce(mpi().IN_PLACE, piece)
+                if self.spans_hosts:
+                    self._finish(self._kept(Exchange([self._comm.Iallreduce(mpi().IN_PLACE, piece)], [])))
+                else:
+                    self._comm.Allreduce(mpi().IN_PLACE, piece)
             return
         parts = [x[s] for s in slices(x.size, self.size)]
         local = parts[self.rank]
@@ -169,7 +177,10 @@ class MpiCommunicator(SharingCommunicator):
         requests = self._exchange(parts, received, SLICES)
         yield
         self._finish(requests)
-        sum_halves(received, local)
+        if x.dtype in HALVES:
+            sum_halves(received, local)
+        else:
+            local[...] = sum_in_rank_order(received)
         requests = self._exchange([local] * self.size, parts, SUMS)
         yield
         self._finish(requests)
@@ -191,9 +202,16 @@ class MpiCommunicator(SharingCommunicator):
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         """Replace x, in place, by the x of rank ``root``.  Collective."""
         raw, root = as_flat(x).view(np.uint8), check_root(root, self.size)
-        with self._log("broadcast", raw.size, self._tag), checked(self._comm):
-            for start in range(0, raw.size, self.CHUNK):
-                self._comm.Bcast(raw[start : start + self.CHUNK], root)
+        with self._log("broadcast", raw.size, self._tag):
+            if self._base is None:
+                for start in range(0, raw.size, self.CHUNK):
+                    self._comm.Bcast(raw[start : start + self.CHUNK], root)
+                return
+            parts = [raw[s] for s in slices(raw.size, self.size)]  # they go to their owners, and from these to all
+            local, none = parts[self.rank], raw[:0]
+            sent = parts if self.rank == root else [none] * self.size
+            self._finish(self._exchange(sent, [local if r == root else none for r in range(self.size)], SLICES))
+            self._finish(self._exchange([local] * self.size, parts, SUMS))
 
     def barrier(self) -> None:
         """Wait until every rank has called this.  Collective."""
@@ -362,16 +380,19 @@ class MpiCommunicator(SharingCommunicator):
         self._finish(self._exchange(parts, received))
         return received
 
-    def _kept(self, requests: "list[MPI.Request]") -> "list[MPI.Request]":
-        """Return requests, which keep the memory that MPI writes to alive until ``_finish``."""
-        self._begun[id(requests)] = requests
-        return requests
+    def _kept(self, exchange: Exchange) -> Exchange:
+        """Return an exchange, which keeps the memory that MPI writes to alive until ``_finish``."""
+        self._begun[id(exchange)] = exchange
+        return exchange
 
-    def _finish(self, requests: "list[MPI.Request]") -> None:
+    def _finish(self, exchange: Exchange) -> None:
         """Wait until an exchange is complete; if a rank was lost, end all that are under way."""
+        requests = [*exchange.receives, *exchange.sends]
         try:
+            if self._base is not None:
+                wait_while_all_live(self._comm, requests, self)
             finish(requests, self)
-            del self._begun[id(requests)]
+            del self._begun[id(exchange)]
         except Exception as error:
             if self._base is not None and self.lost(error):
                 self.revoke()
@@ -379,20 +400,18 @@ class MpiCommunicator(SharingCommunicator):
             raise
 
     def _settle(self) -> None:
-        """Wait until all exchanges of the revoked communicator have ended, in whatever way."""
-        settle([request for begun in self._begun.values() for request in begun])
+        """Wait until no exchange of the revoked communicator writes to memory any more."""
+        settle(self._begun.values())
         self._begun.clear()
 
-    def _exchange(
-        self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], tag: int = 0
-    ) -> "list[MPI.Request]":
-        """Begin to send ``parts[r]`` to every other rank r and to receive ``received[r]``; return the requests."""
-        requests = self._kept([])
+    def _exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], tag: int = 0) -> Exchange:
+        """Begin to send ``parts[r]`` to every other rank r and to receive ``received[r]``."""
+        exchange = self._kept(Exchange([], []))
         for rank in range(self.size):
             if rank != self.rank:
-                requests += [self._comm.Irecv(piece, rank, tag) for piece in self._pieces(received[rank])]
-                requests += [self._comm.Isend(piece, rank, tag) for piece in self._pieces(parts[rank])]
-        return requests
+                exchange.receives.extend(self._comm.Irecv(piece, rank, tag) for piece in self._pieces(received[rank]))
+                exchange.sends.extend(self._comm.Isend(piece, rank, tag) for piece in self._pieces(parts[rank]))
+        return exchange
 
     def _pieces(self, x: np.ndarray) -> list[np.ndarray]:
         raw = x.view(np.uint8)

@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from distopt.comm.control import LEAVE, ControlChannel, PeerLeft
-from distopt.comm.mpi_losses import all_complete, checked, elastic, has_losses, is_loss, wait_for_all
+from distopt.comm.mpi_losses import checked, elastic, finish, has_losses, is_loss
 from distopt.comm.mpi_newcomers import leave_quietly
 from distopt.comm.mpi_start import (
     abort,
@@ -48,31 +48,6 @@ __all__ = [
     "mpi",
     "world_comm",
 ]
-
-
-class Waiter(Protocol):
-    """Object that waits for an exchange.
-
-    Attributes:
-        patience: seconds to sleep between two polls, 0 for busy waiting; may change during a wait.
-    """
-
-    patience: float
-
-
-def finish(requests: Sequence["MPI.Request"], waiter: Waiter) -> None:
-    """Wait until exchanges are complete.
-
-    It polls, since MPI moves data only during calls, and sleeps between polls, since MPI's wait occupies a core.
-
-    Raises:
-        MPI.Exception: the error of a request, such as the loss of a rank.
-    """
-    while waiter.patience:
-        if all_complete(requests):
-            return
-        time.sleep(waiter.patience)
-    wait_for_all(requests)
 
 
 class MpiMailbox:

@@ -9,14 +9,18 @@ What Open MPI 5.0.11 cannot do:
   on all communicators, the half-made one too.  So none is made but at the start, after a loss, and where the engine
   first needs one.
 * It tells of losses on standard error ("NBC_Progress: an error 75 was found"), which nothing can turn off.
+* Where a request has failed, its ``Waitall`` and ``Test`` free it, and ``Waitall`` also those that are under way on a
+  revoked communicator, and it ends the job when such a send fails later ("Send error after request freed").  Its
+  collectives do so inside.  So arrays go by ``Isend`` and ``Irecv`` alone, which are asked by ``Get_status``, and none
+  that has failed is freed.  Only numbers and short texts, which need no answer of their receivers, go by collectives.
 * It is not told of a rank that ends with a code other than 0 (``mpi_start.fail_by_signal``).
 """
 
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from distopt.comm.control import PeerLeft
 from distopt.comm.mpi_start import brand, is_running, mpi
@@ -28,7 +32,29 @@ if TYPE_CHECKING:
 LOSSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")  # classes of errors; not every MPI has them
 SETTLE = 5.0  # seconds in which requests of a revoked communicator end
 
-_unsettled: list["MPI.Request"] = []  # keep memory alive that MPI might still write to
+_unsettled: list["MPI.Request"] = []  # keep memory alive that MPI might still use
+
+
+class Exchange(NamedTuple):
+    """Messages of an exchange with other ranks.
+
+    Attributes:
+        receives: requests that write to memory.
+        sends: requests that read it.
+    """
+
+    receives: "list[MPI.Request]"
+    sends: "list[MPI.Request]"
+
+
+class Waiter(Protocol):
+    """Object that waits for an exchange.
+
+    Attributes:
+        patience: seconds to sleep between two polls, 0 for busy waiting; may change during a wait.
+    """
+
+    patience: float
 
 
 @functools.cache
@@ -85,7 +111,22 @@ def has_losses(comm: "MPI.Comm") -> bool:
     return bool(count or comm.Is_revoked())
 
 
-def wait_for_all(requests: "Sequence[MPI.Request]") -> None:
+def finish(requests: Sequence["MPI.Request"], waiter: Waiter) -> None:
+    """Wait until exchanges are complete.
+
+    It polls, since MPI moves data only during calls, and sleeps between polls, since MPI's wait occupies a core.
+
+    Raises:
+        MPI.Exception: the error of a request, such as the loss of a rank.
+    """
+    while waiter.patience:
+        if _all_complete(requests):
+            return
+        time.sleep(waiter.patience)
+    _wait_for_all(requests)
+
+
+def _wait_for_all(requests: "Sequence[MPI.Request]") -> None:
     """Wait until requests are complete.
 
     Raises:
@@ -99,11 +140,11 @@ def wait_for_all(requests: "Sequence[MPI.Request]") -> None:
         raise _first(error, statuses) from None
 
 
-def all_complete(requests: "Sequence[MPI.Request]") -> bool:
+def _all_complete(requests: "Sequence[MPI.Request]") -> bool:
     """Tell if requests are complete.
 
     Raises:
-        MPI.Exception: as for ``wait_for_all``.
+        MPI.Exception: as for ``_wait_for_all``.
     """
     MPI = mpi()
     statuses = [MPI.Status() for _ in requests]
@@ -121,23 +162,43 @@ def _first(error: "MPI.Exception", statuses: "Sequence[MPI.Status]") -> "MPI.Exc
     return MPI.Exception(codes[0]) if codes else error
 
 
-def settle(requests: "Sequence[MPI.Request]") -> None:
-    """Wait until requests of a revoked communicator have ended, in whatever way.
+def wait_while_all_live(comm: "MPI.Comm", requests: "Sequence[MPI.Request]", waiter: Waiter) -> None:
+    """Wait until messages have arrived.
 
-    Their memory must not be used again before that.  It polls, as a request without an end must not stop the others.
+    Args:
+        comm: the MPI communicator.
+        requests: of ``Irecv`` and ``Isend``.
+        waiter: how long to sleep between polls, as for ``finish``.
+
+    Raises:
+        PeerLeft: a rank of the communicator was lost before that; some of the requests are still under way.
     """
-    MPI = mpi()
-    deadline, pending = time.monotonic() + SETTLE, list(requests)
+    for request in requests:
+        while not request.Get_status():
+            if has_losses(comm):
+                raise PeerLeft("a rank of MPI has ended")
+            if waiter.patience:
+                time.sleep(waiter.patience)
+
+
+def settle(exchanges: Iterable[Exchange]) -> None:
+    """Wait until nothing that was begun on a revoked communicator writes to memory any more.
+
+    The memory must not be used again before that.  It polls, as a request without an end must not stop the others.
+    What is sent is kept alive instead: a lost rank does not take it.
+    """
+    exchanges = list(exchanges)
+    deadline, pending = time.monotonic() + SETTLE, [request for each in exchanges for request in each.receives]
     while pending and time.monotonic() < deadline:
         pending = [request for request in pending if not _has_ended(request)]
-    _unsettled.extend(request for request in pending if request != MPI.REQUEST_NULL)
+    _unsettled.extend(pending + [request for each in exchanges for request in each.sends if not request.Get_status()])
 
 
-def _has_ended(request: "MPI.Request") -> bool:
-    try:
-        return bool(request.Test())
-    except mpi().Exception:  # this request's own, which has completed it
-        return True
+def _has_ended(receive: "MPI.Request") -> bool:
+    """Tell if a receive has ended; Open MPI cancels one whose sender has not begun, or was lost."""
+    if receive != mpi().REQUEST_NULL:
+        receive.Cancel()
+    return bool(receive.Get_status())
 
 
 def agree(comm: "MPI.Comm", well: bool) -> bool:
