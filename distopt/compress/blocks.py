@@ -62,6 +62,10 @@ class Blocks(Lossy):
         """Return the bytes of the codes of members of these sizes, without what fills them up."""
         return int((-(-sizes * self.bits // 8)).sum())
 
+    def nbytes(self, sizes: np.ndarray) -> int:
+        """Return the bytes of a payload of members of these sizes."""
+        return int(_member_bytes(sizes, self.bits, self.block).sum())
+
     def sharded(self) -> ShardCodec:
         return BlockShards(self)
 
@@ -273,6 +277,11 @@ def _member_bytes(sizes: np.ndarray, bits: int, block: int) -> np.ndarray:
     return members
 
 
+def _sizes(piece: Piece) -> np.ndarray:
+    """Return the elements of each member of a piece."""
+    return piece.layout.records["size"].astype(np.int64)
+
+
 class BlockShards(ShardCodec):
     """Blocks are cut at their borders, so that shards have the codes and scales of the whole.
 
@@ -284,11 +293,11 @@ class BlockShards(ShardCodec):
         self._blocks, self.block = blocks, blocks.block
 
     def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes]:
-        return [PieceBytes(self.payload_bytes(0, piece, 0, summed), self.code_bytes(piece)) for piece in pieces]
+        return [PieceBytes(self._blocks.nbytes(_sizes(piece)), self.code_bytes(piece)) for piece in pieces]
 
     def code_bytes(self, piece: Piece) -> int:
         """Return the bytes of the codes of a piece, without scales."""
-        return self._blocks.code_bytes(piece.layout.records["size"].astype(np.int64))
+        return self._blocks.code_bytes(_sizes(piece))
 
     def select(
         self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray

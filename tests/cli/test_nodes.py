@@ -14,6 +14,7 @@ from elastic_script import HEAD, all_gone, told
 
 from distopt.cli import main, nodes
 from distopt.cli.nodes import Place, place
+from distopt.comm.listener import TIMEVAL
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch: pip install torch")
 
@@ -205,15 +206,18 @@ def test_options_that_do_not_fit(options, text, capsys):
     assert text in capsys.readouterr().err
 
 
-def test_an_end_that_does_not_read_is_given_up(monkeypatch):
+def test_an_end_that_does_not_read_is_given_up():
     """It must not hold up the launcher that tells all others of a loss."""
-    monkeypatch.setattr(nodes, "GRACE", 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
-    trunk, other = nodes.Trunk(Connection(ours.detach())), nodes.Trunk(Connection(theirs.detach()))
+    trunk, other = nodes.Trunk(Connection(os.dup(ours.fileno()))), nodes.Trunk(Connection(theirs.detach()))
     other.send(ranks=2)
     assert trunk.receive() == {"ranks": 2}
+    limit = socket.SOL_SOCKET, socket.SO_SNDTIMEO
+    assert ours.getsockopt(*limit, TIMEVAL.size) == TIMEVAL.pack(nodes.GRACE, 0)
+    ours.setsockopt(*limit, TIMEVAL.pack(0, 100_000))  # so that this test need not wait as long
     for _ in range(20):  # more than the buffers of a connection hold
         trunk.send(message="x" * 1_000_000)
     assert trunk.receive() is None
+    ours.close()

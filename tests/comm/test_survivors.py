@@ -113,7 +113,7 @@ def test_ranks_end_at_their_own_times_after_a_loss(start):
 
 @over_both
 def test_ranks_that_live_go_on_when_one_gives_up_while_they_send(start):
-    """A send that is still under way ended the job: Open MPI's ``Waitall`` had freed it (distopt/comm/mpi_losses.py)."""
+    """A send that was under way ended the job, as Open MPI's ``Waitall`` had freed it (distopt/comm/mpi_losses.py)."""
     job = start(3, "vote", how="gives up")
     job.wait_for(lambda: all([who for _, who in job.sums(member)] == [[0, 1, 2]] * 2 for member in range(3)))
     codes, output = job.end()

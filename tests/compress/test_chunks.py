@@ -201,6 +201,7 @@ def test_a_payload_and_its_forecast_consist_of_the_same():
         assert found.counts.tolist() == [7, 44]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("ranks", range(2, 33))
 def test_two_bits_of_64_in_4096_are_200_times_below_dense_and_190_times_on_the_wire(ranks):
     compressor, layouts = ErrorFeedback(Packed(Chunks(), value="2bit")), []

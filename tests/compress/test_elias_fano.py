@@ -373,6 +373,7 @@ def test_two_bits_have_so_many_bits_an_entry():
 # ------------------------------------------------------------------------------------------------------- compressors
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)
 @given(n=st.integers(0, 3000), dtype=st.sampled_from(REALS), seed=SEEDS)

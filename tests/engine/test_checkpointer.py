@@ -67,6 +67,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(size, mode, num_batches, 
     run_ranks(size, main)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("make", laws.OPTIMIZERS.values(), ids=laws.OPTIMIZERS)
 def test_a_run_resumes_with_every_optimizer(make, tmp_path):
     def main(comm):

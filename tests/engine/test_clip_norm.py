@@ -92,7 +92,7 @@ def assert_clipped(plain, clipped, norms):
             np.testing.assert_allclose(scaled[name], coefficient(norm) * mean, rtol=3e-7, atol=1e-30)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("mode", laws.MODES)
 def test_every_mode_applies_its_mean_times_the_clipping_coefficient(mode, size):

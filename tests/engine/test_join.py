@@ -39,7 +39,7 @@ def test_the_mean_is_over_those_that_have_batches(options):
             np.testing.assert_array_equal(found[rank][k], found[0][k])
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("num_batches", [1, 2, 3])
 @pytest.mark.parametrize("mode", [mode for mode in laws.MODES if mode not in laws.APART])
 def test_ranks_stay_equal_and_may_go_on(mode, num_batches):

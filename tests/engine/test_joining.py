@@ -149,7 +149,7 @@ def grown(victim, make):
     return [(member, (came or found[0][1])[-1], sizes, had) for member, came, sizes, had in found]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_all_go_on_as_ranks_that_were_as_many_from_there(name, victim):

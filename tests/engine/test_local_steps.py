@@ -138,6 +138,7 @@ COMPRESSORS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", COMPRESSORS)
 @pytest.mark.parametrize("exchange", ["gather", "two_phase"])
 def test_all_ranks_have_the_same_bits_behind_an_exchange(name, exchange):

@@ -32,7 +32,7 @@ def large(monkeypatch):
     monkeypatch.setattr(inputs, "parameters", lambda **more: make([(30, 500), (130, 100), (5,)], **more))
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mode", MODES)
 def test_survivors_have_the_bits_of_fewer_ranks(mode, shared, fate):
     """One instant of a mode; the thorough tier has every mode, and below every instant."""

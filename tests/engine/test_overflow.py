@@ -83,7 +83,7 @@ def trained(comm, make, policy, huge, ordered=False, num_batches=1, **options):
     return before, after, counted, said, opt.skipped, state()
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(16)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid:RuntimeWarning")
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize(("name", "transport"), CASES)

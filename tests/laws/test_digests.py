@@ -12,7 +12,7 @@ NARROW = list(digests.cases(optimizers=False))
 everything = functools.cache(digests.on_threads)
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", [*NARROW, *WIDE])
 def test_training_on_two_threads_has_the_recorded_bits(case):
     assert not digests.differences("2 threads", digests.on_threads(2, [case]))

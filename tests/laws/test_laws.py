@@ -53,6 +53,7 @@ def test_what_is_sent_and_what_stays_add_up_in_float64(compressor, x):
     laws.conservation(compressor, x)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("compressor", ROUNDING, ids=repr)
 @given(x=hnp.arrays(np.float32, st.integers(0, 300), elements=st.floats(-(2.0**100), 2.0**100, width=32)))

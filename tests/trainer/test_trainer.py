@@ -717,6 +717,7 @@ def test_a_refused_step_uses_gradients_up(step, scaled):
     assert run_ranks(2, main) == [True] * 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", COMPRESSIONS)
 @pytest.mark.parametrize("step", [in_one, in_two])
 def test_states_are_complete_and_nothing_in_them_is_executed(kind, step, tmp_path):

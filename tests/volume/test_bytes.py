@@ -165,6 +165,7 @@ def test_a_report_without_messages_is_empty():
     assert list(Ledger().total_of_steps()) == list(Ledger().total())
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_simulation_reports_what_rank_0_does(mode, size):

@@ -119,7 +119,7 @@ def comparable(ledger):
     return sorted(tuple(map(str, entry)) for entry in ledger.entries)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_virtual_ranks_have_the_bits_and_bytes_of_threads(mode, size):
