@@ -1,7 +1,9 @@
 """Communicator of MPI processes for numpy arrays."""
 
 import collections
+import contextlib
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -21,6 +23,7 @@ from distopt.comm.communicator import (
     sum_halves,
     sum_in_rank_order,
 )
+from distopt.comm.control import PeerLeft
 from distopt.comm.mpi_control import (
     MpiControl,
     brand,
@@ -116,6 +119,7 @@ class MpiCommunicator(SharingCommunicator):
         self._received = [ReceiveBuffer() for _ in range(UNDER_WAY)]
         self._why = reason
         self._begun: dict[int, Exchange] = {}  # by identity
+        self._ends = threading.Lock()  # of exchanges: a thread that goes on for all must not see freed requests
         self._newcomers = Newcomers()
 
     @property
@@ -251,9 +255,8 @@ class MpiCommunicator(SharingCommunicator):
         if self._base is None or self._revoked:
             return
         self._revoked = True
-        for other in (self._second, *self._subgroups.values()):
-            if other is not None:
-                other.revoke()
+        for other in self._made_of_it():
+            other.revoke()
         self._comm.Revoke()
         self.control.revoke()
 
@@ -343,7 +346,7 @@ class MpiCommunicator(SharingCommunicator):
 
     def close(self) -> None:
         """Free the MPI communicators; nothing may be called after it.  Collective."""
-        for other in (*([] if self._second is None else [self._second]), *self._subgroups.values()):
+        for other in self._made_of_it():
             other.close()
         self.control.close()
         with self._log("closing"):
@@ -386,13 +389,22 @@ class MpiCommunicator(SharingCommunicator):
         return exchange
 
     def _finish(self, exchange: Exchange) -> None:
-        """Wait until an exchange is complete; if a rank was lost, end all that are under way."""
+        """Wait until an exchange is complete."""
         requests = [*exchange.receives, *exchange.sends]
-        try:
+        with self._settled_if_lost():
             if self._base is not None:
                 wait_while_all_live(self._comm, requests, self)
-            finish(requests, self)
-            del self._begun[id(exchange)]
+            with self._ends:
+                if self._revoked:  # by another thread, which has cancelled what was under way
+                    raise PeerLeft("another thread goes on without a rank that was lost")
+                finish(requests, self)
+                del self._begun[id(exchange)]
+
+    @contextlib.contextmanager
+    def _settled_if_lost(self) -> Iterator[None]:
+        """Return a context in which the loss of a rank ends all exchanges that are under way."""
+        try:
+            yield
         except Exception as error:
             if self._base is not None and self.lost(error):
                 self.revoke()
@@ -400,17 +412,25 @@ class MpiCommunicator(SharingCommunicator):
             raise
 
     def _settle(self) -> None:
-        """Wait until no exchange of the revoked communicator writes to memory any more."""
-        settle(self._begun.values())
-        self._begun.clear()
+        """Wait until no exchange of the revoked communicator, and of those made of it, writes to memory any more."""
+        for other in self._made_of_it():
+            other._settle()
+        with self._ends:
+            settle(self._begun.values())
+            self._begun.clear()
+
+    def _made_of_it(self) -> "list[MpiCommunicator]":
+        """Return its duplicate and its subgroups, as far as they have been made."""
+        return [cast(MpiCommunicator, c) for c in (self._second, *self._subgroups.values()) if c is not None]
 
     def _exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], tag: int = 0) -> Exchange:
         """Begin to send ``parts[r]`` to every other rank r and to receive ``received[r]``."""
         exchange = self._kept(Exchange([], []))
-        for rank in range(self.size):
-            if rank != self.rank:
-                exchange.receives.extend(self._comm.Irecv(piece, rank, tag) for piece in self._pieces(received[rank]))
-                exchange.sends.extend(self._comm.Isend(piece, rank, tag) for piece in self._pieces(parts[rank]))
+        with self._settled_if_lost():
+            for rank in range(self.size):
+                if rank != self.rank:
+                    exchange.receives.extend(self._comm.Irecv(p, rank, tag) for p in self._pieces(received[rank]))
+                    exchange.sends.extend(self._comm.Isend(p, rank, tag) for p in self._pieces(parts[rank]))
         return exchange
 
     def _pieces(self, x: np.ndarray) -> list[np.ndarray]:

@@ -8,6 +8,7 @@
 import contextlib
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -127,6 +128,8 @@ def turns(comm, member, what, enough, note):
                 return comm
             if turn == 20 and epoch == 0 and how("gives up"):
                 give_up(comm)
+            if turn == 20 and epoch == 0 and how("another thread"):
+                comm, first, epoch = go_on_in_a_thread(comm), True, 1
             if member == 1 and turn == 20 and how("leaves"):
                 return comm
             if member == 1 and turn == 20 and how("raises"):
@@ -151,6 +154,30 @@ def give_up(comm):
     if comm.rank == 2:
         time.sleep(0.6)
     comm.all_to_all([np.zeros(100_000)] * comm.size)
+
+
+def go_on_in_a_thread(comm):
+    """As ``comm.elastic.Family``: a thread goes on for all communicators, while the main one waits for rank 2."""
+    made = []
+
+    def work():
+        time.sleep(0.3)
+        comm.revoke()
+        made.append(comm.survivors("")[0])
+
+    comm.set_poll_interval(0.2)  # the thread is done with it before this one looks again
+    thread = threading.Thread(target=work)
+    thread.start()
+    if comm.rank == 2:
+        time.sleep(0.6)
+    try:
+        comm.all_to_all([np.zeros(100_000)] * comm.size)
+        raise AssertionError("no rank had all parts")
+    except Exception as error:
+        if not comm.lost(error):
+            raise
+    thread.join()
+    return made[0]
 
 
 def go_on(comm, text):
