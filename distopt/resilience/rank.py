@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -25,6 +26,8 @@ def main() -> None:
     """Enter the job, then run the script; an exit code other than 0 ends all ranks, if they cannot go on without."""
     if not sys.flags.safe_path:
         del sys.path[0]  # this folder
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's, of its background jobs; distopt run passes it on
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     job = _job()
     rank = next(int(os.environ[name]) for name in RANK if name in os.environ)
     job.end_with_parent()

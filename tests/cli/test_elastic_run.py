@@ -255,12 +255,16 @@ class TestOverTorch:
         """Start a job, whose ranks print their process ids; return it and these."""
         jobs = []
 
-        def start(text, ranks=3):
+        def start(text, ranks=3, interrupt=signal.SIG_DFL):
             script = tmp_path / "script.py"
             script.write_text(HEAD + "print('pid', os.getpid())\n" + text)
             command = [sys.executable, "-m", "distopt.cli", "run", "-n", str(ranks), "--elastic", "--over", "torch"]
             running = subprocess.Popen(
-                [*command, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                [*command, str(script)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, interrupt),
             )
             jobs.append(running)
             lines = [running.stdout.readline() for _ in range(ranks)]
@@ -279,6 +283,14 @@ class TestOverTorch:
         output, _ = running.communicate(timeout=20)
         assert running.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130}[number], output
         assert told(output) == []
+        assert all_gone(pids)
+
+    def test_an_interrupt_ends_a_background_job_of_a_shell(self, start):
+        """Which the shell has told to ignore it; somebody sends it all the same."""
+        running, pids = start("meet(); time.sleep(60)", interrupt=signal.SIG_IGN)
+        running.send_signal(signal.SIGINT)
+        output, _ = running.communicate(timeout=20)
+        assert running.returncode == 130, output
         assert all_gone(pids)
 
     def test_a_second_signal_ends_ranks_that_ignore_it(self, start):
