@@ -102,6 +102,7 @@ distopt.comm.process_group._machine = lambda: os.environ["RANK"]
 """
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+SLOW_TORCHRUN = (*TORCHRUN[:-1], "--monitor-interval", "2", TORCHRUN[-1])  # seconds until it ends all others
 STEP = (sys.executable, Path(__file__).with_name("step_launch.py"))  # as srun --mpi=none
 
 
@@ -142,7 +143,8 @@ def test_world_says_that_torchrun_started_the_ranks(run):
 )
 @pytest.mark.parametrize("head", [HEAD, AS_BETWEEN_HOSTS + HEAD], ids=["one host", "as between hosts"])
 def test_a_rank_that_ends_is_named_and_nobody_waits(head, end, text, run):
-    code, output = run(f"if rank == 1:\n    {end}\nstep()\nprint('went on')", ranks=3, head=head)
+    script = f"if rank == 1:\n    {end}\nstep()\nprint('went on')"
+    code, output = run(script, ranks=3, head=head, launcher=SLOW_TORCHRUN)
     assert code != 0
     assert re.search(text, output), output
     assert "went on" not in output
