@@ -271,6 +271,10 @@ class Communicator(abc.ABC):
         if self._made_in != self.epoch:
             self._second, self._subgroups, self._made_in = None, {}, self.epoch
 
+    def _made_of_it(self) -> "list[Communicator]":
+        """Return the duplicate and the subgroups, as far as they have been made."""
+        return [made for made in (self._second, *self._subgroups.values()) if made is not None]
+
     @abc.abstractmethod
     def make_duplicate(self) -> "Communicator":
         """Make what ``duplicate`` returns, which calls this once.  Collective."""

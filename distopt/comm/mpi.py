@@ -178,16 +178,16 @@ class MpiCommunicator(SharingCommunicator):
         local = parts[self.rank]
         received = split(self._received[room].view(x.dtype, self.size * local.size), [local.size] * self.size)
         received[self.rank] = local
-        requests = self._exchange(parts, received, SLICES)
+        exchange = self._exchange(parts, received, SLICES)
         yield
-        self._finish(requests)
+        self._finish(exchange)
         if x.dtype in HALVES:
             sum_halves(received, local)
         else:
             local[...] = sum_in_rank_order(received)
-        requests = self._exchange([local] * self.size, parts, SUMS)
+        exchange = self._exchange([local] * self.size, parts, SUMS)
         yield
-        self._finish(requests)
+        self._finish(exchange)
 
     def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return every rank's x, flat, in rank order.  Collective."""
@@ -414,14 +414,10 @@ class MpiCommunicator(SharingCommunicator):
     def _settle(self) -> None:
         """Wait until no exchange of the revoked communicator, and of those made of it, writes to memory any more."""
         for other in self._made_of_it():
-            other._settle()
+            cast(MpiCommunicator, other)._settle()
         with self._ends:
             settle(self._begun.values())
             self._begun.clear()
-
-    def _made_of_it(self) -> "list[MpiCommunicator]":
-        """Return its duplicate and its subgroups, as far as they have been made."""
-        return [cast(MpiCommunicator, c) for c in (self._second, *self._subgroups.values()) if c is not None]
 
     def _exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], tag: int = 0) -> Exchange:
         """Begin to send ``parts[r]`` to every other rank r and to receive ``received[r]``."""

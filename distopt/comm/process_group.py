@@ -496,13 +496,13 @@ class ProcessGroupCommunicator(SharingCommunicator):
     def _forget(self) -> None:
         """Say no farewell on this communicator."""
         self.control.forget()
-        for other in (self._second, *self._subgroups.values()):
+        for other in self._made_of_it():
             if isinstance(other, ProcessGroupCommunicator):
                 other._forget()
 
     def close(self) -> None:
         """Release the groups; nothing may be called after it.  Collective."""
-        for other in (*([] if self._second is None else [self._second]), *self._subgroups.values()):
+        for other in self._made_of_it():
             other.close()
         self.control.close()
         self._messages.close()

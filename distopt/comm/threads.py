@@ -287,7 +287,7 @@ class ThreadCommunicator(Communicator):
         """Let every rank's meetings here raise PeerLeft: of collectives, votes, the duplicate and the subgroups."""
         self._meeting.end(f"rank {self.rank} has revoked {self!r}")
         self.control.revoke()
-        for other in (*([] if self._second is None else [self._second]), *self._subgroups.values()):
+        for other in self._made_of_it():
             other.revoke()
 
     @property

@@ -293,6 +293,7 @@ class BlockShards(ShardCodec):
         self._blocks, self.block = blocks, blocks.block
 
     def expected_bytes(self, layout: BucketLayout, pieces: Sequence[Piece], summed: bool) -> list[PieceBytes]:
+        # of sizes alone: places, which the payloads of a step have anyway, are most of the time of a forecast
         return [PieceBytes(self._blocks.nbytes(_sizes(piece)), self.code_bytes(piece)) for piece in pieces]
 
     def code_bytes(self, piece: Piece) -> int:
