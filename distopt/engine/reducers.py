@@ -3,7 +3,7 @@
 import abc
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -275,28 +275,42 @@ class SharedHalfReducer(Unreduced):
 
 
 class KeepStates(Reducer):
-    """Reduce as another reducer does, but keep what outlives the step of parameters that the step leaves alone.
+    """Reduce as another reducer does, but nothing of what outlives the step of parameters that the step leaves alone.
 
-    What was sent of their residuals is not applied, and so must stay.
+    What would be sent of their residuals is not applied, and so stays, and takes no place of other entries.
     """
 
-    def __init__(self, reducer: Reducer, comm: Communicator, store: BucketStore, names: Sequence[str]):
-        self._reducer, self._comm, self._store, self._names = reducer, comm, store, names
+    def __init__(
+        self, reducer: Reducer, compressor: Compressor, comm: Communicator, store: BucketStore, names: Set[str]
+    ):
+        self._reducer, self._compressor, self._comm, self._store, self._names = reducer, compressor, comm, store, names
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
-        states = self._store.buckets.states().items()
-        saved = {state: {name: device.copied(by_name[name]) for name in self._names} for state, by_name in states}
+        kept = {bucket.number: self._take(bucket) for bucket in self._store.buckets}
         yield from self._reducer.reduce(arrays)
         self._comm.wait()
         for bucket in self._store.buckets:
-            for state in saved.keys() - bucket.state.keys():  # it has moved to another one
-                bucket.state_array(state)
-        for state, after in self._store.buckets.states().items():
-            for name in self._names:
-                if state in saved:
-                    device.copy(after[name], saved[state][name])
-                else:
-                    device.clear(after[name])
+            for state in kept[bucket.number].keys() | bucket.state.keys():
+                for name, place in self._places(bucket, bucket.state_array(state)):
+                    if state in kept[bucket.number]:
+                        device.copy(place, kept[bucket.number][state][name])
+                    else:
+                        device.clear(place)
+
+    def _take(self, bucket: Bucket) -> dict[str, dict[str, np.ndarray]]:
+        """Return copies of these parameters' states by state and name, and clear the states."""
+        state, taken = self._compressor.kept(bucket.state), dict[str, dict[str, np.ndarray]]()
+        if not self._names.isdisjoint(bucket.spec.names) and OWED in state and self._compressor.stateful:
+            settle(state_array(state, "residual", bucket.gradient), state, skip_flag=self._store.skip_flag)
+        for kind, flat in bucket.state.items():
+            taken[kind] = {}
+            for name, place in self._places(bucket, flat):
+                taken[kind][name] = device.copied(place)
+                device.clear(place)
+        return taken
+
+    def _places(self, bucket: Bucket, flat: np.ndarray) -> list[tuple[str, np.ndarray]]:
+        return [(name, place) for name, place in bucket.views(flat).items() if name in self._names]
 
     def nonfinite(self, sums: list[Reduced]) -> str:
         return self._reducer.nonfinite(sums)
@@ -558,8 +572,8 @@ class Reducers:
             reducer = self._exchange(self.two_phases(compressor, spec), compressor, spec, self._comm, self.borders)
             if isinstance(compressor, Half) and self._halves_fit(compressor):
                 reducer = SharedHalfReducer(compressor, self._comm, self._step_context, reducer)
-        unchanged = [] if spec.only is None else [name for name in store.collector.order if name not in spec.only]
-        return KeepStates(reducer, self._comm, store, unchanged) if unchanged else reducer
+        unchanged = () if spec.only is None else store.collector.order.keys() - set(spec.only)
+        return KeepStates(reducer, compressor, self._comm, store, unchanged) if unchanged else reducer
 
     def _exchange(
         self,
