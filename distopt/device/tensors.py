@@ -1,6 +1,7 @@
 """Tensors as arrays on the same memory, of numpy or of cupy, and arrays as tensors."""
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -8,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from distopt.device.gpus import cupy
+from distopt.device.gpus import cupy, use_gpu
 from distopt.device.memory import gpu_array_at
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -31,6 +32,21 @@ def order_in_memory(t: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(len(strides)), key=lambda d: (-strides[d], d)))
 
 
+def is_dense(t: torch.Tensor) -> bool:
+    """Tell if a tensor that is not sparse has no gaps in memory, whatever the order of its dimensions there."""
+    return t.permute(order_in_memory(t)).is_contiguous()
+
+
+def as_bytes(t: torch.Tensor) -> np.ndarray:
+    """Return the memory of a tensor without gaps, of any dtype, as an array of bytes.
+
+    Example:
+        >>> as_bytes(torch.ones(2, dtype=torch.float8_e5m2))
+        array([60, 60], dtype=uint8)
+    """
+    return as_array(t.detach().permute(order_in_memory(t)).reshape(-1).view(torch.uint8))
+
+
 def as_array(t: torch.Tensor) -> np.ndarray:
     """Return a tensor's memory as an array, in the order in which it lies there.
 
@@ -44,10 +60,9 @@ def as_array(t: torch.Tensor) -> np.ndarray:
     """
     if t.layout is not torch.strided:
         raise TypeError(f"a tensor must be dense, got {t.layout}")
-    dense = t.detach().permute(order_in_memory(t))
-    if not dense.is_contiguous():
+    if not is_dense(t):
         raise TypeError(f"a tensor must have no gaps in memory, got strides {tuple(t.stride())} of {tuple(t.shape)}")
-    bits = dense.view(BITS.get(t.dtype, t.dtype))
+    bits = t.detach().permute(order_in_memory(t)).view(BITS.get(t.dtype, t.dtype))
     array: np.ndarray = gpu_array(bits) if on_gpu(t) else bits.numpy()
     return array.view(BFLOAT16) if t.dtype is torch.bfloat16 else array
 
@@ -98,3 +113,26 @@ def torchs_stream(t: torch.Tensor) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
     stream: AbstractContextManager[Any] = cupy().cuda.ExternalStream(torch.cuda.current_stream(t.device).cuda_stream)
     return stream
+
+
+def torchs_place(t: torch.Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which any thread has torch's current stream that this one has now on a tensor's GPU."""
+    return torch.cuda.stream(torch.cuda.current_stream(t.device))
+
+
+def as_this_thread(t: torch.Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which another thread works as this one does on a tensor's GPU; none on the CPU.
+
+    The current GPU and torch's current stream are those of a thread, and a new one has GPU 0 and the default stream.
+    """
+    if not on_gpu(t):
+        return contextlib.nullcontext()
+    number, place = gpu_number(t), torchs_place(t)
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        use_gpu(number)
+        with place:
+            yield
+
+    return entered()

@@ -94,13 +94,13 @@ class Agreement:
         self.live = control.live
         return reports
 
-    def vote_on_line(
-        self, name: str, line: str, error: Exception | None = None, report: str = "", part: str = ""
+    def vote_on_lines(
+        self, name: str, lines: list[str], error: Exception | None = None, report: str = "", part: str = ""
     ) -> list[str]:
-        """Vote on one line alone, beside the declaration.  Collective; returns and raises as ``vote``."""
+        """Vote on lines alone, beside the declaration.  Collective; returns and raises as ``vote``."""
 
         def vote() -> list[str]:
-            return self._comm.control.vote(name, fingerprint([line]), lambda: [line], error, report, part, self.joined)
+            return self._comm.control.vote(name, fingerprint(lines), lambda: lines, error, report, part, self.joined)
 
         reports = self._comm.transaction(vote)
         self.live = self._comm.control.live

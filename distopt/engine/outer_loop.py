@@ -318,7 +318,7 @@ class OuterLoop:
             local: the parameters.
             error: what went wrong on this rank before, which all ranks raise.
         """
-        self.engine.agreement.vote_on_line(START, self._line, error)
+        self.engine.agreement.vote_on_lines(START, [self._line], error)
         self.comm.transaction(lambda: check_apart(self.comm, local))
         self._own.transaction(lambda: begin_all(self.fragments, local), lambda: forget_all(self.fragments))
         if not self.restored:
@@ -408,7 +408,7 @@ class OuterLoop:
         """
         if not self.begun:
             error = RuntimeError("join() must come after this rank's first step")
-            self.engine.agreement.vote_on_line(START, self._line, error)
+            self.engine.agreement.vote_on_lines(START, [self._line], error)
         self._own_steps = self.step
         try:
             while True:

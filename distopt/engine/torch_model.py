@@ -4,7 +4,8 @@ import functools
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from distopt.comm import Communicator
-from distopt.device.tensors import as_array, as_tensor, is_dtensor, torchs_stream
+from distopt.device.tensors import as_array, as_bytes, as_tensor, as_this_thread, is_dense, is_dtensor, torchs_stream
 from distopt.engine.engine import Engine
 from distopt.engine.parameters import Parameter
 from distopt.engine.views import enroll
@@ -25,24 +26,39 @@ PARAMS = "params must be a torch.nn.Module, or an iterable of tensors or of (nam
 
 
 class TensorParameter(Parameter):
-    """A parameter in the memory of a tensor.
+    """A parameter in the memory of a tensor, which it does not keep alive: hooks of the tensor hold what holds this.
 
     Args:
         name: its name.
         original: the model's tensor; it stays where it is.
 
     Attributes:
-        tensor: it, or of a ``DTensor`` this rank's shard.
+        find: returns the model's tensor, None if it is gone.
+        like: a tensor without memory that has the shape, dtype and strides of ``tensor``.
 
     Raises:
-        TypeError: it is sparse, not on the CPU, or has gaps in memory.
+        TypeError: it is sparse, on the meta device, not on the CPU, or has gaps in memory.
         ValueError: it is a ``DTensor`` with replicas in its own mesh.
     """
 
     def __init__(self, name: str, original: torch.Tensor):
-        self.original, self.tensor = original, _of_this_rank(name, original)
-        super().__init__(name, as_array(self.tensor))
-        self._address = self.tensor.data_ptr()
+        shard = _of_this_rank(name, original)
+        self.find, self._shard = weakref.ref(original), None if shard is original else shard
+        super().__init__(name, _array_of(name, shard))
+        self._address, self.like = shard.data_ptr(), torch.empty_like(shard, device="meta", requires_grad=False)
+
+    @property
+    def original(self) -> torch.Tensor:
+        """The model's tensor."""
+        original = self.find()
+        if original is None:
+            raise RuntimeError(f"{self.name}: the model's parameter must live as long as it is trained, and is gone")
+        return original
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The model's tensor, or of a ``DTensor`` this rank's shard."""
+        return self.original if self._shard is None else self._shard
 
     def follow(self) -> None:
         """Follow the tensor to other memory, to which the script may have moved it."""
@@ -65,7 +81,8 @@ class TorchModel:
         ValueError: there are none.
     """
 
-    def __init__(self, params: Any):
+    def __init__(self, params: Any, ignored: Collection[str] = ()):
+        """Make it; a module's tensors of the names ``ignored`` are left to it."""
         named = params.named_parameters() if isinstance(params, torch.nn.Module) else params
         if isinstance(named, torch.Tensor) or not isinstance(named, Iterable):
             raise TypeError(f"{PARAMS}, got {type(params).__name__}")
@@ -73,14 +90,15 @@ class TorchModel:
         wrong = next((p for _, p in pairs if not isinstance(p, torch.Tensor)), None)
         if wrong is not None:
             raise TypeError(f"{PARAMS}, got one of {type(wrong).__name__}")
-        trained = [TensorParameter(name, p) for name, p in reversed(pairs) if p.requires_grad]
+        trained = [TensorParameter(name, p) for name, p in reversed(pairs) if p.requires_grad and name not in ignored]
         if not trained:
             raise ValueError("params must have a tensor that requires a gradient, got none")
         self.parameters = [p for p in trained if p.data.size]  # a shard may be empty
         self._by_tensor = {id(t): p for p in self.parameters for t in (p.tensor, p.original)}
+        self.held = [p for _, p in pairs]  # for as long as this lives
         self._yields = False
         self._arrived: queue.SimpleQueue[Any] | None = None  # of the parameters whose gradients have come
-        self.others = _others(params) if isinstance(params, torch.nn.Module) else {}
+        self.others = _others(params, ignored) if isinstance(params, torch.nn.Module) else {}
 
     @classmethod
     def of_optimizer(cls, optimizer: torch.optim.Optimizer) -> "TorchModel":
@@ -102,31 +120,70 @@ class TorchModel:
         with self.stream():
             enroll(engine, self.parameters, "torch's parameters", lambda names: check())
             if engine.store.broadcast_due:
+                self.agree_on_others(engine)
                 engine.retries.run(lambda: self._broadcast(engine))
 
     def _broadcast(self, engine: Engine) -> None:
         """Send all that rank 0 has, and nothing of any other rank if that is lost on the way.  Collective."""
-        engine.retries.keep(*engine.store.values.values(), *self._bytes_of_others())
-        self.broadcast_others(engine.comm)
+        others = self._dense_others()
+        engine.retries.keep(*engine.store.values.values(), *(as_bytes(dense) for _, dense in others))
+        self._send_others(engine.comm, others)
         engine.store.broadcast_parameters(engine.progress.updates)
+        self._take_others(others)
 
     def broadcast_others(self, comm: Communicator) -> None:
-        """Send rank 0's buffers and frozen parameters to all ranks.  Collective."""
-        for x in self._bytes_of_others():
-            comm.broadcast(x)
+        """Send rank 0's buffers and frozen parameters to all ranks, which have agreed on them.  Collective."""
+        others = self._dense_others()
+        self._send_others(comm, others)
+        self._take_others(others)
 
-    def _bytes_of_others(self) -> list[np.ndarray]:
-        return [as_array(_of_this_rank(n, x)).reshape(-1).view(np.uint8) for n, x in self.others.items()]
+    def agree_on_others(self, engine: Engine) -> None:
+        """Raise an error on every rank alike if buffers and frozen parameters differ, or cannot be sent.  Collective.
+
+        Raises:
+            TypeError: one has no memory of its own that could be sent.
+            ValueError: ranks have others, or some of other shapes, dtypes or memory formats.
+        """
+        error = None
+        try:
+            self._dense_others()
+        except (TypeError, ValueError) as e:
+            error = e
+        lines = [_line(name, x) for name, x in self.others.items()]
+        engine.agreement.vote_on_lines("torch's buffers", lines, error)
+
+    def _dense_others(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the place of each buffer and frozen parameter, and it again, or a copy of it if it has gaps."""
+        places = [_place_of(name, x) for name, x in self.others.items()]
+        return [(x, x if is_dense(x) else x.contiguous()) for x in places]
+
+    def _send_others(self, comm: Communicator, others: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for _, dense in others:
+            comm.broadcast(as_bytes(dense))
+
+    def _take_others(self, others: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for place, dense in others:
+            if dense is not place:
+                place.copy_(dense)
 
     def stream(self) -> AbstractContextManager[Any]:
         """Return a context in which a step enqueues where torch does, on a GPU (``device.tensors.torchs_stream``)."""
-        return torchs_stream(self.parameters[0].tensor)
+        return torchs_stream(self._there())
+
+    def as_this_thread(self) -> AbstractContextManager[Any]:
+        """Return a context in which another thread works where this one does (``device.tensors.as_this_thread``)."""
+        return as_this_thread(self._there())
+
+    def _there(self) -> torch.Tensor:
+        """Return a parameter that is not gone."""
+        return next(p.tensor for p in self.parameters if p.find() is not None)
 
     def overlap(self) -> None:
         """Let ``gradients`` of a tensor yield pairs while its backward pass goes on in a thread of its own."""
+        model = weakref.ref(self)
         for p in self.parameters:
             leaf: Any = p.original  # torch's method has no types
-            leaf.register_post_accumulate_grad_hook(functools.partial(self._tell, p))
+            leaf.register_post_accumulate_grad_hook(functools.partial(_tell, model, p))
         self._yields = True
 
     def known(self, params: Any) -> Any:
@@ -140,7 +197,7 @@ class TorchModel:
     def move(self, params: Iterable[Any], views: Iterable[np.ndarray]) -> list[torch.Tensor]:
         """Let parameters be in the memory of these arrays, and return them as tensors."""
         for p, view in zip(params, views, strict=True):
-            p.tensor.data = as_tensor(view, like=p.tensor)
+            p.tensor.data = as_tensor(view, like=p.like)
             p.follow()
         return [p.tensor for p in params]
 
@@ -176,15 +233,16 @@ class TorchModel:
         arrived = self._arrived = queue.SimpleQueue[Any]()
         waiting = {id(p): p for p in self.parameters}
 
-        def run() -> None:
+        def run(as_script: AbstractContextManager[Any]) -> None:
             error: BaseException | None = None
             try:
-                loss.backward()  # type: ignore[no-untyped-call]
+                with as_script:
+                    loss.backward()  # type: ignore[no-untyped-call]
             except BaseException as e:
                 error = e
             arrived.put(error)
 
-        thread = threading.Thread(target=run, daemon=True)
+        thread = threading.Thread(target=run, args=(self.as_this_thread(),), daemon=True)
         thread.start()
         try:
             while isinstance(p := arrived.get(), TensorParameter):
@@ -198,7 +256,8 @@ class TorchModel:
             self._arrived = None
             thread.join()
 
-    def _tell(self, p: TensorParameter, _: torch.Tensor) -> None:
+    def note(self, p: TensorParameter) -> None:
+        """Note that a gradient came in a backward pass which yields them."""
         if self._arrived:
             self._arrived.put(p)
 
@@ -218,10 +277,14 @@ class TorchModel:
             return None
         if gradient.layout is not torch.strided:
             raise TypeError(f"{parameter.name}: a gradient must be dense, got {gradient.layout}; use sparse=False")
-        like = parameter.tensor
-        if gradient.stride() != like.stride():
-            gradient = torch.empty_like(like).copy_(gradient)
+        if gradient.stride() != parameter.like.stride():
+            gradient = torch.empty_like(parameter.like, device=gradient.device).copy_(gradient)
         return as_array(gradient)
+
+
+def _tell(model: "weakref.ref[TorchModel]", p: TensorParameter, _: torch.Tensor) -> None:
+    if (there := model()) is not None:
+        there.note(p)
 
 
 def _of_this_rank(name: str, t: torch.Tensor) -> torch.Tensor:
@@ -241,5 +304,35 @@ def _of_this_rank(name: str, t: torch.Tensor) -> torch.Tensor:
     return shard
 
 
-def _others(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(model.named_buffers()) | {n: p for n, p in model.named_parameters() if not p.requires_grad}
+def _others(model: torch.nn.Module, ignored: Collection[str]) -> dict[str, torch.Tensor]:
+    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    return {n: x.detach() for n, x in (dict(model.named_buffers()) | frozen).items() if n not in ignored}
+
+
+def _array_of(name: str, t: torch.Tensor) -> np.ndarray:
+    """Return a parameter's memory as an array; TypeError with its name if it has none that can be."""
+    if t.is_meta:
+        raise TypeError(f"{name}: a parameter must have memory, got one on the meta device; use to_empty() and load it")
+    try:
+        return as_array(t)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+
+
+def _place_of(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a buffer or frozen parameter on this rank, where it is expanded one element of each.
+
+    Raises:
+        TypeError: it is sparse, or on the meta device.
+    """
+    if x.layout is not torch.strided or x.is_meta or x.is_quantized:
+        got = "the meta device" if x.is_meta else x.layout if x.layout is not torch.strided else x.dtype
+        raise TypeError(f"{name}: a buffer or frozen parameter must be dense and have memory, got {got}")
+    shard = _of_this_rank(name, x)
+    return shard[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in shard.stride())]
+
+
+def _line(name: str, x: torch.Tensor) -> str:
+    """Describe a buffer or frozen parameter, for ranks to compare."""
+    strides = "" if x.layout is not torch.strided or x.is_contiguous() else f", strides {x.stride()}"
+    return f"buffer or frozen parameter {name} of {tuple(x.shape)}, {x.dtype}{strides}"

@@ -2,7 +2,9 @@
 
 import json
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,21 @@ class ScriptsOptimizer(TorchAdapter):
     """The adapter of the script's own optimizer, which updates the parameters when the script says so.
 
     Args:
-        optimizer: it; None if it is not known.
+        optimizer: it, which is the script's to keep alive; None if it is not known.
     """
+
+    def __init__(self, optimizer: Any):
+        super().__init__(optimizer)
+        self._first = None  # looks at updates, which are the script's
+
+    @property
+    def opt(self) -> Any:
+        """The script's optimizer; None if it is not known, or gone."""
+        return self._optimizer() if self._optimizer else None
+
+    @opt.setter
+    def opt(self, optimizer: Any) -> None:
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
 
     def check_fits(self, parameters: Iterable[torch.Tensor], compressor: Compressor) -> None:
         """Raise ValueError if it updates none of these parameters, or is needed and not known."""
@@ -54,7 +69,7 @@ class ScriptsOptimizer(TorchAdapter):
         return super().momentum() if self.opt else ""
 
     def numbers(self) -> list[str]:
-        return []  # a script may have learning rates of its own
+        return super().numbers() if self.opt else []
 
     def step(self) -> None:
         """Leave the update to the script."""
@@ -117,9 +132,7 @@ class GradientExchange(Checkpointed):
         break_even: as of ``DistOpt.step``.
         threshold: elements that fill a bucket.
         overlap: as of ``DistOpt``, for compressors without a residual.
-
-    Attributes:
-        tensors: the parameters by name, the last ones first, as their gradients come.
+        ignored: names of a module's parameters and buffers that are left to it.
 
     Raises:
         TypeError: a parameter is sparse, not on the CPU, or has gaps in memory; or an argument is of a wrong type.
@@ -139,8 +152,9 @@ class GradientExchange(Checkpointed):
         break_even: bool = True,
         threshold: int = 2097152,
         overlap: str | bool = "auto",
+        ignored: Collection[str] = (),
     ):
-        model = self._model = TorchModel(params)
+        model = self._model = TorchModel(params, ignored)
         comm = self.communicator = communicator(group, model.parameters[0].tensor)
         self.compressor = Dense() if compressor is None else compressor
         check_compressor(self.compressor)
@@ -158,8 +172,13 @@ class GradientExchange(Checkpointed):
             engine.compressor_at_this_step(self.compressor)
 
         self._model.enroll(engine, check)
-        self.tensors = {p.name: p.tensor for p in self._model.parameters}
+        self._model.held = []  # hooks of the tensors hold this, which is gone when they are
         self._views: tuple[BucketSet | None, dict[str, torch.Tensor]] = (None, {})
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters by name, the last ones first, as their gradients come."""
+        return {p.name: p.tensor for p in self._model.parameters}
 
     @property
     def views(self) -> dict[str, torch.Tensor]:
@@ -169,11 +188,11 @@ class GradientExchange(Checkpointed):
         """
         buckets, (of, views) = self.engine.store.buckets, self._views
         if of is not buckets:
-            views = {name: as_tensor(buckets.view(name), like=p) for name, p in self.tensors.items()}
+            views = {p.name: as_tensor(buckets.view(p.name), like=p.like) for p in self._model.parameters}
             self._views = buckets, views
         return views
 
-    def exchange(
+    def exchange_gradients(
         self, gradients: Mapping[str, torch.Tensor], arrived: Collection[str], error: Exception | None = None
     ) -> set[str]:
         """Write mean gradients over ranks to ``views``; a rank that has none of a parameter brings zeros.  Collective.
@@ -186,32 +205,34 @@ class GradientExchange(Checkpointed):
             error: what forbids it on this rank, which all ranks raise.
 
         Returns:
-            The names of the parameters of which no gradient arrived on any rank; their ``views`` are zeros.
+            The names of the parameters of which no gradient arrived on any rank.  Nothing of them is sent: what waits
+            in their residuals stays, and their ``views`` have no means.
         """
         nowhere: set[str] = set()
 
         def operation() -> Outcome | None:
             nonlocal nowhere
             nowhere = self.arrived_nowhere(arrived, error)
-            pairs = self._model.gradients((t, gradients.get(name)) for name, t in self.tensors.items())
+            pairs = self._model.gradients((p, gradients.get(p.name)) for p in self._model.parameters)
             return self._reduce(pairs, nowhere)
 
         self._step(operation)
         return nowhere
 
     def exchange_early(
-        self,
-        gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]],
-        arrival: Callable[[], tuple[Collection[str], Exception | None]],
+        self, names: Iterable[str], arrival: Callable[[], tuple[Collection[str], Exception | None]]
     ) -> set[str]:
-        """Do what ``exchange`` does while the gradients are still to come.  Collective.
+        """Do what ``exchange_gradients`` does while the gradients are still to come.  Collective.
 
         Args:
-            gradients: (parameter, gradient) pairs, as they come.
-            arrival: is called behind the last one; returns the ``arrived`` and the ``error`` of ``exchange``.
+            names: of the parameters whose ``grad`` is there, as they come.
+            arrival: is called behind the last one; returns the ``arrived`` and the ``error`` of
+                ``exchange_gradients``.
         """
         nowhere: set[str] = set()
-        pairs = self.engine.retries.replayable(self._model.gradients(gradients))
+        by_name = {p.name: p for p in self._model.parameters}
+        found = ((by_name[name], getattr(by_name[name].find(), "grad", None)) for name in names)
+        pairs = self.engine.retries.replayable(self._model.gradients(found))
 
         def operation() -> Outcome | None:
             nonlocal nowhere
@@ -226,11 +247,17 @@ class GradientExchange(Checkpointed):
         self._step(operation)
         return nowhere
 
+    def as_this_thread(self) -> AbstractContextManager[Any]:
+        """Return a context in which another thread works on this rank's GPU, and where this one does on it."""
+        return self._model.as_this_thread()
+
     def _reduce(self, pairs: Any, nowhere: Collection[str] = ()) -> Outcome | None:
         """Reduce gradients, but those of the parameters ``nowhere``, over the ranks that there are now.  Collective."""
         self._policy.parts = _exact_parts(self.compressor, self.engine.comm.size)
-        loss = ((p, None if p.name in nowhere else gradient) for p, gradient in pairs) if nowhere else pairs
-        return self.engine.exchange(loss, self._spec)
+        if not nowhere:
+            return self.engine.exchange(pairs, self._spec)
+        spec = self._spec._replace(only=[p.name for p in self._model.parameters if p.name not in nowhere])
+        return self.engine.exchange(((p, None if p.name in nowhere else gradient) for p, gradient in pairs), spec)
 
     def _step(self, operation: Callable[[], Outcome | None]) -> None:
         """Write the means to ``views`` that an operation brings, which is made again if a rank is lost.  Collective."""
@@ -248,14 +275,20 @@ class GradientExchange(Checkpointed):
 
     def arrived_nowhere(self, arrived: Collection[str], error: Exception | None) -> set[str]:
         """Vote on the parameters that no rank has a new gradient of, and return them.  Collective."""
-        missing = [name for name in self.tensors if name not in arrived]
-        engine, call = self.engine, f"exchange number {self.engine.progress.calls + 1}"
-        reports = engine.agreement.vote_on_line(
-            engine.progress.name, call, error, json.dumps(missing) if missing else "", ", which gradients came"
+        missing = [p.name for p in self._model.parameters if p.name not in arrived]
+        agreement, name, report = (
+            self.engine.agreement,
+            self.engine.progress.name,
+            json.dumps(missing) if missing else "",
         )
+        reports = agreement.vote_on_lines(name, self._clock(), error, report, ", which gradients came")
         if not reports or "" in reports:
             return set()
         return set.intersection(*(set(json.loads(report)) for report in reports))
+
+    def _clock(self) -> list[str]:
+        """Return how far this rank is, which ranks compare."""
+        return [f"exchange number {self.engine.progress.calls + 1}"]
 
     # -- what outlives the process
 

@@ -106,6 +106,7 @@ class OuterSteps:
         with self._model.stream():
             _, values = self._places()
             self._outer.begin(values, self._stranger())
+            self._model.agree_on_others(self._outer.engine)
             self._model.broadcast_others(self.communicator)
         self._stepped = False
         self._hook = optimizer.register_step_post_hook(lambda *_: self._advance())
@@ -123,7 +124,7 @@ class OuterSteps:
     def global_parameters(self) -> dict[str, torch.Tensor]:
         """Copies of the global parameters by name, which all ranks have alike; float32 for those of 16 bits."""
         self._outer.land()
-        by_name = {p.name: p.tensor for p in self._model.parameters}
+        by_name = {p.name: p.like for p in self._model.parameters}
         return {name: as_tensor(x, like=by_name[name]).clone() for name, x in self._outer.values.items()}
 
     def join(self) -> None:

@@ -1,28 +1,42 @@
 """Gradients of a model that are means over ranks when ``backward()`` returns, as with DistributedDataParallel.
 
-Nothing of the script's is wrapped: hooks of autograd note which gradients came, and a callback at the end of the
+Nothing of the script's is wrapped: hooks of the parameters note which gradients came, and a callback at the end of the
 backward pass exchanges them.  Gradients lie in distopt's buckets, in memory that ranks of one machine share.
+
+The parameters hold their hooks, which hold the ``Synchronizer``, which holds neither parameters nor model: it is gone
+when they are.
 """
 
 import contextlib
+import functools
+import logging
 import queue
 import threading
+import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from distopt.compress import Compressor
-from distopt.device.tensors import is_dtensor, on_gpu
+from distopt.device.tensors import is_dtensor
 from distopt.engine.joining import Joining
-from distopt.engine.torch_model import TWICE
-from distopt.torch.exchange import GradientExchange, refuse_if_elastic
+from distopt.engine.torch_model import TWICE, TensorParameter
+from distopt.torch.exchange import GradientExchange
 
+LOG = logging.getLogger("distopt")
 _synchronized = weakref.WeakSet[torch.nn.Module]()
+_stepped_for = weakref.WeakSet["Synchronizer"]()
+
+
+def is_synchronized(model: torch.nn.Module) -> bool:
+    """Tell if a module was given to ``synchronize``, and was not closed."""
+    return model in _synchronized
 
 
 class Home:
@@ -32,14 +46,14 @@ class Home:
         parameter: the model's parameter; of a ``DTensor`` it is this rank's shard.
     """
 
-    def __init__(self, parameter: torch.Tensor):
-        self._parameter = parameter
-        self.sharded = is_dtensor(parameter)
+    def __init__(self, parameter: TensorParameter):
+        self.find, self.sharded = parameter.find, is_dtensor(parameter.original)
         self._left: tuple[int, int] | None = None  # the memory and the version of the mean that was put last
 
     def gradient(self) -> torch.Tensor | None:
-        """Return this rank's gradient."""
-        whole: Any = self._parameter.grad
+        """Return this rank's gradient; None if there is none, or no parameter any more."""
+        parameter: Any = self.find()
+        whole = None if parameter is None else parameter.grad
         mine: torch.Tensor | None = whole.to_local() if self.sharded and whole is not None else whole
         return mine
 
@@ -49,27 +63,30 @@ class Home:
         gradient = self.gradient()
         return gradient is not None and (gradient.data_ptr(), gradient._version) != self._left
 
-    def keep(self, view: torch.Tensor) -> None:
-        """Leave the gradient of an earlier pass to the model: its place in a bucket, ``view``, is for this one."""
+    @property
+    def foreign(self) -> bool:
+        """Whether there is a gradient in other memory than that of the mean that was put last."""
         gradient = self.gradient()
-        if gradient is not None and gradient.data_ptr() == view.data_ptr():
-            self._parameter.grad = gradient.clone()
+        return gradient is not None and (self._left is None or gradient.data_ptr() != self._left[0])
 
     def put(self, view: torch.Tensor) -> None:
         """Give the model the mean that is in a bucket, in ``view``."""
-        if not self.sharded:
-            self._parameter.grad = view.to(self._parameter.dtype)
+        parameter: Any = self.find()
+        if parameter is None:
             return
-        if self._parameter.grad is None:
-            self._parameter.grad = torch.zeros_like(self._parameter)
+        if not self.sharded:
+            parameter.grad = view.to(parameter.dtype)
+        else:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.to_local().copy_(view)
         gradient = self.gradient()
         assert gradient is not None
-        gradient.copy_(view)
         self._left = gradient.data_ptr(), gradient._version
 
 
 class Synchronizer(GradientExchange):
-    """Exchange of a model's gradients at the end of each backward pass.  Making one is collective.
+    """Exchange of a model's gradients at the end of each backward pass that adds to them.  Making one is collective.
 
     Args:
         model: its parameters that require a gradient take part.
@@ -77,31 +94,40 @@ class Synchronizer(GradientExchange):
         **options: the keyword arguments of ``GradientExchange``.
 
     Raises:
-        TypeError: as ``GradientExchange``.
+        TypeError: the model is no plain module, or has a DistributedDataParallel inside; or as ``GradientExchange``.
         ValueError: as ``GradientExchange``.
     """
 
     def __init__(self, model: torch.nn.Module, compressor: Compressor | None = None, **options: Any):
-        if isinstance(model, DistributedDataParallel):
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
+        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise TypeError("model must not be a DistributedDataParallel, which exchanges gradients; see compress")
-        if model in _synchronized:
+        if is_synchronized(model):
             raise ValueError("model must not be synchronized twice, got one that is; close() the first Synchronizer")
         super().__init__(model, compressor, **options)
-        _synchronized.add(model)
-        self._module = model
-        self._homes = {p.name: Home(p.original) for p in self._model.parameters}
+        self._module = weakref.ref(model)
+        self._homes = {p.name: Home(p) for p in self._model.parameters}
         self._names = {id(p.original): p.name for p in self._model.parameters}
         self._sharded = any(home.sharded for home in self._homes.values())
-        self._arrived: set[str] = set()
+        self._arrived: set[str] = set()  # gradients that were added to since the last exchange
+        self._came: set[str] = set()  # and in this backward pass
         self._syncs, self._waits = True, False
+        self._versions: dict[str, int] = {}  # of the parameters, when this backward pass began
         self._early: EarlyExchange | None = None
+        self._exchanges = self._steps = 0  # by this object, and of the optimizers that update the model
+        self._exchanges_before = weakref.WeakKeyDictionary[Any, int]()  # each optimizer's last step
+        self._told = False
         self._hooks = [
-            model.register_forward_pre_hook(self._report_failure),
-            model.register_forward_hook(self._watch_outputs),
+            model.register_forward_pre_hook(ModelHook(self._before_forward, _forward_of_copy)),
+            model.register_forward_hook(ModelHook(self._after_forward, _forward_of_copy)),
         ]
         for p in [] if self._sharded else self._model.parameters:  # autograd accumulates nothing into shards
             leaf: Any = p.original  # torch's method has no types
-            self._hooks.append(leaf.register_post_accumulate_grad_hook(self._note))
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(functools.partial(self._note, p.name)))
+        _synchronized.add(model)
+        _stepped_for.add(self)
+        _watch_optimizers()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -111,6 +137,34 @@ class Synchronizer(GradientExchange):
             yield
         finally:
             self._syncs = before
+
+    def exchange(self) -> None:
+        """Exchange what is in ``p.grad`` on each rank, and leave the means over ranks there.  Collective.
+
+        A backward pass that adds to gradients of the model does so by itself.  This is for gradients that none has
+        made, as those of ``torch.autograd.grad`` that the script writes to ``p.grad``; and for a rank whose backward
+        pass has reached no parameter of the model while others' did, as an expert without tokens, or an empty batch.
+
+        Raises:
+            RuntimeError: in a backward pass.
+            ValueError: on every rank alike, as a backward pass.
+
+        Example:
+            >>> import torch
+            >>> import distopt.torch as dt
+            >>> model = torch.nn.Linear(3, 2)
+            >>> sync = dt.synchronize(model)
+            >>> loss = model(torch.ones(1, 3)).sum()
+            >>> for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, model.parameters())):
+            ...     p.grad = gradient.clamp(max=0.5)
+            >>> sync.exchange()  # p.grad are means over ranks
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("exchange must be called outside of a backward pass, which exchanges when it ends")
+        self._report_failure()
+        self.engine.let_in()
+        self._arrived |= {name for name, home in self._homes.items() if home.changed}
+        self._exchange(EarlyExchange(self) if self.may_overlap else None)
 
     def rejoin(self, extra: Any = None) -> Any:
         """In a process that was started in the place of a lost one: wait until the others let it in, and go on as they.
@@ -150,6 +204,7 @@ class Synchronizer(GradientExchange):
             return {
                 "scripts": [part.state_dict() for part in scripts],
                 "others": {name: x.detach() for name, x in self._model.others.items()},
+                "steps": self._steps,
                 "extra": {} if more is None else more,
             }
 
@@ -161,22 +216,121 @@ class Synchronizer(GradientExchange):
         with torch.no_grad():
             for name, x in self._model.others.items():
                 x.copy_(sent["others"][name])
+        self._steps = sent["steps"]
         return sent["extra"]
 
     def close(self) -> None:
         """Remove the hooks: backward passes are this rank's own again."""
         for hook in self._hooks:
             hook.remove()
-        _synchronized.discard(self._module)
+        _stepped_for.discard(self)
+        if (module := self._module()) is not None:
+            _synchronized.discard(module)
         super().close()
 
-    # -- hooks, in the order in which autograd calls them
+    # -- a backward pass, in the order of the calls
 
-    def _report_failure(self, *_: Any) -> None:
+    def _before_forward(self, model: torch.nn.Module, inputs: Any) -> None:
+        """Tell the others of a backward pass that has raised here; refuse a DistributedDataParallel around all."""
+        self._report_failure()
+        ddp: Any = DistributedDataParallel._active_ddp_module
+        if ddp is None:
+            return
+        ignored = getattr(ddp, "parameters_to_ignore", ())
+        if any(self._name(p) and n not in ignored for n, p in ddp.module.named_parameters()):
+            raise RuntimeError(
+                "a synchronized model must not be in a DistributedDataParallel, which exchanges its gradients too, all "
+                "of them: use the model as it is; or close() the Synchronizer, and call distopt.torch.compress(ddp, "
+                "compressor) with the DistributedDataParallel"
+            )
+
+    def _after_forward(self, model: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        for x in _outputs(outputs):
+            x.register_hook(self._reach_output)  # type: ignore[no-untyped-call]
+
+    def _reach_output(self, _: torch.Tensor) -> None:
+        """Begin, if the pass that has come to an output of the model will add to a gradient of it.
+
+        So that others hear of a pass that raises before it has come to a parameter.  Passes of ``autograd.grad`` add
+        to none.
+        """
+        if self._syncs and not self._waits and (self._sharded or self._accumulates()):
+            self._begin()
+
+    def _accumulates(self) -> bool:
+        executes = torch._C._will_engine_execute_node
+        leaves = (p for home in self._homes.values() if (p := home.find()) is not None and p.requires_grad)
+        try:
+            return any(executes(get_gradient_edge(p).node) for p in leaves)
+        except (RuntimeError, AttributeError):  # autograd.grad with respect to this very parameter; torch.func
+            return False
+
+    def _note(self, name: str, p: torch.Tensor) -> None:
+        """Note that a gradient came.  An undefined one comes too, and adds nothing."""
+        if self._syncs and not self._waits:
+            self._begin()
+        if p.grad is not None:
+            if self._early:
+                self._early.put(name, again=name in self._came)
+            self._came.add(name)
+            self._arrived.add(name)
+
+    def _begin(self) -> None:
+        """Let autograd call ``_end`` behind the backward pass that has begun."""
+        self.engine.let_in()  # here, since the thread of an exchange would run callbacks beside this pass
+        self._waits, self._came = True, set()
+        self._versions = {name: p._version for name, home in self._homes.items() if (p := home.find()) is not None}
+        self._at_end()
+        if self.may_overlap and not self._sharded:
+            self._early = EarlyExchange(self)
+
+    def _at_end(self) -> None:
+        call_back = torch.autograd.Variable._execution_engine.queue_callback
+        if self._sharded:  # the callback that makes shards of the gradients may come behind this one
+            call_back(lambda: call_back(self._end))
+        else:
+            call_back(self._end)
+
+    def _end(self) -> None:
+        """Exchange; inside of another pass, as checkpointed activations are computed in, when that one ends."""
+        around = torch._C._current_autograd_node()
+        if around is not None:
+            around.register_hook(lambda *_: self._at_end())
+            return
+        early, self._early, self._waits = self._early, None, False
+        if self._sharded:
+            self._arrived = {name for name, home in self._homes.items() if home.changed}
+            if not self._arrived:
+                return
+        self._exchange(early)
+
+    def _exchange(self, early: "EarlyExchange | None") -> None:
+        """Exchange the gradients, of which ``early`` has some, and give the model the means."""
+        arrived, self._arrived, came, self._came = self._arrived, set(), self._came, set()
+        homes, views, error = self._homes, self.views, self._error(arrived)
+        gradients = {name: g for name, home in homes.items() if (g := home.gradient()) is not None}
+        # where no rank has a new gradient, the earlier one stays, while its place in a bucket is for this exchange
+        kept = {n: (g, g.clone()) for n, g in gradients.items() if n not in arrived and _in(views[n], g)}
+        nowhere = set(homes)
+        try:
+            if early:
+                nowhere = early.finish([name for name in homes if name not in came], arrived, error)
+            else:
+                nowhere = self.exchange_gradients(gradients, arrived, error)
+        finally:
+            for name in nowhere & kept.keys():
+                gradient, value = kept[name]
+                gradient.copy_(value)
+        for name, home in homes.items():
+            if name not in nowhere:
+                home.put(self.views[name])
+        self._exchanges += 1
+
+    def _report_failure(self) -> None:
         """Tell the other ranks, which wait, if the last backward pass has raised here; they raise it too."""
         if self._waits:
             error = RuntimeError("a backward pass has raised")
-            self._waits, self._arrived = False, set()
+            self._waits, self._arrived, self._came = False, set(), set()
             early, self._early = self._early, None
             with contextlib.suppress(RuntimeError):  # this rank has had its own
                 if early:
@@ -184,80 +338,180 @@ class Synchronizer(GradientExchange):
                 else:
                     self.arrived_nowhere((), error)
 
-    def _watch_outputs(self, model: torch.nn.Module, arguments: Any, outputs: Any) -> None:
-        for x in tree_leaves(outputs):
-            if isinstance(x, torch.Tensor) and x.requires_grad:
-                x.register_hook(self._begin)  # type: ignore[no-untyped-call]
+    def _name(self, p: torch.Tensor) -> str | None:
+        """Return the name of a parameter that takes part; None for another one."""
+        name = self._names.get(id(p))
+        return name if name is not None and self._homes[name].find() is p else None
 
-    def _begin(self, _: torch.Tensor | None = None) -> None:
-        """Let autograd call ``_finish`` at the end of the backward pass that has begun.
-
-        The gradient of an output comes before those of parameters, and never in a pass inside of another one, as
-        checkpointed activations have, whose end is too early.
-        """
-        if self._syncs and not self._waits:
-            self.engine.let_in()  # here, since the thread of an exchange would run callbacks beside this pass
-            self._waits = True
-            at_end = torch.autograd.Variable._execution_engine.queue_callback
-            if self._sharded:  # the callback that makes shards of the gradients may come behind this one
-                at_end(lambda: at_end(self._finish))
-                return
-            at_end(self._finish)
-            if self.may_overlap:
-                self._early = EarlyExchange(self)
-
-    def _note(self, p: torch.Tensor) -> None:
-        """Note that a gradient came; ``_begin``, if the loss was made without the model's forward."""
-        name = self._names[id(p)]
-        self._begin()
-        if self._early:
-            self._early.put(name, again=name in self._arrived)
-        self._arrived.add(name)
-
-    def _finish(self) -> None:
-        arrived, self._arrived, self._waits = self._arrived, set(), False
-        early, self._early = self._early, None
-        if self._sharded:
-            arrived = {name for name, home in self._homes.items() if home.changed}
-        for name, home in self._homes.items():
-            if name not in arrived:
-                home.keep(self.views[name])
-        if early:
-            nowhere = early.finish([name for name in self.tensors if name not in arrived], arrived, self._unknown())
-        else:
-            gradients = {name: g for name, home in self._homes.items() if (g := home.gradient()) is not None}
-            nowhere = self.exchange(gradients, arrived, self._unknown())
-        for name, home in self._homes.items():
-            if name not in nowhere:
-                home.put(self.views[name])
-
-    def _unknown(self) -> Exception | None:
-        """Return an error if the model has a parameter that requires a gradient and had none when this was made."""
-        for name, p in self._module.named_parameters():
-            if p.requires_grad and id(p) not in self._names and p.numel() and not is_dtensor(p):
+    def _error(self, arrived: Collection[str]) -> Exception | None:
+        """Return an error if the model is not what it was, or its gradients are none that could be exchanged."""
+        module = self._module()
+        for name, p in () if module is None else module.named_parameters():
+            if p.requires_grad and not self._name(p) and p.numel() and not is_dtensor(p):
                 return ValueError(
                     f"{name}: a parameter that requires a gradient must have been there, and have required one, when "
                     "the model was synchronized; close() and synchronize again after a change of the model"
                 )
+        versions, self._versions = self._versions, {}
+        for name, home in self._homes.items():
+            leaf, gradient = home.find(), home.gradient()
+            if leaf is not None and versions.get(name, leaf._version) != leaf._version:
+                return ValueError(
+                    f"{name}: a parameter must not change before its gradient is the mean over ranks, which it is when "
+                    "backward() returns, got an update inside of a backward pass; let the optimizer step behind it"
+                )
+            if gradient is not None and gradient.requires_grad and name in arrived:
+                return ValueError(
+                    f"{name}: a gradient must be without a graph, got one of backward(create_graph=True), whose second "
+                    "derivatives would be this rank's own; take them of torch.autograd.grad(loss, parameters, "
+                    "create_graph=True), which exchanges nothing, and call exchange() for what is written to p.grad"
+                )
         return None
+
+    def _clock(self) -> list[str]:
+        steps = f"{self._steps} optimizer step{'s' * (self._steps != 1)}"
+        return [
+            f"made {steps} since the model was synchronized, before exchange number {self.engine.progress.calls + 1}"
+        ]
+
+    # -- steps of the script's optimizers
+
+    def updated_by(self, optimizer: Any) -> bool:
+        """Tell if an optimizer updates a parameter of the model."""
+        return any(self._name(p) for group in optimizer.param_groups for p in group["params"])
+
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of an optimizer's step: a closure's loss is the mean over ranks, as its gradients are.
+
+        Say so, once, if it is about to take gradients that nobody has exchanged.
+        """
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._closure(args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, kwargs | {"closure": self._closure(kwargs["closure"])}
+        own = self._exchanges_before.get(optimizer, 0) == self._exchanges and self.communicator.size > 1
+        if own and not self._told and any(home.foreign for home in self._homes.values()):
+            self._told = True
+            LOG.warning(
+                "distopt: rank %d: %s.step() takes gradients of this rank alone: no backward pass has exchanged them "
+                "(it was under no_sync(), or they are those of torch.autograd.grad); call exchange() of what "
+                "distopt.torch.synchronize has returned before the step",
+                self.communicator.rank,
+                type(optimizer).__name__,
+            )
+        return args, kwargs
+
+    def after_step(self, optimizer: Any) -> None:
+        """Count a step of an optimizer of the model."""
+        self._steps += 1
+        self._exchanges_before[optimizer] = self._exchanges
+
+    def _closure(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a closure whose loss is the mean over ranks, if it calls a backward pass that exchanges."""
+
+        def mean(*args: Any, **kwargs: Any) -> Any:
+            before = self._exchanges
+            loss = closure(*args, **kwargs)
+            return loss if self._exchanges == before else self._mean_loss(loss)
+
+        return mean
+
+    def _mean_loss(self, loss: Any) -> Any:
+        """Return the mean over ranks of a loss, in float64, in rank order; what is no number as it is.  Collective."""
+        value = loss.item() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
+        report = float(value).hex() if isinstance(value, int | float) else "nothing"
+        agreement, progress = self.engine.agreement, self.engine.progress
+        line = [f"the loss of a closure, behind exchange number {progress.calls}"]
+        reports = agreement.vote_on_lines(progress.name, line, None, report, ", the loss of its closure")
+        if "nothing" in reports:
+            return loss
+        mean = sum(map(float.fromhex, reports)) / len(reports)
+        return torch.full_like(loss, mean, requires_grad=False) if isinstance(loss, torch.Tensor) else mean
+
+
+class ModelHook:
+    """A hook of a synchronized model, which does something else in a copy of it.  A file of the model has none.
+
+    Args:
+        call: what it does.
+        in_copy: what it does in a copy.
+    """
+
+    def __init__(self, call: Callable[..., None], in_copy: Callable[..., None]):
+        self._call, self._in_copy = call, in_copy
+
+    def __call__(self, model: torch.nn.Module, *values: Any) -> None:
+        """Be called by torch."""
+        self._call(model, *values)
+
+    def __deepcopy__(self, memo: Any) -> "ModelHook":
+        return ModelHook(self._in_copy, self._in_copy)
+
+    def __reduce__(self) -> Any:
+        # takes whatever a hook is given and returns None, so that nobody needs distopt to read the file
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _forward_of_copy(model: torch.nn.Module, inputs: Any, outputs: Any = ()) -> None:
+    """Let a copy of a synchronized model say so when it is trained as it is."""
+    if not is_synchronized(model):
+        for x in _outputs(outputs):
+            x.register_hook(_say_in_copy)  # type: ignore[no-untyped-call]
+
+
+def _say_in_copy(_: torch.Tensor) -> None:
+    warnings.warn(
+        "this model is a copy of a synchronized one, and is not synchronized: gradients of its backward passes are "
+        "this rank's own; call distopt.torch.synchronize(copy) if all ranks train it together",
+        stacklevel=1,
+    )
+
+
+def _outputs(outputs: Any) -> list[torch.Tensor]:
+    """Return the tensors in what a model has returned that have a gradient."""
+    return [x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Let the synchronizers know of every step of torch's optimizers, from now on."""
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        for sync in tuple(_stepped_for):
+            if sync.updated_by(optimizer):
+                args, kwargs = sync.before_step(optimizer, args, kwargs)
+        return args, kwargs
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for sync in tuple(_stepped_for):
+            if sync.updated_by(optimizer):
+                sync.after_step(optimizer)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _in(view: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Tell if a gradient lies in a view of a bucket."""
+    return view.data_ptr() == gradient.data_ptr()
 
 
 class EarlyExchange:
     """An exchange in a thread, which takes gradients as the backward pass brings them.
 
     Args:
-        exchange: the exchange.
+        sync: whose gradients they are.
     """
 
     END = object()
 
-    def __init__(self, exchange: GradientExchange):
-        self._exchange, self._queue = exchange, queue.SimpleQueue[Any]()
+    def __init__(self, sync: Synchronizer):
+        self._sync, self._queue = sync, queue.SimpleQueue[Any]()
         self._arrived: Collection[str] = ()
-        self._unknown: Exception | None = None
+        self._wrong: Exception | None = None
         self._nowhere: set[str] = set()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(sync.as_this_thread(),), daemon=True)
         self._thread.start()
 
     def put(self, name: str, again: bool) -> None:
@@ -265,42 +519,42 @@ class EarlyExchange:
         self._queue.put(ValueError(f"{name}: {TWICE}") if again else name)
 
     def finish(self, missing: Iterable[str], arrived: Collection[str], error: Exception | None) -> set[str]:
-        """Return when all means are there; return and raise what ``GradientExchange.exchange`` does.
+        """Return when all means are there; return and raise what ``GradientExchange.exchange_gradients`` does.
 
         Args:
-            missing: names of the parameters whose gradients have not come.
-            arrived: as of ``exchange``.
-            error: as of ``exchange``.
+            missing: names of the parameters whose gradients have not been handed over.
+            arrived: as of ``exchange_gradients``.
+            error: as of ``exchange_gradients``.
         """
-        self._arrived, self._unknown = arrived, error
+        self._arrived, self._wrong = arrived, error
         for name in missing:
             self._queue.put(name)
-        self._end(self.END)
+        self._finish(self.END)
         return self._nowhere
 
     def abandon(self, error: Exception) -> None:
         """Let all ranks raise an error."""
-        self._end(error)
+        self._finish(error)
 
-    def _end(self, item: object) -> None:
+    def _finish(self, item: object) -> None:
         """Hand over the last item, and wait for the thread.  Raise what was raised there."""
         self._queue.put(item)
         self._thread.join()
         if self._error is not None:
             raise self._error
 
-    def _run(self) -> None:
+    def _run(self, as_script: contextlib.AbstractContextManager[Any]) -> None:
         try:
-            self._nowhere = self._exchange.exchange_early(self._pairs(), lambda: (self._arrived, self._unknown))
+            with as_script:
+                self._nowhere = self._sync.exchange_early(self._names(), lambda: (self._arrived, self._wrong))
         except BaseException as error:
             self._error = error
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    def _names(self) -> Iterator[str]:
         for name in iter(self._queue.get, self.END):
             if isinstance(name, Exception):
                 raise name
-            p = self._exchange.tensors[name]
-            yield p, p.grad
+            yield name
 
 
 def synchronize(model: torch.nn.Module, compressor: Compressor | None = None, **options: Any) -> Synchronizer:
@@ -330,98 +584,3 @@ def synchronize(model: torch.nn.Module, compressor: Compressor | None = None, **
         4
     """
     return Synchronizer(model, compressor, **options)
-
-
-def compress(model: torch.nn.Module, compressor: Compressor | None = None, **options: Any) -> GradientExchange:
-    """Let a model in DistributedDataParallel, or of ``fully_shard``, exchange gradients as distopt does.  Collective.
-
-    Of DistributedDataParallel the buckets are exchanged together when the last one is ready; what it calls a hook is
-    registered, once.  A model of ``fully_shard`` adds up gradients inside of its mesh; then each rank exchanges those
-    of its shards with the ranks of ``group``, which have the same shards.
-
-    Args:
-        model: the model.
-        compressor: what is sent; None for all of it.
-        **options: the keyword arguments of ``GradientExchange``: optimizer, scaler, group, exchange, break_even,
-            threshold, overlap.
-
-    Raises:
-        RuntimeError: the model has a hook already; or in a job of ``distopt run --elastic``, where torch's own process
-            groups end with the first rank that is lost: there, ``synchronize`` does without them.
-        TypeError: the model is neither; or as ``GradientExchange``.
-        ValueError: ``group`` is missing for a model of ``fully_shard``; or as ``GradientExchange``.
-    """
-    got = f"got a {type(model).__name__} with a process group of torch"
-    if isinstance(model, DistributedDataParallel):
-        refuse_if_elastic("model must be a plain module", got)
-        exchange = GradientExchange(model.module, compressor, **options)
-        model.register_comm_hook(Waiting(exchange), exchange_together)
-        return exchange
-    shards = [p for p in model.parameters() if is_dtensor(p)] if isinstance(model, torch.nn.Module) else []
-    if not shards:
-        raise TypeError(
-            f"model must be a DistributedDataParallel, or have gone through fully_shard, got a {type(model).__name__}; "
-            "see synchronize"
-        )
-    refuse_if_elastic("model must not be sharded", got)
-    if options.get("group") is None:
-        raise ValueError("group must be the ranks that have the same shards, as mesh.get_group('replicate'), got None")
-    _check_replicas(shards, options["group"])
-    return Synchronizer(model, compressor, **options)
-
-
-def _check_replicas(shards: list[Any], group: Any) -> None:
-    """Raise ValueError unless the ranks of a group have the same shards of all these parameters."""
-    meshes = {tuple(p.device_mesh.mesh.flatten().tolist()) for p in shards}
-    if len(meshes) > 1:
-        raise ValueError(
-            f"all parameters must be sharded over one mesh, got meshes of the ranks {sorted(meshes)}, whose replicas "
-            "are other ranks each"
-        )
-    if isinstance(group, dist.ProcessGroup) and all(placement.is_shard() for placement in shards[0].placements):
-        (mesh,), ranks = meshes, set(dist.get_process_group_ranks(group))
-        if others := sorted(ranks.intersection(mesh) - {dist.get_rank()}):
-            raise ValueError(
-                f"group must be the ranks that have the same shards, got ranks {sorted(ranks)}, of which {others} have "
-                "others of the mesh"
-            )
-
-
-class Waiting:
-    """Buckets of DistributedDataParallel that wait for the last one of a backward pass.
-
-    Args:
-        exchange: what is done with their gradients then.
-    """
-
-    def __init__(self, exchange: GradientExchange):
-        self.exchange = exchange
-        self.names = {id(p): name for name, p in exchange.tensors.items()}
-        self.buckets: list[tuple[Any, torch.futures.Future[torch.Tensor]]] = []
-
-
-def exchange_together(
-    waiting: Waiting,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]  # which torch builds
-) -> torch.futures.Future[torch.Tensor]:
-    """Return the mean of a bucket, as a future that is complete when the last bucket has come.
-
-    It is a hook for ``DistributedDataParallel.register_comm_hook``.
-    """
-    place = bucket.buffer()
-    devices = [place.device] if on_gpu(place) else []
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-    waiting.buckets.append((bucket, future))
-    if bucket.is_last():
-        buckets, waiting.buckets = waiting.buckets, []
-        homes = {
-            waiting.names[id(p)]: gradient
-            for b, _ in buckets
-            for p, gradient in zip(b.parameters(), b.gradients(), strict=True)
-        }
-        waiting.exchange.exchange(homes, homes)
-        for name, gradient in homes.items():
-            gradient.copy_(waiting.exchange.views[name])
-        for b, done in buckets:
-            done.set_result(b.buffer())
-    return future

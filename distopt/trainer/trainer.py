@@ -392,8 +392,8 @@ class Trainer(Checkpointed):
         except (TypeError, ValueError) as e:
             error = e
         agreement = engine.agreement
-        reports = agreement.vote_on_line(
-            engine.progress.name, self._describe_call(call), error, report, f", its {call}"
+        reports = agreement.vote_on_lines(
+            engine.progress.name, [self._describe_call(call)], error, report, f", its {call}"
         )
         if not agreement.live:
             raise AllJoinedError

@@ -24,7 +24,7 @@ HEAVY = {
     },
     "torch": {
         *("comm/process_group.py", "comm/gloo.py", "comm/epoch_ranks.py", "device/tensors.py", "engine/torch_model.py"),
-        *("torch/exchange.py", "torch/local_steps.py", "torch/state.py", "torch/synchronize.py"),
+        *("torch/ddp.py", "torch/exchange.py", "torch/local_steps.py", "torch/state.py", "torch/synchronize.py"),
     },
     "matplotlib": {"cli/plotting.py"},
 }

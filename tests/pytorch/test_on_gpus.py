@@ -55,6 +55,7 @@ def torch_on_gpus(monkeypatch):
         monkeypatch.setattr(tensors, "on_gpu", lambda t: True)
         monkeypatch.setattr("distopt.torch.exchange.on_gpu", lambda t: True)
         monkeypatch.setattr("distopt.engine.torch_model.torchs_stream", stream)
+        monkeypatch.setattr(tensors, "torchs_place", lambda t: contextlib.nullcontext())
         monkeypatch.setattr(tensors, "gpu_number", number)
         monkeypatch.setattr(tensors, "gpu_tensor", finished)
         return streams
@@ -112,11 +113,47 @@ def test_means_of_gradients_on_gpus_are_those_of_the_host(torch_on_gpus, mode):
         for step in range(3):
             of = dict(gradients(model, comm.rank, step))
             named = {name: of[p] for name, p in exchange.tensors.items()}
-            exchange.exchange(named, named)
+            exchange.exchange_gradients(named, named)
             if comm.gpu is not None:
                 doubled.machine().finish()
             found.append([view.tolist() for view in exchange.views.values()])
         return found
+
+    wanted = run_ranks(2, main)
+    torch_on_gpus()
+    assert on_gpus(2, main) == wanted
+
+
+def test_gradients_that_leave_early_do_so_on_the_gpu_of_their_rank(torch_on_gpus):
+    """A new thread has GPU 0."""
+
+    def main(comm):
+        model = network()
+        sync = dt.synchronize(model, group=comm, overlap=True)
+        for step in range(3):
+            for p, g in gradients(model, comm.rank, step):
+                p.grad = g
+            assert sync.may_overlap or step == 0
+            sync.exchange()
+            if comm.gpu is not None:
+                doubled.machine().finish()
+        return [p.grad.tolist() for p in model.parameters()]
+
+    wanted = run_ranks(2, main)
+    torch_on_gpus()
+    assert on_gpus(2, main) == wanted
+
+
+def test_a_backward_pass_in_a_thread_has_the_gpu_of_its_rank(torch_on_gpus):
+    def main(comm):
+        model, seen = network(), []
+        opt = DistOpt(torch.optim.SGD(model.parameters(), 0.1), comm, overlap=True)
+        for step in range(2):
+            loss = sum((p * g).sum() for p, g in gradients(model, comm.rank, step))
+            if comm.gpu is not None:
+                loss.register_hook(lambda g: seen.append(doubled.machine().number))
+            opt(loss)
+        return bits(model), seen == [comm.gpu] * len(seen)
 
     wanted = run_ranks(2, main)
     torch_on_gpus()

@@ -7,6 +7,8 @@ import pytest
 from gloo_launch import run_torch
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
+import ddp_cases  # noqa: E402
+import pass_cases  # noqa: E402
 import sync_cases  # noqa: E402
 
 import distopt.torch as dt  # noqa: E402
@@ -27,6 +29,21 @@ def ranks_of(tmp_path_factory):
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in sync_cases.cases_of(size)])
 def test_synchronize(ranks_of, size, name):
     for rank in ranks_of(size):
+        assert not str(rank[name]), str(rank[name])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Runs all cases of a module, once for each number of ranks."""
+    return functools.cache(lambda size, of: run_torch(size, of.run_all, tmp_path_factory.mktemp("p"), timeout=300))
+
+
+MORE = [(of, size, name) for of in (pass_cases, ddp_cases) for size in (2, 3) for name in of.cases_of(size)]
+
+
+@pytest.mark.parametrize(("of", "size", "name"), MORE)
+def test_what_an_exchange_is(found, of, size, name):
+    for rank in found(size, of):
         assert not str(rank[name]), str(rank[name])
 
 

@@ -11,6 +11,7 @@ import launch
 
 pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
 import mpi_ranks
+import pass_cases
 import sync_cases
 
 pytestmark = [pytest.mark.torch, pytest.mark.mpi]
@@ -31,6 +32,18 @@ def ranks_of(tmp_path_factory):
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in sync_cases.cases_of(size)])
 def test_synchronize_on_mpi(ranks_of, size, name):
     for rank in ranks_of(size):
+        assert not str(rank[name]), str(rank[name])
+
+
+@pytest.fixture(scope="module")
+def passes(tmp_path_factory):
+    """What two ranks have run of all cases of passes."""
+    return launch.run_mpi(2, pass_cases.run_all, tmp_path_factory.mktemp("p"), timeout=300)
+
+
+@pytest.mark.parametrize("name", pass_cases.cases_of(2))
+def test_what_an_exchange_is_on_mpi(passes, name):
+    for rank in passes:
         assert not str(rank[name]), str(rank[name])
 
 
