@@ -58,7 +58,7 @@ class VirtualControl(LocalControl):
 
     def __init__(self, size: int):
         super().__init__()
-        self.size = self.live = size
+        self.size = size
 
     def gather_texts(self, lines: Sequence[str], make: Callable[[], str]) -> list[str]:
         """Return this rank's text once for each rank: all make the same."""
