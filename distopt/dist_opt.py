@@ -169,8 +169,10 @@ class SingaModes(Facade):
                 with two ranks and of less than 64 kB (``exchange.two_phases``).  'nodes': sums inside each node first,
                 and the same between nodes, of these sums (``exchange.hierarchical``).
             over: what the sum of an entry is divided by: all 'ranks', which is the mean of what was sent; or its
-                'senders', as Templar does, by which an update is up to as many times larger as there are ranks.  In
-                two phases the owner of a shard counts, before it chooses; no bucket is all-reduced as dense then.
+                'senders', as Templar does, by which an update is up to as many times larger as there are ranks.  Of a
+                window of batches it is the mean over those of the senders; zeros of a rank that has joined do not
+                count.  In two phases the owner of a shard counts, before it chooses; no bucket is all-reduced as dense
+                then.
 
         Returns:
             True if an update was applied.
@@ -477,8 +479,10 @@ class DistOpt(SingaModes, Checkpointed):
                 with two ranks and of less than 64 kB (``exchange.two_phases``).  'nodes': sums inside each node first,
                 and the same between nodes, of these sums (``exchange.hierarchical``).
             over: what the sum of an entry is divided by: all 'ranks', which is the mean of what was sent; or its
-                'senders', as Templar does, by which an update is up to as many times larger as there are ranks.  In
-                two phases the owner of a shard counts, before it chooses; no bucket is all-reduced as dense then.
+                'senders', as Templar does, by which an update is up to as many times larger as there are ranks.  Of a
+                window of batches it is the mean over those of the senders; zeros of a rank that has joined do not
+                count.  In two phases the owner of a shard counts, before it chooses; no bucket is all-reduced as dense
+                then.
 
         Returns:
             True if an update was applied.
@@ -518,8 +522,9 @@ class DistOpt(SingaModes, Checkpointed):
     def join(self) -> None:
         """Take part in the others' steps, without batches of its own, until no rank has any.  Collective in the end.
 
-        This rank's gradients are zeros, and the mean is over those ranks that bring gradients; with error feedback its
-        residual is still sent; in partial steps it only receives averages.  All ranks have the same parameters and
+        This rank's gradients are zeros, and the mean is over those ranks that bring gradients; in partial steps it only
+        receives averages.  With error feedback its residual is still sent: what any rank had left of means over all
+        ranks is divided by all of them, however many are left when it arrives.  All ranks have the same parameters and
         counters afterwards, and may go on together.
 
         Raises:

@@ -71,10 +71,11 @@ KERNEL(from_bfloat16)(long long n, const bfloat16_t *bits, real *x) { each_half<
 KERNEL(add_half)(long long n, const half_t *bits, real *x) { each_half<Float16>(n, x, bits, adding()); }
 KERNEL(add_bfloat16)(long long n, const bfloat16_t *bits, real *x) { each_half<Bfloat16>(n, x, bits, adding()); }
 
-// total <- (part[0] + part[1]) + ... of a chunk that starts at `at` in every part
+// total <- (part[0] + part[1]) + ... of a chunk that starts at `at` in every part, in singles, whatever `real` is: the
+// same bits wherever ranks are added up
 template <class Format>
 INLINE void add_up(const Chunk &c, long long at, long long parts, const typename Format::Bits *const *part,
-                   real *total) {
+                   single_t *total) {
   for (long long k = 0; k < parts; ++k) {
     const auto *const next = assume_global(part[k]) + at;
     if (k == 0) each_half<Format>(c, total, next, widening());
@@ -82,12 +83,12 @@ INLINE void add_up(const Chunk &c, long long at, long long parts, const typename
   }
 }
 
-// sum <- (part[0] + part[1]) + ..., added as reals and rounded once; sum may be one of them.
+// sum <- (part[0] + part[1]) + ..., added as singles and rounded once; sum may be one of them.
 template <class Format, class Bits = typename Format::Bits>
 INLINE void sum_parts(long long n, Bits *sum, long long parts, const Bits *const *part) {
   FOR_EACH_PIECE(c, n) {
-    SHARED real sums[CHUNK];
-    real *const total = sums - c.begin;
+    SHARED single_t sums[CHUNK];
+    single_t *const total = sums - c.begin;
     add_up<Format>(c, 0, parts, part, total);
     each_half<Format>(c, total, sum, rounding());
   }
@@ -104,10 +105,11 @@ template <class Format, class Bits = typename Format::Bits>
 INLINE void sum_tables(const Table &table, long long parts, const Bits *const *part, real *sum, double scale) {
   const real back = (real)(1 / scale);
   FOR_EACH_CHUNK(c, table) {
-    SHARED real sums[CHUNK];
+    SHARED single_t sums[CHUNK];
     SHARED Bits rounded[CHUNK];
     const long long at = table.members[c.member].offset;
-    real *const total = sums - c.begin, *const to = sum + at;
+    single_t *const total = sums - c.begin;
+    real *const to = sum + at;
     Bits *const bits = rounded - c.begin;
     add_up<Format>(c, at, parts, part, total);
     each_half<Format>(c, total, bits, rounding());

@@ -39,9 +39,11 @@ KERNEL(decode_all)(long long n, real *x, long long ranks, const int *const *inde
   }
 }
 
-// x <- the mean over the ranks that have sent an entry, times `divisor`, where x is the sum over ranks.
-KERNEL(divide_by_senders)(long long n, real *x, long long ranks, const int *const *index, const long long *lengths,
-                          double divisor) {
+// x <- the mean over the ranks that have sent an entry, times `brought`, where x is the sum over ranks.
+//
+// Of a rank whose number in `zeros` is 0, entries that are 0 do not count.
+KERNEL(divide_by_senders)(long long n, real *x, long long ranks, const int *const *index, const real *const *entry,
+                          const long long *lengths, const long long *zeros, double brought) {
   FOR_EACH_PIECE(c, n) {
     SHARED int senders[CHUNK];
     SHARED long long edges[2 * RANKS];
@@ -56,13 +58,15 @@ KERNEL(divide_by_senders)(long long n, real *x, long long ranks, const int *cons
       block_sync();
       for (long long r = 0; r < count; ++r) {
         const int *indices = assume_global(index[first + r]);
+        const real *values = assume_global(entry[first + r]);
+        const bool all = zeros[first + r];
         FOR_EACH_IN_BLOCK(j, edges[2 * r], edges[2 * r + 1])
-          if (indices[j] >= c.begin && indices[j] < c.end) ++senders[indices[j] - c.begin];
+          if (indices[j] >= c.begin && indices[j] < c.end && (all || values[j] != 0)) ++senders[indices[j] - c.begin];
         block_sync();
       }
     }
     const int *const counts = senders - c.begin;
-    FOR_EACH_IN(i, c, counts, x) { x[i] = counts[i] ? x[i] * (real)(divisor / counts[i]) : x[i]; };
+    FOR_EACH_IN(i, c, counts, x) { x[i] = counts[i] ? x[i] * (real)(brought / counts[i]) : x[i]; };
     block_sync();
   }
 }

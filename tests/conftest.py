@@ -48,6 +48,14 @@ def pytest_collection_finish():
     gc.set_threshold(20_000)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if report.failed and "doubles" in item.fixturenames:
+        report.sections.append(("what the doubles of GPUs did last", sys.modules["doubles.gpu"].told()))
+    return report
+
+
 @pytest.fixture
 def doubles(monkeypatch):
     """A GPU for every rank, as it seems (tests/doubles): the double of cupy's runtime."""

@@ -78,7 +78,7 @@ class Ends:
         """Return the ranks' marks after so many seconds, or as soon as a process ends."""
         self._note(seconds if len(self._pids) >= self._size else SOON)
         ranks = job.entered(self._folder)  # after it, so that who has ended has left all its marks
-        for rank in ranks:
+        for rank in sorted(ranks, key=lambda rank: rank.votes):  # those who came further waited
             if rank.rank not in self._pids:
                 self._pids[rank.rank], self._handles[rank.rank] = rank.pid, self._open(rank.pid)
                 self._open_pipe(rank.rank)
@@ -121,6 +121,8 @@ class Ends:
             pipe = os.open(self._folder / f"{rank}.{job.ALIVE}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             self._pipes[pipe] = rank
             self._ready.register(pipe, select.EPOLLHUP)
+            if not os.read(pipe, 1):  # closed before it was opened here, which the kernel does not tell later
+                self._closed.append(rank)
 
     def _note(self, seconds: float) -> None:
         ranks = {handle: rank for rank, handle in self._handles.items()}

@@ -60,7 +60,7 @@ class ControlChannel(abc.ABC):
         part: the part of that call, if it has several votes.
         optimizers: number of optimizers that were made on this communicator.
         stop: number of the signal by which a rank was asked to end, as of the last vote; 0 for none.
-        live: number of ranks that had not joined, as of the last vote.
+        joined: the ranks that had no data left, as of the last vote.
         doubted: whether a rank doubted that the sums would be finite, as of the last vote.
         awaited: whether a rank knew of a process that waits to be let in, as of the last vote.
         waits: records the waits of this rank alone.
@@ -72,7 +72,7 @@ class ControlChannel(abc.ABC):
     part = ""
     optimizers = 0
     stop = 0
-    live = 0
+    joined: frozenset[int] = frozenset()
     doubted = False
     awaited = False
     waits: Waits = staticmethod(silent)
@@ -193,7 +193,8 @@ class ControlChannel(abc.ABC):
             plans = [json.loads(t) for t in self.gather(json.dumps(describe()))]
             raise agreed(ValueError(_first_difference(plans)), speaks=self.rank == 0)
         self.stop, self.doubted, self.awaited = int(votes[STOP]), bool(votes[DOUBTS]), votes[STAYING] > 1
-        self.live = self.gather("joined" * joined).count("") if votes[JOINED] else self.size
+        texts = self.gather("joined" * joined) if votes[JOINED] else []
+        self.joined = frozenset(rank for rank, text in enumerate(texts) if text)
         return self.gather(report) if votes[REPORT] else []
 
     def leave(self) -> None:

@@ -66,23 +66,16 @@ class Outboxes:
 
     def _written(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Write the parts, each array once, and return the frame that says where they are."""
-        starts: dict[int, int] = {}  # by address: a gather sends one array to all ranks
-        end = 0
+        places: dict[tuple[int, int], tuple[int, np.ndarray]] = {}  # a gather sends one array to all ranks
+        frame, end = np.zeros(HANDLE + self._size, np.int64), 0
         for to, part in enumerate(parts):
-            if to != self._rank and part.size and part.ctypes.data not in starts:
-                starts[part.ctypes.data] = end
-                end += -(-part.nbytes // 64) * 64
-        self._reserve(end)
-        frame, mine = np.zeros(HANDLE + self._size, np.int64), self._mine[self._turn]
-        frame[:HANDLE] = self._handles[self._turn]
-        written: set[int] = set()
-        for to, part in enumerate(parts):
-            address = part.ctypes.data
             if to != self._rank and part.size:
-                start = frame[HANDLE + to] = starts[address]
-                if address not in written:
-                    mine[start : start + part.nbytes] = part.view(np.uint8)
-                    written.add(address)
+                start, _ = places.setdefault((part.ctypes.data, part.nbytes), (end, part))
+                frame[HANDLE + to], end = start, max(end, start + -(-part.nbytes // 64) * 64)
+        self._reserve(end)
+        frame[:HANDLE], mine = self._handles[self._turn], self._mine[self._turn]
+        for start, part in places.values():
+            mine[start : start + part.nbytes] = part.view(np.uint8)
         return frame
 
     def _reserve(self, nbytes: int) -> None:

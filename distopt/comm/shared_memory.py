@@ -16,7 +16,7 @@ from distopt.comm.communicator import Communicator
 from distopt.comm.control import ControlChannel
 from distopt.device import HUGE_PAGE
 
-_handles: dict[int, str] = {}  # of the arrays of this process that others can open, by address
+_handles: dict[int, str] = {}  # of arrays of this process that others can open, but for their bytes; by address
 
 
 def allocate(n: int, dtype: Any) -> np.ndarray | None:
@@ -38,8 +38,12 @@ def allocate(n: int, dtype: Any) -> np.ndarray | None:
 
 
 def handle_of(x: np.ndarray) -> str:
-    """Return the text with which ``open_handle`` opens x in another process; '' if no other one can."""
-    return _handles.get(x.ctypes.data, "")
+    """Return the text with which ``open_handle`` opens x in another process; '' if no other one can.
+
+    x may be a part of what others can open, from its start.
+    """
+    known = _handles.get(x.ctypes.data)
+    return f"{known} {x.nbytes}" if known else ""
 
 
 def open_handle(handle: str, dtype: Any) -> np.ndarray | None:
@@ -97,7 +101,7 @@ def _offered(pages: mmap.mmap, file: int, start: int, nbytes: int) -> np.ndarray
     """Return the array at this place of a file's pages; other processes can open it for as long as it lives here."""
     array: np.ndarray = np.frombuffer(pages, np.uint8, nbytes, start)
     address, status = array.ctypes.data, os.fstat(file)
-    _handles[address] = f"{os.getpid()} {file} {status.st_dev} {status.st_ino} {start} {nbytes}"
+    _handles[address] = f"{os.getpid()} {file} {status.st_dev} {status.st_ino} {start}"
     weakref.finalize(pages, os.close, file)
     weakref.finalize(pages, _handles.pop, address, None)
     return array

@@ -46,7 +46,7 @@ class Compressor(abc.ABC):
         elementwise: each element is sent by itself, so that neighbouring buckets may travel as one array.
         budget: the bytes that a rank sends in a step, or a schedule of k that returns them, by which ``at_density`` is
             chosen; None if the compressor knows its density, or has none.
-        counts_senders: payloads are entries, of which a sum over senders can be formed (``ExchangeContext.over``).
+        counts_senders: payloads are entries, of which a sum over senders can be formed (``ExchangeContext.senders``).
         recordable: on a GPU all calls with the same arrays enqueue the same launches, whatever the step is, as long as
             the compressor's ``repr`` is the same.
 

@@ -79,6 +79,18 @@ class DeviceContext(NamedTuple):
     recorder: Recorder | None = None
 
 
+class Senders(NamedTuple):
+    """The ranks over which the mean of an entry is, if they have sent it.
+
+    Attributes:
+        brought: how many ranks bring gradients; the sum over ranks becomes so many means.
+        joined: those that bring none, and may still send of their residuals: what they send counts unless it is 0.
+    """
+
+    brought: int
+    joined: frozenset[int] = frozenset()
+
+
 class ExchangeContext(NamedTuple):
     """A call of a compressor in a step; ``ExchangeContext()`` is one outside of a step.
 
@@ -91,7 +103,7 @@ class ExchangeContext(NamedTuple):
         num_gradients: gradients of which x is the sum.
         bucket: the layout, the parameters and the memory of the bucket.
         device: of a GPU.
-        over: 'ranks'; 'senders' for sums that become, once divided, means over the ranks that have sent an entry.
+        senders: for sums that become, once divided, means over the ranks that have sent an entry; None for sums.
 
     Example:
         >>> context = ExchangeContext(rank=1, size=4)
@@ -106,7 +118,7 @@ class ExchangeContext(NamedTuple):
     num_gradients: int = 1
     bucket: BucketContext = BucketContext()
     device: DeviceContext = DeviceContext()
-    over: str = "ranks"
+    senders: Senders | None = None
 
     @property
     def layout(self) -> BucketLayout | None:

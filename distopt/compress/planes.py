@@ -34,10 +34,11 @@ def truncate(payload: np.ndarray, k: int, dtype: Any) -> np.ndarray:
 def add_planes(planes: Sequence[tuple[np.ndarray, np.ndarray]], out: np.ndarray, context: ExchangeContext) -> None:
     """Overwrite ``out`` by the sum of entries: in one launch on a GPU, those of one after the other on the host.
 
-    With ``context.over`` 'senders' it is the mean over those that have an entry, times ``context.divisor``.
+    With ``context.senders`` it is the mean over those that have an entry, times the ranks that bring gradients.
 
     Args:
-        planes: of each payload the indices, ``(k,)`` of int32, and the values, ``(k,)`` of the dtype of ``out``.
+        planes: of each payload, in rank order, the indices, ``(k,)`` of int32, and the values, ``(k,)`` of the dtype of
+            ``out``.
         out: ``(n,)``, float32 or float64.
         context: the call of the compressor.
     """
@@ -45,12 +46,14 @@ def add_planes(planes: Sequence[tuple[np.ndarray, np.ndarray]], out: np.ndarray,
         device.clear(out)
         for index, entry in planes:
             kernels.decode_sparse(out, index, entry)
-        if context.over == "ranks":
+        if context.senders is None:
             return
     indices = per_payload("indices", [device.address(index) for index, _ in planes], context)
+    entries = per_payload("entries", [device.address(entry) for _, entry in planes], context)
     lengths = per_payload("lengths", [index.size for index, _ in planes], context)
     if device.on_gpu(out):
-        entries = per_payload("entries", [device.address(entry) for _, entry in planes], context)
         kernels.decode_all(out, indices, entries, lengths)
-    if context.over == "senders":
-        kernels.divide_by_senders(out, indices, lengths, context.divisor)
+    if context.senders is not None:
+        brought, joined = context.senders
+        zeros = per_payload("zeros", [rank not in joined for rank in range(len(planes))], context)
+        kernels.divide_by_senders(out, indices, entries, lengths, zeros, brought)

@@ -6,10 +6,23 @@ import numpy as np
 
 from distopt import kernels
 from distopt.buckets import BucketSet, Reduced
+from distopt.compress.context import State
+from distopt.compress.dgc import DECAY
 
 Reduce = Callable[[list[np.ndarray]], Iterator[Reduced]]  # of a flat array per bucket
 
 STATE = "window"  # of a bucket: the sum of the gradients so far
+APART = (STATE, DECAY)  # states that are no part of what was not sent
+
+
+def unsent(state: State) -> State:
+    """Return what compressors keep of gradients until it is sent, by name: all but the window, and what all have alike.
+
+    Example:
+        >>> sorted(unsent({"residual": np.ones(2), "decay": np.ones(2), "frequencies of owed": np.ones(2)}))
+        ['frequencies of owed', 'residual']
+    """
+    return {name: array for name, array in state.items() if name not in APART}
 
 
 class GradientAccumulator:
@@ -24,6 +37,9 @@ class GradientAccumulator:
         batches: calls since the last step.
         num_gradients: gradients in the sum, of all ranks, the present call's included.
         reduced: are they sums over ranks?  None if that is not known.
+        brought: how many ranks have brought gradients to what is reduced next.
+        joined: the ranks that bring none to the present call.
+        expected: gradients in the sum once later calls, if sums over ranks are added, have brought as many as this one.
     """
 
     def __init__(self, num_batches: int, sync_on_apply: bool):
@@ -33,6 +49,8 @@ class GradientAccumulator:
         self.batches = 0
         self.num_gradients = 0.0
         self.reduced: bool | None = None
+        self.brought, self.expected = 0, 0.0
+        self.joined: frozenset[int] = frozenset()
 
     @property
     def closes(self) -> bool:
@@ -48,10 +66,17 @@ class GradientAccumulator:
                 f"behind a {first} one: change between steps, or use sync_on_apply=True"
             )
 
+    def meet(self, ranks: int, joined: frozenset[int]) -> None:
+        """Learn how many ranks bring gradients to the present call, and which have joined."""
+        goes_on = self.batches and not self.holds_sums
+        self.brought, self.joined = max(ranks, self.brought) if goes_on else ranks, joined
+
     def open(self, gradients: int, reduced: bool) -> None:
         """Begin a call, which brings so many gradients."""
         self.num_gradients += gradients
         self.reduced = reduced
+        later = self.num_batches - self.batches - 1 if self.holds_sums else 0
+        self.expected = self.num_gradients + later * gradients
 
     def withdraw(self, gradients: int) -> None:
         """Leave out the gradients of the present call: their sums are not finite."""
@@ -61,6 +86,7 @@ class GradientAccumulator:
         """Count no gradients of ranks that were lost, whose windows nobody has; those in sums over ranks stay."""
         if self.sync_on_apply:
             self.num_gradients = min(self.num_gradients, float(self.batches * ranks))
+            self.brought = min(self.brought, ranks)
 
     def add(self, buckets: BucketSet, reduce: Reduce, skip_flag: np.ndarray | None = None) -> Iterator[Reduced] | None:
         """Add a call's gradients to the sum; reduce it at the last call.

@@ -22,6 +22,7 @@ class Agreement:
     Attributes:
         joined: this rank has no batches left, and takes part in the others' steps.
         live: number of ranks that had not joined, as of the last vote.
+        all_joined: those that had.
         lines: the declaration that holds, the optimizer last; [] if there is none.
     """
 
@@ -31,6 +32,7 @@ class Agreement:
         self.number = comm.control.optimizers  # among those that were made on this communicator, from 1
         self.joined = False
         self.live = comm.size
+        self.all_joined: frozenset[int] = frozenset()
         self.lines: list[str] = []
         self._fingerprint = 0
         self._numbers: list[str] = []
@@ -91,7 +93,7 @@ class Agreement:
             return [optimizer, *lines, name + part, *self._numbers, rule, enqueued]
 
         reports = control.vote(name, ballot, describe, error, report, part, self.joined, doubts)
-        self.live = control.live
+        self.live, self.all_joined = control.size - len(control.joined), control.joined
         return reports
 
     def vote_on_lines(
@@ -102,8 +104,8 @@ class Agreement:
         def vote() -> list[str]:
             return self._comm.control.vote(name, fingerprint(lines), lambda: lines, error, report, part, self.joined)
 
-        reports = self._comm.transaction(vote)
-        self.live = self._comm.control.live
+        reports, control = self._comm.transaction(vote), self._comm.control
+        self.live, self.all_joined = control.size - len(control.joined), control.joined
         return reports
 
     def run_on_all(self, line: str, do: Callable[..., Any], *arguments: Any) -> list[str]:

@@ -292,9 +292,10 @@ class Engine:
         accumulator, store, buckets = self.accumulator, self.store, self.store.buckets
         if attempt.compressor.stateful or accumulator.num_batches > 1:
             self.retries.keep_states()
+        accumulator.meet(self.agreement.live, self.agreement.all_joined)
+        accumulator.open(self.agreement.live, attempt.spec.reduced)
         check_finite, reducer = self.nonfinite.policy.checks_finite, self.choose_reducer(attempt)
         in_turn = store.sharded and not (check_finite or self.means.hook or self.optimizer.whole or self.comm.elastic)
-        accumulator.open(self.agreement.live, attempt.spec.reduced)
         if accumulator.holds_sums and attempt.spec.reduced:
             if not self._reduce_call(reducer):
                 return None
@@ -473,13 +474,18 @@ class Engine:
             self.store.check_sizes(compressor)
         attempt.reducer, self.in_backward = Unreduced(self.store, compressor), True
         packing = self._packing(attempt)
+
+        def agree() -> None:
+            self.agree(f"the start of {progress.name}", progress.calls + (1 << 30))
+            self.accumulator.meet(self.agreement.live, self.agreement.all_joined)
+
         return Overlap(
             self._background,
             self.comm,
             self.store,
             self.step_context.travelling(compressor),
             self.reducers.early(compressor, spec),
-            agree=lambda: self.agree(f"the start of {progress.name}", progress.calls + (1 << 30)),
+            agree,
             pack=lambda bucket: self.store.pack(bucket, packing),
         )
 

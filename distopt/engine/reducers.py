@@ -9,17 +9,16 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from distopt import device
+from distopt import device, kernels
 from distopt.buckets import Bucket, BucketSet, Reduced, unsharded
 from distopt.checks import check_float
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
 from distopt.compress.base import payload_nbytes
-from distopt.compress.context import state_array
-from distopt.compress.dgc import DECAY
+from distopt.compress.context import Senders, state_array
 from distopt.compress.shards import OWED, settle
-from distopt.engine.accumulation import STATE, GradientAccumulator
+from distopt.engine.accumulation import APART, GradientAccumulator, unsent
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
 from distopt.engine.progress import Progress
@@ -316,6 +315,32 @@ class KeepStates(Reducer):
         return self._reducer.nonfinite(sums)
 
 
+class WeighStates(Reducer):
+    """Reduce as another reducer does, where ranks that have joined bring no gradients.
+
+    What was not sent belongs to means over all ranks, and arrives as a part of those, although this step's sum of fewer
+    gradients is divided by fewer.
+    """
+
+    def __init__(self, reducer: Reducer, comm: Communicator, store: BucketStore, weight: float):
+        """Make one; ``weight``: this step's divisor, relative to that of a step to which all ranks bring gradients."""
+        self._reducer, self._comm, self._store, self._weight = reducer, comm, store, weight
+
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        self._scale(self._weight)
+        yield from self._reducer.reduce(arrays)
+        self._comm.wait()
+        self._scale(1 / self._weight)
+
+    def _scale(self, factor: float) -> None:
+        for bucket in self._store.buckets:
+            for x in unsent(bucket.state).values():
+                kernels.scale(x, factor)
+
+    def nonfinite(self, sums: list[Reduced]) -> str:
+        return self._reducer.nonfinite(sums)
+
+
 class LocalGradients(Reducer):
     """Take this rank's own gradients, in a partial step; no other rank has the same."""
 
@@ -340,7 +365,7 @@ class StepContext:
         self.store, self.hooks = store, hooks
         self._comm, self._progress, self._accumulator = comm, progress, accumulator
         self._divisor: float | None = None
-        self._over = "ranks"
+        self._counts_senders = False
 
     def begin(self, spec: StepSpec) -> None:
         """Begin a call of a step with this specification; tell the hooks of the first one."""
@@ -351,7 +376,7 @@ class StepContext:
 
     def resume(self, spec: StepSpec) -> None:
         """Go on with a step of which the hooks have heard: its gradients have been reduced."""
-        self._divisor, self._over = spec.divisor, spec.over
+        self._divisor, self._counts_senders = spec.divisor, spec.over == "senders"
 
     @property
     def divisor(self) -> float:
@@ -408,9 +433,10 @@ class StepContext:
             else DeviceContext(self.store.skip_flag)
         )
         divisor, batches = self.divisor, accumulator.num_batches if accumulator.sync_on_apply else 1
+        senders = Senders(accumulator.brought, accumulator.joined) if self._counts_senders else None
         batches *= self._comm.size // comm.size  # between nodes a gradient is the sum of those of a node
         if text and comm.gpu is not None:
-            numbers = text, self._over, comm.size, divisor, batches, on_device.capacity
+            numbers = text, senders, comm.size, divisor, batches, on_device.capacity
             memory = [0 if a is None else device.address(a) for a in (on_device.skip_flag, on_device.wanted)]
             recorder = device.Recorder(bucket.recordings, (*numbers, *memory), comm.gpu)
             on_device = on_device._replace(recorder=recorder)
@@ -424,7 +450,7 @@ class StepContext:
                 bucket.gradients, bucket.parameters, bucket.scratch, bucket.constant, number, bucket.payload[1]
             ),
             on_device,
-            self._over,
+            senders,
         )
 
 
@@ -572,6 +598,9 @@ class Reducers:
             reducer = self._exchange(self.two_phases(compressor, spec), compressor, spec, self._comm, self.borders)
             if isinstance(compressor, Half) and self._halves_fit(compressor):
                 reducer = SharedHalfReducer(compressor, self._comm, self._step_context, reducer)
+        if compressor.stateful and spec.divisor is None and spec.over == "ranks":
+            weight = self._accumulator.expected / (self._comm.size * self._accumulator.num_batches)
+            reducer = reducer if weight == 1 else WeighStates(reducer, self._comm, store, weight)
         unchanged = () if spec.only is None else store.collector.order.keys() - set(spec.only)
         return KeepStates(reducer, compressor, self._comm, store, unchanged) if unchanged else reducer
 
@@ -592,7 +621,7 @@ class Reducers:
     def _node_reducer(self, plan: NodeExchange, spec: StepSpec) -> NodeReducer:
         """Return the reducer of an exchange by nodes, once states lie where it needs them.  Collective."""
         nodes, step = nodes_of(self._comm), self._step_context
-        move_states(list(step.store.buckets), plan.shares, nodes.inside, stay=(STATE, DECAY))
+        move_states(list(step.store.buckets), plan.shares, nodes.inside, stay=APART)
         phases, even = plan.phases[nodes.inside.rank], Borders()  # of this step alone, so that they never move
         between = self._exchange(phases, plan.compressor, spec, nodes.between, even)
         return NodeReducer(plan, nodes, step, between)

@@ -10,13 +10,12 @@ import numpy as np
 from distopt import device
 from distopt.buckets import Bucket
 from distopt.comm import Communicator
-from distopt.compress.shards import OWED
+from distopt.engine.accumulation import unsent
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.parameters import Loss, iterable
 from distopt.resilience import job
 
 TELL = 100  # updates from one to the next norm of what would be lost: it costs a pass over it
-PENDING = {"residual", OWED}  # states that ranks have not sent
 T = TypeVar("T")
 
 
@@ -137,10 +136,9 @@ class Retries(Once):
 
     def tell(self, updates: int) -> None:
         if updates % TELL == 0 and job.is_rank():
-            states = self._store.states()
-            held = [x for state, arrays in states.items() if state in PENDING for x in arrays.values()]
+            held = [x for bucket in self._store.buckets for x in unsent(bucket.state).values()]
             norm = math.sqrt(sum(float(np.vdot(x, x)) for x in map(device.host_copy, held)))
-            job.tell(f"its residual (norm {norm:.3g} after step {updates})" if held else "no residual")
+            job.tell(f"its residual (norm {norm:.3g} after step {updates})" if norm else "no residual")
 
     def _keep_views(self, bucket: Bucket) -> None:
         """Remember gradients that lie in a bucket, where they are about to be summed."""

@@ -5,8 +5,10 @@ or left by C's ``exit``.  Its last vote, and what would be lost with it, stand o
 """
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import io
 import itertools
 import mmap
@@ -27,6 +29,9 @@ MPI, DONE, SPOKEN, STOPS, LATE, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops"
 # A page: votes, the length of the last one's name, the name; at TOLD the length of a text, the text.
 HEAD, LENGTH, TOLD, PAGE = struct.Struct("<qq"), struct.Struct("<q"), 256, 512
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# Linux releases what an ended process had open from the highest number down (4.4 and later): the pipe must be closed
+# before the sockets over which MPI's launcher hears of the end, and ends all others.
+HIGH = 100
 
 starter: Any = None  # MPI communicator of the rank that has started this process, and of this one
 _rank: int | None = None  # this process's number in the job
@@ -76,7 +81,10 @@ def enter(rank: int, folder: Path) -> None:
     _page = mmap.mmap(handle, PAGE)
     os.close(handle)
     os.mkfifo(folder / f"{rank}.{ALIVE}", 0o600)
-    os.open(folder / f"{rank}.{ALIVE}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # open as long as this process lives
+    alive = os.open(folder / f"{rank}.{ALIVE}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # this process may not have so many files open
+        fcntl.fcntl(alive, fcntl.F_DUPFD_CLOEXEC, max(HIGH, int(os.environ.get("PMI_FD", 0))))
+        os.close(alive)  # the other one stays open for as long as this process lives
     mark(PID, _process)
     atexit.register(mark, DONE)
     if not faulthandler.is_enabled():  # -X faulthandler: the traceback of a crash goes to standard error

@@ -105,20 +105,17 @@ class BucketHook:
         ddp: Any = self._ddp()
         arrived, self.arrived = self.arrived, set()
         agreement, uneven = self.exchange.engine.agreement, ddp._join_config.enable
+        over_all = self.exchange.communicator.size if uneven and ddp._divide_by_initial_world_size else None
         agreement.joined = uneven and not arrived
         try:
-            nowhere = self.exchange.exchange_gradients(gradients, arrived)
+            nowhere = self.exchange.exchange_gradients(gradients, arrived, divisor=over_all)
         finally:
             agreement.joined = False
-        of_all = uneven and ddp._divide_by_initial_world_size
-        share = agreement.live / self.exchange.communicator.size if of_all else 1.0
         for name, gradient in gradients.items():
             if name in nowhere:
                 gradient.zero_()
             else:
                 gradient.copy_(self.exchange.views[name])
-                if share != 1:
-                    gradient.mul_(share)
 
     def __deepcopy__(self, memo: Any) -> None:
         return None

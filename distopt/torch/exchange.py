@@ -193,7 +193,11 @@ class GradientExchange(Checkpointed):
         return views
 
     def exchange_gradients(
-        self, gradients: Mapping[str, torch.Tensor], arrived: Collection[str], error: Exception | None = None
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        arrived: Collection[str],
+        error: Exception | None = None,
+        divisor: float | None = None,
     ) -> set[str]:
         """Write mean gradients over ranks to ``views``; a rank that has none of a parameter brings zeros.  Collective.
 
@@ -203,6 +207,7 @@ class GradientExchange(Checkpointed):
             gradients: of this rank, by name, in ``views`` or elsewhere.
             arrived: names of those that the last backward pass has added to.
             error: what forbids it on this rank, which all ranks raise.
+            divisor: divides the sums; None for the number of ranks that have not joined.
 
         Returns:
             The names of the parameters of which no gradient arrived on any rank.  Nothing of them is sent: what waits
@@ -214,7 +219,7 @@ class GradientExchange(Checkpointed):
             nonlocal nowhere
             nowhere = self.arrived_nowhere(arrived, error)
             pairs = self._model.gradients((p, gradients.get(p.name)) for p in self._model.parameters)
-            return self._reduce(pairs, nowhere)
+            return self._reduce(pairs, nowhere, divisor)
 
         self._step(operation)
         return nowhere
@@ -251,13 +256,14 @@ class GradientExchange(Checkpointed):
         """Return a context in which another thread works on this rank's GPU, and where this one does on it."""
         return self._model.as_this_thread()
 
-    def _reduce(self, pairs: Any, nowhere: Collection[str] = ()) -> Outcome | None:
+    def _reduce(self, pairs: Any, nowhere: Collection[str] = (), divisor: float | None = None) -> Outcome | None:
         """Reduce gradients, but those of the parameters ``nowhere``, over the ranks that there are now.  Collective."""
         self._policy.parts = _exact_parts(self.compressor, self.engine.comm.size)
-        if not nowhere:
-            return self.engine.exchange(pairs, self._spec)
-        spec = self._spec._replace(only=[p.name for p in self._model.parameters if p.name not in nowhere])
-        return self.engine.exchange(((p, None if p.name in nowhere else gradient) for p, gradient in pairs), spec)
+        spec = self._spec if divisor is None else self._spec._replace(divisor=divisor)
+        if nowhere:
+            spec = spec._replace(only=[p.name for p in self._model.parameters if p.name not in nowhere])
+            pairs = ((p, None if p.name in nowhere else gradient) for p, gradient in pairs)
+        return self.engine.exchange(pairs, spec)
 
     def _step(self, operation: Callable[[], Outcome | None]) -> None:
         """Write the means to ``views`` that an operation brings, which is made again if a rank is lost.  Collective."""

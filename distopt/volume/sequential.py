@@ -125,7 +125,7 @@ class SequentialReduce:
             if first:
                 device.clear(total)
                 self._breakdown = payload_breakdown(compressor, payload, x, context)
-            if context.over == "senders":  # who has sent an entry is known when all have
+            if context.senders:  # who has sent an entry is known when all have
                 self._kept.append(device.copied(payload))
             else:
                 compressor.decompress(payload, total, context)
@@ -290,7 +290,7 @@ class SequentialTwoPhase:
         x, _, context, _ = bucket
         if not pieces:
             return
-        if context.over == "senders":
+        if context.senders:
             for piece, payload in zip(pieces, payloads, strict=True):
                 self._kept.setdefault(piece, []).append(payload._replace(data=device.copied(payload.data)))
             return

@@ -33,6 +33,7 @@ from distopt.dist_opt import SingaModes
 from distopt.engine.bucket_store import Packing
 from distopt.engine.engine import Engine
 from distopt.engine.reducers import Reducer, Reducers, Vote
+from distopt.engine.retries import Copies
 from distopt.engine.spec import GradientHook, Options, StepSpec
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.choice import TwoPhase
@@ -58,7 +59,7 @@ class VirtualControl(LocalControl):
 
     def __init__(self, size: int):
         super().__init__()
-        self.size = self.live = size
+        self.size = size
 
     def gather_texts(self, lines: Sequence[str], make: Callable[[], str]) -> list[str]:
         """Return this rank's text once for each rank: all make the same."""
@@ -168,16 +169,30 @@ class VirtualLosses:
         self._collector, self._ranks = engine.store.collector, ranks
         self._losses: Losses = lambda rank: ()
         self._makes_plan = True
-        self.states: list[list[dict[str, np.ndarray]]] = []
+        self.states: list[list[State]] = []
+        self._copies, self._before = Copies(), list[tuple[State, State]]()
 
     def begin(self, losses: Losses) -> None:
         """Begin a step of these losses."""
         self._losses, self._makes_plan = losses, not self._collector.order
 
-    def states_of(self, buckets: int) -> list[list[dict[str, np.ndarray]]]:
+    def states_of(self, buckets: int) -> list[list[State]]:
         """Return what compressors keep, by rank and bucket."""
         self.states = self.states or [[{} for _ in range(buckets)] for _ in range(self._ranks.size)]
         return self.states
+
+    def keep_states(self) -> None:
+        """Copy what compressors keep, before a step changes it."""
+        self._copies.forget()
+        self._before = [(state, dict(state)) for of_rank in self.states for state in of_rank]
+        self._copies.keep(*[x for _, arrays in self._before for x in arrays.values()])
+
+    def put_states_back(self) -> None:
+        """Let what compressors keep be what it was when it was copied."""
+        self._copies.put_back()
+        for state, arrays in self._before:
+            state.clear()
+            state.update(arrays)
 
     def pairs(self, rank: int) -> list[Any]:
         """Return the pairs of a rank's loss."""
@@ -239,7 +254,8 @@ class SequentialReducer(Reducer):
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         engine, compressor = self._engine, self._compressor
         kept = [[compressor.kept(state) for state in states] for states in self._losses.states_of(len(arrays))]
-        exchange = self._make()
+        exchange, nonfinite = self._make(), [""]
+        self._losses.keep_states()
         if compressor.has_hooks:
             for x, state, context, _ in self._travelling(kept[0]):
                 compressor.begin(x, state, context)
@@ -247,12 +263,14 @@ class SequentialReducer(Reducer):
             for rank, states in enumerate(kept):
                 self._ranks.set_rank(rank)
                 if rank:
-                    self._collect_and_pack(rank)
-                exchange.add(self._travelling(states))
-        except BaseException as error:
-            step = engine.progress.updates + 1
-            failure = f"the ranks before rank {rank} have done step {step}, where that failed"
-            engine.progress.fail(f"{failure} with {type(error).__name__}: {error}; {engine.progress.remedy}")
+                    nonfinite.append(self._collect_and_pack(rank))
+                if not any(nonfinite):
+                    exchange.add(self._travelling(states))
+            self._ranks.set_rank(0)
+            engine.nonfinite.accepts(by_rank(nonfinite))
+        except Exception:  # which P ranks raise before any of them has changed
+            self._losses.put_states_back()
+            engine.accumulator.reset(engine.store.buckets)
             raise
         finally:
             self._ranks.set_rank(0)
@@ -289,20 +307,18 @@ class SequentialReducer(Reducer):
             progress.fail(f"{lost}; {progress.remedy}")
         return nonfinite
 
-    def _collect_and_pack(self, rank: int) -> None:
-        """Collect and pack the gradients of a rank, or raise what they raise on P ranks."""
-        engine, store, name = self._engine, self._engine.store, self._engine.progress.name
-        error, nonfinite = None, ""
+    def _collect_and_pack(self, rank: int) -> str:
+        """Collect and pack the gradients of a rank, or raise what they raise on P ranks; say what is not finite."""
+        engine, store = self._engine, self._engine.store
         store.clear_counts()
         try:
             self._losses.collect(rank)
             packing = Packing(1.0 / engine.nonfinite.policy.divisor, True, self._spec.clip_value)
             store.pack_all(packing, multipliers=self._compressor.has_hooks)
-            nonfinite = store.check.nonfinite_gradients()
-        except Exception as e:
-            error = e
-        if error or nonfinite:
-            engine.nonfinite.enforce(by_rank(engine.agree(name, engine.progress.calls, error, nonfinite)))
+            return store.check.nonfinite_gradients()
+        except Exception as error:
+            engine.agree(engine.progress.name, engine.progress.calls, error)
+            raise
 
 
 class SequentialReducers(Reducers):

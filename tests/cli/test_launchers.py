@@ -220,6 +220,30 @@ def test_the_first_of_several_ended_ranks_is_named(tmp_path, monkeypatch, handle
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_that_ended_before_it_was_seen_is_named(tmp_path, late):
+    """Not the one that the launcher ends because of it: that one came further, and is seen to end first."""
+    processes = []
+    for rank, votes in enumerate((2, 1)):
+        pipe = tmp_path / f"{rank}.{job.ALIVE}"
+        os.mkfifo(pipe)
+        hold = ["sh", "-c", f"exec 3<>{pipe}; echo ready; read x; kill -KILL $$"]
+        processes.append(subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        assert processes[rank].stdout.readline() == b"ready\n"
+        (tmp_path / f"{rank}.{job.PID}.{processes[rank].pid}").touch()
+        (tmp_path / f"{rank}.{job.VOTES}").write_bytes(job.HEAD.pack(votes, 0).ljust(job.PAGE, b"\0"))
+    ends = Ends(tmp_path, 2, os.getpid())
+    processes[1].communicate()
+    if late:  # both are gone when they are seen
+        processes[0].communicate()
+    ranks = ends.look(0)
+    processes[0].communicate()
+    fault = ends.fault(ranks) or ends.fault(ends.look(5))
+    ends.close()
+    assert fault.text.startswith("rank 1 "), fault
+
+
+@pytest.mark.faults
 def test_a_rank_that_crashed_is_named_although_another_was_seen_to_end_first(tmp_path):
     """A launcher under load may end the others before the kernel tells of the end of the one that crashed."""
     processes = [subprocess.Popen(["sh", "-c", "read x"], stdin=subprocess.PIPE) for _ in range(2)]

@@ -63,6 +63,17 @@ def ragged(comm):
     parts = [np.full(3 + to, 100 * comm.rank + to, np.int64) for to in range(comm.size)]
     got = comm.all_to_all(parts)
     assert [g.tolist() for g in got] == [[100 * r + comm.rank] * (3 + comm.rank) for r in range(comm.size)]
+    parts_of_one_array(comm)
+
+
+def parts_of_one_array(comm):
+    """Parts that begin at one address, none of it among them, that overlap, or that are the same."""
+    x, size = np.arange(9.0) + 100 * comm.rank, comm.size
+    prefixes = [[slice(0, n) for n in lengths] for lengths in ((1, 2, 3, 0), (5, 0, 5, 2))]
+    for cuts in [*prefixes, [slice(n, n + 4) for n in range(4)]]:
+        got = comm.all_to_all([x[cuts[to % 4]] for to in range(size)], ragged=True)
+        mine = np.arange(9.0)[cuts[comm.rank % 4]]
+        assert [g.tolist() for g in got] == [(mine + 100 * r).tolist() for r in range(size)], cuts
 
 
 def shapes(comm):
@@ -213,6 +224,10 @@ def shared(comm):
     arrays[(comm.rank + 1) % comm.size][comm.rank] = -1
     comm.barrier()
     assert mine[(comm.rank - 1) % comm.size] == -1
+    first = comm.peers(mine[:3])
+    assert [a.tolist() for a in first] == [a[:3].tolist() for a in arrays], "a part of it, from its start"
+    comm.barrier()
+    del first
     if isinstance(comm, MpiCommunicator) and comm.size > 1:
         files = len(os.listdir("/proc/self/fd"))
         assert comm.peers(np.zeros(3)) is None

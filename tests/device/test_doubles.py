@@ -448,3 +448,19 @@ def test_a_barrier_of_one_warp_is_too_little_for_a_block(monkeypatch, tmp_path):
     assert not same(planted)
     monkeypatch.setattr(kernels.dispatch, "THREADS", 32)
     assert same(planted)
+
+
+def test_gpus_tell_what_they_did_last_and_what_they_poisoned():
+    x = gpu.array(np.ones(9, np.float32))
+    at, order = hex(x.data.ptr), gpu.lagging(0)
+    with gpu.lazily(order):
+        stream = cupy.cuda.Stream()
+        device.copy(cupy.empty_like(x), x)
+        with stream:
+            device.copy(cupy.empty_like(x), x)
+        del x
+    lines = [line.split() for line in gpu.told().splitlines()[1:]]
+    steps = [(int(number), name) for number, name, *_ in lines if name in ("memcpy", "poison")]
+    assert steps[0] == (stream.ptr, "memcpy"), "in the order in which they were done, not enqueued"
+    assert ["0", "free", at, "36"] in lines
+    assert ["0", "poison", at, "36"] in lines

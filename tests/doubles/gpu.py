@@ -5,7 +5,8 @@ event: of several streams that could go on, ``order`` chooses the next one, so t
 far behind as events allow.  Where an event is missing, some order gives other bits, or reads memory that is not
 written yet (fresh memory is poisoned).  As in cupy's pool, freed memory is that of the next array of its size that is
 made in the stream that was current when it was allocated, whatever other streams, or graphs, still do with it; it is
-poisoned when that stream comes to the point where it was freed.
+poisoned when that stream comes to the point where it was freed.  ``told`` says what GPUs did last, in their order, and
+what memory they poisoned: a test that fails prints it.
 
 A captured graph has only the edges that streams and events gave it: the nodes of a replay are done in any order that
 these allow, another one each time.
@@ -39,6 +40,7 @@ from distopt.kernels import cubins
 from doubles import shim
 
 POISON = 0xC3
+TOLD = 2000  # operations of each GPU that are told
 GREATEST_PRIORITY = -5  # of a stream
 
 
@@ -58,6 +60,8 @@ class Machine:
         self.number = number
         self.queues: dict[int, deque[Op]] = {}  # by stream; the nodes of a replay have one each, below 0
         self.log: list[Op] = []
+        self.did: deque[tuple] = deque(maxlen=TOLD)  # stream, name and details of what was done last
+        did.append((number, self.did))
         self.host: list[str] = []  # allocations and waits
         self.captures: dict[int, Capture] = {}  # by stream: the capture that it has joined
         self.order = None  # a function of the numbers of streams that could go on; None does everything at once
@@ -118,6 +122,7 @@ class Machine:
             if chosen < 0:
                 del self.queues[chosen]
             self.done += 1
+            self.did.append((op.stream, op.name, op.details))
             op.action()
         except BaseException as error:
             self.broken = error
@@ -167,6 +172,22 @@ class Machine:
 
 
 machines: weakref.WeakSet[Machine] = weakref.WeakSet()  # of all ranks that are threads here
+did: list[tuple[int, deque]] = []  # of each GPU since ``install``, its number and what it did
+
+
+def told():
+    """What each GPU did last, a line for each: the stream, the name, shapes, numbers and addresses."""
+    lines = []
+    for number, done in did:
+        lines.append(f"GPU {number}, the last {len(done)} operations in their order, after their streams:")
+        lines += [f"  {stream:4} {name} {' '.join(map(shown, details))}" for stream, name, details in list(done)]
+    return "\n".join(lines)
+
+
+def shown(detail):
+    if isinstance(detail, bytes):  # an argument of a kernel
+        detail = int.from_bytes(detail, "little")
+    return hex(detail) if isinstance(detail, int) and detail > 1 << 20 else str(detail)
 
 
 def abandon():
@@ -284,15 +305,16 @@ class MemoryPool:
 
         A collection of garbage may free it when another stream has waited for this one already, and may use it.
         """
-        idle = self.idle.setdefault(key, [])
+        idle, place = self.idle.setdefault(key, []), allocations[owner]
 
         def release():
             del allocations[owner]
             if any(x is raw for x in idle):
                 raw.fill(POISON)
+                gpu.did.append((key[0], "poison", place))
 
         idle.append(raw)
-        gpu.push(Op("free", key[0], (), release), log=False)
+        gpu.push(Op("free", key[0], place, release), log=False)
 
 
 class Block:
@@ -692,6 +714,7 @@ def install(patch=setattr):
     """Let cupy be this from now on, in this process; with a monkeypatch's ``setattr`` until that is undone."""
     cuda, runtime = cupy.cuda, cupy.cuda.runtime
     abandon()
+    did.clear()
     _local.__init__()  # this thread begins anew
     cuda.set_allocator(allocate)
     for owner, doubles in (

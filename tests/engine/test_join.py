@@ -6,6 +6,7 @@ import pytest
 import laws
 import reference
 from distopt import DistOpt, Parameter, run_ranks
+from distopt.compress import Chunks, ErrorFeedback, Packed, TopK, TwoBit
 from distopt.optim import SGD
 
 BATCHES = (3, 5, 2)
@@ -71,7 +72,7 @@ def test_partial_steps_average_those_that_have_batches(num_batches):
 
 
 def test_a_finished_rank_still_sends_its_residual():
-    """Sum of all gradients, each divided by how many ranks were live when it was sent, arrives in the end."""
+    """Sum of all gradients, each divided by how many ranks were live when it came, arrives in the end."""
 
     def main(comm):
         w = Parameter("w", np.zeros(8))
@@ -84,7 +85,33 @@ def test_a_finished_rank_still_sends_its_residual():
         return w.data.tolist()
 
     # the largest, 8, went when both were live; the others while rank 0 was alone
-    assert run_ranks(2, main) == [[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -4.0]] * 2
+    assert run_ranks(2, main) == [[-0.5, -1.0, -1.5, -2.0, -2.5, -3.0, -3.5, -4.0]] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"num_batches": 2}, {"num_batches": 2, "sync_on_apply": False}], ids=str)
+@pytest.mark.parametrize("exchange", ["gather", "two_phase", "nodes"])
+@pytest.mark.parametrize("compressor", [TopK(0.1), Packed(Chunks(4, 64), value="int8"), TwoBit(0.5)], ids=repr)
+def test_what_waits_arrives_with_the_weight_that_it_came_with(compressor, exchange, options):
+    """Also while ranks have joined, and once all go on: what was applied and waits is the sum of all means."""
+
+    def main(comm):
+        comm._hosts = [rank // 2 for rank in range(comm.size)]
+        w, expected = Parameter("w", np.zeros(300)), np.zeros(300)
+        opt, batches = DistOpt(SGD(1.0), comm, **options), options.get("num_batches", 1)
+        for part, lengths in enumerate([(4, 2, 6, 4), (4, 4, 4, 4)]):
+            for step in range(max(lengths)):
+                live = [rank for rank in range(comm.size) if step < lengths[rank]]
+                of_rank = {rank: np.random.default_rng([part, step, rank]).standard_normal(300) for rank in live}
+                expected += sum(of_rank.values()) / (len(live) * batches)
+                if comm.rank in live:
+                    opt.step([(w, of_rank[comm.rank])], ErrorFeedback(compressor), False, exchange)
+            opt.join()
+            states = opt.state_dict()["states"]
+            kept = [states[name]["w"] for name in ("residual", "owed") if name in states]
+            waits = laws.summed(comm, sum(kept, np.zeros(300)))
+            np.testing.assert_allclose(w.data - waits / (comm.size * batches), -expected, rtol=0, atol=1e-12)
+
+    run_ranks(4, main)
 
 
 def test_the_mean_of_an_accumulation_window_counts_the_gradients_that_came():

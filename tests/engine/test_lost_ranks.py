@@ -6,7 +6,12 @@ import zlib
 import numpy as np
 import pytest
 
-from distopt.comm import ThreadCommunicator
+from distopt import DistOpt, Parameter, run_ranks
+from distopt.comm import Elastic, ThreadCommunicator
+from distopt.compress import DCT, DeepGradientCompression, ErrorFeedback, Half, TopK
+from distopt.engine import retries
+from distopt.optim import SGD
+from distopt.resilience import job
 from laws import inputs
 from laws.fate import instants, present_fates
 from laws.lost import MODES, Judge, run
@@ -104,3 +109,32 @@ def test_a_rank_that_is_lost_with_its_buddy_takes_its_share_along(mode, shared, 
     fate(rank1=(at, False), rank2=(at, False))
     with pytest.raises(RuntimeError, match=r"share of the optimizer's state.*: rank 1 with 2 of 4; load a checkpoint"):
         run(mode, 4)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "keeps"),
+    [
+        (ErrorFeedback(TopK(0.25)), True),
+        (DCT(ErrorFeedback(TopK(0.25))), True),
+        (DeepGradientCompression(TopK(0.25), momentum=0.5, exclude_1d=False), True),
+        (ErrorFeedback(TopK(1.0)), False),
+        (Half(), False),
+    ],
+    ids=repr,
+)
+def test_the_launcher_is_told_the_norm_of_all_that_a_rank_has_not_sent(compressor, keeps, monkeypatch):
+    """By whatever name a compressor keeps it: of 3 and 4 one is sent."""
+    told = []
+    monkeypatch.setattr(job, "is_rank", lambda: True)
+    monkeypatch.setattr(job, "tell", told.append)
+    monkeypatch.setattr(retries, "TELL", 1)
+
+    def main(comm):
+        comm = Elastic(comm)
+        w, opt = Parameter("w", np.zeros(4)), DistOpt(SGD(1.0), comm)
+        opt.step([(w, np.array([3.0, 0, 4, 0]))], compressor, False)
+        comm.leave()
+
+    run_ranks(2, main)
+    assert len(told) == 2
+    assert all(text.startswith("its residual (norm ") if keeps else text == "no residual" for text in told), told

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import laws
-from distopt import DistOpt, run_ranks
+from distopt import DistOpt, Parameter, run_ranks, simulate
 from distopt.comm import Metered
 from distopt.comm.communicator import Wrapper
 from distopt.compress import ErrorFeedback, Half
@@ -53,6 +53,30 @@ def test_sums_in_shared_memory_have_the_bits_of_an_all_reduce(size, dtype):
         }
 
     assert len(set().union(*run_ranks(size, main))) == 1
+
+
+@pytest.mark.parametrize("wide", ["float32", "float64"])
+@pytest.mark.parametrize(("dtype", "bits"), [("float16", 11), ("bfloat16", 8)])
+def test_a_sum_that_is_a_tie_in_singles_rounds_alike_everywhere(dtype, bits, wide):
+    """1024, half of the distance to the next number of 16 bits, and what a single adds to neither of them."""
+
+    def gradient(rank):
+        return np.full(20, [1024, 1024 / 2**bits, 1024 / 2**26 if bits == 8 else 2**-15][rank], wide)
+
+    def main(comm):
+        found = []
+        for there in (comm, Apart(comm)):
+            w, opt = Parameter("w", np.zeros(20, wide)), DistOpt(SGD(3.0), there)
+            for _ in range(3):  # memory is shared from the second step on
+                opt.step([(w, gradient(comm.rank))], Half(dtype))
+            found.append(w.data.tolist())
+        return found
+
+    w, sim = Parameter("w", np.zeros(20, wide)), simulate(3, SGD(3.0))
+    for _ in range(3):
+        sim.step(lambda rank: [(w, gradient(rank))], Half(dtype))
+    assert run_ranks(3, main) == [[[-3072.0] * 20] * 2] * 3
+    assert w.data.tolist() == [-3072.0] * 20
 
 
 @pytest.mark.parametrize("policy", ["raise", "propagate"])

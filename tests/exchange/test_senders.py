@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 import laws
-from distopt import DistOpt, Parameter, run_ranks, simulate
+from distopt import DistOpt, LocalSteps, Parameter, run_ranks, simulate
 from distopt.compress import Chunks, DeepGradientCompression, Dense, ErrorFeedback, Packed, Threshold, TopK, TwoBit
 from distopt.optim import SGD
 
 SHAPE = (3, 100)
+OVER = ("ranks", "senders")
 
 
 def gradient(step, rank):
@@ -124,3 +125,96 @@ def test_ranks_stay_the_same_over_many_steps():
         3, lambda comm: laws.digest([Parameter("w", run(comm, compressor, 5, exchange="two_phase", over="senders"))])
     )
     assert len(set(ends)) == 1
+
+
+def ones(comm, compressor, over, batches=1, sync=True, calls=None, **options):
+    """What zeros become by SGD of rate 1, where all gradients are 1, and ranks may bring different numbers of them."""
+    w = Parameter("w", np.zeros(4))
+    opt = DistOpt(SGD(1.0), comm, num_batches=batches, sync_on_apply=sync)
+    for _ in range(calls[comm.rank] if calls else batches):
+        opt.step([(w, np.ones(4))], compressor, over=over, break_even=False, **options)
+    if calls:
+        opt.join()
+    return w.data.tolist()
+
+
+@pytest.mark.parametrize("batches", [2, 4])
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("exchange", ["gather", "two_phase"])
+@pytest.mark.parametrize("compressor", [TopK(1.0), ErrorFeedback(Packed(Chunks(64, 64))), Threshold(0.5)], ids=repr)
+def test_a_mean_over_senders_is_one_over_their_batches_too(compressor, exchange, sync, batches):
+    found = run_ranks(3, lambda comm: ones(comm, compressor, "senders", batches, sync, exchange=exchange))
+    assert found == [[-1.0] * 4] * 3
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("exchange", ["gather", "two_phase"])
+def test_an_entry_that_one_rank_has_sent_is_its_mean_over_batches(exchange, sync):
+    """Of 3 ranks each sends another entry, in both batches."""
+
+    def main(comm):
+        w, opt = Parameter("w", np.zeros(64)), DistOpt(SGD(1.0), comm, num_batches=2, sync_on_apply=sync)
+        for value in (2.0, 4.0):
+            x = np.zeros(64)
+            x[comm.rank] = value
+            opt.step([(w, x)], Threshold(1.0), False, exchange, "senders")
+        return w.data[:4].tolist()
+
+    assert run_ranks(3, main) == [[-3.0, -3.0, -3.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize("exchange", ["gather", "two_phase"])
+@pytest.mark.parametrize("compressor", [TopK(1.0), ErrorFeedback(Packed(Chunks(64, 64)))], ids=repr)
+@pytest.mark.parametrize("options", [{}, {"batches": 2}, {"batches": 2, "sync": False}], ids=str)
+def test_zeros_of_a_rank_that_has_joined_are_no_senders(compressor, exchange, options):
+    """Where all send all they have, over senders is over ranks, also in windows to which a rank brings one batch."""
+
+    def main(comm):
+        return [ones(comm, compressor, over, calls=(4, 3, 8), exchange=exchange, **options) for over in OVER]
+
+    for ranks, senders in run_ranks(3, main):
+        assert senders == ranks == [-8.0 / options.get("batches", 1)] * 4
+
+
+@pytest.mark.parametrize("exchange", ["gather", "two_phase"])
+def test_what_a_rank_that_has_joined_sends_of_its_residual_counts(exchange):
+    """Rank 0 brings 8 and 4 once, rank 1 brings 2 at the first place and then at the second."""
+
+    def main(comm):
+        w, opt = Parameter("w", np.zeros(64)), DistOpt(SGD(1.0), comm)
+        for step in range(1 if comm.rank == 0 else 2):
+            x = np.zeros(64)
+            x[:2] = (8, 4) if comm.rank == 0 else np.roll([2, 0], step)
+            opt.step([(w, x)], ErrorFeedback(TopK(1 / 64)), False, exchange, "senders")
+        opt.join()
+        return w.data[:2].tolist()
+
+    assert run_ranks(2, main) == [[-(8 + 2) / 2, -(4 + 2) / 2]] * 2
+
+
+def test_local_steps_count_no_zeros_of_ranks_that_have_joined_either():
+    def main(comm):
+        w = Parameter("w", np.zeros(4))
+        options = {"every": 1, "outer": SGD(1.0), "break_even": False, "over": "senders"}
+        opt = LocalSteps(SGD(1.0), comm, compressor=TopK(1.0), **options)
+        for _ in range(1 + comm.rank):
+            opt([(w, np.ones(4))])
+        opt.join()
+        return w.data.tolist()
+
+    assert run_ranks(2, main) == [[-2.0] * 4] * 2
+
+
+@pytest.mark.parametrize("calls", [(3, 3, 3), (1, 2, 4)], ids=str)
+def test_buckets_that_leave_early_are_divided_by_their_senders_too(calls):
+    def main(comm, overlap):
+        weights = [Parameter(str(k), np.zeros(SHAPE, np.float32)) for k in range(3)]
+        opt = DistOpt(SGD(1.0), comm, overlap=overlap, threshold=300)
+        for step in range(calls[comm.rank]):
+            pairs = [(w, gradient(3 * step + k, comm.rank)) for k, w in enumerate(weights)]
+            opt.step(pairs, TopK(0.5), False, "gather", "senders")
+        opt.join()
+        return laws.digest(weights)
+
+    expected = run_ranks(3, lambda comm: main(comm, False))
+    assert run_ranks(3, lambda comm: main(comm, True)) == expected

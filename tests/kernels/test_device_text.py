@@ -648,13 +648,14 @@ def test_scratch_for_the_selection_stays_below_a_hundredth_of_the_data():
 
 
 def payloads(n, ranks, dtype, seed):
-    """Of every rank: ascending indices, with -1 behind them, and entries."""
+    """Of every rank: ascending indices, with -1 behind them, and entries, of which some are 0."""
     rng, results = np.random.default_rng(seed), []
     for _ in range(ranks):
         k = int(rng.integers(0, n + 1)) // int(rng.integers(1, 20))
         index = np.full(k + int(rng.integers(0, 5)), -1, np.int32)
         index[:k] = np.sort(rng.permutation(n)[:k])
         entry = np.where(index < 0, 0, rng.standard_normal(index.size)).astype(dtype)
+        entry[::4] = 0
         results.append((index, entry))
     return results
 
@@ -682,14 +683,15 @@ def test_decode_all_adds_the_entries_of_ranks_in_order_as_decode_sparse(librarie
         for index, entry in sent:
             kernels.decode_sparse(again, index, entry)
     same([one_by_one, one_by_one], [on_device, again])
-    senders = np.zeros(n, np.int64)
-    for index, _ in sent:
-        np.add.at(senders, index[index >= 0], 1)
+    senders, zeros = np.zeros(n, np.int64), np.arange(ranks) % 3 % 2  # of two ranks in three zeros do not count
+    for zero, (index, entry) in zip(zeros, sent, strict=True):
+        counts = (index >= 0) & ((entry != 0) | (zero != 0))
+        np.add.at(senders, index[counts], 1)
     factor = (2.5 / np.maximum(senders, 1)).astype(dtype)
-    kernels.divide_by_senders(host, lists[0], lists[2], 2.5)
+    kernels.divide_by_senders(host, *lists, zeros, 2.5)
     same([np.where(senders > 0, one_by_one * factor, one_by_one)], [host])
     with on(libraries, *grid):
-        kernels.divide_by_senders(on_device, lists[0], lists[2], 2.5)
+        kernels.divide_by_senders(on_device, *lists, zeros, 2.5)
     same([host], [on_device])
 
 

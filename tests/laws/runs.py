@@ -25,6 +25,18 @@ def digest(params):
     return hashlib.sha256(b"".join(device.host_copy(p.data).tobytes() for p in params)).hexdigest()
 
 
+def assert_same_bits(found, expected, what):
+    """The same values, to the bit; else where they differ, by how much, and where they lie."""
+    lines = []
+    for p, q in zip(found, expected, strict=True):
+        a, b = (device.host_copy(x.data).reshape(-1) for x in (p, q))
+        bits = [x.view(f"u{x.itemsize}") for x in (a, b)]
+        for k in np.flatnonzero(bits[0] != bits[1])[:20]:
+            at = device.address(p.data) + int(k) * a.itemsize
+            lines.append(f"{p.name}[{k}] at {at:#x} is {a[k]} ({bits[0][k]:#x}), not {b[k]} ({bits[1][k]:#x})")
+    assert not lines, "\n".join([str(what), *lines])
+
+
 def share(params, opt):
     """Move the parameters into memory that all ranks share."""
     for p, view in zip(params, opt.parameter_views(params), strict=True):
