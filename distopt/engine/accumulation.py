@@ -24,6 +24,7 @@ class GradientAccumulator:
         batches: calls since the last step.
         num_gradients: gradients in the sum, of all ranks, the present call's included.
         reduced: are they sums over ranks?  None if that is not known.
+        missing: the parameters that none of them is of, as ``GradientCollector.missing``.
     """
 
     def __init__(self, num_batches: int, sync_on_apply: bool):
@@ -33,6 +34,7 @@ class GradientAccumulator:
         self.batches = 0
         self.num_gradients = 0.0
         self.reduced: bool | None = None
+        self.missing = 0
 
     @property
     def closes(self) -> bool:
