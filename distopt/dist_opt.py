@@ -21,6 +21,7 @@ from distopt.engine.partial import Averaged, PartialSteps
 from distopt.engine.spec import GradientHook, Options, StepSpec
 from distopt.engine.views import parameter_views
 from distopt.optim import SGD, AnyOptimizer
+from distopt.optim.adapters.base import Known
 
 if TYPE_CHECKING:
     from distopt import volume
@@ -679,6 +680,7 @@ class DistOpt(SingaModes, Checkpointed):
             kernels.scale(grad.reshape(-1), 1.0 / self.world_size)
         else:
             grad /= self.world_size
+        engine.optimizer.follow({name: Known(param, value)})
         engine.optimizer.apply(name, param, value, grad)
         self._updated = True
 

@@ -247,6 +247,7 @@ class Engine:
             if store.propose(threshold):
                 self.agreement.forget()
                 self.accumulator.bound(self.comm.size)
+                self.declare_numbers(compressor)  # also of parameters that are new
             if compressor.budget is not None:
                 compressor = attempt.compressor = self.reducers.within_budget(compressor, spec, self.progress.updates)
             phases = None if compressor.summable else self.reducers.two_phases(compressor, spec)
@@ -444,6 +445,7 @@ class Engine:
 
     def declare_numbers(self, compressor: Compressor) -> None:
         """Declare the numbers that may change from step to step, and that all ranks must have alike."""
+        self.optimizer.follow(self.store.collector.order)
         capacity = self.store.capacity if compressor.bounded else None
         entries = [f"room for {n} entries of bucket {k}" for k, n in enumerate(capacity.state())] if capacity else []
         numbers = [*self.nonfinite.lines(), *self.optimizer.numbers(), *entries, *self.reducers.borders.lines]

@@ -39,7 +39,9 @@ class Parameter:
 
     ``grad`` is *fresh* from when it is assigned, or ``touch()`` says that it was written to, until a ``Trainer`` has
     used it.  ``grad_req``: what the backward pass does with it: 'write', 'add' (who zeroes it is the user), or 'null'
-    (there is none; a Trainer leaves the parameter out).
+    (there is none; a Trainer leaves the parameter out).  ``lr_mult`` and ``wd_mult`` multiply the learning rate and the
+    weight decay of distopt's optimizers from the next step on, alike on all ranks; one that is not 1 takes the place of
+    the optimizer's own ``lr_mult`` or ``wd_mult`` by name.
 
     Raises ValueError for any other ``grad_req``.
 
@@ -51,10 +53,19 @@ class Parameter:
 
     REQUESTS = ("write", "add", "null")
 
-    def __init__(self, name: str, data: np.ndarray, grad: np.ndarray | None = None, grad_req: str = "write"):
+    def __init__(
+        self,
+        name: str,
+        data: np.ndarray,
+        grad: np.ndarray | None = None,
+        grad_req: str = "write",
+        lr_mult: float = 1.0,
+        wd_mult: float = 1.0,
+    ):
         if grad_req not in self.REQUESTS:
             raise ValueError(f"{name}: grad_req must be one of {self.REQUESTS}, got {grad_req!r}")
         self.name, self.data, self.grad, self.grad_req = name, data, grad, grad_req
+        self.lr_mult, self.wd_mult = lr_mult, wd_mult
 
     @property
     def grad(self) -> np.ndarray | None:

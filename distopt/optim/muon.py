@@ -374,6 +374,11 @@ class Muon(Optimizer):
         self.otherwise.set_states(states["otherwise"])
         self._masters.clear()
 
+    def follow(self, params: Iterable[tuple[str, Any]]) -> None:
+        given = list(params)
+        super().follow(given)
+        self.otherwise.follow(given)
+
     def check_loaded(self, states: State) -> None:
         if isinstance(states, dict) and "otherwise" in states:
             super().check_loaded({name: state for name, state in states.items() if name != "otherwise"})
