@@ -305,7 +305,7 @@ class Engine:
             missing: of each rank, as of ``GradientCollector.missing``.
         """
         spec, accumulator = attempt.spec, self.accumulator
-        if spec.only is not None:
+        if spec.only is not None or not self.reducers.all_have_voted:
             return spec
         here = functools.reduce(operator.and_, missing) if spec.reduced else self.store.collector.missing
         window = accumulator.missing = here & accumulator.missing if accumulator.batches else here
