@@ -248,7 +248,7 @@ class DistOpt(SingaModes, Checkpointed):
             default those of an optimizer of ``torch.optim``.  Rank 0's are sent to all ranks at once, which is
             collective.  A loss may then be a tensor, whose ``backward()`` a step calls, behind clearing ``grad``.  Each
             step asks which of them require a gradient: those of layers that were thawed, and of groups that were added
-            to the optimizer, come behind the others in the plan, on all ranks alike.
+            to the optimizer, join the plan, on all ranks alike, in the order of the model.
         threshold: elements that fill a bucket (``buckets.plan``).
         deterministic: add sums in rank order on every transport.
         overlap: reduce buckets, in a thread, while the loss still yields the gradients of the next ones; the same bits.

@@ -204,8 +204,12 @@ class GradientCollector:
         return self._register(params, self.order)
 
     def admit(self, params: Iterable[Any]) -> list[str]:
-        """Register parameters as ``enroll`` does, also such that were not in the first step."""
-        return self._register(params, ())
+        """Register all parameters in another order, also such that were not in the first step."""
+        names = self._register(params, ())
+        for name in names:
+            self.order[name] = self.order.pop(name)
+        self._learn({})
+        return names
 
     def _register(self, params: Iterable[Any], known: Collection[str]) -> list[str]:
         by_name = self._read(((param, None) for param in params), known)

@@ -59,7 +59,7 @@ class TorchModel:
         optimizer: an optimizer of torch, whose parameters belong to the model; None if there is none.
 
     Attributes:
-        parameters: they; those that a step takes in later come last.
+        parameters: they.
         others: a module's buffers, and frozen parameters, by name.
 
     Raises:
@@ -80,8 +80,7 @@ class TorchModel:
         trained = self._untrained()
         if not trained:
             raise ValueError("params must have a tensor that requires a gradient, got none")
-        self.parameters: list[TensorParameter] = []
-        self._add(trained)
+        self._learn(self._with(trained))
         self.others = _others(params) if module else {n: t for n, t in self._names.values() if not t.requires_grad}
 
     def _tensors(self) -> Iterator[tuple[str | None, torch.Tensor]]:
@@ -103,14 +102,16 @@ class TorchModel:
                 self._names[key] = name or f"parameter {len(self._names)}", tensor
             if tensor.requires_grad and key not in self._by_tensor:
                 found[key] = TensorParameter(*self._names[key])
-        return list(found.values())[::-1]
+        return [p for p in reversed(found.values()) if p.data.size]  # a shard may be empty
 
-    def _add(self, parameters: Sequence[TensorParameter]) -> None:
+    def _with(self, more: Sequence[TensorParameter]) -> list[TensorParameter]:
+        """Return the parameters and more, in the order of the model: as if all of them had been there at first."""
+        known = self._by_tensor | {id(p.original): p for p in more}
+        return [known[key] for key in reversed(self._names) if key in known]
+
+    def _learn(self, parameters: list[TensorParameter]) -> None:
+        self.parameters = parameters
         self._by_tensor |= {id(t): p for p in parameters for t in (p.tensor, p.original)}
-        added = [p for p in parameters if p.data.size]  # a shard may be empty
-        self.parameters += added
-        for p in added if self._yields else ():
-            self._tell_of(p)
 
     def enroll(self, engine: Engine, check: Callable[[], object] = lambda: None) -> None:
         """Make the plan of the parameters, and send rank 0's to all ranks, before a loss is made of them.  Collective.
@@ -148,10 +149,13 @@ class TorchModel:
                     f"{names[0]}: a parameter must require a gradient before parameter_views, got one that does since"
                 )
 
-        admit(engine, new, f"parameters that require a gradient from now on: {', '.join(names)}", check)
+        all_of_them = self._with(new)
+        admit(engine, all_of_them, f"parameters that require a gradient from now on: {', '.join(names)}", check)
         if engine.options.broadcast:
             engine.retries.run(lambda: self._broadcast_values(engine, new))
-        self._add(new)
+        self._learn(all_of_them)
+        for p in new if self._yields else ():
+            self._tell_of(p)
 
     def refuse_new(self) -> None:
         """Raise ValueError for a parameter that requires a gradient now and did not when the exchanges began."""

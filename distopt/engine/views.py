@@ -35,9 +35,10 @@ def enroll(engine: Engine, params: Iterable[Any], verb: str, check: Check, plann
 
 
 def admit(engine: Engine, params: Sequence[Any], verb: str, check: Callable[[], object]) -> None:
-    """Add parameters to a plan, which all ranks have alike, behind those that it has.  Collective.
+    """Add parameters to a plan, which all ranks have alike.  Collective.
 
     Args:
+        params: those of the new plan, in its order.
         verb: what this is for, in the vote.
         check: raises what forbids it.
     """

@@ -130,6 +130,33 @@ def test_what_a_layer_has_not_sent_stays_when_another_one_is_thawed():
     np.testing.assert_allclose(2 * moved, sum(brought - waits for _, brought, waits in ranks), atol=1e-12)
 
 
+def test_training_is_resumed_with_a_layer_that_was_thawed(tmp_path):
+    """To the bit: buckets are those of a model of which that layer was trained from the start."""
+
+    def begun(comm, frozen):
+        model = network(comm.rank)
+        model[0].requires_grad_(not frozen)
+        return model, DistOpt(MOMENTUM(model.parameters()), comm, threshold=100)
+
+    def steps(comm, model, opt, numbers):
+        for step in numbers:
+            opt.step(loss_of(model, comm.rank, step), ErrorFeedback(TopK(0.1)))
+
+    def main(comm):
+        model, opt = begun(comm, frozen=True)
+        steps(comm, model, opt, range(2))
+        model[0].requires_grad_(True)
+        steps(comm, model, opt, range(2, 4))
+        opt.save(tmp_path, model)
+        again, other = begun(comm, frozen=False)
+        other.load(tmp_path, again)
+        for one, its in ((model, opt), (again, other)):
+            steps(comm, one, its, range(4, 6))
+        return flat(model).tobytes() == flat(again).tobytes()
+
+    assert run_ranks(2, main) == [True, True]
+
+
 @pytest.mark.parametrize("change", ["thawed", "added"])
 def test_ranks_that_train_other_layers_are_told_and_may_go_on(change):
     def alter(model, optimizer):
