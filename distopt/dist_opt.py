@@ -21,6 +21,7 @@ from distopt.engine.partial import Averaged, PartialSteps
 from distopt.engine.spec import GradientHook, Options, StepSpec
 from distopt.engine.views import parameter_views
 from distopt.optim import SGD, AnyOptimizer
+from distopt.optim.adapters.base import Known
 
 if TYPE_CHECKING:
     from distopt import volume
@@ -242,12 +243,14 @@ class DistOpt(SingaModes, Checkpointed):
 
     Args:
         opt: None (a new ``SGD()``), any object with ``apply(name, value, grad)`` and ``step()``, or with
-            ``update(param, grad)``, or an optimizer of ``torch.optim``.  distopt's own optimizers take the sum of a
-            whole bucket in one kernel call.
+            ``update(param, grad)``, or an optimizer of ``torch.optim``, or one with the same methods and
+            ``param_groups``.  distopt's own optimizers take the sum of a whole bucket in one kernel call.
         communicator: the ranks; None for ``distopt.world()``, in ``run_ranks`` that of the thread.
         params: a PyTorch model, or an iterable of tensors or (name, tensor) pairs, which are updated where they are; by
             default those of an optimizer of ``torch.optim``.  Rank 0's are sent to all ranks at once, which is
-            collective.  A loss may then be a tensor, whose ``backward()`` a step calls, behind clearing ``grad``.
+            collective.  A loss may then be a tensor, whose ``backward()`` a step calls, behind clearing ``grad``.  Each
+            step asks which of them require a gradient: those of layers that were thawed, and of groups that were added
+            to the optimizer, join the plan, on all ranks alike, in the order of the model.
         threshold: elements that fill a bucket (``buckets.plan``).
         deterministic: add sums in rank order on every transport.
         overlap: reduce buckets, in a thread, while the loss still yields the gradients of the next ones; the same bits.
@@ -256,7 +259,10 @@ class DistOpt(SingaModes, Checkpointed):
         nonfinite: what to do when a gradient of any rank, or a sum, has an infinity or NaN: 'raise' FloatingPointError
             on every rank, 'skip' the step on every rank (10 in a row raise), 'propagate', or a ``LossScaler``, which
             skips too, and by whose scale the gradients are divided.
-        allow_missing: let a parameter without a gradient count as zeros on that rank.
+        allow_missing: let a parameter without a gradient count as zeros on a rank, if another one has one.  A parameter
+            that no rank has a gradient of is left alone: no momentum, no decay, and its residual stays.  In a partial
+            step each rank leaves alone what it has no gradient of.  Where ranks share the work of an update
+            (``parameter_views``, ``Muon(sharded=True)``) such a step is refused.
         check_every: after so many steps the ranks compare the checksums of their parameters, and raise RuntimeError if
             they have diverged; 0: never.  Partial steps, which let them differ, end the comparing.
         num_batches: this many calls are one step: their gradients are averaged.
@@ -402,6 +408,7 @@ class DistOpt(SingaModes, Checkpointed):
         if self._model is None:
             return self.engine.step(loss, spec)
         with self._model.stream():
+            self._model.take_in(self.engine)
             return self.engine.step(self._model.gradients(loss), spec)
 
     def backward_and_partial_update(
@@ -455,6 +462,7 @@ class DistOpt(SingaModes, Checkpointed):
         if self._model is None:
             return self._partial.step(loss, averaged)
         with self._model.stream():
+            self._model.take_in(self.engine)
             return self._partial.step(self._model.gradients(loss), averaged)
 
     def step(
@@ -677,6 +685,7 @@ class DistOpt(SingaModes, Checkpointed):
             kernels.scale(grad.reshape(-1), 1.0 / self.world_size)
         else:
             grad /= self.world_size
+        engine.optimizer.follow({name: Known(param, value)})
         engine.optimizer.apply(name, param, value, grad)
         self._updated = True
 

@@ -52,12 +52,12 @@ class LocalSteps(Checkpointed):
             in a window (streaming DiLoCo; Douillard et al., 2025).
         delay: take a fragment's new values so many steps after it was sent, while it travels; below ``every``.
         alpha: the share of the local value that stays then.
-        params: as of ``DistOpt``: a PyTorch model, or its tensors.
+        params: as of ``DistOpt``: a PyTorch model, or its tensors.  Those that require a gradient later are refused.
         threshold: elements that fill a bucket.
         deterministic: add sums in rank order on every transport.
         broadcast: begin with rank 0's parameters.
         nonfinite: what becomes of this rank's gradients that are not finite, as of ``DistOpt``.
-        allow_missing: let a parameter without a gradient count as zeros.
+        allow_missing: leave a parameter alone in a local step without a gradient of it, as of ``DistOpt``.
         check_every: compare the global parameters of all ranks by checksum, at the first exchange behind so many steps.
         num_batches: this many calls are one step.
         clip_norm: bound of the norm of this rank's gradient.
@@ -145,8 +145,8 @@ class LocalSteps(Checkpointed):
         self._training = LocalTraining(inner, loop)
         lines = [*options.lines(own), f"outer={loop.engine.optimizer!r}"]
         state = LocalState(loop, EngineInnerState(self._training), lines)
-        super().__init__(inner, local | exchanged | {"deterministic": deterministic}, state)
         self._model = torch_model(opt, params)
+        super().__init__(inner, local | exchanged | {"deterministic": deterministic}, state)
         if self._model is not None:
             with self._model.stream():
                 self._training.begin([(p, None) for p in self._model.parameters])
@@ -166,6 +166,7 @@ class LocalSteps(Checkpointed):
         """
         if self._model is None:
             return self._training.run(loss)
+        self._model.refuse_new()
         with self._model.stream():
             return self._training.run(self._model.gradients(loss))
 

@@ -40,6 +40,7 @@ class GradientAccumulator:
         brought: how many ranks have brought gradients to what is reduced next.
         joined: the ranks that bring none to the present call.
         expected: gradients in the sum once later calls, if sums over ranks are added, have brought as many as this one.
+        missing: the parameters that none of them is of, as ``GradientCollector.missing``.
     """
 
     def __init__(self, num_batches: int, sync_on_apply: bool):
@@ -51,6 +52,7 @@ class GradientAccumulator:
         self.reduced: bool | None = None
         self.brought, self.expected = 0, 0.0
         self.joined: frozenset[int] = frozenset()
+        self.missing = 0
 
     @property
     def closes(self) -> bool:

@@ -223,9 +223,10 @@ class BucketStore:
             self.capacity.discard()
 
     def roll_back(self) -> None:
-        """Go back to the committed plan; if there is none, the next step may bring other parameters."""
-        if not self.started:
-            self.collector.forget()
+        """Go back to the committed plan and its parameters; if there is none, the next step may bring others."""
+        committed = self._committed.buckets
+        if committed is not self._memory.buckets or not self.started:
+            self.collector.forget({name for b in committed.plan.buckets for name in b.names} if committed else ())
         self._use(self._committed)
 
     def share_parameters(self) -> dict[str, np.ndarray]:

@@ -32,10 +32,12 @@ class Checkpointer:
 
     Args:
         training: the training.
+        known: makes parameters of a PyTorch model, or of its tensors; None if there is no model.
     """
 
-    def __init__(self, training: TrainingState):
+    def __init__(self, training: TrainingState, known: Callable[[Any], Iterable[Any]] | None = None):
         self._training, self._comm = training, training.comm
+        self.known: Callable[[Any], Iterable[Any]] = known or iter
         self._locks: tuple[lock.Held, ...] = ()  # on rank 0, of the last folders
         self._unlocked: tuple[Path, ...] = ()  # folders in which there are no locks
 
@@ -143,7 +145,7 @@ class Checkpointer:
         job.mark(job.STOPS)
         hooks = self._training.hooks
         hooks[:] = [hook for hook in hooks if not isinstance(hook, StopOnSignal)]
-        hooks.append(StopOnSignal(self, path, None if params is None else list(params), extra, keep))
+        hooks.append(StopOnSignal(self, path, None if params is None else list(self.known(params)), extra, keep))
 
     # ------------------------------------------------------------------------------------------------- load
 
@@ -258,7 +260,7 @@ class Checkpointer:
     def _arrays_by_name(self, params: Iterable[Any]) -> dict[str, np.ndarray]:
         """Return arrays by parameter name; ValueError for two of one name, or a bare array that has none yet."""
         values: dict[str, np.ndarray] = {}
-        for param in params:
+        for param in self.known(params):
             if is_array(param) and not self._training.collector.order:
                 raise ValueError(
                     "a parameter must be named before the first step, got a bare array; use distopt.Parameter"

@@ -1,6 +1,8 @@
 """One training step: collect, check, vote, reduce, update."""
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +10,7 @@ import numpy as np
 from distopt.buckets import Reduced
 from distopt.checks import check_int
 from distopt.comm import Communicator
-from distopt.comm.control import by_rank
+from distopt.comm.control import agreed, by_rank
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, Dense
 from distopt.compress.base import check_compressor
@@ -24,6 +26,7 @@ from distopt.engine.overlap import Overlap
 from distopt.engine.parameters import Loss
 from distopt.engine.progress import Progress
 from distopt.engine.reducers import Reducer, Reducers, StepContext, Unreduced
+from distopt.engine.report import decode, encode
 from distopt.engine.retries import Once, Retries
 from distopt.engine.spec import Options, StepSpec
 from distopt.exchange import EXCHANGES
@@ -191,7 +194,7 @@ class Engine:
             if outcome is None or outcome.sums is None:
                 return False
             with self.progress.halfway:
-                (update or self.update)(outcome.sums, outcome.scale, spec)
+                (update or self.update)(outcome.sums, outcome.scale, self.spec)
             return True
 
         outcome = self.buddies.step(exchange, apply, spec.reduced)
@@ -209,7 +212,7 @@ class Engine:
             return None
         with self.progress.halfway:
             sums = self.reduce(attempt)
-            return Outcome(None, 0.0) if sums is None else self.hooked_and_clipped(sums, spec)
+            return Outcome(None, 0.0) if sums is None else self.hooked_and_clipped(sums, self.spec)
 
     def begin(self, prepare: Callable[[], Attempt]) -> Attempt | None:
         """Prepare a step on this rank alone, where errors are kept, and vote.  Collective.
@@ -244,6 +247,7 @@ class Engine:
             if store.propose(threshold):
                 self.agreement.forget()
                 self.accumulator.bound(self.comm.size)
+                self.declare_numbers(compressor)  # also of parameters that are new
             if compressor.budget is not None:
                 compressor = attempt.compressor = self.reducers.within_budget(compressor, spec, self.progress.updates)
             phases = None if compressor.summable else self.reducers.two_phases(compressor, spec)
@@ -267,11 +271,18 @@ class Engine:
     def vote(self, attempt: Attempt) -> bool:
         """Vote on an attempt: False if all ranks skip it, as it is not finite on some.  Collective."""
         store, progress = self.store, self.progress
-        nonfinite = "" if attempt.error else store.check.nonfinite_gradients()
-        reports = self.agree(progress.name, progress.calls, attempt.error, nonfinite, doubts=store.check.doubts)
-        doubted = self.comm.control.doubted
-        if reports and not self.nonfinite.accepts(by_rank(reports)):
-            return False
+        report = "" if attempt.error else store.check.nonfinite_gradients()
+        if report or store.collector.allow_missing:
+            report = encode(report, store.collector.missing)
+        reports = self.agree(progress.name, progress.calls, attempt.error, report, doubts=store.check.doubts)
+        doubted, spec = self.comm.control.doubted, attempt.spec
+        if reports:
+            nonfinite, missing = decode(reports)
+            if not self.nonfinite.accepts(nonfinite):
+                return False
+            spec = self._leave_alone(attempt, missing[-self.comm.size :])  # local steps have empty ones before
+        else:
+            self.accumulator.missing = 0
         store.check_values_apart()
         for hook in tuple(self.hooks):  # one may take itself away
             hook.after_vote(store.collector, self.optimizer.opt)
@@ -279,9 +290,37 @@ class Engine:
             self.retries.keep(*store.values.values())
             store.broadcast_parameters(progress.updates)
         progress.snapshot()
-        self.compressor, self.spec = attempt.compressor, attempt.spec
+        self.compressor, self.spec = attempt.compressor, spec
         store.check.begin(doubted, self.compressor.stateful)
         return True
+
+    def _leave_alone(self, attempt: Attempt, missing: Sequence[int]) -> StepSpec:
+        """Let a step leave the parameters alone that no rank has a gradient of; return what its update is.
+
+        In a partial step this rank leaves those alone that it has none of; of several batches that are exchanged apart
+        each exchange leaves its own alone.
+
+        Args:
+            attempt: the step.
+            missing: of each rank, as of ``GradientCollector.missing``.
+        """
+        spec, accumulator = attempt.spec, self.accumulator
+        if spec.only is not None or not self.reducers.all_have_voted:
+            return spec
+        here = functools.reduce(operator.and_, missing) if spec.reduced else self.store.collector.missing
+        window = accumulator.missing = here & accumulator.missing if accumulator.batches else here
+        shared = self.store.sharded or self.optimizer.shares_work
+        if window and accumulator.closes and spec.reduced and shared:
+            names = ", ".join(n for k, n in enumerate(self.store.collector.order) if window >> k & 1)
+            text = f"no rank has a gradient of {names}, but where ranks share an update they update all parameters"
+            raise agreed(ValueError(text), self.comm.rank == 0)
+        attempt.spec = spec._replace(only=self._but(here if accumulator.holds_sums else window))
+        return spec._replace(only=self._but(window))
+
+    def _but(self, missing: int) -> Collection[str] | None:
+        """Return the names of all parameters but those, None if that are all."""
+        order = self.store.collector.order
+        return frozenset(n for k, n in enumerate(order) if not missing >> k & 1) if missing else None
 
     def reduce(self, attempt: Attempt) -> Iterable[Reduced] | None:
         """Reduce the buckets over ranks.  Collective.
@@ -302,12 +341,12 @@ class Engine:
             reducer = Unreduced(store, attempt.compressor)
         reduced = accumulator.add(buckets, reducer.reduce, store.skip_flag)
         if reduced is None:
-            self.settle_call(attempt.spec)
+            self.settle_call(self.spec)
             return None
         if reducer.shards_are_final and in_turn:
             return reduced  # bucket by bucket: each rank needs but its own shard
         sums = self.finite_sums(reducer, reduced)
-        return sums if sums is not None and self.settle_call(attempt.spec) else None
+        return sums if sums is not None and self.settle_call(self.spec) else None
 
     def choose_reducer(self, attempt: Attempt) -> Reducer:
         """Return the reducer of a step, on which all ranks have agreed."""
@@ -407,6 +446,7 @@ class Engine:
 
     def declare_numbers(self, compressor: Compressor) -> None:
         """Declare the numbers that may change from step to step, and that all ranks must have alike."""
+        self.optimizer.follow(self.store.collector.order)
         capacity = self.store.capacity if compressor.bounded else None
         entries = [f"room for {n} entries of bucket {k}" for k, n in enumerate(capacity.state())] if capacity else []
         numbers = [*self.nonfinite.lines(), *self.optimizer.numbers(), *entries, *self.reducers.borders.lines]

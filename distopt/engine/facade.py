@@ -35,11 +35,12 @@ def watch_first_gradients(engine: Engine) -> None:
 
 def torch_model(opt: Any, params: Any) -> Any:
     """Return the parameters of a PyTorch model as a ``TorchModel``; None if there is none."""
-    if params is None and not is_torchs(opt):
+    of_torch = is_torchs(opt)
+    if params is None and not of_torch:
         return None
     from distopt.engine.torch_model import TorchModel  # torch is there
 
-    return TorchModel.of_optimizer(opt) if params is None else TorchModel(params)
+    return TorchModel(params, opt if of_torch else None)
 
 
 def plan_of(engine: Engine) -> Plan | None:
@@ -55,6 +56,8 @@ class Facade:
         arguments: the options by name, as the user gave them.
         ranks: all ranks; None for those of the engine.
     """
+
+    _model: Any = None  # the ``TorchModel``, if there is one
 
     def __init__(self, engine: Engine, arguments: dict[str, Any], ranks: Communicator | None = None):
         self.engine, self._arguments, self._ranks = engine, arguments, ranks or engine.comm
@@ -223,7 +226,7 @@ class Checkpointed(Facade):
     def __init__(self, engine: Engine, arguments: dict[str, Any], training: TrainingState | None = None):
         self._state = training or EngineState(engine, engine.options.lines(engine.comm))
         super().__init__(engine, arguments, self._state.comm)
-        self._checkpointer = Checkpointer(self._state)
+        self._checkpointer = Checkpointer(self._state, self._model.known if self._model else None)
 
     def close(self) -> None:
         """Refuse everything from now on; other jobs may then save to the same folder.

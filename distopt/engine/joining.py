@@ -31,7 +31,7 @@ class Joining:
 
     def __init__(self, training: TrainingState, checkpointer: Checkpointer, params: Iterable[Any] | None, extra: Any):
         self._training, self._checkpointer = training, checkpointer
-        self._params, self._extra = None if params is None else list(params), extra
+        self._params, self._extra = None if params is None else list(checkpointer.known(params)), extra
 
     def rejoin(self) -> Any:
         """Be let in, and return the others' ``extra``; in a process that is one of the ranks return None at once.

@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ from distopt.optim.adapters.base import Known
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 PARAMETERS = (*FLOATS, *FORMATS)
+NAMED_TENSORS = "give it with a name, as model.named_parameters() does"
 Watch = Callable[[Iterable[Any]], Iterable[Any]]  # passes on the pairs of a loss, as they come
 LOSSES = (
     "loss must be an iterable of (param, grad) pairs (a generator too), a callable that returns one, "
@@ -38,7 +39,9 @@ class Parameter:
 
     ``grad`` is *fresh* from when it is assigned, or ``touch()`` says that it was written to, until a ``Trainer`` has
     used it.  ``grad_req``: what the backward pass does with it: 'write', 'add' (who zeroes it is the user), or 'null'
-    (there is none; a Trainer leaves the parameter out).
+    (there is none; a Trainer leaves the parameter out).  ``lr_mult`` and ``wd_mult`` multiply the learning rate and the
+    weight decay of distopt's optimizers from the next step on, alike on all ranks; one that is not 1 takes the place of
+    the optimizer's own ``lr_mult`` or ``wd_mult`` by name.
 
     Raises ValueError for any other ``grad_req``.
 
@@ -50,10 +53,19 @@ class Parameter:
 
     REQUESTS = ("write", "add", "null")
 
-    def __init__(self, name: str, data: np.ndarray, grad: np.ndarray | None = None, grad_req: str = "write"):
+    def __init__(
+        self,
+        name: str,
+        data: np.ndarray,
+        grad: np.ndarray | None = None,
+        grad_req: str = "write",
+        lr_mult: float = 1.0,
+        wd_mult: float = 1.0,
+    ):
         if grad_req not in self.REQUESTS:
             raise ValueError(f"{name}: grad_req must be one of {self.REQUESTS}, got {grad_req!r}")
         self.name, self.data, self.grad, self.grad_req = name, data, grad, grad_req
+        self.lr_mult, self.wd_mult = lr_mult, wd_mult
 
     @property
     def grad(self) -> np.ndarray | None:
@@ -145,9 +157,8 @@ class GradientCollector:
         if is_array(param) or is_tensor(param):
             if id(param) not in self._bare:
                 if self.order:
-                    raise ValueError(
-                        "a bare array must be one of the first step, got another one; use distopt.Parameter"
-                    )
+                    what, remedy_ = ("array", "use distopt.Parameter") if is_array(param) else ("tensor", NAMED_TENSORS)
+                    raise ValueError(f"a bare {what} must be one of the first step, got another one; {remedy_}")
                 self._bare[id(param)] = f"parameter {len(self._bare)}", param
             name, array = self._bare[id(param)]
             return name, device.array_of(array)
@@ -172,7 +183,7 @@ class GradientCollector:
             if isinstance(arrived, LazyPairs):
                 self._refuse_reused()
         else:
-            by_name = self._read(arrived)
+            by_name = self._read(arrived, self.order)
             if isinstance(arrived, LazyPairs):
                 _refuse_overwritten(list(by_name), [grad for _, grad in arrived])
             self._take(by_name)
@@ -190,11 +201,28 @@ class GradientCollector:
 
     def enroll(self, params: Iterable[Any]) -> list[str]:
         """Register parameters, which come without gradients, and return their names; raises what ``collect`` raises."""
-        by_name = self._read((param, None) for param in params)
+        return self._register(params, self.order)
+
+    def admit(self, params: Iterable[Any]) -> list[str]:
+        """Register all parameters in another order, also such that were not in the first step."""
+        names = self._register(params, ())
+        for name in names:
+            self.order[name] = self.order.pop(name)
+        self._learn({})
+        return names
+
+    def _register(self, params: Iterable[Any], known: Collection[str]) -> list[str]:
+        by_name = self._read(((param, None) for param in params), known)
         self._refuse_new_overlap(by_name)
         self._learn(by_name)
         self._last = PairMatcher([], [])  # the arrays that were there then may be others now
+        self._places = None
         return list(by_name)
+
+    @property
+    def missing(self) -> int:
+        """The parameters without a gradient in this step, as the bits of a number: the first one's is the lowest."""
+        return sum(1 << k for k, grad in enumerate(self.grads.arrays) if grad is None) if self.allow_missing else 0
 
     def last_arrival(self, places: Sequence[int]) -> int:
         """Return the position in the last step's loss of the last of these, by their places in the plan."""
@@ -274,15 +302,16 @@ class GradientCollector:
             self.values.replace(list(values))
             self._layout = ArrayMatcher(values)
 
-    def _read(self, pairs: Iterable[Any]) -> dict[str, Gradient]:
+    def _read(self, pairs: Iterable[Any], known: Collection[str]) -> dict[str, Gradient]:
+        """Gradients by name, of the parameters that are ``known``; of any if none is."""
         by_name: dict[str, Gradient] = {}
         for pair in pairs:
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise TypeError(f"{LOSSES}, got {describe(pair)} among the pairs")
             param, grad = pair
             name, value = self.identify(param)
-            if self.order and name not in self.order:
-                raise ValueError(f"{name}: not a parameter of the first step{suggest(name, self.order)}")
+            if known and name not in known:
+                raise ValueError(f"{name}: not a parameter of the first step{suggest(name, known)}")
             if name in by_name:
                 places = f"positions {list(by_name).index(name)} and {len(by_name)}"
                 raise ValueError(f"{name}: given twice, at {places}; names must be unique")
@@ -305,11 +334,13 @@ class GradientCollector:
             raise ValueError(f"{name}: the parameter must be {was}, as on the first step, got {now}")
         return Gradient(param, value, checked_gradient(name, value, grad))
 
-    def forget(self) -> None:
-        """Forget the parameters of a first step that failed."""
-        self.order.clear()
-        self._bare.clear()
-        self._last = PairMatcher([], [])
+    def forget(self, but: Collection[str] = ()) -> None:
+        """Forget the parameters of a plan that failed, but for those of the one before."""
+        for name in [name for name in self.order if name not in but]:
+            del self.order[name]
+        self._bare = {key: bare for key, bare in self._bare.items() if bare[0] in but}
+        self._learn({})
+        self._last, self._places = PairMatcher([], []), None
 
 
 def _until_repeated(pairs: Iterable[Any]) -> Iterator[Any]:

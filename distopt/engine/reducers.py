@@ -459,7 +459,10 @@ class Reducers:
 
     Attributes:
         borders: of the shards of exchanges in two phases.
+        all_have_voted: the vote before an exchange tells of the gradients of all ranks.
     """
+
+    all_have_voted = True
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from distopt.comm import Communicator
+from distopt.comm.message import MessageTag
 from distopt.device.tensors import as_array, as_bytes, as_tensor, as_this_thread, is_dense, is_dtensor, torchs_stream
 from distopt.engine.engine import Engine
 from distopt.engine.parameters import Parameter
-from distopt.engine.views import enroll
+from distopt.engine.views import admit, enroll
 
 TWICE = (
     "a gradient must come once in a backward pass where buckets leave early, got it twice (activations that are "
@@ -70,43 +71,71 @@ class TorchModel:
     """The parameters of a model that require a gradient, the last ones first, as their gradients come.
 
     Args:
-        params: a module, or an iterable of tensors or of (name, tensor) pairs.
+        params: a module, or an iterable of tensors or of (name, tensor) pairs; None for those of the optimizer.
+        optimizer: an optimizer of torch, whose parameters belong to the model; None if there is none.
 
     Attributes:
         parameters: they.
-        others: a module's buffers and frozen parameters, by name.
+        others: a module's buffers, and frozen parameters, by name.
 
     Raises:
         TypeError: ``params`` is none of these; or a tensor is sparse, not on the CPU, or has gaps in memory.
         ValueError: there are none.
     """
 
-    def __init__(self, params: Any, ignored: Collection[str] = ()):
-        """Make it; a module's tensors of the names ``ignored`` are left to it."""
-        named = params.named_parameters() if isinstance(params, torch.nn.Module) else params
-        if isinstance(named, torch.Tensor) or not isinstance(named, Iterable):
+    def __init__(self, params: Any, optimizer: Any = None, ignored: Collection[str] = ()):
+        module = isinstance(params, torch.nn.Module)
+        if isinstance(params, torch.Tensor) or not (module or params is None or isinstance(params, Iterable)):
             raise TypeError(f"{PARAMS}, got {type(params).__name__}")
-        pairs = [pair if isinstance(pair, tuple) else (f"parameter {k}", pair) for k, pair in enumerate(named)]
-        wrong = next((p for _, p in pairs if not isinstance(p, torch.Tensor)), None)
-        if wrong is not None:
-            raise TypeError(f"{PARAMS}, got one of {type(wrong).__name__}")
-        trained = [TensorParameter(name, p) for name, p in reversed(pairs) if p.requires_grad and name not in ignored]
-        if not trained:
-            raise ValueError("params must have a tensor that requires a gradient, got none")
-        self.parameters = [p for p in trained if p.data.size]  # a shard may be empty
-        self._by_tensor = {id(t): p for p in self.parameters for t in (p.tensor, p.original)}
-        self.held = [p for _, p in pairs]  # for as long as this lives
+        self._given = params if module else list(params or ())
+        self._optimizer, self._ignored = optimizer, ignored
+        self._names: dict[int, tuple[str, torch.Tensor]] = {}  # of all tensors so far, frozen ones too, by id
+        self._by_tensor: dict[int, TensorParameter] = {}
         self._yields = False
         self._arrived: queue.SimpleQueue[Any] | None = None  # of the parameters whose gradients have come
-        self.others = _others(params, ignored) if isinstance(params, torch.nn.Module) else {}
+        trained = self._untrained()
+        if not trained:
+            raise ValueError("params must have a tensor that requires a gradient, got none")
+        self._learn(self._with(trained))
+        frozen = {n: t for n, t in self._names.values() if not t.requires_grad}
+        buffers = {n: t for n, t in params.named_buffers() if n not in ignored} if module else {}
+        self.others = {n: t.detach() for n, t in (buffers | frozen).items()}
 
-    @classmethod
-    def of_optimizer(cls, optimizer: torch.optim.Optimizer) -> "TorchModel":
-        """Return the parameters of an optimizer, with the names that it knows, or numbers."""
-        groups = optimizer.param_groups
-        tensors = itertools.chain.from_iterable(group["params"] for group in groups)
-        names = itertools.chain.from_iterable(group.get("param_names", ()) for group in groups)
-        return cls([(name or f"parameter {k}", p) for k, (p, name) in enumerate(itertools.zip_longest(tensors, names))])
+    def _tensors(self) -> Iterator[tuple[str | None, torch.Tensor]]:
+        """Yield the tensors that the model and the optimizer have now, with the names that these know."""
+        given = self._given.named_parameters() if isinstance(self._given, torch.nn.Module) else self._given
+        for pair in given:
+            name, tensor = pair if isinstance(pair, tuple) else (None, pair)
+            if name not in self._ignored:
+                yield name, tensor
+        for group in () if self._optimizer is None else self._optimizer.param_groups:
+            yield from zip(group.get("param_names") or itertools.repeat(None), group["params"], strict=False)
+
+    def _untrained(self) -> list[TensorParameter]:
+        """Return the parameters that require a gradient and are none of ``parameters``: thawed ones, and new ones."""
+        found = {}
+        for name, tensor in self._tensors():
+            key = id(tensor)
+            if key not in self._names:
+                if not isinstance(tensor, torch.Tensor):
+                    raise TypeError(f"{PARAMS}, got one of {type(tensor).__name__}")
+                self._names[key] = name or f"parameter {len(self._names)}", tensor
+            if tensor.requires_grad and key not in self._by_tensor:
+                found[key] = TensorParameter(*self._names[key])
+        return [p for p in reversed(found.values()) if p.data.size]  # a shard may be empty
+
+    def _with(self, more: Sequence[TensorParameter]) -> list[TensorParameter]:
+        """Return the parameters and more, in the order of the model: as if all of them had been there at first."""
+        known = self._by_tensor | {id(p.original): p for p in more}
+        return [known[key] for key in reversed(self._names) if key in known]
+
+    def _learn(self, parameters: list[TensorParameter]) -> None:
+        self.parameters = parameters
+        self._by_tensor |= {id(t): p for p in parameters for t in (p.tensor, p.original)}
+
+    def let_go(self) -> None:
+        """Hold the model's tensors no more: their hooks hold this."""
+        self._given, self._optimizer, self._names = [], None, {}
 
     def enroll(self, engine: Engine, check: Callable[[], object] = lambda: None) -> None:
         """Make the plan of the parameters, and send rank 0's to all ranks, before a loss is made of them.  Collective.
@@ -122,6 +151,52 @@ class TorchModel:
             if engine.store.broadcast_due:
                 self.agree_on_others(engine)
                 engine.retries.run(lambda: self._broadcast(engine))
+
+    def take_in(self, engine: Engine) -> None:
+        """Take in the parameters that require a gradient from now on, with rank 0's values.  Collective then.
+
+        Raises:
+            ValueError: on every rank alike, if ranks have others, or none; for a tensor in the place of another one;
+                and where parameters are shared.
+        """
+        if not (new := self._untrained()):
+            return
+        names = [p.name for p in new]
+
+        def check() -> None:
+            if taken := [name for name in names if name in engine.store.collector.order]:
+                raise ValueError(
+                    f"{taken[0]}: a parameter must stay the tensor that it was, got another one; make a new "
+                    f"{engine.kind} after a layer was replaced"
+                )
+            if engine.store.sharded:
+                raise ValueError(
+                    f"{names[0]}: a parameter must require a gradient before parameter_views, got one that does since"
+                )
+
+        all_of_them = self._with(new)
+        admit(engine, all_of_them, f"parameters that require a gradient from now on: {', '.join(names)}", check)
+        if engine.options.broadcast:
+            engine.retries.run(lambda: self._broadcast_values(engine, new))
+        self._learn(all_of_them)
+        for p in new if self._yields else ():
+            self._tell_of(p)
+
+    def refuse_new(self) -> None:
+        """Raise ValueError for a parameter that requires a gradient now and did not when the exchanges began."""
+        if new := self._untrained():
+            raise ValueError(
+                f"{', '.join(p.name for p in new[:5])}: a parameter must require a gradient when local steps begin, "
+                "got one that does since; make local steps anew after a layer was thawed, replaced or added"
+            )
+
+    def _broadcast_values(self, engine: Engine, parameters: Sequence[TensorParameter]) -> None:
+        values = [p.data for p in parameters]
+        engine.retries.keep(*values)
+        with engine.comm.tagged(MessageTag("start", engine.progress.updates)):
+            for value in values:
+                engine.comm.broadcast(value)
+        engine.comm.wait()
 
     def _broadcast(self, engine: Engine) -> None:
         """Send all that rank 0 has, and nothing of any other rank if that is lost on the way.  Collective."""
@@ -180,19 +255,31 @@ class TorchModel:
 
     def overlap(self) -> None:
         """Let ``gradients`` of a tensor yield pairs while its backward pass goes on in a thread of its own."""
-        model = weakref.ref(self)
         for p in self.parameters:
-            leaf: Any = p.original  # torch's method has no types
-            leaf.register_post_accumulate_grad_hook(functools.partial(_tell, model, p))
+            self._tell_of(p)
         self._yields = True
 
+    def _tell_of(self, p: TensorParameter) -> None:
+        leaf: Any = p.original  # torch's method has no types
+        leaf.register_post_accumulate_grad_hook(functools.partial(_tell, weakref.ref(self), p))
+
     def known(self, params: Any) -> Any:
-        """Return the parameters that tensors, or those of a module, are; what is no tensor of this model as it is."""
+        """Return the parameters that tensors, pairs of names and tensors, or those of a module are.
+
+        A tensor of another model is a parameter if it comes with a name; what is none of these is returned as it is.
+        """
         if isinstance(params, torch.nn.Module):
-            params = params.parameters()
-        if isinstance(params, Iterable):
-            return [self._by_tensor.get(id(p[1] if isinstance(p, tuple) else p), p) for p in params]
-        return params
+            params = params.named_parameters()
+        return [self._known(p) for p in params] if isinstance(params, Iterable) else params
+
+    def _known(self, param: Any) -> Any:
+        name, tensor = param if isinstance(param, tuple) and len(param) == 2 else (None, param)
+        found = self._by_tensor.get(id(tensor))
+        if found is not None:
+            found.follow()
+            return found
+        name = self._names[id(tensor)][0] if id(tensor) in self._names else name
+        return TensorParameter(name, tensor) if isinstance(tensor, torch.Tensor) and name else param
 
     def move(self, params: Iterable[Any], views: Iterable[np.ndarray]) -> list[torch.Tensor]:
         """Let parameters be in the memory of these arrays, and return them as tensors."""
@@ -302,11 +389,6 @@ def _of_this_rank(name: str, t: torch.Tensor) -> torch.Tensor:
         )
     shard: torch.Tensor = sharded.to_local().detach()
     return shard
-
-
-def _others(model: torch.nn.Module, ignored: Collection[str]) -> dict[str, torch.Tensor]:
-    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-    return {n: x.detach() for n, x in (dict(model.named_buffers()) | frozen).items() if n not in ignored}
 
 
 def _array_of(name: str, t: torch.Tensor) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Views: arrays of the buckets themselves, for gradients that are never packed and parameters that all ranks share."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,22 +19,50 @@ def enroll(engine: Engine, params: Iterable[Any], verb: str, check: Check, plann
         check: raises what forbids it, for the names.
         planned: parameters that the plan, if there is none, has before these.
     """
-    engine.check_open()
     again = list(params) if engine.comm.elastic else params  # of a call that may be made again
-    return engine.retries.run(lambda: _enroll(engine, again, verb, check, planned))
+    collector = engine.store.collector
 
-
-def _enroll(engine: Engine, params: Iterable[Any], verb: str, check: Check, planned: Iterable[Any]) -> list[str]:
-    names: list[str] = []
-    error = None
-    engine.sync_with_last_step()
-    collector, store = engine.store.collector, engine.store
-    try:
+    def learn() -> list[str]:
+        params = again
         if planned and not collector.order:
             params, first = list(params), {id(p): p for p in planned}
             collector.enroll([*first.values(), *(p for p in params if id(p) not in first)])
         names = collector.enroll(params)
         check(names)
+        return names
+
+    return _plan(engine, learn, verb)
+
+
+def admit(engine: Engine, params: Sequence[Any], verb: str, check: Callable[[], object]) -> None:
+    """Add parameters to a plan, which all ranks have alike.  Collective.
+
+    Args:
+        params: those of the new plan, in its order.
+        verb: what this is for, in the vote.
+        check: raises what forbids it.
+    """
+
+    def learn() -> list[str]:
+        check()
+        return engine.store.collector.admit(params)
+
+    _plan(engine, learn, verb)
+
+
+def _plan(engine: Engine, learn: Callable[[], list[str]], verb: str) -> list[str]:
+    """Make a plan of the parameters that ``learn`` learns, and return their names.  Collective."""
+    engine.check_open()
+    return engine.retries.run(lambda: _plan_once(engine, learn, verb))
+
+
+def _plan_once(engine: Engine, learn: Callable[[], list[str]], verb: str) -> list[str]:
+    names: list[str] = []
+    error = None
+    engine.sync_with_last_step()
+    store = engine.store
+    try:
+        names = learn()
         if store.propose(store.threshold):
             engine.agreement.forget()
         engine.declare(verb)

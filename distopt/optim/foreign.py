@@ -20,9 +20,23 @@ WRAP_OPTAX = """
 """
 
 
+TORCHS = "param_groups", "step", "zero_grad", "state_dict", "load_state_dict"  # what every optimizer of torch has
+
+
 def is_torchs(opt: Any) -> bool:
-    """Tell if an optimizer is one of ``torch.optim``, or derives from one."""
-    return any(c.__module__.startswith("torch.optim") for c in type(opt).__mro__)
+    """Tell if an optimizer is one of ``torch.optim``, derives from one, or wraps one and is used as it is."""
+    return any(c.__module__.startswith("torch.optim") for c in type(opt).__mro__) or (
+        not isinstance(opt, type) and all(hasattr(opt, name) for name in TORCHS)
+    )
+
+
+def refuse_closure(opt: Any) -> None:
+    """Raise TypeError for an optimizer of torch whose ``step`` needs a closure."""
+    if not _takes(opt.step, 0):
+        raise TypeError(
+            f"opt must be an optimizer whose step() can be called without a closure, got {type(opt).__name__}; use "
+            "distopt.torch.synchronize(model), and give its step() a closure that returns the mean loss over ranks"
+        )
 
 
 def call_style(opt: Any) -> str:

@@ -155,5 +155,5 @@ class LBSGD(Layerwise):
 
     def check_loaded(self, states: State) -> None:
         super().check_loaded(states)
-        if states["batches"] >= self.batch_scale:
+        if states.get("batches", 0) >= self.batch_scale:
             raise ValueError(f"batches must be in [0, {self.batch_scale - 1}], got {states['batches']}")

@@ -90,8 +90,8 @@ class Muon(Optimizer):
     ``u = momentum m + (1 - momentum) g``, or m itself without ``nesterov``; ``x = u / (|u|_F + 1e-7)``, transposed if
     it has more rows than columns; ``steps`` times ``x = a x + b (x x^T) x + c (x x^T)^2 x``; then
     ``w -= lr (max(1, rows / columns)^0.5 x + weight_decay w)``.  Filters of a convolution, O x I x k x k, are a matrix
-    of O rows.  The singular values of x end between 0.5 and 1.5 if they begin at 0.002 at least, so a matrix moves as
-    far whatever the size of its gradients.  The state is ``moments``, m.
+    of O rows, with its factor, which is 1 in Jordan's code.  The singular values of x end between 0.5 and 1.5 if they
+    begin at 0.002 at least, so a matrix moves as far whatever the size of its gradients.  The state is ``moments``, m.
 
     Names say which parameters are such matrices, since shapes cannot: embeddings and the last layer are better left
     out.  Those that ``exclude`` names, and all with fewer than two dimensions, are updated by the optimizer
@@ -105,7 +105,8 @@ class Muon(Optimizer):
         lr: the learning rate, at least 0: a number, or a schedule of k, the number of updates applied so far.
         momentum: in [0, 1], a number or a schedule.
         nesterov: False for u = m.
-        weight_decay: the decoupled decay of matrices, at least 0, a number or a schedule.
+        weight_decay: the decoupled decay of matrices, at least 0, a number or a schedule.  ``torch.optim.Muon`` has 0.1
+            by default.
         steps: the number of Newton-Schulz iterations, at least 1.
         exclude: parameters that are left to ``otherwise``: a predicate on the name, or a list of suffixes.
         otherwise: one of distopt's optimizers, with learning rate, decay and schedules of its own; None for
@@ -373,6 +374,11 @@ class Muon(Optimizer):
         super().set_states(states)
         self.otherwise.set_states(states["otherwise"])
         self._masters.clear()
+
+    def follow(self, params: Iterable[tuple[str, Any]]) -> None:
+        given = list(params)
+        super().follow(given)
+        self.otherwise.follow(given)
 
     def check_loaded(self, states: State) -> None:
         if isinstance(states, dict) and "otherwise" in states:

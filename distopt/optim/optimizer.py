@@ -98,8 +98,9 @@ class Optimizer(abc.ABC):
         multi_precision: True keeps the float32 values of 16-bit parameters as the state ``master``, so that small
             updates add up (Micikevicius et al., "Mixed precision training", 2018).  A parameter that something other
             than the optimizer has changed since becomes the master.
-        lr_mult: factors of the learning rate, by parameter name; 1 for all others.
-        wd_mult: factors of the weight decay, by parameter name; 1 for all others.
+        lr_mult: factors of the learning rate, by parameter name; 1 for all others.  A parameter that has an attribute
+            of this name itself, other than 1, is multiplied by that instead.
+        wd_mult: factors of the weight decay, in the same way.
 
     Attributes:
         slots: the names of the state arrays, each of the parameter's size and zero at first.
@@ -181,6 +182,7 @@ class Optimizer(abc.ABC):
         self._now = KernelStruct(self.struct)
         longer = (*MULTIPLIERS, *self.planned)
         self._single = [n for n in self.options if n not in longer]  # options that are one number or text
+        self._own_mult: list[dict[str, float]] = [{}, {}]  # multipliers that parameters have themselves, by name
         self._multiplied: tuple[list[dict[str, float]], list[str]] = [], []  # multipliers, and their ``numbers``
         self.version = 0
 
@@ -282,10 +284,27 @@ class Optimizer(abc.ABC):
             table_state, [(members.shard(number, of), flat) for number, of, flat in total], skip_flag, sum_over_ranks
         )
 
+    def follow(self, params: Iterable[tuple[str, Any]]) -> None:
+        """Take the multipliers from the attributes of parameters, as Gluon's have them, for the next update.
+
+        Args:
+            params: the names and the caller's objects of all parameters.
+
+        Raises:
+            TypeError: an attribute ``lr_mult`` or ``wd_mult`` is no number.
+            ValueError: one is negative or not finite.
+        """
+        given = list(params)
+        for k, field in enumerate(MULTIPLIERS):
+            found = {name: own for name, p in given if (own := getattr(p, field, 1.0)) != 1.0}
+            if found != self._own_mult[k]:
+                self._own_mult[k] = check_multipliers(field, found)
+
     def multiply(self, members: BucketLayout) -> None:
         """Write each parameter's factors of learning rate and weight decay into its record of the table."""
-        members.records["lr"] = [self.lr_mult.get(n, 1.0) for n in members.names] if self.lr_mult else 1.0
-        members.records["decay"] = [self.wd_mult.get(n, 1.0) for n in members.names] if self.wd_mult else 1.0
+        lr, decay = self.lr_mult | self._own_mult[0], self.wd_mult | self._own_mult[1]
+        members.records["lr"] = [lr.get(n, 1.0) for n in members.names] if lr else 1.0
+        members.records["decay"] = [decay.get(n, 1.0) for n in members.names] if decay else 1.0
 
     def kernel_numbers(self, scale: float) -> dict[str, float]:
         """Return the numbers of the kernel's ``struct`` for the next update."""
@@ -321,9 +340,16 @@ class Optimizer(abc.ABC):
         """Undo the last ``step``, whose update was refused."""
         self.step_counter -= 1
 
+    def update(self, param: Any, grad: np.ndarray) -> None:
+        """Update one parameter with ``name`` and ``data`` in place: SINGA's older name for ``apply``."""
+        self.follow([(param.name, param)])
+        self.apply(param.name, param.data, grad)
+
     def __call__(self, pairs: Iterable[tuple[Any, np.ndarray]]) -> None:
         """Apply pairs of (parameter with ``name`` and ``data``, gradient), then make one ``step``."""
-        for param, grad in pairs:
+        given = list(pairs)
+        self.follow([(param.name, param) for param, _ in given])
+        for param, grad in given:
             self.apply(param.name, param.data, grad)
         self.step()
 
@@ -366,6 +392,8 @@ class Optimizer(abc.ABC):
     def set_states(self, states: State) -> None:
         """Load states that ``get_states`` returned.
 
+        A dict without ``rule``, as SINGA's are, may leave out all but ``step_counter``: the rest stays as it is.
+
         Raises:
             TypeError: these are no dict, or a counter is no integer; nothing has changed then.
             ValueError: these are the states of another kind of optimizer, or an array does not have the shape of its
@@ -373,8 +401,11 @@ class Optimizer(abc.ABC):
         """
         self.check_loaded(states)
         for name in self.counters:
-            setattr(self, name, int(states[name]))
-        self._state = {slot: {n: np.array(a) for n, a in states[slot].items()} for slot in self.slots}
+            setattr(self, name, int(states.get(name, getattr(self, name))))
+        self._state = {
+            slot: {n: np.array(a) for n, a in states[slot].items()} if slot in states else self._state[slot]
+            for slot in self.slots
+        }
         self._table_states.clear()
         self.version += 1
 
@@ -387,11 +418,12 @@ class Optimizer(abc.ABC):
             )
         if states.get("rule", rule) != rule:
             raise ValueError(f"the states must be those of {rule}, got those of {states['rule']}")
-        if set(states) != set(expected):
+        needed = expected if "rule" in states else ("step_counter",)
+        if not set(needed) <= set(states) <= set(expected):
             raise ValueError(f"the states of {rule} must be {', '.join(expected)}, got {sorted(states)}")
-        for name in self.counters:
+        for name in states.keys() & set(self.counters):
             check_int(name, states[name], least=0)
-        for slot in self.slots:
+        for slot in states.keys() & set(self.slots):
             check_states(slot, states[slot])
             for table_state in self._table_states.values():
                 _check_shapes(slot, states[slot], table_state.members)
@@ -417,15 +449,12 @@ class Optimizer(abc.ABC):
             settings = [f"{whose} {name}={self.at(name)!r}" for name in self.hypers]
             self._settings = settings + [f"{whose} {name}={getattr(self, name)!r}" for name in self._single]
         counters = [f"{whose} {name}={getattr(self, name)!r}" for name in self.counters]
-        return [*self._settings, *counters, *self._multipliers(whose)]
-
-    def _multipliers(self, whose: str) -> list[str]:
-        """Return the texts of ``numbers`` for single parameters, which are cached, since they hardly ever change."""
-        if self._multiplied[0] != [self.lr_mult, self.wd_mult]:
-            dicts = {field: dict(sorted(getattr(self, field).items())) for field in MULTIPLIERS}
-            texts = [f"{whose} {field} of {n}={value!r}" for field in MULTIPLIERS for n, value in dicts[field].items()]
-            self._multiplied = list(dicts.values()), texts
-        return self._multiplied[1]
+        multipliers = [self.lr_mult | self._own_mult[0], self.wd_mult | self._own_mult[1]]
+        if self._multiplied[0] != multipliers:  # their texts are kept, since they hardly ever change
+            fields = zip(MULTIPLIERS, multipliers, strict=True)
+            texts = [f"{whose} {field} of {n}={by_name[n]!r}" for field, by_name in fields for n in sorted(by_name)]
+            self._multiplied = multipliers, texts
+        return [*self._settings, *counters, *self._multiplied[1]]
 
     def reserve(self, members: BucketLayout, like: np.ndarray) -> None:
         """Allocate the state of a bucket's parameters.

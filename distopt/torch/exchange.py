@@ -154,7 +154,7 @@ class GradientExchange(Checkpointed):
         overlap: str | bool = "auto",
         ignored: Collection[str] = (),
     ):
-        model = self._model = TorchModel(params, ignored)
+        model = self._model = TorchModel(params, ignored=ignored)
         comm = self.communicator = communicator(group, model.parameters[0].tensor)
         self.compressor = Dense() if compressor is None else compressor
         check_compressor(self.compressor)
@@ -172,7 +172,7 @@ class GradientExchange(Checkpointed):
             engine.compressor_at_this_step(self.compressor)
 
         self._model.enroll(engine, check)
-        self._model.held = []  # hooks of the tensors hold this, which is gone when they are
+        self._model.let_go()
         self._views: tuple[BucketSet | None, dict[str, torch.Tensor]] = (None, {})
 
     @property
@@ -254,7 +254,8 @@ class GradientExchange(Checkpointed):
 
     def as_this_thread(self) -> AbstractContextManager[Any]:
         """Return a context in which another thread works on this rank's GPU, and where this one does on it."""
-        return self._model.as_this_thread()
+        place: AbstractContextManager[Any] = self._model.as_this_thread()
+        return place
 
     def _reduce(self, pairs: Any, nowhere: Collection[str] = (), divisor: float | None = None) -> Outcome | None:
         """Reduce gradients, but those of the parameters ``nowhere``, over the ranks that there are now.  Collective."""

@@ -177,6 +177,7 @@ class OuterSteps:
         return None
 
     def _advance(self) -> None:
+        self._model.refuse_new()
         self._stepped = True
         with self._model.stream():
             self._outer.advance()

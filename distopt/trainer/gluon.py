@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distopt import optim
-from distopt.checks import suggest
+from distopt.checks import check_float, suggest
 from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, OneBit, TopK, TwoBit
 from distopt.engine.parameters import Parameter
@@ -13,8 +13,13 @@ from distopt.exchange import EXCHANGES
 from distopt.optim import Optimizer
 from distopt.optim.arguments import arguments
 
-KVSTORES = ("device", "local", "dist_sync")  # all of them mean all ranks of the communicator
+# all of them mean all ranks of the communicator
+KVSTORES = ("device", "local", "dist", "dist_sync", "dist_device_sync", "horovod", "byteps")
 ALIASES = {"learning_rate": "lr", "lr_scheduler": "lr", "wd": "weight_decay", "beta1": "beta_1", "beta2": "beta_2"}
+
+
+RATES = {"learning_rate", "lr_scheduler"}  # of which None is none
+IGNORED = ("aggregate_num", "use_fused_step")  # of MXNet's optimizers: how they call kernels
 
 
 def parameters(params: Any) -> list[Parameter]:
@@ -96,18 +101,37 @@ def _arguments(name: str, rule: type[Optimizer], params: Mapping[str, Any]) -> d
     """Return the arguments of an optimizer's class, with Gluon's names replaced by distopt's."""
     known = arguments(rule, Optimizer)
     options: dict[str, Any] = {}
-    for alias, value in params.items():
+    given = {alias: value for alias, value in params.items() if alias not in IGNORED}
+    given = {alias: value for alias, value in given.items() if value is not None or alias not in RATES}
+    if given.keys() >= RATES:
+        _rebase(given["lr_scheduler"], given.pop("learning_rate"))
+    for alias, value in given.items():
         key = ALIASES.get(alias, alias)
         if key not in known:
             hint = suggest(alias, [*known, *ALIASES], 3)
             raise ValueError(f"optimizer_params of {name} must be among {sorted({*known})}, got {alias!r}{hint}")
         if key in options:
-            duplicates = [other for other in params if ALIASES.get(other, other) == key]
+            duplicates = [other for other in given if ALIASES.get(other, other) == key]
             raise ValueError(
                 f"optimizer_params must be given once, got {' and '.join(duplicates)}, which both mean {key}; give one"
             )
         options[key] = value
     return options
+
+
+def _rebase(schedule: Any, learning_rate: Any) -> None:
+    """Let a schedule, warm-up and end included, have another base, as MXNet's optimizers do.
+
+    Raises:
+        TypeError: the learning rate is no number.
+        ValueError: it is out of range, or the schedule has no ``base_lr``.
+    """
+    if not hasattr(schedule, "base_lr"):
+        raise ValueError(
+            f"lr_scheduler must have a base_lr, which becomes the learning_rate, if both are given, got {schedule!r}"
+        )
+    least = max(getattr(schedule, "warmup_begin_lr", 0.0), getattr(schedule, "stop_lr", 0.0))
+    schedule.base_lr = check_float("learning_rate", learning_rate, least=least)
 
 
 # --------------------------------------------------------------------------------------------------- compression

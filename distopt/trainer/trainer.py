@@ -52,8 +52,10 @@ class Trainer(Checkpointed):
             it at the first step cannot be trained later (ValueError).
         optimizer: the name of one of ``distopt.optim`` in lower case, or any object that ``DistOpt`` takes.
         optimizer_params: the arguments of an optimizer by name, by distopt's names, or ``learning_rate``,
-            ``lr_scheduler``, ``wd``, ``beta1``, ``beta2``.
-        kvstore: None, a communicator, or 'device', 'local', 'dist_sync', which all mean None.
+            ``lr_scheduler``, ``wd``, ``beta1``, ``beta2``.  A ``learning_rate`` beside an ``lr_scheduler`` becomes the
+            scheduler's ``base_lr``; ``aggregate_num`` and ``use_fused_step`` are ignored.
+        kvstore: None, a communicator, or 'device', 'local', 'dist', 'dist_sync', 'dist_device_sync', 'horovod' or
+            'byteps', which all mean None.
         compression_params: ``{'type': '2bit', 'threshold': 0.5}``, or the types '1bit', 'fp16', 'topk' (with a
             ``density``) and 'none'.  It may be assigned later: what '2bit', '1bit' or 'topk' leave behind waits for the
             next step with one of them.  'exchange' is that of ``DistOpt.step``, a gather by default: the sum is all

@@ -328,6 +328,8 @@ class SequentialReducers(Reducers):
         losses: the losses of all ranks in the present step.
     """
 
+    all_have_voted = False  # but for rank 0 they bring their gradients later
+
     def __init__(self, engine: Engine, ranks: VirtualRanks):
         super().__init__(engine.comm, engine.step_context, engine.accumulator, overlap=False, everywhere=True)
         self._engine, self._ranks, self.losses = engine, ranks, VirtualLosses(engine, ranks)
@@ -412,7 +414,8 @@ class Simulation(SingaModes):
         opt: the optimizer; by default ``SGD()``.
         threshold: the number of elements that fill a bucket.
         nonfinite: 'raise' or 'propagate': what becomes of gradients that are not finite.
-        allow_missing: whether parameters may have no gradient in a step.
+        allow_missing: whether parameters may have no gradient in a step.  Other than with ``DistOpt`` it counts as
+            zeros also where no rank has one, since virtual ranks bring their gradients one after the other.
         clip_norm: the largest global norm of the mean gradient; None for any.
         gradient_hook: changes mean gradients, as in ``DistOpt``.
         hosts: the machine of each rank, as numbers; empty for one machine.

@@ -71,5 +71,24 @@ def trained(comm):
     return found
 
 
+def changing(comm):
+    """The parameters behind steps in which a layer is thawed and frozen again, and what is said if one rank does so."""
+    model = network(comm.rank)
+    model[0].requires_grad_(False)
+    opt = DistOpt(torch.optim.AdamW(model.parameters(), 0.01), comm, allow_missing=True)
+    for step in range(6):
+        model[0].requires_grad_(2 <= step < 4)
+        opt.step(loss_of(model, comm.rank, step), ErrorFeedback(TopK(0.1)))
+    opt.close()
+    model[0].requires_grad_(False)
+    opt = DistOpt(torch.optim.SGD(model.named_parameters(), 0.1), comm)
+    model[0].requires_grad_(comm.rank == 1)
+    try:
+        opt(loss_of(model, comm.rank, 6))
+    except ValueError as error:
+        return {"parameters": flat(model), "text": np.array(str(error))}
+    return {}
+
+
 def flat(model):
     return np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])

@@ -57,6 +57,13 @@ def test_mpi_and_torchrun_train_alike(size, tmp_path):
             np.testing.assert_array_equal(other[name], x, name)
 
 
+def test_a_layer_is_thawed_on_all_ranks_or_refused_by_name(tmp_path):
+    mpi, gloo = (run(2, mpi_ranks.changing, tmp_path) for run in (launch.run_mpi, run_torch))
+    for rank in (*mpi, *gloo):
+        assert "rank 1 has parameters that require a gradient from now on: 0.bias, 0.weight" in str(rank["text"])
+        np.testing.assert_array_equal(rank["parameters"], mpi[0]["parameters"])
+
+
 SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist

@@ -930,9 +930,11 @@ def test_a_schedule_has_its_own_learning_rate():
         p.grad = np.ones(1)
         trainer.step(1)
     assert p.data[0] == pytest.approx(-1.4)
-    for both in ({"learning_rate": 0.1, "lr_scheduler": schedule}, {"lr": 0.1, "learning_rate": 0.1}):
+    for both in ({"lr": 0.1, "lr_scheduler": schedule}, {"lr": 0.1, "learning_rate": 0.1}):
         with pytest.raises(ValueError, match=f"got {' and '.join(both)}, which both mean lr; give one"):
             Trainer([p], "sgd", both)
+    with pytest.raises(ValueError, match=r"lr_scheduler must have a base_lr, .*, got ExponentialDecay"):
+        Trainer([p], "sgd", {"learning_rate": 0.1, "lr_scheduler": schedule})
     with pytest.raises(ValueError, match="the learning rate must be a number, got a schedule"):
         trainer.set_learning_rate(0.1)
 

@@ -344,6 +344,16 @@ def test_virtual_ranks_raise_the_errors_that_threads_raise(wrong, rank):
     assert raised(*simulation(), lambda losses: losses) == run_ranks(3, main)[0]
 
 
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_a_missing_gradient_of_any_rank_counts_as_zeros(who):
+    """Of ranks with the same gradients two thirds of it are left, whichever has none."""
+    p, q = laws.parameters([(20,), (30,)])
+    before = q.data.copy()
+    sim = simulate(3, SGD(1.0), allow_missing=True)
+    sim(lambda rank: [(p, np.ones(20, p.data.dtype)), (q, None if rank == who else np.ones(30, q.data.dtype))])
+    np.testing.assert_allclose(before - q.data, 2 / 3, rtol=1e-6)
+
+
 def test_the_order_of_the_first_step_is_the_plan():
     """Not the later ones', nor that of a step behind ``gradient_views``."""
     params, sim = simulation()

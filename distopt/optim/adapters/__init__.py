@@ -4,7 +4,7 @@ from distopt.optim.adapters.base import OptimizerAdapter
 from distopt.optim.adapters.fused import FusedAdapter
 from distopt.optim.adapters.param import ParamAdapter
 from distopt.optim.adapters.singa import SingaAdapter
-from distopt.optim.foreign import call_style, is_torchs
+from distopt.optim.foreign import call_style, is_torchs, refuse_closure
 from distopt.optim.optimizer import Optimizer
 
 
@@ -13,6 +13,7 @@ def adapt(opt: object) -> OptimizerAdapter:
     if isinstance(opt, OptimizerAdapter):
         return opt
     if is_torchs(opt):
+        refuse_closure(opt)
         from distopt.optim.adapters.torch_optim import TorchAdapter  # torch is there
 
         return TorchAdapter(opt)

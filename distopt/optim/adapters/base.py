@@ -162,6 +162,11 @@ class OptimizerAdapter(abc.ABC):
                 return f"{type(opt).__name__}'s {name}={value}"
         return ""
 
+    def follow(self, order: Mapping[str, Known]) -> None:
+        """Let the next update know what parameters have to say of it themselves (``Optimizer.follow``)."""
+        if isinstance(self._innermost, Optimizer):
+            self._innermost.follow([(name, known.param) for name, known in order.items()])
+
     def multiply(self, buckets: BucketSet) -> None:
         """Write each parameter's factors for the next update into the tables, for compressors with weight decay."""
         opt = self._innermost

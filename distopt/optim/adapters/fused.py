@@ -19,6 +19,9 @@ class FusedAdapter(ApplyAdapter):
         for bucket in buckets:
             self.opt.check(bucket.parameters)
 
+    def follow(self, order: Mapping[str, Known]) -> None:
+        self.opt.follow([(name, known.param) for name, known in order.items()])
+
     def reserve(self, buckets: BucketSet) -> None:
         for group in buckets.groups:
             self.opt.reserve(group.parameters, group.gradient)
