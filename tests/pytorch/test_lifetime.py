@@ -95,6 +95,6 @@ def test_a_dist_opt_goes_when_it_is_dropped_and_keeps_its_parameters(overlap):
         other = DistOpt(communicator=comm, params=[x.requires_grad_(True)])
         del x
         gc.collect()
-        return first() is None, [p.tolist() for p in other._model.held]
+        return first() is None, [p.tensor.tolist() for p in other._model.parameters]
 
     assert run_ranks(2, main) == [(True, [[1.0, 1.0]])] * 2
