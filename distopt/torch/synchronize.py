@@ -192,7 +192,8 @@ class Synchronizer(GradientExchange):
             >>> import torch
             >>> import distopt.torch as dt
             >>> model = torch.nn.Linear(3, 2)
-            >>> sync = dt.synchronize(model, optimizer=torch.optim.AdamW(model.parameters()))
+            >>> optimizer = torch.optim.AdamW(model.parameters())
+            >>> sync = dt.synchronize(model, optimizer=optimizer)
             >>> sync.rejoin()
         """
         if self.opt is None:
