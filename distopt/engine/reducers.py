@@ -16,9 +16,8 @@ from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
 from distopt.compress.base import payload_nbytes
-from distopt.compress.context import state_array
 from distopt.compress.dgc import DECAY
-from distopt.compress.shards import OWED, settle
+from distopt.compress.shards import settle
 from distopt.engine.accumulation import STATE, GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
@@ -34,6 +33,7 @@ from distopt.exchange import (
     two_phase,
     two_phases,
 )
+from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.budget import within
 from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import (
@@ -127,18 +127,26 @@ class CollectiveReducer(Unreduced):
         """Yield the sum over ranks of each bucket, as they come.  Collective."""
         if not self._pipelined:
             return (self._exchange(*bucket) for bucket in buckets if bucket)
-        step, comm, compressor = self._step_context, self._comm, self._compressor
-        arriving = (
-            b and (b[1], b[0].state, step.exchange_context(b[0], comm, compressor), step.tag(b[0])) for b in buckets
-        )
-        return map(unsharded, reduce_each(arriving, compressor, comm))
+        arriving = (bucket and self._travelling(*bucket) for bucket in buckets)
+        return map(unsharded, reduce_each(arriving, self._compressor, self._comm))
+
+    def _travelling(self, bucket: Bucket, x: np.ndarray) -> TravellingBucket:
+        """Return a bucket as exchanges take it; nobody owns a shard of it, so that what was owed waits with the rest.
+
+        Args:
+            bucket: the bucket.
+            x: its array.
+        """
+        compressor, step = self._compressor, self._step_context
+        context = step.exchange_context(bucket, self._comm, compressor, self._text)
+        state = compressor.kept(bucket.state)
+        if compressor.stateful:
+            settle(x, state, skip_flag=context.skip_flag)
+        return x, state, context, step.tag(bucket)
 
     def _exchange(self, bucket: Bucket, x: np.ndarray) -> Reduced:
-        comm, compressor, tag = self._comm, self._compressor, self._step_context.tag(bucket)
-        context = self._step_context.exchange_context(bucket, comm, compressor, self._text)
-        state = compressor.kept(bucket.state) if compressor.has_hooks else bucket.state
-        if OWED in state and compressor.stateful:
-            settle(state_array(state, "residual", x), state, skip_flag=context.skip_flag)
+        comm, compressor = self._comm, self._compressor
+        _, state, context, tag = self._travelling(bucket, x)
         with comm.tagged(tag):
             if compressor.has_hooks:
                 with comm.on_comm_stream():
@@ -228,7 +236,7 @@ class NodeReducer(Unreduced):
         for bucket in self._store.buckets:
             if compressor.has_hooks and bucket.number not in mine:  # what all ranks have alike goes on everywhere
                 context = step.exchange_context(bucket, between, compressor)
-                compressor.begin(arrays[bucket.number], bucket.state, context)
+                compressor.begin(arrays[bucket.number], compressor.kept(bucket.state), context)
         return map(unsharded, arrays)
 
 
@@ -578,7 +586,8 @@ class Reducers:
     def _node_reducer(self, plan: NodeExchange, spec: StepSpec) -> NodeReducer:
         """Return the reducer of an exchange by nodes, once states lie where it needs them.  Collective."""
         nodes, step = nodes_of(self._comm), self._step_context
-        move_states(list(step.store.buckets), plan.shares, nodes.inside, stay=(STATE, DECAY))
+        if move_states(list(step.store.buckets), plan.shares, nodes.inside, stay=(STATE, DECAY)):
+            self._owned.clear()  # there may be debts of what a rank does not own
         phases, even = plan.phases[nodes.inside.rank], Borders()  # of this step alone, so that they never move
         between = self._exchange(phases, plan.compressor, spec, nodes.between, even)
         return NodeReducer(plan, nodes, step, between)

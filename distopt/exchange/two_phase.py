@@ -209,13 +209,13 @@ def settle_moved(bucket: TravellingBucket, piece: Piece | None, owned: Owned) ->
     number = tag.bucket
     if piece is None:
         owned.pop(number, None)
-        settle(state_array(state, "residual", x), state, None, context.skip_flag)
+        settle(x, state, None, context.skip_flag)
         return
     known, part, since = owned.get(number), (piece.start, piece.stop), context.step
     if known is not None and known[0] is state.get(OWED) and known[1:3] == part:
         since = known[3]
-    if OWED in state and since == context.step:  # once more if a GPU has refused that step, and left all as it was
-        settle(state_array(state, "residual", x), state, slice(*part), context.skip_flag)
+    if since == context.step:  # once more if a GPU has refused that step, and left all as it was
+        settle(x, state, slice(*part), context.skip_flag)
     owned[number] = state_array(state, OWED, x), *part, since
 
 

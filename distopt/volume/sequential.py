@@ -10,8 +10,8 @@ from distopt.comm.communicator import BFLOAT16, HALVES
 from distopt.comm.message import LazyBreakdown, MessageTag, PayloadBreakdown
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.context import State, layout_of, state_array
-from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, settle
+from distopt.compress.context import State, layout_of
+from distopt.compress.shards import Payload, Piece, ShardCodec, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.breakdown import payload_breakdown, shard_breakdown
 from distopt.exchange.cut import Borders, Cut
@@ -200,8 +200,8 @@ class SequentialBuckets:
     def add(self, buckets: Sequence[TravellingBucket]) -> None:
         """Add the buckets of the next rank, and change what the compressor keeps of them."""
         for (x, state, context, _), turn in zip(buckets, self._turns, strict=True):
-            if OWED in state and self._compressor.stateful:
-                settle(state_array(state, "residual", x), state, skip_flag=context.skip_flag)
+            if self._compressor.stateful:
+                settle(x, state, skip_flag=context.skip_flag)
             turn.add(x, state, context)
 
     def write_sums(self, buckets: Sequence[TravellingBucket], states: Sequence[Sequence[State]]) -> None:
