@@ -278,7 +278,7 @@ class SequentialTwoPhase:
             self._counts[number] = self._counts.get(number, 0) + counts
             self._add_uncompressed(number, x, context, first)
         if first:
-            self._breakdowns.append(shard_breakdown(codec, sent, shards.members, buckets[0][0]))
+            self._breakdowns.append(shard_breakdown(codec, sent, shards.members))
         to_owner: list[list[int]] = [[] for _ in range(size)]
         for piece, payload in sent:
             to_owner[piece.owner].append(payload.data.nbytes)
@@ -338,7 +338,7 @@ class SequentialTwoPhase:
                 payloads[piece.bucket].append(result._replace(data=device.copied(result.data)))
             if owner == 0:
                 of_rank = list(zip(pieces, results, strict=True))
-                self._breakdowns.append(shard_breakdown(codec, of_rank, shards.members, buckets[0][0]))
+                self._breakdowns.append(shard_breakdown(codec, of_rank, shards.members))
             self.gathered.append(message_bytes([result.data.nbytes for result in results]))
         if codec.ragged:
             self._borders.see(shards, entries, buckets[0][2].step)
