@@ -47,6 +47,17 @@ INLINE long long first_from(long long at, const int *index, long long n) {
   return partition_point(0, n, [=](long long j) { return (unsigned)index[j] < at; });
 }
 
+// Where members of a bucket begin and end in its flat arrays, ascending.
+struct Edges {
+  long long count;
+  const long long *edge;
+};
+
+// Whether element i of the flat arrays is one of a member, and lies in no gap between two.
+INLINE bool in_member(const Edges &edges, long long i) {
+  return partition_point(0, edges.count, [&](long long j) { return edges.edge[j] <= i; }) % 2;
+}
+
 // The member that a chunk belongs to.
 INLINE Member member(const Table &table, const Chunk &c) {
   Member m = table.members[c.member];

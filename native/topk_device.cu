@@ -323,13 +323,26 @@ INLINE void mark_largest(Tile &tile, const Source &s, real *x, const int *candid
   __syncthreads();
 }
 
-// The payload of every part: the entries that are larger than its k-th largest, and the first of those that are equal.
-KERNEL(deliver)(long long n, real *x, long long cells, const long long *table, long long words, long long *state,
-                long long held, const int *candidate, const real *large, long long k, int *index, real *entry,
-                long long parts, SkipIf skip) {
+// Entries that are equal, to zero, are marked no more where they lie between members.
+INLINE void unmark_gaps(Tile &tile, const Source &s, const int *candidate, const Edges &members) {
+  for (int g = threadIdx.x; g < GROUPS; g += blockDim.x)
+    for (int w = 0; w < WIDTH && tile.marks[g] >> 4; ++w) {
+      const long long i = s.begin + g * WIDTH + w;
+      const bool equal = tile.marks[g] >> (4 + w) & 1;
+      if (equal && !in_member(members, s.guessed ? candidate[i] : i)) tile.marks[g] &= ~(16 << w);
+    }
+  __syncthreads();
+}
+
+// The payload of every part: the entries that are larger than its k-th largest, and the first of those that are equal,
+// but for zeros that lie between members.
+KERNEL(deliver)(long long n, real *x, long long edges, const long long *edge, long long cells, const long long *table,
+                long long words, long long *state, long long held, const int *candidate, const real *large, long long k,
+                int *index, real *entry, long long parts, SkipIf skip) {
   __shared__ Tile tile;
   const State all = state_in(state, parts);
   const long long tiles = skips(skip) ? 0 : tiles_of(table, parts);
+  const Edges members = {edges, edge};
   long long p = -1, ties = 0;
   Magnitude least = 0;
   for (long long t; (t = take_ticket(all.tickets + 1)) < tiles;) {
@@ -340,6 +353,7 @@ KERNEL(deliver)(long long n, real *x, long long cells, const long long *table, l
       least = digits_before(all, p, DIGITS, ties);
     }
     mark_largest(tile, s, x, candidate, large, least);
+    if (!least) unmark_gaps(tile, s, candidate, members);
     Counts total;
     const Counts before = exclusive_scan(tile, all.status + tiles + t, s.back, total);
     long long above = above_of(before), equal = ties_of(before);

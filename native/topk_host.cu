@@ -133,10 +133,22 @@ INLINE Magnitude keep_largest(long long k, real *x, long long held, int *index, 
   return least;
 }
 
+// Drop the candidates from number `first` on that lie in gaps between members; returns how many there are then.
+INLINE long long drop_gaps(const Edges &members, long long first, long long held, int *index, real *entry) {
+  long long kept = first;
+  for (long long j = first; j < held; ++j) {
+    index[kept] = index[j];
+    entry[kept] = entry[j];
+    kept += entry[j] != 0 || in_member(members, index[j]);
+  }
+  return kept;
+}
+
 // x <- x + increment, and the entries above `bound`, or at least the k largest of them, move out of x; returns how
 // many.  Whenever there is no room for more, all but the k largest move back.
-INLINE long long collect(long long k, real *x, const Increment &increment, long long begin, long long end,
-                         Magnitude bound, long long room, int *index, real *entry, int *kept_index, real *kept) {
+INLINE long long collect(const Edges &members, long long k, real *x, const Increment &increment, long long begin,
+                         long long end, Magnitude bound, long long room, int *index, real *entry, int *kept_index,
+                         real *kept) {
   real increments[RUN];
   long long held = 0;
   for (long long i = begin; i < end; i += RUN) {
@@ -145,7 +157,9 @@ INLINE long long collect(long long k, real *x, const Increment &increment, long 
       for (held = 0; held < k; ++held) index[held] = kept_index[held], entry[held] = kept[held];
     }
     const long long stop = min(i + RUN, end);
+    const long long first = held;
     held += move_above(x, increment.on(i, stop, increments), i, stop, bound, index + held, entry + held);
+    if (bound < 0) held = drop_gaps(members, first, held, index, entry);  // zeros are above no other bound
   }
   return held;
 }
@@ -215,22 +229,23 @@ KERNEL(encode_above)(long long n, real *x, long long addends, const real *add, l
 }
 
 // x <- x + add, or + the momentum of add if there is a velocity; then the `count` largest entries of each part of x,
-// its elements [offset, offset + size), move out of it, those of equal magnitude from the lowest index on.  They are k
-// in all.  There is room for a chunk more than a part, or than twice its count; the more, the more seldom candidates
-// return.
+// its elements [offset, offset + size), move out of it, those of equal magnitude from the lowest index on, and nothing
+// that lies between members.  They are k in all.  There is room for a chunk more than a part, or than twice its count;
+// the more, the more seldom candidates return.
 KERNEL(encode_largest)(long long n, real *x, long long addends, const real *add, long long moves, real *velocity,
-                       double momentum, long long nesterov, long long parts, const long long *offset,
-                       const long long *size, const long long *count, long long k, int *index, real *entry,
-                       long long room, int *candidate, real *large, SkipIf skip) {
+                       double momentum, long long nesterov, long long edges, const long long *edge, long long parts,
+                       const long long *offset, const long long *size, const long long *count, long long k, int *index,
+                       real *entry, long long room, int *candidate, real *large, SkipIf skip) {
   if (skips(skip)) return no_entries(k, index, entry);
   const Increment increment = {addends ? add : 0, moves ? velocity : 0, (real)momentum, nesterov != 0}, grown = {};
+  const Edges members = {edges, edge};
   for (long long p = 0; p < parts; ++p) {
     const long long begin = offset[p], end = begin + size[p];
     const Magnitude bound = guess(count[p], x, increment, begin, end, large);
-    long long held = collect(count[p], x, increment, begin, end, bound, room, candidate, large, index, entry);
+    long long held = collect(members, count[p], x, increment, begin, end, bound, room, candidate, large, index, entry);
     if (held < count[p]) {  // the bound was too high
       for (long long i = 0; i < held; ++i) x[candidate[i]] = large[i];
-      held = collect(count[p], x, grown, begin, end, -1, room, candidate, large, index, entry);
+      held = collect(members, count[p], x, grown, begin, end, -1, room, candidate, large, index, entry);
     }
     keep_largest(count[p], x, held, candidate, large, index, entry);
     index += count[p], entry += count[p];

@@ -10,7 +10,7 @@ import numpy as np
 
 from distopt import kernels
 from distopt.device import on_gpu
-from distopt.kernels.layout import CHUNK
+from distopt.kernels.layout import CHUNK, BucketLayout
 
 LINE, LINES = 16, 1024  # of topk_device.cu: neighbours that are sampled together, and so many of them at most
 CELLS = 8  # numbers that describe a part
@@ -88,13 +88,23 @@ def select_above(
 
 
 def select_largest(
-    x: Any, add: Any, table: Any, index: Any, entry: Any, state: Any, held_index: Any, held: Any, skip_flag: Any = None
+    members: BucketLayout,
+    x: Any,
+    add: Any,
+    table: Any,
+    index: Any,
+    entry: Any,
+    state: Any,
+    held_index: Any,
+    held: Any,
+    skip_flag: Any = None,
 ) -> None:
     """Set x to x + add, and move the largest entries of each part of ``table`` out of x: 9 launches, 13 for float64.
 
     This is for GPUs; on the host it is ``kernels.encode_largest``.
 
     Args:
+        members: of x; nothing is selected of what lies between them.
         x: ``(n,)``, float32 or float64, on a GPU.
         add: like x, or empty.
         table: ``parts_table`` on the GPU.
@@ -113,4 +123,4 @@ def select_largest(
     kernels.put_back(x, *guessed, parts, skip_flag)
     for digit in range(digits(x.dtype)):
         kernels.count_digits(x, table, state, held, parts, digit, skip_flag)
-    kernels.deliver(x, *guessed, index, entry, parts, skip_flag)
+    kernels.deliver(x, members.edges, *guessed, index, entry, parts, skip_flag)

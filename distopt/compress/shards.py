@@ -297,18 +297,18 @@ class ShardCodec(abc.ABC):
         """
 
 
-def settle(residual: np.ndarray, state: State, owned: slice | None = None, skip_flag: np.ndarray | None = None) -> None:
+def settle(x: np.ndarray, state: State, owned: slice | None = None, skip_flag: np.ndarray | None = None) -> None:
     """Move what this rank owes as the owner of a shard to its residual, as the sum of both is what counts.
 
     Args:
-        residual: ``(n,)``, of the bucket.
+        x: the gradients of the bucket, ``(n,)``.
         state: arrays of its size by name.
         owned: the part of the bucket that it still owns, which stays; None for nothing.
         skip_flag: as of ``DeviceContext``.
     """
     if OWED not in state:
         return
-    debt = state[OWED]
+    debt, residual = state[OWED], state_array(state, "residual", x)
     for part in (slice(0), slice(None)) if owned is None else (slice(0, owned.start), slice(owned.stop, None)):
         kernels.accumulate(debt[part], residual[part], skip_flag)
         kernels.clear(debt[part], skip_flag)

@@ -320,10 +320,10 @@ class TopK(FixedDensity):
         context: ExchangeContext,
     ) -> np.ndarray:
         """Move the largest entries out of x + add, so many of each part; ``mirror`` brings a table to a GPU."""
+        members = layout_of(x, context)
         if self.per_tensor:
-            records = layout_of(x, context).records
-            offsets, sizes = records["offset"].astype(np.int64), records["size"].astype(np.int64)
-        else:  # one part, in which the gaps lie, but do not count
+            offsets, sizes = members.records["offset"].astype(np.int64), members.records["size"].astype(np.int64)
+        else:  # one part, in which the gaps lie, of which nothing is selected
             offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
         payload = context.scratch("payload", payload_size(counts.sum(), x.itemsize))
         planes = unpack_entries(payload, x.dtype)
@@ -331,12 +331,13 @@ class TopK(FixedDensity):
             parts = mirror(lambda: select.parts_table(offsets, sizes, counts))
             held = context.scratch("candidates", payload_size(select.candidates(parts.host), x.itemsize))
             state = context.scratch("state", 8 * select.largest_words(parts.host, x.dtype)).view(np.int64)
-            added = add.added(layout_of(x, context), context)
-            select.select_largest(x, added, parts, *planes, state, *unpack_entries(held, x.dtype), context.skip_flag)
+            added, candidates = add.added(members, context), unpack_entries(held, x.dtype)
+            select.select_largest(members, x, added, parts, *planes, state, *candidates, context.skip_flag)
         else:
             candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
             held = context.scratch("candidates", payload_size(candidates.max(initial=0) + CHUNK, x.itemsize))
-            kernels.encode_largest(x, *add, offsets, sizes, counts, *planes, *unpack_entries(held, x.dtype))
+            parts_of = members.edges, offsets, sizes, counts
+            kernels.encode_largest(x, *add, *parts_of, *planes, *unpack_entries(held, x.dtype))
         return payload
 
     def parts(self, sizes: np.ndarray) -> np.ndarray:

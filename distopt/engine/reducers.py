@@ -16,8 +16,8 @@ from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
 from distopt.compress.base import payload_nbytes
-from distopt.compress.context import Senders, state_array
-from distopt.compress.shards import OWED, settle
+from distopt.compress.context import Senders
+from distopt.compress.shards import settle
 from distopt.engine.accumulation import APART, GradientAccumulator, unsent
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
@@ -33,6 +33,7 @@ from distopt.exchange import (
     two_phase,
     two_phases,
 )
+from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.budget import within
 from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import (
@@ -126,18 +127,26 @@ class CollectiveReducer(Unreduced):
         """Yield the sum over ranks of each bucket, as they come.  Collective."""
         if not self._pipelined:
             return (self._exchange(*bucket) for bucket in buckets if bucket)
-        step, comm, compressor = self._step_context, self._comm, self._compressor
-        arriving = (
-            b and (b[1], b[0].state, step.exchange_context(b[0], comm, compressor), step.tag(b[0])) for b in buckets
-        )
-        return map(unsharded, reduce_each(arriving, compressor, comm))
+        arriving = (bucket and self._travelling(*bucket) for bucket in buckets)
+        return map(unsharded, reduce_each(arriving, self._compressor, self._comm))
+
+    def _travelling(self, bucket: Bucket, x: np.ndarray) -> TravellingBucket:
+        """Return a bucket as exchanges take it; nobody owns a shard of it, so that what was owed waits with the rest.
+
+        Args:
+            bucket: the bucket.
+            x: its array.
+        """
+        compressor, step = self._compressor, self._step_context
+        context = step.exchange_context(bucket, self._comm, compressor, self._text)
+        state = compressor.kept(bucket.state)
+        if compressor.stateful:
+            settle(x, state, skip_flag=context.skip_flag)
+        return x, state, context, step.tag(bucket)
 
     def _exchange(self, bucket: Bucket, x: np.ndarray) -> Reduced:
-        comm, compressor, tag = self._comm, self._compressor, self._step_context.tag(bucket)
-        context = self._step_context.exchange_context(bucket, comm, compressor, self._text)
-        state = compressor.kept(bucket.state) if compressor.has_hooks else bucket.state
-        if OWED in state and compressor.stateful:
-            settle(state_array(state, "residual", x), state, skip_flag=context.skip_flag)
+        comm, compressor = self._comm, self._compressor
+        _, state, context, tag = self._travelling(bucket, x)
         with comm.tagged(tag):
             if compressor.has_hooks:
                 with comm.on_comm_stream():
@@ -227,7 +236,7 @@ class NodeReducer(Unreduced):
         for bucket in self._store.buckets:
             if compressor.has_hooks and bucket.number not in mine:  # what all ranks have alike goes on everywhere
                 context = step.exchange_context(bucket, between, compressor)
-                compressor.begin(arrays[bucket.number], bucket.state, context)
+                compressor.begin(arrays[bucket.number], compressor.kept(bucket.state), context)
         return map(unsharded, arrays)
 
 
@@ -299,8 +308,8 @@ class KeepStates(Reducer):
     def _take(self, bucket: Bucket) -> dict[str, dict[str, np.ndarray]]:
         """Return copies of these parameters' states by state and name, and clear the states."""
         state, taken = self._compressor.kept(bucket.state), dict[str, dict[str, np.ndarray]]()
-        if not self._names.isdisjoint(bucket.spec.names) and OWED in state and self._compressor.stateful:
-            settle(state_array(state, "residual", bucket.gradient), state, skip_flag=self._store.skip_flag)
+        if not self._names.isdisjoint(bucket.spec.names) and self._compressor.stateful:
+            settle(bucket.gradient, state, skip_flag=self._store.skip_flag)
         for kind, flat in bucket.state.items():
             taken[kind] = {}
             for name, place in self._places(bucket, flat):
@@ -624,7 +633,8 @@ class Reducers:
     def _node_reducer(self, plan: NodeExchange, spec: StepSpec) -> NodeReducer:
         """Return the reducer of an exchange by nodes, once states lie where it needs them.  Collective."""
         nodes, step = nodes_of(self._comm), self._step_context
-        move_states(list(step.store.buckets), plan.shares, nodes.inside, stay=APART)
+        if move_states(list(step.store.buckets), plan.shares, nodes.inside, stay=APART):
+            self._owned.clear()  # there may be debts of what a rank does not own
         phases, even = plan.phases[nodes.inside.rank], Borders()  # of this step alone, so that they never move
         between = self._exchange(phases, plan.compressor, spec, nodes.between, even)
         return NodeReducer(plan, nodes, step, between)

@@ -82,9 +82,7 @@ def gather_or_reduce(
     with comm.on_comm_stream():
         payload = context.repeat("compress", lambda: compressor.compress(x, state, context), (x, *state.values()))
         check_payload(payload, compressor, context)
-        ragged = compressor.ragged and context.capacity is None
-        total = sum(comm.lengths(payload.nbytes)) if ragged else payload.nbytes * comm.size
-        dense = dense_is_smaller(total, 0, x.nbytes, comm.size)
+        dense = dense_is_smaller(bytes_of_all(payload, compressor, comm, context), 0, x.nbytes, comm.size)
         if dense:
             payloads = [payload]
         else:
@@ -92,6 +90,12 @@ def gather_or_reduce(
         context.repeat("decompress", lambda: compressor.decompress_all(payloads, x, context), (x, *payloads))
         if dense:
             comm.all_reduce(x)
+
+
+def bytes_of_all(payload: np.ndarray, compressor: Compressor, comm: Communicator, context: ExchangeContext) -> int:
+    """Return the bytes of all ranks' payloads together, the same on every rank.  Collective if lengths differ."""
+    ragged = compressor.ragged and context.capacity is None
+    return sum(comm.lengths(payload.nbytes)) if ragged else payload.nbytes * comm.size
 
 
 def gather_payloads(

@@ -146,7 +146,7 @@ def _(compressor: Blocks, payload: np.ndarray, x: np.ndarray, context: ExchangeC
 
 @functools.singledispatch
 def shard_breakdown(
-    codec: ShardCodec, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout, like: np.ndarray
+    codec: ShardCodec, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout
 ) -> LazyBreakdown:
     """Read what is needed of the payloads of pieces, and return a function that computes their make-up later.
 
@@ -154,37 +154,31 @@ def shard_breakdown(
         codec: what has made them.
         payloads: the pieces, and of each its payload.
         members: of the whole plan, among which entries are shared out.
-        like: an array of the dtype and device of the gradients.
     """
     total = sum(payload.data.nbytes for _, payload in payloads)
     return lambda: PayloadBreakdown(total)
 
 
 @shard_breakdown.register
-def _(
-    codec: EntryShards, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout, like: np.ndarray
-) -> LazyBreakdown:
+def _(codec: EntryShards, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout) -> LazyBreakdown:
     """Values with their scales, and indices; the rest is headers, and what aligns."""
-    if device.on_gpu(like):
+    if any(device.on_gpu(payload.data) for _, payload in payloads):
         return lambda: PayloadBreakdown(sum(payload.data.nbytes for _, payload in payloads))
     values = indices = ideal = 0
     counts, row = np.zeros(len(members.names), np.int64), {name: k for k, name in enumerate(members.names)}
     for piece, payload in payloads:
-        of_values = codec.value_bytes(payload.entries, like.itemsize)
+        of_values = codec.value_bytes(payload.entries, piece.layout.dtype.itemsize)
         values += of_values
         indices += payload.data.nbytes - HEADER_OF_SECTION - of_values
         ideal += combination_bits(piece.size, payload.entries) + 8 * of_values
-        index = codec.indices(payload, piece, like)
+        index = codec.indices(payload, piece)
         counts[[row[name] for name in piece.layout.names]] += counts_by_member(index, piece.layout)
     return lambda: PayloadBreakdown(values, indices, ideal, counts)
 
 
 @shard_breakdown.register
 def _(
-    codec: CodeShards | BlockShards,
-    payloads: Sequence[tuple[Piece, Payload]],
-    members: BucketLayout,
-    like: np.ndarray,
+    codec: CodeShards | BlockShards, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout
 ) -> LazyBreakdown:
     """Codes beside scales, of all elements of the pieces."""
     counts, row = np.zeros(len(members.names), np.int64), {name: k for k, name in enumerate(members.names)}

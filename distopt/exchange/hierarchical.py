@@ -6,6 +6,7 @@ same time, and compressors see as many gradients as there are nodes, each the su
 """
 
 import itertools
+import json
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,6 @@ from distopt.comm import Communicator
 from distopt.comm.communicator import sum_in_rank_order
 from distopt.compress import Compressor
 from distopt.compress.context import state_array
-from distopt.compress.shards import OWED, settle
 from distopt.exchange.choice import TwoPhase, two_phases
 from distopt.kernels.layout import BucketLayout
 
@@ -229,7 +229,7 @@ def _bytes_of(arrays: Sequence[np.ndarray], number: int | None) -> np.ndarray:
     return x.view(np.uint8)
 
 
-def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator, stay: Collection[str]) -> None:
+def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator, stay: Collection[str]) -> bool:
     """Move what ranks keep of buckets to the ranks that they belong to, where it is added up.  Collective of the node.
 
     There is something to move where the last step was exchanged in another way, or where the plan has changed.
@@ -239,17 +239,19 @@ def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator,
         shares: which rank gets which.
         inside: the ranks of the node.
         stay: names of states that are no part of what was not sent.
+
+    Returns:
+        Whether anything was moved: of a shard that nobody of the node owns now, a rank may have debts then.
     """
-    mine, moving = set(shares[inside.rank]), set[str]()
-    for number, bucket in enumerate(buckets):
-        if number not in mine and OWED in bucket.state:
-            settle(bucket.state_array("residual"), bucket.state)
-        if number not in mine:
-            moving |= bucket.state.keys() - set(stay)
-    names = " ".join(inside.control.gather(" ".join(sorted(moving)))).split()
-    for name in sorted(set(names)):
+    mine = set(shares[inside.rank])
+    moving = {name for number, bucket in enumerate(buckets) if number not in mine for name in bucket.state}
+    names = {
+        name for text in inside.control.gather(json.dumps(sorted(moving - set(stay)))) for name in json.loads(text)
+    }
+    for name in sorted(names):
         sum_inside([state_array(bucket.state, name, bucket.gradient) for bucket in buckets], shares, inside)
         inside.wait()
         for number, bucket in enumerate(buckets):
             if number not in mine:
                 del bucket.state[name]
+    return bool(names)

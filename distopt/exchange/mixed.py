@@ -10,7 +10,7 @@ from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State, layout_of
 from distopt.device import DeviceMirror
-from distopt.exchange.all_gather import gather, gather_or_reduce, gather_payloads
+from distopt.exchange.all_gather import bytes_of_all, gather, gather_or_reduce, gather_payloads
 from distopt.exchange.payload import check_payload
 from distopt.exchange.traffic import dense_is_smaller
 
@@ -98,7 +98,8 @@ def mixed_or_reduce(
     with comm.on_comm_stream():
         payload, uncompressed = _compress(x, mask, compressor, state, context)
         summed = 0 if uncompressed.none else uncompressed.flat.nbytes
-        if not uncompressed.all and dense_is_smaller(payload.nbytes * comm.size, summed, x.nbytes, comm.size):
+        gathered = 0 if uncompressed.all else bytes_of_all(payload, compressor, comm, context)
+        if dense_is_smaller(gathered, summed, x.nbytes, comm.size):
             _decompress([payload], uncompressed, x, compressor, context)
             comm.all_reduce(x)
         else:

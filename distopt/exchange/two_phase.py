@@ -91,14 +91,14 @@ def two_phase(
         told: Headers = Headers(codec) if comm.gpu is None else Told(codec, shards, comm, itemsizes)
         told.tell(counts)
         outbox = [[(piece, sent[piece.bucket, piece.start]) for piece in pieces] for pieces in shards.of_owner]
-        with comm.tagged(_labelled(tag, shards, codec, [p for payloads in outbox for p in payloads], like)):
+        with comm.tagged(_labelled(tag, shards, codec, [p for payloads in outbox for p in payloads])):
             inbox = comm.all_to_all([_message(payloads, like) for payloads in outbox], ragged=told.lengths)
         results = [
             (piece, sum_and_compress(piece, payloads, codec, buckets[piece.bucket], told.counts(piece)))
             for piece, payloads in by_piece(inbox, [mine] * comm.size, told, buckets)
         ]
         told.tell_sums([payload.entries for _, payload in results])
-        with comm.tagged(_labelled(tag, shards, codec, results, like)):
+        with comm.tagged(_labelled(tag, shards, codec, results)):
             gathered = comm.all_gather(_message(results, like), ragged=told.lengths)
         received: list[list[Payload]] = [[] for _ in buckets]
         of_owners = by_piece(gathered, shards.of_owner, told, buckets)
@@ -209,13 +209,13 @@ def settle_moved(bucket: TravellingBucket, piece: Piece | None, owned: Owned) ->
     number = tag.bucket
     if piece is None:
         owned.pop(number, None)
-        settle(state_array(state, "residual", x), state, None, context.skip_flag)
+        settle(x, state, None, context.skip_flag)
         return
     known, part, since = owned.get(number), (piece.start, piece.stop), context.step
     if known is not None and known[0] is state.get(OWED) and known[1:3] == part:
         since = known[3]
-    if OWED in state and since == context.step:  # once more if a GPU has refused that step, and left all as it was
-        settle(state_array(state, "residual", x), state, slice(*part), context.skip_flag)
+    if since == context.step:  # once more if a GPU has refused that step, and left all as it was
+        settle(x, state, slice(*part), context.skip_flag)
     owned[number] = state_array(state, OWED, x), *part, since
 
 
@@ -232,12 +232,10 @@ def _where_cut(shards: Cut, *of_buckets: Sequence[Any]) -> Iterator[list[Any]]:
         yield [item for item, pieces in zip(items, shards.of_bucket, strict=True) if pieces]
 
 
-def _labelled(
-    tag: MessageTag, shards: Cut, codec: ShardCodec, payloads: Sequence[tuple[Piece, Payload]], like: np.ndarray
-) -> MessageTag:
+def _labelled(tag: MessageTag, shards: Cut, codec: ShardCodec, payloads: Sequence[tuple[Piece, Payload]]) -> MessageTag:
     """Return the tag of the messages of these payloads."""
     members = shards.members
-    return tag._replace(members=members, breakdown=lambda _: shard_breakdown(codec, payloads, members, like))
+    return tag._replace(members=members, breakdown=lambda _: shard_breakdown(codec, payloads, members))
 
 
 def owned_piece(pieces: Sequence[Piece], rank: int) -> Piece | None:

@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import functools
 import operator
 import re
 import sys
@@ -111,6 +112,12 @@ class BucketLayout:
         self._compacted: BucketLayout | None = None
         self._arrays: Sequence[np.ndarray] = ()
         self._host_table: Table | None = None
+
+    @functools.cached_property
+    def edges(self) -> device.DeviceMirror:
+        """Where members begin and end in the flat arrays, ascending, ``(2 members,)`` of int64, for kernels."""
+        begins, sizes = self.records["offset"], self.records["size"]
+        return device.DeviceMirror(np.stack([begins, begins + sizes], 1).reshape(-1))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without the table for the host: its addresses and its span are this one's."""

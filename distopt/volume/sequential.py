@@ -10,8 +10,8 @@ from distopt.comm.communicator import BFLOAT16, HALVES
 from distopt.comm.message import LazyBreakdown, MessageTag, PayloadBreakdown
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.context import State, layout_of, state_array
-from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, settle
+from distopt.compress.context import State, layout_of
+from distopt.compress.shards import Payload, Piece, ShardCodec, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.breakdown import payload_breakdown, shard_breakdown
 from distopt.exchange.cut import Borders, Cut
@@ -200,8 +200,8 @@ class SequentialBuckets:
     def add(self, buckets: Sequence[TravellingBucket]) -> None:
         """Add the buckets of the next rank, and change what the compressor keeps of them."""
         for (x, state, context, _), turn in zip(buckets, self._turns, strict=True):
-            if OWED in state and self._compressor.stateful:
-                settle(state_array(state, "residual", x), state, skip_flag=context.skip_flag)
+            if self._compressor.stateful:
+                settle(x, state, skip_flag=context.skip_flag)
             turn.add(x, state, context)
 
     def write_sums(self, buckets: Sequence[TravellingBucket], states: Sequence[Sequence[State]]) -> None:
@@ -278,7 +278,7 @@ class SequentialTwoPhase:
             self._counts[number] = self._counts.get(number, 0) + counts
             self._add_uncompressed(number, x, context, first)
         if first:
-            self._breakdowns.append(shard_breakdown(codec, sent, shards.members, buckets[0][0]))
+            self._breakdowns.append(shard_breakdown(codec, sent, shards.members))
         to_owner: list[list[int]] = [[] for _ in range(size)]
         for piece, payload in sent:
             to_owner[piece.owner].append(payload.data.nbytes)
@@ -338,7 +338,7 @@ class SequentialTwoPhase:
                 payloads[piece.bucket].append(result._replace(data=device.copied(result.data)))
             if owner == 0:
                 of_rank = list(zip(pieces, results, strict=True))
-                self._breakdowns.append(shard_breakdown(codec, of_rank, shards.members, buckets[0][0]))
+                self._breakdowns.append(shard_breakdown(codec, of_rank, shards.members))
             self.gathered.append(message_bytes([result.data.nbytes for result in results]))
         if codec.ragged:
             self._borders.see(shards, entries, buckets[0][2].step)

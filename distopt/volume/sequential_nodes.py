@@ -11,10 +11,10 @@ from distopt.comm.communicator import sum_in_rank_order
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress.context import State, layout_of, state_array
-from distopt.compress.shards import OWED, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.hierarchical import Shares
 from distopt.exchange.step_traffic import messages_inside
+from distopt.exchange.two_phase import Owned
 from distopt.volume.sequential import RunningSum, SequentialExchange
 
 States = Sequence[Sequence[State]]  # by rank and bucket
@@ -99,7 +99,9 @@ class SequentialNodes:
                 message.write(inside, breakdown)
 
 
-def move_states(states: States, arrays: Sequence[np.ndarray], shares: Shares, stay: Collection[str]) -> None:
+def move_states(
+    states: States, arrays: Sequence[np.ndarray], shares: Shares, stay: Collection[str], owned: Sequence[Owned]
+) -> None:
     """Move what ranks keep of buckets to the ranks that they belong to, as ``hierarchical.move_states`` does.
 
     Args:
@@ -107,23 +109,24 @@ def move_states(states: States, arrays: Sequence[np.ndarray], shares: Shares, st
         arrays: a flat array of each bucket.
         shares: of each rank of a node the numbers of its buckets.
         stay: names of states that are no part of what was not sent.
+        owned: of each rank, what it owned of each bucket in the last step; forgotten where a rank has taken over more.
     """
     per_node = len(shares)
     for first in range(0, len(states), per_node):
         node = states[first : first + per_node]
         for place, share in enumerate(shares):
             for number in share:
-                _gather([of_rank[number] for of_rank in node], place, arrays[number], stay)
+                if _gather([of_rank[number] for of_rank in node], place, arrays[number], stay):
+                    owned[first + place].clear()
 
 
-def _gather(states: Sequence[State], place: int, x: np.ndarray, stay: Collection[str]) -> None:
-    """Add what the ranks of a node keep of a bucket up at one of them."""
+def _gather(states: Sequence[State], place: int, x: np.ndarray, stay: Collection[str]) -> bool:
+    """Add what the ranks of a node keep of a bucket up at one of them; tell if there was anything."""
     others = [state for rank, state in enumerate(states) if rank != place]
-    for state in others:
-        if OWED in state:
-            settle(state_array(state, "residual", x), state)
-    for name in sorted(set().union(*others) - set(stay)):
+    names = set[str]().union(*others) - set(stay)
+    for name in sorted(names):
         total = sum_in_rank_order([state_array(state, name, x) for state in states])
         device.copy(states[place][name], total)
         for state in others:
             del state[name]
+    return bool(names)

@@ -378,7 +378,7 @@ class SequentialReducers(Reducers):
     def _by_nodes(self, plan: NodeExchange, buckets: Sequence[Bucket], spec: StepSpec) -> SequentialNodes:
         """Return an exchange by nodes, once states lie where it needs them."""
         per_node, kept = len(plan.shares), self.losses.states_of(len(buckets))
-        move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, stay=(DECAY,))
+        move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, (DECAY,), self._owned_by_rank)
         kept = [[plan.compressor.kept(state) for state in states] for states in kept]
         columns = []
         for place, (share, phases) in enumerate(zip(plan.shares, plan.phases, strict=True)):

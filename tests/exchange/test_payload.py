@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import distopt
-from distopt import DistOpt, Parameter, run_ranks
-from distopt.compress import Compressor, ErrorFeedback
+from distopt import DistOpt, Parameter, run_ranks, simulate
+from distopt.comm import Metered
+from distopt.compress import Compressor, ErrorFeedback, Threshold
 from distopt.optim import SGD
 from launch import needs_mpi, run_mpi
 
@@ -197,3 +198,54 @@ def test_a_gathered_payload_may_have_any_dtype():
 def test_it_may_have_any_over_mpi_too(tmp_path):
     for found in run_mpi(2, sums_by_dtype, tmp_path):
         assert {name: w.tolist() for name, w in found.items()} == dict.fromkeys(found, [-3] * 5)
+
+
+class AllButBiases(Threshold):
+    """Leaves tensors of one dimension as they are, beside payloads whose lengths differ from rank to rank."""
+
+    def uncompressed(self, layout, context):
+        return context.constant("biases", lambda: np.array([len(shape) <= 1 for shape in layout.shapes], np.int64))
+
+    def compress(self, x, state, context, add=None):
+        biases = x[self._biases(x, context)].copy()
+        x[self._biases(x, context)] = 0
+        payload = super().compress(x, state, context, add)
+        x[self._biases(x, context)] = biases
+        return payload
+
+    @staticmethod
+    def _biases(x, context):
+        row = [len(shape) for shape in context.layout.shapes].index(1)
+        begin, size = (int(context.layout.records[name][row]) for name in ("offset", "size"))
+        return slice(begin, begin + size)
+
+    def sharded(self):
+        return None
+
+
+@pytest.mark.parametrize("sends", [(1,), (0, 1, 2)])
+def test_ranks_whose_payloads_differ_choose_alike_beside_members_that_are_summed_as_they_are(sends):
+    """One rank alone would send less if all summed up a dense bucket, or if they did not."""
+    shapes = (100, 10), (10,)
+
+    def gradients(rank):
+        return [np.full(shapes[0], float(rank in sends), np.float32), np.full(shapes[1], rank + 1, np.float32)]
+
+    def parameters():
+        return [Parameter(name, np.zeros(shape, np.float32)) for name, shape in zip("wb", shapes, strict=True)]
+
+    def main(comm):
+        comm, params = Metered(comm), parameters()
+        DistOpt(SGD(1.0), comm).step(list(zip(params, gradients(comm.rank), strict=True)), AllButBiases(0.5))
+        return [p.data.tolist() for p in params], comm.ledger.report()
+
+    expected = [
+        np.full(shape, -x, np.float32) for shape, x in zip(shapes, (np.float32(len(sends)) / 3, 2), strict=True)
+    ]
+    ranks = run_ranks(3, main)
+    for values, _ in ranks:
+        for a, b in zip(values, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+    params, virtual = parameters(), simulate(3, SGD(1.0))
+    virtual.step(lambda rank: list(zip(params, gradients(rank), strict=True)), AllButBiases(0.5))
+    assert virtual.ledger.report() == ranks[0][1]

@@ -130,7 +130,7 @@ int main() {
     count_above_float(n, x.data(), 1, &found, 5);
     sum_counts_float(1, bad.data(), 1, &found);
 
-    const long long k = (n + 1) / 2, room = n + CHUNK, whole[] = {0}, size[] = {n}, count[] = {k};
+    const long long k = (n + 1) / 2, room = n + CHUNK, whole[] = {0}, size[] = {n}, count[] = {k}, all[] = {0, n};
     std::vector<int> index(k), candidate(room);
     std::vector<real> entry(k), large(room), add(n, (real)0.5);
     long long place[2] = {0, 0};
@@ -139,7 +139,7 @@ int main() {
                        magnitude((real)1) - 1, nullptr);
     bad[0] += place[0] != n || place[1] != n;
     decode_sparse_float(n, x.data(), n, candidate.data(), large.data());
-    encode_largest_float(n, x.data(), 0, nullptr, 0, nullptr, 0, 0, 1, whole, size, count, k, index.data(),
+    encode_largest_float(n, x.data(), 0, nullptr, 0, nullptr, 0, 0, 2, all, 1, whole, size, count, k, index.data(),
                          entry.data(), room, candidate.data(), large.data(), nullptr);
     decode_sparse_float(n, x.data(), k, index.data(), entry.data());
     for (real one : x) bad[0] += one != 1;
@@ -183,8 +183,8 @@ int main() {
     for (long long nesterov = 0; nesterov < 2; ++nesterov) {  // every entry comes to 2, and half of them leave
       std::fill(velocity.begin(), velocity.end(), (real)1);
       std::fill(x.begin(), x.end(), nesterov ? (real)0.5 : (real)1);
-      encode_largest_float(n, x.data(), n, add.data(), n, velocity.data(), nesterov ? 2.0 / 3 : 0.5, nesterov, 1, whole,
-                           size, count, k, index.data(), entry.data(), room, candidate.data(), large.data(), nullptr);
+      encode_largest_float(n, x.data(), n, add.data(), n, velocity.data(), nesterov ? 2.0 / 3 : 0.5, nesterov, 2, all, 1,
+                           whole, size, count, k, index.data(), entry.data(), room, candidate.data(), large.data(), nullptr);
       for (long long i = 0; i < n; ++i) bad[0] += x[i] != (i < k ? 0 : 2) || velocity[i] != 1;
       mask_float(n, velocity.data(), k, index.data());
       for (long long i = 0; i < n; ++i) bad[0] += velocity[i] != (i < k ? 0 : 1);

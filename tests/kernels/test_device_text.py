@@ -407,28 +407,32 @@ def test_select_above_on_the_host():
     same([kept], [expected[2]])
 
 
-def largest_on_host(x, add, offsets, sizes, counts, refused=None):
+def largest_on_host(x, add, offsets, sizes, counts, refused=None, members=None):
+    members = members or BucketLayout(["x"], [x.shape], [0], x.dtype)
     room = 2 * int(sizes.max(initial=0)) + 2 * CHUNK
     index, entry, *held = (np.full(k, 7, t) for k in (counts.sum(), room) for t in (np.int32, x.dtype))
-    kernels.encode_largest(x, add, x[:0], 0.0, False, offsets, sizes, counts, index, entry, *held, refused)
+    kernels.encode_largest(
+        x, add, x[:0], 0.0, False, members.edges, offsets, sizes, counts, index, entry, *held, refused
+    )
     return index, entry, x
 
 
-def largest_on_device(x, add, offsets, sizes, counts, refused=None):
+def largest_on_device(x, add, offsets, sizes, counts, refused=None, members=None):
+    members = members or BucketLayout(["x"], [x.shape], [0], x.dtype)
     table = select.parts_table(offsets, sizes, counts)
     state = np.full(select.largest_words(table, x.dtype), -1)
     index, entry, *held = (
         np.full(k, 7, t) for k in (counts.sum(), select.candidates(table)) for t in (np.int32, x.dtype)
     )
-    select.select_largest(x, add, table, index, entry, state, *held, refused)
+    select.select_largest(members, x, add, table, index, entry, state, *held, refused)
     return index, entry, x
 
 
-def the_largest(libraries, grid, x, add, parts, refused=None):
+def the_largest(libraries, grid, x, add, parts, refused=None, members=None):
     """Both sides on copies of x, equal to the bit; returns the launches of the device."""
-    host = largest_on_host(x.copy(), add, *parts, refused)
+    host = largest_on_host(x.copy(), add, *parts, refused, members)
     with on(libraries, *grid) as there:
-        same(host, largest_on_device(shifted(x, 1), add, *parts, refused))
+        same(host, largest_on_device(shifted(x, 1), add, *parts, refused, members))
         assert not x.size or (refused is None) == (host[0].size == 0 or host[0][0] >= 0)
     return there.launched
 
@@ -475,6 +479,33 @@ def test_the_largest_entries_of_every_tensor_are_those_of_the_host(
     counts = np.ceil(density * np.array(sizes)).astype(np.int64)
     parts = np.cumsum(room) - room, np.array(sizes), counts
     the_largest(libraries, grid, x, add, parts)
+
+
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2 * CHUNK)), min_size=1, max_size=12),
+    density=DENSITIES,
+    nonzero=st.sampled_from([0, 0.01, 0.3, 1.0]),
+    dtype=st.sampled_from(REALS),
+    grid=SOME_GRID,
+    seed=SEEDS,
+)
+def test_nothing_is_selected_between_tensors(libraries, sizes, density, nonzero, dtype, grid, seed):
+    """Even of zeros those of a tensor come first, from the lowest index on."""
+    rng, room = np.random.default_rng(seed), [-(-n // 16) * 16 for n in sizes]
+    members = BucketLayout([f"t{k}" for k in range(len(sizes))], [(n,) for n in sizes], np.cumsum(room) - room, dtype)
+    inside = np.concatenate([np.arange(o, o + n) for o, n in zip(np.cumsum(room) - room, sizes, strict=True)])
+    x = np.zeros(members.extent, dtype)
+    x[inside] = (rng.standard_normal(inside.size) * (rng.random(inside.size) < nonzero)).astype(dtype)
+    k = int(np.ceil(density * inside.size))
+    parts = np.zeros(1, np.int64), np.array([x.size]), np.array([k])
+    the_largest(libraries, grid, x, x[:0], parts, members=members)
+    index, entry, kept = largest_on_host(x.copy(), x[:0], *parts, members=members)
+    expected = np.sort(inside[np.argsort(-abs(x[inside]), kind="stable")[:k]])
+    np.testing.assert_array_equal(index, expected)
+    np.testing.assert_array_equal(entry, x[expected])
+    x[expected] = 0
+    np.testing.assert_array_equal(kept, x)
 
 
 def spikes(rng, n):

@@ -447,8 +447,11 @@ def _selected(function, x, add):
     both = (size(x.size), pointer(x), size(x.size), pointer(add))
     bound = size(int(np.float32(2).view("i4")))
     function("encode_above")(*both, size(room), *planes[0], size(2), pointer(place), bound, None)
-    whole = [np.array([n]) for n in (0, x.size, k)]
-    velocity, parts = add.copy(), (size(1), *map(pointer, whole), size(k), *planes[1], size(room), *planes[2], None)
+    edges, *whole = (np.array(numbers) for numbers in ([0, x.size // 2, x.size // 2 + 9, x.size], [0], [x.size], [k]))
+    velocity, parts = (
+        add.copy(),
+        (size(4), pointer(edges), size(1), *map(pointer, whole), size(k), *planes[1], size(room), *planes[2], None),
+    )
     for moves, nesterov in ((0, 0), (x.size, 0), (x.size, 1)):
         moved = (size(moves), pointer(velocity), ctypes.c_double(0.9), size(nesterov))
         function("encode_largest")(*both, *moved, *parts)
