@@ -16,7 +16,7 @@ PACKAGE = str(Path(distopt.__file__).parent)
 MOST = {  # calls of functions of this package in a step of three parameters on one of two ranks
     "dense": (Dense(), 224),
     "half": (Half(), 235),
-    "topk": (ErrorFeedback(TopK(0.1)), 279),
+    "topk": (ErrorFeedback(TopK(0.1)), 280),
     "dgc": (DeepGradientCompression(TopK(0.1), exclude_1d=False), 352),
 }
 
