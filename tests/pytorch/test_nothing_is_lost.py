@@ -2,6 +2,8 @@
 
 Parameters that no rank, or some ranks use, that are frozen and thawed; passes that add up, with an exchange each or
 under ``no_sync``; passes that are refused, or exchanged by hand.
+
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import zlib
