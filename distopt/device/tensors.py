@@ -60,9 +60,10 @@ def as_array(t: torch.Tensor) -> np.ndarray:
     """
     if t.layout is not torch.strided:
         raise TypeError(f"a tensor must be dense, got {t.layout}")
-    if not is_dense(t):
+    dense = t.detach().permute(order_in_memory(t))
+    if not dense.is_contiguous():
         raise TypeError(f"a tensor must have no gaps in memory, got strides {tuple(t.stride())} of {tuple(t.shape)}")
-    bits = t.detach().permute(order_in_memory(t)).view(BITS.get(t.dtype, t.dtype))
+    bits = dense.view(BITS.get(t.dtype, t.dtype))
     array: np.ndarray = gpu_array(bits) if on_gpu(t) else bits.numpy()
     return array.view(BFLOAT16) if t.dtype is torch.bfloat16 else array
 

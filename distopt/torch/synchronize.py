@@ -14,7 +14,7 @@ import queue
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,14 +75,12 @@ class Home:
         if parameter is None:
             return
         if not self.sharded:
-            parameter.grad = view.to(parameter.dtype)
+            mean = parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
         else:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.to_local().copy_(view)
-        gradient = self.gradient()
-        assert gradient is not None
-        self._left = gradient.data_ptr(), gradient._version
+            mean = parameter.grad.to_local().copy_(view)
+        self._left = mean.data_ptr(), mean._version
 
 
 class Synchronizer(GradientExchange):
@@ -280,7 +278,7 @@ class Synchronizer(GradientExchange):
         """Let autograd call ``_end`` behind the backward pass that has begun."""
         self.engine.let_in()  # here, since the thread of an exchange would run callbacks beside this pass
         self._waits, self._came = True, set()
-        self._versions = {name: p._version for name, home in self._homes.items() if (p := home.find()) is not None}
+        self._versions = self._versions_now()
         self._at_end()
         if self.may_overlap and not self._sharded:
             self._early = EarlyExchange(self)
@@ -308,8 +306,9 @@ class Synchronizer(GradientExchange):
     def _exchange(self, early: "EarlyExchange | None") -> None:
         """Exchange the gradients, of which ``early`` has some, and give the model the means."""
         arrived, self._arrived, came, self._came = self._arrived, set(), self._came, set()
-        homes, views, error = self._homes, self.views, self._error(arrived)
+        homes, views = self._homes, self.views
         gradients = {name: g for name, home in homes.items() if (g := home.gradient()) is not None}
+        error = self._error({name: g for name, g in gradients.items() if name in arrived})
         # where no rank has a new gradient, the earlier one stays, while its place in a bucket is for this exchange
         kept = {n: (g, g.clone()) for n, g in gradients.items() if n not in arrived and _in(views[n], g)}
         nowhere = set(homes)
@@ -344,8 +343,8 @@ class Synchronizer(GradientExchange):
         name = self._names.get(id(p))
         return name if name is not None and self._homes[name].find() is p else None
 
-    def _error(self, arrived: Collection[str]) -> Exception | None:
-        """Return an error if the model is not what it was, or its gradients are none that could be exchanged."""
+    def _error(self, arrived: Mapping[str, torch.Tensor]) -> Exception | None:
+        """Return an error if the model is not what it was, or the gradients that arrived are none to be exchanged."""
         module = self._module()
         for name, p in () if module is None else module.named_parameters():
             if p.requires_grad and not self._name(p) and p.numel() and not is_dtensor(p):
@@ -354,20 +353,23 @@ class Synchronizer(GradientExchange):
                     "the model was synchronized; close() and synchronize again after a change of the model"
                 )
         versions, self._versions = self._versions, {}
-        for name, home in self._homes.items():
-            leaf, gradient = home.find(), home.gradient()
-            if leaf is not None and versions.get(name, leaf._version) != leaf._version:
-                return ValueError(
-                    f"{name}: a parameter must not change before its gradient is the mean over ranks, which it is when "
-                    "backward() returns, got an update inside of a backward pass; let the optimizer step behind it"
-                )
-            if gradient is not None and gradient.requires_grad and name in arrived:
+        if versions and versions != (now := self._versions_now()):
+            changed = next(name for name, version in versions.items() if now.get(name, version) != version)
+            return ValueError(
+                f"{changed}: a parameter must not change before its gradient is the mean over ranks, which it is when "
+                "backward() returns, got an update inside of a backward pass; let the optimizer step behind it"
+            )
+        for name, gradient in arrived.items():
+            if gradient.requires_grad:
                 return ValueError(
                     f"{name}: a gradient must be without a graph, got one of backward(create_graph=True), whose second "
                     "derivatives would be this rank's own; take them of torch.autograd.grad(loss, parameters, "
                     "create_graph=True), which exchanges nothing, and call exchange() for what is written to p.grad"
                 )
         return None
+
+    def _versions_now(self) -> dict[str, int]:
+        return {name: p._version for name, home in self._homes.items() if (p := home.find()) is not None}
 
     def _clock(self) -> list[str]:
         steps = f"{self._steps} optimizer step{'s' * (self._steps != 1)}"
