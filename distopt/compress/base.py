@@ -6,6 +6,7 @@ Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import abc
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -239,6 +240,11 @@ class Lossy(Compressor):
             context: as of any compressor.
             add: the new gradient, ``(n,)``, which is added to x in the same pass.
         """
+
+
+def threshold_of_sum(threshold: float, ranks: int, most: float = sys.float_info.max) -> float:
+    """Return a threshold for sums over so many ranks: so many times as large, or the largest number that there is."""
+    return max(-most, min(threshold * ranks, most))
 
 
 def payload_nbytes(compressor: Compressor, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,7 +30,8 @@ class Blocks(Lossy):
     Args:
         block: elements that share a scale; the last block of a tensor, or of its part in a shard, may be shorter.
         rounding: 'nearest', ties to even, or 'stochastic': up or down at random, so that the mean is the element.
-        seed: of 'stochastic'; random numbers are a function of it, the step, the rank and the element's position.
+        seed: of 'stochastic'; random numbers are a function of it, the step, the rank, the name of the bucket's first
+            tensor and the element's position.
 
     Raises:
         TypeError: for a block or a seed that is no integer.
@@ -120,7 +122,8 @@ class Blocks(Lossy):
         if self.rounding == "nearest":
             self._encode(*given, context.skip_flag)
         else:
-            self._dither(*given, random_key(self.seed, context.step, *use), base, context.skip_flag)
+            place = zlib.crc32(ascii(layout_of(x, context).names[:1]).encode())  # of no other bucket or fragment
+            self._dither(*given, random_key(self.seed, context.step, *use, place), base, context.skip_flag)
         return payload
 
     def decode(
@@ -161,7 +164,8 @@ class Int8(Blocks):
         block: elements that share a scale, a power of two in [32, 4096]; no block has elements of two tensors.
         rounding: 'nearest', ties to even, or 'stochastic': up or down at random, so that the mean is the element
             (Alistarh et al., "QSGD", 2017), which then moves by up to twice as much.
-        seed: of 'stochastic'; random numbers are a function of it, the step, the rank and the element's position.
+        seed: of 'stochastic'; random numbers are a function of it, the step, the rank, the name of the bucket's first
+            tensor and the element's position.
 
     Raises:
         TypeError: for a block or a seed that is no integer.

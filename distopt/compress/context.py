@@ -155,7 +155,7 @@ class ExchangeContext(NamedTuple):
 
 def layout_of(x: np.ndarray, context: ExchangeContext) -> BucketLayout:
     """Return the layout of x: that of its bucket, or of one member outside of a bucket."""
-    return context.layout or BucketLayout(["x"], [x.shape], [0], x.dtype)
+    return context.bucket.layout or BucketLayout(["x"], [x.shape], [0], x.dtype)
 
 
 def sizes_of(n: int, layout: BucketLayout | None) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.checks import as_float
-from distopt.compress.base import Lossy
+from distopt.compress.base import Lossy, threshold_of_sum
 from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload
 from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec
 from distopt.kernels.layout import BucketLayout
@@ -215,7 +215,7 @@ class TwoBit(Codec):
         return _words(2 * n)
 
     def of_sum(self, ranks: int) -> "TwoBit":
-        return TwoBit(self.threshold * ranks)
+        return TwoBit(threshold_of_sum(self.threshold, ranks, MOST))
 
     def encode(
         self, x: np.ndarray, add: np.ndarray, added: bool, payload: np.ndarray, context: ExchangeContext
@@ -272,7 +272,7 @@ class OneBit(Codec):
         return self.header + _words(n)
 
     def of_sum(self, ranks: int) -> "OneBit":
-        threshold = self.threshold * ranks
+        threshold = threshold_of_sum(self.threshold, ranks)
         return OneBit(threshold) if self.scale == "mean" else UnitOfSum(threshold, ranks)
 
     def encode(
@@ -309,7 +309,7 @@ class UnitOfSum(OneBit):
         self.ranks, self.header = ranks, 4
 
     def of_sum(self, ranks: int) -> "UnitOfSum":
-        return UnitOfSum(self.threshold * ranks, self.ranks * ranks)
+        return UnitOfSum(threshold_of_sum(self.threshold, ranks), self.ranks * ranks)
 
     def encode(
         self, x: np.ndarray, add: np.ndarray, added: bool, payload: np.ndarray, context: ExchangeContext

@@ -11,7 +11,7 @@ import numpy as np
 from distopt import device, kernels
 from distopt.checks import check_bool, check_float
 from distopt.compress import select
-from distopt.compress.base import Budget, Lossy
+from distopt.compress.base import Budget, Lossy, threshold_of_sum
 from distopt.compress.context import ExchangeContext, Make, State, check_fits, layout_of, sizes_of
 from distopt.compress.entry_shards import EntryShards
 from distopt.compress.planes import add_planes, payload_size, truncate, unpack_entries
@@ -295,12 +295,13 @@ class TopK(FixedDensity):
 
     def extract(self, x: np.ndarray, add: Increment, context: ExchangeContext) -> np.ndarray:
         """Select from a first guess of how large the largest entries are (topk_host.cu, topk_device.cu)."""
-        sizes = layout_of(x, context).records["size"].astype(np.int64)
+        members = layout_of(x, context)
+        sizes = members.records["size"].astype(np.int64)
 
         def kept(make: Make) -> DeviceMirror:
             return context.constant(f"parts of {self!r}", make)
 
-        return self._extract(x, add, self.counts(self.parts(sizes)), kept, context)
+        return self._extract(members, x, add, self.counts(self.parts(sizes)), kept, context)
 
     def part_starts(self, layout: BucketLayout) -> np.ndarray:
         return layout.records["offset"].astype(np.int64) if self.per_tensor else super().part_starts(layout)
@@ -309,10 +310,12 @@ class TopK(FixedDensity):
         """Select the largest entries of a sum: of each part as many as a rank has sent of it on average, rounded up."""
         if not self.reselect:
             return super().reselect_sum(x, add, counts, context)
-        return self._extract(x, Increment(add, x[:0]), -(-counts // context.size), new_mirror, context)
+        members = layout_of(x, context)
+        return self._extract(members, x, Increment(add, x[:0]), -(-counts // context.size), new_mirror, context)
 
     def _extract(
         self,
+        members: BucketLayout,
         x: np.ndarray,
         add: Increment,
         counts: np.ndarray,
@@ -320,7 +323,6 @@ class TopK(FixedDensity):
         context: ExchangeContext,
     ) -> np.ndarray:
         """Move the largest entries out of x + add, so many of each part; ``mirror`` brings a table to a GPU."""
-        members = layout_of(x, context)
         if self.per_tensor:
             offsets, sizes = members.records["offset"].astype(np.int64), members.records["size"].astype(np.int64)
         else:  # one part, in which the gaps lie, of which nothing is selected
@@ -336,8 +338,8 @@ class TopK(FixedDensity):
         else:
             candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
             held = context.scratch("candidates", payload_size(candidates.max(initial=0) + CHUNK, x.itemsize))
-            parts_of = members.edges, offsets, sizes, counts
-            kernels.encode_largest(x, *add, *parts_of, *planes, *unpack_entries(held, x.dtype))
+            parts_of = members.edges.host, offsets, sizes, counts
+            kernels.encode_largest(x, *add, *parts_of, *planes, *unpack_entries(held, x.dtype), None)
         return payload
 
     def parts(self, sizes: np.ndarray) -> np.ndarray:
@@ -400,7 +402,7 @@ class Threshold(Sparse):
         return self.of_sum(context.size).extract(x, Increment(add, x[:0]), context)
 
     def of_sum(self, ranks: int) -> "Threshold":
-        return Threshold(self.magnitude * ranks, self.reselect)
+        return Threshold(threshold_of_sum(self.magnitude, ranks), self.reselect)
 
     def _bound(self, x: np.ndarray) -> int:
         """The magnitude above which entries are sent."""
@@ -443,7 +445,8 @@ class Threshold(Sparse):
 
 def _magnitude(value: float, dtype: Any) -> int:
     """Return the bits of the least magnitude of the dtype that is at least ``value``."""
-    rounded = np.array(value).astype(dtype)
+    with np.errstate(over="ignore"):  # what no number of the dtype reaches is infinite
+        rounded = np.array(value).astype(dtype)
     if float(rounded) < value:
         rounded = np.nextafter(rounded, np.array(np.inf, dtype))
     return int(rounded.view(f"i{rounded.itemsize}"))

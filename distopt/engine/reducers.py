@@ -17,7 +17,7 @@ from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
 from distopt.compress.base import payload_nbytes
 from distopt.compress.dgc import DECAY
-from distopt.compress.shards import settle
+from distopt.compress.shards import OWED, settle
 from distopt.engine.accumulation import STATE, GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
@@ -140,7 +140,7 @@ class CollectiveReducer(Unreduced):
         compressor, step = self._compressor, self._step_context
         context = step.exchange_context(bucket, self._comm, compressor, self._text)
         state = compressor.kept(bucket.state)
-        if compressor.stateful:
+        if OWED in state and compressor.stateful:
             settle(x, state, skip_flag=context.skip_flag)
         return x, state, context, step.tag(bucket)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import laws
-from distopt import DistOpt, Parameter, kernels, run_ranks, simulate
+from distopt import DistOpt, LocalSteps, Parameter, kernels, run_ranks, simulate
 from distopt.comm.message import UNTAGGED
 from distopt.compress import BucketContext, DeviceContext, ErrorFeedback, ExchangeContext, Int4, Int8
 from distopt.exchange.cut import cut
@@ -306,6 +306,39 @@ def test_random_numbers_are_a_function_of_seed_step_rank_and_position(kind):
     assert 0.45 < up.mean() < 0.55
     alike = up[:-1] == up[1:]  # neighbours know nothing of each other
     assert 0.45 < alike.mean() < 0.55
+
+
+@pytest.mark.parametrize("exchange", ["gather", "two_phase", "nodes"])
+@pytest.mark.parametrize("compressor", [Int8(rounding="stochastic"), Int4(rounding="stochastic")], ids=repr)
+def test_what_one_bucket_rounds_up_says_nothing_of_another_one(compressor, exchange):
+    """Two equal tensors in buckets of their own: what each is off by is not what the other is off by."""
+    gradient = np.random.default_rng(0).standard_normal(4096)
+
+    def main(comm):
+        comm._hosts = [rank // 2 for rank in range(comm.size)]
+        params = [Parameter(f"p{k}", np.zeros(4096)) for k in range(2)]
+        DistOpt(SGD(1.0), comm, threshold=0).step([(p, gradient) for p in params], compressor, False, exchange)
+        return [p.data + gradient for p in params]
+
+    one, other = run_ranks(4, main)[0]
+    assert abs(np.corrcoef(one, other)[0, 1]) < 0.1  # 1 before; the deviation of a chance is 0.016
+    assert one.any()
+
+
+def test_what_one_fragment_of_local_steps_rounds_up_says_nothing_of_another_one():
+    gradient = np.random.default_rng(0).standard_normal(4096)
+
+    def main(comm):
+        params = [Parameter(f"p{k}", np.zeros(4096)) for k in range(2)]
+        compressor = Int8(rounding="stochastic")
+        opt = LocalSteps(SGD(1.0), comm, every=2, outer=SGD(1.0), compressor=compressor, fragments=2)
+        for times in (1, 0):  # each fragment is sent behind one of these steps, as far from where it began
+            opt([(p, times * gradient) for p in params])
+        return [p.data + gradient for p in params]
+
+    one, other = run_ranks(2, main)[0]
+    assert abs(np.corrcoef(one, other)[0, 1]) < 0.1
+    assert one.any()
 
 
 def test_random_numbers_are_none_of_a_captured_step():

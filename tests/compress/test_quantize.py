@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import laws
 import reference
 from distopt import DistOpt, Parameter, run_ranks
-from distopt.compress import BucketContext, DeviceContext, ErrorFeedback, ExchangeContext, OneBit, TwoBit
+from distopt.compress import BucketContext, DeviceContext, ErrorFeedback, ExchangeContext, OneBit, Threshold, TwoBit
 from distopt.kernels.layout import CHUNK, BucketLayout
 from distopt.optim import SGD
 from laws import texts_of
@@ -326,6 +326,24 @@ def test_many_ranks_are_dense_where_that_is_less():
             levels += two_bits((np.linspace(-2, 2, 100) + rank).astype(np.float32), 0.5)[1]
         for w in found:
             np.testing.assert_allclose(w, -levels / size, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "compressor", [TwoBit(3e38), OneBit(1e308), OneBit(-1e308, "unit"), Threshold(1e308)], ids=repr
+)
+@pytest.mark.parametrize("exchange", ["gather", "two_phase", "nodes"])
+def test_a_threshold_near_the_largest_number_has_sums_too(compressor, exchange):
+    """The threshold of a sum stays a number; what no rank sends waits with each."""
+
+    def main(comm):
+        comm._hosts = [rank // 2 for rank in range(comm.size)]
+        p, opt = Parameter("w", np.zeros(1000, np.float32)), DistOpt(SGD(1.0), comm)
+        opt.step([(p, np.full(1000, comm.rank + 1.0, np.float32))], ErrorFeedback(compressor), False, exchange)
+        kept = sum(arrays.get("w", 0) for arrays in opt.state_dict()["states"].values())
+        return p.data.astype(float), np.broadcast_to(kept, 1000).astype(float)
+
+    ranks = run_ranks(6, main)
+    np.testing.assert_allclose(sum(kept for _, kept in ranks) - 6 * ranks[0][0], 21, rtol=1e-5)
 
 
 def test_ranks_with_different_thresholds_are_refused():

@@ -16,7 +16,7 @@ PACKAGE = str(Path(distopt.__file__).parent)
 MOST = {  # calls of functions of this package in a step of three parameters on one of two ranks
     "dense": (Dense(), 222),
     "half": (Half(), 233),
-    "topk": (ErrorFeedback(TopK(0.1)), 277),
+    "topk": (ErrorFeedback(TopK(0.1)), 278),
     "dgc": (DeepGradientCompression(TopK(0.1), exclude_1d=False), 350),
 }
 

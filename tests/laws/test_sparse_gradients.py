@@ -1,6 +1,8 @@
 """Law 7 for every format of entries and codes where nearly all gradients are 0: an embedding's, a dead ReLU's.
 
 Selectors take zeros then, and what they take of them must not depend on anything that no state has.
+
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
 """
 
 import itertools
