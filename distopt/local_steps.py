@@ -151,7 +151,7 @@ class LocalSteps(Checkpointed):
             with self._model.stream():
                 self._training.begin([(p, None) for p in self._model.parameters])
                 if broadcast:
-                    self._model.broadcast_others(comm)
+                    self._model.broadcast_others(comm, loop.engine.agreement)
         for fragment in loop.fragments:
             record_if_asked(fragment.engine)
 

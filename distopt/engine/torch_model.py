@@ -15,6 +15,7 @@ import torch
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.device.tensors import as_array, as_bytes, as_tensor, as_this_thread, is_dense, is_dtensor, torchs_stream
+from distopt.engine.agreement import Agreement
 from distopt.engine.engine import Engine
 from distopt.engine.parameters import Parameter
 from distopt.engine.views import admit, enroll
@@ -149,7 +150,7 @@ class TorchModel:
         with self.stream():
             enroll(engine, self.parameters, "torch's parameters", lambda names: check())
             if engine.store.broadcast_due:
-                self.agree_on_others(engine)
+                self.agree_on_others(engine.agreement)
                 engine.retries.run(lambda: self._broadcast(engine))
 
     def take_in(self, engine: Engine) -> None:
@@ -206,13 +207,18 @@ class TorchModel:
         engine.store.broadcast_parameters(engine.progress.updates)
         self._take_others(others)
 
-    def broadcast_others(self, comm: Communicator) -> None:
-        """Send rank 0's buffers and frozen parameters to all ranks, which have agreed on them.  Collective."""
+    def broadcast_others(self, comm: Communicator, agreement: Agreement) -> None:
+        """Send rank 0's buffers and frozen parameters to all ranks, if they agree on them.  Collective.
+
+        Raises:
+            TypeError, ValueError: as ``agree_on_others``.
+        """
+        self.agree_on_others(agreement)
         others = self._dense_others()
         self._send_others(comm, others)
         self._take_others(others)
 
-    def agree_on_others(self, engine: Engine) -> None:
+    def agree_on_others(self, agreement: Agreement) -> None:
         """Raise an error on every rank alike if buffers and frozen parameters differ, or cannot be sent.  Collective.
 
         Raises:
@@ -225,7 +231,7 @@ class TorchModel:
         except (TypeError, ValueError) as e:
             error = e
         lines = [_line(name, x) for name, x in self.others.items()]
-        engine.agreement.vote_on_lines("torch's buffers", lines, error)
+        agreement.vote_on_lines("torch's buffers", lines, error)
 
     def _dense_others(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the place of each buffer and frozen parameter, and it again, or a copy of it if it has gaps."""

@@ -106,8 +106,7 @@ class OuterSteps:
         with self._model.stream():
             _, values = self._places()
             self._outer.begin(values, self._stranger())
-            self._model.agree_on_others(self._outer.engine)
-            self._model.broadcast_others(self.communicator)
+            self._model.broadcast_others(self.communicator, self._outer.engine.agreement)
         self._stepped = False
         self._hook = optimizer.register_step_post_hook(lambda *_: self._advance())
         self._scalers_step: Callable[..., Any] | None = None

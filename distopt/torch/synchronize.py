@@ -321,9 +321,10 @@ class Synchronizer(GradientExchange):
             for name in nowhere & kept.keys():
                 gradient, value = kept[name]
                 gradient.copy_(value)
+        views = self.views  # others, if a rank was lost
         for name, home in homes.items():
             if name not in nowhere:
-                home.put(self.views[name])
+                home.put(views[name])
         self._exchanges += 1
 
     def _report_failure(self) -> None:

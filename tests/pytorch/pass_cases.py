@@ -444,6 +444,8 @@ def buffers_that_differ_are_told_by_name():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match="rank 0 has nothing, rank 1 has buffer or frozen parameter histogram"):
         dt.local_steps(model, optimizer, every=2)
+    with pytest.raises(ValueError, match="rank 0 has nothing, rank 1 has buffer or frozen parameter histogram"):
+        distopt.LocalSteps(distopt.optim.SGD(0.1), every=2, params=model)
 
 
 @case
