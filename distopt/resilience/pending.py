@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)  # what file systems say of a folder's fsync
 TEMPORARY = re.compile(r".*\.tmp\.\d+", re.DOTALL)
 
 
@@ -209,10 +210,23 @@ def check_replaceable(path: str | os.PathLike[str], kind: str, read: Callable[[s
 
 
 def sync(folder: Path) -> None:
-    """Flush a folder to the disk, so that files created in it outlive a crash of the machine."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """Flush a folder to the disk, so that files created in it outlive a crash of the machine.
+
+    Not where the file system cannot do that, or where the folder may be written to but not read.
+
+    Raises:
+        OSError: the disk fails; it names the folder.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:
+        return
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC:
+            error.filename = str(folder)
+            raise
     finally:
         os.close(handle)
 
