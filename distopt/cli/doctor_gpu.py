@@ -1,18 +1,16 @@
 """What ``distopt doctor`` finds out about GPUs, their compiler and NCCL; none of them is required."""
 
-import contextlib
 import importlib.util
 import itertools
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 
 from distopt import device
 from distopt.cli.doctor_trial import WORK
 from distopt.cli.finding import Finding, missing
+from distopt.cli.processes import finished
 from distopt.comm import nccl_library as nccl
 
 INSTALL = "pip install 'distopt[cuda13]' (or [cuda12])"
@@ -171,7 +169,7 @@ def nccls() -> Iterator[Finding]:
 
 def _beside_torch() -> Iterator[Finding]:
     """Report the NCCL libraries of a process that uses torch and cupy."""
-    code, output, _ = _finished(WITH_TORCH, TORCH_SECONDS)
+    code, output, _ = finished(WITH_TORCH, TORCH_SECONDS)
     lines = _lists(output)
     if code or not lines:
         yield Finding("warn", "torch and cupy's NCCL do not start in one process", f"{sys.executable} -c {TORCH!r}")
@@ -194,7 +192,7 @@ def trial() -> Iterator[Finding]:
     if not count:
         return
     seconds = TRIAL_SECONDS[0] + TRIAL_SECONDS[1] * count
-    code, output, errors = _finished(TRIAL, seconds)
+    code, output, errors = finished(TRIAL, seconds)
     told = {(gpu, work): error for gpu, work, error in map(json.loads, _lists(output))}
     last = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
     end = f"no answer within {seconds:g} s" if code is None else last
@@ -211,22 +209,3 @@ def trial() -> Iterator[Finding]:
 def _lists(output: str) -> list[str]:
     """Return the lines that are lists; NCCL writes others if it is asked to."""
     return [line for line in output.splitlines() if line.startswith("[")]
-
-
-def _finished(command: Sequence[str], seconds: float) -> tuple[int | None, str, str]:
-    """Run a command, and return its exit code, None if it was killed after these seconds, and its two outputs.
-
-    A process that hangs in the driver cannot be killed, and is not waited for.
-    """
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
-            code = None
-        out.seek(0)
-        err.seek(0)
-        return code, out.read(), err.read()

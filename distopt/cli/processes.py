@@ -5,8 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,29 @@ def end(processes: "Sequence[subprocess.Popen[Any]]", grace: float = GRACE) -> N
     for process in processes:
         process.kill()
         process.wait()
+
+
+def finished(
+    command: Sequence[str], seconds: float, env: Mapping[str, str] | None = None
+) -> tuple[int | None, str, str]:
+    """Run a command, and return its exit code, None if it was killed after these seconds, and its two outputs.
+
+    A process that hangs in a driver cannot be killed, and is not waited for.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env)
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            for pid in (*descendants(process.pid), process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            code = None
+        out.seek(0)
+        err.seek(0)
+        return code, out.read(), err.read()
 
 
 def descendants(pid: int) -> list[int]:

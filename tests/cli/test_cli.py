@@ -11,8 +11,10 @@ import time
 import pytest
 
 import distopt
+from distopt.cli import doctor as doctor_command
 from distopt.cli import launcher, main
 from distopt.cli.launcher import Launcher, check_brands
+from distopt.cli.processes import descendants
 from launch import distopt_run, find_launcher, finish, needs_mpi
 
 
@@ -64,6 +66,32 @@ def test_doctor_warns_of_open_mpis_slow_tcp_between_hosts():
     environment = dict.fromkeys(launcher.OPEN_MPI_TCP)
     assert (warning in doctor(env=environment)[1]) == (find_launcher().brand == "Open MPI")
     assert warning not in doctor(env=launcher.OPEN_MPI_TCP)[1]
+
+
+@pytest.mark.parametrize("wrong", [[""], ["lost", ""], ["lost", "still lost"]])
+@pytest.mark.parametrize("load", [0.5, 40.0])
+def test_doctor_calls_two_ranks_that_fail_twice_broken_unless_the_machine_has_much_other_work(wrong, load, monkeypatch):
+    answers = iter(wrong)
+    monkeypatch.setattr(doctor_command, "_wrong_sum", lambda launcher: next(answers))
+    monkeypatch.setattr(doctor_command, "find_launcher", lambda: Launcher("/bin/mpiexec", "MPICH"))
+    monkeypatch.setattr(doctor_command, "check_brands", lambda launcher: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    _, found = doctor_command.mpi()
+    worst = "fail" if load < 4 else "warn"
+    assert found.status == ("ok", "warn", worst)[len(wrong) - (wrong[-1] == "")]
+    assert wrong[-1] in found.text
+    assert ("40 processes want 2 cores" in found.fix) == (load > 4 and wrong != [""])
+
+
+@needs_mpi
+def test_doctor_leaves_no_rank_of_a_trial_that_hangs(monkeypatch):
+    """Ranks hold their launcher's pipes, for which it was waited without end."""
+    monkeypatch.setattr(doctor_command, "SELF_TEST", "import time; time.sleep(600)")
+    monkeypatch.setattr(doctor_command, "TRIAL_SECONDS", 3.0)
+    before = set(descendants(os.getpid()))
+    assert doctor_command._wrong_sum(find_launcher()) == "no answer within 3 s"
+    assert set(descendants(os.getpid())) <= before
 
 
 @pytest.mark.thorough
