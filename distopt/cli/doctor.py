@@ -18,6 +18,7 @@ from distopt.cli.launcher import INSTALL, OPEN_MPI_TCP, Launcher, check_brands, 
 from distopt.cli.processes import finished
 from distopt.comm.launchers import MPI_OF_SRUN, Process, transport
 from distopt.kernels import signatures
+from distopt.resilience import job
 
 SELF_TEST = "import numpy, distopt; x = numpy.ones(9); w = distopt.world(); w.all_reduce(x); assert x[0] == w.size == 2"
 TRIAL_SECONDS = 60.0  # for two ranks
@@ -135,7 +136,8 @@ def machine() -> Iterator[Finding]:
     if left:
         size = sum(segment.nbytes for segment in left) / 1e6
         text = f"{len(left)} segments of jobs that failed are left in {segments.FOLDER}: {size:.1f} MB"
-        yield Finding("warn", text, f"when no job of yours is about to start: rm {segments.FOLDER}/{segments.PREFIX}*")
+        names = " ".join(f"{segments.FOLDER}/{prefix}*" for prefix in job.SEGMENTS)
+        yield Finding("warn", text, f"when no job of yours runs or is about to start: rm {names}")
 
 
 def torch() -> Iterator[Finding]:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from distopt.cli.agent import Agent
 from distopt.cli.children import Children
 from distopt.cli.elastic_job import ElasticJob, Started
 from distopt.cli.ends import Ends
+from distopt.cli.job_folder import job_folder
 from distopt.cli.launcher import Launcher, environment, find_launcher, library_brand, on_loopback
 from distopt.cli.memberships import Memberships
 from distopt.cli.nodes import Nodes, Place, place
@@ -116,9 +116,8 @@ def start(
         The exit code of the rank that ended last; 2, with a printed reason, if the job could not be started.
     """
     command = [sys.executable, str(RANK), *script]
-    with tempfile.TemporaryDirectory(prefix="distopt-") as name:
-        folder = Path(name)
-        variables = {membership.WANTED: "1", job.FOLDER: name, "DISTOPT_RESTART": "0"}
+    with job_folder() as folder:
+        variables = {membership.WANTED: "1", job.FOLDER: str(folder), "DISTOPT_RESTART": "0"}
         try:
             check()
             launcher = None if at else find_engine(over)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from distopt.cli import elastic, segments
 from distopt.cli.ends import Ends, Fault, exit_code
+from distopt.cli.job_folder import job_folder
 from distopt.cli.launcher import check_brands, find_launcher, on_loopback
 from distopt.cli.processes import END_SECONDS, POLL_SECONDS, RANK, TIMED_OUT, end, handling_signals, say
 from distopt.resilience import job
@@ -117,10 +117,10 @@ def start(
         return 2
     command = [*launcher.command(ranks), sys.executable, str(RANK), *script]
     for attempt in range(restarts + 1):
-        with tempfile.TemporaryDirectory(prefix="distopt-") as folder:
+        with job_folder() as folder:
             env = launcher.environment(ranks) | dict(variables)
-            env |= on_loopback(env) | {job.FOLDER: folder, "DISTOPT_RESTART": str(attempt)}
-            code, final = Job(command, env, Path(folder), ranks).supervise(timeout)
+            env |= on_loopback(env) | {job.FOLDER: str(folder), "DISTOPT_RESTART": str(attempt)}
+            code, final = Job(command, env, folder, ranks).supervise(timeout)
         if final or attempt == restarts:
             break
         say(f"exit code {code}; restart {attempt + 1} of {restarts}")

@@ -1,4 +1,4 @@
-"""Shared memory that MPICH's ranks leave behind if they do not come to MPI_Finalize: /dev/shm/mpich_shm_*."""
+"""Shared memory that ranks of MPI leave behind if they do not come to MPI_Finalize."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from distopt.resilience import job
 
-FOLDER, PREFIX = Path("/dev/shm"), "mpich_shm_"
+FOLDER = Path("/dev/shm")
 
 
 class Left(NamedTuple):
@@ -34,7 +34,7 @@ def left() -> list[Left]:
     """Return the segments that failed jobs have left on this machine."""
     segments = []
     mapped = _mapped()
-    for path in FOLDER.glob(f"{PREFIX}*"):
+    for path in (path for path in FOLDER.iterdir() if path.name.startswith(job.SEGMENTS)):
         with contextlib.suppress(OSError):
             about = path.stat()
             if about.st_uid == os.geteuid() and path.name not in mapped:
@@ -47,5 +47,5 @@ def _mapped() -> set[str]:
     names: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            names.update(Path(line.split()[5]).name for line in maps.read_text().splitlines() if PREFIX in line)
+            names |= job.segments(maps)
     return names

@@ -1,7 +1,6 @@
 """Votes, messages between watchdogs, and the end of MPI processes."""
 
 import atexit
-import contextlib
 import functools
 import itertools
 import os
@@ -9,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -256,7 +254,7 @@ def _join(rank: int) -> None:
     abort_on_exception(rank, end_alone if elastic() else abort)
     announce_exit(rank)
     start_watchdog(rank)
-    for segment in _segments():
+    for segment in job.segments():
         job.mark(job.SEGMENT, segment)
     if membership.SPAWNED in os.environ:
         atexit.register(leave_quietly)  # behind what is registered from here on
@@ -277,14 +275,6 @@ def _end_with_mpi(*_: object) -> None:
         if control.mailbox:
             control.mailbox.close()
     mailboxes.clear()
-
-
-def _segments() -> set[str]:
-    """Return the names of the shared memory segments that MPICH has made for the ranks of this host."""
-    with contextlib.suppress(OSError):
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        return {line.rpartition("/")[2] for line in maps if "/dev/shm/mpich_shm_" in line}
-    return set()
 
 
 class Membership(NamedTuple):

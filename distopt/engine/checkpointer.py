@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import os
 import signal
 import uuid
 import warnings
@@ -162,12 +163,20 @@ class Checkpointer:
             shards: list[Any] = []
             bad = self._on_all_ranks(f"loading {name}", self._read, place / name, shards)
             if not any(map(json.loads, bad)):
+                self._tell_of_others(place / name)
                 return self._apply_loaded(params, load_state, *shards[0])
             self._warn(f"passed over the checkpoint {place / name}: {_first(bad)}")
         if names:
             raise agreed(CheckpointError(place, "checkpoints", "none is good"), self._comm.rank == 0)
         self.note(f"there is no checkpoint in {place}: nothing was loaded")
         return None
+
+    def _tell_of_others(self, place: Path) -> None:
+        """Say so if another user has written a checkpoint: in a folder that others may write to it may be any's."""
+        with contextlib.suppress(OSError):
+            owner = place.stat().st_uid
+            if owner != os.geteuid():
+                self.note(f"loads {place}, which another user has written, of uid {owner}")
 
     def _checkpoints(self, path: Path) -> str:
         return json.dumps(folder.names(path) if self._comm.rank == 0 else [])

@@ -68,6 +68,7 @@ def write(recorder: Recorder, rank: int, reason: str) -> Path:
     """
     path = folder() / f"distopt-flight.{rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    pending.sweep(path.parent, path.name)  # of a rank that was ended while it wrote
     text = json.dumps(record(recorder, rank, reason), indent=1)
     pending.prepare(path, text.encode(), durable=False).commit()
     return path

@@ -23,6 +23,7 @@ FOLDER = "DISTOPT_JOB"  # the environment variable that names the folder of mark
 AWAITED = "awaited"  # the file in it that says that a process waits to be let in
 REQUESTS = "requests"  # the folder in it of what the launcher asks ranks to start, each a file named by its number
 LOOPBACK = "-loopback"  # the suffix of the library that the launcher preloads
+SEGMENTS = ("mpich_shm_", "sm_segment.")  # how the names of MPICH's and of Open MPI's shared memory begin
 PID, VOTES, SEGMENT, CRASH, ALIVE = "pid", "votes", "segment", "crash", "alive"
 MPI, DONE, SPOKEN, STOPS, LATE, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops", "late", "exit", "os_exit"
 
@@ -162,6 +163,14 @@ def mark(what: str, detail: object = "") -> None:
     """
     if _folder is not None and is_rank():
         (_folder / f"{_rank}.{what}.{detail}").touch(mode=0o600)
+
+
+def segments(maps: Path = Path("/proc/self/maps")) -> set[str]:
+    """Return the names of the shared memory segments of an MPI that a process maps, as far as this one may look."""
+    with contextlib.suppress(OSError):
+        names = (line.rpartition("/")[2] for line in maps.read_text().splitlines() if "/dev/shm/" in line)
+        return {name for name in names if name.startswith(SEGMENTS)}
+    return set()
 
 
 class Rank(NamedTuple):

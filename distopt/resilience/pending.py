@@ -231,11 +231,12 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
-def sweep(folder: str | os.PathLike[str]) -> list[Path]:
+def sweep(folder: str | os.PathLike[str], name: str = "*") -> list[Path]:
     """Remove the temporary files that processes have left behind which have ended.
 
     Args:
         folder: the folder to look in, without its subfolders.
+        name: a pattern of the files' own names.
 
     Returns:
         The paths that were removed.
@@ -248,7 +249,7 @@ def sweep(folder: str | os.PathLike[str]) -> list[Path]:
         >>> [path.name for path in sweep("run")]
         ['state.ckpt.tmp.123']
     """
-    candidates = [path for path in sorted(Path(folder).iterdir()) if TEMPORARY.fullmatch(path.name)]
+    candidates = [path for path in sorted(Path(folder).glob(f"{name}.tmp.*")) if TEMPORARY.fullmatch(path.name)]
     return [path for path in candidates if _remove_if_abandoned(path)]
 
 

@@ -1,6 +1,7 @@
 """Launchers: which one started this process, its environment for ranks, and how the end of a rank is reported."""
 
 import contextlib
+import fcntl
 import io
 import os
 import signal
@@ -8,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from test_watchdog import Mail, Watched
 
-from distopt.cli import doctor, processes, segments
+from distopt.cli import doctor, job_folder, processes, segments
 from distopt.cli.ends import Ends, exit_code
 from distopt.cli.launcher import Launcher
 from distopt.comm import mpi_start
@@ -21,6 +23,7 @@ from distopt.resilience import abort as job_end
 from distopt.resilience import job, watchdog
 from distopt.resilience.operation_log import OperationLog, Recorder
 from distopt.resilience.timeouts import Limits
+from launch import distopt_run, needs_mpi
 
 
 def test_torchrun_without_torch_is_refused(monkeypatch):
@@ -279,11 +282,71 @@ def test_shared_memory_segments_left_by_failed_jobs_are_reported_and_removed(tmp
     monkeypatch.setattr(segments, "FOLDER", tmp_path)
     assert segments.left() == []
     (tmp_path / "mpich_shm_1").write_bytes(bytes(2_000_000))
+    (tmp_path / "sm_segment.host.1").write_bytes(bytes(1_000_000))
     (tmp_path / "another").write_bytes(bytes(100))
-    assert segments.left() == [(tmp_path / "mpich_shm_1", 2_000_000)]
+    assert segments.left() == [(tmp_path / "mpich_shm_1", 2_000_000), (tmp_path / "sm_segment.host.1", 1_000_000)]
     told = [finding for finding in doctor.machine() if "are left" in finding.text]
-    assert told[0].text == f"1 segments of jobs that failed are left in {tmp_path}: 2.0 MB"
-    assert f"rm {tmp_path}/mpich_shm_*" in told[0].fix
-    rank = job.Rank(0, 1, {job.SEGMENT: {"mpich_shm_1"}}, 0, "", "")
+    assert told[0].text == f"2 segments of jobs that failed are left in {tmp_path}: 3.0 MB"
+    assert f"rm {tmp_path}/mpich_shm_* {tmp_path}/sm_segment.*" in told[0].fix
+    rank = job.Rank(0, 1, {job.SEGMENT: {"mpich_shm_1", "sm_segment.host.1"}}, 0, "", "")
     segments.sweep([rank, rank])
     assert [file.name for file in tmp_path.iterdir()] == ["another"]
+
+
+def leave(folder, pid, *names):
+    """The folder of a job whose rank had this process ID."""
+    folder.mkdir(parents=True)
+    (folder / f"0.{job.VOTES}").write_bytes(bytes(job.PAGE))
+    for name in (f"0.{job.PID}.{pid}", f"0.{job.SEGMENT}.mpich_shm_1", *names):
+        (folder / name).touch()
+    return folder
+
+
+def test_folders_of_jobs_whose_launcher_was_killed_are_removed_with_their_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "FOLDER", tmp_path)
+    nobody = 2**22 + 1  # above Linux's most
+    place = f"{tmp_path}/{job_folder.PREFIX}{{}}".format
+    left = leave(Path(place("left")), nobody, job.AWAITED)
+    (left / job.REQUESTS).mkdir()
+    (left / job.REQUESTS / "3").touch()
+    alive = leave(Path(place("alive")), os.getpid())
+    begun = Path(place("begun"))
+    begun.mkdir()
+    foreign = leave(tmp_path / "distopt-mine", nobody)
+    locked = leave(Path(place("locked")), nobody)
+    handle = os.open(locked, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    Path(place("link")).symlink_to(foreign)
+    (tmp_path / "mpich_shm_1").touch()
+    job_folder.sweep(tmp_path)
+    os.close(handle)
+    assert {path for path in tmp_path.iterdir() if path.is_dir()} == {
+        alive,
+        begun,
+        foreign,
+        locked,
+        Path(place("link")),
+    }
+    assert list(foreign.iterdir())
+    assert not (tmp_path / "mpich_shm_1").exists()
+
+
+@needs_mpi
+def test_a_job_removes_what_one_before_it_has_left_whose_launcher_was_killed(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import distopt, sys, time\ndistopt.world().barrier()\nprint('met', flush=True)\ntime.sleep(60)")
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", str(script)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
+        assert "met" in launcher.stdout.readline()
+        (left,) = tmp_path.glob(f"{job_folder.PREFIX}*")
+        (memory,) = {name for rank in job.entered(left) for name in rank.marks[job.SEGMENT]}
+        pids = [rank.pid for rank in job.entered(left)]
+        launcher.kill()
+    while any(job.state(pid) not in "ZX" for pid in pids):
+        time.sleep(0.05)
+    assert left.exists()
+    script.write_text("import distopt\ndistopt.world().barrier()")
+    assert distopt_run(2, script, env=env)[0] == 0
+    assert not left.exists()
+    assert not (segments.FOLDER / memory).exists()

@@ -19,7 +19,8 @@ from distopt import DistOpt, Parameter, Tape, checkpoint, simulate
 from distopt.buckets import plan
 from distopt.cli import main
 from distopt.optim import SGD
-from distopt.resilience import files, pending, strict_json
+from distopt.resilience import files, flight_recorder, pending, strict_json
+from distopt.resilience.operation_log import Recorder
 from distopt.volume.experiment import Experiment, read
 from launch import finish, needs_mpi
 
@@ -291,3 +292,25 @@ def test_a_folder_whose_disk_fails_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(pending.os, "fsync", fails_on_folders(errno.EIO))
     with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'"):
         checkpoint.write(tmp_path / "x", {"w": np.ones(3)}, {})
+
+
+def test_a_checkpoint_of_another_user_is_loaded_with_a_word(tmp_path, monkeypatch, caplog):
+    w = Parameter("w", np.ones(4))
+    opt = DistOpt(SGD(0.5))
+    opt([(w, np.ones(4))])
+    saved = opt.save(tmp_path / "run", [w])
+    opt.load(tmp_path / "run", [w])
+    assert not caplog.messages
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    opt.load(tmp_path / "run", [w])
+    assert caplog.messages == [f"distopt: loads {saved}, which another user has written, of uid {mine}"]
+
+
+def test_a_flight_record_replaces_what_a_rank_has_left_that_ended_while_it_wrote(tmp_path, monkeypatch):
+    monkeypatch.setenv(flight_recorder.VARIABLE, str(tmp_path))
+    for name in ("distopt-flight.0.json.tmp.1", "distopt-flight.1.json.tmp.1", "mine.json.tmp.1"):
+        (tmp_path / name).touch()
+    flight_recorder.write(Recorder(), 0, "a test")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"distopt-flight.0.json", "distopt-flight.1.json.tmp.1", "mine.json.tmp.1"}

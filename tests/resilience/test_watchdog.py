@@ -250,7 +250,7 @@ def test_the_report_names_ranks_that_did_not_begin_an_operation():
         "left out, since of an earlier job: rank 1",
         "ranks 0, 2 began the vote on step 2, which not all ended (the last that all completed: the vote on step 1)",
     ]
-    assert "no record of rank 1: stopped, dead, or holding the interpreter lock" in found
+    assert "no record of rank 1: stopped, ended too early, or holding the interpreter lock" in found
 
 
 def test_the_report_of_records_without_operations_names_no_rank():
