@@ -101,7 +101,8 @@ class ElasticJob:
     def __init__(self, started: Started, size: int, restarts: int = 0):
         self._started, self._size, self._restarts = started, size, restarts
         self._ends = started.ends
-        self._asked, self._deadline = 0, math.inf  # when ranks that were asked to end are ended
+        self._asked, self._signal = 0, 0  # how often it was asked to end, and how
+        self._deadline = math.inf  # when ranks that were asked to end are ended
         self._living: list[job.Rank] = []
         self._ended: list[job.Rank] = []  # in this order
         # those who came to the end of the script, while nobody has gone on so far, and the votes of the others by then
@@ -138,6 +139,7 @@ class ElasticJob:
         number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         if self._asked > 1:
             return
+        self._signal = number
         if self._living and all(job.STOPS in rank.marks for rank in self._living):
             for rank in self._living:
                 self._ends.send(rank.rank, number)
@@ -153,7 +155,8 @@ class ElasticJob:
 
     def _code_of_last(self) -> int:
         """Return the exit code of the rank that ended last, so that a job which lost some ends well if others do."""
-        launcher = exit_code(self._started.processes[0].returncode)
+        # a launcher of MPI that was asked to end has a code of its own
+        launcher = 128 + self._signal if self._asked else exit_code(self._started.processes[0].returncode)
         if not self._ended:
             return launcher
         last = self._ended[-1]

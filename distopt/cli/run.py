@@ -131,7 +131,7 @@ class Job:
     """A launcher in a session of its own, which ends with this process, and the ranks that it has started."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str], folder: Path, size: int):
-        self._folder, self._asked = folder, 0
+        self._folder, self._asked, self._signal = folder, 0, 0  # how often it was asked to end, and how
         self._process = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=job.end_with_parent)
         self._ends = Ends(folder, size, self._process.pid)
         self._fault: Fault | None = None
@@ -182,12 +182,18 @@ class Job:
         """Return the exit code, and print the fault of a rank that ended silently, which is no success."""
         code = exit_code(status)
         if self._fault is None:
-            return code
+            return self._asked_code(code) if self._asked else code
         if self._fault.text:
             say(self._fault.text)
         if code in KILLING:  # MPICH's launcher has the signal's number alone
             code += 128
         return self._fault.code or code or 1
+
+    def _asked_code(self, code: int) -> int:
+        """Return the exit code of a job that a signal has asked to end: launchers of MPI have codes of their own."""
+        marks = [rank.marks for rank in job.entered(self._folder)]
+        ranks = [int(text) for kinds in marks for text in (*kinds.get(job.EXIT, ()), *kinds.get(job.OS_EXIT, ()))]
+        return code and next(filter(None, ranks), 128 + self._signal)
 
     def _ask(self, number: int) -> None:
         """Pass a signal on: to the ranks if all of them wait for one, else to the launcher, which ends them soon."""
@@ -196,6 +202,7 @@ class Job:
         ranks = job.entered(self._folder)
         if self._asked > 1:
             return
+        self._signal = number
         if ranks and all(job.STOPS in rank.marks for rank in ranks):
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):

@@ -32,9 +32,7 @@ def tell(records: Sequence[Record]) -> list[str]:
     lines += [f.text for f in findings] or ["the ranks do not part: all have completed what any has begun"]
     absent = sorted({m for r in fresh.values() for members in r["logs"].values() for m in members} - set(fresh))
     if absent:
-        lines.append(
-            f"no record of {names(absent)}: stopped, ended before it was whole, or holding the interpreter lock"
-        )
+        lines.append(f"no record of {names(absent)}: stopped, ended too early, or holding the interpreter lock")
     return lines + [f"  rank {rank}: {_state(record)}" for rank, record in fresh.items()]
 
 

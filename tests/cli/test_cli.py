@@ -158,17 +158,37 @@ def test_run_kills_ranks_that_ignore_signals(tmp_path):
     _all_gone(output)
 
 
+CODES = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+
+
 @needs_mpi
-def test_run_passes_signals_on(tmp_path):
-    script = tmp_path / "sleep.py"
-    script.write_text("import os, time, distopt; distopt.world(); print(os.getpid(), flush=True); time.sleep(60)")
-    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", str(script)]
+@pytest.mark.parametrize("options", [[], ["--elastic", "--over", "mpi"]])
+@pytest.mark.parametrize(("number", "wanted"), CODES)
+def test_run_passes_signals_on_and_has_their_exit_code(number, wanted, options, tmp_path):
+    if options and find_launcher().brand != "Open MPI":
+        pytest.skip("MPICH waits for the dead")
+    code, lines = asked_to_end(number, "time.sleep(60)", options, tmp_path)
+    assert code == wanted, lines
+    _all_gone(lines)
+
+
+@needs_mpi
+def test_a_job_that_is_asked_to_end_has_the_code_of_ranks_that_end_by_themselves(tmp_path):
+    script = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(flush=True); time.sleep(60)"
+    code, lines = asked_to_end(signal.SIGTERM, script, [], tmp_path)
+    assert code == 7, lines
+
+
+def asked_to_end(number, rest, options, folder):
+    """(exit code, what two ranks have printed until then) of a job that gets a signal."""
+    script = folder / "script.py"
+    script.write_text(f"import os, signal, sys, time, distopt; distopt.world(); print(os.getpid(), flush=True); {rest}")
+    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", *options, str(script)]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = [job.stdout.readline() for _ in range(2)]
-    job.send_signal(signal.SIGTERM)
-    rest, _ = job.communicate(timeout=20)
-    assert job.returncode != 0, rest
-    _all_gone("".join(lines))
+    lines = [job.stdout.readline() for _ in range(2 + 2 * ("print" in rest))]
+    job.send_signal(number)
+    job.communicate(timeout=60)
+    return job.returncode, "".join(lines)
 
 
 def _all_gone(output):
