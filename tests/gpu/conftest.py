@@ -8,7 +8,7 @@ import pytest
 from distopt import device
 
 STATE = device.gpu_state()
-BEGUN = os.environ.get("DISTOPT_BEGUN")  # a file: the tests that had begun when this piece was cut short (run.sh)
+LOG = os.environ.get("DISTOPT_LOG")  # a file: what of this piece had begun and ended when it was cut short (run.sh)
 
 
 def pytest_report_header():
@@ -23,10 +23,11 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(config, items):
-    begun = Path(BEGUN).read_text().splitlines() if BEGUN and Path(BEGUN).exists() else []
-    if again := [item for item in items if item.nodeid in begun]:
-        items[:] = [item for item in items if item.nodeid not in begun]
-        config.hook.pytest_deselected(items=again)
+    known = set(Path(LOG).read_text().splitlines()) if LOG and Path(LOG).exists() else ()
+    if ended := [item for item in items if f"ended {item.nodeid}" in known]:
+        items[:] = [item for item in items if item not in ended]
+        config.hook.pytest_deselected(items=ended)
+    items.sort(key=lambda item: f"begun {item.nodeid}" in known)  # last what did not end: it may hang
     for item in items:
         if item.path.is_relative_to(__file__.rsplit("/", 1)[0]):
             item.add_marker(pytest.mark.gpu)
@@ -34,10 +35,18 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=f"no GPU: {STATE}"))
 
 
+def note(what):
+    if LOG:
+        with open(LOG, "a") as file:
+            print(what, file=file)
+
+
 def pytest_runtest_logstart(nodeid):
-    if BEGUN:
-        with open(BEGUN, "a") as file:
-            print(nodeid, file=file)
+    note(f"begun {nodeid}")
+
+
+def pytest_runtest_logfinish(nodeid):
+    note(f"ended {nodeid}")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,7 +2,7 @@
 # The first hour on a GPU: bash run.sh CALL-OR-PIECE...   tests/gpu/README.md says what each piece shows.
 #
 # "run.sh 1" does the pieces of call 1 that have not been done, in order of worth on one GPU, and then what was cut short
-# in an earlier call: of its tests those that had not begun.  A piece that is named ("run.sh test-gpu-torch", or a
+# in an earlier call: of its tests those that had not ended.  A piece that is named ("run.sh test-gpu-torch", or a
 # pattern) is done anew.  Each piece is followed by the next one whatever came of it, and $OUT has all results after each:
 # summary.txt, to be read at once, and results.tgz.
 set -uo pipefail
@@ -94,7 +94,7 @@ prepare() {
 outcome() {
   case $1 in
     124 | 137) echo cut ;;
-    0 | 5) # 5: all tests had begun in an earlier call
+    0 | 5) # 5: all tests had ended in an earlier call
       if grep -qE ' (FAILED|ERROR) ' "$2"; then
         echo failed
       elif ! grep -q ' PASSED ' "$2" && grep -qE '^skipped: |^(warn +)?no GPU| SKIPPED ' "$2"; then
@@ -111,7 +111,7 @@ why() {
   case $1 in
     passed) grep -E '^=+ .* in [0-9.]+s' "$2" | tr -d = ;;
     skipped) grep -m1 -oE 'no GPU.*|skipped: .*' "$2" ;;
-    failed) grep -m12 -E '^(E  |FAILED|ERROR|fail|[a-zA-Z.]*(Error|Exception)\b|=+ .* in [0-9.]+s)' "$2" || tail -5 "$2" ;;
+    failed) awk '/^(E  |FAILED |ERROR|fail |[a-zA-Z.]*(Error|Exception)\>)/ && !seen[$0]++ && ++n <= 12' "$2"; tail -1 "$2" | tr -d = ;;
     cut) tail -3 "$2" ;;
   esac | cut -c-200 | sed 's/^ */         /'
 }
@@ -119,6 +119,13 @@ why() {
 # is there time for a piece?  15 s are for what does not end when it is asked to, and for the results
 enough() {
   ((LIMIT - SECONDS >= 25))
+}
+
+# end_rest NAME: a process that its piece has left behind would have a GPU that the next one wants
+end_rest() {
+  local rest
+  rest=$(grep -lszx "DISTOPT_LOG=$STATE/$1.log" /proc/[0-9]*/environ | cut -d/ -f3)
+  [[ -z $rest ]] || { echo "left behind, and ended: processes" $rest; kill -KILL $rest; }
 }
 
 # piece NAME SECONDS COMMAND: do it, or what is left of it, in the time that is left
@@ -130,8 +137,9 @@ piece() {
     return
   fi
   { echo "== $(date '+%Y-%m-%d %H:%M:%S') $1: $3"; head -3 "$STATE/machine.txt"; } >> "$log"
-  DISTOPT_BEGUN=$STATE/$1.begun timeout -s INT -k 10 $((seconds < left ? seconds : left)) \
+  DISTOPT_LOG=$STATE/$1.log timeout -s INT -k 10 $((seconds < left ? seconds : left)) \
     bash -c "$3" < /dev/null >> "$log" 2>&1 || code=$?
+  end_rest "$1" >> "$log" 2>&1
   came=$(outcome $code "$log")
   [[ $came != failed && $came != cut ]] || bad=1
   { printf '%-8s %-18s %4d s\n' "$came" "$1" $((SECONDS - started)); why "$came" "$log"; } | tee "$STATE/$1.end"
@@ -162,7 +170,7 @@ bad=0 # has a piece failed, or been cut?
 while read -r call name seconds command; do
   for words in "$@"; do
     if [[ -n $name && $name == $words ]]; then
-      rm -f "$STATE/$name".{end,begun} "$STATE/results/$name.txt"
+      rm -f "$STATE/$name".{end,log} "$STATE/results/$name.txt"
     elif [[ $call != "$words" || -e $STATE/$name.end ]]; then
       continue
     fi

@@ -91,7 +91,6 @@ def python(tmp_path):
             *cli*doctor | *benchmarks.*) piece=${{*: -1}} ;;
             *) exec {sys.executable} "$@" ;;
         esac
-        echo "$piece $DISTOPT_BEGUN" >> {tmp_path}/did
         if [[ -e {tmp_path}/do/$(basename "$piece") ]]; then . {tmp_path}/do/$(basename "$piece"); fi
         echo "tests/gpu/test_this.py::test_that PASSED [100%]"
         """
@@ -135,16 +134,19 @@ def test_a_call_ends_in_time_and_the_next_one_goes_on_with_what_was_cut(python, 
     ]
 
 
-def test_of_a_piece_that_was_cut_the_tests_that_had_begun_are_left_out(tmp_path):
-    begun = tmp_path / "begun"
-    words = ["tests/gpu/test_load.py", "-k", "pack or a_step"]
-    names = sorted(collected(words))
-    begun.write_text("".join(f"{name}\n" for name in names[1:]))
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *words]
-    code, output = finish(command, 60, cwd=PROJECT, env={"DISTOPT_BEGUN": str(begun)})
-    assert code == 0, output
-    assert re.search(r"^1 (passed|skipped), \d+ deselected", output, re.MULTILINE), output
-    assert sorted(begun.read_text().splitlines()) == names
+def test_of_a_piece_that_was_cut_the_tests_that_had_ended_are_left_out_and_the_cut_one_is_the_last(tmp_path):
+    words = ["tests/gpu/test_load.py", "-k", "unpack or a_step"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider", *words]
+    log = tmp_path / "log"
+    runs = []
+    for _ in range(2):
+        code, output = finish(command, 60, cwd=PROJECT, env={"DISTOPT_LOG": str(log)})
+        assert code == 0, output
+        runs.append(re.findall(r"^(tests/gpu/\S+) [A-Z]+ ", output, re.MULTILINE))
+        first, *rest = runs[0]
+        log.write_text(f"begun {first}\nbegun {rest[0]}\nended {rest[0]}\n")
+    assert set(runs[0]) == collected(words)
+    assert runs[1] == [*rest[1:], first]
 
 
 # ------------------------------------------------------------------------------------------------- the kit
