@@ -8,7 +8,7 @@
 set -uo pipefail
 
 LIMIT=${LIMIT:-540} # seconds in which this call ends
-STATE=${FIRST_HOUR:-/tmp/distopt-first-hour} # what the next call finds; whoever wants to begin anew removes it
+STATE=${FIRST_HOUR:-${XDG_CACHE_HOME:-$HOME/.cache}/distopt-first-hour} # what the next call finds; whoever wants to begin anew removes it
 OUT=${OUT:-$STATE/out}
 export PYTHON=${GPU_PYTHON:-python3}
 
@@ -19,7 +19,7 @@ PIECES='
 1 test-gpu-load      180 tests tests/gpu/test_load.py
 1 test-gpu-kernels   200 tests tests/gpu/test_real.py
 1 test-gpu-one       120 tests tests/gpu/test_ranks.py -k one_rank
-2 test-gpu-torch     180 tests tests/gpu/test_torch.py
+2 test-gpu-torch     240 tests tests/gpu/test_torch.py
 2 test-gpu-two       200 tests tests/gpu/test_ranks.py -k two_ranks
 2 bench-gpu-models   150 benchmark gpu_models
 2 bench-gpu-kernels  150 benchmark gpu_kernels
@@ -109,9 +109,11 @@ outcome() {
 # why OUTCOME LOG: the lines that say what came of it
 why() {
   case $1 in
-    passed) grep -E '^=+ .* in [0-9.]+s' "$2" | tr -d = ;;
+    passed) grep -m12 -E '^=+ .* in [0-9.]+s|MISSED' "$2" | tr -d = ;;
     skipped) grep -m1 -oE 'no GPU.*|skipped: .*' "$2" ;;
-    failed) awk '/^(E  |FAILED |ERROR|fail |[a-zA-Z.]*(Error|Exception)\>)/ && !seen[$0]++ && ++n <= 12' "$2"; tail -1 "$2" | tr -d = ;;
+    failed)
+      grep -E '^(E  |FAILED |ERROR|fail |[a-zA-Z.]*(Error|Exception)\b)' "$2" | awk '!seen[$0]++' | head -12
+      tail -1 "$2" | tr -d = ;;
     cut) tail -3 "$2" ;;
   esac | cut -c-200 | sed 's/^ */         /'
 }
@@ -157,6 +159,10 @@ save() {
   tar czf "$OUT/results.tgz" -C "$STATE" machine.txt results
 }
 
+if (($# == 0)); then
+  echo "which call or piece?$PIECES"
+  exit 2
+fi
 cd "$(dirname "$0")" && until [[ -e CMakeLists.txt ]]; do cd ..; done
 mkdir -p "$STATE/results" "$OUT"
 export PYTHONPATH=$PWD:$STATE/site PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
