@@ -51,7 +51,7 @@ first-hour-kit: .venv ## kit/: what to carry to a machine with a GPU, for bash k
 	tar -c --exclude=__pycache__ --exclude='*.so' --exclude=slurm distopt native tests benchmarks examples CMakeLists.txt \
 		pyproject.toml README.md | tar -x -C $(KIT)
 	cp `$(PYTHON) -c "from distopt.kernels.signatures import library_path; print(library_path().parent)"`/*.so $(KIT)/distopt
-	cp tests/gpu/run.sh $(KIT) && git describe --always --dirty > $(KIT)/commit
+	cp tests/gpu/run.sh $(KIT) && { git describe --always --dirty || echo no commit; } > $(KIT)/commit
 	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
 		--platform manylinux2014_x86_64 -d $(KIT)/wheels $(WHEELS) || echo "no wheels: the Python there must have $(WHEELS)"
 	du -sh $(KIT)

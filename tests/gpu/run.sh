@@ -51,7 +51,7 @@ sanitizer() {
 
 # what there is here, none of which may hang
 machine() {
-  echo "== $(date '+%Y-%m-%d %H:%M'), $(cat commit 2> /dev/null || git describe --always --dirty), $(nproc) cores"
+  echo "== $(date '+%Y-%m-%d %H:%M'), $(cat commit 2> /dev/null || git describe --always --dirty 2>&1), $(nproc) cores"
   timeout 20 nvidia-smi --query-gpu=index,name,memory.total,memory.used,driver_version --format=csv 2>&1 | head -9
   "$PYTHON" --version
   timeout 60 "$PYTHON" - << 'END_OF_PYTHON' 2>&1 | tail -20
