@@ -112,8 +112,10 @@ why() {
     passed) grep -m12 -E '^=+ .* in [0-9.]+s|MISSED' "$2" | tr -d = ;;
     skipped) grep -m1 -oE 'no GPU.*|skipped: .*' "$2" ;;
     failed)
-      grep -E '^(E  |FAILED |ERROR|fail |[a-zA-Z.]*(Error|Exception)\b)' "$2" | awk '!seen[$0]++' | head -12
-      tail -1 "$2" | tr -d = ;;
+      {
+        grep -E '^(E  |FAILED |ERROR|fail |[a-zA-Z.]*(Error|Exception)\b)' "$2" | awk '!seen[$0]++' | head -12
+        grep -E '^(=+ .* in [0-9.]+s|left behind)' "$2" | tr -d =
+      } | grep . || tail -5 "$2" ;;
     cut) tail -3 "$2" ;;
   esac | cut -c-200 | sed 's/^ */         /'
 }
