@@ -35,47 +35,29 @@ bench: .venv ## the tables of benchmarks/results anew
 	$(PYTHON) -m pip install -q torch nvidia-cuda-nvrtc nvidia-cuda-nvdisasm
 	for table in exchange "exchange --ranks 4" half optimizers select compression ratios accuracy overhead link phases predict observe gpu_sass $(TORCH_DDP); do $(PYTHON) -m benchmarks.$$table --save; done
 	.venv/bin/distopt run -n 2 -m benchmarks.guard --save
-# The first hour on a GPU, in this order; tests/gpu/README.md says what each piece shows.  Each ends within five minutes,
-# and what it prints is kept in benchmarks/results.  From a bare checkout: $(GPU_PYTHON) needs numpy, ml_dtypes, cupy,
-# NCCL, pytest, hypothesis and CMake; mpi4py if there is MPI.  With make -k the other pieces follow one that fails.
-HOUR = test-gpu-doctor test-gpu-load test-gpu-kernels test-gpu-one test-gpu-two test-gpu-faults test-gpu-memcheck \
-	test-gpu-racecheck bench-gpu-kernels bench-gpu-models test-gpu-laws test-gpu-modes test-gpu-four
-IN_FIVE_MINUTES = PYTHONPATH=. timeout 290
-GPU_TESTS = $(IN_FIVE_MINUTES) $(GPU_PYTHON) -m pytest -m gpu --durations=10
-KEPT = 2>&1 | tee benchmarks/results/$@.txt
-first-hour: $(HOUR) ## all that there is for a GPU, in pieces of five minutes
-test-gpu: $(filter test-%,$(HOUR)) ## all tests on a real GPU
-test-gpu-%: SHELL = /bin/bash -o pipefail
-test-gpu-doctor: distopt/libdistopt.so ## driver, NVRTC and NCCL; a kernel and a sum on each GPU
-	{ date; $(IN_FIVE_MINUTES) $(GPU_PYTHON) -m distopt.cli doctor; } $(KEPT)
-test-gpu-load: distopt/libdistopt.so ## every kernel compiles for this GPU and loads, and a step runs
-	$(GPU_TESTS) tests/gpu/test_load.py $(KEPT)
-test-gpu-kernels: distopt/libdistopt.so ## every kernel against the host
-	$(GPU_TESTS) tests/gpu/test_real.py $(KEPT)
-test-gpu-one: distopt/libdistopt.so ## NCCL with one rank
-	$(GPU_TESTS) tests/gpu/test_ranks.py -k one_rank $(KEPT)
-test-gpu-two: distopt/libdistopt.so ## NCCL with two ranks, which may share a GPU, without MPI and with it
-	$(GPU_TESTS) tests/gpu/test_ranks.py -k two_ranks $(KEPT)
-test-gpu-faults: distopt/libdistopt.so ## ranks that are killed, leave or fail
-	$(GPU_TESTS) tests/gpu/test_faults.py $(KEPT)
-test-gpu-memcheck test-gpu-racecheck: test-gpu-%: distopt/libdistopt.so ## kernels under compute-sanitizer, if there is one
-	@if command -v compute-sanitizer; then \
-	DISTOPT_NO_POOL=1 $(IN_FIVE_MINUTES) compute-sanitizer --tool $* --error-exitcode 9 $(GPU_PYTHON) -m pytest -m gpu \
-	tests/gpu/test_load.py tests/gpu/test_real.py -k "a_step or 1000003 or (every_mode and float32)"; \
-	else echo "skipped: there is no compute-sanitizer on PATH; the CUDA toolkit has it"; fi $(KEPT)
-test-gpu-laws: distopt/libdistopt.so ## the laws but those of modes, with one rank and with two
-	$(GPU_TESTS) tests/gpu/test_every_law.py -k "(one_rank or two_ranks) and not modes" $(KEPT)
-test-gpu-modes: distopt/libdistopt.so ## the laws of every mode, with two ranks
-	$(GPU_TESTS) tests/gpu/test_every_law.py -k "two_ranks and modes" $(KEPT)
-test-gpu-four: distopt/libdistopt.so ## NCCL with four ranks
-	$(GPU_TESTS) tests/gpu/test_ranks.py tests/gpu/test_every_law.py -k "four_ranks and (verbs or steps or sums or bits)" \
-	$(KEPT)
-bench-gpu: $(filter bench-%,$(HOUR)) ## the tables of a GPU
-bench-gpu-kernels bench-gpu-models: bench-gpu-%: distopt/libdistopt.so
-	$(IN_FIVE_MINUTES) $(GPU_PYTHON) -m benchmarks.gpu_$* --save
-distopt/libdistopt.so: $(wildcard native/*) CMakeLists.txt
-	cmake -S . -B build/here -DCMAKE_BUILD_TYPE=Release && cmake --build build/here && cp build/here/libdistopt*.so distopt
+# On a GPU, pieces of a few minutes each: tests/gpu/run.sh has the list, tests/gpu/README.md what each one shows.  From a
+# bare checkout: $(GPU_PYTHON) needs numpy, ml_dtypes, cupy, NCCL, pytest and hypothesis; mpi4py if there is MPI.
+ON_GPU = GPU_PYTHON=$(GPU_PYTHON) LIMIT=7200 bash tests/gpu/run.sh
+first-hour: ## all that there is for a GPU, in order of worth
+	$(ON_GPU) '*'
+test-gpu: ## all tests on a real GPU
+	$(ON_GPU) 'test-*'
+bench-gpu: ## the tables of a GPU
+	$(ON_GPU) 'bench-*'
+test-gpu-% bench-gpu-%:
+	$(ON_GPU) $@
+KIT = kit
+WHEELS = pytest hypothesis sortedcontainers iniconfig packaging pluggy pygments ml_dtypes
+first-hour-kit: .venv ## kit/: what to carry to a machine with a GPU, for bash kit/run.sh 1, then 2 and 3
+	rm -rf $(KIT) && mkdir -p $(KIT)
+	tar -c --exclude=__pycache__ --exclude='*.so' --exclude=slurm distopt native tests benchmarks examples CMakeLists.txt \
+		pyproject.toml README.md | tar -x -C $(KIT)
+	cp `$(PYTHON) -c "from distopt.kernels.signatures import library_path; print(library_path().parent)"`/*.so $(KIT)/distopt
+	cp tests/gpu/run.sh $(KIT) && { git describe --always --dirty || echo no commit; } > $(KIT)/commit
+	$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
+		--platform manylinux2014_x86_64 -d $(KIT)/wheels $(WHEELS) || echo "no wheels: the Python there must have $(WHEELS)"
+	du -sh $(KIT)
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
 .PHONY: help run test test-mpi test-all test-slow test-slurm wheel soak kills lint docs bench
-.PHONY: first-hour test-gpu bench-gpu $(HOUR)
+.PHONY: first-hour first-hour-kit test-gpu bench-gpu

@@ -1,12 +1,14 @@
 import os
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
 from distopt import device
 
 STATE = device.gpu_state()
+LOG = os.environ.get("DISTOPT_LOG")  # a file: what of this piece had begun and ended when it was cut short (run.sh)
 
 
 def pytest_report_header():
@@ -20,12 +22,31 @@ def pytest_report_header():
     return [command, *gpu.versions().splitlines(), *names]
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    known = set(Path(LOG).read_text().splitlines()) if LOG and Path(LOG).exists() else ()
+    if ended := [item for item in items if f"ended {item.nodeid}" in known]:
+        items[:] = [item for item in items if item not in ended]
+        config.hook.pytest_deselected(items=ended)
+    items.sort(key=lambda item: f"begun {item.nodeid}" in known)  # last what did not end: it may hang
     for item in items:
         if item.path.is_relative_to(__file__.rsplit("/", 1)[0]):
             item.add_marker(pytest.mark.gpu)
             if STATE != "ok":
                 item.add_marker(pytest.mark.skip(reason=f"no GPU: {STATE}"))
+
+
+def note(what):
+    if LOG:
+        with open(LOG, "a") as file:
+            print(what, file=file)
+
+
+def pytest_runtest_logstart(nodeid):
+    note(f"begun {nodeid}")
+
+
+def pytest_runtest_logfinish(nodeid):
+    note(f"ended {nodeid}")
 
 
 @pytest.fixture(autouse=True, scope="session")
