@@ -34,7 +34,7 @@ from distopt.comm.communicator import (
     split,
     sum_in_rank_order,
 )
-from distopt.comm.control import LEAVE, ControlChannel, PeerLeft, agreed
+from distopt.comm.control import LEAVE, LEAVING, ControlChannel, PeerLeft, agreed
 from distopt.comm.epoch_ranks import EpochRanks
 from distopt.comm.gloo import NO_LIMIT, Messages, Ranks, TorchRanks, Works
 from distopt.comm.launchers import LOOPBACK, Meeting, meeting
@@ -100,6 +100,7 @@ class ProcessGroupControl(ControlChannel):
     def maximum(self, votes: np.ndarray) -> None:
         """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         recorder.step = self.progress
+        self._votes.limited = not votes[LEAVING]  # who has left waits for as long as the others train on, or evaluate
         with self._votes("vote", 0, self.progress + self.part):
             frames = self._swap(votes, 0)
         np.max(frames[:, : votes.size], axis=0, out=votes)

@@ -1,0 +1,91 @@
+"""Scripts under ``distopt run --elastic`` do what the guide promises: real processes, over torch and over Open MPI.
+
+Who waits for ever is ended by the time limit, and the job with another exit code.
+"""
+
+import re
+
+import pytest
+from test_losses import lacks_open_mpi
+
+from launch import distopt_run
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import distopt
+from distopt.optim import SGD
+
+world = distopt.world()
+me = world.rank
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+"""
+OVER_BOTH = [pytest.param("torch", marks=pytest.mark.torch), pytest.param("mpi", marks=pytest.mark.faults)]
+
+
+@pytest.fixture(params=OVER_BOTH)
+def run(request, tmp_path):
+    """Run a script; (exit code, output, what the launcher has said)."""
+    over = request.param
+    if over == "torch":
+        pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
+    elif lack := lacks_open_mpi():
+        pytest.skip(lack)
+
+    def run(text, *options, ranks=3, limit=60):
+        script, env = tmp_path / "script.py", {"DISTOPT_TIMEOUT": str(limit), "OMP_NUM_THREADS": "1"}
+        script.write_text(HEAD + text)
+        command = ["--elastic", "--over", over, *options, script]
+        code, output = distopt_run(ranks, *command, timeout=240, env=env)
+        return code, output, re.findall(r"^distopt run: (.*)$", output, re.M)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------- ends of scripts
+
+COLLECTIVES = {
+    "all_reduce": "world.all_reduce(np.ones(3))",
+    "all_gather": "world.all_gather(np.ones(3))",
+    "broadcast": "world.broadcast(np.ones(3))",
+    "barrier": "world.barrier()",
+    "separate": "world.separate().barrier()",
+}
+
+
+@pytest.mark.parametrize("verb", COLLECTIVES)
+def test_a_rank_that_has_left_is_not_waited_for_in_a_collective(run, verb):
+    code, output, said = run(
+        f"world.all_reduce(np.ones(3))\nif me == 1: sys.exit()\n{COLLECTIVES[verb]}\n"
+        "x = np.ones(1); world.all_reduce(x); print('went on, a sum of', x.item())"
+    )
+    assert (code, output.count("went on, a sum of 2.0")) == (0, 2), output
+    assert not any("for too long" in line for line in said), output
+
+
+@pytest.mark.parametrize("steps", [1, 10, 11])
+def test_a_rank_that_has_left_is_not_waited_for_by_local_steps_in_flight(run, steps):
+    """Which exchange on a communicator of their own, before the first exchange and while one travels."""
+    code, output, said = run(
+        "p = distopt.Parameter('p', np.zeros(100, np.float32))\n"
+        "opt = distopt.LocalSteps(SGD(0.1), every=4, fragments=2, delay=2)\n"
+        "for k in range(24):\n"
+        "    opt([(p, np.ones(100, np.float32))])\n"
+        f"    if me == 1 and k == {steps}: sys.exit()\n"
+        "print('done among', world.size)"
+    )
+    assert (code, output.count("done among 2")) == (0, 2), output
+    assert not any("for too long" in line for line in said), output
+
+
+def test_a_rank_that_has_left_waits_for_longer_than_the_time_limit(run):
+    code, output, _ = run(
+        "world.barrier()\nif me == 0:\n    for _ in range(16): time.sleep(1)\n    print('evaluated')", limit=10
+    )
+    assert (code, output.count("evaluated")) == (0, 1), output
+    assert "too long" not in output
