@@ -89,3 +89,45 @@ def test_a_rank_that_has_left_waits_for_longer_than_the_time_limit(run):
     )
     assert (code, output.count("evaluated")) == (0, 1), output
     assert "too long" not in output
+
+
+# ------------------------------------------------------------------------------------------- local steps in flight
+
+IN_FLIGHT = """
+folder = os.path.join(os.path.dirname(__file__), "saved")
+params = [distopt.Parameter(name, np.zeros(100, np.float32)) for name in "pq"]
+opt = distopt.LocalSteps(SGD(0.1), every={every}, fragments=2, delay={delay})
+
+
+def step():
+    opt([(p, np.full(100, 1.0 + me, np.float32)) for p in params])
+
+
+"""
+
+
+def test_local_steps_in_flight_are_saved_and_loaded(run):
+    """Each behind a step at which a fragment travels."""
+    code, output, _ = run(
+        IN_FLIGHT.format(every=4, delay=2) + "for k in range(33):\n"
+        "    step()\n"
+        "    if k == 8: opt.save_when_stopped(folder, params)\n"
+        "    if k in (4, 12): opt.save(folder, params)\n"
+        "    if k == 16: state = opt.state_dict()\n"
+        "    if k == 20: opt.load_state_dict(state)\n"
+        "    if k in (24, 28): opt.load(folder, params)\n"
+        "print('saved at', opt.step_counter)"
+    )
+    assert (code, output.count("saved at 17")) == (0, 3), output
+
+
+@pytest.mark.parametrize("at", [9, 10])
+def test_a_rank_may_be_killed_while_local_steps_in_flight_are_saved(run, at):
+    code, output, _ = run(
+        IN_FLIGHT.format(every=2, delay=1) + "for k in range(20):\n"
+        "    step()\n"
+        f"    opt.save(folder, params, extra=lambda: die() if me == 2 and k == {at} else {{}})\n"
+        "opt.load(folder, params)\n"
+        "print('done among', world.size, 'at', opt.step_counter)"
+    )
+    assert (code, output.count("done among 2 at 20")) == (0, 2), output
