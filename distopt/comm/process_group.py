@@ -46,7 +46,8 @@ from distopt.comm.sockets import watch
 from distopt.resilience import job
 from distopt.resilience.abort import abort_on_exception
 from distopt.resilience.membership import Line, line
-from distopt.resilience.operation_log import MEETING, OperationLog, recorder
+from distopt.resilience.operation_log import OperationLog, meeting_of, recorder
+from distopt.resilience.report import names
 
 FRAME = 32  # int64 numbers of a message of votes: a vote, the bytes of a text, and room for words of farewell
 LENGTH, WORDS = 9, 10
@@ -69,10 +70,9 @@ class ProcessGroupControl(ControlChannel):
     def __init__(self, ranks: Ranks, members: Sequence[int]):
         self._among, self._messages, self.ranks = ranks, Messages(ranks, members), list(members)
         self.rank, self.size = self._messages.rank, self._messages.size
-        self._numbers = itertools.count()
-        self._name = (
-            f"torch's ranks {', '.join(map(str, members))}" if self.size < 9 else f"{self.size} of torch's ranks"
-        )
+        self._numbers, name = itertools.count(), f"{names(members)} {ranks.place}"
+        channel = _channels[name] = _channels.get(name, 0) + 1
+        self._name = f"{name}, channel {channel}"
         self._votes = self.log("votes")
         world_rank = self.ranks[self.rank]
         self.waits = OperationLog(recorder, f"waits of rank {world_rank} ({self._name})", [world_rank])
@@ -218,6 +218,7 @@ def _write_pages(pages: Board, mine: np.ndarray, texts: Sequence[np.ndarray]) ->
 
 
 _controls: list[ProcessGroupControl] = []
+_channels: dict[str, int] = {}  # how many were made of these ranks, which is the same on all of them
 
 
 @functools.cache
@@ -250,7 +251,7 @@ def meet() -> None:
         dist.init_process_group("gloo")
         return
     _join(at.rank)
-    with OperationLog(recorder, f"meetings of rank {at.rank}", [at.rank])(MEETING):
+    with meeting_of(at.rank):
         if at.host == LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:

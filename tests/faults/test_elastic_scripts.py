@@ -131,3 +131,21 @@ def test_a_rank_may_be_killed_while_local_steps_in_flight_are_saved(run, at):
         "print('done among', world.size, 'at', opt.step_counter)"
     )
     assert (code, output.count("done among 2 at 20")) == (0, 2), output
+
+
+# ------------------------------------------------------------------------------------------- time limits
+
+
+def test_the_limit_holds_on_a_communicator_beside_others_of_the_same_ranks(run):
+    code, output, said = run(
+        "others = world.separate(), world.duplicate(), world.subgroup([range(world.size)])\n"
+        "p = distopt.Parameter('p', np.zeros(100, np.float32))\n"
+        "opt = distopt.LocalSteps(SGD(0.1), every=2, delay=1)\n"
+        "for k in range(8): opt([(p, np.ones(100, np.float32))])\n"
+        "world.barrier()\n"
+        "if me == 0: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "world.all_reduce(np.ones(1)); print('done among', world.size)",
+        limit=15,
+    )
+    assert (code, output.count("done among 2")) == (0, 2), output
+    assert any(re.match("rank 0 was ended .*, as ranks 1, 2 wait for too long", line) for line in said), output
