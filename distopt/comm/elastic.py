@@ -226,10 +226,10 @@ class Elastic(Wrapper):
 
     def _take_next(self) -> None:
         if self._next is not None:
-            before = self.control
+            before, came = self.control, self.outside or self.control.came
             self.comm, self._next, self.epoch = self._next, None, self._family.epoch
             self.control.optimizers, self.control.progress = before.optimizers, before.progress
-            self.control.awaited = False
+            self.control.awaited, self.control.came = False, came
             self.control.stop = max(before.stop, self._family.stop)
 
     def tell_resized(self) -> None:
@@ -311,6 +311,7 @@ class Elastic(Wrapper):
 
         def make() -> None:
             other.comm = self.comm.separate()
+            other.control.came = self.control.came
 
         self.collective("separate", make)
         # made now, since Python starts no thread at its end

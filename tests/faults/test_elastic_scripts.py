@@ -149,3 +149,26 @@ def test_the_limit_holds_on_a_communicator_beside_others_of_the_same_ranks(run):
     )
     assert (code, output.count("done among 2")) == (0, 2), output
     assert any(re.match("rank 0 was ended .*, as ranks 1, 2 wait for too long", line) for line in said), output
+
+
+# ------------------------------------------------------------------------------------------- processes that come
+
+
+def test_a_process_that_does_more_than_the_others_ends_alone(run):
+    code, output, said = run(
+        "p, sizes = distopt.Parameter('p', np.zeros(10, np.float32)), []\n"
+        "opt = distopt.DistOpt(SGD(0.1))\n"
+        "opt.on_resize(lambda rank, size: sizes.append(size))\n"
+        "came = world.outside\n"
+        "opt.rejoin([p])\n"
+        "if came: opt.gradient_views([p])\n"
+        "while sizes != [2, 3, 2]:\n"
+        "    opt([(p, np.ones(10, np.float32))])\n"
+        "    if me == 1 and opt.step_counter == 20: die()\n"
+        "    time.sleep(0.01)\n"
+        "print('done among', world.size)",
+        *("--restarts", "1"),
+    )
+    assert (code, output.count("done among 2")) == (0, 2), output
+    assert "ValueError: ranks differ: rank 0 has a step with Dense(), rank 2 has gradient_views; " in output
+    assert any(line.startswith("rank 3 ended by exit code 1 after gradient_views; ") for line in said), output
