@@ -36,6 +36,8 @@ class LocalSteps(Checkpointed):
     moves the global parameters; and all ranks go on from these.  So ``every`` steps send what one step of a
     ``DistOpt`` does.  The inner optimizer's state stays local, and so do clipping and a loss scale.
 
+    Making one is collective: ranks that differ in windows, or in what is sent, all raise the same error.
+
     It is called as a ``DistOpt``, and counts by itself.  A window ends behind every ``every``-th step of a rank; all
     ranks must make as many, or ``join``.  A step that was refused as not finite counts.  Parameters differ between
     ranks inside of a window; a model's buffers, as the means of a batch normalization, are never exchanged.

@@ -26,6 +26,7 @@ from distopt import device, kernels
 from distopt.buckets import Bucket, BucketSpec, plan
 from distopt.checks import check_float, check_int
 from distopt.comm import Communicator
+from distopt.comm.control import fingerprint
 from distopt.comm.outside import WAITS
 from distopt.compress import Compressor, Dense
 from distopt.engine.agreement import AllJoinedError
@@ -39,7 +40,7 @@ from distopt.engine.views import gradient_views
 from distopt.kernels.layout import FORMATS, BucketLayout, compute_dtype
 from distopt.optim import SGD, AnyOptimizer
 
-START = "the first local step"
+MADE, START = "local steps that are made", "the first local step"
 Arrays = Mapping[str, np.ndarray]  # by parameter name
 
 
@@ -272,6 +273,9 @@ class OuterLoop:
             rounded.
         line: what else all ranks must have alike.
 
+    Raises:
+        ValueError: on every rank alike, if they differ in that, or in windows.
+
     Attributes:
         windows: when there is an exchange.
         fragments: the parts of the model.
@@ -293,6 +297,7 @@ class OuterLoop:
     ):
         self.comm, self.windows, self._alpha, self._places = comm, windows, alpha, places
         self._line = f"{spec.label}, alpha={alpha}, {line}"
+        comm.transaction(lambda: comm.control.vote(MADE, fingerprint([self._line]), lambda: [self._line]))
         in_flight = windows.delay > 0 and comm.may_overlap  # elsewhere an exchange ends before training goes on
         self._own = comm.separate() if in_flight else comm  # of this loop alone, as its thread may outlive it
         self.fragments = [Fragment(make_outer(self._own), spec) for _ in range(windows.fragments)]

@@ -499,6 +499,16 @@ class Reducers:
         dense = isinstance(compressor, Dense) and self._accumulator.num_batches == 1 and not self.overlap
         return dense and self._step_context.store.buckets.shared
 
+    def possible(self, spec: StepSpec) -> StepSpec:
+        """Return what a step is with the ranks that there are: by nodes only while these have as many ranks each.
+
+        Where an elastic job has lost a rank, or let one in, they may have more and fewer.
+        """
+        hosts = self._comm.hosts
+        if spec.exchange == "nodes" and self._comm.epoch and len({hosts.count(host) for host in hosts}) > 1:
+            return spec._replace(exchange="auto")
+        return spec
+
     def may_overlap(self, compressor: Compressor, spec: StepSpec, threshold: int) -> bool:
         """Tell if buckets may leave before the vote: they are the last step's, and nothing outlives the step."""
         store = self._step_context.store
@@ -574,6 +584,7 @@ class Reducers:
         """Say how payloads are exchanged; '' for those that are added on the wire by all ranks, or without a plan."""
         if not spec.reduced or self._step_context.store.buckets_if_any is None:
             return ""
+        spec = self.possible(spec)
         nodes = self.by_nodes(compressor, spec)
         if nodes:
             groups = node_ranks(self._comm.hosts)

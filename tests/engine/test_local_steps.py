@@ -409,6 +409,20 @@ def test_an_exchange_that_is_refused_is_refused_on_all_ranks_and_training_can_be
     run_ranks(2, main)
 
 
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_ranks_of_which_some_have_a_delay_all_raise(in_flight):
+    """At once, though what travels needs another communicator, which all ranks make together."""
+
+    def main(comm):
+        text = "ranks differ: rank 0 has an exchange every 4 steps.*, rank . has an exchange every 4 steps"
+        with pytest.raises(ValueError, match=text):
+            LocalSteps(SGD(0.1), comm, every=4, delay=2 * (comm.rank == in_flight))
+        opt, _ = train(comm, 4, every=2, delay=1)  # and can go on
+        return opt.step_counter
+
+    assert run_ranks(3, main) == [4, 4, 4]
+
+
 def test_ranks_that_differ_all_raise():
     def main(comm):
         with pytest.raises(ValueError, match=r"ranks differ: .*every 3 steps"):

@@ -7,7 +7,7 @@ import distopt.exchange.choice
 import laws
 from benchmarks.namespaces import missing, two_hosts
 from distopt import DistOpt, Parameter, run_ranks, simulate
-from distopt.comm import Communicator, Metered
+from distopt.comm import Communicator, Elastic, Metered
 from distopt.comm.communicator import Wrapper
 from distopt.compress import (
     DeepGradientCompression,
@@ -491,3 +491,37 @@ def test_plain_gradients_of_virtual_ranks_need_hosts_one_after_the_other():
     p, sim = Parameter("w", np.zeros(10, np.float32)), simulate(4, SGD(1.0), hosts=[0, 1, 0, 1])
     with pytest.raises(ValueError, match="hosts must stand one after the other"):
         sim.step(lambda rank: [(p, np.ones(10, np.float32))], TopK(0.1), exchange="nodes")
+
+
+@pytest.mark.parametrize("sender", [TopK(0.1), Packed(TopK(0.1))], ids=repr)
+def test_ranks_go_on_by_nodes_or_without_them_when_some_are_lost(sender, monkeypatch):
+    """Nodes of 2 and 2 ranks, then of 2 and 1, of which all ranks exchange, then of 1 and 1.  Nothing is lost with
+    ranks that have sent what they had, and own nothing of their node.
+    """
+    two_phases_between(monkeypatch)
+    lost_at = {3: 2, 1: 40}  # the step of each rank that is lost
+
+    def main(comm):
+        member, comm = comm.rank, Elastic(on_nodes(comm, 2))
+        p, plans = Parameter("w", np.zeros(1000)), []
+        opt = DistOpt(SGD(1.0), comm)
+        for step in range(80):
+            if lost_at.get(member) == step:
+                return "lost"
+            gradient = np.full(1000, member + 1.0 if step in (0, 1, 40, 41) else 0.0)
+            opt.step([(p, gradient)], ErrorFeedback(sender), False, "nodes")
+            plans.append(opt.plan.exchange.split(",")[0])
+            if step == 1:
+                before = p.data.copy()
+            if step == 39:
+                between = p.data.copy()
+        comm.leave()
+        return before, between, p.data, plans
+
+    (before, between, found, plans), _, other, _ = run_ranks(4, main)
+    np.testing.assert_array_equal(found, other[2])
+    # what four ranks have brought in two steps, and had not sent when there were three; then two steps of two ranks
+    np.testing.assert_allclose(between, before - (2 * (1 + 2 + 3 + 4) + 4 * before) / 3, rtol=1e-12)
+    np.testing.assert_allclose(found, between - 2 * (1 + 3) / 2, rtol=1e-12)
+    assert [plans[0], plans[60]] == ["2 nodes of 2 ranks", "2 nodes of 1 rank"]
+    assert "node" not in plans[20]
