@@ -25,6 +25,7 @@ from pathlib import Path
 import losses
 
 from distopt.cli.processes import descendants
+from distopt.resilience import job as marks
 
 LIMIT = 8.0  # DISTOPT_TIMEOUT of the jobs, which a rank that is stopped is given
 HUNG = 90.0  # seconds after which a job is given up
@@ -66,6 +67,17 @@ class Job:
         (self.folder / "part").write_text(deed)
         (self.folder / "part").rename(self.folder / f"{member}.deed")
 
+    def await_ends(self, members):
+        """Wait until these ranks have ended or wait for the others' end, and others may have gone on."""
+        deadline = time.monotonic() + 3 * LIMIT
+        for member in members:
+            pid = int((self.folder / f"{member}.ready").read_text())
+            while marks.state(pid) not in "ZX" and not (self.folder / f"{member}.left").exists():
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.05)
+        time.sleep(1)
+
     def end(self):
         """(exit code, output); a job that hangs is ended, and has no code."""
         (self.folder / "stop").touch()
@@ -106,7 +118,7 @@ def one(kind, over, seed, folder):
                     replaced(job, ranks + k, rng)
                 elif kind != "together":
                     time.sleep(rng.uniform(0.05, 0.6))
-            time.sleep(1.0 + LIMIT * ("SIGSTOP" in deeds))
+            job.await_ends(victims)
         code, said = job.end()
     finally:
         job.kill()
@@ -207,7 +219,7 @@ def between(kind, folder):
         if deed.exists():
             fault = deed.read_text()
             deed.unlink()
-            fail(fault, at_once=kind not in ("save", "loop", "in flight"))
+            fail(fault, folder / f"{member}.left", at_once=kind not in ("save", "loop", "in flight"))
         if kind == "save":
             save()
         if kind == "full disk" and opt.step_counter % 10 == 0:
@@ -224,7 +236,7 @@ def between(kind, folder):
     return do
 
 
-def fail(fault, at_once):
+def fail(fault, left, at_once):
     """End as told: a signal up to 20 ms later, anything else now."""
     if fault in SIGNALS:
         delay = 0 if at_once else random.uniform(0, 0.02)
@@ -232,6 +244,7 @@ def fail(fault, at_once):
     elif fault == "exception":
         raise ZeroDivisionError("a rank has failed")
     elif fault == "sys.exit":
+        left.touch()
         sys.exit(0)
     elif fault == "os._exit(3)":
         os._exit(3)
