@@ -172,3 +172,21 @@ def test_a_process_that_does_more_than_the_others_ends_alone(run):
     assert (code, output.count("done among 2")) == (0, 2), output
     assert "ValueError: ranks differ: rank 0 has a step with Dense(), rank 2 has gradient_views; " in output
     assert any(line.startswith("rank 3 ended by exit code 1 after gradient_views; ") for line in said), output
+
+
+def test_a_job_that_is_done_does_not_fail_because_a_process_comes_too_late(run):
+    code, output, said = run(
+        "p = distopt.Parameter('p', np.zeros(10, np.float32))\n"
+        "opt = distopt.DistOpt(SGD(0.1))\n"
+        "opt.gradient_views([p])  # a vote, which a process that comes has alone\n"
+        "if world.outside: time.sleep(600)\n"
+        "opt.rejoin([p])\n"
+        "while opt.step_counter < 40:\n"
+        "    opt([(p, np.ones(10, np.float32))])\n"
+        "    if me == 1 and opt.step_counter == 38: die()\n"
+        "    if opt.step_counter == 39: time.sleep(1)\n"
+        "print('all steps')",
+        *("--restarts", "3"),
+    )
+    assert (code, output.count("all steps")) == (0, 2), output
+    assert "rank 3 is started in the place of rank 1" in said
