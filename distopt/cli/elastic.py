@@ -1,10 +1,8 @@
 """``distopt run --elastic``: ranks that go on without those that are lost, over Open MPI or over torch."""
 
-import contextlib
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -156,8 +154,7 @@ class ByMpirun:
     def __init__(
         self, launcher: Sequence[str], command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path
     ):
-        self._command, self._folder, self._ranks, self._members = command, folder, ranks, ranks
-        self._lost: set[int] = set()
+        self._command, self._folder, self._members = command, folder, ranks
         self._launcher = subprocess.Popen(
             [*launcher, *command], env=env, start_new_session=True, preexec_fn=job.end_with_parent
         )
@@ -174,12 +171,7 @@ class ByMpirun:
         end(self.processes, grace)
 
     def lose(self, rank: int) -> None:
-        self._lost.add(rank)
-        left = [rank for rank in job.entered(self._folder) if rank.rank not in self._lost]
-        if all(rank.rank >= self._ranks and not rank.votes for rank in left):
-            for newcomer in left:  # which nobody is left to let in
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(newcomer.pid, signal.SIGKILL)
+        pass  # MPI tells the others
 
     def replace(self) -> int:
         member = self._members
@@ -211,7 +203,7 @@ class ByItself:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path, nodes: Nodes):
         self._nodes = nodes
         members = range(ranks + nodes.ranks)
-        self._memberships = Memberships(members, self._send, self._end, folder)
+        self._memberships = Memberships(members, self._send, folder)
         self._children = Children(command, env, range(ranks), folder, self._memberships.hear)
         self._count = len(members)
         self.processes = self._children.processes
@@ -222,9 +214,6 @@ class ByItself:
     def _send(self, member: int, message: Mapping[str, Any]) -> None:
         node = self._nodes.of(member)
         node.send(member, message) if node else self._children.lines.send(member, message)
-
-    def _end(self, member: int) -> None:
-        self._children.lines.end(member)
 
     def replace(self) -> int:
         member = self._count

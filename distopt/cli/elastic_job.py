@@ -11,6 +11,7 @@ from distopt.cli.ends import exit_code
 from distopt.cli.processes import END_SECONDS, GRACE, POLL_SECONDS, TIMED_OUT, handling_signals, say
 from distopt.resilience import job
 from distopt.resilience.report import waiting
+from distopt.resilience.timeouts import VARIABLE, limits
 from distopt.resilience.watchdog import EXIT as TOO_LATE
 
 HEARING = 0.5  # seconds for all ranks that wait for too long to say so
@@ -94,7 +95,7 @@ class ElasticJob:
 
     Args:
         started: the processes.
-        size: the number of ranks.
+        size: the number of ranks that begin together; those in the place of lost ones have higher numbers.
         restarts: how many processes are started in the place of lost ones, at most.
     """
 
@@ -111,6 +112,7 @@ class ElasticJob:
         self._heard: set[tuple[int, str]] = set()  # complaints of ranks that wait for too long
         self._hears_until = math.inf
         self._late: dict[int, str] = {}  # why this process has ended a rank
+        self._starts: dict[int, float] = {}  # when MPI's start of a process began that a rank has started
         self._code = 0  # of the job, if it is not that of the last rank
 
     def supervise(self, timeout: float | None) -> int:
@@ -154,12 +156,13 @@ class ElasticJob:
         say(text)
 
     def _code_of_last(self) -> int:
-        """Return the exit code of the rank that ended last, so that a job which lost some ends well if others do."""
+        """Return the exit code of the member that ended last, so that a job which lost some ends well if others do."""
         # a launcher of MPI that was asked to end has a code of its own
         launcher = 128 + self._signal if self._asked else exit_code(self._started.processes[0].returncode)
-        if not self._ended:
+        members = [rank for rank in self._ended if self._is_member(rank)]
+        if not members:
             return launcher
-        last = self._ended[-1]
+        last = members[-1]
         return 0 if self._ends.in_order(last) else self._ends.code(last) or launcher or 1
 
     # ------------------------------------------------------------------------------------------- ends
@@ -179,33 +182,53 @@ class ElasticJob:
                 self._lost_at = time.monotonic()
                 self._tell_of_the_lost(rank)
                 self._replace(rank)
+        self._end_who_waits_in_vain()
         self._tell_of_the_done()
         if self._started.meet_all:
             self._check_start()
+            self._limit_starts()
         self._hear()
 
     def _tell_of_the_lost(self, rank: job.Rank) -> None:
         """Say how a rank has ended, and what is lost with it; not if the job ends, and it has said why itself."""
         if self._asked or self._code:
             return
-        others = self._size - len(self._ended) - self._ending_with(rank)
+        others = self._members_left() - self._ending_with(rank)
         if not others and job.SPOKEN in rank.marks:
             return
         how, *trace = (self._late.get(rank.rank) or self._ends.told(rank)).splitlines()
         words = [how]
         if others and rank.votes:
             words.append(f"lost with it: the gradients of its batch, and {rank.told or UNSENT}")
-        if rank.votes or not self._started.meet_all:
+        if (rank.votes or not self._started.meet_all) and (others or self._is_member(rank)):
             words.append(f"{others} ranks go on" if others > 1 else "1 rank goes on" if others else "no rank is left")
         say("\n".join(["; ".join(words), *trace]))
 
     def _replace(self, rank: job.Rank) -> None:
         """Start a process in the place of a lost one, unless the job ends, or there is nobody whom it could join."""
-        others = self._size - len(self._ended) - self._ending_with(rank)
+        others = self._members_left() - self._ending_with(rank)
         if self._restarts and others and rank.votes and not (self._asked or self._code):
             self._restarts -= 1
-            self._size += 1
             say(f"rank {self._started.replace()} is started in the place of rank {rank.rank}")
+
+    def _is_member(self, rank: job.Rank) -> bool:
+        """Tell if a rank is one of those that began together, or one that these have let in."""
+        return rank.rank < self._size or job.CAME in rank.marks
+
+    def _members_left(self) -> int:
+        """Return the number of members that have not ended."""
+        began = self._size - sum(rank.rank < self._size for rank in self._ended)
+        return began + sum(rank.rank >= self._size and self._is_member(rank) for rank in self._living)
+
+    def _end_who_waits_in_vain(self) -> None:
+        """End the processes that nobody is left to let in."""
+        for rank in [] if self._members_left() else self._living:
+            self._end_rank(rank, "nobody is left who could let it in")
+
+    def _end_rank(self, rank: job.Rank, why: str) -> None:
+        """End a rank, and no other one; its end will tell why."""
+        self._late.setdefault(rank.rank, f"rank {rank.rank} was ended {rank.where}, as {why}")
+        self._ends.send(rank.rank, signal.SIGKILL)
 
     def _ending_with(self, rank: job.Rank) -> int:
         """Return the number of ranks that are about to end like one that has said why: all may have raised an error."""
@@ -219,9 +242,18 @@ class ElasticJob:
         """End the job if ranks wait in MPI's start for one that has ended."""
         missing = [rank for rank in self._ended if not rank.votes and not rank.marks.keys() >= {job.MPI, job.DONE}]
         stuck = [rank.rank for rank in self._living if not rank.votes and job.MPI in rank.marks]
+        stuck = [rank for rank in stuck if rank < self._size]  # others start MPI alone
         if missing and stuck and not (self._asked or self._code):
             text = f"{waiting(stuck)} in MPI's start, to which all ranks must come; ended the job"
             self._end(self._ends.code(missing[0]) or 1, text)
+
+    def _limit_starts(self) -> None:
+        """End processes that a rank has started if MPI's start takes too long: for ever, if that rank was lost."""
+        now, allowed = time.monotonic(), limits()
+        for rank in self._living:
+            if rank.rank >= self._size and job.MPI in rank.marks and job.STARTED not in rank.marks and allowed:
+                if now > self._starts.setdefault(rank.rank, now) + allowed.first:
+                    self._end_rank(rank, f"MPI's start has taken more than {allowed.first:g} s ({VARIABLE})")
 
     def _tell_of_the_done(self) -> None:
         """Say of ranks that have come to the end of their script that others go on, if they do."""
@@ -244,7 +276,10 @@ class ElasticJob:
         if now >= self._hears_until:
             self._heard, self._hears_until = complaints, math.inf
             late = [rank for rank in self._living if any(at == rank.votes for at in _complained(rank))]
-            if late:
+            for rank in late:
+                if not self._is_member(rank):
+                    self._end_rank(rank, "it waits for too long to be let in")
+            if late := [rank for rank in late if self._is_member(rank)]:
                 self._end_those_behind(late)
 
     def _end_those_behind(self, late: Sequence[job.Rank]) -> None:
@@ -255,11 +290,11 @@ class ElasticJob:
         """
         most, awaited = max(rank.votes for rank in late), self._started.awaited()
         stopped = [rank for rank in self._living if self._ends.is_stopped(rank)]
-        behind = [rank for rank in self._living if rank not in late and (rank.votes < most or rank.rank in awaited)]
+        voting = {rank.rank for rank in self._living if rank.votes < most and self._is_member(rank)}
+        behind = [rank for rank in self._living if rank not in late and rank.rank in voting | awaited]
         whom = waiting(rank.rank for rank in late)
         for rank in {rank.rank: rank for rank in (*stopped, *behind)}.values():
-            self._late[rank.rank] = f"rank {rank.rank} was ended {rank.where}, as {whom} for too long"
-            self._ends.send(rank.rank, signal.SIGKILL)
+            self._end_rank(rank, f"{whom} for too long")
         if not (stopped or behind) and time.monotonic() > self._lost_at + RECOVERY:
             self._end(TOO_LATE, f"{whom} for too long, and no rank is behind; ended the job")
 

@@ -20,7 +20,6 @@ class Memberships:
     Args:
         members: numbers of the processes.
         send: is given a number, and a message for that process.
-        end: is given the number of a process that waits to be let in, when nobody is left who could.
         folder: of the job, where a file is left while a process waits to be let in.
     """
 
@@ -28,10 +27,9 @@ class Memberships:
         self,
         members: Iterable[int],
         send: Callable[[int, Mapping[str, Any]], object],
-        end: Callable[[int], object],
         folder: Path,
     ):
-        self._send, self._end = send, end
+        self._send = send
         self._living = set(members)
         self._awaited = folder / AWAITED
         self._of = {WORLD: Membership(self._living)}
@@ -67,9 +65,6 @@ class Memberships:
                 for name, membership in self._of.items():
                     membership.lose(member)
                     self._begin(name)
-                if not self._of[WORLD].members:
-                    for waiting in self._of[WORLD].newcomers():
-                        self._end(waiting)
 
     def awaited(self) -> set[int]:
         """Return the members that have not asked for an epoch that others wait for."""

@@ -15,6 +15,7 @@ from distopt import device
 from distopt.comm.communicator import Communicator, Groups, Ragged, Wrapper
 from distopt.comm.control import fingerprint
 from distopt.comm.outside import WAITS
+from distopt.resilience import job
 
 LOG = logging.getLogger("distopt")
 T = TypeVar("T")
@@ -163,6 +164,7 @@ class Elastic(Wrapper):
         if not self.outside:
             raise RuntimeError("this process is one of the ranks already")
         self._go_on()
+        job.mark(job.CAME)
         self._family.catch_up()
         self.tell_resized()
 

@@ -96,7 +96,7 @@ class EpochRanks:
         self._store = LineStore(self, line, f"{name} {epoch.number}/")
 
     @classmethod
-    def next(cls, line: Line, name: str, text: str, lets_in: bool = False) -> "EpochRanks":
+    def next(cls, line: Line, name: str, text: str, lets_in: bool = False, limited: bool = True) -> "EpochRanks":
         """Ask the launcher for the next epoch of a communicator, and return its members.  Collective of these.
 
         Args:
@@ -104,8 +104,9 @@ class EpochRanks:
             name: the communicator's.
             text: for all members.
             lets_in: whether processes that wait may be members.
+            limited: whether the time limit holds.
         """
-        with meeting_of(line.member):
+        with meeting_of(line.member, limited):
             return cls(line, name, line.ask(name, text, lets_in))
 
     def agree(self, well: bool) -> bool:

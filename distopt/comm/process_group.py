@@ -358,7 +358,9 @@ class ProcessGroupCommunicator(SharingCommunicator):
             _join(launcher.member)
             self._enter(launcher, "world", "", reason)
 
-    def _enter(self, launcher: Line, name: str, text: str, reason: str, lets_in: bool = False) -> list[str]:
+    def _enter(
+        self, launcher: Line, name: str, text: str, reason: str, lets_in: bool = False, limited: bool = True
+    ) -> list[str]:
         """Become a member of a communicator's next epoch in which no rank is lost meanwhile.  Collective of these.
 
         All members return with the same epoch, since the launcher decides if all have come as far.
@@ -369,6 +371,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
             text: this rank's.
             reason: why this transport was chosen, for ``repr``.
             lets_in: whether processes that wait may become members.
+            limited: whether the time limit holds for the wait for the others.
 
         Returns:
             A text of each member.
@@ -378,7 +381,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
         """
         met: list[list[int]] = []
         while True:
-            ranks, failure = EpochRanks.next(launcher, name, text, lets_in), None
+            ranks, failure = EpochRanks.next(launcher, name, text, lets_in, limited), None
             met.append(ranks.all)
             try:
                 self._make(ranks, None, reason)
@@ -491,7 +494,8 @@ class ProcessGroupCommunicator(SharingCommunicator):
 
         def enter(text: str) -> tuple[Communicator, list[str]]:
             comm = cls.__new__(cls)
-            return comm, comm._enter(launcher, "world", text, reason, lets_in=True)
+            # the others let it in between two steps, however long these are
+            return comm, comm._enter(launcher, "world", text, reason, lets_in=True, limited=False)
 
         return Outside(enter, cls.rank_ordered, reason)
 

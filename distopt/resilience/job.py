@@ -26,6 +26,7 @@ LOOPBACK = "-loopback"  # the suffix of the library that the launcher preloads
 SEGMENTS = ("mpich_shm_", "sm_segment.")  # how the names of MPICH's and of Open MPI's shared memory begin
 PID, VOTES, SEGMENT, CRASH, ALIVE = "pid", "votes", "segment", "crash", "alive"
 MPI, DONE, SPOKEN, STOPS, LATE, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops", "late", "exit", "os_exit"
+STARTED, CAME = "started", "came"
 
 # A page: votes, the length of the last one's name, the name; at TOLD the length of a text, the text.
 HEAD, LENGTH, TOLD, PAGE = struct.Struct("<qq"), struct.Struct("<q"), 256, 512
@@ -158,7 +159,8 @@ def mark(what: str, detail: object = "") -> None:
     Args:
         what: the kind of mark.  ``MPI``: it came to MPI's start; ``DONE``: its interpreter came to its end; ``STOPS``:
             it takes signals; ``SPOKEN``, ``EXIT``, ``OS_EXIT``: it ends with this code, the first after it has said
-            why; ``LATE``: it waits for too long; ``SEGMENT``: it maps this memory.
+            why; ``LATE``: it waits for too long; ``STARTED``: MPI's start is over, in a process that a rank has
+            started; ``CAME``: others have let it in; ``SEGMENT``: it maps this memory.
         detail: the code or name that belongs to the mark.
     """
     if _folder is not None and is_rank():

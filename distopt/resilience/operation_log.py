@@ -201,6 +201,6 @@ def log_of_one(rank: int, what: str, mailbox: Any = None, limited: bool = True) 
     return OperationLog(recorder, f"{what} of rank {rank}, {next(_numbers)}", [rank], mailbox, limited)
 
 
-def meeting_of(rank: int) -> OperationLog:
-    """Return a context for this rank's wait for others that are about to make a communicator; the time limit holds."""
-    return log_of_one(rank, "meetings")(MEETING)
+def meeting_of(rank: int, limited: bool = True) -> OperationLog:
+    """Return a context for this rank's wait for others that are about to make a communicator."""
+    return log_of_one(rank, "meetings", limited=limited)(MEETING)

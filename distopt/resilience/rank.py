@@ -39,6 +39,7 @@ def main() -> None:
     sys.meta_path.insert(0, _MpiIsWanted(job))
     if SPAWNED in os.environ:
         setattr(job, "starter", _start_mpi())  # noqa: B010  a module loaded by its path has no known names
+        job.mark(job.STARTED)
     try:
         _run(sys.argv[1:])
     except SystemExit as end:

@@ -65,3 +65,75 @@ def test_if_nobody_is_behind_the_job_ends(elastic):
 
 def test_if_a_rank_has_just_been_lost_others_have_the_time_to_notice(elastic):
     assert elastic([5, 5], late={0: 5, 1: 5}, lost_before=0.0) == ([], [], 0)
+
+
+# ------------------------------------------------------------------------------------------- processes that come
+
+
+@pytest.fixture
+def growing(monkeypatch):
+    """Makes a job of two ranks whose marks are given look by look; returns whom it ends, its words and its code."""
+    killed, said = [], []
+    monkeypatch.setattr(elastic_job, "say", said.append)
+    monkeypatch.setattr(elastic_job, "HEARING", 0.0)
+
+    def growing(*looks, meet_all=True):
+        """A look: the ranks' marks, and the codes of those that have ended."""
+        given, seen, codes = iter(looks), {}, {}
+
+        def look(seconds):
+            marks, ended = next(given, looks[-1])
+            codes.update(ended)
+            seen.update(marks)
+            return [job.Rank(r, 100 + r, m, int(r < 2), "step 1", "") for r, m in seen.items()]
+
+        ends = SimpleNamespace(
+            look=look,
+            ended=lambda ranks: sorted((r for r in ranks if r.rank in codes), key=lambda r: list(codes).index(r.rank)),
+            in_order=lambda rank: codes[rank.rank] == 0,
+            told=lambda rank: f"rank {rank.rank} ended",
+            code=lambda rank: codes[rank.rank],
+            is_stopped=lambda rank: False,
+            send=lambda rank, number: killed.append(rank),
+        )
+        started = SimpleNamespace(
+            ends=ends,
+            meet_all=meet_all,
+            lose=lambda rank: None,
+            replace=lambda: 2,
+            awaited=set,
+            processes=[SimpleNamespace(returncode=3)],
+            end=lambda grace: killed.append("all"),
+        )
+        made = ElasticJob(started, 2, 1)
+        for _ in looks:
+            made._look(0.0)
+        return sorted(set(killed)), said, made._code_of_last()
+
+    return growing
+
+
+def test_a_process_that_nobody_is_left_to_let_in_is_ended_and_the_code_is_a_members(growing):
+    """Though it has voted, alone, on what it has made."""
+    killed, said, code = growing(({0: {}, 1: {}}, {}), ({2: {}}, {1: 137}), ({}, {0: 0}), ({}, {2: 137}))
+    assert (killed, code) == ([2], 0)
+    assert said[-1] == "rank 2 was ended before distopt.world(), as nobody is left who could let it in"
+
+
+def test_a_process_that_was_let_in_goes_on_when_the_others_have_ended(growing):
+    came = {job.CAME: {""}}
+    looks = ({0: {}, 1: {}, 2: {}}, {1: 137}), ({2: came}, {}), ({}, {0: 0}), ({}, {2: 5})
+    assert growing(*looks)[::2] == ([], 5)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_mpis_start_of_a_process_that_a_rank_has_started_has_a_limit(growing, monkeypatch, started):
+    monkeypatch.setenv("DISTOPT_TIMEOUT", "1e-9")
+    marks = {job.MPI: {""}, **({job.STARTED: {""}} if started else {})}
+    killed, _, _ = growing(*[({0: {}, 1: {}, 2: marks}, {1: 137})] * 3)
+    assert killed == ([] if started else [2])
+
+
+def test_a_process_that_waits_for_too_long_to_be_let_in_ends_nobody_else(growing):
+    killed, _, _ = growing(*[({0: {}, 1: {}, 2: {job.LATE: {"0.0"}}}, {1: 137})] * 3)
+    assert killed == [2]

@@ -69,7 +69,7 @@ class GlooJob(Job):
     def start(self, command):
         self._marks = tempfile.TemporaryDirectory()
         self.ranks, self._lines = {}, Lines(lambda *said: memberships.hear(*said))
-        memberships = Memberships(range(self.size), self._lines.send, self._lines.end, Path(self._marks.name))
+        memberships = Memberships(range(self.size), self._lines.send, Path(self._marks.name))
         for member in range(self.size):
             theirs = self._lines.add(member)
             names = {

@@ -89,7 +89,7 @@ class Hearing:
     def __init__(self, size, folder):
         self._lines = Lines(lambda *said: self.memberships.hear(*said))
         self.sockets = [self._lines.add(member) for member in range(size)]
-        self.memberships = Memberships(range(size), self._lines.send, self._lines.end, folder)
+        self.memberships = Memberships(range(size), self._lines.send, folder)
         self.lines = [Line(theirs, member) for member, theirs in enumerate(self.sockets)]
         self._lines.start()
 
@@ -277,12 +277,3 @@ def test_a_process_that_comes_later_is_let_in_between_epochs(hearing, tmp_path):
         thread.join(10)
     assert told == [Epoch(2, [0, 1, 2], ["in", "in", "new"])]
     assert not (tmp_path / AWAITED).exists()
-
-
-def test_a_process_that_waits_for_nobody_hears_of_it(hearing):
-    job = hearing(1)
-    ask_all(job.lines)
-    new = job.add()
-    threading.Timer(0.05, job.memberships.lose, [0]).start()
-    with pytest.raises(ConnectionError, match="the launcher has ended, or has given this rank up"):
-        new.ask("world", "", True)
