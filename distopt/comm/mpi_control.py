@@ -246,11 +246,8 @@ def _farewell() -> AbstractContextManager[None]:
 def _join(rank: int) -> None:
     """Set up this process as a rank, once.
 
-    From now on an uncaught exception ends the job, an exit is announced to the other ranks, time limits hold, and
-    standard output is line-buffered under ``distopt run``.
+    From now on an uncaught exception ends the job, an exit is announced to the other ranks, and time limits hold.
     """
-    if os.environ.get("DISTOPT_RUN"):
-        job.write_whole_lines()
     if elastic():
         fail_by_signal()
     abort_on_exception(rank, end_alone if elastic() else abort)

@@ -42,6 +42,7 @@ _process = 0  # its process ID: forked children leave no marks
 _page: mmap.mmap | None = None
 _votes = 0
 _complaints = itertools.count()
+_outputs: list[io.TextIOWrapper] = []  # standard output as it was, and as it is
 
 
 class _Lines(io.TextIOWrapper):
@@ -59,11 +60,17 @@ class _Lines(io.TextIOWrapper):
 
 
 def write_whole_lines() -> None:
-    """Let standard output pass on lines as soon as they end, so that what a rank has said is not lost with it."""
+    """Let standard output pass on lines as soon as they end, so that what a rank has said is not lost with it.
+
+    Call it before the script runs: what stands at ``sys.stdout`` later may be the script's own.
+    """
     out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and not isinstance(out, _Lines):
+    if isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
         out.flush()
-        sys.stdout = _Lines(out.buffer, out.encoding, out.errors)
+        # Both are kept, since the end of either closes the buffer that they share.
+        _outputs[:] = out, _Lines(out.buffer, out.encoding, out.errors)
+        sys.stdout = _outputs[1]
+        setattr(sys, "__stdout__", sys.stdout)  # noqa: B010  mypy takes it for a constant
 
 
 def enter(rank: int, folder: Path) -> None:
