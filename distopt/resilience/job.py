@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER = "DISTOPT_JOB"  # the environment variable that names the folder of marks
+RANKS = "DISTOPT_RUN"  # the environment variable that has the number of ranks that the launcher starts
 AWAITED = "awaited"  # the file in it that says that a process waits to be let in
 REQUESTS = "requests"  # the folder in it of what the launcher asks ranks to start, each a file named by its number
 LOOPBACK = "-loopback"  # the suffix of the library that the launcher preloads
@@ -223,8 +224,10 @@ def absent() -> str:
     """Return lines on the ranks of ``distopt run`` that have not come to MPI's start, where others wait for them."""
     ranks = entered(_folder) if _folder else []
     words = {"T": "stopped", "t": "stopped", "X": "dead", "Z": "dead"}
-    missing = [(rank.rank, words.get(state(rank.pid), "it runs")) for rank in ranks if MPI not in rank.marks]
-    return "\n".join(f"  rank {rank}: has not come to it ({how})" for rank, how in missing)
+    missing = {rank.rank: words.get(state(rank.pid), "it runs") for rank in ranks if MPI not in rank.marks}
+    never = set(range(int(os.environ.get(RANKS, 0)))) - {rank.rank for rank in ranks} if _folder else set()
+    missing |= dict.fromkeys(never, "it has not begun its script")
+    return "\n".join(f"  rank {rank}: has not come to it ({missing[rank]})" for rank in sorted(missing))
 
 
 def state(pid: int) -> str:

@@ -287,3 +287,15 @@ def test_shared_memory_segments_left_by_failed_jobs_are_reported_and_removed(tmp
     rank = job.Rank(0, 1, {job.SEGMENT: {"mpich_shm_1"}}, 0, "", "")
     segments.sweep([rank, rank])
     assert [file.name for file in tmp_path.iterdir()] == ["another"]
+
+
+def test_ranks_get_the_settings_of_a_launcher_around_this_one_and_not_its_numbers(monkeypatch):
+    numbers = ["OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE", "PMI_RANK", "PMI_FD", "PMI_CONTROL_PORT", "PMIX_RANK"]
+    numbers += ["PMIX_SERVER_URI41", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK"]
+    settings = ["OMPI_MCA_btl_base_verbose", "PMIX_MCA_gds", "PRTE_MCA_x", "HYDRA_DEBUG", "SLURM_JOB_ID", "PMIXER"]
+    for name in numbers + settings:
+        monkeypatch.setenv(name, "1")
+    for brand in ("MPICH", "Open MPI"):
+        found = Launcher("mpiexec", brand).environment(2)
+        assert not found.keys() & set(numbers)
+        assert found.keys() >= set(settings)
