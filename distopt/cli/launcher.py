@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distopt.comm.launchers import IDENTITY
+from distopt.comm.owner import OWNER
 from distopt.kernels import signatures
 from distopt.resilience import job, membership
 
@@ -57,7 +58,7 @@ def environment(ranks: int, defaults: Mapping[str, str]) -> dict[str, str]:
     env.pop("PYTHONUNBUFFERED", None)  # it writes each argument of print apart, so that lines of ranks mix
     mine = membership.WANTED, membership.LINE, membership.MEMBER, membership.ADDRESS, membership.SPAWNED
     # a launcher around this one, or before it in this shell, has not started the ranks
-    outer = {"TORCHELASTIC_RUN_ID", membership.JOINS, *mine, *filter(IDENTITY.match, env)}
+    outer = {"TORCHELASTIC_RUN_ID", OWNER, membership.JOINS, *mine, *filter(IDENTITY.match, env)}
     return {name: value for name, value in env.items() if name not in outer}
 
 
