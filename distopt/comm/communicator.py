@@ -342,8 +342,8 @@ class Communicator(abc.ABC):
         """
         return operation()
 
-    def transaction_on(self, x: np.ndarray, operation: Callable[[], T]) -> T:
-        """Return what an operation returns that writes to x, which is put back before it is done again.  Collective."""
+    def transaction_on(self, x: np.ndarray, verb: str, operation: Callable[[], T]) -> T:
+        """Return what a collective returns that writes to x, which is put back before it is done again.  Collective."""
         return operation()
 
     def on_resize(self, callback: Callable[[int, int], object]) -> None:  # noqa: B027  where no rank can be lost

@@ -63,6 +63,7 @@ class ControlChannel(abc.ABC):
         joined: the ranks that had no data left, as of the last vote.
         doubted: whether a rank doubted that the sums would be finite, as of the last vote.
         awaited: whether a rank knew of a process that waits to be let in, as of the last vote.
+        came: whether this process has come later than others, in the place of a lost rank.
         waits: records the waits of this rank alone.
     """
 
@@ -74,9 +75,9 @@ class ControlChannel(abc.ABC):
     stop = 0
     joined: frozenset[int] = frozenset()
     doubted = False
-    awaited = False
+    awaited = came = False
     waits: Waits = staticmethod(silent)
-    _gone: PeerLeft | None = None
+    _gone: Exception | None = None  # why no vote is possible any more
     _process = 0  # id of the process that votes, which is none of its children
 
     @abc.abstractmethod
@@ -170,8 +171,9 @@ class ControlChannel(abc.ABC):
 
         Raises:
             Exception: on every rank alike, the error of the lowest rank that has one.
-            ValueError: on every rank alike, if ranks differ; names the first line that does.
-            PeerLeft: on every rank alike, if a rank has ended.
+            ValueError: if ranks differ; names the first line that does.  On every rank alike, unless only such as came
+                later differ from the others: on those alone.
+            PeerLeft: on every rank alike, if a rank has ended; and where others are to end alone.
         """
         if self._gone:
             raise self._gone
@@ -190,8 +192,7 @@ class ControlChannel(abc.ABC):
         if votes[ERROR]:
             self._raise_first(self.gather(encoded), error)
         if votes[FINGERPRINT] != -votes[MINUS_FINGERPRINT]:
-            plans = [json.loads(t) for t in self.gather(json.dumps(describe()))]
-            raise agreed(ValueError(_first_difference(plans)), speaks=self.rank == 0)
+            self._raise_difference(describe())
         self.stop, self.doubted, self.awaited = int(votes[STOP]), bool(votes[DOUBTS]), votes[STAYING] > 1
         texts = self.gather("joined" * joined) if votes[JOINED] else []
         self.joined = frozenset(rank for rank, text in enumerate(texts) if text)
@@ -244,6 +245,24 @@ class ControlChannel(abc.ABC):
             kind, message = RuntimeError, f"{name}: {message}"
         raise agreed(kind(f"rank {rank}: {message}"), speaks=self.rank == rank) from cause
 
+    def _raise_difference(self, lines: list[str]) -> NoReturn:
+        """Raise an error that names the first line in which ranks differ.
+
+        Who has come later, and is in another call than those that were here before, ends alone: the others go on.
+        """
+        came, plans = zip(*(json.loads(t) for t in self.gather(json.dumps([self.came, lines]))), strict=True)
+        text = _first_difference(plans)
+        before = [plan for plan, late in zip(plans, came, strict=True) if not late]
+        if all(came) or not any(came) or any(plan != before[0] for plan in before):
+            raise agreed(ValueError(text), speaks=self.rank == 0)
+        if lines == before[0]:
+            raise PeerLeft(f"{text}, which came later, and ends alone")
+        self._gone = ValueError(
+            f"{text}; this rank took the place of a lost one, and must do what the others do from rejoin on: what it "
+            "needs beside that, such as gradient_views, comes before rejoin; it ends alone"
+        )
+        raise self._gone
+
 
 def _encode(error: Exception | None) -> str:
     if error is None:
@@ -255,7 +274,7 @@ def _encode(error: Exception | None) -> str:
         return json.dumps([kind.__name__, "(its text could not be made)"])
 
 
-def _first_difference(plans: list[list[str]]) -> str:
+def _first_difference(plans: Sequence[list[str]]) -> str:
     """Return an error text that names the first line in which a rank differs from rank 0."""
     differing = next(r for r, plan in enumerate(plans) if plan != plans[0])
     left, right = plans[0], plans[differing]

@@ -1,5 +1,6 @@
 """Communicator that goes on without the ranks it loses."""
 
+import contextlib
 import functools
 import json
 import logging
@@ -29,7 +30,8 @@ class Elastic(Wrapper):
     all do it again, as fewer ranks.  That is the commit of two phases (Gray, "Notes on data base operating systems",
     1978) with any survivor as its coordinator.
 
-    Collectives outside of a transaction are one each; their arrays are put back before they are done again.
+    Collectives outside of a transaction are one each, which begins with a vote, as a rank whose script has ended takes
+    part in votes alone.  Their arrays are put back before they are done again.
 
     Args:
         comm: the communicator; it defines ``survivors``.
@@ -97,7 +99,9 @@ class Elastic(Wrapper):
                         outcome = self._outcome(operation)
                     if votes:
                         self.comm.settle()
-                        self._vote(number)
+                        if self._prepare:
+                            self.comm.start_newcomer()
+                        self._vote(f"the end of transaction {number}")
                     break
                 except Exception as error:
                     if not self.lost(error):
@@ -165,16 +169,29 @@ class Elastic(Wrapper):
     def leave(self) -> None:
         """Take no part in any later transaction; wait until every other rank leaves too, or goes on without this one.
 
-        Until then another rank may not have heard that the last transaction has ended, and ask.
+        Until then another rank may not have heard that the last transaction has ended, and ask.  The others hear of it
+        at their next vote on any communicator of these ranks.
         """
-        while self.size > 1:
+        self._family.leaving.set()
+        self._leave()
+
+    def _leave(self) -> None:
+        left = self._family.left
+        while self.size > 1 and not left.is_set():
             try:
                 self.control.leave()
-                break
+                left.set()
             except Exception as error:
                 if not self.lost(error):
                     raise
-            self._go_on()
+                if not left.is_set():
+                    self._go_on()
+
+    def _leave_too(self) -> None:
+        """Leave this communicator when the process leaves; runs in a thread of its own."""
+        self._family.leaving.wait()
+        with contextlib.suppress(Exception):  # it may be closed
+            self._leave()
 
     def _outcome(self, operation: Callable[[], Any]) -> Callable[[], Any]:
         """Return a function that returns what an operation has returned, or raises what all ranks have raised alike."""
@@ -186,13 +203,9 @@ class Elastic(Wrapper):
             return functools.partial(_raise, error)
         return lambda: value
 
-    def _vote(self, number: int) -> None:
-        """Vote that this rank has the outcome of a transaction.  Collective."""
-        control, line = self.control, f"the end of transaction {number}"
-        awaited = False
-        if self._prepare:
-            self.comm.start_newcomer()
-            awaited = self.comm.awaited
+    def _vote(self, line: str) -> None:
+        """Vote beside the votes of steps, on a line that must be the same on all ranks.  Collective."""
+        control, awaited = self.control, bool(self._prepare) and self.comm.awaited
         control.vote(control.progress, fingerprint([line]), lambda: [line], part=f", {line}", awaited=awaited)
 
     def _go_on(self, lets_in: bool = False) -> None:
@@ -213,10 +226,10 @@ class Elastic(Wrapper):
 
     def _take_next(self) -> None:
         if self._next is not None:
-            before = self.control
+            before, came = self.control, self.outside or self.control.came
             self.comm, self._next, self.epoch = self._next, None, self._family.epoch
             self.control.optimizers, self.control.progress = before.optimizers, before.progress
-            self.control.awaited = False
+            self.control.awaited, self.control.came = False, came
             self.control.stop = max(before.stop, self._family.stop)
 
     def tell_resized(self) -> None:
@@ -227,8 +240,25 @@ class Elastic(Wrapper):
 
     # -- collectives
 
+    def collective(self, verb: str, operation: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
+        """Return what a collective returns, which outside of a transaction is one.
+
+        Args:
+            verb: its name, which must be the same on all ranks.
+            operation: as for ``transaction``.
+            undo: as for ``transaction``.
+        """
+        if self._inside or self.outside:
+            return operation()
+
+        def begun() -> T:
+            self._vote(verb)
+            return operation()
+
+        return self.transaction(begun, undo)
+
     def all_reduce(self, x: np.ndarray) -> None:
-        self.transaction_on(x, lambda: self.comm.all_reduce(x))
+        self.transaction_on(x, "all_reduce", lambda: self.comm.all_reduce(x))
 
     def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
         return self.comm.all_reduce_each(arrays) if self._inside else super().all_reduce_each(arrays)
@@ -239,28 +269,31 @@ class Elastic(Wrapper):
         return self.comm.pipelines
 
     def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
-        return self.transaction(lambda: self.comm.all_gather(x, ragged, into))
+        return self.collective("all_gather", lambda: self.comm.all_gather(x, ragged, into))
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
-        return self.transaction(lambda: self.comm.all_to_all(parts, ragged))
+        return self.collective("all_to_all", lambda: self.comm.all_to_all(parts, ragged))
 
     def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
-        return self.transaction(lambda: self.comm.reduce_scatter(x))
+        return self.collective("reduce_scatter", lambda: self.comm.reduce_scatter(x))
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
-        self.transaction_on(x, lambda: self.comm.broadcast(x, root))
+        self.transaction_on(x, f"broadcast from rank {root}", lambda: self.comm.broadcast(x, root))
 
     def barrier(self) -> None:
-        self.transaction(lambda: self.comm.barrier(), votes=False)
+        if self._inside or self.outside:
+            self.comm.barrier()
+        else:
+            self.transaction(lambda: self._vote("barrier"), votes=False)
 
     def lengths(self, n: int) -> list[int]:
-        return self.transaction(lambda: self.comm.lengths(n))
+        return self.collective("lengths", lambda: self.comm.lengths(n))
 
-    def transaction_on(self, x: np.ndarray, operation: Callable[[], T]) -> T:
+    def transaction_on(self, x: np.ndarray, verb: str, operation: Callable[[], T]) -> T:
         if self._inside:
             return operation()
         before = device.copied(x) if device.is_array(x) else x
-        return self.transaction(operation, lambda: device.copy(x, before))
+        return self.collective(verb, operation, lambda: device.copy(x, before))
 
     # -- communicators of the same ranks
 
@@ -278,8 +311,11 @@ class Elastic(Wrapper):
 
         def make() -> None:
             other.comm = self.comm.separate()
+            other.control.came = self.control.came
 
-        self.transaction(make)
+        self.collective("separate", make)
+        # made now, since Python starts no thread at its end
+        threading.Thread(target=other._leave_too, name="distopt's leave", daemon=True).start()
         return other
 
 
@@ -293,11 +329,14 @@ class Family:
         epoch: how often ranks were lost.
         came: how many processes were let in at the last of these times.
         stop: number of the signal by which a rank was asked to end, as the others have said at the last loss.
+        leaving: is set when this process comes to its end.
+        left: is set when the others know that.
     """
 
     def __init__(self) -> None:
         self.members: list[Elastic] = []
         self.epoch = self.came = self.stop = 0
+        self.leaving, self.left = threading.Event(), threading.Event()
         self._lock = threading.Lock()
 
     def go_on(self, epoch: int, lets_in: bool) -> None:

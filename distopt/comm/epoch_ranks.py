@@ -23,7 +23,7 @@ from distopt.comm.gloo import Revocable
 from distopt.comm.keepalive import keep_alive
 from distopt.comm.launchers import LOOPBACK
 from distopt.resilience.membership import ADDRESS, Epoch, Line
-from distopt.resilience.operation_log import MEETING, OperationLog, recorder
+from distopt.resilience.operation_log import meeting_of
 
 CONNECT = timedelta(seconds=5)  # for sockets between ranks that have all come to make them
 TICK = 0.002  # seconds between two looks at who is lost
@@ -83,9 +83,11 @@ class EpochRanks:
         rank: this process's number among all that the launcher has started.
         all: those of the members, ascending.
         epoch: the epoch.
+        place: the epoch in words.
     """
 
     def __init__(self, line: Line, name: str, epoch: Epoch):
+        self.place = f"in epoch {epoch.number}"
         self.rank, self.all, self.name, self.epoch = line.member, list(epoch.members), name, epoch
         self._line, self._revoked = line, False
         self._ways: weakref.WeakSet[Revocable] = weakref.WeakSet()
@@ -103,7 +105,7 @@ class EpochRanks:
             text: for all members.
             lets_in: whether processes that wait may be members.
         """
-        with _meeting(line.member):
+        with meeting_of(line.member):
             return cls(line, name, line.ask(name, text, lets_in))
 
     def agree(self, well: bool) -> bool:
@@ -111,7 +113,7 @@ class EpochRanks:
 
         It is the launcher that decides, which no rank's end can divide.
         """
-        with _meeting(self.rank):
+        with meeting_of(self.rank):
             heard = self._line.ask(f"{self.name} {self.epoch.number}/well", "well" * well, first=self.all)
         return heard.members == self.all and set(heard.texts) == {"well"}
 
@@ -136,7 +138,7 @@ class EpochRanks:
         number = self._groups[tuple(ranks)] = self._groups.get(tuple(ranks), 0) + 1
         store = dist.PrefixStore(f"{'_'.join(map(str, ranks))}/{number}", self._store)  # type: ignore[attr-defined]
         try:
-            with _meeting(self.rank):
+            with meeting_of(self.rank):
                 self._await(store, ranks)
                 before = _descriptors()
                 group = self._connected(store, ranks)
@@ -284,11 +286,6 @@ def _options() -> Any:
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     options._timeout, options._threads = CONNECT, 2
     return options
-
-
-def _meeting(rank: int) -> OperationLog:
-    """Return a context for a wait that the time limit holds for."""
-    return OperationLog(recorder, f"meetings of rank {rank}", [rank])(MEETING)
 
 
 def _connect(made: "Future[Any]", store: Any, rank: int, size: int) -> None:

@@ -29,10 +29,12 @@ class Ranks(Protocol):
     Attributes:
         rank: this process's number.
         all: the numbers of all, ascending.
+        place: what tells them from ranks that have the same numbers at other times, in words.
     """
 
     rank: int
     all: list[int]
+    place: str
 
     @property
     def usable(self) -> bool:
@@ -57,6 +59,8 @@ class Ranks(Protocol):
 
 class TorchRanks:
     """The ranks of torch's default process group, which must be initialized.  Where one ends, its launcher ends all."""
+
+    place = "of torch's"
 
     def __init__(self) -> None:
         self.rank, self.all = dist.get_rank(), list(range(dist.get_world_size()))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from distopt.comm.control import LEAVE, ControlChannel, PeerLeft
+from distopt.comm.control import LEAVE, LEAVING, ControlChannel, PeerLeft
 from distopt.comm.mpi_losses import checked, elastic, finish, has_losses, is_loss
 from distopt.comm.mpi_newcomers import leave_quietly
 from distopt.comm.mpi_start import (
@@ -32,7 +32,7 @@ from distopt.comm.mpi_start import (
 )
 from distopt.resilience import job, membership
 from distopt.resilience.abort import abort_on_exception, announce_exit
-from distopt.resilience.operation_log import MEETING, OperationLog, recorder
+from distopt.resilience.operation_log import OperationLog, log_of_one, meeting_of, recorder
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -121,6 +121,7 @@ class MpiControl(ControlChannel):
     def maximum(self, votes: np.ndarray) -> None:
         """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         recorder.step = self.progress
+        self._votes.limited = not votes[LEAVING]  # who has left waits for as long as the others train on, or evaluate
         with self._votes("vote", 0, self.progress + self.part):
             with checked(self._comm):
                 finish([self.start(votes)], self)
@@ -166,8 +167,7 @@ class MpiControl(ControlChannel):
 
     def meeting(self) -> OperationLog:
         """Return a context for a meeting of the ranks that are left, for which the time limit holds."""
-        world_rank = self.ranks[self.rank]
-        return OperationLog(recorder, f"meetings of rank {world_rank}", [world_rank])(MEETING)
+        return meeting_of(self.ranks[self.rank])
 
     def revoke(self) -> None:
         """Let all votes fail on all ranks, now and from now on.  Not collective."""
@@ -237,9 +237,8 @@ def _leave() -> None:
 
 def _farewell() -> AbstractContextManager[None]:
     """Return a context for waiting until the other ranks end, without a time limit: they may train on, or evaluate."""
-    rank = number()
     mailbox = mailboxes[0] if mailboxes else None
-    return OperationLog(recorder, f"the end of rank {rank}", [rank], mailbox, limited=False)("the end of the others")
+    return log_of_one(number(), "the end", mailbox, limited=False)("the end of the others")
 
 
 @functools.cache
@@ -316,7 +315,7 @@ def join(comm: "MPI.Comm") -> Membership:
     rank = number()
     if comm.size > 1:
         start_watchdog(rank)
-    with OperationLog(recorder, f"meetings of rank {rank}", [rank])(MEETING):
+    with meeting_of(rank):
         control = MpiControl(comm.Dup(), _agree_on_name(comm))
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         local_rank, lowest, hosts = node.rank, np.array([comm.rank]), np.zeros(comm.size, np.int64)

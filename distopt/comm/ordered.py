@@ -33,7 +33,7 @@ class Ordered(Wrapper):
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
-        self.transaction_on(x, lambda: all_reduce_in_rank_order(self.comm, x))
+        self.transaction_on(x, "all_reduce", lambda: all_reduce_in_rank_order(self.comm, x))
 
 
 class Slices(Algorithm):

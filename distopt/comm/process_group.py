@@ -34,7 +34,7 @@ from distopt.comm.communicator import (
     split,
     sum_in_rank_order,
 )
-from distopt.comm.control import LEAVE, ControlChannel, PeerLeft, agreed
+from distopt.comm.control import LEAVE, LEAVING, ControlChannel, PeerLeft, agreed
 from distopt.comm.epoch_ranks import EpochRanks
 from distopt.comm.gloo import NO_LIMIT, Messages, Ranks, TorchRanks, Works
 from distopt.comm.launchers import LOOPBACK, Meeting, meeting
@@ -46,7 +46,8 @@ from distopt.comm.sockets import watch
 from distopt.resilience import job
 from distopt.resilience.abort import abort_on_exception
 from distopt.resilience.membership import Line, line
-from distopt.resilience.operation_log import MEETING, OperationLog, recorder
+from distopt.resilience.operation_log import OperationLog, meeting_of, recorder
+from distopt.resilience.report import names
 
 FRAME = 32  # int64 numbers of a message of votes: a vote, the bytes of a text, and room for words of farewell
 LENGTH, WORDS = 9, 10
@@ -69,10 +70,9 @@ class ProcessGroupControl(ControlChannel):
     def __init__(self, ranks: Ranks, members: Sequence[int]):
         self._among, self._messages, self.ranks = ranks, Messages(ranks, members), list(members)
         self.rank, self.size = self._messages.rank, self._messages.size
-        self._numbers = itertools.count()
-        self._name = (
-            f"torch's ranks {', '.join(map(str, members))}" if self.size < 9 else f"{self.size} of torch's ranks"
-        )
+        self._numbers, name = itertools.count(), f"{names(members)} {ranks.place}"
+        channel = _channels[name] = _channels.get(name, 0) + 1
+        self._name = f"{name}, channel {channel}"
         self._votes = self.log("votes")
         world_rank = self.ranks[self.rank]
         self.waits = OperationLog(recorder, f"waits of rank {world_rank} ({self._name})", [world_rank])
@@ -100,6 +100,7 @@ class ProcessGroupControl(ControlChannel):
     def maximum(self, votes: np.ndarray) -> None:
         """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         recorder.step = self.progress
+        self._votes.limited = not votes[LEAVING]  # who has left waits for as long as the others train on, or evaluate
         with self._votes("vote", 0, self.progress + self.part):
             frames = self._swap(votes, 0)
         np.max(frames[:, : votes.size], axis=0, out=votes)
@@ -217,6 +218,7 @@ def _write_pages(pages: Board, mine: np.ndarray, texts: Sequence[np.ndarray]) ->
 
 
 _controls: list[ProcessGroupControl] = []
+_channels: dict[str, int] = {}  # how many were made of these ranks, which is the same on all of them
 
 
 @functools.cache
@@ -249,7 +251,7 @@ def meet() -> None:
         dist.init_process_group("gloo")
         return
     _join(at.rank)
-    with OperationLog(recorder, f"meetings of rank {at.rank}", [at.rank])(MEETING):
+    with meeting_of(at.rank):
         if at.host == LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:

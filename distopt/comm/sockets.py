@@ -24,7 +24,7 @@ from distopt.checks import check_int
 from distopt.comm.control import ControlChannel, PeerLeft, agreed
 from distopt.comm.listener import ACCEPTED, REFUSED, RankListener, connect
 from distopt.comm.local import LocalControl
-from distopt.resilience.operation_log import OperationLog, recorder
+from distopt.resilience.operation_log import OperationLog, log_of_one, recorder
 from distopt.resilience.timeouts import limits
 from distopt.resilience.watchdog import Watchdog
 
@@ -69,7 +69,7 @@ class SocketControl(ControlChannel):
             self._lines[0] = self._connect(name, key, patience, deadline)
         self._came: dict[int, deque[bytes]] = {other: deque() for other in self._lines}  # messages not asked for yet
         self._votes = self.log("votes")
-        self.waits = OperationLog(recorder, "this rank's waits", [self.rank])
+        self.waits = log_of_one(self.rank, "waits")
         _controls.append(self)
         _say_farewell()
         if self.size > 1:

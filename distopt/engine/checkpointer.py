@@ -43,10 +43,11 @@ class Checkpointer:
 
     def save(self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2) -> Path:
         """``DistOpt.save``.  Collective."""
+        self._training.check_open()
+        self._training.land()
         return self._comm.transaction(lambda: self._save(path, params, extra, keep))
 
     def _save(self, path: str | Path, params: Iterable[Any] | None, extra: Any, keep: int) -> Path:
-        self._training.check_open()
         self._training.settle()
         self._on_all_ranks("saving", self._prepared_folder, path, keep)
         names = self._on_all_ranks("saving", self._next_checkpoint, Path(path))
@@ -136,6 +137,7 @@ class Checkpointer:
     ) -> None:
         """``DistOpt.save_when_stopped``.  Collective."""
         self._training.check_open()
+        self._training.land()
 
         def prepare() -> None:
             self._on_all_ranks("preparing to save", self._prepared_folder, path, keep)
@@ -151,11 +153,11 @@ class Checkpointer:
 
     def load(self, path: str | Path, params: Iterable[Any] | None, load_state: LoadState) -> Any:
         """``DistOpt.load``.  Collective.  ``load_state`` takes the state that was read."""
+        self._training.check_open()
+        self._training.abandon()
         return self._comm.transaction(lambda: self._load(path, params, load_state))
 
     def _load(self, path: str | Path, params: Iterable[Any] | None, load_state: LoadState) -> Any:
-        self._training.check_open()
-        self._training.abandon()
         place = Path(path)
         names = json.loads(self._on_all_ranks("loading", self._checkpoints, place)[0])
         for name in names:

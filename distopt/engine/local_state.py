@@ -128,8 +128,10 @@ class LocalState(TrainingState):
         for engine in self._engines:
             engine.progress.check()
 
-    def settle(self) -> None:
+    def land(self) -> None:
         self._outer.land()
+
+    def settle(self) -> None:
         for engine in self._engines:
             engine.resolve_last_step()
 

@@ -53,6 +53,9 @@ class TrainingState(abc.ABC):
     def check(self) -> None:
         """Raise RuntimeError if a step failed halfway, and nothing was loaded since."""
 
+    def land(self) -> None:  # noqa: B027
+        """Wait for what another thread exchanges over ``comm``, which has one transaction at a time."""
+
     @abc.abstractmethod
     def settle(self) -> None:
         """Wait for what is under way, and raise what it owes.  Collective."""

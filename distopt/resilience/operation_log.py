@@ -1,6 +1,7 @@
 """Logs of the operations for which this process waits or has waited last, cheap enough to be always on."""
 
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -87,11 +88,14 @@ class OperationLog:
 
     Args:
         recorder: the recorder that keeps the operations.
-        name: the log's name, the same on all ranks.
+        name: the log's name, the same on all ranks, which no other log of this rank has.
         ranks: the ranks, by their numbers in the job.
         mailbox: the way to the watchdogs of those ranks; None if there is none.
         limited: whether the time limit holds for its operations.
         others: returns lines on ranks that have no mailbox.
+
+    Raises:
+        ValueError: another log has the name, and nobody would look at its waits any more.
     """
 
     def __init__(
@@ -108,7 +112,8 @@ class OperationLog:
         self.now: OperationTuple | None = None
         self.count, self.ended = 0, 0.0
         self._record = recorder.ring.append
-        recorder.logs[name] = self
+        if recorder.logs.setdefault(name, self) is not self:
+            raise ValueError(f"a log's name must be its own, got {name!r} twice")
 
     def __call__(self, verb: str, nbytes: int = 0, purpose: str = "") -> "OperationLog":
         """Begin an operation, which ends with the context.
@@ -181,3 +186,21 @@ def silent(verb: str, nbytes: int = 0, purpose: str = "") -> AbstractContextMana
 
 
 recorder = Recorder()  # one for the process, which hangs as a whole and writes one flight record
+_numbers = itertools.count()
+
+
+def log_of_one(rank: int, what: str, mailbox: Any = None, limited: bool = True) -> OperationLog:
+    """Return one more log of waits of this rank alone, of which there may be several, as of several threads.
+
+    Args:
+        rank: its number in the job.
+        what: the waits.
+        mailbox: as of ``OperationLog``.
+        limited: as of ``OperationLog``.
+    """
+    return OperationLog(recorder, f"{what} of rank {rank}, {next(_numbers)}", [rank], mailbox, limited)
+
+
+def meeting_of(rank: int) -> OperationLog:
+    """Return a context for this rank's wait for others that are about to make a communicator; the time limit holds."""
+    return log_of_one(rank, "meetings")(MEETING)

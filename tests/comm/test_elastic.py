@@ -9,6 +9,7 @@ import pytest
 from distopt import DistOpt, Parameter
 from distopt.comm import Elastic, LocalCommunicator, Metered, Ordered, run_ranks
 from distopt.comm.control import PeerLeft
+from distopt.compress import TopK
 from distopt.optim import SGD, ExponentialDecay
 from laws import inputs
 
@@ -245,6 +246,43 @@ def test_a_process_that_joins_goes_on_as_the_others(victim, options):
             np.testing.assert_array_equal(a, b)
     assert its["optimizer"].keys() == state["optimizer"].keys()
     assert its["step_counter"] == state["step_counter"] == 6
+
+
+@pytest.mark.parametrize("more", ["views", "barrier", "other step"])
+def test_a_process_that_does_more_than_the_others_ends_alone(more):
+    """Behind rejoin, where the others make a step."""
+    ended = threading.Event()
+    does = {
+        "views": lambda opt, p: opt.gradient_views([p]),
+        "barrier": lambda opt, p: opt.communicator.barrier(),
+        "other step": lambda opt, p: opt.step([(p, np.ones(3))], TopK(0.5)),
+    }[more]
+
+    def main(comm):
+        member, inside = comm.rank, comm.subgroup([[0, 1, 2], [3]])
+        comm = Elastic(inside if member < 3 else comm.waiting_for([0, 1, 2]))
+        p = Parameter("w", np.zeros(3))
+        opt = DistOpt(SGD(1.0), comm)
+        if member == 3:
+            ended.wait()
+        opt.rejoin([p])
+        if member == 3:
+            with pytest.raises(ValueError, match=r"ranks differ: rank 0 has .*, rank 2 has .*; it ends alone"):
+                does(opt, p)
+            return "alone"
+        sizes = []
+        while opt.step_counter < 4:
+            if (member, opt.step_counter) == (1, 1):
+                ended.set()
+                return "lost"
+            opt([(p, np.ones(3))])
+            sizes.append(comm.size)
+            while opt.step_counter == 2 and not comm.awaited:
+                time.sleep(1e-3)
+        comm.leave()
+        return p.data[0], sizes
+
+    assert run_ranks(4, main) == [(-4, [3, 2, 2, 2]), "lost", (-4, [3, 2, 2, 2]), "alone"]
 
 
 def test_a_process_that_waits_is_alone():

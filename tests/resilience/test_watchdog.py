@@ -103,6 +103,16 @@ def test_logs_of_several_threads_are_read_consistently():
     assert len(recorder.operations()) == 256
 
 
+def test_a_name_of_a_log_is_given_once():
+    """Or nobody would look at the waits of the first one any more."""
+    recorder = Recorder()
+    first = OperationLog(recorder, "votes", [0, 1])
+    with first("barrier"):
+        with pytest.raises(ValueError, match="a log's name must be its own, got 'votes' twice"):
+            OperationLog(recorder, "votes", [0, 1])
+        assert [o.log for o in recorder.open()] == [first]
+
+
 def test_a_log_is_forgotten_with_its_owner():
     recorder = Recorder()
     log = OperationLog(recorder, "data", [0, 1])

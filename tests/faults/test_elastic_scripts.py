@@ -1,0 +1,174 @@
+"""Scripts under ``distopt run --elastic`` do what the guide promises: real processes, over torch and over Open MPI.
+
+Who waits for ever is ended by the time limit, and the job with another exit code.
+"""
+
+import re
+
+import pytest
+from test_losses import lacks_open_mpi
+
+from launch import distopt_run
+
+HEAD = """
+import os, signal, sys, time
+import numpy as np
+import distopt
+from distopt.optim import SGD
+
+world = distopt.world()
+me = world.rank
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+"""
+OVER_BOTH = [pytest.param("torch", marks=pytest.mark.torch), pytest.param("mpi", marks=pytest.mark.faults)]
+
+
+@pytest.fixture(params=OVER_BOTH)
+def run(request, tmp_path):
+    """Run a script; (exit code, output, what the launcher has said)."""
+    over = request.param
+    if over == "torch":
+        pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
+    elif lack := lacks_open_mpi():
+        pytest.skip(lack)
+
+    def run(text, *options, ranks=3, limit=60):
+        script, env = tmp_path / "script.py", {"DISTOPT_TIMEOUT": str(limit), "OMP_NUM_THREADS": "1"}
+        script.write_text(HEAD + text)
+        command = ["--elastic", "--over", over, *options, script]
+        code, output = distopt_run(ranks, *command, timeout=240, env=env)
+        return code, output, re.findall(r"^distopt run: (.*)$", output, re.M)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------- ends of scripts
+
+COLLECTIVES = {
+    "all_reduce": "world.all_reduce(np.ones(3))",
+    "all_gather": "world.all_gather(np.ones(3))",
+    "broadcast": "world.broadcast(np.ones(3))",
+    "barrier": "world.barrier()",
+    "separate": "world.separate().barrier()",
+}
+
+
+@pytest.mark.parametrize("verb", COLLECTIVES)
+def test_a_rank_that_has_left_is_not_waited_for_in_a_collective(run, verb):
+    code, output, said = run(
+        f"world.all_reduce(np.ones(3))\nif me == 1: sys.exit()\n{COLLECTIVES[verb]}\n"
+        "x = np.ones(1); world.all_reduce(x); print('went on, a sum of', x.item())"
+    )
+    assert (code, output.count("went on, a sum of 2.0")) == (0, 2), output
+    assert not any("for too long" in line for line in said), output
+
+
+@pytest.mark.parametrize("steps", [1, 10, 11])
+def test_a_rank_that_has_left_is_not_waited_for_by_local_steps_in_flight(run, steps):
+    """Which exchange on a communicator of their own, before the first exchange and while one travels."""
+    code, output, said = run(
+        "p = distopt.Parameter('p', np.zeros(100, np.float32))\n"
+        "opt = distopt.LocalSteps(SGD(0.1), every=4, fragments=2, delay=2)\n"
+        "for k in range(24):\n"
+        "    opt([(p, np.ones(100, np.float32))])\n"
+        f"    if me == 1 and k == {steps}: sys.exit()\n"
+        "print('done among', world.size)"
+    )
+    assert (code, output.count("done among 2")) == (0, 2), output
+    assert not any("for too long" in line for line in said), output
+
+
+def test_a_rank_that_has_left_waits_for_longer_than_the_time_limit(run):
+    code, output, _ = run(
+        "world.barrier()\nif me == 0:\n    for _ in range(16): time.sleep(1)\n    print('evaluated')", limit=10
+    )
+    assert (code, output.count("evaluated")) == (0, 1), output
+    assert "too long" not in output
+
+
+# ------------------------------------------------------------------------------------------- local steps in flight
+
+IN_FLIGHT = """
+folder = os.path.join(os.path.dirname(__file__), "saved")
+params = [distopt.Parameter(name, np.zeros(100, np.float32)) for name in "pq"]
+opt = distopt.LocalSteps(SGD(0.1), every={every}, fragments=2, delay={delay})
+
+
+def step():
+    opt([(p, np.full(100, 1.0 + me, np.float32)) for p in params])
+
+
+"""
+
+
+def test_local_steps_in_flight_are_saved_and_loaded(run):
+    """Each behind a step at which a fragment travels."""
+    code, output, _ = run(
+        IN_FLIGHT.format(every=4, delay=2) + "for k in range(33):\n"
+        "    step()\n"
+        "    if k == 8: opt.save_when_stopped(folder, params)\n"
+        "    if k in (4, 12): opt.save(folder, params)\n"
+        "    if k == 16: state = opt.state_dict()\n"
+        "    if k == 20: opt.load_state_dict(state)\n"
+        "    if k in (24, 28): opt.load(folder, params)\n"
+        "print('saved at', opt.step_counter)"
+    )
+    assert (code, output.count("saved at 17")) == (0, 3), output
+
+
+@pytest.mark.parametrize("at", [9, 10])
+def test_a_rank_may_be_killed_while_local_steps_in_flight_are_saved(run, at):
+    code, output, _ = run(
+        IN_FLIGHT.format(every=2, delay=1) + "for k in range(20):\n"
+        "    step()\n"
+        f"    opt.save(folder, params, extra=lambda: die() if me == 2 and k == {at} else {{}})\n"
+        "opt.load(folder, params)\n"
+        "print('done among', world.size, 'at', opt.step_counter)"
+    )
+    assert (code, output.count("done among 2 at 20")) == (0, 2), output
+
+
+# ------------------------------------------------------------------------------------------- time limits
+
+
+def test_the_limit_holds_on_a_communicator_beside_others_of_the_same_ranks(run):
+    code, output, said = run(
+        "others = world.separate(), world.duplicate(), world.subgroup([range(world.size)])\n"
+        "p = distopt.Parameter('p', np.zeros(100, np.float32))\n"
+        "opt = distopt.LocalSteps(SGD(0.1), every=2, delay=1)\n"
+        "for k in range(8): opt([(p, np.ones(100, np.float32))])\n"
+        "world.barrier()\n"
+        "if me == 0: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "world.all_reduce(np.ones(1)); print('done among', world.size)",
+        limit=15,
+    )
+    assert (code, output.count("done among 2")) == (0, 2), output
+    assert any(re.match("rank 0 was ended .*, as ranks 1, 2 wait for too long", line) for line in said), output
+
+
+# ------------------------------------------------------------------------------------------- processes that come
+
+
+def test_a_process_that_does_more_than_the_others_ends_alone(run):
+    code, output, said = run(
+        "p, sizes = distopt.Parameter('p', np.zeros(10, np.float32)), []\n"
+        "opt = distopt.DistOpt(SGD(0.1))\n"
+        "opt.on_resize(lambda rank, size: sizes.append(size))\n"
+        "came = world.outside\n"
+        "opt.rejoin([p])\n"
+        "if came: opt.gradient_views([p])\n"
+        "while sizes != [2, 3, 2]:\n"
+        "    opt([(p, np.ones(10, np.float32))])\n"
+        "    if me == 1 and opt.step_counter == 20: die()\n"
+        "    time.sleep(0.01)\n"
+        "print('done among', world.size)",
+        *("--restarts", "1"),
+    )
+    assert (code, output.count("done among 2")) == (0, 2), output
+    assert "ValueError: ranks differ: rank 0 has a step with Dense(), rank 2 has gradient_views; " in output
+    assert any(line.startswith("rank 3 ended by exit code 1 after gradient_views; ") for line in said), output
