@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -336,6 +337,12 @@ def world_comm() -> "MPI.Comm":
 
     Raises:
         ImportError: there is no mpi4py.
+        RuntimeError: the other ranks serve a pool of mpi4py's, and will not come.
     """
     world: MPI.Comm = mpi().COMM_WORLD
+    if world.size > 1 and ("-m", "mpi4py.futures") in itertools.pairwise(sys.orig_argv):
+        raise RuntimeError(
+            "python -m mpi4py.futures runs the script on rank 0 alone, and the other ranks, which serve its pool, do "
+            "not come to distopt.world(); start it without: mpiexec -n N python script.py"
+        )
     return world

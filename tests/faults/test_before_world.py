@@ -219,3 +219,13 @@ def test_a_rank_whose_python_fails_at_its_start_is_named(tmp_path):
     code, output = distopt_run(2, tmp_path / "script.py", timeout=60, env=environment)
     assert code in (3, 75), output
     assert code == 3 or "  rank 1: has not come to it (it has not begun its script)" in output, output
+
+
+def test_ranks_that_serve_a_pool_are_not_waited_for(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import distopt; distopt.world()")
+    launcher = find_launcher()
+    command = [*launcher.command(2), sys.executable, "-m", "mpi4py.futures", str(script)]
+    code, output = finish(command, 60, env=launcher.environment(2))
+    assert code != 0, output
+    assert "python -m mpi4py.futures runs the script on rank 0 alone" in output
