@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# What a file system says that cannot flush a folder (CIFS, drives of WSL, some of FUSE), or may not be read.
+NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 TEMPORARY = re.compile(r".*\.tmp\.\d+", re.DOTALL)
 
 
@@ -209,12 +211,22 @@ def check_replaceable(path: str | os.PathLike[str], kind: str, read: Callable[[s
 
 
 def sync(folder: Path) -> None:
-    """Flush a folder to the disk, so that files created in it outlive a crash of the machine."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """Flush a folder to the disk, so that files created in it outlive a crash of the machine.
+
+    Where the file system cannot do that, the files have their names all the same.
+
+    Raises:
+        OSError: the disk fails.
+    """
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise OSError(error.errno, error.strerror, str(folder)) from None
 
 
 def sweep(folder: str | os.PathLike[str]) -> list[Path]:
