@@ -16,6 +16,8 @@ import os
 import signal
 import struct
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ MPI, DONE, SPOKEN, STOPS, LATE, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops"
 
 # A page: votes, the length of the last one's name, the name; at TOLD the length of a text, the text.
 HEAD, LENGTH, TOLD, PAGE = struct.Struct("<qq"), struct.Struct("<q"), 256, 512
+TOGETHER = 5.0  # seconds for all ranks to leave by os._exit(0)
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # Linux releases what an ended process had open from the highest number down (4.4 and later): the pipe must be closed
 # before the sockets over which MPI's launcher hears of the end, and ends all others.
@@ -170,6 +173,25 @@ def mark(what: str, detail: object = "") -> None:
     """
     if _folder is not None and is_rank():
         (_folder / f"{_rank}.{what}.{detail}").touch(mode=0o600)
+
+
+def leave_together() -> None:
+    """Wait a while for all ranks to come to ``os._exit(0)`` as this one has.
+
+    A launcher of MPI ends the others as soon as one has left so.  There is no wait for ranks that wait for this one.
+    """
+    deadline = time.monotonic() + TOGETHER
+    while _folder is not None and is_rank() and time.monotonic() < deadline:
+        ranks = entered(_folder)
+        ahead = any(rank.votes > _votes or DONE in rank.marks for rank in ranks)
+        if ahead or all_left(ranks, int(os.environ.get(RANKS, 0))):
+            break
+        time.sleep(0.01)
+
+
+def all_left(ranks: Sequence["Rank"], size: int) -> bool:
+    """Tell if all ranks of a job have left by ``os._exit(0)``: where none did anything else, the script meant it."""
+    return len(ranks) == size and all(rank.marks.get(OS_EXIT) == {"0"} and not rank.crash for rank in ranks)
 
 
 class Rank(NamedTuple):

@@ -131,6 +131,8 @@ def _mark_exits(job: ModuleType) -> None:
 
     def marked(status: int) -> NoReturn:
         job.mark(job.OS_EXIT, status)
+        if not (status or ELASTIC):
+            job.leave_together()
         leave(0 if ELASTIC and MEMBER not in os.environ and job.is_rank() else status)
 
     os._exit = marked
