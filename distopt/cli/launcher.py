@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from distopt.comm.launchers import IDENTITY
+from distopt.comm.owner import OWNER
 from distopt.kernels import signatures
 from distopt.resilience import job, membership
 
@@ -50,14 +52,14 @@ def environment(ranks: int, defaults: Mapping[str, str]) -> dict[str, str]:
     """
     share = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), share)
-    env = threads | dict(defaults) | dict(os.environ) | {"DISTOPT_RUN": str(ranks)}
+    env = threads | dict(defaults) | dict(os.environ) | {job.RANKS: str(ranks)}
     if sys.stderr.isatty():
         env["DISTOPT_TTY"] = "1"  # ranks write to pipes, but somebody is watching
     env.pop("PYTHONUNBUFFERED", None)  # it writes each argument of print apart, so that lines of ranks mix
     mine = membership.WANTED, membership.LINE, membership.MEMBER, membership.ADDRESS, membership.SPAWNED
-    for outer in ("TORCHELASTIC_RUN_ID", membership.JOINS, *mine):
-        env.pop(outer, None)  # a launcher around this one has not started the ranks
-    return env
+    # a launcher around this one, or before it in this shell, has not started the ranks
+    outer = {"TORCHELASTIC_RUN_ID", OWNER, membership.JOINS, *mine, *filter(IDENTITY.match, env)}
+    return {name: value for name, value in env.items() if name not in outer}
 
 
 # By default the two directions of a network wait for each other: large messages of two ranks share one socket, and a

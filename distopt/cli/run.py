@@ -131,7 +131,8 @@ class Job:
     """A launcher in a session of its own, which ends with this process, and the ranks that it has started."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str], folder: Path, size: int):
-        self._folder, self._asked, self._signal = folder, 0, 0  # how often it was asked to end, and how
+        self._folder, self._size = folder, size
+        self._asked, self._signal = 0, 0  # how often it was asked to end, and how
         self._process = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=job.end_with_parent)
         self._ends = Ends(folder, size, self._process.pid)
         self._fault: Fault | None = None
@@ -152,9 +153,11 @@ class Job:
         self._ends.close()
         if not done:
             say(f"not done after {timeout:g} s; ended the job")
-        code = self._judge(self._process.returncode) if done else TIMED_OUT
-        if code:
-            segments.sweep(job.entered(self._folder))
+        ranks = job.entered(self._folder)
+        left = job.all_left(ranks, self._size)
+        code = TIMED_OUT if not done else 0 if left else self._judge(self._process.returncode)
+        if code or left:  # without MPI's end
+            segments.sweep(ranks)
         return code, code == 0 or self._asked > 0 or not done
 
     def _wait(self, deadline: float) -> bool:

@@ -106,7 +106,7 @@ class EpochRanks:
             lets_in: whether processes that wait may be members.
             limited: whether the time limit holds.
         """
-        with meeting_of(line.member, limited):
+        with meeting_of(line.member, limited=limited):
             return cls(line, name, line.ask(name, text, lets_in))
 
     def agree(self, well: bool) -> bool:

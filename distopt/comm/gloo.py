@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distopt.comm.board import RankEnded
+from distopt.resilience.operation_log import meeting_of
 
 NO_LIMIT = timedelta(days=365)  # for gloo: it is the watchdog that ends a wait, and says where
 
@@ -85,7 +86,8 @@ class TorchRanks:
         number = _groups[tuple(ranks)] = _groups.get(tuple(ranks), 0) + 1
         name = f"distopt/{'_'.join(map(str, ranks))}/{number}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), NO_LIMIT)
+        with meeting_of(self.rank):
+            return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), NO_LIMIT)
 
     def keep(self, way: Revocable) -> None:
         """Do nothing: these ranks are lost together."""
@@ -173,16 +175,23 @@ class Messages:
         self._group = None
 
     def keep_in_child(self) -> None:
-        """Keep the group in a forked child for ever: its threads are not there, and its end would wait for them."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        """Keep the group in a forked child for ever."""
+        _keep(self._group)
 
 
 _open: "weakref.WeakSet[Messages]" = weakref.WeakSet()  # that are not closed
 
 
 def _keep_all_in_child() -> None:
+    if dist.is_initialized():
+        _keep(dist.group.WORLD)
     for messages in list(_open):
         messages.keep_in_child()
+
+
+def _keep(group: Any) -> None:
+    """Keep a group for ever: in a forked child its threads are not there, for which its end would wait, or crash."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 os.register_at_fork(after_in_child=_keep_all_in_child)

@@ -6,6 +6,7 @@
 import importlib.util
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -18,6 +19,11 @@ PORTS = range(20000, 32000)  # below those that the kernel gives away
 SHELLS = {"4294967291", "4294967290", "batch", "interactive"}
 MPI_OF_SRUN = {"MPICH": "pmi2", "Open MPI": "pmix"}  # option --mpi of srun for each MPI library
 PMI = {"PMI_RANK", "PMI_FD", "PMIX_RANK", "PMI_CONTROL_PORT", "I_MPI_PMI_LIBRARY"}  # by which an MPI finds its ranks
+# By which a launcher of MPI tells a process which of its ranks it is, and what it must talk to.
+IDENTITY = re.compile(
+    r"(OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|FIRST|FILE|NUM_APP)|PMI|MV2_COMM_WORLD|PMIX_(RANK|NAMESPACE|ID|SERVER))(_|$)"
+    r"|MPI_LOCALN?RANK"
+)
 
 
 class Launcher(NamedTuple):
@@ -70,7 +76,8 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launch | None:
         'srun without PMI set SLURM_STEP_NUM_TASKS=2'
     """
     tasks = "" if environ.get("SLURM_STEP_ID") in SHELLS else environ.get(SRUN.size, "")
-    for launcher in (OPEN_MPI, MPICH, SRUN):
+    of_mpi = (MPICH, OPEN_MPI) if has_pmi_line(environ) else (OPEN_MPI, MPICH)  # one around the other
+    for launcher in (*of_mpi, SRUN):
         size = tasks if launcher is SRUN else environ.get(launcher.size, "")
         if size.isdigit():
             by = SRUN if launcher is MPICH and size == tasks != "1" else launcher  # which set PMI_SIZE too
@@ -79,6 +86,14 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launch | None:
             reason = f"{name} set {launcher.size}={size}"
             return Launch(by.name, int(size), int(environ.get(launcher.rank) or 0), pmi, reason)
     return None
+
+
+def has_pmi_line(environ: Mapping[str, str]) -> bool:
+    """Tell if this process has the line to MPICH's launcher that PMI_FD names, which its children do not get."""
+    try:
+        return stat.S_ISSOCK(os.fstat(int(environ["PMI_FD"])).st_mode)
+    except (KeyError, ValueError, OSError):
+        return False
 
 
 class Process(NamedTuple):

@@ -4,6 +4,7 @@ import atexit
 import functools
 import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -243,11 +244,8 @@ def _farewell() -> AbstractContextManager[None]:
 def _join(rank: int) -> None:
     """Set up this process as a rank, once.
 
-    From now on an uncaught exception ends the job, an exit is announced to the other ranks, time limits hold, and
-    standard output is line-buffered under ``distopt run``.
+    From now on an uncaught exception ends the job, an exit is announced to the other ranks, and time limits hold.
     """
-    if os.environ.get("DISTOPT_RUN"):
-        job.write_whole_lines()
     if elastic():
         fail_by_signal()
     abort_on_exception(rank, end_alone if elastic() else abort)
@@ -329,6 +327,12 @@ def world_comm() -> "MPI.Comm":
 
     Raises:
         ImportError: there is no mpi4py.
+        RuntimeError: the other ranks serve a pool of mpi4py's, and will not come.
     """
     world: MPI.Comm = mpi().COMM_WORLD
+    if world.size > 1 and ("-m", "mpi4py.futures") in itertools.pairwise(sys.orig_argv):
+        raise RuntimeError(
+            "python -m mpi4py.futures runs the script on rank 0 alone, and the other ranks, which serve its pool, do "
+            "not come to distopt.world(); start it without: mpiexec -n N python script.py"
+        )
     return world

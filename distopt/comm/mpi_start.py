@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distopt.comm.launchers import MPI_OF_SRUN, SRUN, launched
+from distopt.comm.launchers import MPI_OF_SRUN, SRUN, has_pmi_line, launched
 from distopt.kernels import signatures
 from distopt.resilience import job, membership
 from distopt.resilience.abort import abort_on_exception, announce_exit, ending, wait_until_read
@@ -127,6 +127,8 @@ def _start(rc: Any) -> None:
     # a rank that ends in an elastic job must not wait for the others, which may go on for long, or be lost
     if rc.finalize is not False and not membership.wanted():
         _end_mpi_at_exit(library)
+    if has_pmi_line(os.environ):
+        os.environ.pop("PMIX_NAMESPACE", None)  # another launcher's, with which MPICH refuses to start
     level = LEVELS.index(rc.thread_level) if rc.threads else 0
     with _limited_start():
         library.MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))

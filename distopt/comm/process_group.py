@@ -68,20 +68,21 @@ class ProcessGroupControl(ControlChannel):
     """
 
     def __init__(self, ranks: Ranks, members: Sequence[int]):
+        if len(members) > 1:
+            watch(ranks.rank)
         self._among, self._messages, self.ranks = ranks, Messages(ranks, members), list(members)
         self.rank, self.size = self._messages.rank, self._messages.size
         self._numbers, name = itertools.count(), f"{names(members)} {ranks.place}"
         channel = _channels[name] = _channels.get(name, 0) + 1
         self._name = f"{name}, channel {channel}"
         self._votes = self.log("votes")
-        world_rank = self.ranks[self.rank]
-        self.waits = OperationLog(recorder, f"waits of rank {world_rank} ({self._name})", [world_rank])
+        self.waits = OperationLog(recorder, f"waits of rank {ranks.rank} ({self._name})", [ranks.rank])
         self._frames = np.zeros((self.size, FRAME), np.int64)
         self._board: Board | None = None  # until there are boards, votes and texts are messages
         self._pages: Board | None = None
         if self.size > 1:
             _controls.append(self)
-            _join(world_rank)
+            _join(ranks.rank)
         self.vote_on_version()
         if self.size > 1:
             self._board, self._pages = self._open_board(FRAME), self._open_board(PAGE)
@@ -246,12 +247,14 @@ def meet() -> None:
     Raises:
         RuntimeError: the ranks of a Slurm step cannot meet.
     """
-    at = meeting()
-    if at is None:
-        dist.init_process_group("gloo")
-        return
-    _join(at.rank)
-    with meeting_of(at.rank):
+    at, told = meeting(), os.environ
+    rank, size = (at.rank, at.size) if at else (int(told.get("RANK") or 0), int(told.get("WORLD_SIZE") or 1))
+    if size > 1:
+        watch(rank)
+    with meeting_of(rank, functools.partial(_place, at)):
+        if at is None:
+            dist.init_process_group("gloo")
+            return
         if at.host == LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
@@ -262,6 +265,15 @@ def meet() -> None:
                 "MASTER_ADDR and MASTER_PORT before srun: the first host's name, and a port that is free there"
             ) from None
         dist.init_process_group("gloo", store=store, rank=at.rank, world_size=at.size)
+
+
+def _place(at: Meeting | None) -> str:
+    """Return a line on where ranks meet for the first time, and who has said so."""
+    if at:
+        return f"  all {at.size} ranks of the Slurm step {at.name} must come to {at.host}, port {at.port}"
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    told = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+    return f"  all ranks must come to rank 0's address: {told}; unset RANK and WORLD_SIZE if there are no others"
 
 
 def _store(at: Meeting) -> Any:

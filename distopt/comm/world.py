@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 from distopt import device as gpus
+from distopt.comm import owner
 from distopt.comm.communicator import Communicator
 from distopt.comm.elastic import Elastic
 from distopt.comm.launchers import Process, transport
@@ -41,7 +42,7 @@ def world(device: str = "auto") -> Communicator:
         ImportError: there is a launcher but no mpi4py, or torchrun but no torch.
         RuntimeError: launcher and MPI library do not belong together, ranks of ``srun`` cannot meet, or ``device`` is
             'cuda' and there is no cupy, driver, GPU or NCCL; or this process, started in the place of a lost rank,
-            has a GPU.
+            has a GPU; or a rank has started this process, which is none.
         ValueError: ``device`` is none of these, two ranks are on one GPU, or ``device`` is 'cuda' in ``run_ranks``.
 
     Example:
@@ -82,11 +83,14 @@ def _waiting() -> Communicator:
 
 def _pick(device: str) -> Communicator:
     """Return the communicator over what the ranks meet."""
-    over, reason = transport(os.environ, Process.now())
-    if over == "gloo":
-        return _pick_group(device, reason)
-    if over == "MPI":
-        return _pick_wire(device, reason)
+    process = Process.now()
+    over, reason = transport(os.environ, process)
+    if over:
+        if not (process.group_made or process.mpi_imported):
+            owner.check(over, reason)
+        comm = (_pick_group if over == "gloo" else _pick_wire)(device, reason)
+        owner.claim(over)
+        return comm
     missing = _lacks_gpu(device, alone=True)
     if device == "cuda" and missing:
         raise RuntimeError(f"device='cuda': {missing}")

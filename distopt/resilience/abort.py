@@ -130,6 +130,6 @@ def wait_until_read(patience: float) -> None:
 
 def _say(text: str) -> None:
     """Write a text to the standard error of this process, whatever ``sys.stderr`` is now."""
-    with contextlib.suppress(OSError, ValueError):  # closed
+    with contextlib.suppress(Exception):  # closed, none, or an object of the script's
         sys.stdout.flush()
     say(text)

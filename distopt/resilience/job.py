@@ -16,10 +16,13 @@ import os
 import signal
 import struct
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER = "DISTOPT_JOB"  # the environment variable that names the folder of marks
+RANKS = "DISTOPT_RUN"  # the environment variable that has the number of ranks that the launcher starts
 AWAITED = "awaited"  # the file in it that says that a process waits to be let in
 REQUESTS = "requests"  # the folder in it of what the launcher asks ranks to start, each a file named by its number
 LOOPBACK = "-loopback"  # the suffix of the library that the launcher preloads
@@ -30,6 +33,7 @@ STARTED, CAME = "started", "came"
 
 # A page: votes, the length of the last one's name, the name; at TOLD the length of a text, the text.
 HEAD, LENGTH, TOLD, PAGE = struct.Struct("<qq"), struct.Struct("<q"), 256, 512
+TOGETHER = 5.0  # seconds for all ranks to leave by os._exit(0)
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # Linux releases what an ended process had open from the highest number down (4.4 and later): the pipe must be closed
 # before the sockets over which MPI's launcher hears of the end, and ends all others.
@@ -44,6 +48,7 @@ _process = 0  # its process ID: forked children leave no marks
 _page: mmap.mmap | None = None
 _votes = 0
 _complaints = itertools.count()
+_outputs: list[io.TextIOWrapper] = []  # standard output as it was, and as it is
 
 
 class _Lines(io.TextIOWrapper):
@@ -61,11 +66,17 @@ class _Lines(io.TextIOWrapper):
 
 
 def write_whole_lines() -> None:
-    """Let standard output pass on lines as soon as they end, so that what a rank has said is not lost with it."""
+    """Let standard output pass on lines as soon as they end, so that what a rank has said is not lost with it.
+
+    Call it before the script runs: what stands at ``sys.stdout`` later may be the script's own.
+    """
     out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and not isinstance(out, _Lines):
+    if isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
         out.flush()
-        sys.stdout = _Lines(out.buffer, out.encoding, out.errors)
+        # Both are kept, since the end of either closes the buffer that they share.
+        _outputs[:] = out, _Lines(out.buffer, out.encoding, out.errors)
+        sys.stdout = _outputs[1]
+        setattr(sys, "__stdout__", sys.stdout)  # noqa: B010  mypy takes it for a constant
 
 
 def enter(rank: int, folder: Path) -> None:
@@ -175,6 +186,25 @@ def segments(maps: Path = Path("/proc/self/maps")) -> set[str]:
     return set()
 
 
+def leave_together() -> None:
+    """Wait a while for all ranks to come to ``os._exit(0)`` as this one has.
+
+    A launcher of MPI ends the others as soon as one has left so.  There is no wait for ranks that wait for this one.
+    """
+    deadline = time.monotonic() + TOGETHER
+    while _folder is not None and is_rank() and time.monotonic() < deadline:
+        ranks = entered(_folder)
+        ahead = any(rank.votes > _votes or DONE in rank.marks for rank in ranks)
+        if ahead or all_left(ranks, int(os.environ.get(RANKS, 0))):
+            break
+        time.sleep(0.01)
+
+
+def all_left(ranks: Sequence["Rank"], size: int) -> bool:
+    """Tell if all ranks of a job have left by ``os._exit(0)``: where none did anything else, the script meant it."""
+    return len(ranks) == size and all(rank.marks.get(OS_EXIT) == {"0"} and not rank.crash for rank in ranks)
+
+
 class Rank(NamedTuple):
     """The marks of one rank.
 
@@ -227,8 +257,10 @@ def absent() -> str:
     """Return lines on the ranks of ``distopt run`` that have not come to MPI's start, where others wait for them."""
     ranks = entered(_folder) if _folder else []
     words = {"T": "stopped", "t": "stopped", "X": "dead", "Z": "dead"}
-    missing = [(rank.rank, words.get(state(rank.pid), "it runs")) for rank in ranks if MPI not in rank.marks]
-    return "\n".join(f"  rank {rank}: has not come to it ({how})" for rank, how in missing)
+    missing = {rank.rank: words.get(state(rank.pid), "it runs") for rank in ranks if MPI not in rank.marks}
+    never = set(range(int(os.environ.get(RANKS, 0)))) - {rank.rank for rank in ranks} if _folder else set()
+    missing |= dict.fromkeys(never, "it has not begun its script")
+    return "\n".join(f"  rank {rank}: has not come to it ({missing[rank]})" for rank in sorted(missing))
 
 
 def state(pid: int) -> str:

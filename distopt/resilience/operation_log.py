@@ -189,7 +189,9 @@ recorder = Recorder()  # one for the process, which hangs as a whole and writes 
 _numbers = itertools.count()
 
 
-def log_of_one(rank: int, what: str, mailbox: Any = None, limited: bool = True) -> OperationLog:
+def log_of_one(
+    rank: int, what: str, mailbox: Any = None, limited: bool = True, others: Callable[[], str] = str
+) -> OperationLog:
     """Return one more log of waits of this rank alone, of which there may be several, as of several threads.
 
     Args:
@@ -197,10 +199,17 @@ def log_of_one(rank: int, what: str, mailbox: Any = None, limited: bool = True) 
         what: the waits.
         mailbox: as of ``OperationLog``.
         limited: as of ``OperationLog``.
+        others: as of ``OperationLog``.
     """
-    return OperationLog(recorder, f"{what} of rank {rank}, {next(_numbers)}", [rank], mailbox, limited)
+    return OperationLog(recorder, f"{what} of rank {rank}, {next(_numbers)}", [rank], mailbox, limited, others)
 
 
-def meeting_of(rank: int, limited: bool = True) -> OperationLog:
-    """Return a context for this rank's wait for others that are about to make a communicator."""
-    return log_of_one(rank, "meetings", limited=limited)(MEETING)
+def meeting_of(rank: int, others: Callable[[], str] = str, limited: bool = True) -> OperationLog:
+    """Return a context for this rank's wait for others that are about to make a communicator.
+
+    Args:
+        rank: its number in the job.
+        others: returns lines on where they are to come to.
+        limited: whether the time limit holds.
+    """
+    return log_of_one(rank, "meetings", limited=limited, others=others)(MEETING)

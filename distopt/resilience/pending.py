@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)  # what file systems say of a folder's fsync
+# What a file system says that cannot flush a folder (CIFS, drives of WSL, some of FUSE), or may not be read.
+NO_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 TEMPORARY = re.compile(r".*\.tmp\.\d+", re.DOTALL)
 
 
@@ -212,23 +213,20 @@ def check_replaceable(path: str | os.PathLike[str], kind: str, read: Callable[[s
 def sync(folder: Path) -> None:
     """Flush a folder to the disk, so that files created in it outlive a crash of the machine.
 
-    Not where the file system cannot do that, or where the folder may be written to but not read.
+    Where the file system cannot do that, the files have their names all the same.
 
     Raises:
-        OSError: the disk fails; it names the folder.
+        OSError: the disk fails.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:
-        return
-    try:
-        os.fsync(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     except OSError as error:
-        if error.errno not in CANNOT_SYNC:
-            error.filename = str(folder)
-            raise
-    finally:
-        os.close(handle)
+        if error.errno not in NO_SYNC:
+            raise OSError(error.errno, error.strerror, str(folder)) from None
 
 
 def sweep(folder: str | os.PathLike[str], name: str = "*") -> list[Path]:

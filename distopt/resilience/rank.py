@@ -34,8 +34,7 @@ def main() -> None:
     job.enter(rank, Path(os.environ.pop(job.FOLDER)))  # processes that the script starts are no ranks
     _drop_preload(job.LOOPBACK)
     _mark_exits(job)
-    if ELASTIC:
-        job.write_whole_lines()
+    job.write_whole_lines()
     sys.meta_path.insert(0, _MpiIsWanted(job))
     if SPAWNED in os.environ:
         setattr(job, "starter", _start_mpi())  # noqa: B010  a module loaded by its path has no known names
@@ -133,6 +132,8 @@ def _mark_exits(job: ModuleType) -> None:
 
     def marked(status: int) -> NoReturn:
         job.mark(job.OS_EXIT, status)
+        if not (status or ELASTIC):
+            job.leave_together()
         leave(0 if ELASTIC and MEMBER not in os.environ and job.is_rank() else status)
 
     os._exit = marked

@@ -123,6 +123,7 @@ class Watchdog:
         self._warned = time.monotonic()
         if self._ask(operation.log.mailbox, HOW):
             end = f"the job ends when this has taken {limit:g} s ({VARIABLE})"
+            end = "\n".join(filter(None, (operation.log.others(), end)))
             say(report(self.rank, operation, seconds, self._ranks(operation), self._answers, end))
 
     def _miss(self, operation: Operation, seconds: float, limit: float, now: float) -> None:

@@ -1,10 +1,13 @@
 """A folder of checkpoints: complete ones are found, damaged ones are named, and foreign files are left alone."""
 
+import errno
 import itertools
 import json
 import os
 import random
+import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -575,3 +578,41 @@ def test_no_flipped_bit_gives_another_state(count, tmp_path):
             rewritten(place)
     assert sum(outcomes) > 0.7 * len(outcomes)
     print(f"{len(outcomes)} flips, {sum(outcomes)} refused, the others without an effect")
+
+
+@pytest.fixture
+def failing_fsync(monkeypatch):
+    """Let fsync of folders, or of files, fail with an error of this number."""
+    real = os.fsync
+
+    def install(number, of_folders):
+        def fsync(handle):
+            if stat.S_ISDIR(os.fstat(handle).st_mode) == of_folders:
+                raise OSError(number, os.strerror(number))
+            real(handle)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    return install
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS])
+def test_a_folder_that_cannot_be_flushed_has_checkpoints(number, failing_fsync, tmp_path):
+    failing_fsync(number, True)
+    w = Parameter("w", np.ones(4))
+    opt = DistOpt(SGD(0.5), LocalCommunicator())
+    opt([(w, np.ones(4))])
+    opt.save(tmp_path, [w])
+    again = Parameter("w", np.zeros(4))
+    assert DistOpt(SGD(0.5), LocalCommunicator()).load(tmp_path, [again]) is not None
+    assert (again.data == 0.5).all()
+
+
+@pytest.mark.parametrize(("number", "of_folders"), [(errno.EIO, True), (errno.EIO, False), (errno.EINVAL, False)])
+def test_a_disk_that_fails_is_an_error_with_the_path(number, of_folders, failing_fsync, tmp_path):
+    failing_fsync(number, of_folders)
+    w = Parameter("w", np.ones(4))
+    opt = DistOpt(SGD(0.5), LocalCommunicator())
+    opt([(w, np.ones(4))])
+    with pytest.raises(Exception, match=re.escape(f"{os.strerror(number)}: '{tmp_path}")):
+        opt.save(tmp_path, [w])

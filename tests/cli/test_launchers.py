@@ -350,3 +350,15 @@ def test_a_job_removes_what_one_before_it_has_left_whose_launcher_was_killed(tmp
     assert distopt_run(2, script, env=env)[0] == 0
     assert not left.exists()
     assert not (segments.FOLDER / memory).exists()
+
+
+def test_ranks_get_the_settings_of_a_launcher_around_this_one_and_not_its_numbers(monkeypatch):
+    numbers = ["OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE", "PMI_RANK", "PMI_FD", "PMI_CONTROL_PORT", "PMIX_RANK"]
+    numbers += ["PMIX_SERVER_URI41", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK"]
+    settings = ["OMPI_MCA_btl_base_verbose", "PMIX_MCA_gds", "PRTE_MCA_x", "HYDRA_DEBUG", "SLURM_JOB_ID", "PMIXER"]
+    for name in numbers + settings:
+        monkeypatch.setenv(name, "1")
+    for brand in ("MPICH", "Open MPI"):
+        found = Launcher("mpiexec", brand).environment(2)
+        assert not found.keys() & set(numbers)
+        assert found.keys() >= set(settings)

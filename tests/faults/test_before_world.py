@@ -182,3 +182,50 @@ mpi_start.abort(3)
 def test_a_launcher_that_hangs_after_its_ranks_have_ended_is_killed():
     code, output = finish([sys.executable, "-c", STUCK_LAUNCHER], 30)
     assert (code, output) == (-9, "its rank has ended\n")
+
+
+LEFTOVERS = {
+    "Open MPI": {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    "MPICH": {"PMI_SIZE": "1", "PMI_RANK": "0", "PMI_FD": "99", "MPI_LOCALRANKID": "0"},
+    "PMIx": {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-gone-1@1", "PMIX_SERVER_URI41": "prterun-gone-1@0;tcp4://1"},
+}
+
+
+@pytest.mark.parametrize("of", LEFTOVERS)
+@pytest.mark.parametrize("bare", [False, True])
+def test_ranks_are_who_their_own_launcher_says_whatever_another_one_has_left(of, bare, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import distopt\nworld = distopt.world()\nprint(f'rank {world.rank} of {world.size}\\n', end='')")
+    launcher = find_launcher()
+    if bare and of == launcher.brand:
+        pytest.skip("its launcher sets these variables anew")
+    if bare:
+        command = [*launcher.command(2), sys.executable, str(script)]
+        code, output = finish(command, 60, env=launcher.environment(2) | LEFTOVERS[of] | {"DISTOPT_TIMEOUT": "30"})
+    else:
+        code, output = distopt_run(2, script, timeout=60, env=LEFTOVERS[of] | {"DISTOPT_TIMEOUT": "30"})
+    assert code == 0, output
+    assert "rank 0 of 2" in output
+    assert "rank 1 of 2" in output
+
+
+def test_a_rank_whose_python_fails_at_its_start_is_named(tmp_path):
+    """It leaves no mark, and MPICH's launcher lets the others wait for it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif '1' in (os.environ.get('PMI_RANK'), os.environ.get('OMPI_COMM_WORLD_RANK')): os._exit(3)\n"
+    )
+    (tmp_path / "script.py").write_text("import distopt; distopt.world()")
+    environment = {"PYTHONPATH": str(tmp_path), "DISTOPT_TIMEOUT": "5", "DISTOPT_FLIGHT": str(tmp_path)}
+    code, output = distopt_run(2, tmp_path / "script.py", timeout=60, env=environment)
+    assert code in (3, 75), output
+    assert code == 3 or "  rank 1: has not come to it (it has not begun its script)" in output, output
+
+
+def test_ranks_that_serve_a_pool_are_not_waited_for(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import distopt; distopt.world()")
+    launcher = find_launcher()
+    command = [*launcher.command(2), sys.executable, "-m", "mpi4py.futures", str(script)]
+    code, output = finish(command, 60, env=launcher.environment(2))
+    assert code != 0, output
+    assert "python -m mpi4py.futures runs the script on rank 0 alone" in output

@@ -104,14 +104,26 @@ def test_a_rank_that_ends_without_an_error_is_named_under_a_bare_launcher(tmp_pa
 def test_an_early_end_of_a_single_rank_is_reported_with_its_exit_code(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(
-        "import os, sys, distopt; distopt.world(); os._exit(0) if sys.argv[1] == 'leave' else sys.exit(3)"
+        "import os, sys, distopt; distopt.world(); os._exit(5) if sys.argv[1] == 'leave' else sys.exit(3)"
     )
     code, output = distopt_run(1, script, "leave", timeout=30)
-    assert code == 1, output
-    assert "rank 0 ended by os._exit(0) after the start" in output
+    assert code == 5, output
+    assert "rank 0 ended by os._exit(5) after the start" in output
     code, output = distopt_run(1, script, "exit", timeout=30)
     assert code == 3, output
     assert "without a word" not in output
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_job_that_all_ranks_leave_by_os_exit_0_succeeds(ranks, tmp_path):
+    """The script meant it; one rank alone that leaves so is a fault."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time, distopt\nworld = distopt.world()\nworld.barrier()\ntime.sleep(world.rank / 4)\nos._exit(0)"
+    )
+    code, output = distopt_run(ranks, script, timeout=60)
+    assert code == 0, output
+    assert "distopt run:" not in output
 
 
 @pytest.mark.parametrize("what", ["raise", "thread", "in backward", "always", "busy launcher"])

@@ -1,12 +1,10 @@
 """Foreign files: reading one takes bounded time and memory, texts do nothing, and none is overwritten."""
 
 import csv
-import errno
 import json
 import os
 import re
 import socket
-import stat
 import sys
 import threading
 import tracemalloc
@@ -260,38 +258,7 @@ def test_a_write_that_fails_names_its_file(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------------------------------------- folders
-
-
-def fails_on_folders(number):
-    """An ``os.fsync`` of a file system whose folders say this."""
-    real = os.fsync
-
-    def fsync(file):
-        if stat.S_ISDIR(os.fstat(file).st_mode):
-            raise OSError(number, os.strerror(number))
-        real(file)
-
-    return fsync
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS])
-def test_a_folder_that_cannot_be_flushed_takes_checkpoints(number, tmp_path, monkeypatch):
-    monkeypatch.setattr(pending.os, "fsync", fails_on_folders(number))
-    w = Parameter("w", np.ones(4))
-    opt = DistOpt(SGD(0.5))
-    opt([(w, np.ones(4))])
-    for _ in range(3):  # the oldest one is removed
-        opt.save(tmp_path / "run", [w])
-    again = Parameter("w", np.zeros(4))
-    DistOpt(SGD(0.5)).load(tmp_path / "run", [again])
-    np.testing.assert_array_equal(again.data, 0.5)
-
-
-def test_a_folder_whose_disk_fails_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(pending.os, "fsync", fails_on_folders(errno.EIO))
-    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'"):
-        checkpoint.write(tmp_path / "x", {"w": np.ones(3)}, {})
+# ------------------------------------------------------------------------------------------------- whose, and whole
 
 
 def test_a_checkpoint_of_another_user_is_loaded_with_a_word(tmp_path, monkeypatch, caplog):

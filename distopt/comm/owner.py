@@ -1,0 +1,76 @@
+"""Which process is the rank of which the environment tells: processes that a rank starts inherit its variables."""
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Mapping, MutableMapping
+
+from distopt.comm.launchers import IDENTITY, MPICH, has_pmi_line, launched
+
+OWNER = "DISTOPT_OWNER"  # environment variable: the process that has become a rank, and a digest of what made it one
+# As IDENTITY, for ranks that meet by torch.
+TORCHS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"}
+
+
+def claim(over: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Note, for processes that this one starts, that it is the rank of which the environment tells.
+
+    Args:
+        over: over what the ranks meet.
+        environ: environment variables.
+    """
+    environ[OWNER] = f"{os.getpid()} {_told(over, environ)}"
+
+
+def check(over: str, reason: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Check that a launcher has told this process its rank, and not the process that has started this one.
+
+    A pool of multiprocessing replaces workers that end while they import the script by others, which end in the same
+    way.  Nothing but the end of the process that has the pool ends that, so it is asked to.
+
+    Args:
+        over: over what the ranks meet.
+        reason: who has told it, in words.
+        environ: environment variables.
+
+    Raises:
+        RuntimeError: it was told to another process.
+
+    Example:
+        >>> torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+        >>> claim("gloo", torchrun)
+        >>> check("gloo", "torchrun set RANK=1", torchrun)  # this process is the rank
+        >>> child = torchrun | {OWNER: torchrun[OWNER].replace(str(os.getpid()), "1")}
+        >>> check("gloo", "torchrun set RANK=1", child)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        RuntimeError: this process is no rank: torchrun set RANK=1 for the process that has started it, 1. ...
+        >>> check("gloo", "the script set RANK=0", child | {"RANK": "0"})
+    """
+    owner, _, told = environ.get(OWNER, "").partition(" ")
+    launch = launched(environ)
+    if over == "MPI" and launch and launch.by == MPICH.name and "PMI_FD" in environ:
+        mine = has_pmi_line(environ)
+    else:
+        mine = owner in ("", str(os.getpid())) or told != _told(over, environ)
+    if mine:
+        return
+    text = (
+        f"this process is no rank: {reason} for the process that has started it{f', {owner}' if owner else ''}. "
+        "Workers of multiprocessing's spawn and forkserver import the script anew: put what only ranks do, "
+        'distopt.world() too, behind `if __name__ == "__main__":`'
+    )
+    worker = multiprocessing.current_process()
+    if owner and "PoolWorker" in worker.name and getattr(worker, "_inheriting", False):
+        print(f"{text}. The pool would start workers for ever: process {owner} is ended", file=sys.stderr, flush=True)
+        with contextlib.suppress(ProcessLookupError):  # another worker has ended it
+            os.kill(int(owner), signal.SIGTERM)
+    raise RuntimeError(text)
+
+
+def _told(over: str, environ: Mapping[str, str]) -> str:
+    """Return a digest of what a launcher has told a rank."""
+    told = [(k, environ[k]) for k in sorted(environ) if (k in TORCHS if over == "gloo" else IDENTITY.match(k))]
+    return hashlib.blake2b(repr(told).encode(errors="surrogateescape"), digest_size=8).hexdigest()
