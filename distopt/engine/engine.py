@@ -222,16 +222,26 @@ class Engine:
         """
         self.check_open()
         with self.stream_order:
-            self.resolve_last_step()
-            self.progress.version += 1
-            self.store.clear_counts()
-            attempt = prepare()
+            attempt = self._behind_last_step(prepare)
             return attempt if self.vote(attempt) else None
+
+    def _behind_last_step(self, prepare: Callable[[], Attempt]) -> Attempt:
+        """Prepare a step that follows the last one; an error of CUDA there is kept too, for the vote."""
+        try:
+            self.sync_with_last_step()
+        except Exception as error:
+            failed = Attempt(self.spec)
+            failed.error = error
+            return failed
+        self._refuse_last_step()
+        self.progress.version += 1
+        return prepare()
 
     def prepare(self, loss: Loss, spec: StepSpec) -> Attempt:
         """Collect, check and pack this rank's gradients; what goes wrong is kept in the attempt, for the vote."""
         attempt, overlap, store = Attempt(spec), None, self.store
         try:
+            store.clear_counts()
             threshold = self.checked_threshold(spec)
             attempt.compressor = compressor = self.compressor_at_this_step(spec.compressor())
             if spec.over != "ranks":
@@ -571,9 +581,11 @@ class Engine:
 
         Raises, on every rank alike, what the policy for what is not finite raises.
         """
-        if self.comm.gpu is None:
-            return  # the host knew before the step was applied
         self.sync_with_last_step()
+        self._refuse_last_step()
+
+    def _refuse_last_step(self) -> None:
+        """Let all ranks hear that the last step on a GPU was refused.  Collective then."""
         entries = self.nonfinite.pop_refused()
         if entries:
             name, calls = self.progress.name, self.progress.calls
@@ -584,6 +596,8 @@ class Engine:
 
     def sync_with_last_step(self) -> None:
         """Let this stream follow the last step, in whatever stream of the GPU that was, and learn its outcome."""
+        if self.comm.gpu is None:
+            return  # the host knew before the step was applied
         self.store.follow_stream()
         self.nonfinite.poll()
 

@@ -4,7 +4,6 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -252,10 +251,9 @@ class GradientExchange(Checkpointed):
         self._step(operation)
         return nowhere
 
-    def as_this_thread(self) -> AbstractContextManager[Any]:
-        """Return a context in which another thread works on this rank's GPU, and where this one does on it."""
-        place: AbstractContextManager[Any] = self._model.as_this_thread()
-        return place
+    def current_stream(self) -> Any:
+        """Return torch's current stream on this rank's GPU; None on the CPU."""
+        return self._model.current_stream()
 
     def _reduce(self, pairs: Any, nowhere: Collection[str] = (), divisor: float | None = None) -> Outcome | None:
         """Reduce gradients, but those of the parameters ``nowhere``, over the ranks that there are now.  Collective."""
