@@ -558,8 +558,7 @@ class Engine:
 
         On a GPU the host does not know, and kernels skip the update; where they cannot, it waits.
         """
-        skips = self.optimizer.reads_skip_flag and spec.only is None
-        if self.nonfinite.settle_call(kernels_skip=skips):
+        if self.nonfinite.settle_call(kernels_skip=self.optimizer.skips(spec.only)):
             return True
         self.nonfinite.poll()
         refused = self.nonfinite.refused > 0

@@ -76,6 +76,10 @@ class ScriptsOptimizer(TorchAdapter):
     def state_dict(self, unshard: Any = None) -> None:
         """Return None: the script saves its optimizer."""
 
+    def skips(self, only: Collection[str] | None) -> bool:
+        """Tell True: the means become infinities, which are the script's to look for."""
+        return True
+
     @property
     def has_state(self) -> bool:
         return False
@@ -360,6 +364,9 @@ class GradientExchange(Checkpointed):
             engine.comm.barrier()
         for bucket, piece in read_by_others if scale != 1 else ():
             kernels.unpack(bucket.means.shard(piece.number, piece.of), piece.flat, scale)
+        if engine.store.skip_flag is not None:  # of a GPU, which knows what its host does not
+            for bucket in engine.store.buckets:
+                kernels.overwrite(bucket.means, bucket.gradient, math.inf, engine.store.skip_flag)
         engine.accumulator.reset(engine.store.buckets)
         engine.count_update()
 

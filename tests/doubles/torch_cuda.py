@@ -231,13 +231,13 @@ def read(tensor):
 
 
 def free(tensor):
-    """Let torch's allocator give a tensor's memory to what is enqueued in the current stream from now on.
+    """Let torch's allocator give a tensor's memory to others, behind the current stream's work so far.
 
-    It is behind the work of the streams that ``record_stream`` has named for it.
+    And behind that of the streams that ``record_stream`` has named for it.
     """
-    here = current_stream(home())
-    for pointer, ptr in recorded:
-        if pointer == tensor.data_ptr():
-            with device_of(home()):
-                here.wait_stream(Stream(home(), stream=gpu.Stream.known[ptr]))
-    enqueue("reuse", lambda: ctypes.memset(tensor.data_ptr(), gpu.POISON, tensor.nbytes))
+    before = [Stream(home(), stream=gpu.Stream.known[ptr]) for at, ptr in recorded if at == tensor.data_ptr()]
+    user = Stream(home())
+    for there in [current_stream(home()), *before]:
+        user.wait_stream(there)
+    with stream(user):
+        enqueue("reuse", lambda: ctypes.memset(tensor.data_ptr(), gpu.POISON, tensor.nbytes))

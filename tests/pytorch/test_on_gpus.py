@@ -181,8 +181,8 @@ def test_a_script_may_train_in_a_stream_of_its_own(torch_doubles, overlap, last)
             loss.backward()
             means = [p.grad for p in model.parameters()]
             if mine:
-                for p, gradient in came.items():
-                    with torch.cuda.stream(other if p in first else mine):
+                for p, gradient in came.items():  # a script lets the streams of its next pass wait for this one
+                    with torch.cuda.stream(other if p in first and overlap else mine):
                         torch_doubles.free(gradient)
                 found.append([torch_doubles.read(g) for g in means])
                 torch.cuda.synchronize()
@@ -196,6 +196,35 @@ def test_a_script_may_train_in_a_stream_of_its_own(torch_doubles, overlap, last)
         return in_a_stream_of_its_own(comm, train)
 
     assert on_gpus(2, main) == run_ranks(2, main)
+
+
+def test_a_backward_pass_does_not_wait_for_the_gpu(torch_doubles):
+    """The host asks for the outcome of an exchange in the next one; infinities are written where the GPU finds them."""
+
+    def train(comm, mine):
+        model, found = network(), []
+        sync = dt.synchronize(model, ErrorFeedback(TopK(0.2)), group=comm)
+        for step in range(5):
+            model.zero_grad()
+            loss = sum((p * g).sum() for p, g in gradients(model, comm.rank, step))
+            if step == 2 and comm.rank == 1:
+                loss = loss * float("inf")
+            if mine:
+                torch.cuda.synchronize()
+                doubled.machine().order = doubled.lagging(0)
+            loss.backward()
+            if mine:
+                assert any(doubled.machine().queues.values()), "the host has waited"
+                doubled.machine().order = None
+                torch.cuda.synchronize()
+            found.append([p.grad.tolist() for p in model.parameters()])
+        assert all(x == float("inf") for x in torch.tensor(found[2][1]))
+        state = sync.state_dict()
+        found.append(state["state"]["step_counter"] if "step_counter" in state["state"] else sorted(state["state"]))
+        sync.close()
+        return found
+
+    assert on_gpus(2, lambda comm: train(comm, True)) == run_ranks(2, lambda comm: train(comm, False))
 
 
 def test_ranks_of_torchrun_join_nccl(tmp_path, doubles):
