@@ -102,11 +102,21 @@ class InTheGradients(Policy):
     def __init__(self, scaler: torch.amp.GradScaler | None):
         super().__init__()
         self.scaler, self.parts = scaler, 1
+        self._scale, self._read = 1.0, (0, 0)  # and the tensor that it was read from, at which version
 
     @property
     def divisor(self) -> float:  # type: ignore[override]
         """By what gradients are divided before they are exchanged."""
-        return self.parts * (self.scaler.get_scale() if self.scaler else 1.0)
+        return self.parts * self.scale
+
+    @property
+    def scale(self) -> float:
+        """The scaler's scale, for which the host waits for a GPU if it has changed since it was read."""
+        there = getattr(self.scaler, "_scale", None)  # None until a loss was scaled
+        read = (0, 0) if there is None else (id(there), there._version)
+        if self.scaler and (there is None or read != self._read):
+            self._scale, self._read = self.scaler.get_scale(), read
+        return self._scale
 
     def enforce(self, name: str, nonfinite: str) -> None:
         """Raise nothing."""

@@ -232,6 +232,7 @@ class Synchronizer(GradientExchange):
     def _before_forward(self, model: torch.nn.Module, inputs: Any) -> None:
         """Tell the others of a backward pass that has raised here; refuse a DistributedDataParallel around all."""
         self._report_failure()
+        _ = self._policy.scale  # read here: a GPU is behind the host when the backward pass is enqueued
         ddp: Any = DistributedDataParallel._active_ddp_module
         if ddp is None:
             return

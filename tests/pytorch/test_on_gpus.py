@@ -3,6 +3,8 @@
 torch's own kernels are those of the CPU.
 """
 
+import threading
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
@@ -225,6 +227,56 @@ def test_a_backward_pass_does_not_wait_for_the_gpu(torch_doubles):
         return found
 
     assert on_gpus(2, lambda comm: train(comm, True)) == run_ranks(2, lambda comm: train(comm, False))
+
+
+def test_a_scale_is_read_once_and_before_the_backward_pass():
+    """On a GPU the host waits for it."""
+    passing = threading.local()
+
+    class Scaler(torch.amp.GradScaler):
+        reads = 0
+
+        def get_scale(self):
+            assert not passing.now, "the host waits for the GPU in a backward pass"
+            if self._scale is not None:
+                self.reads += 1
+            return super().get_scale()
+
+    def main(comm):
+        model, found = network(), []
+        sgd, scaler = torch.optim.SGD(model.parameters(), 0.1), Scaler("cpu", 4.0, growth_interval=2)
+        sync = dt.synchronize(model, optimizer=sgd, scaler=scaler, group=comm)
+        scaler.scale(torch.ones(1))  # the first time a scaler makes its tensor
+        for step in range(6):
+            sgd.zero_grad()
+            loss = scaler.scale((model(torch.full((2, 6), 0.1 * (comm.rank + 1 + step))) ** 2).sum())
+            passing.now = True
+            loss.backward()
+            passing.now = False
+            found.append([(p.grad / scaler._scale).tolist() for p in model.parameters()])
+            scaler.step(sgd)
+            scaler.update()
+        assert scaler.reads == 6
+        sync.close()
+        return found
+
+    def wanted(comm):
+        model, found = network(), []
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        sync = dt.synchronize(model, group=comm)
+        for step in range(6):
+            sgd.zero_grad()
+            (model(torch.full((2, 6), 0.1 * (comm.rank + 1 + step))) ** 2).sum().backward()
+            found.append([p.grad.tolist() for p in model.parameters()])
+            sgd.step()
+        sync.close()
+        return found
+
+    def with_threads_of_their_own(comm):
+        passing.now = False
+        return main(comm)
+
+    assert run_ranks(2, with_threads_of_their_own) == run_ranks(2, wanted)
 
 
 def test_ranks_of_torchrun_join_nccl(tmp_path, doubles):
