@@ -38,6 +38,16 @@ KERNEL(unpack)(Table table, const real *flat, double scale, SkipIf skip) {
   }
 }
 
+// flat[offset + i] <- value, where kernels skip a step
+KERNEL(overwrite)(Table table, real *flat, double value, SkipIf skip) {
+  if (!skips(skip)) return;
+  const real v = (real)value;
+  FOR_EACH_CHUNK(c, table) {
+    real *to = flat + member(table, c).offset;
+    FOR_EACH_IN(i, c, to) { to[i] = v; };
+  }
+}
+
 // data[i] <- flat[offset + i] + share (data[i] - flat[offset + i])
 KERNEL(lerp)(Table table, const real *flat, double share, SkipIf skip) {
   if (skips(skip)) return;

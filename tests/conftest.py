@@ -70,6 +70,15 @@ def doubles(monkeypatch):
 
 
 @pytest.fixture
+def torch_doubles(doubles, monkeypatch):
+    """torch's side of these GPUs."""
+    pytest.importorskip("torch", reason="torch is missing: pip install 'distopt[torch]'")
+    double = importlib.import_module("doubles.torch_cuda")
+    double.install(monkeypatch.setattr)
+    return double
+
+
+@pytest.fixture
 def one_warp(monkeypatch):
     """Blocks of one warp: a thread is a fiber here, and thousands of steps would take twice as long with eight."""
     monkeypatch.setattr("distopt.kernels.dispatch.THREADS", 32)

@@ -1,6 +1,7 @@
 """Communicator for cupy arrays over NCCL, with one GPU per rank.  Votes and lengths go between hosts without NCCL."""
 
 import atexit
+import concurrent.futures
 import contextlib
 import functools
 import os
@@ -278,40 +279,30 @@ class NcclCommunicator(Communicator):
 
     def _meet(self, unique_id: bytes) -> Any:
         """Return cupy's communicator, made in a thread: NCCL has no time limit for ranks that never start."""
-        comms: list[Any] = []
-        errors: list[Exception] = []
-
-        def make() -> None:
-            try:
-                device.use_gpu(self.gpu)
-                comms.append(binding().NcclCommunicator(self.size, unique_id, self.rank))
-            except Exception as problem:
-                errors.append(problem)
-
-        thread = threading.Thread(target=make, name="NCCL's start", daemon=True)
-        thread.start()
+        comm = device.in_thread(
+            lambda: binding().NcclCommunicator(self.size, unique_id, self.rank), self.gpu, "NCCL's start"
+        )
         deadline = time.monotonic() + self.CONNECT_SECONDS
         try:
-            while self.control.vote("NCCL's start", 0, list, *self._progress(thread, errors, deadline)):
-                thread.join(0.01)
+            while self.control.vote("NCCL's start", 0, list, *self._progress(comm, deadline)):
+                concurrent.futures.wait([comm], 0.01)
         except Exception:
-            for comm in comms:
-                _within(5.0, comm.abort, comm)
+            if comm.done() and not comm.exception():
+                self._abort(comm.result(), (), 5.0)
             raise
-        return comms[0]
+        return comm.result()
 
-    def _progress(
-        self, thread: threading.Thread, errors: list[Exception], deadline: float
-    ) -> tuple[Exception | None, str]:
+    def _progress(self, start: "concurrent.futures.Future[Any]", deadline: float) -> tuple[Exception | None, str]:
         """Return the state of this rank's start for a vote: an error or None, and a text, '' once it has ended."""
-        if thread.is_alive():
+        if not start.done():
             late = time.monotonic() > deadline
             text = (
                 f"NCCL's ranks did not find each other within {self.CONNECT_SECONDS:g} s: NCCL_DEBUG=INFO says where "
                 "they look, NCCL_SOCKET_IFNAME chooses the network"
             )
             return RuntimeError(text) if late else None, "waits"
-        return RuntimeError(f"NCCL cannot start: {errors[0]}") if errors else None, ""
+        error = start.exception()
+        return RuntimeError(f"NCCL cannot start: {error}") if error else None, ""
 
     # ------------------------------------------------------------------------------------------- collectives
 
@@ -595,7 +586,16 @@ class NcclCommunicator(Communicator):
         if comm is None:
             return True
         self._memory.abandon()
-        return _within(deadline, comm.abort, (comm, kept))
+        return self._abort(comm, kept, deadline)
+
+    def _abort(self, comm: Any, kept: Sequence[np.ndarray], deadline: float) -> bool:
+        """Let NCCL abort in another thread, and return whether it has done so in time."""
+
+        def abort() -> None:
+            device.use_gpu(self.gpu)
+            comm.abort()
+
+        return _within(deadline, abort, (comm, kept))
 
     def close(self) -> None:
         """Wait for the collectives under way, and release the resources of NCCL and ``control``.  Collective.
@@ -667,7 +667,10 @@ _left_alone: list[Any] = []  # objects that must never be garbage collected
 
 @functools.cache
 def _helper() -> "queue.SimpleQueue[Callable[[], object]]":
-    """Return the queue of a thread that runs jobs, started early: Python 3.12 starts no thread at shutdown."""
+    """Return the queue of a thread that runs jobs, started early: Python 3.12 starts no thread at shutdown.
+
+    Each job begins with the choice of its GPU: a process may have communicators on several.
+    """
     jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
     def work() -> None:
@@ -727,14 +730,16 @@ def end_all(deadline: float = 10.0) -> None:
                 owner._memory.deregister()
             except Exception:
                 owner._memory.abandon()
-                stuck.append(comm)
+                stuck.append((owner.gpu, comm))
             else:
-                done.append(comm)
+                done.append((owner.gpu, comm))
         if stuck:  # first: destroy() may wait for the kernels of a stuck communicator
             with contextlib.suppress(Exception), _group():  # which waits for kernels when all have been told to end
-                for comm in stuck:
+                for gpu, comm in stuck:
+                    device.use_gpu(gpu)
                     comm.abort()
-        for comm in done:
+        for gpu, comm in done:
+            device.use_gpu(gpu)
             comm.destroy()
 
     if unclosed:

@@ -64,6 +64,7 @@ from distopt.device.memory import (
 from distopt.device.messages import AsyncReadback, DeviceMirror
 from distopt.device.recording import Recorder, Recording
 from distopt.device.streams import SideStream, StreamEvent, current_stream, new_stream, polled, synchronize
+from distopt.device.threads import in_thread
 
 __all__ = [
     "DEVICE_TO_DEVICE",
@@ -106,6 +107,7 @@ __all__ = [
     "gpu_zeros",
     "has_cupy",
     "host_copy",
+    "in_thread",
     "is_array",
     "is_capture_error",
     "is_tensor",

@@ -1,6 +1,7 @@
 """CUDA streams: their order among each other, and waits of the host for them."""
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,27 @@ _thread = threading.local()
 def current_stream() -> Any:
     """Return the stream in which this thread enqueues: cupy's, so that ``with stream:`` chooses it."""
     return cupy().cuda.get_current_stream()
+
+
+class Handle:
+    """A stream of another library, as CUDA's protocol for streams has it.
+
+    Args:
+        pointer: CUDA's handle of it.
+    """
+
+    def __init__(self, pointer: int):
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the protocol's version and the handle."""
+        return 0, self._pointer
+
+
+@functools.cache
+def stream_at(pointer: int) -> Any:
+    """Return cupy's stream that is one of another library, which keeps it, by CUDA's handle."""
+    return cupy().cuda.Stream.from_external(Handle(pointer))
 
 
 def can_capture(stream: Any) -> bool:

@@ -1,7 +1,6 @@
 """Tensors as arrays on the same memory, of numpy or of cupy, and arrays as tensors."""
 
 import contextlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from distopt.device.gpus import cupy, use_gpu
 from distopt.device.memory import gpu_array_at
+from distopt.device.streams import stream_at
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BITS = {torch.bfloat16: torch.int16}  # dtypes that other libraries do not know, as integers
@@ -110,30 +109,21 @@ def torchs_stream(t: torch.Tensor) -> AbstractContextManager[Any]:
 
     What torch has enqueued there comes before, and what it enqueues afterwards behind, without events.
     """
-    if not on_gpu(t):
-        return contextlib.nullcontext()
-    stream: AbstractContextManager[Any] = cupy().cuda.ExternalStream(torch.cuda.current_stream(t.device).cuda_stream)
-    return stream
+    stream = current_torch_stream(t)
+    context: AbstractContextManager[Any] = contextlib.nullcontext() if stream is None else stream_at(stream.cuda_stream)
+    return context
 
 
-def torchs_place(t: torch.Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which any thread has torch's current stream that this one has now on a tensor's GPU."""
-    return torch.cuda.stream(torch.cuda.current_stream(t.device))
+def current_torch_stream(t: torch.Tensor) -> Any:
+    """Return torch's current stream of this thread on a tensor's GPU; None on the CPU."""
+    return torch.cuda.current_stream(gpu_number(t)) if on_gpu(t) else None
 
 
-def as_this_thread(t: torch.Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which another thread works as this one does on a tensor's GPU; none on the CPU.
+def hand_over(t: torch.Tensor | None, stream: Any) -> None:
+    """Let a stream of torch's, None on the CPU, read a tensor that the current one writes, if it is another one.
 
-    The current GPU and torch's current stream are those of a thread, and a new one has GPU 0 and the default stream.
+    The tensor may be freed before it is read.
     """
-    if not on_gpu(t):
-        return contextlib.nullcontext()
-    number, place = gpu_number(t), torchs_place(t)
-
-    @contextlib.contextmanager
-    def entered() -> Iterator[None]:
-        use_gpu(number)
-        with place:
-            yield
-
-    return entered()
+    if t is not None and stream is not None and (here := current_torch_stream(t)) != stream:
+        stream.wait_stream(here)
+        t.record_stream(stream)

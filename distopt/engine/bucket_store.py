@@ -396,5 +396,6 @@ class StreamOrder:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
-            self._comm.wait()
-            self._store.mark_stream()
+            with contextlib.suppress(Exception):  # the first error counts: CUDA may refuse all that follows
+                self._comm.wait()
+                self._store.mark_stream()

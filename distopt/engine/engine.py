@@ -222,17 +222,27 @@ class Engine:
         """
         self.check_open()
         with self.stream_order:
-            self.resolve_last_step()
-            self.progress.version += 1
-            self.store.clear_counts()
-            attempt = prepare()
+            attempt = self._behind_last_step(prepare)
             return attempt if self.vote(attempt) else None
+
+    def _behind_last_step(self, prepare: Callable[[], Attempt]) -> Attempt:
+        """Prepare a step that follows the last one; an error of CUDA there is kept too, for the vote."""
+        try:
+            self.sync_with_last_step()
+        except Exception as error:
+            failed = Attempt(self.spec)
+            failed.error = error
+            return failed
+        self._refuse_last_step()
+        self.progress.version += 1
+        return prepare()
 
     def prepare(self, loss: Loss, spec: StepSpec) -> Attempt:
         """Collect, check and pack this rank's gradients; what goes wrong is kept in the attempt, for the vote."""
         spec = self.reducers.possible(spec)
         attempt, overlap, store = Attempt(spec), None, self.store
         try:
+            store.clear_counts()
             threshold = self.checked_threshold(spec)
             attempt.compressor = compressor = self.compressor_at_this_step(spec.compressor())
             if spec.over != "ranks":
@@ -549,8 +559,7 @@ class Engine:
 
         On a GPU the host does not know, and kernels skip the update; where they cannot, it waits.
         """
-        skips = self.optimizer.reads_skip_flag and spec.only is None
-        if self.nonfinite.settle_call(kernels_skip=skips):
+        if self.nonfinite.settle_call(kernels_skip=self.optimizer.skips(spec.only)):
             return True
         self.nonfinite.poll()
         refused = self.nonfinite.refused > 0
@@ -572,9 +581,11 @@ class Engine:
 
         Raises, on every rank alike, what the policy for what is not finite raises.
         """
-        if self.comm.gpu is None:
-            return  # the host knew before the step was applied
         self.sync_with_last_step()
+        self._refuse_last_step()
+
+    def _refuse_last_step(self) -> None:
+        """Let all ranks hear that the last step on a GPU was refused.  Collective then."""
         entries = self.nonfinite.pop_refused()
         if entries:
             name, calls = self.progress.name, self.progress.calls
@@ -585,6 +596,8 @@ class Engine:
 
     def sync_with_last_step(self) -> None:
         """Let this stream follow the last step, in whatever stream of the GPU that was, and learn its outcome."""
+        if self.comm.gpu is None:
+            return  # the host knew before the step was applied
         self.store.follow_stream()
         self.nonfinite.poll()
 

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import queue
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +13,19 @@ import torch
 
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
-from distopt.device.tensors import as_array, as_bytes, as_tensor, as_this_thread, is_dense, is_dtensor, torchs_stream
+from distopt.device import in_thread
+from distopt.device.tensors import (
+    as_array,
+    as_bytes,
+    as_tensor,
+    current_torch_stream,
+    gpu_number,
+    hand_over,
+    is_dense,
+    is_dtensor,
+    on_gpu,
+    torchs_stream,
+)
 from distopt.engine.agreement import Agreement
 from distopt.engine.engine import Engine
 from distopt.engine.parameters import Parameter
@@ -94,6 +105,7 @@ class TorchModel:
         self._by_tensor: dict[int, TensorParameter] = {}
         self._yields = False
         self._arrived: queue.SimpleQueue[Any] | None = None  # of the parameters whose gradients have come
+        self._stream: Any = None  # of torch, in which those are read
         trained = self._untrained()
         if not trained:
             raise ValueError("params must have a tensor that requires a gradient, got none")
@@ -251,9 +263,9 @@ class TorchModel:
         """Return a context in which a step enqueues where torch does, on a GPU (``device.tensors.torchs_stream``)."""
         return torchs_stream(self._there())
 
-    def as_this_thread(self) -> AbstractContextManager[Any]:
-        """Return a context in which another thread works where this one does (``device.tensors.as_this_thread``)."""
-        return as_this_thread(self._there())
+    def current_stream(self) -> Any:
+        """Return torch's current stream, on a GPU (``device.tensors.current_torch_stream``)."""
+        return current_torch_stream(self._there())
 
     def _there(self) -> torch.Tensor:
         """Return a parameter that is not gone."""
@@ -323,35 +335,27 @@ class TorchModel:
             ValueError: one came twice.
             BaseException: what the backward pass has raised.
         """
-        arrived = self._arrived = queue.SimpleQueue[Any]()
+        there, arrived = self._there(), queue.SimpleQueue[Any]()
         waiting = {id(p): p for p in self.parameters}
-
-        def run(as_script: AbstractContextManager[Any]) -> None:
-            error: BaseException | None = None
-            try:
-                with as_script:
-                    loss.backward()  # type: ignore[no-untyped-call]
-            except BaseException as e:
-                error = e
-            arrived.put(error)
-
-        thread = threading.Thread(target=run, args=(self.as_this_thread(),), daemon=True)
-        thread.start()
+        self._arrived, self._stream = arrived, self.current_stream()
+        backward: Callable[[], None] = loss.backward
+        done = in_thread(backward, gpu_number(there) if on_gpu(there) else None)
+        done.add_done_callback(arrived.put)
         try:
             while isinstance(p := arrived.get(), TensorParameter):
                 if waiting.pop(id(p), None) is None:
                     raise ValueError(f"{p.name}: {TWICE}")
                 yield p, self._array(p, p.tensor.grad)
-            if p is not None:
-                raise p
+            done.result()
             yield from ((p, None) for p in waiting.values())
         finally:
             self._arrived = None
-            thread.join()
+            done.exception()  # when it has ended
 
     def note(self, p: TensorParameter) -> None:
         """Note that a gradient came in a backward pass which yields them."""
         if self._arrived:
+            hand_over(p.tensor.grad, self._stream)
             self._arrived.put(p)
 
     def _of_callable(self, loss: Callable[[], Any]) -> Any:

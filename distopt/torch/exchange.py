@@ -4,7 +4,6 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +76,10 @@ class ScriptsOptimizer(TorchAdapter):
     def state_dict(self, unshard: Any = None) -> None:
         """Return None: the script saves its optimizer."""
 
+    def skips(self, only: Collection[str] | None) -> bool:
+        """Tell True: the means become infinities, which are the script's to look for."""
+        return True
+
     @property
     def has_state(self) -> bool:
         return False
@@ -99,11 +102,21 @@ class InTheGradients(Policy):
     def __init__(self, scaler: torch.amp.GradScaler | None):
         super().__init__()
         self.scaler, self.parts = scaler, 1
+        self._scale, self._read = 1.0, (0, 0)  # and the tensor that it was read from, at which version
 
     @property
     def divisor(self) -> float:  # type: ignore[override]
         """By what gradients are divided before they are exchanged."""
-        return self.parts * (self.scaler.get_scale() if self.scaler else 1.0)
+        return self.parts * self.scale
+
+    @property
+    def scale(self) -> float:
+        """The scaler's scale, for which the host waits for a GPU if it has changed since it was read."""
+        there = getattr(self.scaler, "_scale", None)  # None until a loss was scaled
+        read = (0, 0) if there is None else (id(there), there._version)
+        if self.scaler and (there is None or read != self._read):
+            self._scale, self._read = self.scaler.get_scale(), read
+        return self._scale
 
     def enforce(self, name: str, nonfinite: str) -> None:
         """Raise nothing."""
@@ -252,10 +265,9 @@ class GradientExchange(Checkpointed):
         self._step(operation)
         return nowhere
 
-    def as_this_thread(self) -> AbstractContextManager[Any]:
-        """Return a context in which another thread works on this rank's GPU, and where this one does on it."""
-        place: AbstractContextManager[Any] = self._model.as_this_thread()
-        return place
+    def current_stream(self) -> Any:
+        """Return torch's current stream on this rank's GPU; None on the CPU."""
+        return self._model.current_stream()
 
     def _reduce(self, pairs: Any, nowhere: Collection[str] = (), divisor: float | None = None) -> Outcome | None:
         """Reduce gradients, but those of the parameters ``nowhere``, over the ranks that there are now.  Collective."""
@@ -362,6 +374,9 @@ class GradientExchange(Checkpointed):
             engine.comm.barrier()
         for bucket, piece in read_by_others if scale != 1 else ():
             kernels.unpack(bucket.means.shard(piece.number, piece.of), piece.flat, scale)
+        if engine.store.skip_flag is not None:  # of a GPU, which knows what its host does not
+            for bucket in engine.store.buckets:
+                kernels.overwrite(bucket.means, bucket.gradient, math.inf, engine.store.skip_flag)
         engine.accumulator.reset(engine.store.buckets)
         engine.count_update()
 

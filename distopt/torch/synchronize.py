@@ -11,10 +11,9 @@ import contextlib
 import functools
 import logging
 import queue
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from distopt import device
 from distopt.compress import Compressor
-from distopt.device.tensors import is_dtensor
+from distopt.device.tensors import hand_over, is_dtensor
 from distopt.engine.joining import Joining
 from distopt.engine.torch_model import TWICE, TensorParameter
 from distopt.torch.exchange import GradientExchange
@@ -232,6 +232,7 @@ class Synchronizer(GradientExchange):
     def _before_forward(self, model: torch.nn.Module, inputs: Any) -> None:
         """Tell the others of a backward pass that has raised here; refuse a DistributedDataParallel around all."""
         self._report_failure()
+        _ = self._policy.scale  # read here: a GPU is behind the host when the backward pass is enqueued
         ddp: Any = DistributedDataParallel._active_ddp_module
         if ddp is None:
             return
@@ -270,7 +271,7 @@ class Synchronizer(GradientExchange):
             self._begin()
         if p.grad is not None:
             if self._early:
-                self._early.put(name, again=name in self._came)
+                self._early.put(name, p.grad, again=name in self._came)
             self._came.add(name)
             self._arrived.add(name)
 
@@ -314,7 +315,7 @@ class Synchronizer(GradientExchange):
         nowhere = set(homes)
         try:
             if early:
-                nowhere = early.finish([name for name in homes if name not in came], arrived, error)
+                nowhere = early.finish({n: gradients.get(n) for n in homes if n not in came}, arrived, error)
             else:
                 nowhere = self.exchange_gradients(gradients, arrived, error)
         finally:
@@ -513,46 +514,43 @@ class EarlyExchange:
         self._sync, self._queue = sync, queue.SimpleQueue[Any]()
         self._arrived: Collection[str] = ()
         self._wrong: Exception | None = None
-        self._nowhere: set[str] = set()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(sync.as_this_thread(),), daemon=True)
-        self._thread.start()
+        self._stream = sync.current_stream()  # the thread's too
+        self._nowhere = device.in_thread(self._exchange, sync.engine.comm.gpu)
 
-    def put(self, name: str, again: bool) -> None:
+    def put(self, name: str, gradient: torch.Tensor | None, again: bool = False) -> None:
         """Hand over a gradient; ``again``, if it was handed over before, which is an error."""
+        hand_over(gradient, self._stream)
         self._queue.put(ValueError(f"{name}: {TWICE}") if again else name)
 
-    def finish(self, missing: Iterable[str], arrived: Collection[str], error: Exception | None) -> set[str]:
+    def finish(
+        self, missing: Mapping[str, torch.Tensor | None], arrived: Collection[str], error: Exception | None
+    ) -> set[str]:
         """Return when all means are there; return and raise what ``GradientExchange.exchange_gradients`` does.
 
         Args:
-            missing: names of the parameters whose gradients have not been handed over.
+            missing: the gradients that have not been handed over.
             arrived: as of ``exchange_gradients``.
             error: as of ``exchange_gradients``.
         """
         self._arrived, self._wrong = arrived, error
-        for name in missing:
-            self._queue.put(name)
-        self._finish(self.END)
-        return self._nowhere
+        for name, gradient in missing.items():
+            self.put(name, gradient)
+        return self._finish(self.END)
 
     def abandon(self, error: Exception) -> None:
         """Let all ranks raise an error."""
         self._finish(error)
 
-    def _finish(self, item: object) -> None:
-        """Hand over the last item, and wait for the thread.  Raise what was raised there."""
+    def _finish(self, item: object) -> set[str]:
+        """Hand over the last item, wait for the thread, and return or raise what that does."""
         self._queue.put(item)
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        nowhere = self._nowhere.result()
+        if (here := self._sync.current_stream()) != self._stream:
+            here.wait_stream(self._stream)
+        return nowhere
 
-    def _run(self, as_script: contextlib.AbstractContextManager[Any]) -> None:
-        try:
-            with as_script:
-                self._nowhere = self._sync.exchange_early(self._names(), lambda: (self._arrived, self._wrong))
-        except BaseException as error:
-            self._error = error
+    def _exchange(self) -> set[str]:
+        return self._sync.exchange_early(self._names(), lambda: (self._arrived, self._wrong))
 
     def _names(self) -> Iterator[str]:
         for name in iter(self._queue.get, self.END):

@@ -339,6 +339,7 @@ class Trainer(Checkpointed):
         engine, attempt = self.engine, Attempt(spec)
         attempt.compressor = engine.compressor
         try:
+            engine.store.clear_counts()
             engine.checked_threshold(spec)
             engine.step_context.resume(spec)
             engine.declare_numbers(attempt.compressor)

@@ -21,6 +21,7 @@ import ctypes
 import itertools
 import pathlib
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -218,8 +219,9 @@ class Local(threading.local):
 
     def __init__(self):
         self.process = None  # that of the thread, once it is asked for
-        self.number = 0  # of the current GPU
+        self.number, self.chosen = 0, False  # the current GPU, and whether this thread has made it that
         self.streams: dict[int, list[Stream]] = {}  # the current one of each GPU, above those to come back to
+        self.torchs = {}  # torch's current stream of each GPU
 
 
 _local = Local()
@@ -234,8 +236,11 @@ def process() -> Process:
 
 
 def machine() -> Machine:
-    """This thread's current GPU."""
-    return process().gpu(_local.number)
+    """This thread's current GPU; one that distopt has started must have chosen it."""
+    here = process()
+    helper = not _local.chosen and getattr(threading.current_thread(), "helper", False) and not current_rank()
+    assert not helper, f"the thread {threading.current_thread().name} is on GPU 0 by chance; see device.in_thread"
+    return here.gpu(_local.number)
 
 
 def current():
@@ -243,11 +248,17 @@ def current():
     return _local.streams.setdefault(_local.number, [Stream.null])
 
 
+def current_stream(number=-1):
+    """cupy.cuda.get_current_stream."""
+    return _local.streams.setdefault(_local.number if number < 0 else number, [Stream.null])[-1]
+
+
 def inheriting(start):
     """threading.Thread.start, which tells the new thread what process it belongs to."""
 
     def begin(thread):
         thread.starter = process()
+        thread.helper = sys._getframe(1).f_globals["__name__"].startswith("distopt.")
         start(thread)
 
     return begin
@@ -363,13 +374,19 @@ class Stream:
     """cupy.cuda.Stream."""
 
     known: ClassVar = weakref.WeakValueDictionary()
-    _numbers = itertools.count(1)
+    _numbers = itertools.count(3)  # the null stream has three names
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
         self.ptr = 0 if null else next(self._numbers)
         self.priority = max(GREATEST_PRIORITY, min(0, priority or 0))
         self._machine = None if null else machine()
         self.known[self.ptr] = self
+
+    @classmethod
+    def from_external(cls, other):
+        version, pointer = other.__cuda_stream__()
+        assert version == 0
+        return cls.known[pointer]
 
     @property
     def machine(self):
@@ -600,7 +617,7 @@ class Device:
         self.id = _local.number if number is None else number
 
     def use(self):
-        _local.number = self.id
+        _local.number, _local.chosen = self.id, True
 
 
 def allocate(nbytes):
@@ -719,7 +736,7 @@ def install(patch=setattr):
     cuda.set_allocator(allocate)
     for owner, doubles in (
         (cuda, {"Stream": Stream, "Event": Event, "Device": Device, "nvrtc": Nvrtc(), "alloc_pinned_memory": Pinned}),
-        (cuda, {"get_current_stream": lambda: current()[-1], "MemoryPool": MemoryPool}),
+        (cuda, {"get_current_stream": current_stream, "MemoryPool": MemoryPool}),
         (cupy, {"RawModule": RawModule}),
         (cubins, {"folder": lambda: pathlib.Path(_folder.name)}),
         (cuda.driver, {"occupancyMaxActiveBlocksPerMultiprocessor": occupancy}),

@@ -16,7 +16,7 @@ NAMES = [name for name, kernel in KERNELS.items() if kernel.signature.source != 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kernel_compiles_and_loads(name, real):
     """The first one of a text compiles all of it."""
-    assert KERNELS[name]._function(np.dtype(real), device.current_gpu()).ptr
+    assert KERNELS[name]._function(np.dtype(real), device.current_gpu()).kernel.ptr
 
 
 def test_a_step_has_the_bits_of_the_host():

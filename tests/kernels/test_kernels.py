@@ -288,6 +288,18 @@ def test_a_refused_step_changes_nothing():
 
 
 @pytest.mark.parametrize("dtype", REALS)
+def test_overwrite_writes_members_only_where_kernels_skip(dtype):
+    table, _ = members([5, 17, CHUNK + 1], dtype)
+    flat = zeros(table.extent, dtype)
+    for skip in (None, np.zeros(1, np.int64)):
+        kernels.overwrite(table, flat, np.inf, skip)
+        assert not flat.any()
+    kernels.overwrite(table, flat, np.inf, np.ones(1, np.int64))
+    assert all(np.isinf(table.view(flat, row)).all() for row in range(3))
+    assert np.isinf(flat).sum() == 5 + 17 + CHUNK + 1
+
+
+@pytest.mark.parametrize("dtype", REALS)
 @pytest.mark.parametrize("n", SIZES)
 def test_accumulate_scale_and_clip_equal_numpy(n, dtype):
     x, y = np.random.default_rng(n).standard_normal((2, n)).astype(dtype)

@@ -55,7 +55,7 @@ STORES = {
     **dict.fromkeys(["scale", "clip", "clear", "pack", "unpack", "accumulate", "add_scaled", "widen", "add_parts"], 1),
     **dict.fromkeys(["encode_half", "encode_bfloat16", "decode_half", "decode_bfloat16", "clip_norms", "add_decay"], 1),
     **dict.fromkeys(["add_half", "add_bfloat16", "from_half", "from_bfloat16", "decode_all", "lbsgd_gather"], 1),
-    "divide_by_senders": 1,
+    **dict.fromkeys(["divide_by_senders", "overwrite"], 1),
     **dict.fromkeys(["encode_two_bits", "encode_one_bit", "decode_two_bits", "decode_one_bit"], 1),
     **dict.fromkeys(["add_half_parts", "add_bfloat16_parts", "sgd", "lamb", "lans", "partial_magnitudes"], 1),
     "lerp": 1,

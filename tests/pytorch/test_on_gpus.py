@@ -1,9 +1,9 @@
-"""Tensors on GPUs, as far as doubles go: torch's memory is that of a double of a GPU (tests/doubles).
+"""Tensors on GPUs, as far as doubles go: torch's memory is that of a double of a GPU (tests/doubles/torch_cuda.py).
 
-Not done here: torch's own kernels, its streams and its DLPack; the tensors are on the CPU, and are said to be on a GPU.
+torch's own kernels are those of the CPU.
 """
 
-import contextlib
+import threading
 
 import pytest
 
@@ -15,14 +15,13 @@ import distopt  # noqa: E402
 import distopt.torch as dt  # noqa: E402
 from distopt import DistOpt, run_ranks  # noqa: E402
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Half, Int8, Packed, TopK  # noqa: E402
-from distopt.device import tensors  # noqa: E402
 
 doubled = pytest.importorskip("doubles.gpu")
 import gpu_group_cases  # noqa: E402
 from gloo_launch import run_torch  # noqa: E402
 
-on_gpus = pytest.importorskip("doubles.ranks").on_gpus
-pytestmark = [pytest.mark.torch, pytest.mark.device, pytest.mark.usefixtures("doubles")]
+gpu_ranks = pytest.importorskip("doubles.ranks").on_gpus
+pytestmark = [pytest.mark.torch, pytest.mark.device, pytest.mark.usefixtures("torch_doubles")]
 
 COMPRESSORS = {
     "dense": lambda: None,
@@ -33,34 +32,14 @@ COMPRESSORS = {
 }
 
 
-@pytest.fixture
-def torch_on_gpus(monkeypatch):
-    """Let every tensor be on the GPU of its rank, where a comm is one of GPUs."""
-    streams = []
+def on_gpus(size, main):
+    """Ranks on GPUs none of which is number 0, on which a new thread is."""
 
-    @contextlib.contextmanager
-    def stream(t):
-        streams.append(t)
-        yield
+    def rank(comm):
+        torch.cuda.set_device(comm.gpu)
+        return main(comm)
 
-    def number(t):
-        doubled.allocations[next(doubled.owners)] = t.data_ptr(), t.nbytes
-        return doubled.machine().number
-
-    def finished(x):
-        doubled.machine().finish()
-        return torch.from_numpy(doubled.numpy_view(x))
-
-    def install():
-        monkeypatch.setattr(tensors, "on_gpu", lambda t: True)
-        monkeypatch.setattr("distopt.torch.exchange.on_gpu", lambda t: True)
-        monkeypatch.setattr("distopt.engine.torch_model.torchs_stream", stream)
-        monkeypatch.setattr(tensors, "torchs_place", lambda t: contextlib.nullcontext())
-        monkeypatch.setattr(tensors, "gpu_number", number)
-        monkeypatch.setattr(tensors, "gpu_tensor", finished)
-        return streams
-
-    return install
+    return gpu_ranks(size, rank, first=1)
 
 
 def network(dtype=torch.float32):
@@ -85,7 +64,7 @@ def bits(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", COMPRESSORS)
-def test_distopts_kernels_update_tensors_on_gpus_as_those_of_the_host(torch_on_gpus, mode, dtype):
+def test_distopts_kernels_update_tensors_on_gpus_as_those_of_the_host(mode, dtype):
     def main(comm):
         model = network(dtype)
         momentum = 0.0 if mode == "dgc" else 0.9
@@ -97,14 +76,11 @@ def test_distopts_kernels_update_tensors_on_gpus_as_those_of_the_host(torch_on_g
             doubled.machine().finish()
         return bits(model)
 
-    wanted = run_ranks(2, main)
-    streams = torch_on_gpus()
-    assert on_gpus(2, main) == wanted
-    assert len(streams) == 2 * 4  # of two ranks, the start and three steps
+    assert on_gpus(2, main) == run_ranks(2, main)
 
 
 @pytest.mark.parametrize("mode", COMPRESSORS)
-def test_means_of_gradients_on_gpus_are_those_of_the_host(torch_on_gpus, mode):
+def test_means_of_gradients_on_gpus_are_those_of_the_host(mode):
     def main(comm):
         model = network()
         sgd = torch.optim.SGD(model.parameters(), 0.1)
@@ -119,12 +95,10 @@ def test_means_of_gradients_on_gpus_are_those_of_the_host(torch_on_gpus, mode):
             found.append([view.tolist() for view in exchange.views.values()])
         return found
 
-    wanted = run_ranks(2, main)
-    torch_on_gpus()
-    assert on_gpus(2, main) == wanted
+    assert on_gpus(2, main) == run_ranks(2, main)
 
 
-def test_gradients_that_leave_early_do_so_on_the_gpu_of_their_rank(torch_on_gpus):
+def test_gradients_that_leave_early_do_so_on_the_gpu_of_their_rank():
     """A new thread has GPU 0."""
 
     def main(comm):
@@ -139,12 +113,10 @@ def test_gradients_that_leave_early_do_so_on_the_gpu_of_their_rank(torch_on_gpus
                 doubled.machine().finish()
         return [p.grad.tolist() for p in model.parameters()]
 
-    wanted = run_ranks(2, main)
-    torch_on_gpus()
-    assert on_gpus(2, main) == wanted
+    assert on_gpus(2, main) == run_ranks(2, main)
 
 
-def test_a_backward_pass_in_a_thread_has_the_gpu_of_its_rank(torch_on_gpus):
+def test_a_backward_pass_in_a_thread_has_the_gpu_of_its_rank():
     def main(comm):
         model, seen = network(), []
         opt = DistOpt(torch.optim.SGD(model.parameters(), 0.1), comm, overlap=True)
@@ -155,9 +127,156 @@ def test_a_backward_pass_in_a_thread_has_the_gpu_of_its_rank(torch_on_gpus):
             opt(loss)
         return bits(model), seen == [comm.gpu] * len(seen)
 
-    wanted = run_ranks(2, main)
-    torch_on_gpus()
-    assert on_gpus(2, main) == wanted
+    assert on_gpus(2, main) == run_ranks(2, main)
+
+
+def in_a_stream_of_its_own(comm, train):
+    """Train in a stream of the script's, as ``with torch.cuda.stream(s)`` does, on a GPU."""
+    if comm.gpu is None:
+        return train(comm, None)
+    mine = torch.cuda.Stream()
+    with torch.cuda.stream(mine):
+        return train(comm, mine)
+
+
+@pytest.mark.parametrize(
+    "last", ["the script's", "the null stream", "NCCL's", "the first layer's", "where it begins", "any"]
+)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_script_may_train_in_a_stream_of_its_own(torch_doubles, overlap, last):
+    """Gradients are written, means read, and memory is used again, in streams of which one lags behind all others.
+
+    A backward pass begins in another stream than the script's, and the gradients of the first layer come in a third.
+    """
+
+    at_the_end = torch.autograd.Variable._execution_engine.queue_callback
+
+    def train(comm, mine):
+        model, found, came = network(), [], {}
+        begins, other = (torch.cuda.Stream(), torch.cuda.Stream()) if mine else (None, None)
+        first = set(model[0].parameters())
+
+        def computed(p):
+            """What autograd has just done it has done in the stream of the layer."""
+            if mine:
+                torch.cuda.set_stream(other if p in first else mine)
+                torch_doubles.late(p.grad)
+                came[p] = p.grad
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(computed)
+        sync = dt.synchronize(model, group=comm, overlap=overlap)
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: torch.cuda.set_stream(mine))
+        gpu = doubled.machine()
+        streams = {"the script's": mine, "the first layer's": other, "where it begins": begins} if mine else {}
+        stream = streams[last].cuda_stream if last in streams else comm._stream.ptr if last == "NCCL's" and mine else 0
+        for step in range(4):
+            model.zero_grad()
+            if mine:
+                torch.cuda.synchronize()
+                gpu.order = doubled.shuffled(step) if last == "any" else doubled.lagging(stream)
+            loss = (model(torch.full((2, 6), 0.1 * (comm.rank + 1 + step))) ** 2).sum()
+            if mine:  # autograd's own end of a pass is before other callbacks
+                loss.register_hook(lambda _: at_the_end(lambda: mine.wait_stream(other)))
+                loss.register_hook(lambda _: torch.cuda.set_stream(begins))
+            loss.backward()
+            means = [p.grad for p in model.parameters()]
+            if mine:
+                for p, gradient in came.items():  # a script lets the streams of its next pass wait for this one
+                    with torch.cuda.stream(other if p in first and overlap else mine):
+                        torch_doubles.free(gradient)
+                found.append([torch_doubles.read(g) for g in means])
+                torch.cuda.synchronize()
+                gpu.order = None
+            else:
+                found.append([g.tolist() for g in means])
+        sync.close()
+        return found
+
+    def main(comm):
+        return in_a_stream_of_its_own(comm, train)
+
+    assert on_gpus(2, main) == run_ranks(2, main)
+
+
+def test_a_backward_pass_does_not_wait_for_the_gpu(torch_doubles):
+    """The host asks for the outcome of an exchange in the next one; infinities are written where the GPU finds them."""
+
+    def train(comm, mine):
+        model, found = network(), []
+        sync = dt.synchronize(model, ErrorFeedback(TopK(0.2)), group=comm)
+        for step in range(5):
+            model.zero_grad()
+            loss = sum((p * g).sum() for p, g in gradients(model, comm.rank, step))
+            if step == 2 and comm.rank == 1:
+                loss = loss * float("inf")
+            if mine:
+                torch.cuda.synchronize()
+                doubled.machine().order = doubled.lagging(0)
+            loss.backward()
+            if mine:
+                assert any(doubled.machine().queues.values()), "the host has waited"
+                doubled.machine().order = None
+                torch.cuda.synchronize()
+            found.append([p.grad.tolist() for p in model.parameters()])
+        assert all(x == float("inf") for x in torch.tensor(found[2][1]))
+        state = sync.state_dict()
+        found.append(state["state"]["step_counter"] if "step_counter" in state["state"] else sorted(state["state"]))
+        sync.close()
+        return found
+
+    assert on_gpus(2, lambda comm: train(comm, True)) == run_ranks(2, lambda comm: train(comm, False))
+
+
+def test_a_scale_is_read_once_and_before_the_backward_pass():
+    """On a GPU the host waits for it."""
+    passing = threading.local()
+
+    class Scaler(torch.amp.GradScaler):
+        reads = 0
+
+        def get_scale(self):
+            assert not passing.now, "the host waits for the GPU in a backward pass"
+            if self._scale is not None:
+                self.reads += 1
+            return super().get_scale()
+
+    def main(comm):
+        model, found = network(), []
+        sgd, scaler = torch.optim.SGD(model.parameters(), 0.1), Scaler("cpu", 4.0, growth_interval=2)
+        sync = dt.synchronize(model, optimizer=sgd, scaler=scaler, group=comm)
+        scaler.scale(torch.ones(1))  # the first time a scaler makes its tensor
+        for step in range(6):
+            sgd.zero_grad()
+            loss = scaler.scale((model(torch.full((2, 6), 0.1 * (comm.rank + 1 + step))) ** 2).sum())
+            passing.now = True
+            loss.backward()
+            passing.now = False
+            found.append([(p.grad / scaler._scale).tolist() for p in model.parameters()])
+            scaler.step(sgd)
+            scaler.update()
+        assert scaler.reads == 6
+        sync.close()
+        return found
+
+    def wanted(comm):
+        model, found = network(), []
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        sync = dt.synchronize(model, group=comm)
+        for step in range(6):
+            sgd.zero_grad()
+            (model(torch.full((2, 6), 0.1 * (comm.rank + 1 + step))) ** 2).sum().backward()
+            found.append([p.grad.tolist() for p in model.parameters()])
+            sgd.step()
+        sync.close()
+        return found
+
+    def with_threads_of_their_own(comm):
+        passing.now = False
+        return main(comm)
+
+    assert run_ranks(2, with_threads_of_their_own) == run_ranks(2, wanted)
 
 
 def test_ranks_of_torchrun_join_nccl(tmp_path, doubles):

@@ -2,7 +2,7 @@
 
 import abc
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -151,6 +151,14 @@ class OptimizerAdapter(abc.ABC):
             means |= bucket.mean(total, scale)
         for name, parameter in order.items():
             self.apply(name, parameter.param, parameter.value, means[name])
+
+    def skips(self, only: Collection[str] | None) -> bool:
+        """Tell if an update that is refused changes nothing, although the host makes it.
+
+        Args:
+            only: names of the parameters that it updates; None for all.
+        """
+        return self.reads_skip_flag and only is None
 
     def momentum(self) -> str:
         """Return a text for the momentum that the optimizer applies at its next update; '' if there is none."""
