@@ -317,7 +317,7 @@ class Elastic(Wrapper):
 
         self.collective("separate", make)
         # made now, since Python starts no thread at its end
-        threading.Thread(target=other._leave_too, name="distopt's leave", daemon=True).start()
+        device.in_thread(other._leave_too, self.gpu, "distopt's leave")
         return other
 
 

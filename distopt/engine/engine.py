@@ -222,24 +222,21 @@ class Engine:
         """
         self.check_open()
         with self.stream_order:
-            attempt = self._behind_last_step(prepare)
+            try:
+                self.sync_with_last_step()
+            except Exception as error:  # of CUDA: the vote tells all, as it does of those in prepare
+                attempt = Attempt(self.spec)
+                attempt.error = error
+            else:
+                self._refuse_last_step()
+                self.progress.version += 1
+                attempt = prepare()
             return attempt if self.vote(attempt) else None
-
-    def _behind_last_step(self, prepare: Callable[[], Attempt]) -> Attempt:
-        """Prepare a step that follows the last one; an error of CUDA there is kept too, for the vote."""
-        try:
-            self.sync_with_last_step()
-        except Exception as error:
-            failed = Attempt(self.spec)
-            failed.error = error
-            return failed
-        self._refuse_last_step()
-        self.progress.version += 1
-        return prepare()
 
     def prepare(self, loss: Loss, spec: StepSpec) -> Attempt:
         """Collect, check and pack this rank's gradients; what goes wrong is kept in the attempt, for the vote."""
-        spec = self.reducers.possible(spec)
+        if spec.exchange == "nodes":
+            spec = self.reducers.possible(spec)
         attempt, overlap, store = Attempt(spec), None, self.store
         try:
             store.clear_counts()

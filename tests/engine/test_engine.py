@@ -14,9 +14,9 @@ from distopt.optim import SGD
 
 PACKAGE = str(Path(distopt.__file__).parent)
 MOST = {  # calls of functions of this package in a step of three parameters on one of two ranks
-    "dense": (Dense(), 224),
-    "half": (Half(), 235),
-    "topk": (ErrorFeedback(TopK(0.1)), 280),
+    "dense": (Dense(), 225),
+    "half": (Half(), 237),
+    "topk": (ErrorFeedback(TopK(0.1)), 281),
     "dgc": (DeepGradientCompression(TopK(0.1), exclude_1d=False), 352),
 }
 
