@@ -15,6 +15,7 @@ from distopt.comm.owner import OWNER
 from distopt.kernels import signatures
 from distopt.resilience import job, membership
 
+VERSION_SECONDS = 120.0  # for a launcher to tell its version
 INSTALL = "pip install 'distopt[mpi]'"
 
 
@@ -130,5 +131,8 @@ def check_brands(launcher: Launcher) -> None:
 
 
 def _output(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{' '.join(command)} gave no answer within {VERSION_SECONDS:g} s") from None
     return done.stdout + done.stderr

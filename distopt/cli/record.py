@@ -26,7 +26,7 @@ def add_to(commands: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the script and write the tape; return the script's exit code, or 2 for a success with nothing recorded."""
-    code, script = 0, args.module or args.script
+    code, script = 0, args.module or ["-c"] * bool(args.code) or args.script
     try:
         for flag, number in (("-n", args.ranks), ("--steps", args.steps), ("--every", args.every)):
             check_int(flag, number, least=1)

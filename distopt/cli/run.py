@@ -45,7 +45,15 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments for the script and its time limit."""
     parser.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds, with exit code 124")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="a module instead")
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="a Python script, its arguments")
+    parser.add_argument(
+        "-c", dest="code", nargs=argparse.REMAINDER, metavar="CODE ...", help="a program's text instead"
+    )
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT ...",
+        help="a Python script, or - for standard input; its arguments",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -75,7 +83,13 @@ def start_given(args: argparse.Namespace, variables: Mapping[str, str]) -> int:
 
 def check(args: argparse.Namespace) -> list[str]:
     """Return what stands behind ``python``; nothing, with a printed reason, if an argument is wrong."""
-    script = ["-m", *args.module] if args.module else args.script[args.script[:1] == ["--"] :]
+    script = args.script[args.script[:1] == ["--"] :]
+    if args.module:
+        script = ["-m", *args.module]
+    elif args.code:
+        script = ["-c", *args.code]
+    elif script[:1] == ["-"]:  # which every rank must have, and one alone could read
+        script = ["-c", sys.stdin.read(), *script[1:]]
     wrong = ""
     if args.ranks < 1:
         wrong = f"-n must be at least 1, got {args.ranks}"

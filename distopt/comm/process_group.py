@@ -13,6 +13,7 @@ import functools
 import itertools
 import os
 import socket
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -81,7 +82,7 @@ class ProcessGroupControl(ControlChannel):
         self._board: Board | None = None  # until there are boards, votes and texts are messages
         self._pages: Board | None = None
         if self.size > 1:
-            _controls.append(self)
+            _controls.add(self)
             _join(ranks.rank)
         self.vote_on_version()
         if self.size > 1:
@@ -140,8 +141,7 @@ class ProcessGroupControl(ControlChannel):
 
     def forget(self) -> None:
         """Say no farewell on this channel when this process ends."""
-        if self in _controls:
-            _controls.remove(self)
+        _controls.discard(self)
 
     def begin_leaving(self) -> Works:
         """Begin to send all ranks words of farewell in place of the next vote."""
@@ -218,7 +218,7 @@ def _write_pages(pages: Board, mine: np.ndarray, texts: Sequence[np.ndarray]) ->
             part[...] = read.view(np.uint8)[: part.size]
 
 
-_controls: list[ProcessGroupControl] = []
+_controls: "weakref.WeakSet[ProcessGroupControl]" = weakref.WeakSet()  # that say farewell
 _channels: dict[str, int] = {}  # how many were made of these ranks, which is the same on all of them
 
 
@@ -233,7 +233,7 @@ def _join(rank: int) -> None:
 
 def _leave() -> None:
     """Tell the ranks that still want to exchange, on any channel, that this rank has left; called at exit."""
-    leaving = [(control, control.begin_leaving()) for control in _controls]
+    leaving = [(control, control.begin_leaving()) for control in list(_controls)]
     for control, works in leaving:
         control.end_leaving(works)
 

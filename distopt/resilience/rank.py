@@ -91,13 +91,19 @@ def _start_mpi() -> object:
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run a script or module as Python itself would with these arguments."""
+    """Run a script, module or text as Python itself would with these arguments."""
     script, *arguments = command
     if script == "-m":
         sys.argv[:] = arguments
         if not sys.flags.safe_path:
             sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    elif script == "-c":
+        code, sys.argv[:] = arguments[0], ["-c", *arguments[1:]]
+        if not sys.flags.safe_path:
+            sys.path.insert(0, "")
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), main.__dict__)
     else:
         sys.argv[:] = command
         if not sys.flags.safe_path:

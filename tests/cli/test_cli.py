@@ -19,7 +19,7 @@ from launch import distopt_run, find_launcher, finish, needs_mpi
 
 
 def doctor(*args, **options):
-    return finish([sys.executable, "-m", "distopt.cli", "doctor", *args], 90, **options)
+    return finish([sys.executable, "-m", "distopt.cli", "doctor", *args], 300, **options)
 
 
 @needs_mpi
@@ -92,6 +92,12 @@ def test_doctor_leaves_no_rank_of_a_trial_that_hangs(monkeypatch):
     before = set(descendants(os.getpid()))
     assert doctor_command._wrong_sum(find_launcher()) == "no answer within 3 s"
     assert set(descendants(os.getpid())) <= before
+
+
+@needs_mpi
+def test_the_trial_of_doctor_has_no_limit_of_the_shell(monkeypatch):
+    monkeypatch.setenv("DISTOPT_TIMEOUT", "0.000001")
+    assert [f.status for f in doctor_command.mpi() if "two ranks" in f.text] == ["ok"]
 
 
 @pytest.mark.thorough

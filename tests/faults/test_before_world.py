@@ -1,6 +1,7 @@
 """Ranks that end, stop or sleep before they have met the others in ``distopt.world()``: real processes."""
 
 import re
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -160,6 +161,21 @@ def test_run_starts_a_module_and_passes_arguments_that_look_like_flags(tmp_path)
     assert (code, output.count("__main__ ['-x']")) == (0, 2), output
     code, output = distopt_run(2, "--", tmp_path / "tool.py", "-n", "--", timeout=60)
     assert (code, output.count("__main__ ['-n', '--']")) == (0, 2), output
+
+
+TEXT = "import sys, distopt; print(f'{__name__} {sys.argv[1:]} {distopt.world().size}\\n', end='')"
+
+
+def test_run_starts_a_text_of_its_command_line_or_standard_input():
+    code, output = distopt_run(2, "-c", TEXT, "-x", "a b", timeout=60)
+    assert (code, output.count("__main__ ['-x', 'a b'] 2")) == (0, 2), output
+    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", "-", "-x"]
+    done = subprocess.run(command, input=TEXT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.count("__main__ ['-x'] 2")) == (0, 2), done
+    code, output = distopt_run(2, "-c", "1 / 0", timeout=60)
+    assert code == 1, output
+    assert "ZeroDivisionError" in output
+    assert "rank.py" not in output, "the traceback is the script's"
 
 
 STUCK_LAUNCHER = """

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import sysconfig
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install 'dist
 import distopt.torch as dt  # noqa: E402
 from distopt import DistOpt, run_ranks  # noqa: E402
 from distopt.compress import DeepGradientCompression, ErrorFeedback, TopK  # noqa: E402
+from launch import finish  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -98,3 +101,36 @@ def test_a_dist_opt_goes_when_it_is_dropped_and_keeps_its_parameters(overlap):
         return first() is None, [p.tensor.tolist() for p in other._model.parameters]
 
     assert run_ranks(2, main) == [(True, [[1.0, 1.0]])] * 2
+
+
+TRIALS = """
+import gc, os
+import numpy as np
+from distopt import LocalSteps, Parameter, optim, world
+
+def trial():
+    w = Parameter("w", np.zeros(100))
+    opt = LocalSteps(optim.SGD(1.0), every=2, delay=1, outer=optim.SGD(1.0))
+    for _ in range(3):
+        opt([(w, np.full(100, 1.0 + world().rank))])
+
+def descriptors(trials):
+    for _ in range(trials):
+        trial()
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+first = descriptors(2)
+assert descriptors(8) <= first + 4
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted where Linux lists them")
+def test_trials_of_local_steps_in_flight_leave_no_descriptors(tmp_path):
+    """They have a communicator of their own, which over torch is sockets and shared memory."""
+    script = tmp_path / "script.py"
+    script.write_text(TRIALS)
+    torchrun = str(Path(sysconfig.get_path("scripts")) / "torchrun")
+    command = [torchrun, "--standalone", "--nproc-per-node", "2", str(script)]
+    code, output = finish(command, 120, env={"DISTOPT_TIMEOUT": "60", "OMP_NUM_THREADS": "1"})
+    assert code == 0, output
