@@ -230,7 +230,8 @@ class Engine:
 
     def prepare(self, loss: Loss, spec: StepSpec) -> Attempt:
         """Collect, check and pack this rank's gradients; what goes wrong is kept in the attempt, for the vote."""
-        spec = self.reducers.possible(spec)
+        if spec.exchange == "nodes":
+            spec = self.reducers.possible(spec)
         attempt, overlap, store = Attempt(spec), None, self.store
         try:
             threshold = self.checked_threshold(spec)
