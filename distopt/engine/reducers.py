@@ -504,8 +504,10 @@ class Reducers:
 
         Where an elastic job has lost a rank, or let one in, they may have more and fewer.
         """
+        if spec.exchange != "nodes":
+            return spec
         hosts = self._comm.hosts
-        if spec.exchange == "nodes" and self._comm.epoch and len({hosts.count(host) for host in hosts}) > 1:
+        if self._comm.epoch and len({hosts.count(host) for host in hosts}) > 1:
             return spec._replace(exchange="auto")
         return spec
 
