@@ -76,6 +76,26 @@ def other_step_of(make, step):
     return lambda: step(opt, next(losses))
 
 
+def synchronized():
+    """An exchange of ``dt.synchronize``, whose gradients are new tensors; torch's own part of a pass is not in it."""
+    import torch
+
+    import distopt.torch as dt
+
+    stub_cuda.install_torch()
+    model, shapes = torch.nn.Module(), [shape for _, shape in MODELS["resnet50"]()]
+    model.all = torch.nn.ParameterList(torch.empty(shape) for shape in shapes)
+    sync = dt.synchronize(model, group=stub_cuda.communicator(RANKS), overlap=False)
+    sets = itertools.cycle([[torch.empty(shape) for shape in shapes] for _ in range(3)])
+
+    def step():
+        for p, gradient in zip(model.parameters(), next(sets), strict=True):
+            p.grad = gradient
+        sync.exchange()
+
+    return step
+
+
 def loop():
     """What measures a core."""
     x = 0
@@ -91,10 +111,11 @@ def main():
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     stub_cuda.install()
     names = ("kernels", "graphs", "NCCL calls", "NCCL groups", "copies", "memsets", "event operations")
-    lines = [versions("numpy", "cupy-cuda13x"), ""]
+    lines = [versions("numpy", "cupy-cuda13x", "torch"), ""]
     lines += [f"  {'one step of one of 8 ranks':46}" + "".join(f"{n:>17}" for n in names) + f"{'ms':>8}{'scaled':>8}"]
     cases = {name: (lambda case=case: step_of(*case), budget) for name, (*case, budget) in CASES.items()}
     cases |= {f"ResNet-50, {name}": (lambda case=case: other_step_of(*case), None) for name, case in OTHERS.items()}
+    cases |= {"ResNet-50, dt.synchronize": (synchronized, None)}  # last: torch's tensors are on the GPU from then on
     for name, (make, budget) in cases.items():
         step = make()
         for _ in range(8):

@@ -51,6 +51,13 @@ class Stream:
     def __exit__(self, *error):
         self.current.pop()
 
+    @classmethod
+    def from_external(cls, other):
+        return cls(null=True)
+
+    def use(self):
+        self.current[-1:] = [self]
+
     def record(self, event=None):
         counts["event operations"] += 1
 
@@ -172,7 +179,7 @@ def install():
     for owner, stubs in (
         (cuda, {"Stream": Stream, "Event": Event, "Device": Device, "nvrtc": Nvrtc()}),
         (cuda, {"alloc_pinned_memory": lambda nbytes: np.zeros(nbytes, np.uint8)}),
-        (cuda, {"get_current_stream": lambda: Stream.current[-1]}),
+        (cuda, {"get_current_stream": lambda number=0: Stream.current[-1]}),
         (cupy, {"RawModule": RawModule}),
         (cubins, {"cached": lambda *args: ""}),
         (cuda.driver, {"occupancyMaxActiveBlocksPerMultiprocessor": lambda function, threads, shared: 4}),
@@ -185,6 +192,25 @@ def install():
         for name, stub in stubs.items():
             setattr(owner, name, stub)
     pinned.pool = pinned.Pool()
+
+
+def install_torch():
+    """Let torch have this GPU, with all its tensors."""
+    import torch
+
+    def dlpack(x, **options):
+        raw = (ctypes.c_char * max(x.nbytes, 1)).from_address(x.data.ptr)
+        raw.owner = x
+        return np.frombuffer(raw, x.dtype, x.size).reshape(x.shape).__dlpack__()
+
+    stream = types.SimpleNamespace(cuda_stream=0)
+    for owner, stubs in (
+        (torch.Tensor, {"is_cuda": property(lambda t: True), "get_device": lambda t: 0}),
+        (torch.cuda, {"current_stream": lambda gpu=0: stream}),
+        (cupy.ndarray, {"__dlpack__": dlpack, "__dlpack_device__": lambda x: (2, 0)}),
+    ):
+        for name, stub in stubs.items():
+            setattr(owner, name, stub)
 
 
 def communicator(size):

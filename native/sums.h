@@ -112,7 +112,7 @@ INLINE auto sums_of(const Chunk &c, double *partial, T *...array) {
 }
 
 // The sum of values[step begin], ..., values[step (end - 1)] by FOLD accumulators.  All threads of a block come here,
-// and its leader gets the sum; others may find what it has begun to write for the next one.
+// and its leader gets the sum; the others get 0, since it may have begun to write the next one.
 INLINE double sum_in_turn(const double *values, long long begin, long long end, long long step) {
   SHARED double sum[FOLD];
   FOR_EACH_IN_BLOCK(j, 0, FOLD) {
@@ -122,5 +122,5 @@ INLINE double sum_in_turn(const double *values, long long begin, long long end, 
   }
   block_sync();
   fold(sum, FOLD, 1);
-  return sum[0];
+  return is_block_leader() ? sum[0] : 0;
 }

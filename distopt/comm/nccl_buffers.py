@@ -61,7 +61,7 @@ class RegisteredMemory:
         block, lease = Block(max(1, n * np.dtype(dtype).itemsize)), Lease()
         self._used[block.address] = block
         weakref.finalize(lease, self._leave, block.address).atexit = False
-        array = device.gpu_array_at(block.address, n, dtype, lease)
+        array = device.gpu_array_at(block.address, (n,), dtype, lease)
         device.clear(array)
         return array
 

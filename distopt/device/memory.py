@@ -1,6 +1,7 @@
 """Flat memory on the host or on a GPU."""
 
 import contextlib
+import math
 import mmap
 import threading
 from collections.abc import Callable, Iterator
@@ -64,19 +65,19 @@ def gpu_zeros(n: int, dtype: Any) -> Any:
     return x
 
 
-def gpu_array_at(address: int, n: int, dtype: Any, owner: Any, gpu: int | None = None) -> Any:
-    """Return memory of a GPU that cupy did not allocate as an array of shape ``(n,)``.
+def gpu_array_at(address: int, shape: tuple[int, ...], dtype: Any, owner: Any, gpu: int | None = None) -> Any:
+    """Return memory of a GPU that cupy did not allocate as an array.
 
     Args:
         address: where it starts.
-        n: the number of elements.
-        dtype: their dtype.
+        shape: its shape.
+        dtype: its dtype.
         owner: an object that lives as long as the array, or a view of it, does.
         gpu: number of the GPU; None for the current one.
     """
     number = current_gpu() if gpu is None else gpu
-    memory = cupy().cuda.UnownedMemory(address, n * np.dtype(dtype).itemsize, owner, number)
-    return cupy().ndarray((n,), dtype, cupy().cuda.MemoryPointer(memory, 0))
+    memory = cupy().cuda.UnownedMemory(address, math.prod(shape) * np.dtype(dtype).itemsize, owner, number)
+    return cupy().ndarray(shape, dtype, cupy().cuda.MemoryPointer(memory, 0))
 
 
 def clear(x: Any) -> None:

@@ -16,6 +16,7 @@ from distopt.comm.message import MessageTag
 from distopt.device import in_thread
 from distopt.device.tensors import (
     as_array,
+    as_array_like,
     as_bytes,
     as_tensor,
     current_torch_stream,
@@ -376,7 +377,8 @@ class TorchModel:
             raise TypeError(f"{parameter.name}: a gradient must be dense, got {gradient.layout}; use sparse=False")
         if gradient.stride() != parameter.like.stride():
             gradient = torch.empty_like(parameter.like, device=gradient.device).copy_(gradient)
-        return as_array(gradient)
+        alike = (gradient.dtype, gradient.shape) == (parameter.like.dtype, parameter.like.shape)
+        return as_array_like(gradient, parameter.data) if alike else as_array(gradient)
 
 
 def _tell(model: "weakref.ref[TorchModel]", p: TensorParameter, _: torch.Tensor) -> None:

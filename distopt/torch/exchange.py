@@ -375,7 +375,7 @@ class GradientExchange(Checkpointed):
         for bucket, piece in read_by_others if scale != 1 else ():
             kernels.unpack(bucket.means.shard(piece.number, piece.of), piece.flat, scale)
         if engine.store.skip_flag is not None:  # of a GPU, which knows what its host does not
-            for bucket in engine.store.buckets:
+            for bucket in engine.store.buckets.groups:
                 kernels.overwrite(bucket.means, bucket.gradient, math.inf, engine.store.skip_flag)
         engine.accumulator.reset(engine.store.buckets)
         engine.count_update()

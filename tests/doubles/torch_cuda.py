@@ -164,14 +164,9 @@ def in_order(method):
     return call
 
 
-class Future(torch.futures.Future):
-    """torch.futures.Future, which knows no GPU here."""
-
-    def __new__(cls, *, devices=()):
-        return super().__new__(cls)
-
-    def __init__(self, *, devices=()):
-        super().__init__()
+def make_future(future, *, devices=(), make=torch.futures.Future.__init__):
+    """torch.futures.Future.__init__; it knows no GPU here."""
+    make(future)
 
 
 def dlpack(x, *, stream=None, max_version=None, dl_device=None, copy=None):
@@ -199,7 +194,7 @@ def install(patch=setattr):
         (torch.Tensor, {"is_cuda": property(lambda t: home() is not None), "get_device": get_device}),
         (torch.Tensor, {"record_stream": record_stream}),
         (torch.Tensor, {name: in_order(getattr(torch.Tensor, name)) for name in IN_ORDER}),
-        (torch.futures, {"Future": Future}),
+        (torch.futures.Future, {"__init__": make_future}),
         (cupy.ndarray, {"__dlpack__": dlpack, "__dlpack_device__": lambda x: (2, x.data.device_id)}),
     ):
         for name, double in doubles.items():

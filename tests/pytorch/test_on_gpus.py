@@ -279,6 +279,83 @@ def test_a_scale_is_read_once_and_before_the_backward_pass():
     assert run_ranks(2, with_threads_of_their_own) == run_ranks(2, wanted)
 
 
+def test_gradients_of_ddp_on_gpus_are_those_of_torch(tmp_path, doubles):
+    ranks = run_torch(2, gpu_group_cases.gradients_of_ddp_on_gpus, tmp_path)
+    assert [int(rank["done"]) for rank in ranks] == [0, 1]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("last", ["the script's", "the null stream", "NCCL's", "any"])
+def test_losses_of_a_dist_opt_may_be_made_in_a_stream_of_the_scripts(torch_doubles, overlap, last):
+    def train(comm, mine):
+        model = network()
+        for p in model.parameters() if mine else ():
+            p.register_post_accumulate_grad_hook(lambda p: torch_doubles.late(p.grad))
+        opt = DistOpt(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), comm, overlap=overlap)
+        for step in range(4):
+            loss = (model(torch.full((2, 6), 0.1 * (comm.rank + 1 + step))) ** 2).sum()
+            if mine:
+                stream = {"the script's": mine.cuda_stream, "NCCL's": comm._stream.ptr}.get(last, 0)
+                doubled.machine().order = doubled.shuffled(step) if last == "any" else doubled.lagging(stream)
+            opt(loss)
+            if mine:
+                torch.cuda.synchronize()
+                doubled.machine().order = None
+        return bits(model)
+
+    def main(comm):
+        return in_a_stream_of_its_own(comm, train)
+
+    assert on_gpus(2, main) == run_ranks(2, main)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_local_steps_on_gpus_are_those_of_the_host(delay):
+    def train(comm, mine):
+        model = network()
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        windows = dt.local_steps(model, sgd, every=2, delay=delay, group=comm)
+        for step in range(6):
+            if mine:
+                torch.cuda.synchronize()
+            sgd.zero_grad()
+            (model(torch.full((2, 6), 0.1 * (comm.rank + 1 + step))) ** 2).sum().backward()
+            sgd.step()
+        windows.close()
+        if mine:
+            torch.cuda.synchronize()
+        return bits(model)
+
+    def main(comm):
+        return in_a_stream_of_its_own(comm, train)
+
+    assert on_gpus(2, main) == run_ranks(2, main)
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "channels last"])
+def test_means_of_models_in_other_forms_on_gpus_are_those_of_the_host(form):
+    def train(comm, mine):
+        model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(16, 2))
+        for k, p in enumerate(model.parameters()):
+            p.data = torch.linspace(-0.3, 0.4, p.numel()).reshape(p.shape).roll(k)
+        model = model.bfloat16() if form == "bfloat16" else model.to(memory_format=torch.channels_last)
+        sync, found = dt.synchronize(model, group=comm), []
+        for step in range(3):
+            model.zero_grad()
+            x = torch.full((2, 3, 3, 3), 0.1 * (comm.rank + 1 + step), dtype=next(model.parameters()).dtype)
+            (model(x) ** 2).sum().backward()
+            if mine:
+                torch.cuda.synchronize()
+            found.append([p.grad.double().tolist() for p in model.parameters()])
+        sync.close()
+        return found
+
+    def main(comm):
+        return in_a_stream_of_its_own(comm, train)
+
+    assert on_gpus(2, main) == run_ranks(2, main)
+
+
 def test_ranks_of_torchrun_join_nccl(tmp_path, doubles):
     ranks = run_torch(2, gpu_group_cases.nccl_between_ranks_of_a_process_group, tmp_path)
     assert [int(rank["done"]) for rank in ranks] == [0, 1]
