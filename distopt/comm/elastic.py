@@ -359,6 +359,7 @@ class Family:
 
     def _go_on(self, comms: list[Communicator], lets_in: bool) -> None:
         began, before = time.monotonic(), comms[0]
+        place = comms[-1].control.progress  # of a training that has a communicator of its own, if there is one
         while True:
             for comm in comms:
                 comm.revoke()
@@ -381,13 +382,13 @@ class Family:
             member.give(comm)
         lost = sorted({*range(before.size)} - {rank for rank, _, _ in said})
         if comms[0].rank == 0 and (lost or self.came):
-            _say(lost, self.came, before, comms[0].size, time.monotonic() - began)
+            _say(lost, self.came, before.size, place, comms[0].size, time.monotonic() - began)
 
 
-def _say(lost: Sequence[int], came: int, before: Communicator, size: int, seconds: float) -> None:
-    what = [f"lost rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {before.size}"] if lost else []
+def _say(lost: Sequence[int], came: int, before: int, place: str, size: int, seconds: float) -> None:
+    what = [f"lost rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {before}"] if lost else []
     what += [f"{came} rank{'s' * (came > 1)} came"] if came else []
-    goes, place = f"{size} go{'es' * (size == 1)} on", before.control.progress
+    goes = f"{size} go{'es' * (size == 1)} on"
     LOG.warning("distopt: %s at %s; %s after %.2f s", ", ".join(what), place, goes, seconds)
 
 

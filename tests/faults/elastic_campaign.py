@@ -112,10 +112,11 @@ def one(kind, over, seed, folder):
             job.ready(ranks)
             time.sleep(rng.uniform(*losses.GAP))
             victims, deeds = chosen(kind, ranks, rng)
-            for k, (victim, deed) in enumerate(zip(victims, deeds, strict=True)):
+            came = ranks
+            for victim, deed in zip(victims, deeds, strict=True):
                 job.order(victim, deed)
                 if kind == "grow":
-                    replaced(job, ranks + k, rng)
+                    came = replaced(job, came, rng)
                 elif kind != "together":
                     time.sleep(rng.uniform(0.05, 0.6))
             job.await_ends(victims)
@@ -150,14 +151,15 @@ def killed_at_start(job, rng):
     kill_one_of(processes_of_ranks(job), rng)
 
 
-def replaced(job, count, rng):
-    """Wait until another rank has come; in 4 of 10 jobs it is killed on its way, and nobody comes in its place."""
+def replaced(job, came, rng):
+    """Wait until another rank than these has come; in 4 of 10 jobs it is killed on its way, and nobody comes for it."""
     if rng.random() < 0.4:
         before = processes_of_ranks(job)
         time.sleep(rng.uniform(0.3, 3))
         kill_one_of(processes_of_ranks(job) - before, rng)
-    else:
-        job.ready(count + 1)
+        return came
+    job.ready(came + 1)
+    return came + 1
 
 
 def processes_of_ranks(job):

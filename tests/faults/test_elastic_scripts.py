@@ -133,6 +133,7 @@ def test_a_rank_may_be_killed_while_local_steps_in_flight_are_saved(run, early):
         "print('done among', world.size, 'at', opt.step_counter)"
     )
     assert (code, output.count("done among 2 at 20")) == (0, 2), output
+    assert re.search(r"lost rank 2 of 3 at (exchange \d|writing a checkpoint)", output), output
 
 
 # ------------------------------------------------------------------------------------------- time limits
