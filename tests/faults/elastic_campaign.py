@@ -167,7 +167,9 @@ def processes_of_ranks(job):
     found = set()
     for pid in descendants(job.process.pid):
         with contextlib.suppress(OSError):
-            program, first, *_ = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            program, first, *_ = Path(f"/proc/{pid}/cmdline").read_text().split("\0") + [
+                ""
+            ]  # of a zombie there is none
             found |= {pid} if "python" in program and first.endswith("rank.py") else set()
     return found
 

@@ -17,7 +17,7 @@ SCRIPT = PROJECT / "examples/train_gpu.py"
 
 def ends(output):
     """The digest of the parameters, if a job has come to its end."""
-    found = re.search(r"after \d+ steps, parameters (\w{16})$", output, re.MULTILINE)
+    found = re.search(r"after \d+ steps, parameters (\w{16})", output)
     return found and found[1]
 
 
