@@ -167,9 +167,7 @@ def processes_of_ranks(job):
     found = set()
     for pid in descendants(job.process.pid):
         with contextlib.suppress(OSError):
-            program, first, *_ = Path(f"/proc/{pid}/cmdline").read_text().split("\0") + [
-                ""
-            ]  # of a zombie there is none
+            program, first, *_ = [*Path(f"/proc/{pid}/cmdline").read_text().split("\0"), ""]  # a zombie has none
             found |= {pid} if "python" in program and first.endswith("rank.py") else set()
     return found
 
