@@ -37,7 +37,8 @@ needs_mpi = pytest.mark.mpi  # skipped where MPI is missing: conftest.py
 
 def finish(command, timeout, **options):
     """(exit code, output) of a command in a session of its own; the test fails if it does not end in time."""
-    environment = {k: v for k, v in (dict(os.environ) | options.pop("env", {})).items() if v is not None}
+    outer = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # lets print write its parts one by one
+    environment = {k: v for k, v in (outer | options.pop("env", {})).items() if v is not None}
     job = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
