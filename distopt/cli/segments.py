@@ -44,8 +44,4 @@ def left() -> list[Left]:
 
 def _mapped() -> set[str]:
     """Return the names of all segments that a process maps, as far as this user may look."""
-    names: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            names |= job.segments(maps)
-    return names
+    return {name for maps in Path("/proc").glob("[0-9]*/maps") for name in job.segments(maps)}
