@@ -169,7 +169,7 @@ class Job:
             say(f"not done after {timeout:g} s; ended the job")
         ranks = job.entered(self._folder)
         left = job.all_left(ranks, self._size)
-        code = TIMED_OUT if not done else 0 if left else self._judge(self._process.returncode, ranks)
+        code = TIMED_OUT if not done else 0 if left else self._judge(self._process.returncode)
         if code or left:  # without MPI's end
             segments.sweep(ranks)
         return code, code == 0 or self._asked > 0 or not done
@@ -195,21 +195,22 @@ class Job:
                     self._process.wait(END_SECONDS)
                 end([self._process], END_SECONDS)
 
-    def _judge(self, status: int, ranks: Sequence[job.Rank]) -> int:
+    def _judge(self, status: int) -> int:
         """Return the exit code, and print the fault of a rank that ended silently, which is no success."""
         code = exit_code(status)
         if self._fault is None:
-            return self._asked_code(code, ranks) if self._asked else code
+            return self._asked_code(code) if self._asked else code
         if self._fault.text:
             say(self._fault.text)
         if code in KILLING:  # MPICH's launcher has the signal's number alone
             code += 128
         return self._fault.code or code or 1
 
-    def _asked_code(self, code: int, ranks: Sequence[job.Rank]) -> int:
+    def _asked_code(self, code: int) -> int:
         """Return the exit code of a job that a signal has asked to end: launchers of MPI have codes of their own."""
-        own = [int(text) for rank in ranks for kind in (job.EXIT, job.OS_EXIT) for text in rank.marks.get(kind, ())]
-        return code and next(filter(None, own), 128 + self._signal)
+        marks = [rank.marks for rank in job.entered(self._folder)]
+        ranks = [int(text) for kinds in marks for text in (*kinds.get(job.EXIT, ()), *kinds.get(job.OS_EXIT, ()))]
+        return code and next(filter(None, ranks), 128 + self._signal)
 
     def _ask(self, number: int) -> None:
         """Pass a signal on: to the ranks if all of them wait for one, else to the launcher, which ends them soon."""
