@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from distopt.comm.control import LEAVE, LEAVING, ControlChannel, PeerLeft
+from distopt.comm.control import LEAVE, ControlChannel, PeerLeft
 from distopt.comm.mpi_losses import checked, elastic, finish, has_losses, is_loss
 from distopt.comm.mpi_newcomers import leave_quietly
 from distopt.comm.mpi_start import (
@@ -120,7 +120,8 @@ class MpiControl(ControlChannel):
     def maximum(self, votes: np.ndarray) -> None:
         """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         recorder.step = self.progress
-        self._votes.limited = not votes[LEAVING]  # who has left waits for as long as the others train on, or evaluate
+        # who has left waits for as long as the others train on, or evaluate; a benchmark's vector is of any length
+        self._votes.limited = tuple(votes.tolist()) != LEAVE
         with self._votes("vote", 0, self.progress + self.part):
             with checked(self._comm):
                 finish([self.start(votes)], self)

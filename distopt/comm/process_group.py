@@ -102,7 +102,8 @@ class ProcessGroupControl(ControlChannel):
     def maximum(self, votes: np.ndarray) -> None:
         """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         recorder.step = self.progress
-        self._votes.limited = not votes[LEAVING]  # who has left waits for as long as the others train on, or evaluate
+        # who has left waits for as long as the others train on, or evaluate; a benchmark's vector is of any length
+        self._votes.limited = tuple(votes.tolist()) != LEAVE
         with self._votes("vote", 0, self.progress + self.part):
             frames = self._swap(votes, 0)
         np.max(frames[:, : votes.size], axis=0, out=votes)
