@@ -272,6 +272,8 @@ class Judge:
     def judge(self, **victims):
         fate = self.fate(**victims)
         exchanged, has = self.run(self.mode, self.ranks)
+        # a thread may end in the last meeting, in which it leaves a communicator, when its main thread has left already
+        has = {member: had for member, had in has.items() if member not in fate.ended}
         assert len(has) == self.ranks - len(fate.ended)
         every, member = EVERY[self.mode][2].get("every", 1), min(has)
         fewer = min(exchanged[: every + 1])  # once those of the first window have met
