@@ -30,9 +30,9 @@ from distopt.comm import Metered, run_ranks
 from distopt.compress import Chunks, DeepGradientCompression, ErrorFeedback, Packed, TopK
 from distopt.device import DeviceMirror, zeros
 from distopt.kernels.layout import BucketLayout
+from distopt.lab import cost
+from distopt.lab.models import resnet50
 from distopt.optim import SGD, from_strategy
-from distopt.volume import cost
-from distopt.volume.models import resnet50
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from dgc import RATES, SPARSITIES, sparsities, steps_of, train

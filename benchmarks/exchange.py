@@ -19,8 +19,8 @@ import distopt
 from benchmarks import floor
 from benchmarks.measure import MALLOC, interleaved, report, table, versions
 from benchmarks.models import MODELS
-from distopt.cli.launcher import find_launcher
 from distopt.device import zeros
+from distopt.run.launcher import find_launcher
 
 BUDGETS = {
     "resnet50": {

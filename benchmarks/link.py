@@ -37,8 +37,8 @@ from distopt.compress import (
     TopK,
     TwoBit,
 )
+from distopt.lab.models import resnet50
 from distopt.optim import SGD
-from distopt.volume.models import resnet50
 
 FLOOR = "line floor, dense, by formula"
 BUDGETS = {(2, "1gbit"): {"distopt, top-K 0.1 %": 0.045, "distopt, DGC 0.1 %, gather": 0.045}}  # seconds a step

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from distopt.volume import models
+from distopt.lab import models
 
 
 def tiny():

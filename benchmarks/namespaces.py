@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.measure import MALLOC
-from distopt.cli.launcher import find_launcher
+from distopt.run.launcher import find_launcher
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "eth0"

@@ -20,10 +20,10 @@ import numpy as np
 import distopt
 from benchmarks.measure import MALLOC, interleaved, report, versions
 from benchmarks.models import MODELS
-from distopt import volume
-from distopt.cli.launcher import find_launcher
+from distopt import lab
 from distopt.comm import Metered
 from distopt.comm.meter import Meter
+from distopt.run.launcher import find_launcher
 
 EVERY, BUDGET, PASSES = 100, 0.01, 0.1
 CALLS = 3
@@ -71,7 +71,7 @@ def row_of(model, shapes, name, rounds, inside):
     """Milliseconds and shares of one mode."""
     from mpi4py import MPI
 
-    world, compressor = MPI.COMM_WORLD, volume.mode(name).compressor
+    world, compressor = MPI.COMM_WORLD, lab.mode(name).compressor
     counted, inside.seconds = Metered(distopt.world()), 0.0
     cases = {
         "metered": step_of(shapes, compressor, counted, 0),

@@ -3,7 +3,7 @@
 Two hosts in network namespaces (benchmarks/namespaces.py: needs root), joined by a link of each rate in turn.  On each
 first ``distopt.fit.fit`` measures for 20 seconds; then each verb is timed, as the fit does it, at sizes that it has not
 seen.  Predicted and measured is what a tenth of the calls stay below.  So are steps of ResNet-50 in some modes, the
-medians of some: to the wire ``distopt.volume`` adds what compressing takes, measured here, and the rest is what a dense
+medians of some: to the wire ``distopt.lab`` adds what compressing takes, measured here, and the rest is what a dense
 step of one rank alone takes, to pack and to update.  What compresses is the fastest of one rank; the two ranks of this
 machine share its memory, and where that is what a step waits for, it takes longer.
 
@@ -23,15 +23,15 @@ import numpy as np
 import distopt
 from benchmarks.measure import report, versions
 from benchmarks.namespaces import missing, shape_closely, two_hosts
-from distopt import volume
-from distopt.cli.launcher import find_launcher
+from distopt import lab
 from distopt.comm import LocalCommunicator
 from distopt.comm.launchers import launched
 from distopt.comm.mpi_control import brand
 from distopt.compress import Dense
-from distopt.volume.fit import case_of, fit, take_turns, timed
-from distopt.volume.fit.measure import VERBS
-from distopt.volume.models import MODELS
+from distopt.lab.fit import case_of, fit, take_turns, timed
+from distopt.lab.fit.measure import VERBS
+from distopt.lab.models import MODELS
+from distopt.run.launcher import find_launcher
 
 SIZES = (100, 3_000, 12_000, 48_000, 100_000, 400_000, 1_500_000, 6_000_000)  # bytes
 TARGET = 0.15
@@ -56,7 +56,7 @@ def steps(world, found):
     """(mode, predicted wire, compute, rest, measured): seconds of a step, the median of some."""
     shapes = list(reversed(MODELS["resnet50"]()))
     rest = step_time(LocalCommunicator(), shapes, Dense())
-    advice = volume.advise(volume.buckets(shapes), world.size, found, MODES)
+    advice = lab.advise(lab.buckets(shapes), world.size, found, MODES)
     rows = sorted((c.mode.name, c.takes, c.mode.compressor) for c in advice.choices)
     return [(name, t.wire, t.compute, rest, step_time(world, shapes, own)) for name, t, own in rows]
 

@@ -1,6 +1,6 @@
 """How many times fewer bytes a step sends than a dense one: python -m benchmarks.ratios [--save]
 
-By formula (``distopt.volume.forecast``): what the first rank sends of all gradients of ResNet-50, headers included, at
+By formula (``distopt.lab.forecast``): what the first rank sends of all gradients of ResNet-50, headers included, at
 so many ranks, one to a host, with the exchange that ``step`` chooses.  A threshold's bytes depend on the gradients: it
 has no formula, and is in benchmarks/accuracy.py.
 
@@ -16,8 +16,8 @@ import numpy as np
 
 import distopt
 from benchmarks.measure import report, versions
-from distopt.volume import buckets, forecast, mode
-from distopt.volume.models import resnet50
+from distopt.lab import buckets, forecast, mode
+from distopt.lab.models import resnet50
 
 RANKS, SIMULATED, STEPS = (2, 8, 32, 128, 1024), (2, 8, 32), 3
 SPARSE, TO_128 = dict(zip(RANKS, (1100, 1100, 1100, 1050, 900), strict=True)), RANKS[:-1]

@@ -32,8 +32,8 @@ from benchmarks.measure import MALLOC, interleaved, report, table, versions
 from benchmarks.models import MODELS
 from benchmarks.namespaces import ADDRESSES, INTERFACE, missing, two_hosts
 from benchmarks.torch_models import loss_on_random_images, resnet18, small_cnn
-from distopt.cli.launcher import find_launcher
 from distopt.compress import Chunks, DeepGradientCompression, ErrorFeedback, Half, Int8, Packed, TopK
+from distopt.run.launcher import find_launcher
 
 RULES = {
     "SGD": {"lr": 1e-6, "momentum": 0.9, "weight_decay": 1e-4},

@@ -24,9 +24,9 @@ from distopt.optim import SGD, AnyOptimizer
 from distopt.optim.adapters.base import Known
 
 if TYPE_CHECKING:
-    from distopt import volume
-    from distopt.volume import Advice, Wire
-    from distopt.volume.cost import Link
+    from distopt import lab
+    from distopt.lab import Advice, Wire
+    from distopt.lab.cost import Link
 
 
 def _from_id(
@@ -193,9 +193,9 @@ class SingaModes(Facade):
         """Find the mode that makes the exchange of this plan the fastest, and where it begins to pay (``volume``).
 
         Args:
-            link: a name or a rate (``cost.link``), a ``Link``, a ``volume.Network``, or a ``fit.Fit``.
+            link: a name or a rate (``cost.link``), a ``Link``, a ``lab.Network``, or a ``fit.Fit``.
             ranks: number of ranks; None for that of the communicator.
-            modes: as 'half,topk=0.01' (``volume.mode``); None for all that this optimizer can be given.
+            modes: as 'half,topk=0.01' (``lab.mode``); None for all that this optimizer can be given.
             backward: seconds of a backward pass, behind which buckets of modes without a residual travel, unless this
                 was made with ``overlap=False`` or accumulates batches.
             measure: time compression on this host; a GPU is faster.
@@ -217,17 +217,17 @@ class SingaModes(Facade):
             True
             >>> print(opt.advise("1Gbit", ranks=8, modes="half", measure=False).best)  # doctest: +SKIP
         """
-        from distopt import volume  # most trainings never ask
+        from distopt import lab  # most trainings never ask
 
-        network, timed = volume.wire(link), volume.compute.measure if check_bool("measure", measure) else None
+        network, timed = lab.wire(link), lab.compute.measure if check_bool("measure", measure) else None
         buckets = [bucket.gradients for bucket in self.engine.store.buckets]
         asked = self.engine.comm.size if ranks is None else ranks
         overlap = self._arguments.get("overlap", "auto") is not False and self.engine.options.num_batches == 1
 
-        def check(mode: "volume.Mode") -> None:
+        def check(mode: "lab.Mode") -> None:
             self.engine.compressor_at_this_step(mode.compressor)
 
-        return volume.advise(buckets, asked, network, modes, backward, timed, overlap, check)
+        return lab.advise(buckets, asked, network, modes, backward, timed, overlap, check)
 
 
 class DistOpt(SingaModes, Checkpointed):

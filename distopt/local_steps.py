@@ -23,8 +23,8 @@ from distopt.engine.spec import GradientHook, Options
 from distopt.optim import SGD, AnyOptimizer
 
 if TYPE_CHECKING:
-    from distopt.volume import Advice, Wire
-    from distopt.volume.cost import Link
+    from distopt.lab import Advice, Wire
+    from distopt.lab.cost import Link
 
 
 class LocalSteps(Checkpointed):
@@ -227,7 +227,7 @@ class LocalSteps(Checkpointed):
             TypeError: for what cannot be called, or for ``every`` that is no integer.
             ValueError: for ``every`` below 0, and on a GPU, where nothing is measured.
         """
-        from distopt.volume.observe import observe  # most trainings never ask
+        from distopt.lab.observe import observe  # most trainings never ask
 
         for fragment in self._training.outer.fragments:
             observe(fragment.engine, callback, every)
@@ -244,7 +244,7 @@ class LocalSteps(Checkpointed):
         Args:
             link: as of ``DistOpt.advise``.
             ranks: number of ranks; None for that of the communicator.
-            modes: as 'local=50+half,local=50+chunks+packed:2bit' (``volume.mode``); None for the usual ones in these
+            modes: as 'local=50+half,local=50+chunks+packed:2bit' (``lab.mode``); None for the usual ones in these
                 windows.
             measure: time compression on this host.
 
@@ -264,15 +264,15 @@ class LocalSteps(Checkpointed):
             True
             >>> print(opt.advise("1Gbit", ranks=8, modes="local=10+half", measure=False).best)  # doctest: +SKIP
         """
-        from distopt import volume  # most trainings never ask
+        from distopt import lab  # most trainings never ask
 
         outer = self._training.outer
         buckets = [bucket.gradients for part in outer.fragments for bucket in part.engine.store.buckets]
         local = f"local={outer.windows.every}/{outer.windows.fragments}"
-        chosen = [f"{local}+{name}" for name in volume.DEFAULT] if modes is None else modes
-        timed = volume.compute.measure if check_bool("measure", measure) else None
+        chosen = [f"{local}+{name}" for name in lab.DEFAULT] if modes is None else modes
+        timed = lab.compute.measure if check_bool("measure", measure) else None
         asked = self.world_size if ranks is None else ranks
-        return volume.advise(buckets, asked, volume.wire(link), chosen, 0.0, timed)
+        return lab.advise(buckets, asked, lab.wire(link), chosen, 0.0, timed)
 
     def join(self) -> None:
         """Take part in the others' exchanges, without batches, until no rank has any.  Collective in the end.

@@ -31,13 +31,13 @@ PUBLIC = {  # modules with a page of the API, by the name to import them by, and
     "distopt.comm": "distopt.comm",
     "distopt.torch": "distopt.torch",
     "distopt.trainer": "distopt.trainer",
-    "distopt.volume": "distopt.volume",
-    "distopt.cost": "distopt.volume.cost",
-    "distopt.experiment": "distopt.volume.experiment",
-    "distopt.monitor": "distopt.volume.experiment.callbacks",
-    "distopt.fit": "distopt.volume.fit",
-    "distopt.volume.observe": "distopt.volume.observe",
-    "distopt.volume.tape": "distopt.volume.tape",
+    "distopt.lab": "distopt.lab",
+    "distopt.cost": "distopt.lab.cost",
+    "distopt.experiment": "distopt.lab.experiment",
+    "distopt.monitor": "distopt.lab.experiment.callbacks",
+    "distopt.fit": "distopt.lab.fit",
+    "distopt.lab.observe": "distopt.lab.observe",
+    "distopt.lab.tape": "distopt.lab.tape",
 }
 INHERITING = ("distopt", "distopt.torch", "distopt.trainer")  # their classes have methods of bases that are not public
 FENCED = re.compile(r"(^```.*?^```$)", re.S | re.M)

@@ -24,10 +24,10 @@ from threadpoolctl import threadpool_limits
 
 import distopt
 from distopt import compress, formatting
-from distopt.cli import plotting
 from distopt.compress import DeepGradientCompression, ErrorFeedback, Packed, TopK
+from distopt.lab.commands import plotting
+from distopt.lab.experiment import Experiment
 from distopt.optim import SGD, Cosine
-from distopt.volume.experiment import Experiment
 
 BATCH = 128  # samples of a step, shared out over the ranks, so that every number of ranks trains alike
 STEPS = TRAINING // BATCH  # of an epoch

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import distopt
-from distopt.cli.launcher import find_launcher
+from distopt.run.launcher import find_launcher
 
 TESTS = Path(__file__).parent
 PROJECT = TESTS.parent
@@ -63,7 +63,7 @@ def finish(command, timeout, **options):
 
 def distopt_run(ranks, *script, timeout=30, **options):
     """(exit code, output) of ``distopt run``."""
-    return finish([sys.executable, "-m", "distopt.cli", "run", "-n", str(ranks), *map(str, script)], timeout, **options)
+    return finish([sys.executable, "-m", "distopt", "run", "-n", str(ranks), *map(str, script)], timeout, **options)
 
 
 def run_mpi(size, function, folder, *args, timeout=120, hosts=None):

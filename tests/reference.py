@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from distopt.cli.prove_references import (  # noqa: F401  those of optimizers, by the same name here
+from distopt.lab.commands.prove_references import (  # noqa: F401  those of optimizers, by the same name here
     adagrad,
     adam,
     adamw,

@@ -1,7 +1,7 @@
 """Writer of a rank's messages into its ledger, one entry for every call of a collective.
 
 A ``Meter`` knows sizes and formulas, and no communicator: ``Metered`` calls it for messages that were sent, and
-``distopt.volume`` for those of ranks that do not exist.
+``distopt.lab`` for those of ranks that do not exist.
 """
 
 from collections.abc import Callable, Sequence

@@ -35,7 +35,7 @@ from distopt.comm.communicator import (
     split,
     sum_in_rank_order,
 )
-from distopt.comm.control import LEAVE, LEAVING, ControlChannel, PeerLeft, agreed
+from distopt.comm.control import LEAVE, ControlChannel, PeerLeft, agreed
 from distopt.comm.epoch_ranks import EpochRanks
 from distopt.comm.gloo import NO_LIMIT, Messages, Ranks, TorchRanks, Works
 from distopt.comm.launchers import LOOPBACK, Meeting, meeting

@@ -22,7 +22,7 @@ from distopt.optim.foreign import is_torchs
 def record_if_asked(engine: Engine) -> None:
     """Let ``distopt record``, if it has started this process, have the gradients of an engine's steps."""
     if os.environ.get(RECORD):
-        from distopt.volume.tape.hook import record  # no other training loads it
+        from distopt.lab.tape.hook import record  # no other training loads it
 
         record(engine)
 
@@ -141,7 +141,7 @@ class Facade:
         of ``all_reduce`` and ``update``, are left out.
 
         The numbers are ``energy``, ``residual``, ``residual_ratio``, ``age`` and ``density``, of this rank or the mean
-        over virtual ones, and ``cosine``, of all ranks (``volume.observe.Quality`` says what they are); and with a
+        over virtual ones, and ``cosine``, of all ranks (``lab.observe.Quality`` says what they are); and with a
         ``Metered`` communicator ``payload`` and ``wire``, bytes since the start, as an ``Experiment`` wants them.  The
         training gets the same bits as without.  A step that is measured has one dense all-reduce more, each of its
         calls with ``sync_on_apply=False``, which is the phase 'quality' of a ledger, but none of those bytes.
@@ -166,7 +166,7 @@ class Facade:
             1 0.5
             True
         """
-        from distopt.volume.observe import observe  # most trainings never ask
+        from distopt.lab.observe import observe  # most trainings never ask
 
         observe(self.engine, callback, every)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import trainings
-from distopt.experiment import Experiment, read
-
 import volume
+
 from benchmarks.measure import interleaved
 from benchmarks.namespaces import bits_per_second, measured
 from distopt.comm import LocalCommunicator
-from distopt.volume import advise, buckets, measure, network
-from distopt.volume.cost.links import ETHERNET
+from distopt.experiment import Experiment, read
+from distopt.lab import advise, buckets, measure, network
+from distopt.lab.cost.links import ETHERNET
 
 HOSTS = Path(__file__).with_name("hosts.py")
 LIMIT = 600  # seconds of a round

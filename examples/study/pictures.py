@@ -8,7 +8,7 @@ from results import spoken
 
 from benchmarks.namespaces import bits_per_second
 from distopt import formatting
-from distopt.cli import plotting
+from distopt.lab.commands import plotting
 
 MARKED = (0, 1, 3, 7, 15, 31)  # epochs with a marker and a bar; the last one has them too
 

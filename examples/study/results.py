@@ -7,7 +7,7 @@ import trainings
 from hosts import ALONE
 
 from benchmarks.namespaces import bits_per_second
-from distopt.volume.cost.links import ETHERNET
+from distopt.lab.cost.links import ETHERNET
 
 
 class Steps:

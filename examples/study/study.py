@@ -25,7 +25,7 @@ from dgc import positive
 from threadpoolctl import threadpool_limits
 
 from benchmarks.namespaces import missing
-from distopt.cli import plotting
+from distopt.lab.commands import plotting
 
 LINKS = ["1gbit", "100mbit"]
 GRID_RATES = ["1gbit", "300mbit", "100mbit", "30mbit", "10mbit"]

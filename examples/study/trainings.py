@@ -7,13 +7,13 @@ import functools
 import itertools
 
 import numpy as np
+import volume
 from digits import Dense, Relu, digits
 
 import distopt
-import volume
 from distopt.compress import Chunks, ErrorFeedback, Packed, TopK
+from distopt.lab import mode
 from distopt.optim import SGD
-from distopt.volume import mode
 
 RANKS, WIDTH = 2, 1024
 NETWORK = f"64-{WIDTH}-{WIDTH}-10"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distopt.buckets import BucketSet, plan, unsharded
-from distopt.volume.models import resnet50
+from distopt.lab.models import resnet50
 
 
 def members(sizes, threshold, dtypes=None):

@@ -7,16 +7,17 @@ import sys
 import numpy as np
 import pytest
 
-from distopt.cli import bench, bench_kernels, bench_ranks, main
+from distopt.cli import main
 from distopt.comm import run_ranks
 from distopt.comm.communicator import NUMBERS, Wrapper
-from distopt.volume import fit
-from distopt.volume.cost import ALGORITHMS
+from distopt.lab import fit
+from distopt.lab.commands import bench, bench_kernels, bench_ranks
+from distopt.lab.cost import ALGORITHMS
 from launch import finish, needs_mpi
 
 
 def run_bench(*args, timeout=60):
-    return finish([sys.executable, "-m", "distopt.cli", "bench", *map(str, args)], timeout)
+    return finish([sys.executable, "-m", "distopt", "bench", *map(str, args)], timeout)
 
 
 @needs_mpi

@@ -11,15 +11,16 @@ import time
 import pytest
 
 import distopt
-from distopt.cli import doctor as doctor_command
-from distopt.cli import launcher, main
-from distopt.cli.launcher import Launcher, check_brands
-from distopt.cli.processes import descendants
+from distopt.cli import main
+from distopt.run import doctor as doctor_command
+from distopt.run import launcher
+from distopt.run.launcher import Launcher, check_brands
+from distopt.run.processes import descendants
 from launch import distopt_run, find_launcher, finish, needs_mpi
 
 
 def doctor(*args, **options):
-    return finish([sys.executable, "-m", "distopt.cli", "doctor", *args], 300, **options)
+    return finish([sys.executable, "-m", "distopt", "doctor", *args], 300, **options)
 
 
 @needs_mpi
@@ -144,7 +145,7 @@ def test_run_has_the_scripts_exit_code(code, tmp_path):
 def test_run_ends_a_job_at_its_time_limit(tmp_path):
     script = tmp_path / "sleep.py"
     script.write_text("import os, time, distopt; distopt.world(); print(os.getpid(), flush=True); time.sleep(60)")
-    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", "--timeout", "10", str(script)]
+    command = [sys.executable, "-m", "distopt", "run", "-n", "2", "--timeout", "10", str(script)]
     code, output = finish(command, 30)
     assert code == 124, output
     assert "not done after 10 s; ended the job" in output
@@ -158,7 +159,7 @@ def test_run_kills_ranks_that_ignore_signals(tmp_path):
         "import os, signal, time, distopt; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "distopt.world(); print(os.getpid(), flush=True); time.sleep(60)"
     )
-    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", "--timeout", "10", str(script)]
+    command = [sys.executable, "-m", "distopt", "run", "-n", "2", "--timeout", "10", str(script)]
     code, output = finish(command, 30)
     assert code == 124, output
     _all_gone(output)
@@ -189,7 +190,7 @@ def asked_to_end(number, rest, options, folder):
     """(exit code, what two ranks have printed until then) of a job that gets a signal."""
     script = folder / "script.py"
     script.write_text(f"import os, signal, sys, time, distopt; distopt.world(); print(os.getpid(), flush=True); {rest}")
-    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", *options, str(script)]
+    command = [sys.executable, "-m", "distopt", "run", "-n", "2", *options, str(script)]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = [job.stdout.readline() for _ in range(2 + 2 * ("print" in rest))]
     job.send_signal(number)
@@ -248,7 +249,7 @@ def test_a_real_mpiexec_of_the_other_brand_does_not_train():
     assert "a world of" not in output
 
 
-ADVISE = [sys.executable, "-m", "distopt.cli", "advise", "--no-measure"]
+ADVISE = [sys.executable, "-m", "distopt", "advise", "--no-measure"]
 
 
 @pytest.mark.thorough
@@ -281,7 +282,7 @@ def test_ctrl_c_exits_with_130_and_no_traceback(monkeypatch):
     def interrupted(*given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("distopt.cli.setting.wire", interrupted)
+    monkeypatch.setattr("distopt.lab.commands.setting.wire", interrupted)
     assert main(["volume"]) == 130
 
 

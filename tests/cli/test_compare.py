@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distopt import DistOpt, Parameter, formatting, run_ranks
-from distopt.cli import main, plotting
+from distopt.cli import main
 from distopt.comm import Metered
+from distopt.lab.commands import plotting
+from distopt.lab.experiment import Experiment, read
 from distopt.optim import SGD
-from distopt.volume.experiment import Experiment, read
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

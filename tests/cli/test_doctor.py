@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13]'")
 import cupy
 
-from distopt.cli import doctor, doctor_gpu
-from distopt.cli.finding import Finding
+from distopt.run import doctor, doctor_gpu
+from distopt.run.finding import Finding
 from doubles import gpu, nccl, shim
 from launch import TESTS
 
@@ -19,7 +19,7 @@ RUNTIME = cupy.cuda.runtime
 # What is before the trial in its process: doubles of cupy's runtime and of NCCL.
 DOUBLED = f"import sys; sys.path.insert(0, {str(TESTS)!r}); import launch; launch.extend_path(); import nccl_checks; "
 DOUBLED += "nccl_checks.install(processes=True); "
-RUN = "from distopt.cli import doctor_trial; doctor_trial.main()"
+RUN = "from distopt.run import doctor_trial; doctor_trial.main()"
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from distopt.cli import elastic_job
-from distopt.cli.elastic_job import ElasticJob
 from distopt.resilience import job
+from distopt.run import elastic_job
+from distopt.run.elastic_job import ElasticJob
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ import time
 import pytest
 from elastic_script import HEAD, all_gone, told
 
-from distopt.cli import elastic, main
-from distopt.cli.ends import Ends
-from distopt.cli.launcher import Launcher
+from distopt.cli import main
+from distopt.run import elastic
+from distopt.run.ends import Ends
+from distopt.run.launcher import Launcher
 from launch import distopt_run, find_launcher, has_mpi
 
 faults = pytest.mark.faults
@@ -258,7 +259,7 @@ class TestOverTorch:
         def start(text, ranks=3, interrupt=signal.SIG_DFL):
             script = tmp_path / "script.py"
             script.write_text(HEAD + "print('pid', os.getpid())\n" + text)
-            command = [sys.executable, "-m", "distopt.cli", "run", "-n", str(ranks), "--elastic", "--over", "torch"]
+            command = [sys.executable, "-m", "distopt", "run", "-n", str(ranks), "--elastic", "--over", "torch"]
             running = subprocess.Popen(
                 [*command, str(script)],
                 stdout=subprocess.PIPE,

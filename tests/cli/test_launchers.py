@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from test_watchdog import Mail, Watched
 
-from distopt.cli import doctor, job_folder, processes, segments
-from distopt.cli.ends import Ends, exit_code
-from distopt.cli.launcher import Launcher
 from distopt.comm import mpi_start
 from distopt.comm.world import _pick_group
 from distopt.resilience import abort as job_end
 from distopt.resilience import job, watchdog
 from distopt.resilience.operation_log import OperationLog, Recorder
 from distopt.resilience.timeouts import Limits
+from distopt.run import doctor, job_folder, processes, segments
+from distopt.run.ends import Ends, exit_code
+from distopt.run.launcher import Launcher
 from launch import distopt_run, needs_mpi
 
 
@@ -336,7 +336,7 @@ def test_a_job_removes_what_one_before_it_has_left_whose_launcher_was_killed(tmp
     script = tmp_path / "script.py"
     script.write_text("import distopt, sys, time\ndistopt.world().barrier()\nprint('met', flush=True)\ntime.sleep(60)")
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", str(script)]
+    command = [sys.executable, "-m", "distopt", "run", "-n", "2", str(script)]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as launcher:
         assert "met" in launcher.stdout.readline()
         (left,) = tmp_path.glob(f"{job_folder.PREFIX}*")

@@ -12,9 +12,10 @@ from multiprocessing.connection import Connection
 import pytest
 from elastic_script import HEAD, all_gone, told
 
-from distopt.cli import main, nodes
-from distopt.cli.nodes import Place, place
+from distopt.cli import main
 from distopt.comm.listener import TIMEVAL
+from distopt.run import nodes
+from distopt.run.nodes import Place, place
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch: pip install torch")
 
@@ -30,7 +31,7 @@ def start(tmp_path):
         with socket.create_server(("127.0.0.1", 0)) as free:
             at = f"127.0.0.1:{free.getsockname()[1]}"
         for node, (number, secret, count) in enumerate(zip(ranks, secrets, counts, strict=True)):
-            command = [sys.executable, "-m", "distopt.cli", "run", "-n", str(number), "--elastic", *options]
+            command = [sys.executable, "-m", "distopt", "run", "-n", str(number), "--elastic", *options]
             command += ["--nodes", str(count), "--node", str(node), "--at", at, str(script)]
             env = {**os.environ, "OMP_NUM_THREADS": "1", nodes.SECRET: secret, **environment}
             launchers.append(

@@ -11,13 +11,14 @@ import pytest
 
 from distopt import DistOpt, compress, optim
 from distopt.checkpoint import file, folder
-from distopt.cli import main, prove, prove_claims, prove_ranks, prove_references
-from distopt.cli.prove_claims import CLAIMS, Refuted, Trial
-from distopt.cli.prove_jobs import Ended
-from distopt.cli.prove_socket import SocketPair, connection
+from distopt.cli import main
 from distopt.comm import LocalCommunicator, run_ranks
 from distopt.comm.ledger import Ledger
 from distopt.compress import Compressor, TopK
+from distopt.lab.commands import prove, prove_claims, prove_ranks, prove_references
+from distopt.lab.commands.prove_claims import CLAIMS, Refuted, Trial
+from distopt.lab.commands.prove_jobs import Ended
+from distopt.lab.commands.prove_socket import SocketPair, connection
 from distopt.optim import SGD, adam
 from distopt.optim.adam import moments
 from launch import finish
@@ -250,7 +251,7 @@ def assert_all_hold(output):
 
 @pytest.mark.mpi
 def test_the_command_on_mpi_processes(tmp_path):
-    code, output = finish([sys.executable, "-m", "distopt.cli", "prove"], 300, cwd=tmp_path)
+    code, output = finish([sys.executable, "-m", "distopt", "prove"], 300, cwd=tmp_path)
     assert code == 0, output
     assert_all_hold(output)
     assert "not looked at: MPI" not in output
@@ -260,7 +261,7 @@ def test_the_command_on_mpi_processes(tmp_path):
 def test_the_command_where_there_is_no_mpi(tmp_path):
     """Ranks are processes with a connection, and a SIGKILL is a real one."""
     (tmp_path / "mpi4py.py").write_text("raise ImportError('it is not installed')")
-    code, output = finish([sys.executable, "-m", "distopt.cli", "prove"], 300, env={"PYTHONPATH": str(tmp_path)})
+    code, output = finish([sys.executable, "-m", "distopt", "prove"], 300, env={"PYTHONPATH": str(tmp_path)})
     assert code == 0, output
     assert_all_hold(output)
     assert re.search(

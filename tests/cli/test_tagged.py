@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from distopt.cli.tagged import Tagged
+from distopt.run.tagged import Tagged
 
 
 def copied(out, tagged):

@@ -12,14 +12,15 @@ import pytest
 
 import laws
 from distopt import DistOpt, simulate
-from distopt.cli import main, plotting
-from distopt.cli.volume import bar
+from distopt.cli import main
 from distopt.comm import LocalCommunicator
+from distopt.lab import advise, buckets, forecast, mode, network, shapes
+from distopt.lab.commands import plotting
+from distopt.lab.commands.volume import bar
+from distopt.lab.cost import ALGORITHMS, Link
+from distopt.lab.fit import Fit, Line, Piece
+from distopt.lab.tape import Tape, join, request
 from distopt.optim import SGD
-from distopt.volume import advise, buckets, forecast, mode, network, shapes
-from distopt.volume.cost import ALGORITHMS, Link
-from distopt.volume.fit import Fit, Line, Piece
-from distopt.volume.tape import Tape, join, request
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SHAPES = {"a": [30, 40], "b": [70]}
@@ -265,8 +266,8 @@ def refused(monkeypatch, *arguments):
     def never(*given):
         raise AssertionError("work began")
 
-    monkeypatch.setattr("distopt.cli.volume.rows", never)
-    monkeypatch.setattr("distopt.cli.setting.measure", never)
+    monkeypatch.setattr("distopt.lab.commands.volume.rows", never)
+    monkeypatch.setattr("distopt.lab.commands.setting.measure", never)
     return volume(*arguments)
 
 
@@ -294,7 +295,7 @@ def test_nothing_that_is_read_is_overwritten(monkeypatch, tmp_path, capsys, smal
 @pytest.mark.thorough
 def test_a_named_pipe_is_opened_once_for_json(tmp_path, small):
     os.mkfifo(tmp_path / "pipe")
-    command = [sys.executable, "-m", "distopt.cli", "volume", "--model", small, "--no-measure", "--json", "pipe"]
+    command = [sys.executable, "-m", "distopt", "volume", "--model", small, "--no-measure", "--json", "pipe"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as writer:
         assert json.loads((tmp_path / "pipe").read_text())["model"] == small
         assert writer.wait(60) == 0

@@ -10,8 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from distopt.cli.lines import Lines
-from distopt.cli.memberships import Memberships
+from distopt.run.lines import Lines
+from distopt.run.memberships import Memberships
 
 SCRIPT = str(Path(__file__).with_name("survivors_launch.py"))
 

@@ -13,9 +13,9 @@ import pytest
 from elastic_job import JOBS
 from survivors_launch import OPERATIONS
 
-from distopt.cli.launcher import find_launcher
 from distopt.comm import run_ranks
 from distopt.comm.board import HEAD, Board, RankEnded
+from distopt.run.launcher import find_launcher
 
 TRANSPORTS = [
     pytest.param("gloo", marks=[pytest.mark.torch, pytest.mark.thorough]),

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from distopt import compress
-from distopt.cli.prove_claims import EXACT, ROUNDED
 from distopt.comm.communicator import NUMBERS
 from distopt.compress import DCT, Compressor, Dense, ErrorFeedback, Int4, OneBit, Threshold, TopK, check
 from distopt.compress.checking import SUMMED
+from distopt.lab.commands.prove_claims import EXACT, ROUNDED
 from laws.modes import CAPTURED, DGC
 
 OTHERS = (

@@ -24,8 +24,8 @@ from distopt.exchange.cut import cut_for
 from distopt.exchange.step_traffic import step_messages
 from distopt.exchange.told import Told
 from distopt.kernels.layout import BucketLayout
+from distopt.lab.models import resnet50
 from distopt.optim import SGD
-from distopt.volume.models import resnet50
 
 SIZES = st.lists(st.sampled_from([0, 1, 5, 63, 64, 65, 100, 128, 700]), min_size=1, max_size=5)
 VALUES = np.array([0.0, -0.0, 1.0, -1.0, 0.25, 1e-30, np.inf, -np.inf, np.nan, 7.0])

@@ -13,16 +13,16 @@ PACKAGES = [
     f"distopt.{name}"
     for name in (
         *"buckets checkpoint comm compress device engine exchange".split(),
-        *"kernels optim resilience trainer volume".split(),
+        *"kernels lab optim resilience trainer".split(),
     )
 ]
 EXPORTING = [
-    "distopt.volume",
-    "distopt.volume.cost",
-    "distopt.volume.fit",
-    "distopt.volume.observe",
-    "distopt.volume.tape",
-    "distopt.volume.experiment",
+    "distopt.lab",
+    "distopt.lab.cost",
+    "distopt.lab.fit",
+    "distopt.lab.observe",
+    "distopt.lab.tape",
+    "distopt.lab.experiment",
     "distopt.buckets",
     "distopt.checkpoint",
     "distopt.comm",
@@ -42,7 +42,7 @@ OF_TORCH = (  # which import it
 )
 
 
-LONG = ("distopt.volume", "distopt.volume.advice", "distopt.volume.break_even")  # they search for break-evens
+LONG = ("distopt.lab", "distopt.lab.advice", "distopt.lab.break_even")  # they search for break-evens
 
 
 def modules():

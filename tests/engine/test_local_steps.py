@@ -12,8 +12,8 @@ from distopt import DistOpt, LocalSteps, Parameter, run_ranks, simulate_local
 from distopt.comm import Metered
 from distopt.compress import Chunks, DeepGradientCompression, Dense, ErrorFeedback, Half, Int8, Packed, TopK
 from distopt.engine.outer_loop import Windows, cut
+from distopt.lab.tape.join import join
 from distopt.optim import SGD, Adam, AdamW
-from distopt.volume.tape.join import join
 from launch import needs_mpi, run_mpi
 
 SHAPES = {"w": (7, 5), "b": (5,), "v": (300,), "s": ()}

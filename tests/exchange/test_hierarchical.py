@@ -23,9 +23,9 @@ from distopt.compress import (
 )
 from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import share_out
+from distopt.lab import buckets as planned
+from distopt.lab import mode, step_ledger
 from distopt.optim import SGD
-from distopt.volume import buckets as planned
-from distopt.volume import mode, step_ledger
 from launch import needs_mpi, run_mpi
 
 SHAPES = [(40, 50), (7,), (3, 5, 9), (1000,), (0,), ()]

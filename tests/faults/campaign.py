@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from distopt.cli.launcher import find_launcher
-from distopt.cli.processes import descendants
+from distopt.run.launcher import find_launcher
+from distopt.run.processes import descendants
 
 SCRIPT = """
 import os, signal, sys, time
@@ -78,7 +78,7 @@ def one(fault, delay, given, folder):
     script = folder / "script.py"
     script.write_text(SCRIPT)
     launcher = find_launcher()
-    start = [sys.executable, "-m", "distopt.cli", "run", "-n", "2"]
+    start = [sys.executable, "-m", "distopt", "run", "-n", "2"]
     if given.launcher == "bare":
         start = [*launcher.command(2), sys.executable]
     environment = launcher.environment(2) | {"DISTOPT_TIMEOUT": str(given.limit), "DISTOPT_FLIGHT": str(folder)}

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import losses
 
-from distopt.cli.processes import descendants
 from distopt.resilience import job as marks
+from distopt.run.processes import descendants
 
 LIMIT = 8.0  # DISTOPT_TIMEOUT of the jobs, which a rank that is stopped is given
 HUNG = 90.0  # seconds after which a job is given up
@@ -53,7 +53,7 @@ class Job:
 
     def __init__(self, kind, mode, over, ranks, folder, restarts=0):
         self.ranks, self.folder = ranks, folder
-        command = [sys.executable, "-m", "distopt.cli", "run", "-n", str(ranks), "--elastic", "--over", over]
+        command = [sys.executable, "-m", "distopt", "run", "-n", str(ranks), "--elastic", "--over", over]
         command += ["--restarts", str(restarts)] * bool(restarts)
         command += [__file__, "--rank", kind, mode, str(folder)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DISTOPT_TIMEOUT": str(LIMIT), "DISTOPT_FLIGHT": str(folder)}
@@ -202,7 +202,7 @@ def judge(kind, mode, ranks, victims, folder, about, said):
     for saved in (folder / "saved").glob("step*"):
         if (saved / "all").exists():
             found = subprocess.run(
-                [sys.executable, "-m", "distopt.cli", "inspect", str(saved)],
+                [sys.executable, "-m", "distopt", "inspect", str(saved)],
                 capture_output=True,
                 text=True,
                 check=False,

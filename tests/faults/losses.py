@@ -79,7 +79,7 @@ def main():
 
 def one(mode, over, ranks, kills, seed, folder, grow=False):
     """Start a job, kill ranks of it, and check what is left; return (ranks before, seconds) of each kill."""
-    command = [sys.executable, "-m", "distopt.cli", "run", "-n", str(ranks), "--elastic", "--over", over]
+    command = [sys.executable, "-m", "distopt", "run", "-n", str(ranks), "--elastic", "--over", over]
     command += ["--restarts", str(kills)] * grow
     rng, env = random.Random(f"{mode} {seed}"), {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
@@ -115,7 +115,7 @@ def vanish(mode, ranks, seed, folder):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DISTOPT_SECRET": f"{rng.random()}"}
     with two_hosts() as hosts, (folder / "output").open("w") as output:
         for node in (0, 1):
-            command = [sys.executable, "-m", "distopt.cli", "run", "-n", str(ranks // 2), "--elastic", "--nodes", "2"]
+            command = [sys.executable, "-m", "distopt", "run", "-n", str(ranks // 2), "--elastic", "--nodes", "2"]
             command += ["--node", str(node), "--at", f"{ADDRESSES[0]}:29400", __file__, "--rank", mode, str(folder)]
             jobs.append(subprocess.Popen(hosts.on(node, command), stdout=output, stderr=output, env=env))
         wait_for(ranks, folder, jobs[0])

@@ -169,7 +169,7 @@ TEXT = "import sys, distopt; print(f'{__name__} {sys.argv[1:]} {distopt.world().
 def test_run_starts_a_text_of_its_command_line_or_standard_input():
     code, output = distopt_run(2, "-c", TEXT, "-x", "a b", timeout=60)
     assert (code, output.count("__main__ ['-x', 'a b'] 2")) == (0, 2), output
-    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", "-", "-x"]
+    command = [sys.executable, "-m", "distopt", "run", "-n", "2", "-", "-x"]
     done = subprocess.run(command, input=TEXT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.count("__main__ ['-x'] 2")) == (0, 2), done
     code, output = distopt_run(2, "-c", "1 / 0", timeout=60)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from distopt.cli.ends import Fault
-from distopt.cli.run import Job
+from distopt.run.ends import Fault
+from distopt.run.run import Job
 from launch import distopt_run, find_launcher, finish
 
 pytestmark = pytest.mark.faults

@@ -6,7 +6,7 @@ import losses
 import pytest
 
 from benchmarks.namespaces import missing
-from distopt.cli.launcher import find_launcher
+from distopt.run.launcher import find_launcher
 
 MODES = ["dense", "top-K", "dgc", "local steps", "overlap", "three batches"]
 SHARED = "shared parameters of Adam with a buddy"

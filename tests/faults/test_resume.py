@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from distopt.checkpoint import folder, header
-from distopt.cli.launcher import find_launcher
-from distopt.cli.processes import RANK, descendants
+from distopt.run.launcher import find_launcher
+from distopt.run.processes import RANK, descendants
 from launch import distopt_run, finish
 
 pytestmark = pytest.mark.faults
@@ -65,7 +65,7 @@ def ended(job, log, patience=20.0):
 
 
 def launched():
-    return [sys.executable, "-m", "distopt.cli", "run", "-n", "2"]
+    return [sys.executable, "-m", "distopt", "run", "-n", "2"]
 
 
 def bare():

@@ -61,7 +61,7 @@ def runs(pid):
 
 
 def trace(folder):
-    code, output = finish([sys.executable, "-m", "distopt.cli", "trace", str(folder)], 30)
+    code, output = finish([sys.executable, "-m", "distopt", "trace", str(folder)], 30)
     assert code == 0, output
     return output
 
@@ -168,7 +168,7 @@ def test_a_time_limit_that_is_no_number_of_seconds_is_refused(job, given):
 
 @pytest.mark.parametrize("given", ["0", "never"])
 def test_a_time_limit_of_0_or_never_lets_ranks_wait(given, tmp_path):
-    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", "--timeout", "2.5", str(SCRIPT), "sleep", "1"]
+    command = [sys.executable, "-m", "distopt", "run", "-n", "2", "--timeout", "2.5", str(SCRIPT), "sleep", "1"]
     code, output = finish(command, 30, env={"DISTOPT_TIMEOUT": given, "DISTOPT_FLIGHT": str(tmp_path)})
     assert code == 124, output
     assert "distopt: rank" not in output
@@ -176,7 +176,7 @@ def test_a_time_limit_of_0_or_never_lets_ranks_wait(given, tmp_path):
 
 def test_time_while_the_whole_job_was_stopped_does_not_count(tmp_path):
     """As by Ctrl-Z."""
-    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", str(SCRIPT), "late", "1"]
+    command = [sys.executable, "-m", "distopt", "run", "-n", "2", str(SCRIPT), "late", "1"]
     environment = dict(os.environ) | {"DISTOPT_TIMEOUT": "3", "DISTOPT_FLIGHT": str(tmp_path)}
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     lines = [job.stdout.readline() for _ in range(2)]

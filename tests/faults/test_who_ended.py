@@ -87,7 +87,7 @@ def test_exit_codes_are_those_of_a_shell(run, number):
 def test_ranks_end_with_their_launcher(tmp_path, number):
     script = tmp_path / "script.py"
     script.write_text(HEAD + "print('pid', os.getpid(), flush=True)\ntime.sleep(120)\n")
-    command = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", str(script)]
+    command = [sys.executable, "-m", "distopt", "run", "-n", "2", str(script)]
     ignored = signal.SIGHUP, signal.SIGQUIT  # by what nohup starts, and by what a shell starts with &
     before = [signal.signal(n, signal.SIG_DFL) for n in ignored]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -174,7 +174,7 @@ def test_ranks_and_launcher_listen_on_the_loopback_interface_only(run):
         "        try: yield os.readlink(f'/proc/{pid}/fd/{fd}')\n"
         "        except OSError: pass\n"
         "def parents(pid):\n"
-        "    while pid > 1 and 'distopt.cli' not in open(f'/proc/{pid}/cmdline').read():\n"
+        "    while pid > 1 and '-m\\0distopt\\0' not in open(f'/proc/{pid}/cmdline').read():\n"
         "        yield pid\n"
         "        pid = int(open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1])\n"
         "step()\n"

@@ -8,7 +8,7 @@ import pytest
 import workers
 
 from distopt import device
-from distopt.cli.launcher import find_launcher
+from distopt.run.launcher import find_launcher
 from launch import has_mpi
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("loopback")]

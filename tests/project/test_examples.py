@@ -13,7 +13,7 @@ import pytest
 
 from distopt import DistOpt, run_ranks, simulate
 from distopt.comm import Metered
-from distopt.volume import experiment
+from distopt.lab import experiment
 from launch import PROJECT, distopt_run
 
 EXAMPLES = PROJECT / "examples"

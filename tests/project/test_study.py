@@ -9,9 +9,9 @@ import time
 
 import numpy as np
 import pytest
-from distopt.experiment import read
 
 from benchmarks.namespaces import missing
+from distopt.experiment import read
 from launch import PROJECT, finish
 
 STUDY = PROJECT / "examples" / "study"

@@ -10,7 +10,7 @@ pytest.importorskip("cupy", reason="cupy is missing: pip install 'distopt[cuda13
 import gpu_training
 import spawned
 
-from distopt.cli.launcher import find_launcher
+from distopt.run.launcher import find_launcher
 from doubles import shim
 from launch import PROJECT, needs_mpi
 

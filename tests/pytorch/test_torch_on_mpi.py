@@ -110,7 +110,7 @@ def test_ranks_of_distopt_run_inside_of_torchrun_are_mpis(tmp_path):
     """The innermost launcher is the one that started them."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(before=""))
-    inner = [sys.executable, "-m", "distopt.cli", "run", "-n", "2", str(script)]
+    inner = [sys.executable, "-m", "distopt", "run", "-n", "2", str(script)]
     (tmp_path / "outer.py").write_text(f"import subprocess\nsubprocess.run({inner}, check=True)")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     code, output = launch.finish([*torchrun, str(tmp_path / "outer.py")], 90, env={"OMP_NUM_THREADS": "1"})

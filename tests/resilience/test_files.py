@@ -16,10 +16,10 @@ from test_watchdog import record
 from distopt import DistOpt, Parameter, Tape, checkpoint, simulate
 from distopt.buckets import plan
 from distopt.cli import main
+from distopt.lab.experiment import Experiment, read
 from distopt.optim import SGD
 from distopt.resilience import files, flight_recorder, pending, strict_json
 from distopt.resilience.operation_log import Recorder
-from distopt.volume.experiment import Experiment, read
 from launch import finish, needs_mpi
 
 # ------------------------------------------------------------------------------------------------- what is no file
@@ -221,7 +221,7 @@ open("trace.safetensors", "w").write("precious")
 @needs_mpi
 def test_a_script_that_writes_where_its_tape_would_be_loses_nothing(tmp_path):
     (tmp_path / "script.py").write_text(OWN_TRACE)
-    code, output = finish([sys.executable, "-m", "distopt.cli", "record", "script.py"], 60, cwd=tmp_path)
+    code, output = finish([sys.executable, "-m", "distopt", "record", "script.py"], 60, cwd=tmp_path)
     assert code == 2, output
     assert "trace.safetensors is there and is no tape: it is not replaced; the tape is in trace-1.safetensors" in output
     assert (tmp_path / "trace.safetensors").read_text() == "precious"

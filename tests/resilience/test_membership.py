@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distopt.cli.lines import Lines
-from distopt.cli.memberships import Memberships
 from distopt.resilience import membership
 from distopt.resilience.job import AWAITED
 from distopt.resilience.membership import Epoch, Line, Membership
+from distopt.run.lines import Lines
+from distopt.run.memberships import Memberships
 
 # A history: each event is a member that asks, or is lost.
 EVENTS = st.lists(st.tuples(st.sampled_from(["ask", "lose"]), st.integers(0, 4)), max_size=40)

@@ -7,7 +7,7 @@ import pytest
 from cluster import lacks_pmix
 from slurm_jobs import Job
 
-from distopt.cli.launcher import find_launcher
+from distopt.run.launcher import find_launcher
 
 pytestmark = pytest.mark.slurm
 ENDLESS = 10**6

@@ -1,0 +1,1 @@
+"""The commands of ``distopt`` that measure, predict and compare: one file per command."""

@@ -1,0 +1,376 @@
+"""The bytes of a step by formula: to the byte what a ledger would count, without gradients and without ranks."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from distopt.buckets import plan
+from distopt.checks import check_int
+from distopt.comm.byte_counts import DIRECT
+from distopt.comm.ledger import Ledger
+from distopt.comm.message import MessageTag
+from distopt.comm.meter import Meter
+from distopt.engine.outer_loop import cut
+from distopt.exchange.hierarchical import node_ranks
+from distopt.exchange.step_traffic import StepMessage, node_messages, step_messages, summed_elements
+from distopt.exchange.traffic import Message
+from distopt.kernels.layout import BucketLayout
+from distopt.lab.modes import Mode
+
+T = TypeVar("T")
+COUNTS = "payload", "values", "indices", "sent", "received", "between"  # fields of a Forecast that add up
+MOST_RANKS = 65536  # whose messages are counted one by one
+
+
+class Sending(NamedTuple):
+    """The messages of one bucket, for predictions of how long they take.
+
+    Attributes:
+        elements: the elements of the bucket.
+        decompressed: bytes of payloads that arrive to be decompressed: their sum, or those of all ranks.
+        collectives: verbs and the bytes that they are given, as ``cost.seconds`` wants them.
+
+    Example:
+        >>> from distopt.lab import Sending
+        >>> Sending(1000, 4000, (("all_reduce", 4000),)).collectives
+        (('all_reduce', 4000),)
+    """
+
+    elements: int
+    decompressed: int
+    collectives: tuple[tuple[str, int], ...]
+
+
+class Forecast(NamedTuple):
+    """The bytes of one rank, the first, in a step; means where there are several steps.
+
+    Attributes:
+        payload: bytes that the rank hands to its communicator.
+        values: bytes of values in the payload.
+        indices: bytes of indices in the payload.
+        sent: bytes that the rank sends over the wire.
+        received: bytes that it receives.
+        between: the part of ``sent`` that goes to other hosts.
+        peak: the part of ``sent`` that one step sends at most: with local steps, that of a fragment's exchange.
+        dense: the payload of dense gradients.
+        fallen: the numbers of the buckets that are all-reduced as dense ones, because that is less, in one step at
+            least.
+
+    Example:
+        >>> from distopt.lab import buckets, forecast, mode
+        >>> found = forecast(buckets([("weight", (1000, 1000))]), mode("dgc=0.01"), ranks=4)
+        >>> found.payload, found.values, found.indices, found.dense
+        (63436, 49996, 13420, 4000000)
+    """
+
+    payload: float
+    values: float
+    indices: float
+    sent: float
+    received: float
+    between: float
+    peak: float
+    dense: int
+    fallen: tuple[int, ...]
+
+
+def forecast(
+    buckets: Sequence[BucketLayout],
+    mode: Mode,
+    ranks: int,
+    per_node: int = 1,
+    break_even: bool = True,
+    exchange: str = "auto",
+) -> Forecast:
+    """Count what ``step(loss, mode.compressor, break_even, exchange)`` sends of gradients in these buckets.
+
+    Wire bytes are those of a direct exchange (``cost.wire``).  How long the messages of entries are in two phases
+    depends on where they are: here they are spread evenly over what they are chosen from.
+
+    Args:
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode.
+        ranks: the number of ranks.
+        per_node: ranks on each host; bytes between these do not count as ``between``.
+        break_even: whether a bucket is all-reduced as dense where that is less.
+        exchange: 'gather', 'two_phase', 'nodes' or 'auto'.
+
+    Raises:
+        TypeError: a number is no integer.
+        ValueError: the bytes depend on the gradients, or a number is out of range.
+
+    Example:
+        >>> from distopt.lab import buckets, forecast, mode
+        >>> found = forecast(buckets([("weight", (1000, 1000))]), mode("dense"), ranks=4, per_node=2)
+        >>> found.payload, found.sent, found.between
+        (4000000, 6000000, 4000000)
+    """
+    apart = exchanges(buckets, mode)
+    ledgers = [exchange_ledger(those, mode, ranks, per_node, break_even, exchange) for those in apart]
+    found = [summary(ledger, those, mode, 1) for ledger, those in zip(ledgers, apart, strict=True)]
+    return found[0] if mode.windows.every == 1 else _over_window(found, buckets, mode)
+
+
+def _over_window(found: Sequence[Forecast], buckets: Sequence[BucketLayout], mode: Mode) -> Forecast:
+    """Return the bytes of the mean step of a window, of the forecasts of its exchanges."""
+    every = mode.windows.every
+    means = {name: _mean(sum(getattr(f, name) for f in found), every) for name in COUNTS}
+    dense = sum(bucket.extent * bucket.dtype.itemsize for bucket in buckets)
+    fallen = tuple(sorted({number for f in found for number in f.fallen}))
+    return Forecast(**means, peak=max(f.sent for f in found), dense=dense, fallen=fallen)
+
+
+def exchanges(buckets: Sequence[BucketLayout], mode: Mode) -> list[list[BucketLayout]]:
+    """Return the buckets of each exchange of a window: one exchange of all, or those of its fragments.
+
+    A bucket that two fragments share is cut where the second one begins.
+
+    Args:
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode.
+
+    Example:
+        >>> from distopt.lab import buckets, exchanges, mode
+        >>> there = buckets([("a", (300,)), ("b", (300,))])
+        >>> [[bucket.names for bucket in those] for those in exchanges(there, mode("local=10/2"))]
+        [[('a',)], [('b',)]]
+    """
+    if mode.windows.fragments == 1:
+        return [list(buckets)]
+    members = [(number, row) for number, bucket in enumerate(buckets) for row in range(len(bucket.names))]
+    nbytes = [math.prod(buckets[number].shapes[row]) * buckets[number].stored.itemsize for number, row in members]
+    found = []
+    for run in cut(nbytes, mode.windows.fragments):
+        rows_of: dict[int, list[int]] = {}
+        for number, row in (members[k] for k in run):
+            rows_of.setdefault(number, []).append(row)
+        if run:
+            found.append([_part(buckets[number], rows) for number, rows in rows_of.items()])
+    return found
+
+
+def _part(bucket: BucketLayout, rows: Sequence[int]) -> BucketLayout:
+    """Return a bucket of some of a bucket's members."""
+    names, shapes = [bucket.names[row] for row in rows], [bucket.shapes[row] for row in rows]
+    sizes = [math.prod(shape) for shape in shapes]
+    (spec,) = plan(names, sizes, [bucket.stored] * len(names), sum(sizes)).buckets
+    return BucketLayout(names, shapes, spec.offsets, bucket.stored)
+
+
+def summary(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: int) -> Forecast:
+    """Return the bytes of the mean step of a ledger.
+
+    Args:
+        ledger: the ledger of one rank.
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode of the steps.
+        steps: the number of steps in the ledger.
+
+    Example:
+        >>> from distopt.lab import buckets, forecast, mode, step_ledger, summary
+        >>> there, topk = buckets([("weight", (1000, 1000))]), mode("topk=0.01")
+        >>> summary(step_ledger(there, topk, ranks=4), there, topk, steps=1) == forecast(there, topk, ranks=4)
+        True
+    """
+    rows = [row for row in ledger.by("phase", "bucket", "verb") if row["phase"] == "gradients"]
+    total = {name: sum(row[name] for row in rows) for name in ("payload", "values", "indices", "sent", "received")}
+    between = sum(row["sent_between"] for row in rows)
+    nbytes = [bucket.extent * bucket.dtype.itemsize for bucket in buckets]
+    reduced = [row for row in rows if row["verb"] == "all_reduce"]
+    summed = {row["bucket"] for row in reduced if row["payload"] >= nbytes[row["bucket"]]}
+    fallen = [k for k in summed if summed_elements(mode.compressor, buckets[k])[0] != buckets[k].extent]
+    return Forecast(
+        **{name: _mean(count, steps) for name, count in total.items()},
+        between=_mean(between, steps),
+        peak=_mean(total["sent"], steps),
+        dense=sum(nbytes),
+        fallen=() if mode.compressor.summable else tuple(sorted(fallen)),
+    )
+
+
+def step_ledger(
+    buckets: Sequence[BucketLayout],
+    mode: Mode,
+    ranks: int,
+    per_node: int = 1,
+    break_even: bool = True,
+    exchange: str = "auto",
+) -> Ledger:
+    """Return the first rank's ledger of one step, without tensors and ideal bits, which depend on the data.
+
+    With local steps it is that of a window, whose exchanges are all there.
+
+    Args:
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode.
+        ranks: the number of ranks.
+        per_node: ranks on each host.
+        break_even: whether a bucket is all-reduced as dense where that is less.
+        exchange: 'gather', 'two_phase', 'nodes' or 'auto'.
+
+    Raises:
+        TypeError: a number is no integer.
+        ValueError: the bytes depend on the gradients, or a number is out of range.
+
+    Example:
+        >>> from distopt.lab import buckets, mode, step_ledger
+        >>> step_ledger(buckets([("weight", (1000, 1000))]), mode("dense"), ranks=4).report()
+        {'all_reduce': {'calls': 1, 'payload': 4000000, 'wire': 6000000}}
+    """
+    ledger = Ledger()
+    for those in exchanges(buckets, mode):
+        exchange_ledger(those, mode, ranks, per_node, break_even, exchange, ledger)
+    return ledger
+
+
+def exchange_ledger(
+    buckets: Sequence[BucketLayout],
+    mode: Mode,
+    ranks: int,
+    per_node: int,
+    break_even: bool,
+    exchange: str,
+    ledger: Ledger | None = None,
+) -> Ledger:
+    """Return the first rank's ledger of one exchange of these buckets, or write it to the one that is given.
+
+    Args:
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode.
+        ranks: the number of ranks.
+        per_node: ranks on each host.
+        break_even: whether a bucket is all-reduced as dense where that is less.
+        exchange: 'gather', 'two_phase', 'nodes' or 'auto'.
+        ledger: the ledger; None for a new one.
+
+    Raises:
+        TypeError: a number is no integer.
+        ValueError: the bytes depend on the gradients, or a number is out of range.
+    """
+    ledger = Ledger() if ledger is None else ledger
+    ranks, per_node = check_int("ranks", ranks, least=1), check_int("per_node", per_node, least=1)
+    if ranks > MOST_RANKS:
+        raise ValueError(f"ranks must be at most {MOST_RANKS}, got {ranks}")
+    hosts = [rank // per_node for rank in range(ranks)]
+    if exchange == "nodes":
+        nodes = len(node_ranks(hosts))
+        found = _known(node_messages(buckets, mode.compressor, nodes, ranks // nodes, break_even), mode)
+        inside = Meter(0, ranks // nodes, [0] * (ranks // nodes), DIRECT, ledger)
+        between = Meter(0, nodes, range(nodes), DIRECT, ledger)
+        sent = [(inside, found.sums), (between, found.between[0]), (inside, found.results)]
+    else:
+        sent = [(Meter(0, ranks, hosts, DIRECT, ledger), messages(buckets, mode, ranks, break_even, exchange))]
+    for meter, those in sent:
+        for number, message, breakdown in those:
+            with meter.tagged(MessageTag("gradients", 0, number)):
+                message.write(meter, breakdown)
+    return ledger
+
+
+def messages(
+    buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even: bool = True, exchange: str = "auto"
+) -> list[StepMessage]:
+    """Return the messages of a step.
+
+    Args:
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode.
+        ranks: the number of ranks.
+        break_even: whether a bucket is all-reduced as dense where that is less.
+        exchange: 'gather', 'two_phase' or 'auto'.
+
+    Raises:
+        ValueError: the lengths of the messages depend on the gradients; the text has a remedy.
+    """
+    if exchange == "nodes":
+        raise ValueError("exchange must be 'auto', 'gather' or 'two_phase' where seconds are predicted, got 'nodes'")
+    return _known(step_messages(buckets, mode.compressor, ranks, break_even, exchange), mode)
+
+
+def _known(found: T | None, mode: Mode) -> T:
+    """Return the messages of a mode; ValueError for None, if they depend on the gradients."""
+    if found is None:
+        raise ValueError(
+            f"mode must send as much whatever the gradients are, got {mode.name}; record some (distopt record) for "
+            "distopt volume --gradients, or count those of distopt.simulate"
+        )
+    return found
+
+
+def sendings(
+    buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even: bool = True, exchange: str = "auto"
+) -> list[Sending]:
+    """Return the messages that ``forecast`` counts, for predictions of how long they take.
+
+    Args:
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode.
+        ranks: the number of ranks.
+        break_even: whether a bucket is all-reduced as dense where that is less.
+        exchange: 'gather', 'two_phase' or 'auto'.
+
+    Returns:
+        One ``Sending`` per bucket, and a last one of no elements for messages of all buckets, if there are any; with
+        local steps those of all exchanges of a window.
+
+    Raises:
+        ValueError: the bytes depend on the gradients.
+
+    Example:
+        >>> from distopt.lab import buckets, mode, sendings
+        >>> sendings(buckets([("weight", (1000, 1000))]), mode("dense"), ranks=4)
+        [Sending(elements=1000000, decompressed=4000000, collectives=(('all_reduce', 4000000),))]
+    """
+    found = []
+    for those in exchanges(buckets, mode):
+        calls: dict[int | None, list[tuple[str, int]]] = {number: [] for number in range(len(those))}
+        for number, message, _ in messages(those, mode, ranks, break_even, exchange):
+            calls.setdefault(number, []).append(_call(message, ranks))
+        found += [_sending(0 if k is None else those[k].extent, mode, sends) for k, sends in calls.items()]
+    return found
+
+
+def observed(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: int) -> list[Sending]:
+    """Return the messages of the mean step of a ledger, as ``sendings`` does by formula.
+
+    Args:
+        ledger: the ledger of one rank.
+        buckets: the layouts of the buckets, in plan order.
+        mode: the compression mode of the steps.
+        steps: the number of steps in the ledger.
+
+    Returns:
+        One ``Sending`` per bucket, and a last one of no elements for messages of all buckets, if there are any.
+
+    Example:
+        >>> from distopt.lab import buckets, mode, observed, sendings, step_ledger
+        >>> there, topk = buckets([("weight", (1000, 1000))]), mode("topk=0.01")
+        >>> observed(step_ledger(there, topk, ranks=2), there, topk, steps=1) == sendings(there, topk, ranks=2)
+        True
+    """
+    calls: dict[int | None, list[tuple[str, int]]] = {number: [] for number in range(len(buckets))}
+    for row in ledger.by("phase", "bucket", "verb"):
+        if row["phase"] == "gradients":
+            more = row["received"] if row["verb"] in ("all_gather", "lengths") else 0  # those of all ranks
+            calls.setdefault(row["bucket"], []).append((row["verb"], (row["payload"] + more) // steps))
+    return [_sending(0 if k is None else buckets[k].extent, mode, sends) for k, sends in calls.items()]
+
+
+def _sending(elements: int, mode: Mode, calls: Sequence[tuple[str, int]]) -> Sending:
+    verbs = ("all_reduce",) if mode.compressor.summable else ("all_gather", "all_to_all")
+    timed = [("all_gather" if name == "lengths" else name, nbytes) for name, nbytes in calls]
+    return Sending(elements, sum(nbytes for name, nbytes in calls if name in verbs), tuple(timed))
+
+
+def _call(message: Message, ranks: int) -> tuple[str, int]:
+    match message.verb:
+        case "all_reduce":
+            return message.verb, message.elements * message.itemsize
+        case "all_gather" | "all_to_all":
+            return message.verb, sum(message.sizes)
+        case _:
+            return message.verb, 8 * ranks
+
+
+def _mean(count: int, steps: int) -> float:
+    return count // steps if count % steps == 0 else count / steps

@@ -1,0 +1,113 @@
+"""Call back with the quality of what is sent, at some steps."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from distopt.checks import check_int
+from distopt.comm import Communicator
+from distopt.comm.ledger import Ledger
+from distopt.comm.message import MessageTag
+from distopt.compress import Compressor
+from distopt.exchange import Algorithm
+from distopt.exchange.all_reduce import TravellingBucket
+from distopt.lab.observe.probe import ObservedSequentialReduce, ObservedShards, observed
+from distopt.lab.observe.quality import Quality
+from distopt.lab.sequential import SequentialReduce
+
+Callback = Callable[[int, Mapping[str, float]], object]
+
+
+class Observer:
+    """A measurement of every ``every``-th step, with a call behind it.
+
+    Args:
+        callback: gets the number of the step and the numbers of its ``Quality``; None to measure alone.
+        every: steps from one measurement to the next; 0 for none.
+
+    Raises:
+        TypeError: for a callback that cannot be called, and for an ``every`` that is no number.
+        ValueError: for an ``every`` below 0.
+
+    Example:
+        >>> from distopt.lab.observe import Observer
+        >>> observer = Observer(print, every=10)
+        >>> observer.begin(10, sent=True)
+        >>> observer.measures_step
+        True
+    """
+
+    def __init__(self, callback: Callback | None = None, every: int = 0):
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback must be callable with a step and its numbers, or None, got {callback!r:.60}")
+        self._callback, self.every = callback, check_int("every", every, least=0)
+        self._quality: Quality | None = None  # of a step that is measured
+        self._shards: ObservedShards | None = None
+
+    def begin(self, step: int, sent: bool, exchanges: int = 1) -> None:
+        """Begin step number ``step``, from 1, in which gradients are ``sent`` or not, in so many ``exchanges``.
+
+        Args:
+            step: number of the step, from 1.
+            sent: whether gradients are exchanged in this step.
+            exchanges: number of exchanges in the step.
+        """
+        self._quality = Quality(exchanges) if sent and self.every and step % self.every == 0 else None
+
+    @property
+    def measures_step(self) -> bool:
+        """Whether this step is measured."""
+        return self._quality is not None
+
+    def wrap(self, algorithm: Algorithm, compressor: Compressor) -> Algorithm:
+        """Return the algorithm that exchanges a bucket in this step, and measures it."""
+        if self._quality is None or compressor.lossless:
+            return algorithm
+        return observed(algorithm, self._quality)
+
+    def watch_shards(self, compressor: Compressor) -> ObservedShards | None:
+        """Return what watches an exchange in two phases, if this step is measured."""
+        self._shards = None if self._quality is None else ObservedShards(compressor, self._quality)
+        return self._shards
+
+    def compare(self, buckets: Sequence[TravellingBucket], add: Callable[[np.ndarray, MessageTag], None]) -> None:
+        """Compare the sums that an exchange in two phases has left with those of the gradients.
+
+        Args:
+            buckets: the buckets that took part.
+            add: adds up an array over ranks, if it is not that yet.
+        """
+        if self._shards:
+            self._shards.compare(buckets, add)
+            self._shards = None
+
+    def sequential(self, compressor: Compressor, scratch: Callable[[str, int], np.ndarray]) -> SequentialReduce:
+        """Return the exchange of a bucket in this step, of ranks that take turns in one process."""
+        if self._quality is None or compressor.lossless:
+            return SequentialReduce(compressor, scratch)
+        return ObservedSequentialReduce(compressor, scratch, self._quality)
+
+    def __repr__(self) -> str:
+        return f"observe(every={self.every})"
+
+    def report(self, step: int, comm: Communicator) -> None:
+        """Call back, if this step, which was applied, has been measured."""
+        quality, self._quality = self._quality, None
+        if quality and self._callback:
+            self._callback(step, quality.numbers() | _volume(comm))
+
+
+def _volume(comm: Communicator) -> dict[str, float]:
+    """Return the bytes of this rank's steps since the start, by name, if a ledger counts them."""
+    ledger = _ledger(comm)
+    if ledger is None:
+        return {}
+    total = ledger.total_of_steps()
+    return {"payload": total["payload"], "wire": total["sent"]}
+
+
+def _ledger(comm: Communicator | None) -> Ledger | None:
+    """Return the ledger of the first communicator that has one, from the outside."""
+    while comm is not None and not hasattr(comm, "ledger"):
+        comm = getattr(comm, "comm", None)
+    return getattr(comm, "ledger", None)

@@ -1,0 +1,112 @@
+"""The predicted time of a step: compressing, sending and decompressing, partly hidden behind the backward pass."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from distopt.kernels.layout import BucketLayout
+from distopt.lab.compute import FREE, Compute
+from distopt.lab.forecast import Sending, sendings
+from distopt.lab.modes import Mode
+from distopt.lab.network import Wire
+
+Computes = Mapping[tuple[str, float], Compute]  # by (kind of mode, density or 1)
+
+
+class Prediction(NamedTuple):
+    """The predicted seconds of a step.
+
+    Attributes:
+        wire: of all messages, by formula or by a fit.
+        compute: of compressing and decompressing, as measured on this machine, or 0.
+        exchange: from the start of the backward pass (if its time is given) to the mean of the last gradient.  The
+            optimizer's update and the overhead of Python are not included.
+
+    Example:
+        >>> from distopt.lab import Question, buckets, mode, network
+        >>> prediction = Question(buckets([("weight", (1000, 1000))]), 8, network("10GbE")).predict(mode("dense"))
+        >>> f"{prediction.wire * 1e3:.2f} ms of {prediction.exchange * 1e3:.2f} ms"
+        '6.49 ms of 6.49 ms'
+    """
+
+    wire: float
+    compute: float
+    exchange: float
+
+
+class Question(NamedTuple):
+    """The setting of a prediction: gradients, ranks and a network.
+
+    Attributes:
+        buckets: the gradients' buckets, in the order in which they are sent.
+        ranks: the number of ranks.
+        wire: the network, or a measured fit of one.
+        backward: the seconds of a backward pass, until the last gradient is ready.
+        computes: the measured compute cost by (kind of mode, density); 1 stands for a mode without a density.
+        overlap: whether buckets of modes without state travel while the backward pass goes on.
+        exchange: 'gather', 'two_phase' or 'auto', as of a step.
+
+    Example:
+        >>> from distopt.lab import Question, buckets, mode, network
+        >>> question = Question(buckets([("weight", (1000, 1000))]), 8, network("10GbE"), backward=0.01)
+        >>> f"{question.predict(mode('dense')).exchange * 1e3:.2f} ms"
+        '16.49 ms'
+    """
+
+    buckets: Sequence[BucketLayout]
+    ranks: int
+    wire: Wire
+    backward: float = 0.0
+    computes: Computes = MappingProxyType({})
+    overlap: bool = True
+    exchange: str = "auto"
+
+    def predict(self, mode: Mode) -> Prediction:
+        """Predict the seconds of a step in a mode."""
+        sent = sendings(self.buckets, mode, self.ranks, exchange=self.exchange)
+        return self.timed(sent, mode, self.compute(mode))
+
+    def compute(self, mode: Mode) -> Compute:
+        """Return the compute cost of a mode, interpolated between the densities at which its kind was measured.
+
+        If its kind was not measured, the cost is that of adding up the payloads that arrive.
+        """
+        known = sorted((d, measured) for (kind, d), measured in self.computes.items() if kind == mode.kind)
+        if not known:
+            return FREE if mode.compressor.summable else Compute(0.0, self.wire.link.reduction)
+        densities, measured = zip(*known, strict=True)
+        aim = mode.density or 1.0
+        return Compute(*(float(np.interp(aim, densities, column)) for column in zip(*measured, strict=True)))
+
+    def timed(self, sent: Sequence[Sending], mode: Mode, compute: Compute) -> Prediction:
+        """Predict the seconds of a step that sends the given buckets at the given compute cost.
+
+        With local steps they are those of the mean step of a window, which sends the buckets.
+        """
+        wire = [self._wire(sending) for sending in sent]
+        compute_seconds = [compute.seconds(sending) for sending in sent]
+        bucket_seconds = [w + o for w, o in zip(wire, compute_seconds, strict=True)]
+        end = (
+            self._behind(sent, bucket_seconds)
+            if self.overlap and mode.overlaps_backward and len(sent) == len(self.buckets)
+            else self.backward + sum(bucket_seconds)
+        )
+        every = mode.windows.every  # steps share what is sent behind one of them
+        mean = self.backward + (end - self.backward) / every
+        return Prediction(sum(wire) / every, sum(compute_seconds) / every, mean if every > 1 else end)
+
+    def _wire(self, sending: Sending) -> float:
+        return sum(self.wire.seconds(verb, nbytes, self.ranks) for verb, nbytes in sending.collectives)
+
+    def _behind(self, sent: Sequence[Sending], bucket_seconds: Sequence[float]) -> float:
+        """Return the end, in seconds from the start of the backward pass, of buckets sent one after the other.
+
+        Each starts as soon as its gradients are ready, which come at an even pace, element by element.
+        """
+        total, ready, end = max(1, sum(sending.elements for sending in sent)), 0, 0.0
+        for sending, seconds in zip(sent, bucket_seconds, strict=True):
+            ready += sending.elements
+            end = max(end, self.backward * (ready / total)) + seconds
+        return end

@@ -1,0 +1,554 @@
+"""Virtual ranks: P ranks that train one model, one after the other, in one process."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import numpy as np
+
+from distopt import device
+from distopt.buckets import Bucket, Reduced, unsharded
+from distopt.checks import check_int
+from distopt.comm import Communicator, LocalCommunicator, objects
+from distopt.comm.communicator import (
+    Groups,
+    Ragged,
+    as_flat,
+    check_root,
+    flat_parts,
+    group_of,
+    split,
+    sum_in_rank_order,
+)
+from distopt.comm.control import by_rank
+from distopt.comm.ledger import KEEP, Ledger
+from distopt.comm.local import LocalControl
+from distopt.comm.message import MessageTag
+from distopt.comm.meter import Meter
+from distopt.compress import Compressor
+from distopt.compress.context import State
+from distopt.compress.dgc import DECAY
+from distopt.dist_opt import SingaModes
+from distopt.engine.bucket_store import Packing
+from distopt.engine.engine import Engine
+from distopt.engine.reducers import Reducer, Reducers, Vote
+from distopt.engine.retries import Copies
+from distopt.engine.spec import GradientHook, Options, StepSpec
+from distopt.exchange.all_reduce import TravellingBucket
+from distopt.exchange.choice import TwoPhase
+from distopt.exchange.cut import Borders
+from distopt.exchange.hierarchical import NodeExchange, node_ranks
+from distopt.exchange.two_phase import Owned
+from distopt.lab.observe import QualityHook
+from distopt.lab.sequential import (
+    SequentialBuckets,
+    SequentialChoice,
+    SequentialExchange,
+    SequentialReduce,
+    SequentialTwoPhase,
+)
+from distopt.lab.sequential_nodes import SequentialNodes, move_states
+from distopt.optim import SGD, AnyOptimizer
+
+Losses = Callable[[int], Any]
+
+
+class VirtualControl(LocalControl):
+    """Votes of ranks that all say the same, but for the one whose turn it is."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+
+    def gather_texts(self, lines: Sequence[str], make: Callable[[], str]) -> list[str]:
+        """Return this rank's text once for each rank: all make the same."""
+        return [make()] * self.size
+
+
+class VirtualRanks(LocalCommunicator):
+    """Communicator of ranks that take turns in one process.
+
+    There is one copy of what they have alike, so a collective is one to which all of them bring the same array.  What
+    they have apart, their gradients, ``SequentialReducer`` exchanges.
+
+    Args:
+        size: the number of ranks.
+        hosts: the machine of each rank, as numbers; empty for one machine.
+        keep: the number of entries that the ledger keeps.
+
+    Attributes:
+        in_loss: whether a rank's loss is being asked for its gradients.
+        ledger: the messages of rank 0.
+        meter: what writes them.
+    """
+
+    may_overlap = False  # a bucket is sent when the last rank has brought its own
+    in_loss = False
+
+    def __init__(self, size: int, hosts: Sequence[int], keep: int):
+        super().__init__(reason="virtual ranks")
+        self.size, self._hosts, self.control = size, hosts, VirtualControl(size)
+        self.ledger = Ledger(keep)
+        self.meter = Meter(0, size, self.hosts, self.algorithm, self.ledger)
+
+    def set_rank(self, rank: int) -> None:
+        """Make this the rank whose turn it is."""
+        self.rank = self.control.rank = rank
+
+    def tagged(self, tag: MessageTag) -> AbstractContextManager[None]:
+        """Return a context whose messages the ledger has under this tag."""
+        return self.meter.tagged(tag)
+
+    def broadcast(self, x: np.ndarray, root: int = 0) -> None:
+        """Leave x as it is, since all have the one copy; the ledger has what it takes to send it."""
+        as_flat(x, gpu=device.gpu_of(x))
+        check_root(root, self.size)
+        self.meter.broadcast(x.size, x.itemsize, root)
+
+    def all_reduce(self, x: np.ndarray) -> None:
+        """Replace x, in place, by the sum of as many of it as there are ranks."""
+        flat = self._alike(as_flat(x, gpu=device.gpu_of(x)))
+        device.copy(flat, sum_in_rank_order([flat] * self.size))
+        self.meter.all_reduce(x.size, x.itemsize)
+
+    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
+        """Return a flat copy of x for each rank."""
+        flat = self._alike(as_flat(x, writable=False, gpu=device.gpu_of(x)))
+        memory = device.empty(flat.size * self.size, flat.dtype, like=flat) if into is None else into
+        parts = split(memory, [flat.size] * self.size)
+        for part in parts:
+            device.copy(part, flat)
+        self.meter.all_gather([x.nbytes] * self.size, self.meter.breakdown(x))
+        return parts
+
+    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
+        """Return, from each rank, a flat copy of its part for this one."""
+        flat = flat_parts(parts, self.size, device.gpu_of(parts[0]) if parts else None)
+        part = self._alike(flat[self.rank])
+        self.meter.all_to_all([x.nbytes for x in flat], [part.nbytes] * self.size)
+        return [device.copied(part) for _ in range(self.size)]
+
+    def make_subgroup(self, groups: Groups) -> Communicator:
+        """Make virtual ranks of a group, with the same ledger."""
+        members = group_of(self.rank, groups)
+        group = VirtualRanks(len(members), [self.hosts[member] for member in members], KEEP)
+        group.ledger = group.meter.ledger = self.ledger
+        return group
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return a copy of the value, which all have alike."""
+        check_root(root, self.size)
+        return objects.decode(objects.encode(value))
+
+    def peers(self, x: np.ndarray) -> None:  # type: ignore[override]
+        """Return None: the others have no memory of their own."""
+
+    def _alike(self, x: np.ndarray) -> np.ndarray:
+        """Return x, which all ranks have alike; RuntimeError where one alone may have it."""
+        if self.in_loss:
+            raise RuntimeError(
+                "collectives of virtual ranks must be outside of their losses, got one in the middle of a step; call "
+                "it before or after the step"
+            )
+        return x
+
+
+class VirtualLosses:
+    """The losses of all ranks in one step, and what compressors keep of each rank between steps.
+
+    Args:
+        engine: the engine of the steps.
+        ranks: the ranks.
+
+    Attributes:
+        states: what compressors keep, by rank and bucket.
+    """
+
+    def __init__(self, engine: Engine, ranks: VirtualRanks):
+        self._collector, self._ranks = engine.store.collector, ranks
+        self._losses: Losses = lambda rank: ()
+        self._makes_plan = True
+        self.states: list[list[State]] = []
+        self._copies, self._before = Copies(), list[tuple[State, State]]()
+
+    def begin(self, losses: Losses) -> None:
+        """Begin a step of these losses."""
+        self._losses, self._makes_plan = losses, not self._collector.order
+
+    def states_of(self, buckets: int) -> list[list[State]]:
+        """Return what compressors keep, by rank and bucket."""
+        self.states = self.states or [[{} for _ in range(buckets)] for _ in range(self._ranks.size)]
+        return self.states
+
+    def keep_states(self) -> None:
+        """Copy what compressors keep, before a step changes it."""
+        self._copies.forget()
+        self._before = [(state, dict(state)) for of_rank in self.states for state in of_rank]
+        self._copies.keep(*[x for _, arrays in self._before for x in arrays.values()])
+
+    def put_states_back(self) -> None:
+        """Let what compressors keep be what it was when it was copied."""
+        self._copies.put_back()
+        for state, arrays in self._before:
+            state.clear()
+            state.update(arrays)
+
+    def pairs(self, rank: int) -> list[Any]:
+        """Return the pairs of a rank's loss."""
+        self._ranks.in_loss = True
+        try:
+            return self._collector.read(self._losses(rank))
+        finally:
+            self._ranks.in_loss = False
+
+    def collect(self, rank: int) -> None:
+        """Collect gradients of the parameters that the first rank has; in the step that makes the plan, in its order.
+
+        Raises:
+            ValueError: a parameter has another array than the first rank's, or another place in that order.
+        """
+        pairs, collector = self.pairs(rank), self._collector
+        first = collector.values.addresses
+        collector.collect(pairs)
+        order = list(collector.order.items())
+        for k in np.flatnonzero(collector.values.addresses != first):
+            name, known = order[k]
+            if known.value.nbytes:
+                raise ValueError(
+                    f"{name} must be rank 0's array, got another one; virtual ranks have one model, whose parameters "
+                    "all their losses give"
+                )
+        if self._makes_plan:
+            names = [collector.identify(param)[0] for param, _ in pairs]
+            both = itertools.zip_longest(collector.order, names, fillvalue="nothing")
+            for place, (expected, got) in enumerate(both):
+                if got != expected:
+                    raise ValueError(f"ranks differ: rank 0 has parameter {place} = {expected}, this one has {got}")
+
+
+class SequentialReducer(Reducer):
+    """Reducer that brings one rank after the other, and adds up what each of them sends.
+
+    Args:
+        engine: of the steps.
+        ranks: the ranks.
+        losses: of all ranks.
+        compressor: what is sent.
+        spec: what the step is.
+        make: makes the exchange of a step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        ranks: VirtualRanks,
+        losses: VirtualLosses,
+        compressor: Compressor,
+        spec: StepSpec,
+        make: Callable[[], SequentialExchange],
+    ):
+        self._engine, self._ranks, self._losses = engine, ranks, losses
+        self._compressor, self._spec, self._make = compressor, spec, make
+
+    def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
+        engine, compressor = self._engine, self._compressor
+        kept = [[compressor.kept(state) for state in states] for states in self._losses.states_of(len(arrays))]
+        exchange, nonfinite = self._make(), [""]
+        self._losses.keep_states()
+        if compressor.has_hooks:
+            for x, state, context, _ in self._travelling(kept[0]):
+                compressor.begin(x, state, context)
+        try:
+            for rank, states in enumerate(kept):
+                self._ranks.set_rank(rank)
+                if rank:
+                    nonfinite.append(self._collect_and_pack(rank))
+                if not any(nonfinite):
+                    exchange.add(self._travelling(states))
+            self._ranks.set_rank(0)
+            engine.nonfinite.accepts(by_rank(nonfinite))
+        except Exception:  # which P ranks raise before any of them has changed
+            self._losses.put_states_back()
+            engine.accumulator.reset(engine.store.buckets)
+            raise
+        finally:
+            self._ranks.set_rank(0)
+        travelling = self._travelling(kept[0])
+        exchange.write_sums(travelling, kept)
+        exchange.write_messages(self._ranks.meter, travelling, engine.step_context.tag())
+        for hook in engine.hooks:
+            if isinstance(hook, QualityHook):
+                hook.observer.compare(travelling, self._write_dense)
+        if compressor.has_hooks:
+            for x, state, context, _ in travelling:
+                compressor.finish(x, state, context)
+        return map(unsharded, arrays)
+
+    def _write_dense(self, dense: np.ndarray, tag: MessageTag) -> None:
+        """Write the sum of gradients as they were, which is there, to the ledger."""
+        with self._ranks.meter.tagged(tag):
+            self._ranks.meter.all_reduce(dense.size, dense.itemsize)
+
+    def _travelling(self, states: Sequence[State]) -> list[TravellingBucket]:
+        """Return the buckets of the rank whose turn it is."""
+        step = self._engine.step_context
+        return [
+            (bucket.gradient, state, step.exchange_context(bucket, self._ranks, self._compressor), step.tag(bucket))
+            for bucket, state in zip(self._engine.store.buckets, states, strict=True)
+        ]
+
+    def nonfinite(self, sums: list[Reduced]) -> str:
+        """Return a text on sums that are not finite, after a pass over each, which is little here; '' for none."""
+        progress = self._engine.progress
+        nonfinite = self._engine.store.check.nonfinite_sums(sums, True)
+        if nonfinite and self._compressor.stateful:
+            lost = f"what the ranks sent in step {progress.updates + 1} is lost: {nonfinite}"
+            progress.fail(f"{lost}; {progress.remedy}")
+        return nonfinite
+
+    def _collect_and_pack(self, rank: int) -> str:
+        """Collect and pack the gradients of a rank, or raise what they raise on P ranks; say what is not finite."""
+        engine, store = self._engine, self._engine.store
+        store.clear_counts()
+        try:
+            self._losses.collect(rank)
+            packing = Packing(1.0 / engine.nonfinite.policy.divisor, True, self._spec.clip_value)
+            store.pack_all(packing, multipliers=self._compressor.has_hooks)
+            return store.check.nonfinite_gradients()
+        except Exception as error:
+            engine.agree(engine.progress.name, engine.progress.calls, error)
+            raise
+
+
+class SequentialReducers(Reducers):
+    """Choice of a reducer for each step, which is always the sequential one.
+
+    Attributes:
+        losses: the losses of all ranks in the present step.
+    """
+
+    all_have_voted = False  # but for rank 0 they bring their gradients later
+
+    def __init__(self, engine: Engine, ranks: VirtualRanks):
+        super().__init__(engine.comm, engine.step_context, engine.accumulator, overlap=False, everywhere=True)
+        self._engine, self._ranks, self.losses = engine, ranks, VirtualLosses(engine, ranks)
+        self._owned_by_rank: list[Owned] = [{} for _ in range(ranks.size)]
+
+    def in_shared_memory(self, compressor: Compressor) -> bool:
+        return False
+
+    def by_nodes(self, compressor: Compressor, spec: StepSpec) -> NodeExchange | None:
+        plan = super().by_nodes(compressor, spec)
+        hosts = list(self._ranks.hosts)
+        if plan and [hosts[rank] for group in node_ranks(hosts) for rank in group] != hosts:
+            raise ValueError(f"hosts must stand one after the other for virtual ranks by nodes, got {hosts}")
+        return plan
+
+    def choose(self, compressor: Compressor, spec: StepSpec, check_finite: bool, vote: Vote) -> Reducer:
+        by_nodes, buckets = self.by_nodes(compressor, spec), list(self._engine.store.buckets)
+
+        def make() -> SequentialExchange:
+            if by_nodes:
+                return self._by_nodes(by_nodes, buckets, spec)
+            phases = self.two_phases(compressor, spec)
+            return self._sequential(phases, compressor, buckets, self._owned_by_rank, self.borders, spec)
+
+        sent = by_nodes.compressor if by_nodes else compressor
+        return SequentialReducer(self._engine, self._ranks, self.losses, sent, spec, make)
+
+    def _sequential(
+        self,
+        phases: TwoPhase | None,
+        compressor: Compressor,
+        buckets: Sequence[Bucket],
+        owned: Sequence[Owned],
+        borders: Borders,
+        spec: StepSpec,
+    ) -> SequentialExchange:
+        """Return an exchange of these buckets, for which ``phases`` was chosen."""
+        alone = [bucket for k, bucket in enumerate(buckets) if not phases or k not in phases.buckets]
+        one_by_one = SequentialBuckets(compressor, [self._turns(compressor, b) for b in alone], spec.break_even)
+        if not phases:
+            return one_by_one
+        watches = [watch for hook in self._engine.hooks if (watch := hook.watch_shards(compressor))]
+        together = SequentialTwoPhase(compressor, phases.codec, owned, borders, watches)
+        return SequentialChoice(together, one_by_one, phases.buckets)
+
+    def _by_nodes(self, plan: NodeExchange, buckets: Sequence[Bucket], spec: StepSpec) -> SequentialNodes:
+        """Return an exchange by nodes, once states lie where it needs them."""
+        per_node, kept = len(plan.shares), self.losses.states_of(len(buckets))
+        move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, (DECAY,), self._owned_by_rank)
+        kept = [[plan.compressor.kept(state) for state in states] for states in kept]
+        columns = []
+        for place, (share, phases) in enumerate(zip(plan.shares, plan.phases, strict=True)):
+            owned, mine = self._owned_by_rank[place::per_node], [buckets[k] for k in share]
+            columns.append(self._sequential(phases, plan.compressor, mine, owned, Borders(), spec))
+        return SequentialNodes(plan.shares, self._ranks.size // per_node, columns, kept)
+
+    def _turns(self, compressor: Compressor, bucket: Bucket) -> SequentialReduce:
+        hooks = [hook for hook in self._engine.hooks if isinstance(hook, QualityHook)]
+        return (
+            hooks[0].observer.sequential(compressor, bucket.scratch)
+            if hooks
+            else SequentialReduce(compressor, bucket.scratch)
+        )
+
+
+class Simulation(SingaModes):
+    """A ``DistOpt`` for P ranks without P processes, whose losses are functions of the rank.
+
+    It has ``step(losses, compressor)`` and every other step but a partial one, where ``losses(r)`` is what rank r would
+    give to its own, with the same parameters for all.  The ranks go one after the other through the same packing,
+    compression and decompression, bucket by bucket; there is one copy of the parameters, of the optimizer's state, of
+    gradients and of their sum, and only what a compressor keeps is there P times.  Parameters have the bits that P
+    ranks get with ``deterministic=True``.
+
+    What a compressor keeps is in no ``state_dict``, so the plan is fixed by the first step, and there are no
+    checkpoints, and no tape is recorded.  A loss that raises or is not finite raises what it does on P ranks, and ends
+    the simulation if it is not the first rank's: those before it have gone on.  A sum over ranks that is not finite is
+    refused, and ends it too where something was left behind.
+
+    Args:
+        size: the number of ranks.
+        opt: the optimizer; by default ``SGD()``.
+        threshold: the number of elements that fill a bucket.
+        nonfinite: 'raise' or 'propagate': what becomes of gradients that are not finite.
+        allow_missing: whether parameters may have no gradient in a step.  Other than with ``DistOpt`` it counts as
+            zeros also where no rank has one, since virtual ranks bring their gradients one after the other.
+        clip_norm: the largest global norm of the mean gradient; None for any.
+        gradient_hook: changes mean gradients, as in ``DistOpt``.
+        hosts: the machine of each rank, as numbers; empty for one machine.
+        keep: the number of entries that the ledger keeps.
+
+    Attributes:
+        communicator: the ranks.  A collective of theirs is one to which all bring the same array.
+        ledger: the messages that rank 0 would exchange with the others, by direct exchange.  How long they would take
+            is not measured but predicted (``distopt.cost``).
+
+    Raises:
+        ValueError: there is less than one rank, ``hosts`` are not one number per rank, or an option is out of range.
+        TypeError: an argument has the wrong type.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        opt: AnyOptimizer | None = None,
+        *,
+        threshold: int = 2097152,
+        nonfinite: str = "raise",
+        allow_missing: bool = False,
+        clip_norm: float | None = None,
+        gradient_hook: GradientHook | None = None,
+        hosts: Sequence[int] = (),
+        keep: int = KEEP,
+    ):
+        if nonfinite not in ("raise", "propagate"):
+            raise ValueError(f"nonfinite must be 'raise' or 'propagate' for virtual ranks, got {nonfinite!r}")
+        ranks = VirtualRanks(check_int("size", size, least=1), checked_hosts(hosts, size), keep)
+        options = {
+            "nonfinite": nonfinite,
+            "allow_missing": allow_missing,
+            "clip_norm": clip_norm,
+            "gradient_hook": gradient_hook,
+        }
+        engine = virtual_engine(opt, ranks, Options.checked(ranks, **options), threshold)  # type: ignore[arg-type]
+        super().__init__(engine, options | {"threshold": threshold})
+        self._losses = virtual_losses(engine)
+        self.communicator, self.ledger = ranks, ranks.ledger
+
+    @property
+    def world_size(self) -> int:
+        """The number of virtual ranks."""
+        return self.communicator.size
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """Return the bytes that rank 0 would have exchanged since the start, as ``Metered.report`` does."""
+        return self.ledger.report()
+
+    def run(self, loss: Any, spec: StepSpec) -> bool:
+        """Make one step of all ranks; ``loss`` is a callable of the rank."""
+        if not callable(loss):
+            raise TypeError(f"the losses of virtual ranks must be a callable of the rank, got {type(loss).__name__}")
+        if self.communicator.in_loss:
+            raise RuntimeError(
+                "steps of virtual ranks must be outside of their losses, got one in the middle of a step"
+            )
+        threshold, planned = spec.threshold, self.engine.store.threshold
+        threshold = self.threshold if threshold is None else check_int("threshold", threshold, least=0)
+        if self._losses.states and threshold != planned:
+            raise ValueError(f"threshold must stay {planned} with virtual ranks, got {threshold}")
+        return run_virtual(self.engine, loss, spec)
+
+
+def virtual_engine(opt: AnyOptimizer | None, ranks: VirtualRanks, options: Options, threshold: int) -> Engine:
+    """Return an engine whose steps are those of all virtual ranks.
+
+    Args:
+        opt: the optimizer; None for ``SGD()``.
+        ranks: the ranks.
+        options: what a user has chosen.
+        threshold: the number of elements that fill a bucket.
+    """
+    return Engine(
+        SGD() if opt is None else opt,
+        ranks,
+        options,
+        threshold=check_int("threshold", threshold, least=0),
+        remedy="start anew",
+        make_reducers=lambda engine: SequentialReducers(engine, ranks),
+    )
+
+
+def virtual_losses(engine: Engine) -> VirtualLosses:
+    """Return the losses of a ``virtual_engine``."""
+    return cast(SequentialReducers, engine.reducers).losses
+
+
+def run_virtual(engine: Engine, losses: Losses, spec: StepSpec) -> bool:
+    """Make one step of all ranks of a ``virtual_engine``; tell if an update was applied.
+
+    Args:
+        engine: the engine.
+        losses: returns the loss of a rank.
+        spec: what the step is.
+    """
+    of_ranks = virtual_losses(engine)
+    of_ranks.begin(losses)
+    return engine.step(lambda: of_ranks.pairs(0), spec)
+
+
+def checked_hosts(hosts: Sequence[int], size: int) -> list[int]:
+    """Return the machine of each rank, as numbers; TypeError or ValueError for what is not one number per rank."""
+    numbers = hosts.tolist() if isinstance(hosts, np.ndarray) else hosts
+    if not isinstance(numbers, Sequence) or isinstance(numbers, str | bytes):
+        raise TypeError(f"hosts must be a sequence of numbers, one per rank, got {hosts!r:.60}")
+    if len(numbers) not in (0, size):
+        raise ValueError(f"hosts must be one number per rank, {size} of them, got {len(numbers)}")
+    return [check_int(f"hosts[{rank}]", host, least=0) for rank, host in enumerate(numbers)]
+
+
+def simulate(size: int, opt: AnyOptimizer | None = None, **options: Any) -> Simulation:
+    """Return virtual ranks that train with one optimizer.
+
+    Args:
+        size: the number of ranks.
+        opt: the optimizer; by default ``SGD()``.
+        **options: the keyword arguments of ``Simulation``.
+
+    Raises:
+        ValueError: there is less than one rank, ``hosts`` are not one number per rank, or an option is out of range.
+        TypeError: an argument has the wrong type.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt import Parameter, simulate
+        >>> from distopt.optim import SGD
+        >>> p, sim = Parameter("w", np.zeros(1, np.float32)), simulate(3, SGD(1.0))
+        >>> sim(lambda rank: [(p, np.full(1, rank, np.float32))])
+        True
+        >>> p.data  # minus the mean of 0, 1 and 2
+        array([-1.], dtype=float32)
+    """
+    return Simulation(size, opt, **options)

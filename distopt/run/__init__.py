@@ -1,0 +1,1 @@
+"""Start the processes of a job, watch over them, and look at what they left."""

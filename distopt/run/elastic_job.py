@@ -1,0 +1,304 @@
+"""A job of ranks that go on without those that are lost: what is said of these, and its exit code."""
+
+import math
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from distopt.resilience import job
+from distopt.resilience.report import waiting
+from distopt.resilience.timeouts import VARIABLE, limits
+from distopt.resilience.watchdog import EXIT as TOO_LATE
+from distopt.run.ends import exit_code
+from distopt.run.processes import END_SECONDS, GRACE, POLL_SECONDS, TIMED_OUT, handling_signals, say
+
+HEARING = 0.5  # seconds for all ranks that wait for too long to say so
+RECOVERY = 5.0  # seconds for ranks that have waited for too long to notice that another one has ended meanwhile
+MOMENT = 0.05  # seconds in which ranks raise an error that all of them have
+UNSENT = "whatever it had not sent yet"
+
+
+class AllEnds(Protocol):
+    """The ends of all ranks, as ``Ends`` tells them."""
+
+    def look(self, seconds: float) -> list[job.Rank]:
+        """Return the ranks' marks after so many seconds, or as soon as a process ends."""
+
+    def ended(self, ranks: Sequence[job.Rank]) -> list[job.Rank]:
+        """Return the ranks that have ended so far, in that order."""
+
+    def in_order(self, rank: job.Rank) -> bool:
+        """Tell if a rank that has ended came to the end of its script, with exit code 0."""
+
+    def told(self, rank: job.Rank) -> str:
+        """Describe how a rank ended."""
+
+    def code(self, rank: job.Rank) -> int:
+        """Return the exit code of a rank that failed, as a shell has it; 0 if only the launcher knows it."""
+
+    def is_stopped(self, rank: job.Rank) -> bool:
+        """Tell if a signal has stopped a rank, until another one lets it go on."""
+
+    def send(self, rank: int, number: int) -> None:
+        """Send a signal to a rank, if it has not ended."""
+
+    def close(self) -> None:
+        """Close all handles."""
+
+
+class Started(Protocol):
+    """The processes of a job.
+
+    Attributes:
+        meet_all: whether no rank gets through ``distopt.world()`` if one has ended before.
+        ends: of its ranks.
+        processes: those that this one has started.
+    """
+
+    meet_all: bool
+    processes: "list[subprocess.Popen[bytes]]"
+
+    @property
+    def ends(self) -> AllEnds:
+        """The ends of its ranks."""
+
+    def running(self) -> bool:
+        """Tell if any process of the job is."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to who has started the ranks, or to all of them."""
+
+    def end(self, grace: float) -> None:
+        """Ask all processes to end, and kill what is left after so many seconds."""
+
+    def lose(self, rank: int) -> None:
+        """Tell the others that a rank has ended."""
+
+    def replace(self) -> int:
+        """Start a process in the place of a lost one, and return its number."""
+
+    def awaited(self) -> set[int]:
+        """Return the ranks that others wait for, as far as this process knows."""
+
+    def close(self, code: int) -> None:
+        """Close what is open, when all have ended.
+
+        Args:
+            code: the job's exit code.
+        """
+
+
+class ElasticJob:
+    """Ranks that go on without those that are lost, and what is said of these.
+
+    Args:
+        started: the processes.
+        size: the number of ranks that begin together; those in the place of lost ones have higher numbers.
+        restarts: how many processes are started in the place of lost ones, at most.
+    """
+
+    def __init__(self, started: Started, size: int, restarts: int = 0):
+        self._started, self._size, self._restarts = started, size, restarts
+        self._ends = started.ends
+        self._asked, self._signal = 0, 0  # how often it was asked to end, and how
+        self._deadline = math.inf  # when ranks that were asked to end are ended
+        self._living: list[job.Rank] = []
+        self._ended: list[job.Rank] = []  # in this order
+        # those who came to the end of the script, while nobody has gone on so far, and the votes of the others by then
+        self._done: list[tuple[job.Rank, dict[int, int]]] = []
+        self._lost_at = -math.inf
+        self._heard: set[tuple[int, str]] = set()  # complaints of ranks that wait for too long
+        self._hears_until = math.inf
+        self._late: dict[int, str] = {}  # why this process has ended a rank
+        self._starts: dict[int, float] = {}  # when MPI's start of a process began that a rank has started
+        self._code = 0  # of the job, if it is not that of the last rank
+
+    def supervise(self, timeout: float | None) -> int:
+        """Wait for the end of the job, and return its exit code.
+
+        Args:
+            timeout: seconds after which the job is ended; None for no limit.
+        """
+        limit = math.inf if timeout is None else time.monotonic() + timeout
+        with handling_signals(self.ask):
+            while self._started.running():
+                self._look(POLL_SECONDS)
+                if time.monotonic() > limit:
+                    self._end(TIMED_OUT, f"not done after {timeout:g} s; ended the job")
+                elif self._asked > 1 or time.monotonic() > self._deadline:  # nobody must wait in a signal's handler
+                    self._started.end(END_SECONDS)
+        for _ in range(2):  # a rank that one check finds is seen to have ended by the next one
+            self._look(0.0)
+        code = self._code or self._code_of_last()
+        self._started.close(code)
+        return code
+
+    def ask(self, number: int) -> None:
+        """Pass a signal on: to the ranks if all of them wait for one, else to who has started them."""
+        self._asked += 1
+        number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        if self._asked > 1:
+            return
+        self._signal = number
+        if self._living and all(job.STOPS in rank.marks for rank in self._living):
+            for rank in self._living:
+                self._ends.send(rank.rank, number)
+        else:
+            self._deadline = time.monotonic() + GRACE
+            self._started.signal(number)
+
+    def _end(self, code: int, text: str) -> None:
+        """End the job, and say why."""
+        self._code = code
+        self._started.end(GRACE)
+        say(text)
+
+    def _code_of_last(self) -> int:
+        """Return the exit code of the member that ended last, so that a job which lost some ends well if others do."""
+        # a launcher of MPI that was asked to end has a code of its own
+        launcher = 128 + self._signal if self._asked else exit_code(self._started.processes[0].returncode)
+        members = [rank for rank in self._ended if self._is_member(rank)]
+        if not members:
+            return launcher
+        last = members[-1]
+        return 0 if self._ends.in_order(last) else self._ends.code(last) or launcher or 1
+
+    # ------------------------------------------------------------------------------------------- ends
+
+    def _look(self, seconds: float) -> None:
+        """Wait for an end for so many seconds; act on ends and complaints."""
+        ranks = self._ends.look(seconds)
+        ended = self._ends.ended(ranks)
+        new, self._ended = ended[len(self._ended) :], ended
+        gone = {rank.rank for rank in ended}
+        self._living = [rank for rank in ranks if rank.rank not in gone]
+        for rank in new:
+            self._started.lose(rank.rank)
+            if self._ends.in_order(rank):
+                self._done.append((rank, {other.rank: other.votes for other in self._living}))
+            else:
+                self._lost_at = time.monotonic()
+                self._tell_of_the_lost(rank)
+                self._replace(rank)
+        self._end_who_waits_in_vain()
+        self._tell_of_the_done()
+        if self._started.meet_all:
+            self._check_start()
+            self._limit_starts()
+        self._hear()
+
+    def _tell_of_the_lost(self, rank: job.Rank) -> None:
+        """Say how a rank has ended, and what is lost with it; not if the job ends, and it has said why itself."""
+        if self._asked or self._code:
+            return
+        others = self._members_left() - self._ending_with(rank)
+        if not others and job.SPOKEN in rank.marks:
+            return
+        how, *trace = (self._late.get(rank.rank) or self._ends.told(rank)).splitlines()
+        words = [how]
+        if others and rank.votes:
+            words.append(f"lost with it: the gradients of its batch, and {rank.told or UNSENT}")
+        if (rank.votes or not self._started.meet_all) and (others or self._is_member(rank)):
+            words.append(f"{others} ranks go on" if others > 1 else "1 rank goes on" if others else "no rank is left")
+        say("\n".join(["; ".join(words), *trace]))
+
+    def _replace(self, rank: job.Rank) -> None:
+        """Start a process in the place of a lost one, unless the job ends, or there is nobody whom it could join."""
+        others = self._members_left() - self._ending_with(rank)
+        if self._restarts and others and rank.votes and not (self._asked or self._code):
+            self._restarts -= 1
+            say(f"rank {self._started.replace()} is started in the place of rank {rank.rank}")
+
+    def _is_member(self, rank: job.Rank) -> bool:
+        """Tell if a rank is one of those that began together, or one that these have let in."""
+        return rank.rank < self._size or job.CAME in rank.marks
+
+    def _members_left(self) -> int:
+        """Return the number of members that have not ended."""
+        began = self._size - sum(rank.rank < self._size for rank in self._ended)
+        return began + sum(rank.rank >= self._size and self._is_member(rank) for rank in self._living)
+
+    def _end_who_waits_in_vain(self) -> None:
+        """End the processes that nobody is left to let in."""
+        for rank in [] if self._members_left() else self._living:
+            self._end_rank(rank, "nobody is left who could let it in")
+
+    def _end_rank(self, rank: job.Rank, why: str) -> None:
+        """End a rank, and no other one; its end will tell why."""
+        self._late.setdefault(rank.rank, f"rank {rank.rank} was ended {rank.where}, as {why}")
+        self._ends.send(rank.rank, signal.SIGKILL)
+
+    def _ending_with(self, rank: job.Rank) -> int:
+        """Return the number of ranks that are about to end like one that has said why: all may have raised an error."""
+        if job.SPOKEN not in rank.marks:
+            return 0
+        time.sleep(MOMENT)
+        living = {rank.rank for rank in self._living}
+        return sum(rank.rank in living and job.SPOKEN in rank.marks for rank in self._ends.look(0.0))
+
+    def _check_start(self) -> None:
+        """End the job if ranks wait in MPI's start for one that has ended."""
+        missing = [rank for rank in self._ended if not rank.votes and not rank.marks.keys() >= {job.MPI, job.DONE}]
+        stuck = [rank.rank for rank in self._living if not rank.votes and job.MPI in rank.marks]
+        stuck = [rank for rank in stuck if rank < self._size]  # others start MPI alone
+        if missing and stuck and not (self._asked or self._code):
+            text = f"{waiting(stuck)} in MPI's start, to which all ranks must come; ended the job"
+            self._end(self._ends.code(missing[0]) or 1, text)
+
+    def _limit_starts(self) -> None:
+        """End processes that a rank has started if MPI's start takes too long: for ever, if that rank was lost."""
+        now, allowed = time.monotonic(), limits()
+        for rank in self._living:
+            if rank.rank >= self._size and job.MPI in rank.marks and job.STARTED not in rank.marks and allowed:
+                if now > self._starts.setdefault(rank.rank, now) + allowed.first:
+                    self._end_rank(rank, f"MPI's start has taken more than {allowed.first:g} s ({VARIABLE})")
+
+    def _tell_of_the_done(self) -> None:
+        """Say of ranks that have come to the end of their script that others go on, if they do."""
+        for done, votes in self._done[:]:
+            if any(rank.votes > votes.get(rank.rank, rank.votes) for rank in self._living):
+                self._done.remove((done, votes))
+                others = len(self._living)
+                going_on = f"{others} ranks go on" if others > 1 else "1 rank goes on"
+                say(f"rank {done.rank} has ended its script {done.where}; {going_on}")
+
+    # ------------------------------------------------------------------------------------------- time limits
+
+    def _hear(self) -> None:
+        """Find the ranks that wait for too long, once all of them have had the time to say so."""
+        complaints = {(rank.rank, text) for rank in self._living for text in rank.marks.get(job.LATE, ())}
+        now = time.monotonic()
+        if complaints <= self._heard:
+            return
+        self._hears_until = min(self._hears_until, now + HEARING)
+        if now >= self._hears_until:
+            self._heard, self._hears_until = complaints, math.inf
+            late = [rank for rank in self._living if any(at == rank.votes for at in _complained(rank))]
+            for rank in late:
+                if not self._is_member(rank):
+                    self._end_rank(rank, "it waits for too long to be let in")
+            if late := [rank for rank in late if self._is_member(rank)]:
+                self._end_those_behind(late)
+
+    def _end_those_behind(self, late: Sequence[job.Rank]) -> None:
+        """End the ranks for which others wait for too long; all, if it cannot be told who they are.
+
+        Args:
+            late: those others.
+        """
+        most, awaited = max(rank.votes for rank in late), self._started.awaited()
+        stopped = [rank for rank in self._living if self._ends.is_stopped(rank)]
+        voting = {rank.rank for rank in self._living if rank.votes < most and self._is_member(rank)}
+        behind = [rank for rank in self._living if rank not in late and rank.rank in voting | awaited]
+        whom = waiting(rank.rank for rank in late)
+        for rank in {rank.rank: rank for rank in (*stopped, *behind)}.values():
+            self._end_rank(rank, f"{whom} for too long")
+        if not (stopped or behind) and time.monotonic() > self._lost_at + RECOVERY:
+            self._end(TOO_LATE, f"{whom} for too long, and no rank is behind; ended the job")
+
+
+def _complained(rank: job.Rank) -> list[int]:
+    """Return the votes at which a rank has waited for too long."""
+    return [int(text.partition(".")[0]) for text in rank.marks.get(job.LATE, ())]
