@@ -15,6 +15,7 @@ import secrets
 import signal
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,10 +81,11 @@ def main(args: argparse.Namespace) -> int:
         trial = Trial(np.random.default_rng([seed, number]), start, prove_jobs.over_sockets)
         try:
             word, text = "PASS", claim(trial)
+        except AssertionError as error:
+            word, text = "FAIL", textwrap.shorten(str(error), 400, placeholder=" ...")
         except Exception as error:  # one of any kind is no claim that holds
-            kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-            word, text = "FAIL", kind + " ".join(str(error).split())
-            failed += 1
+            word, text = "FAIL", " ".join(f"{type(error).__name__}: {error}".split())
+        failed += word == "FAIL"
         print(f"{word}  {name:12}  {text}", flush=True)
     for text in unseen(missing):
         print(f"not looked at: {text}")

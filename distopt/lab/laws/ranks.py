@@ -62,6 +62,7 @@ def nothing_is_lost(comm: Communicator, mode: str = "dense", dtype: str = "float
             s,
             rtol=0,
             atol=50 * comm.size * TOLERANCE[dtype] + 5 * wire,
+            err_msg=f"applied and kept, {mode}, {p.name}",
         )
 
 
@@ -79,7 +80,7 @@ def ranks_agree_with_whole_batch(comm: Communicator, dtype: str = "float32", see
             mean = references.mean([g[k] for g in grads])
             w, b = references.sgd(w, b, mean, lr=lr, momentum=0.9, weight_decay=1e-3)
         found = device.host_copy(params[k].data)
-        np.testing.assert_allclose(found, w, rtol=0, atol=10 * TOLERANCE[dtype], err_msg=p.name)
+        np.testing.assert_allclose(found, w, rtol=0, atol=10 * TOLERANCE[dtype], err_msg=f"dense, {p.name}")
         largest = max(largest, float(abs(found - w).max(initial=0)))
     if comm.size == 2:
         alone = parameters(dtype=dtype, seed=seed)
@@ -100,7 +101,7 @@ def ranks_agree_with_one(comm: Communicator, make: Make, seed: int = 0) -> None:
         of_ranks = [gradients(params, step, r, seed) for r in range(comm.size)]
         opt(zip(alone, map(references.mean, zip(*of_ranks, strict=True)), strict=True))
     for p, a in zip(params, alone, strict=True):
-        np.testing.assert_allclose(device.host_copy(p.data), a.data, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(device.host_copy(p.data), a.data, rtol=0, atol=1e-4, err_msg=repr(opt))
 
 
 def nan_is_refused_by_all(
@@ -191,7 +192,7 @@ def resume(
         _, again = train(comm, steps=0, **options)
         again.load_state_dict(saved)
         train(comm, 6 - stop, stop, params, again, **options)
-        assert_same_bits(params, unbroken, (mode, stop))
+        assert_same_bits(params, unbroken, f"{mode}, stopped after call {stop}")
 
 
 def sharding_changes_no_bit(comm: Communicator, mode: str = "dense", make: Make = sgd, **options: Any) -> None:

@@ -109,12 +109,12 @@ def train_captured(
     return params, opt
 
 
-def assert_equal_states(a: Any, b: Any) -> None:
+def assert_equal_states(a: Any, b: Any, path: str = "state") -> None:
     """The same numbers and arrays, to the bit."""
-    require(type(a) is type(b), f"{type(a).__name__} is not {type(b).__name__}")
+    require(type(a) is type(b), f"{path} is {a!r:.100}, not {b!r:.100}")
     if isinstance(a, dict):
-        require(a.keys() == b.keys(), f"{list(a)} are not {list(b)}")
+        require(a.keys() == b.keys(), f"{path} has {list(a)}, not {list(b)}")
         for key in a:
-            assert_equal_states(a[key], b[key])
+            assert_equal_states(a[key], b[key], f"{path}/{key}")
     else:
-        require(np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"{a!r:.200} is not {b!r:.200}")
+        require(np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"{path} is {a!r:.100}, not {b!r:.100}")
