@@ -16,9 +16,6 @@ from distopt.lab.commands import comparison, plotting
 from distopt.lab.commands.comparison import Aim, Point, Record, RunGroup, Spread
 from distopt.resilience import strict_json
 
-HEAD = "mode", "ranks", "seeds", "steps", "payload/step", "wire/step", "wire", "outside steps"
-SENT = "payload_per_step", "wire_per_step", "wire_total", "wire_outside_steps"  # the last four of them
-
 
 def add_to(commands: Any) -> None:
     """Declare the command."""
@@ -90,24 +87,24 @@ def table(table_rows: Sequence[RunGroup], aim: Aim | None) -> list[str]:
     They are the bytes of steps where the column does not say otherwise.
     """
     results, base = comparison.result_names(table_rows), comparison.references(table_rows)[0]
-    head = [*HEAD, f"{base.mode} sends", *results, *([f"wire to {aim}"] if aim else [])]
-    cells = (_cells(row, comparison.base(table_rows, row), results, aim) for row in table_rows)
-    return formatting.table([head, *cells])
-
-
-def _cells(row: RunGroup, against: RunGroup | None, results: Sequence[str], aim: Aim | None) -> list[str]:
-    seeds = ["?" if r["seed"] is None else str(r["seed"]) for r in row.records]
-    times, spreads = comparison.ratio(row, against), comparison.spreads(row, aim)
-    return [
-        row.label,
-        formatting.NONE if row.ranks is None else str(row.ranks),
-        ", ".join(seeds),
-        _shown(spreads["steps"], formatting.number),
-        *(_shown(spreads[name], formatting.nbytes) for name in SENT),
-        formatting.NONE if times is None else f"{times:.3g} x" if times < 1000 else f"{times:,.0f} x",
-        *(_shown(comparison.result(row, name), formatting.number) for name in results),
-        *([_shown(spreads["reached"], formatting.nbytes)] if aim else []),
-    ]
+    lines = []
+    for row in table_rows:
+        spreads = comparison.spreads(row, aim)
+        columns = {
+            "mode": row.label,
+            "ranks": formatting.NONE if row.ranks is None else str(row.ranks),
+            "seeds": ", ".join("?" if r["seed"] is None else str(r["seed"]) for r in row.records),
+            "steps": _shown(spreads["steps"], formatting.number),
+            "payload/step": _shown(spreads["payload_per_step"], formatting.nbytes),
+            "wire/step": _shown(spreads["wire_per_step"], formatting.nbytes),
+            "wire": _shown(spreads["wire_total"], formatting.nbytes),
+            "outside steps": _shown(spreads["wire_outside_steps"], formatting.nbytes),
+            f"{base.mode} sends": formatting.times(comparison.ratio(row, comparison.base(table_rows, row))),
+        }
+        found = [(name, _shown(comparison.result(row, name), formatting.number)) for name in results]
+        reach = [(f"wire to {aim}", _shown(spreads["reached"], formatting.nbytes))] if aim else []
+        lines.append([*columns.items(), *found, *reach])
+    return formatting.table([[name for name, _ in lines[0]], *([cell for _, cell in line] for line in lines)])
 
 
 def _shown(values: Spread | None, unit: Callable[[float], str]) -> str:
