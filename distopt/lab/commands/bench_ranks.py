@@ -13,7 +13,7 @@ import distopt
 from distopt import device
 from distopt.comm import Communicator
 from distopt.lab import fit
-from distopt.lab.fit.measure import Case
+from distopt.lab.fit.measure import Case, case_of, elements, timed
 
 BUSY = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1}  # times (P - 1) / P
 CUT = ("all_gather", "all_to_all", "reduce_scatter")  # whose count is that of one rank's part
@@ -43,20 +43,20 @@ def collectives(comm: Communicator, verbs: list[str], sizes: list[int], dtype: n
     n = -(-max(sizes) // dtype.itemsize) + comm.size
     x, room = comm.alloc(n, dtype), comm.alloc(n, dtype)
     for verb in verbs:
-        cases = {(case := fit.case_of(comm, verb, size, x, room)).nbytes: case for size in sizes}  # whole elements
+        cases = {(case := case_of(comm, verb, size, x, room)).nbytes: case for size in sizes}  # whole elements
         for case in cases.values():
             yield _row(comm, case, verb, x)
 
 
 def _row(comm: Communicator, case: Case, verb: str, x: np.ndarray) -> dict[str, Any]:
-    n = fit.elements(verb, case.nbytes, x.itemsize, comm.size)
+    n = elements(verb, case.nbytes, x.itemsize, comm.size)
     mine = x[:n]
     device.copy(mine, sent(comm.rank, comm.size, n, x.dtype))
     got = case.call()
     wrong = sum(map(int, comm.control.gather(str(_wrong(comm, verb, mine, got)))))
     device.clear(mine)  # zeros stay what they are, however often they are added up
-    case.taken = fit.timed(comm, case.call, 1)
-    case.taken = fit.timed(comm, case.call, max(LEAST_CALLS, case.repeats))
+    case.taken = timed(comm, case.call, 1)
+    case.taken = timed(comm, case.call, max(LEAST_CALLS, case.repeats))
     seconds = case.seconds
     _progress(comm, f"{verb} {case.nbytes:,} bytes: {seconds * 1e6:.1f} us")
     count = case.nbytes // x.itemsize
