@@ -196,13 +196,8 @@ def _allowed(chosen: list[Mode], check: Callable[[Mode], None]) -> tuple[list[Mo
 
 
 def measured(chosen: Sequence[Mode], measure: Callable[[Mode], Compute] | None) -> Computes:
-    """Measure the compute cost of modes, by (kind, density).
-
-    A mode with a density is also measured at each of ``DENSITIES``, for the search of its break-even.
-
-    Returns:
-        A mapping for ``Question.computes``; empty if ``measure`` is None.
-    """
+    """Measure the compute cost of modes, by (kind, density); none if ``measure`` is None."""
+    # a mode with a density is also measured at each of DENSITIES, for the search of its break-even
     computes: dict[tuple[str, float], Compute] = {}
     for m in chosen if measure else ():
         for density in (None,) if m.density is None else sorted({m.density, *DENSITIES}):

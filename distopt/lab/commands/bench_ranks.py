@@ -58,7 +58,8 @@ def _row(comm: Communicator, case: Case, verb: str, x: np.ndarray) -> dict[str, 
     case.taken = timed(comm, case.call, 1)
     case.taken = timed(comm, case.call, max(LEAST_CALLS, case.repeats))
     seconds = case.seconds
-    _progress(comm, f"{verb} {case.nbytes:,} bytes: {seconds * 1e6:.1f} us")
+    if comm.rank == 0 and (sys.stderr.isatty() or os.environ.get("DISTOPT_TTY")):  # somebody watches
+        print(f"{verb} {case.nbytes:,} bytes: {seconds * 1e6:.1f} us", file=sys.stderr, flush=True)
     count = case.nbytes // x.itemsize
     return {
         "verb": verb,
@@ -79,14 +80,7 @@ def busy(verb: str, size: int) -> float:
 
 
 def sent(rank: int, size: int, n: int, dtype: np.dtype) -> np.ndarray:
-    """Return what a rank hands over, (n,): small integers, whose sums over up to 128 ranks are exact in every dtype.
-
-    Args:
-        rank: the rank.
-        size: the number of ranks.
-        n: the number of elements.
-        dtype: their dtype.
-    """
+    """Return what a rank hands over, (n,): small integers, whose sums over up to 128 ranks are exact in every dtype."""
     return np.resize(_period(rank, size), n).astype(dtype)
 
 
@@ -110,12 +104,6 @@ def _wrong(comm: Communicator, verb: str, mine: np.ndarray, got: Any) -> int:
     comm.wait()
     results = [mine] if got is None else [got] if device.is_array(got) else got
     return sum(int((device.host_copy(f) != w).sum()) for f, w in zip(results, expected, strict=True))
-
-
-def _progress(comm: Communicator, text: str) -> None:
-    """Print a line if somebody watches."""
-    if comm.rank == 0 and (sys.stderr.isatty() or os.environ.get("DISTOPT_TTY")):
-        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,7 @@ class RankQuality:
         self._gradient += _squares(members, gradient)
 
     def add_sent(self, members: BucketLayout, sent: np.ndarray, kept: np.ndarray) -> None:
-        """Add what was sent of a bucket, ``(n,)``, and what was kept; their sum, all there was, is left in ``sent``.
-
-        Args:
-            members: the bucket's layout.
-            sent: what was sent, ``(n,)``; written to.
-            kept: what was kept, ``(n,)``.
-        """
+        """Add what was sent of a bucket, ``(n,)``, and what was kept; their sum, all there was, is left in ``sent``."""
         self._entries += int(np.count_nonzero(sent))
         self._leaving += _magnitudes(members, sent)
         self._waiting += _magnitudes(members, kept)
@@ -138,11 +132,5 @@ def _product(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _ratio(a: float, b: float, of_nothing: float = math.inf) -> float:
-    """Return a / b.
-
-    Args:
-        a: the numerator.
-        b: the denominator, at least 0.
-        of_nothing: the result for b = 0, unless a is 0 too: 0 / 0 counts as 0.
-    """
+    """Return a / b for b of at least 0; ``of_nothing`` for b = 0, unless a is 0 too: 0 / 0 counts as 0."""
     return a / b if b else of_nothing if a else 0.0
