@@ -415,14 +415,14 @@ class BucketSet(list[Bucket]):
             addresses[list(self._copies)] = [device.address(c) for c in self._copies.values()]
         return addresses
 
-    def nonfinite(self) -> str:
-        """Return the names of packed gradients that are not finite, with counts; '' if all are finite."""
+    def nonfinite(self) -> dict[str, str]:
+        """Return the names of packed gradients that are not finite, with a text on how many entries are not."""
         bad = device.host_copy(self.bad) if device.on_gpu(self.bad) else self.bad
         if not np.count_nonzero(bad):
-            return ""
+            return {}
         members = ((name, size) for b in self.plan.buckets for name, size in zip(b.names, b.sizes, strict=True))
         counts = zip(members, bad.tolist(), strict=False)
-        return ", ".join(f"{name} ({count} of {size} entries)" for (name, size), count in counts if count)
+        return {name: f"{count} of {size} entries" for (name, size), count in counts if count}
 
     def states(self) -> States:
         """Return views of the state that outlives a step, by state and parameter."""

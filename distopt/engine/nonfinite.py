@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distopt.checks import as_float, check_int
@@ -24,6 +24,7 @@ class Policy:
     is told of once, by ``passed`` or by ``refused``, on every rank alike; ``enforce`` may raise afterwards.
     """
 
+    CHANGES: Sequence[str] = ("skipped", "in_a_row")  # what a step replaces
     checks_finite = True  # are gradients and sums checked for what is not finite?
     adapts = False  # does the divisor change from call to call?
     divisor = 1.0  # of the gradients of the next call, by which they are divided while they are packed
@@ -118,6 +119,7 @@ class LossScaler(Skip):
         (True, array([0.5, 0.5], dtype=float32))
     """
 
+    CHANGES = "skipped", "in_a_row", "divisor", "clean"
     adapts = True
 
     def __init__(
@@ -227,6 +229,8 @@ class NonfiniteGuard:
     On the host a step that is not finite ends before its update.  On a GPU kernels skip it by a flag, and the host
     learns of it afterwards: the counters are rolled back, and the policy applies in the next call.
     """
+
+    CHANGES = ("refused",)  # what a step replaces
 
     def __init__(self, policy: Policy, store: BucketStore, progress: Progress, optimizer: OptimizerAdapter):
         self.policy, self._store, self._progress, self._optimizer = policy, store, progress, optimizer

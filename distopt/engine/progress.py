@@ -30,6 +30,8 @@ class Progress:
         halfway: the context of the part of a step that must not be interrupted.
     """
 
+    CHANGES = "updates", "partial", "version", "failure", "before"  # what a step replaces
+
     def __init__(
         self, accumulator: GradientAccumulator, remedy: str = "load a checkpoint to go on", counted: str = "step"
     ):

@@ -7,7 +7,7 @@ is written to every rank's memory where it is formed.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -99,15 +99,20 @@ def reduce_half_shards(
     return [sharded(bucket.peers or ()) for bucket in buckets]
 
 
-def nonfinite(buckets: BucketSet) -> str:
-    """Report what is not finite in this rank's shard, for ``describe``; '' if all is finite."""
+def nonfinite(buckets: BucketSet, but: Collection[str] = ()) -> str:
+    """Report what is not finite in this rank's shard, for ``describe``; '' if all is finite.
+
+    Args:
+        buckets: the buckets.
+        but: parameters that do not count.
+    """
     counts = [
         (rank, name, size, int(count))
         for b in buckets
         if b.bad_parts[-1].any()
         for rank, row in enumerate(b.bad_parts)
         for name, size, count in zip(b.spec.names, b.spec.sizes, row, strict=True)
-        if count
+        if count and name not in but
     ]
     return json.dumps(counts) if counts else ""
 
