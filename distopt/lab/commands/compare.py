@@ -13,7 +13,7 @@ from distopt.checks import unknown_name
 from distopt.formatting import printable
 from distopt.lab import experiment
 from distopt.lab.commands import comparison, plotting
-from distopt.lab.commands.comparison import Aim, Point, Record, RunGroup, Spread
+from distopt.lab.commands.comparison import Aim, Record, RunGroup, Spread
 from distopt.resilience import strict_json
 
 
@@ -31,7 +31,9 @@ def add_to(commands: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the table, and write the files that are asked for; return 2 if an argument or a file is wrong."""
     try:
-        _check(args)
+        if args.reach is not None and not math.isfinite(args.reach):
+            raise ValueError(f"--reach must be finite, got {args.reach}")
+        plotting.check_outputs(args.json, args.plot, args.paths)
         records = _read(args.paths)
         curve = _curve(args, records)
         aim = None if curve is None or args.reach is None else comparison.aim_at(curve, args.reach, records)
@@ -48,13 +50,6 @@ def main(args: argparse.Namespace) -> int:
         print(f"distopt compare: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError or OSError for wrong arguments, before a record is read."""
-    if args.reach is not None and not math.isfinite(args.reach):
-        raise ValueError(f"--reach must be finite, got {args.reach}")
-    plotting.check_outputs(args.json, args.plot, args.paths)
 
 
 def _read(paths: Sequence[Path]) -> list[Record]:
@@ -122,7 +117,10 @@ def draw(table_rows: Sequence[RunGroup], curve: str, path: Path) -> None:
     Raises:
         ValueError: there is no point to draw.
     """
-    drawn = [[_drawable(record, curve) for record in row.records] for row in table_rows]
+    drawn = [
+        [[p for p in comparison.points(record, curve) if p[0] > 0 and math.isfinite(p[1])] for record in row.records]
+        for row in table_rows
+    ]
     seen = [nbytes for runs in drawn for run in runs for nbytes, _ in run]
     if not seen:
         raise ValueError(f"nothing to draw: no run has the curves {curve} and wire, finite and with bytes above 0")
@@ -141,7 +139,3 @@ def draw(table_rows: Sequence[RunGroup], curve: str, path: Path) -> None:
     variants = ["ranks unknown" if n is None else formatting.counted(n, "rank") for n in ranks]
     plotting.legend(axes, plotting.dashes(variants) if len(ranks) > 1 else [])
     plotting.save(figure, path)
-
-
-def _drawable(record: Record, curve: str) -> list[Point]:
-    return [p for p in comparison.points(record, curve) if p[0] > 0 and math.isfinite(p[1])]

@@ -63,7 +63,12 @@ def rows(records: Iterable[Record]) -> list[RunGroup]:
     for record in records:
         kinds = runs_by_mode.setdefault((record["mode"], record["topology"]["ranks"]), {})
         kinds.setdefault(strict_json.dumps(dict(sorted(record["settings"].items()))), []).append(record)
-    made = [RunGroup(_label(runs[0], kinds), runs) for kinds in runs_by_mode.values() for runs in kinds.values()]
+    made = []
+    for kinds in runs_by_mode.values():
+        of_kinds = [_texts(runs[0]) for runs in kinds.values()]
+        for settings, runs in zip(of_kinds, kinds.values(), strict=True):
+            names = [n for n in sorted(settings) if any(other.get(n) != settings[n] for other in of_kinds)]
+            made.append(RunGroup(" ".join([runs[0]["mode"], *(f"{n}={settings[n]}" for n in names)]), runs))
     modes = list(dict.fromkeys(row.mode for row in made))
     return sorted(made, key=lambda row: (modes.index(row.mode), number_of_ranks(row)))
 
@@ -71,12 +76,6 @@ def rows(records: Iterable[Record]) -> list[RunGroup]:
 def number_of_ranks(row: RunGroup) -> float:
     """Return a key that sorts rows by ranks; those that do not say come last."""
     return math.inf if row.ranks is None else row.ranks
-
-
-def _label(record: Record, kinds: dict[str, list[Record]]) -> str:
-    settings, *others = map(_texts, [record, *(runs[0] for runs in kinds.values())])
-    names = (name for name in sorted(settings) if any(other.get(name) != settings[name] for other in others))
-    return " ".join([record["mode"], *(f"{name}={settings[name]}" for name in names)])
 
 
 def _texts(record: Record) -> dict[str, str]:

@@ -1,12 +1,12 @@
 """Call back with the quality of what is sent, at some steps."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from distopt.checks import check_int
 from distopt.comm import Communicator
-from distopt.comm.ledger import Ledger
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor
 from distopt.exchange import Algorithm
@@ -67,14 +67,9 @@ class Observer:
         """Call back, if this step, which was applied, has been measured."""
         quality, self._quality = self._quality, None
         if quality and self._callback:
-            ledger = _ledger(comm)
-            total = ledger.total_of_steps() if ledger else {}
-            volume = {"payload": total["payload"], "wire": total["sent"]} if ledger else {}
+            counting: Any = comm  # of its wrappers the first one from the outside that has a ledger
+            while counting is not None and not hasattr(counting, "ledger"):
+                counting = getattr(counting, "comm", None)
+            total = counting.ledger.total_of_steps() if counting else {}
+            volume = {"payload": total["payload"], "wire": total["sent"]} if counting else {}
             self._callback(step, quality.numbers() | volume)
-
-
-def _ledger(comm: Communicator | None) -> Ledger | None:
-    """Return the ledger of the first communicator that has one, from the outside."""
-    while comm is not None and not hasattr(comm, "ledger"):
-        comm = getattr(comm, "comm", None)
-    return getattr(comm, "ledger", None)

@@ -98,13 +98,10 @@ class Quality:
         """Return means over the ranks of this process, and the cosine."""
         ranks = [share.numbers(self._exchanges) for share in self._shares.values() or [RankQuality()]]
         means = {name: sum(numbers[name] for numbers in ranks) / len(ranks) for name in ranks[0]}
-        return means | {"cosine": self._cosine()}
-
-    def _cosine(self) -> float:
-        """Return the cosine in [-1, 1], despite rounding; 1 if all there was is zeros."""
-        if self._total == self._dense == 0:
-            return 1.0
-        return float(np.clip(_ratio(self._along, math.sqrt(self._total) * math.sqrt(self._dense)), -1, 1))
+        cosine = 1.0  # if all there was is zeros
+        if self._total or self._dense:  # in [-1, 1], despite rounding
+            cosine = float(np.clip(_ratio(self._along, math.sqrt(self._total) * math.sqrt(self._dense)), -1, 1))
+        return means | {"cosine": cosine}
 
 
 def _squares(members: BucketLayout, x: np.ndarray) -> float:
