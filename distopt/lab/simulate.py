@@ -40,7 +40,7 @@ from distopt.exchange.choice import TwoPhase
 from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import NodeExchange, node_ranks
 from distopt.exchange.two_phase import Owned
-from distopt.lab.observe import QualityHook
+from distopt.lab.observe.hook import QualityHook
 from distopt.lab.sequential import (
     SequentialBuckets,
     SequentialChoice,
