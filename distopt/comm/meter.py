@@ -12,7 +12,7 @@ import numpy as np
 
 from distopt.comm.byte_counts import Algorithm, Moved, shares
 from distopt.comm.ledger import Ledger
-from distopt.comm.message import Entry, LazyBreakdown, MessageTag, PayloadBreakdown, apportion, tagging
+from distopt.comm.message import Entry, LazyBreakdown, MessageTag, PayloadBreakdown, Tagging, apportion
 from distopt.kernels.layout import BucketLayout
 
 
@@ -34,7 +34,7 @@ class Meter:
 
     def tagged(self, tag: MessageTag) -> AbstractContextManager[None]:
         """Return a context whose messages are labelled with a phase, a step and a bucket."""
-        return tagging(self, tag)
+        return Tagging(self, tag)
 
     @property
     def knows_breakdown(self) -> bool:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,6 +68,7 @@ class BucketStore:
     when the vote has failed.  What outlives a step moves from plan to plan by parameter name.
 
     Attributes:
+        buckets: those of the plan; before there is one, NoPlanError.
         messages: the buckets that leave if neighbours may leave together (``PlanMemory``); None if there is no plan.
         check: the check for what is not finite in the buckets.
         skip_flag: the number on the GPU by which kernels skip the step (``NoCheck``).
@@ -80,6 +81,8 @@ class BucketStore:
         recover: brings what a lost rank alone had to the others, once all have a plan without it, and is collective;
             None if nobody can.
     """
+
+    buckets: BucketSet
 
     def __init__(
         self,
@@ -109,12 +112,11 @@ class BucketStore:
 
     # -- what there is
 
-    @property
-    def buckets(self) -> BucketSet:
-        """The buckets of the plan.  Raises NoPlanError if there is none."""
-        if self._memory.buckets is None:
+    def __getattr__(self, name: str) -> Any:
+        """Raise NoPlanError for ``buckets``, which are an attribute from the first plan on."""
+        if name == "buckets":
             raise NoPlanError("the plan of buckets is not made yet; make a step or call gradient_views(params) first")
-        return self._memory.buckets
+        raise AttributeError(name)
 
     @property
     def buckets_if_any(self) -> BucketSet | None:
@@ -192,6 +194,10 @@ class BucketStore:
     def _use(self, memory: PlanMemory) -> None:
         """Let this be the plan of the next step."""
         self._memory = memory
+        if memory.buckets is None:
+            vars(self).pop("buckets", None)
+        else:
+            self.buckets = memory.buckets
         self.messages, self.check, self.capacity = memory.messages, memory.check, memory.capacity
         self.skip_flag = memory.check.skip_flag
         self.sharded = memory.buckets is not None and bool(memory.buckets.parameters)

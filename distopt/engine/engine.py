@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ from distopt.optim.adapters import adapt
 from distopt.optim.optimizer import Ranks
 from distopt.resilience.operation_log import recorder
 
+SUMS = zlib.crc32(b"sums")  # what ranks vote on after a step's own vote, which has compared all the rest
 T = TypeVar("T")
 
 
@@ -194,11 +196,12 @@ class Engine:
     def begin(self) -> Exception | None:
         """Begin a call: follow the last one, of which all ranks hear if it was refused; return an error of CUDA."""
         self.check_open()
-        try:
-            self.sync_with_last_step()
-        except Exception as error:  # the vote tells all, as it does of those in prepare
-            return error
-        self._refuse_last_step()
+        if self.comm.gpu is not None:
+            try:
+                self.sync_with_last_step()
+            except Exception as error:  # the vote tells all, as it does of those in prepare
+                return error
+            self._refuse_last_step()
         self.progress.version += 1
         return None
 
@@ -219,8 +222,10 @@ class Engine:
             self.step_context.begin(spec)
             self.reducers.borders.settle(self.progress.updates)
             self.declare_numbers(compressor, spec.clock)
-            watches: list[Any] = [hook.wrap_loss for hook in self.hooks]
-            if self.reducers.may_overlap(compressor, spec, threshold):
+            watches = list[Any]()
+            for hook in self.hooks:
+                watches.append(hook.wrap_loss)
+            if self.reducers.overlap and self.reducers.may_overlap(compressor, spec, threshold):
                 overlap = self._begin_overlap(attempt)
                 watches.append(overlap.watch)
             store.collector.collect(loss, *watches)
@@ -231,7 +236,8 @@ class Engine:
             if compressor.budget is not None:
                 compressor = attempt.compressor = self.reducers.within_budget(compressor, spec, self.progress.updates)
             phases = None if compressor.summable else self.reducers.two_phases(compressor, spec)
-            self.reducers.by_nodes(compressor, spec)
+            if spec.exchange == "nodes":
+                self.reducers.by_nodes(compressor, spec)
             if self.declare(spec.describe(compressor, phases is not None)):
                 store.check_sizes(compressor)
             leaving = (overlap.buckets, overlap.sent) if overlap else ()
@@ -253,8 +259,13 @@ class Engine:
         store, progress, spec = self.store, self.progress, attempt.spec
         report, self.missing_everywhere = "", frozenset()
         if not attempt.error:
-            missing = store.collector.all_but(spec.arrived()) if spec.arrived else store.collector.missing
-            report = Report(store.check.nonfinite_gradients(), missing).encoded()
+            found, missing = store.check.nonfinite_gradients(), 0
+            if spec.arrived:
+                missing = store.collector.all_but(spec.arrived())
+            elif store.collector.allow_missing:
+                missing = store.collector.missing
+            if found or missing:
+                report = Report(found, missing).encoded()
         texts = self.agree(progress.name, progress.calls, attempt.error, report, doubts=store.check.doubts)
         doubted = self.comm.control.doubted
         if texts:
@@ -273,8 +284,10 @@ class Engine:
         store.check_values_apart()
         for hook in tuple(self.hooks):  # one may take itself away
             hook.after_vote(store.collector, self.optimizer.opt)
-        store.broadcast_parameters(progress.updates)
-        progress.snapshot()
+        if store.broadcast_due:
+            store.broadcast_parameters(progress.updates)
+        if store.check.deferred:
+            progress.snapshot()
         self.compressor, self.spec = attempt.compressor, spec
         store.check.begin(doubted, self.compressor.stateful)
         return True
@@ -445,7 +458,9 @@ class Engine:
         self.agreement.declare_numbers(numbers)
 
     def _vote_on_sums(self, report: str) -> list[str]:
-        return self.agree(self.progress.name, ~self.progress.calls, report=report, part=", its sums")
+        """Tell all ranks what is not finite in this one's shards of sums, once all have formed theirs.  Collective."""
+        name, part, joined = self.progress.name, ", its sums", self.agreement.joined
+        return self.comm.control.vote(name, SUMS, lambda: [name + part], report=report, part=part, joined=joined)
 
     def check_open(self) -> None:
         """Raise RuntimeError if this is closed, or if a loss calls, whose vote another thread takes part in."""
@@ -460,8 +475,10 @@ class Engine:
 
     def checked_threshold(self, spec: StepSpec) -> int:
         """Return the threshold of a step; raise what forbids the step."""
-        self.progress.check()
-        self.accumulator.check(spec.reduced)
+        if self.progress.failure:
+            self.progress.check()
+        if self.accumulator.batches:
+            self.accumulator.check(spec.reduced)
         if self.optimizer.shares_work:
             self.optimizer.check_step(spec.only is not None)
         if spec.exchange not in EXCHANGES:
@@ -540,6 +557,9 @@ class Engine:
 
         On a GPU the host does not know, and kernels skip the update; where they cannot, it waits.
         """
+        if not self.store.check.deferred:
+            self.nonfinite.policy.passed()
+            return True
         if self.nonfinite.settle_call(kernels_skip=self.optimizer.skips(spec.only)):
             return True
         self.nonfinite.poll()

@@ -95,7 +95,7 @@ class HostCheck(NoCheck):
         self._copies: list[dict[str, np.ndarray]] | None = None
 
     def nonfinite_gradients(self) -> dict[str, str]:
-        return self._buckets.nonfinite()
+        return self._buckets.nonfinite() if self._buckets.bad.any() else {}
 
     @property
     def doubts(self) -> bool:

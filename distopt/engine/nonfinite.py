@@ -251,17 +251,13 @@ class NonfiniteGuard:
         return self.accepts(nonfinite)
 
     def settle_call(self, kernels_skip: bool) -> bool:
-        """Count a finite call; on a GPU, begin to fetch the outcome.
+        """Begin to fetch the outcome of a call on a GPU.
 
         Returns:
-            Whether the host goes on to the update: on a GPU only where ``kernels_skip`` a refused one, else it must
-            wait for the outcome, with ``poll``.
+            Whether the host goes on to the update: only where ``kernels_skip`` a refused one, else it must wait for the
+            outcome, with ``poll``.
         """
-        check = self._store.check
-        if not check.deferred:
-            self.policy.passed()
-            return True
-        check.fetch()
+        self._store.check.fetch()
         return kernels_skip
 
     def poll(self) -> None:

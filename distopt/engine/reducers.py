@@ -387,7 +387,7 @@ class StepContext:
 
     def begin(self, spec: StepSpec) -> None:
         """Begin a call of a step with this specification; tell the hooks of the first one."""
-        self.resume(spec)
+        self._divisor, self._counts_senders = spec.divisor, spec.over == "senders"
         if not self._accumulator.batches:
             for hook in self.hooks:
                 hook.begin(self._progress.updates + 1, spec, self._accumulator.exchanges)

@@ -19,8 +19,8 @@ class Report(NamedTuple):
     missing: int = 0
 
     def encoded(self) -> str:
-        """Return it as a text; '' if there is nothing to tell."""
-        return f"{self.missing:x} {json.dumps(self.nonfinite)}" if self.missing or self.nonfinite else ""
+        """Return it as a text."""
+        return f"{self.missing:x} {json.dumps(self.nonfinite)}"
 
 
 def decode(texts: Sequence[str]) -> list[Report]:

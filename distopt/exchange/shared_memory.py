@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import numpy as np
 
 from distopt import kernels
-from distopt.buckets import Bucket, BucketSet, Reduced, sharded, unsharded
+from distopt.buckets import Bucket, BucketSet, Reduced, unsharded
 from distopt.comm import Communicator
 from distopt.comm.communicator import BFLOAT16
 from distopt.comm.message import MessageTag
@@ -27,8 +27,8 @@ def reduce_shards(bucket: Bucket, comm: Communicator) -> Reduced:
     """
     assert bucket.peers is not None
     bucket.bad_parts[:] = 0
-    sum_shard(bucket.gradients, bucket.peers, [bucket.peers[comm.rank]], bucket.bad_parts, comm)
-    return sharded(bucket.peers)
+    sum_shard(bucket.gradients, bucket.peers, bucket.own, bucket.bad_parts, comm)
+    return bucket.peer_shards
 
 
 def reduce_everywhere(bucket: Bucket, comm: Communicator) -> Reduced:
@@ -96,7 +96,7 @@ def reduce_half_shards(
             kernel(shard, payloads_by_rank, bucket.gradient, compressor.scale(comm.size))
             comm.count_all_reduce(payloads_by_rank[comm.rank])
     comm.barrier()
-    return [sharded(bucket.peers or ()) for bucket in buckets]
+    return [bucket.peer_shards for bucket in buckets]
 
 
 def nonfinite(buckets: BucketSet, but: Collection[str] = ()) -> str:
