@@ -3,7 +3,6 @@
 import house
 import pytest
 
-
 SLACK = 3  # calls of a thread that waits now and then
 
 
