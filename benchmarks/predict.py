@@ -28,8 +28,8 @@ from distopt.comm import LocalCommunicator
 from distopt.comm.launchers import launched
 from distopt.comm.mpi_control import brand
 from distopt.compress import Dense
-from distopt.lab.fit import case_of, fit, take_turns, timed
-from distopt.lab.fit.measure import VERBS
+from distopt.lab.fit import fit
+from distopt.lab.fit.measure import VERBS, case_of, take_turns, timed
 from distopt.lab.models import MODELS
 from distopt.run.launcher import find_launcher
 

@@ -50,6 +50,7 @@ class SingaModes(Facade):
 
     def run(self, loss: Any, spec: StepSpec) -> bool:
         """Make one step; tell if an update was applied.  Collective."""
+        self.engine.let_in()
         return self.engine.step(loss, spec)
 
     def __call__(self, loss: Loss) -> bool:
@@ -355,7 +356,7 @@ class DistOpt(SingaModes, Checkpointed):
         super().__init__(engine, asked | {"threshold": threshold, "buffSize": buffSize, "deterministic": deterministic})
         self._partial = PartialSteps(engine)
         self._collectives = ManualCollectives(comm, capacity, engine.check_open)
-        self._last: tuple[Callable[[Any, Any], bool], Any] | None = None  # the last step, and its argument
+        self._last: StepSpec | Averaged | None = None  # what the last step was
         self._updated = False  # has a parameter been updated by hand since the last step?
         if self._model is not None:
             self._model.enroll(engine)
@@ -404,7 +405,8 @@ class DistOpt(SingaModes, Checkpointed):
     # -- steps
 
     def run(self, loss: Any, spec: StepSpec) -> bool:
-        self._last = self.engine.step, spec
+        self._last = spec
+        self.engine.let_in()
         if self._model is None:
             return self.engine.step(loss, spec)
         with self._model.stream():
@@ -458,7 +460,7 @@ class DistOpt(SingaModes, Checkpointed):
             averaged 6
         """
         averaged = Averaged(threshold, share, seed)
-        self._last = self._partial.step, averaged
+        self._last = averaged
         if self._model is None:
             return self._partial.step(loss, averaged)
         with self._model.stream():
@@ -557,9 +559,12 @@ class DistOpt(SingaModes, Checkpointed):
         if self._last is None:
             error = RuntimeError("join() must come after this rank's first step, which it repeats; make a step first")
             engine.agree(engine.progress.name, engine.progress.calls, error)
-        else:
-            step, argument = self._last
-            step([(known.param, None) for known in engine.store.collector.order.values()], argument)
+        pairs = [(known.param, None) for known in engine.store.collector.order.values()]
+        if isinstance(self._last, Averaged):
+            self._partial.step(pairs, self._last)
+        elif self._last:
+            engine.let_in()
+            engine.step(pairs, self._last)
 
     def capture(
         self, loss: Callable[[], Iterable[Sequence[Any]]], compressor: Compressor | None = None, break_even: bool = True

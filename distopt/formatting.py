@@ -72,6 +72,17 @@ def counted(n: int, what: str) -> str:
     return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
+def times(ratio: float | None) -> str:
+    """Format how many times one number is another one.
+
+    Example:
+        >>> from distopt.formatting import times
+        >>> times(12.345), times(2345), times(None)
+        ('12.3 x', '2,345 x', '-')
+    """
+    return NONE if ratio is None else f"{ratio:.3g} x" if ratio < 1000 else f"{ratio:,.0f} x"
+
+
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return the lines of a table; the first ``left`` columns are aligned to the left, the others to the right.
 

@@ -29,20 +29,6 @@ def digests_of_modes(comm):
     return [laws.digest(laws.train(comm, mode=mode, deterministic=True)[0]) for mode in laws.MODES]
 
 
-def refused_together(comm):
-    """The error of every rank for a NaN of the last one, and whether the next step is fine."""
-    params, opt = laws.train(comm, steps=1)
-    grads = laws.gradients(params, 1, comm.rank)
-    grads[0][0] = np.nan if comm.rank == comm.size - 1 else 0
-    try:
-        opt(zip(params, grads, strict=True))
-        text = "no error"
-    except FloatingPointError as error:
-        text = str(error)
-    laws.train(comm, steps=2, start=1, params=params, opt=opt)
-    return [text, laws.digest(params)]
-
-
 def printed(script, *arguments):
     """What a script prints, run in this process as a user would start it."""
     sys.argv, output = [str(script), *map(str, arguments)], io.StringIO()
@@ -52,16 +38,16 @@ def printed(script, *arguments):
 
 
 def healthy(comm, folder):
-    """Every verb, every mode, the laws of dense training, an error of one rank, a training, an example, the README."""
+    """Every verb, every mode, the laws of dense training, a NaN of one rank, a training, an example, the README."""
     comm_checks.verbs(comm)
     laws.ranks_agree_with_whole_batch(comm)
     laws.modes_agree(comm)
     laws.nothing_is_lost(comm, "topk")
     laws.resume(comm, "topk")
+    laws.nan_is_refused_by_all(comm, ("dense", "topk"), rank=1)
     os.chdir(folder)
     return {
         "modes": np.array(digests_of_modes(comm)),
-        "refused": np.array(refused_together(comm)),
         "unbroken": np.array(training.train(Path(folder, "unbroken"), 20, 0)),
         "digits": np.array(printed(DIGITS, "--epochs", 4, "--mode", "topk")),
         "readme": np.array(pages.run(pages.README)),
@@ -83,13 +69,6 @@ def threads():
 def test_processes_have_the_bits_of_threads(mode, ranks, threads):
     k = list(laws.MODES).index(mode)
     assert [found["modes"][k] for found in ranks] == [digests[k] for digests in threads]
-
-
-def test_an_error_of_one_rank_is_raised_by_all_and_training_goes_on(ranks):
-    texts, digests = zip(*(found["refused"] for found in ranks), strict=True)
-    assert texts[0] == texts[1]
-    assert re.search(r"rank 1: .*p0", texts[0])
-    assert digests[0] == digests[1]
 
 
 ENDS = {  # what rank 1 does after its first step: the exit code, and what is said

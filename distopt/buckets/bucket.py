@@ -9,8 +9,9 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.buckets.plan import BucketSpec, Plan, merge
-from distopt.buckets.shards import Reduced, unsharded
+from distopt.buckets.shards import Reduced, Shard, sharded, unsharded
 from distopt.device import HUGE_PAGE
+from distopt.kernels.dispatch import HostArrays
 from distopt.kernels.layout import ArrayMatcher, BucketLayout
 
 Alloc = Callable[[int, Any], np.ndarray]
@@ -21,6 +22,7 @@ CONSTANTS = 64  # kept by a bucket: more than one step uses, fewer than a slowly
 class Allocator(Protocol):
     """Memory that ranks may share: the part of a communicator that buckets use."""
 
+    rank: int
     size: int
 
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
@@ -64,7 +66,8 @@ class Bucket:
         self, number: int, spec: BucketSpec, shapes: Sequence[tuple[int, ...]], gradient: np.ndarray, bad: np.ndarray
     ):
         self.number, self.spec, self.gradient, self.bad = number, spec, gradient, bad
-        self.peers: list[np.ndarray] | None = None  # every rank's gradient, if they are shared
+        self.peers: HostArrays | None = None  # every rank's gradient, if they are shared
+        self.own, self.peer_shards = HostArrays(), list[Shard]()  # this rank's one of these, and each rank's shard
         self.state: dict[str, np.ndarray] = {}
         kinds = (spec.stored, spec.stored, spec.dtype, spec.dtype)
         tables = (BucketLayout(spec.names, shapes, spec.offsets, kind) for kind in kinds)
@@ -295,7 +298,9 @@ class BucketSet(list[Bucket]):
         comm.register(self._memory)
         memories = comm.peers(self._memory) if comm.size > 1 else None
         for k, bucket in enumerate(self):
-            bucket.peers = None if memories is None else [self._flats(m)[k] for m in memories]
+            if memories is not None:
+                bucket.peers = HostArrays(self._flats(m)[k] for m in memories)
+                bucket.own, bucket.peer_shards = HostArrays([bucket.peers[comm.rank]]), sharded(bucket.peers)
             bucket.bad_parts = np.zeros((len(memories or ()) + 1, len(bucket.spec.names)), np.int64)
         self.shared = memories is not None
 
@@ -415,14 +420,14 @@ class BucketSet(list[Bucket]):
             addresses[list(self._copies)] = [device.address(c) for c in self._copies.values()]
         return addresses
 
-    def nonfinite(self) -> str:
-        """Return the names of packed gradients that are not finite, with counts; '' if all are finite."""
+    def nonfinite(self) -> dict[str, str]:
+        """Return the names of packed gradients that are not finite, with a text on how many entries are not."""
         bad = device.host_copy(self.bad) if device.on_gpu(self.bad) else self.bad
         if not np.count_nonzero(bad):
-            return ""
+            return {}
         members = ((name, size) for b in self.plan.buckets for name, size in zip(b.names, b.sizes, strict=True))
         counts = zip(members, bad.tolist(), strict=False)
-        return ", ".join(f"{name} ({count} of {size} entries)" for (name, size), count in counts if count)
+        return {name: f"{count} of {size} entries" for (name, size), count in counts if count}
 
     def states(self) -> States:
         """Return views of the state that outlives a step, by state and parameter."""

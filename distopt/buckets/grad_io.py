@@ -60,7 +60,7 @@ def read_sums(buckets: BucketSet, sums: Mapping[str, Any], check: Check) -> None
         >>> buckets = BucketSet(plan(["w"], [2], ["f4"], 0), {"w": np.zeros(2, "f4")}, np.zeros)
         >>> read_sums(buckets, {"w": np.array([3, np.inf], "f4")}, check=lambda name, home, total: total)
         >>> buckets[0].gradient, buckets.nonfinite()
-        (array([ 3., inf], dtype=float32), 'w (1 of 2 entries)')
+        (array([ 3., inf], dtype=float32), {'w': '1 of 2 entries'})
     """
     inputs = [_disjoint(buckets, bucket, sums, check) for bucket in buckets]  # all, before packing overwrites any
     for bucket, arrays in zip(buckets, inputs, strict=True):

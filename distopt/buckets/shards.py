@@ -42,7 +42,7 @@ def unsharded(flat: np.ndarray) -> Reduced:
     return [Shard(0, 1, flat)]
 
 
-def sharded(parts: Sequence[np.ndarray]) -> Reduced:
+def sharded(parts: Sequence[np.ndarray]) -> list[Shard]:
     """Return a sum of which each rank has its own share in its own memory, ``parts`` by rank.
 
     Example:

@@ -17,7 +17,7 @@ from distopt import device, kernels
 from distopt.comm import objects
 from distopt.comm.byte_counts import DIRECT, Algorithm
 from distopt.comm.control import ControlChannel, PeerLeft
-from distopt.comm.message import MessageTag, tagging
+from distopt.comm.message import MessageTag, Tagging
 from distopt.device import describe
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -96,7 +96,7 @@ class Communicator(abc.ABC):
 
     def tagged(self, tag: MessageTag) -> AbstractContextManager[None]:
         """Return a context whose messages are labelled with ``tag``, for ledgers and for the report of a time limit."""
-        return tagging(self, str(tag))
+        return Tagging(self, str(tag))
 
     @property
     def hosts(self) -> Sequence[int]:
@@ -469,6 +469,7 @@ class Wrapper(Communicator):
     elastic: Any = _Forwarded(Communicator.elastic)
     outside: Any = _Forwarded(Communicator.outside)
     awaited: Any = _Forwarded(False)
+    collectives_fingerprint: Any = _Forwarded(0)
     transaction = _forwarded(Communicator.transaction)
     transaction_on = _forwarded(Communicator.transaction_on)
     start_newcomer = _forwarded(Communicator.start_newcomer)

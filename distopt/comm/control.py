@@ -181,7 +181,7 @@ class ControlChannel(abc.ABC):
             if self._process:
                 raise RuntimeError(f"this process is a child of rank {self.rank}, which alone can come to {name}")
             self._process = os.getpid()
-        self.progress, self.part, encoded = name, part, _encode(error)
+        self.progress, self.part, encoded = name, part, _encode(error) if error else ""
         job.note(name)
         flags = (error is not None, bool(report), False, 1 + awaited, signals.asked, joined, doubts)
         votes = np.array([call_fingerprint, -call_fingerprint, *flags], np.int64)
@@ -194,8 +194,10 @@ class ControlChannel(abc.ABC):
         if votes[FINGERPRINT] != -votes[MINUS_FINGERPRINT]:
             self._raise_difference(describe())
         self.stop, self.doubted, self.awaited = int(votes[STOP]), bool(votes[DOUBTS]), votes[STAYING] > 1
-        texts = self.gather("joined" * joined) if votes[JOINED] else []
-        self.joined = frozenset(rank for rank, text in enumerate(texts) if text)
+        self.joined = frozenset()
+        if votes[JOINED]:
+            texts = self.gather("joined" * joined)
+            self.joined = frozenset(rank for rank, text in enumerate(texts) if text)
         return self.gather(report) if votes[REPORT] else []
 
     def leave(self) -> None:
@@ -264,9 +266,7 @@ class ControlChannel(abc.ABC):
         raise self._gone
 
 
-def _encode(error: Exception | None) -> str:
-    if error is None:
-        return ""
+def _encode(error: Exception) -> str:
     kind = next((k for k in type(error).__mro__ if k in RAISED and k is not RuntimeError), type(error))
     try:
         return json.dumps([kind.__name__, str(error)])

@@ -1,7 +1,6 @@
 """Tag of a message, the breakdown of its payload, and its entry in a ledger."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,14 +46,17 @@ class MessageTag(NamedTuple):
 UNTAGGED = MessageTag()
 
 
-@contextlib.contextmanager
-def tagging(holder: Any, tag: Any) -> Iterator[None]:
-    """Give ``holder._tag`` another value within a context, as communicators and meters do."""
-    previous, holder._tag = holder._tag, tag
-    try:
-        yield
-    finally:
-        holder._tag = previous
+class Tagging:
+    """A context in which ``holder._tag`` has another value, as of communicators and meters."""
+
+    def __init__(self, holder: Any, tag: Any):
+        self._holder, self._tag = holder, tag
+
+    def __enter__(self) -> None:
+        self._previous, self._holder._tag = self._holder._tag, self._tag
+
+    def __exit__(self, *error: object) -> None:
+        self._holder._tag = self._previous
 
 
 class Entry(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 
 from distopt.comm.byte_counts import Algorithm, Moved, shares
 from distopt.comm.ledger import Ledger
-from distopt.comm.message import Entry, MessageTag, apportion, tagging
+from distopt.comm.message import Entry, MessageTag, Tagging, apportion
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
@@ -35,7 +35,7 @@ class Meter:
 
     def tagged(self, tag: MessageTag) -> AbstractContextManager[None]:
         """Return a context whose messages are labelled with a phase, a step and a bucket."""
-        return tagging(self, tag)
+        return Tagging(self, tag)
 
     @property
     def knows_breakdown(self) -> bool:

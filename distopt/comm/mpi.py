@@ -33,9 +33,9 @@ from distopt.comm.mpi_control import (
     world_comm,
 )
 from distopt.comm.mpi_losses import (
+    Checked,
     Exchange,
     agree,
-    checked,
     elastic,
     finish,
     is_loss_on,
@@ -219,7 +219,7 @@ class MpiCommunicator(SharingCommunicator):
 
     def barrier(self) -> None:
         """Wait until every rank has called this.  Collective."""
-        with self._log("barrier"), checked(self._comm):
+        with self._log("barrier"), Checked(self._comm):
             self._comm.Barrier()
 
     def set_poll_interval(self, seconds: float) -> None:
@@ -357,13 +357,13 @@ class MpiCommunicator(SharingCommunicator):
     def _lengths(self, parts: Sequence[np.ndarray]) -> list[int]:
         """Return the lengths of the parts that each rank has for this one, ``(size,)``.  Collective."""
         sizes = np.empty(self.size, np.int64)
-        with checked(self._comm):
+        with Checked(self._comm):
             self._comm.Alltoall(np.array([x.size for x in parts], np.int64), sizes)
         return [int(s) for s in sizes]
 
     def _sizes(self, n: int) -> list[int]:
         sizes = np.empty(self.size, np.int64)
-        with checked(self._comm):
+        with Checked(self._comm):
             self._comm.Allgather(np.array([n], np.int64), sizes)
         return [int(s) for s in sizes]
 

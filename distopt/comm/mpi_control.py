@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from distopt.comm.control import LEAVE, ControlChannel, PeerLeft
-from distopt.comm.mpi_losses import checked, elastic, finish, has_losses, is_loss
+from distopt.comm.mpi_losses import Checked, elastic, finish, has_losses, is_loss
 from distopt.comm.mpi_newcomers import leave_quietly
 from distopt.comm.mpi_start import (
     abort,
@@ -103,6 +103,7 @@ class MpiControl(ControlChannel):
 
     def __init__(self, comm: "MPI.Comm", name: str):
         self.rank, self.size, self._comm, self._name = comm.rank, comm.size, comm, name
+        self._checked = Checked(comm)
         self.patience = 0.0
         self.ranks = numbers(comm)
         self.mailbox = MpiMailbox(comm, self.ranks) if has_thread_multiple() else None
@@ -123,8 +124,13 @@ class MpiControl(ControlChannel):
         # who has left waits for as long as the others train on, or evaluate; a benchmark's vector is of any length
         self._votes.limited = tuple(votes.tolist()) != LEAVE
         with self._votes("vote", 0, self.progress + self.part):
-            with checked(self._comm):
-                finish([self.start(votes)], self)
+            with self._checked:
+                MPI = mpi()
+                request = self._comm.Iallreduce(MPI.IN_PLACE, votes, MPI.MAX)
+                if self.patience:
+                    finish([request], self)
+                else:
+                    request.Wait()
 
     def check_ends(self) -> None:
         if elastic() and has_losses(self._comm):
@@ -147,7 +153,7 @@ class MpiControl(ControlChannel):
         Raises:
             PeerLeft: a rank was lost.
         """
-        with checked(self._comm):
+        with Checked(self._comm):
             if self._leaving is None:
                 self._leaving = self.start(votes)
             return bool(self._leaving.Test())
@@ -191,10 +197,10 @@ class MpiControl(ControlChannel):
 
     def _all_gather(self, payload: np.ndarray) -> list[str]:
         sizes = np.empty(self.size, np.int64)
-        with checked(self._comm):
+        with Checked(self._comm):
             self._comm.Allgather(np.array([payload.size]), sizes)
         everyone = np.empty(int(sizes.sum()), np.uint8)
-        with checked(self._comm):
+        with Checked(self._comm):
             self._comm.Allgatherv(payload, (everyone, sizes))
         return [part.tobytes().decode() for part in np.split(everyone, np.cumsum(sizes)[:-1])]
 
@@ -206,7 +212,7 @@ _names = itertools.count()
 def numbers(comm: "MPI.Comm") -> list[int]:
     """Return the number in the job of each rank of a communicator, ``(size,)``.  Collective."""
     found = np.empty(comm.size, np.int64)
-    with checked(comm):
+    with Checked(comm):
         comm.Allgather(np.array([number()]), found)
     return [int(n) for n in found]
 

@@ -16,10 +16,9 @@ What Open MPI 5.0.11 cannot do:
 * It is not told of a rank that ends with a code other than 0 (``mpi_start.fail_by_signal``).
 """
 
-import contextlib
 import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from distopt.comm.control import PeerLeft
@@ -84,9 +83,8 @@ def is_loss_on(comm: "MPI.Comm", error: BaseException) -> bool:
     return is_running() and isinstance(error, mpi().Exception) and elastic() and has_losses(comm)
 
 
-@contextlib.contextmanager
-def checked(comm: "MPI.Comm") -> Iterator[None]:
-    """Return a context for MPI's collectives, which raises PeerLeft in an elastic job if a rank is known to be lost.
+class Checked:
+    """A context for MPI's collectives, which raises PeerLeft in an elastic job if a rank is known to be lost.
 
     Their own errors do not always tell.  When a rank ends, collectives of Open MPI 5.0.11 can return without an error
     though memory is not written (an ``Allgatherv``), or with an error of another class (an ``Iallreduce``).
@@ -94,13 +92,16 @@ def checked(comm: "MPI.Comm") -> Iterator[None]:
     Args:
         comm: the MPI communicator.
     """
-    try:
-        yield
-    except mpi().Exception:
-        if not elastic() or not has_losses(comm):
-            raise
-    if elastic() and has_losses(comm):
-        raise PeerLeft("a rank of MPI has ended")
+
+    def __init__(self, comm: "MPI.Comm"):
+        self._comm = comm
+
+    def __enter__(self) -> None:
+        """Nothing is to be done before."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
+        if elastic() and (error is None or isinstance(error, mpi().Exception)) and has_losses(self._comm):
+            raise PeerLeft("a rank of MPI has ended") from None
 
 
 def has_losses(comm: "MPI.Comm") -> bool:

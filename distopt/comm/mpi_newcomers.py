@@ -17,7 +17,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, cast
 
-from distopt.comm.mpi_losses import agree, checked, has_losses, is_loss, is_loss_on
+from distopt.comm.mpi_losses import Checked, agree, has_losses, is_loss, is_loss_on
 from distopt.comm.mpi_start import mpi
 from distopt.resilience import job, membership
 
@@ -103,7 +103,7 @@ def let_in(living: "MPI.Comm", newcomer: Newcomer | None) -> "MPI.Comm | None":
         if newcomer and waits:
             port = mpi().Open_port()
             process = newcomer.call(port)
-        with checked(living):
+        with Checked(living):
             if living.rank or waits:  # else the others learn from the revocation that nobody comes
                 all_of_them = cast("MPI.Intracomm", living).Accept(port).Merge(high=False)
     except Exception as error:

@@ -307,5 +307,5 @@ def payload_nbytes(compressor: Compressor, n: int, itemsize: int = 4, layout: Bu
 
 def check_compressor(compressor: Any) -> None:
     """Raise TypeError for an object that is no ``Compressor``."""
-    if not isinstance(compressor, Compressor):
+    if Compressor not in type(compressor).__mro__:
         raise TypeError(f"compressor must derive from distopt.compress.Compressor, got {compressor!r:.60}")

@@ -43,6 +43,8 @@ class GradientAccumulator:
         missing: the parameters that none of them is of, as ``GradientCollector.missing``.
     """
 
+    CHANGES = "batches", "num_gradients", "reduced", "brought", "expected", "joined", "missing"  # what a step replaces
+
     def __init__(self, num_batches: int, sync_on_apply: bool):
         self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
         self.exchanges = 1 if sync_on_apply else num_batches

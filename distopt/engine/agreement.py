@@ -80,7 +80,7 @@ class Agreement:
             Exception: on every rank alike, the error of the lowest rank that has one.
             ValueError: the ranks are at different calls, or have declared different lines; names the first.
         """
-        control, crc = self._comm.control, self._comm.unwrapped.collectives_fingerprint
+        control, crc = self._comm.control, self._comm.collectives_fingerprint
         ballot = self._fingerprint ^ number ^ self.number << 40 ^ self._numbers_fingerprint ^ crc
 
         def describe() -> list[str]:

@@ -1,8 +1,8 @@
 """The parameters of a model, the plan of their buckets, and the memory of both."""
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from distopt.compress.base import payload_nbytes
 from distopt.engine.capacity import PayloadCapacity
 from distopt.engine.finite_check import DeviceFlag, HostCheck, NoCheck
 from distopt.engine.parameters import GradientCollector
+from distopt.engine.undo import Undo
 from distopt.optim.adapters import OptimizerAdapter
 
 GROUP = 256 << 20  # bytes that one launch packs or updates: 16-bit parameters need as much to be updated in
@@ -67,6 +68,7 @@ class BucketStore:
     when the vote has failed.  What outlives a step moves from plan to plan by parameter name.
 
     Attributes:
+        buckets: those of the plan; before there is one, NoPlanError.
         messages: the buckets that leave if neighbours may leave together (``PlanMemory``); None if there is no plan.
         check: the check for what is not finite in the buckets.
         skip_flag: the number on the GPU by which kernels skip the step (``NoCheck``).
@@ -76,15 +78,17 @@ class BucketStore:
         threshold: elements that fill a bucket, in the committed plan.
         started: a vote has succeeded.
         broadcast_due: rank 0's parameters are still to be sent.
-        before_packing: is called with a bucket that is about to be packed.
         recover: brings what a lost rank alone had to the others, once all have a plan without it, and is collective;
             None if nobody can.
     """
+
+    buckets: BucketSet
 
     def __init__(
         self,
         comm: Communicator,
         optimizer: OptimizerAdapter,
+        undo: Undo | None,
         *,
         threshold: int,
         allow_missing: bool,
@@ -94,11 +98,11 @@ class BucketStore:
     ):
         """Make an empty store.  ``checked``: gradients of a rank in a sum that must be finite, 0 if nobody checks."""
         self._comm, self._optimizer, self._overlaps, self._checked = comm, optimizer, overlaps, checked
+        self._undo = undo
         self.collector = GradientCollector(allow_missing, comm.gpu)
         self.threshold = threshold
         self.broadcast_due = broadcast
         self.started = False
-        self.before_packing: Callable[[Bucket], object] = lambda bucket: None
         self.recover: Callable[[], object] | None = None
         self._committed = PlanMemory()
         self._use(self._committed)
@@ -108,12 +112,11 @@ class BucketStore:
 
     # -- what there is
 
-    @property
-    def buckets(self) -> BucketSet:
-        """The buckets of the plan.  Raises NoPlanError if there is none."""
-        if self._memory.buckets is None:
+    def __getattr__(self, name: str) -> Any:
+        """Raise NoPlanError for ``buckets``, which are an attribute from the first plan on."""
+        if name == "buckets":
             raise NoPlanError("the plan of buckets is not made yet; make a step or call gradient_views(params) first")
-        return self._memory.buckets
+        raise AttributeError(name)
 
     @property
     def buckets_if_any(self) -> BucketSet | None:
@@ -191,6 +194,10 @@ class BucketStore:
     def _use(self, memory: PlanMemory) -> None:
         """Let this be the plan of the next step."""
         self._memory = memory
+        if memory.buckets is None:
+            vars(self).pop("buckets", None)
+        else:
+            self.buckets = memory.buckets
         self.messages, self.check, self.capacity = memory.messages, memory.check, memory.capacity
         self.skip_flag = memory.check.skip_flag
         self.sharded = memory.buckets is not None and bool(memory.buckets.parameters)
@@ -295,11 +302,21 @@ class BucketStore:
 
     def pack(self, bucket: Bucket, packing: Packing) -> None:
         """Bring a bucket's gradients to their places."""
-        self.before_packing(bucket)
+        if self._undo and (bucket.gradients.records["data"] == bucket.own_addresses).any():
+            self._undo.keep(bucket.gradient)  # gradients lie there, and are scaled and summed there
         counts = packing.counts and self._checked > 0
         bucket.pack(counts, packing.scale, self.check.headroom if packing.counts else 1.0)
         if packing.clip is not None:
             kernels.clip(bucket.gradient, packing.clip)
+
+    def bring_nothing(self, names: Collection[str]) -> None:
+        """Let this rank bring zeros for parameters, after it has packed gradients of them."""
+        buckets = self.buckets
+        for bucket in buckets:
+            for row, name in enumerate(bucket.spec.names):
+                if name in names:
+                    device.clear(buckets.view(name))
+                    device.clear(bucket.bad[row : row + 1])
 
     def clear_counts(self) -> None:
         """Clear the counts of what is not finite, before gradients are packed."""
@@ -309,6 +326,8 @@ class BucketStore:
     def broadcast_parameters(self, step: int) -> None:
         """Send rank 0's parameters to all ranks, before the first update, unless that is done.  Collective."""
         if self.broadcast_due:
+            if self._undo:
+                self._undo.keep(*self.values.values())
             with self._comm.tagged(MessageTag("start", step)):
                 for value in self.values.values():
                     self._comm.broadcast(value)

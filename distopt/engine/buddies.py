@@ -1,23 +1,22 @@
 """Copies of what one rank alone has, on the next rank: its share of the optimizer's state."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from distopt.comm import Communicator
 from distopt.comm.control import agreed
 from distopt.comm.message import MessageTag
-from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.progress import Progress
-from distopt.engine.retries import Copies, Once
+from distopt.engine.spec import Outcome
+from distopt.engine.undo import Undo
 from distopt.kernels.layout import CHUNK, BucketLayout
 from distopt.optim.adapters import OptimizerAdapter
 from distopt.optim.optimizer import Table
 
 NOTHING = np.empty(0, np.uint8)
-T = TypeVar("T")
 
 
 class Division(NamedTuple):
@@ -64,36 +63,7 @@ class Division(NamedTuple):
         return 0, table.members.chunks if table.number % self.size == self.rank else 0
 
 
-class NoBuddies:
-    """Update outside of the transaction in which ranks exchange: what a lost rank alone had is gone.
-
-    Args:
-        retries: make the exchange again.
-    """
-
-    def __init__(self, retries: Once):
-        self._retries = retries
-
-    def step(self, exchange: Callable[[], T], update: Callable[[T], bool], reduced: bool) -> T:
-        """Make a step, and return what ``exchange`` has returned.  Collective.
-
-        Args:
-            exchange: all of the step but its update.
-            update: is called with what ``exchange`` returned, and tells if it has updated the parameters.
-            reduced: the gradients of all ranks are in the sums.
-        """
-        outcome = self._retries.run(exchange)
-        update(outcome)
-        return outcome
-
-    def divide(self) -> None:
-        """Note that these ranks share the parameters from now on, inside of a transaction."""
-
-    def forget(self) -> None:
-        """Note that every rank has all of the optimizer's state now: it was loaded."""
-
-
-class Buddies(NoBuddies):
+class Buddies:
     """Let ranks go on without one that alone had a share of the optimizer's state.
 
     With ``parameter_views`` each rank updates a share of the parameters, which lie in memory that all ranks have, and
@@ -103,7 +73,7 @@ class Buddies(NoBuddies):
 
     The update and this message belong to the step's transaction, in which a rank keeps two things of what was before:
 
-    * its own share of the state (``Retries`` puts it back);
+    * its own share of the state, with the rest that a step changes;
     * its own share of the parameters, and that of the rank before it.  Both are read where they lie, as long as nobody
       updates, which is before the vote; so what a script has changed there counts.
 
@@ -123,9 +93,8 @@ class Buddies(NoBuddies):
         comm: the ranks.
         store: the parameters.
         optimizer: its state.
-        accumulator: tells which call updates.
         progress: counts, and is told of a loss that nobody can make good.
-        retries: make the step again.
+        undo: what the step changes.
     """
 
     def __init__(
@@ -133,56 +102,60 @@ class Buddies(NoBuddies):
         comm: Communicator,
         store: BucketStore,
         optimizer: OptimizerAdapter,
-        accumulator: GradientAccumulator,
         progress: Progress,
-        retries: Once,
+        undo: Undo,
     ):
-        super().__init__(retries)
-        self._comm, self._store, self._optimizer = comm, store, optimizer
-        self._accumulator, self._progress = accumulator, progress
+        self._comm, self._store, self._optimizer, self._progress, self._undo = comm, store, optimizer, progress, undo
         self._division: Division | None = None  # of the last update, or by which sharing began; None before
         self._copy: np.ndarray | None = None  # of the guarded rank's state; None while all ranks have all the state
         self._next: tuple[Division, np.ndarray] | None = None  # both, as the present step leaves them, if it updates
-        self._parameters = Copies()  # of this rank's share and the guarded one's
+        self._parameters = Undo()  # of this rank's share and the guarded one's, in all tries of a step
         self._message = NOTHING  # the last one; its memory is used again
         store.recover = self._recover
 
-    def step(self, exchange: Callable[[], T], update: Callable[[T], bool], reduced: bool) -> T:
-        if not (reduced and self._accumulator.closes and (self._store.sharded or self._optimizer.shares_work)):
-            return super().step(exchange, update, reduced)
-        self._begin()
-        updated: bool | None = None  # by the last try
+    def step(
+        self,
+        run: Callable[[Callable[[], tuple[Outcome | None, bool]]], tuple[Outcome | None, bool]],
+        exchange: Callable[[], Outcome | None],
+        update: Callable[[Outcome], bool],
+    ) -> tuple[Outcome | None, bool]:
+        """Make a step, with its update inside of the transaction; return its outcome, and if it was applied.
 
-        def operation() -> T:
-            nonlocal updated
-            if updated is not None:
-                self._parameters.put_back()
-            if updated:
-                self._optimizer.take_back()
-            updated, self._next = False, None
+        Args:
+            run: makes a transaction (``ElasticSteps.run``).
+            exchange: all of the step but its update.
+            update: is called with what ``exchange`` returned, and tells if it has updated the parameters.
+        """
+        self._keep_parameters()
+
+        def operation() -> tuple[Outcome | None, bool]:
+            self._next = None
+            self._undo.on_undo(self._parameters.undo)
             outcome = exchange()
-            self._keep()
-            updated = update(outcome)
-            if updated and self._store.sharded:
-                self._send()
-            return outcome
+            self._keep_state()
+            updated = outcome is not None and update(outcome)
+            if updated:
+                self._undo.on_undo(self._optimizer.take_back)
+                if self._store.sharded:
+                    self._send()
+            return outcome, updated
 
-        outcome = self._retries.run(operation)
+        made = run(operation)
         if self._next:
-            if self._division != self._next[0]:
-                self._parameters = Copies()  # of other shares
             self._division, self._copy = self._next
-        return outcome
+        return made
 
     def divide(self) -> None:
+        """Note that these ranks share the parameters from now on, inside of a transaction."""
         self._division, self._copy = Division(self._comm.rank, self._comm.size), None
 
     def forget(self) -> None:
+        """Note that every rank has all of the optimizer's state now: it was loaded."""
         self._copy = None
 
     # -- what is kept
 
-    def _begin(self) -> None:
+    def _keep_parameters(self) -> None:
         """Copy the parameters before any rank can have voted, and so before any updates them."""
         self._parameters.forget()
         if not self._store.sharded:
@@ -193,13 +166,13 @@ class Buddies(NoBuddies):
         for rank in {self._division.rank, self._division.guarded}:
             self._parameters.keep(*self._pieces_of_parameters(self._division.of(rank)))
 
-    def _keep(self) -> None:
+    def _keep_state(self) -> None:
         """Copy what else this rank is about to update, which no other one can read."""
         if self._store.sharded:
-            self._retries.keep(*self._pieces(Division(self._comm.rank, self._comm.size)))
+            self._undo.keep(*self._pieces(Division(self._comm.rank, self._comm.size)))
         else:
             self._optimizer.reserve(self._store.buckets)
-            self._retries.keep(*self._store.values.values(), *self._pieces(Division(0, 1)))
+            self._undo.keep(*self._store.values.values(), *self._pieces(Division(0, 1)))
 
     def _send(self) -> None:
         """Send this rank's state to its buddy, and receive that of the rank before it.  Collective."""

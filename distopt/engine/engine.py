@@ -2,15 +2,16 @@
 
 import functools
 import operator
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 
 from distopt.buckets import Reduced
 from distopt.checks import check_int
 from distopt.comm import Communicator
-from distopt.comm.control import agreed, by_rank
+from distopt.comm.control import agreed
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, Dense
 from distopt.compress.base import check_compressor
@@ -18,7 +19,7 @@ from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.agreement import Agreement, AllJoinedError
 from distopt.engine.background import Background, Inline
 from distopt.engine.bucket_store import BucketStore, Packing, StreamOrder
-from distopt.engine.buddies import Buddies, NoBuddies
+from distopt.engine.elastic import ElasticSteps
 from distopt.engine.hooks import DivergenceCheck, StepHook
 from distopt.engine.means import MeanGradients
 from distopt.engine.nonfinite import NonfiniteGuard, policy
@@ -26,15 +27,16 @@ from distopt.engine.overlap import Overlap
 from distopt.engine.parameters import Loss
 from distopt.engine.progress import Progress
 from distopt.engine.reducers import Reducer, Reducers, StepContext, Unreduced
-from distopt.engine.report import decode, encode
-from distopt.engine.retries import Once, Retries
-from distopt.engine.spec import Options, StepSpec
+from distopt.engine.report import Report, decode, describe
+from distopt.engine.spec import Options, Outcome, StepSpec, Update
+from distopt.engine.undo import Undo
 from distopt.exchange import EXCHANGES
 from distopt.optim.adapters import adapt
 from distopt.optim.optimizer import Ranks
 from distopt.resilience.operation_log import recorder
 
-Update = Callable[[Iterable[Reduced], float, StepSpec], None]
+SUMS = zlib.crc32(b"sums")  # what ranks vote on after a step's own vote, which has compared all the rest
+T = TypeVar("T")
 
 
 class Attempt:
@@ -54,18 +56,6 @@ class Attempt:
         self.compressor: Compressor = Dense()
         self.reducer: Reducer | None = None
         self.error: Exception | None = None
-
-
-class Outcome(NamedTuple):
-    """What a step is updated with, which all ranks have before one of them updates.
-
-    Attributes:
-        sums: the sum over ranks of each bucket; None if there is nothing to apply.
-        scale: makes means of them.
-    """
-
-    sums: Iterable[Reduced] | None
-    scale: float
 
 
 class Engine:
@@ -92,8 +82,8 @@ class Engine:
         accumulator: gradient accumulation.
         means: clipping, and the gradient hook.
         reducers: the ways in which buckets are reduced over ranks.
-        retries: steps are made again where a rank may be lost.
-        buddies: the copies of what one rank alone has.
+        undo: what a step has changed, where it may be made again; None where the job ends with the first lost rank.
+        elastic: makes steps again; None in such a job.
         step_context: the facts of the present step that a bucket's exchange needs.
         progress: counters, and whether a step failed halfway.
         stream_order: the context of what a failed call has enqueued on a GPU.
@@ -101,9 +91,12 @@ class Engine:
         threshold: elements that fill a bucket, from the next step on.
         compressor: the compressor of the last step.
         spec: what the last step was.
+        missing_everywhere: the parameters of which no gradient has arrived on any rank (``StepSpec.arrived``).
         closed: everything is refused.
         in_backward: buckets leave while a loss yields its gradients.
     """
+
+    CHANGES = "compressor", "spec", "in_backward", "missing_everywhere"  # what a step replaces
 
     def __init__(
         self,
@@ -122,9 +115,11 @@ class Engine:
         self.optimizer = adapt(opt)
         self.accumulator = GradientAccumulator(options.num_batches, options.sync_on_apply)
         self.progress = Progress(self.accumulator, remedy, counted)
+        self.undo = Undo() if comm.elastic else None
         self.store = BucketStore(
             comm,
             self.optimizer,
+            self.undo,
             threshold=threshold,
             allow_missing=options.allow_missing,
             broadcast=options.broadcast,
@@ -141,6 +136,7 @@ class Engine:
         self.agreement = Agreement(comm, kind)
         self.compressor: Compressor = Dense()  # of the last step, as is its specification
         self.spec = StepSpec()
+        self.missing_everywhere: Collection[str] = frozenset()
         self.closed = self.in_backward = False
         self._background = Background() if comm.gpu is None else Inline()
         self.reducers = (
@@ -148,96 +144,75 @@ class Engine:
             if make_reducers
             else Reducers(comm, self.step_context, self.accumulator, options.overlap, not self.optimizer.updates_shards)
         )
-        changed = (self, self.progress, self.accumulator, nonfinite, self.nonfinite, self.means, self.reducers.borders)
-        self.retries = Retries(comm, self.store, changed) if comm.elastic else Once()
-        self.buddies = (
-            Buddies(comm, self.store, self.optimizer, self.accumulator, self.progress, self.retries)
-            if comm.elastic and options.buddy
-            else NoBuddies(self.retries)
-        )
+        self.elastic = ElasticSteps(self, self.undo, options.buddy) if self.undo else None
+        if self.elastic:
+            self.step = self.elastic.step  # type: ignore[method-assign]
         nonfinite.attach(comm.rank, self.nonfinite.poll)  # last, since a LossScaler is attached once
 
     def step(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:
-        """Let in the processes that wait, and make one step; tell if an update was applied.  Collective.
+        """Make one step with the ranks that there are; tell if an update was applied.  Collective.
+
+        In an elastic job this is ``ElasticSteps.step``, which makes it again if a rank is lost.
 
         Args:
             loss: gives (param, grad) pairs.
             spec: says what the step is.
             update: what is done with the sums over ranks, in the place of ``self.update``.
         """
-        if self.comm.elastic:
-            self.let_in()
-        return self.step_of_these_ranks(loss, spec, update)
+        outcome = self.until_outcome(loss, spec)
+        if outcome is None:
+            return False
+        applied = self.apply(outcome, update)
+        self.end_call(applied)
+        return applied
 
     def let_in(self) -> None:
         """Go on with the processes that wait to be let in, unless a window of batches is open.  Collective then."""
-        if not self.accumulator.batches:
+        if self.elastic and not self.accumulator.batches:
             self.comm.let_in()
 
-    def step_of_these_ranks(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:
-        """Make one step as ``step``, with the ranks that there are: all have agreed on a part of it.  Collective."""
-        again = self.retries.replayable(loss)
-        return self.step_with(lambda: self.exchange(again, spec), spec, update)
+    def transaction(self, operation: Callable[[], T]) -> T:
+        """Return what an operation returns that all ranks do together, and again if one is lost.  Collective."""
+        return self.elastic.run(operation) if self.elastic else operation()
 
-    def step_with(self, exchange: Callable[[], "Outcome | None"], spec: StepSpec, update: Update | None = None) -> bool:
-        """Make one step, with the ranks that there are, whose exchange has more to it than ``self.exchange``.
-
-        Args:
-            exchange: calls ``self.exchange``, and returns what that returns; is made again if a rank is lost.
-            spec: says what the step is.
-            update: as of ``step``.
-        """
-        if self.comm.elastic and self.comm.gpu is not None:
-            self.sync_with_last_step()  # which is not made again
-
-        def apply(outcome: Outcome | None) -> bool:
-            if outcome is None or outcome.sums is None:
-                return False
-            with self.progress.halfway:
-                (update or self.update)(outcome.sums, outcome.scale, self.spec)
-            return True
-
-        outcome = self.buddies.step(exchange, apply, spec.reduced)
-        if outcome is None:
-            return False
-        if outcome.sums is not None:
-            self.retries.tell(self.progress.updates)
-        self.end_call(applied=outcome.sums is not None)
-        return outcome.sums is not None
-
-    def exchange(self, loss: Loss, spec: StepSpec) -> "Outcome | None":
-        """Make all of a step but its update; None if all ranks skip it.  Collective."""
-        attempt = self.begin(lambda: self.prepare(loss, spec))  # collect, check; vote
-        if attempt is None:
-            return None
+    def until_outcome(self, loss: Loss, spec: StepSpec) -> Outcome | None:
+        """Make all of a step but its update; None if all ranks skip it, as it is not finite on some.  Collective."""
+        with self.stream_order:
+            attempt = self.prepare(loss, spec)
+            if not self.vote(attempt):
+                return None
         with self.progress.halfway:
             sums = self.reduce(attempt)
             return Outcome(None, 0.0) if sums is None else self.hooked_and_clipped(sums, self.spec)
 
-    def begin(self, prepare: Callable[[], Attempt]) -> Attempt | None:
-        """Prepare a step on this rank alone, where errors are kept, and vote.  Collective.
+    def apply(self, outcome: Outcome, update: Update | None = None) -> bool:
+        """Update the parameters, unless there is nothing to apply, which it tells."""
+        if outcome.sums is None:
+            return False
+        with self.progress.halfway:
+            (update or self.update)(outcome.sums, outcome.scale, self.spec)
+        return True
 
-        Returns:
-            The attempt, if all ranks go on; None if all skip it, as it is not finite on some.
-        """
+    def begin(self) -> Exception | None:
+        """Begin a call: follow the last one, of which all ranks hear if it was refused; return an error of CUDA."""
         self.check_open()
-        with self.stream_order:
+        if self.comm.gpu is not None:
             try:
                 self.sync_with_last_step()
-            except Exception as error:  # of CUDA: the vote tells all, as it does of those in prepare
-                attempt = Attempt(self.spec)
-                attempt.error = error
-            else:
-                self._refuse_last_step()
-                self.progress.version += 1
-                attempt = prepare()
-            return attempt if self.vote(attempt) else None
+            except Exception as error:  # the vote tells all, as it does of those in prepare
+                return error
+            self._refuse_last_step()
+        self.progress.version += 1
+        return None
 
     def prepare(self, loss: Loss, spec: StepSpec) -> Attempt:
         """Collect, check and pack this rank's gradients; what goes wrong is kept in the attempt, for the vote."""
         if spec.exchange == "nodes":
             spec = self.reducers.possible(spec)
         attempt, overlap, store = Attempt(spec), None, self.store
+        attempt.error = self.begin()
+        if attempt.error:
+            return attempt
         try:
             store.clear_counts()
             threshold = self.checked_threshold(spec)
@@ -246,20 +221,23 @@ class Engine:
                 self.reducers.check_senders(compressor, spec)
             self.step_context.begin(spec)
             self.reducers.borders.settle(self.progress.updates)
-            self.declare_numbers(compressor)
-            watches: list[Any] = [hook.wrap_loss for hook in self.hooks]
-            if self.reducers.may_overlap(compressor, spec, threshold):
+            self.declare_numbers(compressor, spec.clock)
+            watches = list[Any]()
+            for hook in self.hooks:
+                watches.append(hook.wrap_loss)
+            if self.reducers.overlap and self.reducers.may_overlap(compressor, spec, threshold):
                 overlap = self._begin_overlap(attempt)
                 watches.append(overlap.watch)
             store.collector.collect(loss, *watches)
             if store.propose(threshold):
                 self.agreement.forget()
                 self.accumulator.bound(self.comm.size)
-                self.declare_numbers(compressor)  # also of parameters that are new
+                self.declare_numbers(compressor, spec.clock)  # also of parameters that are new
             if compressor.budget is not None:
                 compressor = attempt.compressor = self.reducers.within_budget(compressor, spec, self.progress.updates)
             phases = None if compressor.summable else self.reducers.two_phases(compressor, spec)
-            self.reducers.by_nodes(compressor, spec)
+            if spec.exchange == "nodes":
+                self.reducers.by_nodes(compressor, spec)
             if self.declare(spec.describe(compressor, phases is not None)):
                 store.check_sizes(compressor)
             leaving = (overlap.buckets, overlap.sent) if overlap else ()
@@ -272,32 +250,44 @@ class Engine:
             raise
         if overlap:
             self._complete(overlap, failed=attempt.error is not None)
-        if self.comm.elastic and attempt.error and self.comm.lost(attempt.error):
+        if self.undo and attempt.error and self.comm.lost(attempt.error):
             raise attempt.error  # the vote would make it the outcome: NCCL's own failure is not a lost vote
         return attempt
 
     def vote(self, attempt: Attempt) -> bool:
         """Vote on an attempt: False if all ranks skip it, as it is not finite on some.  Collective."""
-        store, progress = self.store, self.progress
-        report = "" if attempt.error else store.check.nonfinite_gradients()
-        if report or store.collector.allow_missing:
-            report = encode(report, store.collector.missing)
-        reports = self.agree(progress.name, progress.calls, attempt.error, report, doubts=store.check.doubts)
-        doubted, spec = self.comm.control.doubted, attempt.spec
-        if reports:
-            nonfinite, missing = decode(reports)
-            if not self.nonfinite.accepts(nonfinite):
+        store, progress, spec = self.store, self.progress, attempt.spec
+        report, self.missing_everywhere = "", frozenset()
+        if not attempt.error:
+            found, missing = store.check.nonfinite_gradients(), 0
+            if spec.arrived:
+                missing = store.collector.all_but(spec.arrived())
+            elif store.collector.allow_missing:
+                missing = store.collector.missing
+            if found or missing:
+                report = Report(found, missing).encoded()
+        texts = self.agree(progress.name, progress.calls, attempt.error, report, doubts=store.check.doubts)
+        doubted = self.comm.control.doubted
+        if texts:
+            reports = decode(texts)
+            missing_of = [report.missing for report in reports][-self.comm.size :]  # local steps have empty ones before
+            if spec.arrived:
+                here = functools.reduce(operator.and_, missing_of)
+                self.missing_everywhere = {name for k, name in enumerate(store.collector.order) if here >> k & 1}
+                if not attempt.reducer:  # which has sent them
+                    store.bring_nothing(self.missing_everywhere)
+            if not self.nonfinite.accepts(describe([r.nonfinite for r in reports], self.missing_everywhere)):
                 return False
-            spec = self._leave_alone(attempt, missing[-self.comm.size :])  # local steps have empty ones before
+            spec = self._leave_alone(attempt, missing_of)
         else:
             self.accumulator.missing = 0
         store.check_values_apart()
         for hook in tuple(self.hooks):  # one may take itself away
             hook.after_vote(store.collector, self.optimizer.opt)
         if store.broadcast_due:
-            self.retries.keep(*store.values.values())
             store.broadcast_parameters(progress.updates)
-        progress.snapshot()
+        if store.check.deferred:
+            progress.snapshot()
         self.compressor, self.spec = attempt.compressor, spec
         store.check.begin(doubted, self.compressor.stateful)
         return True
@@ -337,12 +327,10 @@ class Engine:
             The sum of each bucket; None if there is nothing to apply: more batches are to come, or a sum is not finite.
         """
         accumulator, store, buckets = self.accumulator, self.store, self.store.buckets
-        if attempt.compressor.stateful or accumulator.num_batches > 1:
-            self.retries.keep_states()
         accumulator.meet(self.agreement.live, self.agreement.all_joined)
         accumulator.open(self.agreement.live, attempt.spec.reduced)
         check_finite, reducer = self.nonfinite.policy.checks_finite, self.choose_reducer(attempt)
-        in_turn = store.sharded and not (check_finite or self.means.hook or self.optimizer.whole or self.comm.elastic)
+        in_turn = store.sharded and not (check_finite or self.means.hook or self.optimizer.whole or self.elastic)
         if accumulator.holds_sums and attempt.spec.reduced:
             if not self._reduce_call(reducer):
                 return None
@@ -358,6 +346,9 @@ class Engine:
 
     def choose_reducer(self, attempt: Attempt) -> Reducer:
         """Return the reducer of a step, on which all ranks have agreed."""
+        if self.undo and (attempt.compressor.stateful or self.accumulator.num_batches > 1):
+            for bucket in self.store.buckets:
+                self.undo.keep_state(bucket.state)
         check_finite = self.nonfinite.policy.checks_finite
         return attempt.reducer or self.reducers.choose(
             attempt.compressor, attempt.spec, check_finite, self._vote_on_sums
@@ -452,16 +443,24 @@ class Engine:
         self.agreement.declare(lines)
         return True
 
-    def declare_numbers(self, compressor: Compressor) -> None:
+    def declare_numbers(self, compressor: Compressor, clock: str = "") -> None:
         """Declare the numbers that may change from step to step, and that all ranks must have alike."""
         self.optimizer.follow(self.store.collector.order)
         capacity = self.store.capacity if compressor.bounded else None
         entries = [f"room for {n} entries of bucket {k}" for k, n in enumerate(capacity.state())] if capacity else []
-        numbers = [*self.nonfinite.lines(), *self.optimizer.numbers(), *entries, *self.reducers.borders.lines]
+        numbers = [
+            *([clock] if clock else ()),
+            *self.nonfinite.lines(),
+            *self.optimizer.numbers(),
+            *entries,
+            *self.reducers.borders.lines,
+        ]
         self.agreement.declare_numbers(numbers)
 
     def _vote_on_sums(self, report: str) -> list[str]:
-        return self.agree(self.progress.name, ~self.progress.calls, report=report, part=", its sums")
+        """Tell all ranks what is not finite in this one's shards of sums, once all have formed theirs.  Collective."""
+        name, part, joined = self.progress.name, ", its sums", self.agreement.joined
+        return self.comm.control.vote(name, SUMS, lambda: [name + part], report=report, part=part, joined=joined)
 
     def check_open(self) -> None:
         """Raise RuntimeError if this is closed, or if a loss calls, whose vote another thread takes part in."""
@@ -476,8 +475,10 @@ class Engine:
 
     def checked_threshold(self, spec: StepSpec) -> int:
         """Return the threshold of a step; raise what forbids the step."""
-        self.progress.check()
-        self.accumulator.check(spec.reduced)
+        if self.progress.failure:
+            self.progress.check()
+        if self.accumulator.batches:
+            self.accumulator.check(spec.reduced)
         if self.optimizer.shares_work:
             self.optimizer.check_step(spec.only is not None)
         if spec.exchange not in EXCHANGES:
@@ -556,6 +557,9 @@ class Engine:
 
         On a GPU the host does not know, and kernels skip the update; where they cannot, it waits.
         """
+        if not self.store.check.deferred:
+            self.nonfinite.policy.passed()
+            return True
         if self.nonfinite.settle_call(kernels_skip=self.optimizer.skips(spec.only)):
             return True
         self.nonfinite.poll()
@@ -586,10 +590,12 @@ class Engine:
         entries = self.nonfinite.pop_refused()
         if entries:
             name, calls = self.progress.name, self.progress.calls
-            reports = self.agree(name, ~calls, report=self.store.buckets.nonfinite(), part=", its outcome")
-            if not any(reports) and self.accumulator.exchanges == 1:  # the gradients were finite, and are in the window
+            report = Report(self.store.buckets.nonfinite()).encoded()
+            texts = self.agree(name, ~calls, report=report, part=", its outcome")
+            if not texts and self.accumulator.exchanges == 1:  # the gradients were finite, and are in the window
                 self.accumulator.reset(self.store.buckets)
-            self.nonfinite.enforce(by_rank(reports) or f"the sum over ranks ({entries} entries)")
+            found = describe([report.nonfinite for report in decode(texts)])
+            self.nonfinite.enforce(found or f"the sum over ranks ({entries} entries)")
 
     def sync_with_last_step(self) -> None:
         """Let this stream follow the last step, in whatever stream of the GPU that was, and learn its outcome."""

@@ -30,9 +30,9 @@ class NoCheck:
     headroom = 1.0
     doubted = False
 
-    def nonfinite_gradients(self) -> str:
-        """Name this rank's packed gradients that are not finite, for the vote; '' if all are."""
-        return ""
+    def nonfinite_gradients(self) -> dict[str, str]:
+        """Name this rank's packed gradients that are not finite, for the vote (``BucketSet.nonfinite``)."""
+        return {}
 
     @property
     def doubts(self) -> bool:
@@ -94,8 +94,8 @@ class HostCheck(NoCheck):
         self._steps = 0
         self._copies: list[dict[str, np.ndarray]] | None = None
 
-    def nonfinite_gradients(self) -> str:
-        return self._buckets.nonfinite()
+    def nonfinite_gradients(self) -> dict[str, str]:
+        return self._buckets.nonfinite() if self._buckets.bad.any() else {}
 
     @property
     def doubts(self) -> bool:

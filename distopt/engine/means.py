@@ -25,6 +25,8 @@ class MeanGradients:
         norm: the global norm of the last update's mean gradient, before it was clipped.
     """
 
+    CHANGES = ("norm",)  # what a step replaces
+
     def __init__(self, comm: Communicator, store: BucketStore, hook: GradientHook | None, clip_norm: float | None):
         self._comm, self._store = comm, store
         self.hook, self.clip_norm = hook, clip_norm

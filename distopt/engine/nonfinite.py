@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distopt.checks import as_float, check_int
@@ -24,6 +24,7 @@ class Policy:
     is told of once, by ``passed`` or by ``refused``, on every rank alike; ``enforce`` may raise afterwards.
     """
 
+    CHANGES: Sequence[str] = ("skipped", "in_a_row")  # what a step replaces
     checks_finite = True  # are gradients and sums checked for what is not finite?
     adapts = False  # does the divisor change from call to call?
     divisor = 1.0  # of the gradients of the next call, by which they are divided while they are packed
@@ -118,6 +119,7 @@ class LossScaler(Skip):
         (True, array([0.5, 0.5], dtype=float32))
     """
 
+    CHANGES = "skipped", "in_a_row", "divisor", "clean"
     adapts = True
 
     def __init__(
@@ -228,6 +230,8 @@ class NonfiniteGuard:
     learns of it afterwards: the counters are rolled back, and the policy applies in the next call.
     """
 
+    CHANGES = ("refused",)  # what a step replaces
+
     def __init__(self, policy: Policy, store: BucketStore, progress: Progress, optimizer: OptimizerAdapter):
         self.policy, self._store, self._progress, self._optimizer = policy, store, progress, optimizer
         self.refused = 0  # entries of the last step that were not finite, as the GPU said, and no vote knows yet
@@ -247,17 +251,13 @@ class NonfiniteGuard:
         return self.accepts(nonfinite)
 
     def settle_call(self, kernels_skip: bool) -> bool:
-        """Count a finite call; on a GPU, begin to fetch the outcome.
+        """Begin to fetch the outcome of a call on a GPU.
 
         Returns:
-            Whether the host goes on to the update: on a GPU only where ``kernels_skip`` a refused one, else it must
-            wait for the outcome, with ``poll``.
+            Whether the host goes on to the update: only where ``kernels_skip`` a refused one, else it must wait for the
+            outcome, with ``poll``.
         """
-        check = self._store.check
-        if not check.deferred:
-            self.policy.passed()
-            return True
-        check.fetch()
+        self._store.check.fetch()
         return kernels_skip
 
     def poll(self) -> None:

@@ -201,7 +201,7 @@ class Fragment:
         """
         self.engine.agreement.joined = joined
         try:
-            self.engine.step_of_these_ranks(self.pairs, self._spec)
+            self.engine.step(self.pairs, self._spec)
         finally:
             self.engine.agreement.joined = False
 

@@ -47,6 +47,7 @@ class PartialSteps:
         divisor = float(self._engine.accumulator.num_batches)
         label = "a partial step" + f" of share={share}, seed={seed}" * (share is not None)
         spec = StepSpec(partial(self._compressor, averaged), threshold, reduced=False, divisor=divisor, label=label)
+        self._engine.let_in()
         return self._engine.step(loss, spec, partial(self._update, averaged))
 
     def _compressor(self, averaged: Averaged) -> Compressor:
@@ -80,7 +81,7 @@ class PartialSteps:
     def _average_bucket(self, number: int) -> None:
         """Replace the parameters of a bucket by their mean over the ranks that have not joined.  Collective."""
         engine = self._engine
-        tables, total = engine.retries.run(lambda: self._sum_parameters(number))
+        tables, total = engine.transaction(lambda: self._sum_parameters(number))
         for shard, layout in itertools.product(total, tables):
             members = layout.shard(shard.number, shard.of)
             kernels.unpack(members, shard.flat, 1.0 / engine.agreement.live, engine.store.skip_flag)

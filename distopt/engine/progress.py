@@ -30,6 +30,8 @@ class Progress:
         halfway: the context of the part of a step that must not be interrupted.
     """
 
+    CHANGES = "updates", "partial", "version", "failure", "before"  # what a step replaces
+
     def __init__(
         self, accumulator: GradientAccumulator, remedy: str = "load a checkpoint to go on", counted: str = "step"
     ):
@@ -92,13 +94,14 @@ class Halfway:
     """
 
     def __init__(self, progress: Progress):
-        self._progress = progress
+        self._progress, self._step = progress, 0
 
     def __enter__(self) -> None:
         """Enter the part of a step that follows its vote."""
+        self._step = self._progress.updates + 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
         if error is None or (hasattr(error, "agreed") and not isinstance(error, PeerLeft)):
             return
-        text, step = f"{type(error).__name__}: {error}".removesuffix(": "), self._progress.before.updates + 1
-        self._progress.fail(f"the update of step {step} failed halfway with {text}; {self._progress.remedy}")
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+        self._progress.fail(f"the update of step {self._step} failed halfway with {text}; {self._progress.remedy}")

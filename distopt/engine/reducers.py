@@ -249,10 +249,17 @@ class SharedMemoryReducer(Reducer):
     shards_are_final = True
 
     def __init__(
-        self, comm: Communicator, step_context: "StepContext", check_finite: bool, vote: Vote, everywhere: bool
+        self,
+        comm: Communicator,
+        step_context: "StepContext",
+        check_finite: bool,
+        vote: Vote,
+        everywhere: bool,
+        unchanged: Set[str],
     ):
-        """Make one; ``everywhere``: sums are written to every rank's memory."""
+        """Make one; ``everywhere``: sums are written to every rank's memory; those ``unchanged`` need not be finite."""
         self._comm, self._step_context, self._check_finite, self._vote = comm, step_context, check_finite, vote
+        self._unchanged = unchanged
         self._reduce = reduce_everywhere if everywhere else reduce_shards
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
@@ -264,7 +271,9 @@ class SharedMemoryReducer(Reducer):
     def nonfinite(self, sums: list[Reduced]) -> str:
         """Vote; when this returns all ranks have added up their shards.  Collective."""
         store = self._step_context.store
-        return describe(self._vote(nonfinite(store.buckets) if self._check_finite else ""), store.collector.order)
+        return describe(
+            self._vote(nonfinite(store.buckets, self._unchanged) if self._check_finite else ""), store.collector.order
+        )
 
 
 class SharedHalfReducer(Unreduced):
@@ -378,7 +387,7 @@ class StepContext:
 
     def begin(self, spec: StepSpec) -> None:
         """Begin a call of a step with this specification; tell the hooks of the first one."""
-        self.resume(spec)
+        self._divisor, self._counts_senders = spec.divisor, spec.over == "senders"
         if not self._accumulator.batches:
             for hook in self.hooks:
                 hook.begin(self._progress.updates + 1, spec, self._accumulator.exchanges)
@@ -615,8 +624,11 @@ class Reducers:
         reducer: Reducer
         if not spec.reduced:
             return LocalGradients()
+        unchanged = frozenset[str]() if spec.only is None else store.collector.order.keys() - set(spec.only)
         if self.in_shared_memory(compressor):
-            reducer = SharedMemoryReducer(self._comm, self._step_context, check_finite, vote, self._everywhere)
+            reducer = SharedMemoryReducer(
+                self._comm, self._step_context, check_finite, vote, self._everywhere, unchanged
+            )
         elif by_nodes := self.by_nodes(compressor, spec):
             reducer = self._node_reducer(by_nodes, spec)
         else:
@@ -626,7 +638,6 @@ class Reducers:
         if compressor.stateful and spec.divisor is None and spec.over == "ranks":
             weight = self._accumulator.expected / (self._comm.size * self._accumulator.num_batches)
             reducer = reducer if weight == 1 else WeighStates(reducer, self._comm, store, weight)
-        unchanged = () if spec.only is None else store.collector.order.keys() - set(spec.only)
         return KeepStates(reducer, compressor, self._comm, store, unchanged) if unchanged else reducer
 
     def _exchange(

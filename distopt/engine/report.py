@@ -1,26 +1,48 @@
 """What ranks tell each other of their gradients, in the vote on a step."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from distopt.comm.control import by_rank
 
 
-def encode(nonfinite: str, missing: int) -> str:
-    """Return a rank's report; '' if there is nothing to tell.
+class Report(NamedTuple):
+    """What a rank tells of its gradients.
 
     Args:
-        nonfinite: what is not finite; '' if all is.
+        nonfinite: what is not finite, by parameter.
         missing: the parameters without a gradient, as bits of a number.
     """
-    return f"{missing:x} {nonfinite}" if missing or nonfinite else ""
+
+    nonfinite: Mapping[str, str] = {}
+    missing: int = 0
+
+    def encoded(self) -> str:
+        """Return it as a text."""
+        return f"{self.missing:x} {json.dumps(self.nonfinite)}"
 
 
-def decode(reports: Sequence[str]) -> tuple[str, list[int]]:
-    """Return what is not finite on which rank, in one line, and the parameters without a gradient of each rank.
+def decode(texts: Sequence[str]) -> list[Report]:
+    """Return the reports of all ranks.
 
     Example:
-        >>> decode(["2 ", "", "3 w"])
-        ('rank 2: w', [2, 0, 3])
+        >>> decode(["2 {}", "", Report({"w": "1 of 4 entries"}, 3).encoded()])[2]
+        Report(nonfinite={'w': '1 of 4 entries'}, missing=3)
     """
-    missing, _, nonfinite = zip(*(report.partition(" ") for report in reports), strict=True)
-    return by_rank(list(nonfinite)), [int(bits or "0", 16) for bits in missing]
+    split = (text.partition(" ") for text in texts)
+    return [Report(json.loads(found), int(bits, 16)) if bits else Report() for bits, _, found in split]
+
+
+def describe(nonfinite: Sequence[Mapping[str, str]], but: Collection[str] = ()) -> str:
+    """Return what is not finite on which rank, in one line; '' if all is.
+
+    Args:
+        nonfinite: of each rank, as of ``Report``.
+        but: parameters that do not count.
+
+    Example:
+        >>> describe([{}, {"v": "3 of 4 entries", "w": "1 of 2 entries"}], but=["v"])
+        'rank 1: w (1 of 2 entries)'
+    """
+    return by_rank([", ".join(f"{n} ({text})" for n, text in found.items() if n not in but) for found in nonfinite])

@@ -129,7 +129,7 @@ class ShareAverage:
         """Replace the chosen entries by their mean over the ranks that have not joined.  Collective."""
         engine = self._engine
         chosen = share.at_step(engine.progress.partial)
-        for sample in engine.retries.run(lambda: self._sums(share, chosen)):
+        for sample in engine.transaction(lambda: self._sums(share, chosen)):
             scale = 1.0 / engine.agreement.live
             kernels.put_share(sample.layout, sample.flat, sample.sizes, *chosen, scale, engine.store.skip_flag)
 

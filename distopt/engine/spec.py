@@ -1,10 +1,11 @@
 """Values that say what a step is: the options of an optimizer, and the specification of one call."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from distopt.buckets import Reduced
 from distopt.checks import check_bool, check_bound, check_callable, check_int
 from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense
@@ -90,6 +91,9 @@ class StepSpec(NamedTuple):
         reduced: gradients are reduced over ranks; False in a partial step, which updates with this rank's own.
         divisor: divides the sums, to make a mean of them; None divides by the number of gradients.
         only: names of the parameters that are updated; None updates all.
+        arrived: returns the names of the parameters whose gradients are new, once a loss has given them: others are of
+            an earlier pass, and count where another rank has a new one.  None: all that a loss gives are new.
+        clock: how far this rank is, which ranks compare; '' for nothing.
         label: the step's name in errors and votes.
     """
 
@@ -102,6 +106,8 @@ class StepSpec(NamedTuple):
     reduced: bool = True
     divisor: float | None = None
     only: Collection[str] | None = None
+    arrived: Callable[[], Collection[str]] | None = None
+    clock: str = ""
     label: str = "a step"
 
     def describe(self, compressor: Compressor, two_phase: bool = False) -> str:
@@ -116,6 +122,21 @@ class StepSpec(NamedTuple):
         exchange = ", two-phase" * two_phase + ", by nodes" * (self.exchange == "nodes")
         exchange += ", break_even=False" * gathered + ", over senders" * (self.over == "senders")
         return f"{self.label} with {compressor!r}{clipped}{exchange}"
+
+
+class Outcome(NamedTuple):
+    """What a step is updated with, which all ranks have before one of them updates.
+
+    Attributes:
+        sums: the sum over ranks of each bucket; None if there is nothing to apply.
+        scale: makes means of them.
+    """
+
+    sums: Iterable[Reduced] | None
+    scale: float
+
+
+Update = Callable[[Iterable[Reduced], float, StepSpec], None]  # of the parameters, by a scale times the sums
 
 
 def _overlaps(overlap: str | bool, comm: Communicator) -> bool:

@@ -27,7 +27,7 @@ ENTRIES = (*COUNTS, "contributions", "loss_scale", "rooms", "borders", "states",
 def state_dict(engine: Engine) -> dict[str, Any]:
     """``DistOpt.state_dict``.  Collective if parameters are shared."""
     engine.sync_with_last_step()
-    return engine.retries.run(lambda: _shared_state(engine)) if engine.store.sharded else _state(engine)
+    return engine.transaction(lambda: _shared_state(engine)) if engine.store.sharded else _state(engine)
 
 
 def _shared_state(engine: Engine) -> dict[str, Any]:
@@ -95,7 +95,8 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
     except Exception:  # it refuses the state, and nothing has changed
         progress.cancel_load()
         raise
-    engine.buddies.forget()
+    if engine.elastic and engine.elastic.buddies:
+        engine.elastic.buddies.forget()
     store.restore(states, state["rooms"])
     engine.reducers.borders.restore(tuple(state.get("borders", ())))
     progress.updates, progress.partial = state["step_counter"], state["partial"]

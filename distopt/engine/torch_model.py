@@ -164,7 +164,7 @@ class TorchModel:
             enroll(engine, self.parameters, "torch's parameters", lambda names: check())
             if engine.store.broadcast_due:
                 self.agree_on_others(engine.agreement)
-                engine.retries.run(lambda: self._broadcast(engine))
+                engine.transaction(lambda: self._broadcast(engine))
 
     def take_in(self, engine: Engine) -> None:
         """Take in the parameters that require a gradient from now on, with rank 0's values.  Collective then.
@@ -191,7 +191,7 @@ class TorchModel:
         all_of_them = self._with(new)
         admit(engine, all_of_them, f"parameters that require a gradient from now on: {', '.join(names)}", check)
         if engine.options.broadcast:
-            engine.retries.run(lambda: self._broadcast_values(engine, new))
+            engine.transaction(lambda: self._broadcast_values(engine, new))
         self._learn(all_of_them)
         for p in new if self._yields else ():
             self._tell_of(p)
@@ -206,7 +206,8 @@ class TorchModel:
 
     def _broadcast_values(self, engine: Engine, parameters: Sequence[TensorParameter]) -> None:
         values = [p.data for p in parameters]
-        engine.retries.keep(*values)
+        if engine.undo:
+            engine.undo.keep(*values)
         with engine.comm.tagged(MessageTag("start", engine.progress.updates)):
             for value in values:
                 engine.comm.broadcast(value)
@@ -215,7 +216,8 @@ class TorchModel:
     def _broadcast(self, engine: Engine) -> None:
         """Send all that rank 0 has, and nothing of any other rank if that is lost on the way.  Collective."""
         others = self._dense_others()
-        engine.retries.keep(*engine.store.values.values(), *(as_bytes(dense) for _, dense in others))
+        if engine.undo:
+            engine.undo.keep(*engine.store.values.values(), *(as_bytes(dense) for _, dense in others))
         self._send_others(engine.comm, others)
         engine.store.broadcast_parameters(engine.progress.updates)
         self._take_others(others)

@@ -53,7 +53,7 @@ def admit(engine: Engine, params: Sequence[Any], verb: str, check: Callable[[], 
 def _plan(engine: Engine, learn: Callable[[], list[str]], verb: str) -> list[str]:
     """Make a plan of the parameters that ``learn`` learns, and return their names.  Collective."""
     engine.check_open()
-    return engine.retries.run(lambda: _plan_once(engine, learn, verb))
+    return engine.transaction(lambda: _plan_once(engine, learn, verb))
 
 
 def _plan_once(engine: Engine, learn: Callable[[], list[str]], verb: str) -> list[str]:
@@ -85,13 +85,8 @@ def gradient_views(
 
     names = enroll(engine, params, "gradient_views", check_all, planned)
     if engine.store.broadcast_due:
-        engine.retries.run(lambda: _broadcast(engine))
+        engine.transaction(lambda: engine.store.broadcast_parameters(engine.progress.updates))
     return [engine.store.buckets.view(name) for name in names]
-
-
-def _broadcast(engine: Engine) -> None:
-    engine.retries.keep(*engine.store.values.values())
-    engine.store.broadcast_parameters(engine.progress.updates)
 
 
 def parameter_views(engine: Engine, params: Iterable[Any], planned: Iterable[Any] = ()) -> list[np.ndarray]:
@@ -114,7 +109,8 @@ def parameter_views(engine: Engine, params: Iterable[Any], planned: Iterable[Any
 
     def share() -> dict[str, np.ndarray]:
         engine.renew_plan()
-        engine.buddies.divide()
+        if engine.elastic and engine.elastic.buddies:
+            engine.elastic.buddies.divide()
         shared, values = store.share_parameters(), store.values
         if comm.rank == 0:
             for name in names:
@@ -137,7 +133,8 @@ def share_with_newcomers(engine: Engine) -> None:
 
     def share() -> None:
         store, agreement = engine.store, engine.agreement
-        engine.buddies.divide()
+        if engine.elastic and engine.elastic.buddies:
+            engine.elastic.buddies.divide()
         agreement.forget()
         store.propose(store.threshold)
         engine.declare("parameter_views")

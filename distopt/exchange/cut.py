@@ -121,6 +121,8 @@ class Borders:
         [320, 704]
     """
 
+    CHANGES = "starts", "lines", "_next"  # what a step replaces
+
     def __init__(self) -> None:
         self.starts: Starts = ()
         self.lines: list[str] = []

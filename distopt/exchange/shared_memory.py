@@ -7,12 +7,12 @@ is written to every rank's memory where it is formed.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
 from distopt import kernels
-from distopt.buckets import Bucket, BucketSet, Reduced, sharded, unsharded
+from distopt.buckets import Bucket, BucketSet, Reduced, unsharded
 from distopt.comm import Communicator
 from distopt.comm.communicator import BFLOAT16
 from distopt.comm.message import MessageTag
@@ -27,8 +27,8 @@ def reduce_shards(bucket: Bucket, comm: Communicator) -> Reduced:
     """
     assert bucket.peers is not None
     bucket.bad_parts[:] = 0
-    sum_shard(bucket.gradients, bucket.peers, [bucket.peers[comm.rank]], bucket.bad_parts, comm)
-    return sharded(bucket.peers)
+    sum_shard(bucket.gradients, bucket.peers, bucket.own, bucket.bad_parts, comm)
+    return bucket.peer_shards
 
 
 def reduce_everywhere(bucket: Bucket, comm: Communicator) -> Reduced:
@@ -96,18 +96,23 @@ def reduce_half_shards(
             kernel(shard, payloads_by_rank, bucket.gradient, compressor.scale(comm.size))
             comm.count_all_reduce(payloads_by_rank[comm.rank])
     comm.barrier()
-    return [sharded(bucket.peers or ()) for bucket in buckets]
+    return [bucket.peer_shards for bucket in buckets]
 
 
-def nonfinite(buckets: BucketSet) -> str:
-    """Report what is not finite in this rank's shard, for ``describe``; '' if all is finite."""
+def nonfinite(buckets: BucketSet, but: Collection[str] = ()) -> str:
+    """Report what is not finite in this rank's shard, for ``describe``; '' if all is finite.
+
+    Args:
+        buckets: the buckets.
+        but: parameters that do not count.
+    """
     counts = [
         (rank, name, size, int(count))
         for b in buckets
         if b.bad_parts[-1].any()
         for rank, row in enumerate(b.bad_parts)
         for name, size, count in zip(b.spec.names, b.spec.sizes, row, strict=True)
-        if count
+        if count and name not in but
     ]
     return json.dumps(counts) if counts else ""
 

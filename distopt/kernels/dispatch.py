@@ -64,6 +64,12 @@ def _dtype(kind: str) -> np.dtype | None:
     return None if kind == "real" else np.dtype(_ARRAYS[kind])
 
 
+class HostArrays(list[np.ndarray]):
+    """Arrays on the host that one kernel after the other is given: they are checked, and have addresses, once."""
+
+    addresses: Any = None
+
+
 class _MirrorAddress(ctypes.c_void_p):
     """The address of a mirror, which is kept until the launch: its memory would otherwise go to the next list."""
 
@@ -134,9 +140,14 @@ class Kernel:
         """Return the addresses of a list of arrays, or of a mirror that has them, where the kernel reads them."""
         if isinstance(arrays, DeviceMirror):
             return arrays.address(gpu)
+        if isinstance(arrays, HostArrays) and arrays.addresses is not None:
+            return arrays.addresses
         addresses = [self._address(p, a, real, gpu, fits) for a in arrays]
         if gpu is None:
-            return (ctypes.c_void_p * len(addresses))(*addresses)
+            on_host = (ctypes.c_void_p * len(addresses))(*addresses)
+            if isinstance(arrays, HostArrays):
+                arrays.addresses = on_host
+            return on_host
         return _MirrorAddress(DeviceMirror(np.array(addresses, np.uintp)), gpu)
 
     def _call(self, real: np.dtype, gpu: int | None, arguments: Sequence[Any], work: int) -> None:
@@ -232,7 +243,7 @@ class TableKernel(Kernel):
         if len(values) != len(self.parameters):
             values = self._complete(values)
         real = members.dtype
-        gpu = None if type(values[0]) is np.ndarray else self._gpu_of_first(values)
+        gpu = None if type(values[0]) in (np.ndarray, HostArrays) else self._gpu_of_first(values)
         least_counts = len(members.names), members.extent, -(-members.extent // 8)
         arguments: list[Any] = [members.table(gpu)]
         for v, (p, dtype, count) in zip(values, self._expected, strict=True):
@@ -242,6 +253,9 @@ class TableKernel(Kernel):
                 v = self._list(p, v, real, gpu, least.__le__)
             elif p.is_array:
                 # the usual case first; a struct comes in a mirror
+                if gpu is None and type(v) is KernelStruct and v.host.dtype is self._structs[p.name]:
+                    arguments.append(v.address(None))
+                    continue
                 address = None if type(v) is KernelStruct else device.matching_address(v, dtype or real, gpu)
                 if address is None or v.size < least:
                     address = self._address(p, v, real, gpu, least.__le__)

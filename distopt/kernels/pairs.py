@@ -48,7 +48,7 @@ class PairMatcher:
         if len(pairs) != count or not count or not READABLE:
             return None
         arrays = [param.data for param in self._named]
-        if ctypes.string_at(_items(arrays), len(self._arrays)) != self._arrays:
+        if (ctypes.c_char * len(self._arrays)).from_address(_items(arrays)).raw != self._arrays:
             return None
         ids = np.empty(count, np.uintp)
         fitting = library().second_items(

@@ -16,8 +16,6 @@ from distopt.lab.modes import DEFAULT, Mode, modes
 from distopt.lab.network import Wire
 from distopt.lab.question import Computes, Prediction, Question
 
-HEAD = "mode", "payload", "wire", "wire time", "compute"
-PAYS = "pays below density", "below link", "for ranks"
 DENSITIES = 1e-3, 1e-2, 1e-1, 0.5  # at which modes with a density are measured
 HARDLY = 1.05  # an exchange must be faster by this factor to be worthwhile
 TOO_LITTLE = 1e-3  # seconds; the overhead of a step in Python is as large
@@ -108,32 +106,34 @@ class Advice(NamedTuple):
         return f"Use {name}: {what} {seconds(least)}, and dense {times} times as long. {CAVEAT}"
 
     def __str__(self) -> str:
-        rows = [(*self._head(), *PAYS), *(self._cells(choice) for choice in self.choices)]
-        about = f"{counted(self.question.ranks, 'rank')}, {described(self.question.wire, self.question.ranks)}"
-        backward = f"; backward {seconds(self.question.backward)}" if self.question.backward else ""
-        more = [line for c in self.choices for line in sent_dense(c.mode, c.sends)]
-        more += [f"  {name}: not here. {why}" for name, why in self.refused]
-        head = f"{about}{backward}; bytes of one rank in a step"
-        return "\n".join([head, *table(rows), *more, *notes(self.question.wire, self.measured), self.verdict])
-
-    def _head(self) -> tuple[str, ...]:
-        return (*HEAD, "backward + exchange" if self.question.backward else "exchange", "dense takes")
-
-    def _cells(self, choice: Choice) -> list[str]:
-        mode, sends, takes = choice.mode, choice.sends, choice.takes
-        compressed = mode.name != DENSE.name
-        return [
-            mode.name,
-            nbytes(sends.payload),
-            nbytes(sends.sent),
-            seconds(takes.wire),
-            seconds(takes.compute) if self.measured else NONE,
-            seconds(takes.exchange),
-            f"{self.dense.takes.exchange / takes.exchange:.3g} x" if takes.exchange else NONE,
-            _bound(choice.density, 1.0, lambda density: f"{density:.2g}"),
-            _bound(choice.bandwidth, math.inf, rate),
-            _ranks(choice.ranks) if compressed else NONE,
+        question = self.question
+        lines = []
+        for choice in self.choices:
+            takes = choice.takes
+            columns = {
+                "mode": choice.mode.name,
+                "payload": nbytes(choice.sends.payload),
+                "wire": nbytes(choice.sends.sent),
+                "wire time": seconds(takes.wire),
+                "compute": seconds(takes.compute) if self.measured else NONE,
+                "backward + exchange" if question.backward else "exchange": seconds(takes.exchange),
+                "dense takes": f"{self.dense.takes.exchange / takes.exchange:.3g} x" if takes.exchange else NONE,
+                "pays below density": _bound(choice.density, 1.0, lambda density: f"{density:.2g}"),
+                "below link": _bound(choice.bandwidth, math.inf, rate),
+                "for ranks": NONE if choice.mode.name == DENSE.name else _ranks(choice.ranks),
+            }
+            lines.append(columns)
+        about = f"{counted(question.ranks, 'rank')}, {described(question.wire, question.ranks)}"
+        backward = f"; backward {seconds(question.backward)}" if question.backward else ""
+        more = [
+            f"  {choice.mode.name}: {counted(len(choice.sends.fallen), 'bucket')} sent as dense, which is less"
+            for choice in self.choices
+            if choice.sends.fallen
         ]
+        more += [f"  {name}: not here. {why}" for name, why in self.refused]
+        shown = table([[*lines[0]], *([*columns.values()] for columns in lines)])
+        head = f"{about}{backward}; bytes of one rank in a step"
+        return "\n".join([head, *shown, *more, *notes(question.wire, self.measured), self.verdict])
 
 
 def advise(
@@ -170,7 +170,13 @@ def advise(
         >>> advise(gradients, 1, network("1GbE"), "topk=0.01", measure=None).verdict
         'Do not compress: one rank sends nothing.'
     """
-    chosen, refused = _allowed(modes(DEFAULT if names is None else names), check)
+    chosen, refused = [], []
+    for m in modes(DEFAULT if names is None else names):
+        try:
+            check(m)
+            chosen.append(m)
+        except ValueError as error:
+            refused.append((m.name, str(error)))
     if DENSE.name not in [m.name for m in chosen]:
         chosen.insert(0, DENSE)
     backward = check_float("backward", backward, most=MAX_BACKWARD_SECONDS)
@@ -178,31 +184,21 @@ def advise(
     for m in chosen:  # modes without a forecast are refused before anything is measured
         question.predict(m)
     question = question._replace(computes=measured(chosen, measure))
-    choices = [_choice(question, m) for m in chosen]
+    choices = []
+    for m in chosen:
+        density, bandwidth, pays = None, None, []
+        if m.name != DENSE.name:
+            density, bandwidth = break_even.density(question, m), break_even.bandwidth(question, m)
+            pays = break_even.ranks(question, m)
+        sends = forecast(buckets, m, ranks, wire.per_node)
+        choices.append(Choice(m, sends, question.predict(m), density, bandwidth, pays))
     choices.sort(key=lambda c: (c.takes.exchange, c.mode.name != DENSE.name))
     return Advice(tuple(choices), tuple(refused), question, measure is not None)
 
 
-def _allowed(chosen: list[Mode], check: Callable[[Mode], None]) -> tuple[list[Mode], list[tuple[str, str]]]:
-    """Split modes into those that pass ``check``, and (name, reason) pairs of the others."""
-    allowed, refused = [], []
-    for m in chosen:
-        try:
-            check(m)
-            allowed.append(m)
-        except ValueError as error:
-            refused.append((m.name, str(error)))
-    return allowed, refused
-
-
 def measured(chosen: Sequence[Mode], measure: Callable[[Mode], Compute] | None) -> Computes:
-    """Measure the compute cost of modes, by (kind, density).
-
-    A mode with a density is also measured at each of ``DENSITIES``, for the search of its break-even.
-
-    Returns:
-        A mapping for ``Question.computes``; empty if ``measure`` is None.
-    """
+    """Measure the compute cost of modes, by (kind, density); none if ``measure`` is None."""
+    # a mode with a density is also measured at each of DENSITIES, for the search of its break-even
     computes: dict[tuple[str, float], Compute] = {}
     for m in chosen if measure else ():
         for density in (None,) if m.density is None else sorted({m.density, *DENSITIES}):
@@ -210,15 +206,6 @@ def measured(chosen: Sequence[Mode], measure: Callable[[Mode], Compute] | None) 
             if measure and key not in computes:
                 computes[key] = measure(m if density is None else m.at_density(density))
     return computes
-
-
-def _choice(question: Question, mode: Mode) -> Choice:
-    sends = forecast(question.buckets, mode, question.ranks, question.wire.per_node)
-    density, bandwidth, pays = None, None, []
-    if mode.name != DENSE.name:
-        density, bandwidth = break_even.density(question, mode), break_even.bandwidth(question, mode)
-        pays = break_even.ranks(question, mode)
-    return Choice(mode, sends, question.predict(mode), density, bandwidth, pays)
 
 
 def described(wire: Wire, ranks: int | None = None) -> str:
@@ -238,12 +225,6 @@ def notes(wire: Wire, measured: bool) -> list[str]:
     if wire.per_node > 1:
         lines.append("wire bytes: each rank to all others; wire time: within nodes first, as MPI and NCCL do it")
     return lines
-
-
-def sent_dense(mode: Mode, sends: Forecast) -> list[str]:
-    """Return a line that counts the buckets of a mode that break-even sends dense; no line if there are none."""
-    fallen = counted(len(sends.fallen), "bucket")
-    return [f"  {mode.name}: {fallen} sent as dense, which is less"] if sends.fallen else []
 
 
 def _bound(bound: float | None, most: float, unit: Callable[[float], str]) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distopt.buckets import Bucket, BucketSet, plan
+from distopt.buckets import BucketSet, plan
 from distopt.compress import BucketContext, ExchangeContext
 from distopt.lab.forecast import Sending
 from distopt.lab.modes import Mode
@@ -80,23 +80,8 @@ def measure(mode: Mode, clock: Callable[[], float] = time.perf_counter) -> Compu
     if compressor.summable:
         once = min(_timed(clock, lambda: compressor.decompress(payload, x, context)) for _ in range(TIMES))
         return Compute(compressing / x.size, once / payload.nbytes)
-    return _gathered(clock, mode, bucket, payload, compressing, context)
 
-
-def _gathered(
-    clock: Callable[[], float],
-    mode: Mode,
-    bucket: Bucket,
-    payload: np.ndarray,
-    compressing: float,
-    context: ExchangeContext,
-) -> Compute:
-    """Fit the cost of decompressing one and ``PAYLOADS`` gathered payloads.
-
-    The pass over the decompressed array happens once, whatever the number of payloads, and so counts per element.
-    """
-    x, compressor = bucket.gradient, mode.compressor
-
+    # the pass over the decompressed array happens once, whatever the number of payloads, and so counts per element
     def decompress(payloads: int) -> float:
         copies = [payload.copy() for _ in range(payloads)]
         return min(_timed(clock, lambda: compressor.decompress_all(copies, x, context)) for _ in range(TIMES))

@@ -6,13 +6,7 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 
 
 def resnet50() -> Shapes:
-    """Return the parameters of ResNet-50 (He et al., 2016): 161 tensors, 25,557,032 elements.
-
-    Example:
-        >>> from distopt.lab.models import resnet50
-        >>> resnet50()[0], len(resnet50())
-        (('conv1.weight', (64, 3, 7, 7)), 161)
-    """
+    """Return the parameters of ResNet-50 (He et al., 2016): 161 tensors, 25,557,032 elements."""
     tensors = [*_convolution("conv1", 64, 3, 7, bias=False), *_norm("bn1", 64)]
     inputs = 64
     for stage, (blocks, width) in enumerate([(3, 64), (4, 128), (6, 256), (3, 512)], 1):

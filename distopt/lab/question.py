@@ -85,28 +85,16 @@ class Question(NamedTuple):
 
         With local steps they are those of the mean step of a window, which sends the buckets.
         """
-        wire = [self._wire(sending) for sending in sent]
+        wire = [sum(self.wire.seconds(verb, n, self.ranks) for verb, n in sending.collectives) for sending in sent]
         compute_seconds = [compute.seconds(sending) for sending in sent]
         bucket_seconds = [w + o for w, o in zip(wire, compute_seconds, strict=True)]
-        end = (
-            self._behind(sent, bucket_seconds)
-            if self.overlap and mode.overlaps_backward and len(sent) == len(self.buckets)
-            else self.backward + sum(bucket_seconds)
-        )
+        end = self.backward + sum(bucket_seconds)
+        if self.overlap and mode.overlaps_backward and len(sent) == len(self.buckets):
+            # each starts as soon as its gradients are ready, which come at an even pace, element by element
+            total, ready, end = max(1, sum(sending.elements for sending in sent)), 0, 0.0
+            for sending, seconds in zip(sent, bucket_seconds, strict=True):
+                ready += sending.elements
+                end = max(end, self.backward * (ready / total)) + seconds
         every = mode.windows.every  # steps share what is sent behind one of them
         mean = self.backward + (end - self.backward) / every
         return Prediction(sum(wire) / every, sum(compute_seconds) / every, mean if every > 1 else end)
-
-    def _wire(self, sending: Sending) -> float:
-        return sum(self.wire.seconds(verb, nbytes, self.ranks) for verb, nbytes in sending.collectives)
-
-    def _behind(self, sent: Sequence[Sending], bucket_seconds: Sequence[float]) -> float:
-        """Return the end, in seconds from the start of the backward pass, of buckets sent one after the other.
-
-        Each starts as soon as its gradients are ready, which come at an even pace, element by element.
-        """
-        total, ready, end = max(1, sum(sending.elements for sending in sent)), 0, 0.0
-        for sending, seconds in zip(sent, bucket_seconds, strict=True):
-            ready += sending.elements
-            end = max(end, self.backward * (ready / total)) + seconds
-        return end

@@ -21,7 +21,6 @@ from distopt.comm.communicator import (
     split,
     sum_in_rank_order,
 )
-from distopt.comm.control import by_rank
 from distopt.comm.ledger import KEEP, Ledger
 from distopt.comm.local import LocalControl
 from distopt.comm.message import MessageTag
@@ -33,14 +32,15 @@ from distopt.dist_opt import SingaModes
 from distopt.engine.bucket_store import Packing
 from distopt.engine.engine import Engine
 from distopt.engine.reducers import Reducer, Reducers, Vote
-from distopt.engine.retries import Copies
+from distopt.engine.report import describe
 from distopt.engine.spec import GradientHook, Options, StepSpec
+from distopt.engine.undo import Undo
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.choice import TwoPhase
 from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import NodeExchange, node_ranks
 from distopt.exchange.two_phase import Owned
-from distopt.lab.observe import QualityHook
+from distopt.lab.observe.hook import QualityHook
 from distopt.lab.sequential import (
     SequentialBuckets,
     SequentialChoice,
@@ -170,7 +170,7 @@ class VirtualLosses:
         self._losses: Losses = lambda rank: ()
         self._makes_plan = True
         self.states: list[list[State]] = []
-        self._copies, self._before = Copies(), list[tuple[State, State]]()
+        self._undo = Undo()
 
     def begin(self, losses: Losses) -> None:
         """Begin a step of these losses."""
@@ -183,16 +183,13 @@ class VirtualLosses:
 
     def keep_states(self) -> None:
         """Copy what compressors keep, before a step changes it."""
-        self._copies.forget()
-        self._before = [(state, dict(state)) for of_rank in self.states for state in of_rank]
-        self._copies.keep(*[x for _, arrays in self._before for x in arrays.values()])
+        self._undo.forget()
+        for state in itertools.chain.from_iterable(self.states):
+            self._undo.keep_state(state)
 
     def put_states_back(self) -> None:
         """Let what compressors keep be what it was when it was copied."""
-        self._copies.put_back()
-        for state, arrays in self._before:
-            state.clear()
-            state.update(arrays)
+        self._undo.undo()
 
     def pairs(self, rank: int) -> list[Any]:
         """Return the pairs of a rank's loss."""
@@ -254,7 +251,7 @@ class SequentialReducer(Reducer):
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         engine, compressor = self._engine, self._compressor
         kept = [[compressor.kept(state) for state in states] for states in self._losses.states_of(len(arrays))]
-        exchange, nonfinite = self._make(), [""]
+        exchange, nonfinite = self._make(), [dict[str, str]()]
         self._losses.keep_states()
         if compressor.has_hooks:
             for x, state, context, _ in self._travelling(kept[0]):
@@ -267,7 +264,7 @@ class SequentialReducer(Reducer):
                 if not any(nonfinite):
                     exchange.add(self._travelling(states))
             self._ranks.set_rank(0)
-            engine.nonfinite.accepts(by_rank(nonfinite))
+            engine.nonfinite.accepts(describe(nonfinite))
         except Exception:  # which P ranks raise before any of them has changed
             self._losses.put_states_back()
             engine.accumulator.reset(engine.store.buckets)
@@ -307,7 +304,7 @@ class SequentialReducer(Reducer):
             progress.fail(f"{lost}; {progress.remedy}")
         return nonfinite
 
-    def _collect_and_pack(self, rank: int) -> str:
+    def _collect_and_pack(self, rank: int) -> dict[str, str]:
         """Collect and pack the gradients of a rank, or raise what they raise on P ranks; say what is not finite."""
         engine, store = self._engine, self._engine.store
         store.clear_counts()

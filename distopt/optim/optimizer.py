@@ -197,7 +197,8 @@ class Optimizer(abc.ABC):
 
     def at(self, name: str) -> float:
         """Return a hyper-parameter's value for the next update."""
-        return float(getattr(self, name)(self.step_counter))
+        hyper: Hyper = getattr(self, name)
+        return hyper(self.step_counter) if hyper.constant is None else hyper.constant
 
     def is_scheduled(self, name: str) -> bool:
         """Tell if a hyper-parameter is a schedule, not a number."""
@@ -294,11 +295,15 @@ class Optimizer(abc.ABC):
             TypeError: an attribute ``lr_mult`` or ``wd_mult`` is no number.
             ValueError: one is negative or not finite.
         """
-        given = list(params)
+        found: list[dict[str, Any]] = [{}, {}]
+        for name, param in params:
+            for k, field in enumerate(MULTIPLIERS):
+                own = getattr(param, field, 1.0)
+                if own != 1.0:
+                    found[k][name] = own
         for k, field in enumerate(MULTIPLIERS):
-            found = {name: own for name, p in given if (own := getattr(p, field, 1.0)) != 1.0}
-            if found != self._own_mult[k]:
-                self._own_mult[k] = check_multipliers(field, found)
+            if found[k] != self._own_mult[k]:
+                self._own_mult[k] = check_multipliers(field, found[k])
 
     def multiply(self, members: BucketLayout) -> None:
         """Write each parameter's factors of learning rate and weight decay into its record of the table."""
@@ -334,7 +339,7 @@ class Optimizer(abc.ABC):
 
     def step(self) -> None:
         """Complete an update, after every parameter has been updated: ``step_counter`` grows by 1."""
-        self.step_counter += 1
+        vars(self)["step_counter"] += 1  # it needs none of the checks of __setattr__
 
     def take_back(self) -> None:
         """Undo the last ``step``, whose update was refused."""

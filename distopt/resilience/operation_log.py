@@ -133,7 +133,7 @@ class OperationLog:
         pass
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        self.ended = monotonic()
 
     def end(self) -> None:
         """End the last operation."""

@@ -1,9 +1,8 @@
 """Mean gradients of a PyTorch model over ranks, in any mode, where the model has them."""
 
-import json
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,16 @@ from distopt.comm.process_group import ProcessGroupCommunicator
 from distopt.compress import Compressor, Dense
 from distopt.compress.base import check_compressor
 from distopt.device.tensors import as_tensor, gpu_number, on_gpu
-from distopt.engine.engine import Engine, Outcome
+from distopt.engine.engine import Engine
 from distopt.engine.facade import Checkpointed, watch_first_gradients
 from distopt.engine.nonfinite import Policy
-from distopt.engine.parameters import Loss, iterable
 from distopt.engine.spec import Options, StepSpec
 from distopt.engine.torch_model import TorchModel
 from distopt.optim.adapters.torch_optim import TorchAdapter
 from distopt.resilience import membership
 from distopt.torch.state import as_tensors, for_rank, mean_over_ranks, of_rank
+
+Arrival = Callable[[], tuple[Collection[str], Exception | None]]
 
 
 class ScriptsOptimizer(TorchAdapter):
@@ -177,7 +177,7 @@ class GradientExchange(Checkpointed):
         watch_first_gradients(engine)
         chosen = {"exchange": exchange, "break_even": break_even, "threshold": threshold}
         super().__init__(engine, {"compressor": compressor} | chosen)
-        self._spec = StepSpec(lambda: self.compressor, break_even=break_even, exchange=exchange)
+        self._spec = StepSpec(self._chosen, break_even=break_even, exchange=exchange)
         originals = [p.original for p in self._model.parameters]
 
         def check() -> None:
@@ -187,6 +187,11 @@ class GradientExchange(Checkpointed):
         self._model.enroll(engine, check)
         self._model.let_go()
         self._views: tuple[BucketSet | None, dict[str, torch.Tensor]] = (None, {})
+
+    def _chosen(self) -> Compressor:
+        """Return what is sent, by the ranks that there are at each try."""
+        self._policy.parts = _exact_parts(self.compressor, self.engine.comm.size)
+        return self.compressor
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -226,20 +231,11 @@ class GradientExchange(Checkpointed):
             The names of the parameters of which no gradient arrived on any rank.  Nothing of them is sent: what waits
             in their residuals stays, and their ``views`` have no means.
         """
-        nowhere: set[str] = set()
+        spec = self._spec if divisor is None else self._spec._replace(divisor=divisor)
+        found = ((p, gradients.get(p.name)) for p in self._model.parameters)
+        return self._exchange_found(found, lambda: (arrived, error), spec)
 
-        def operation() -> Outcome | None:
-            nonlocal nowhere
-            nowhere = self.arrived_nowhere(arrived, error)
-            pairs = self._model.gradients((p, gradients.get(p.name)) for p in self._model.parameters)
-            return self._reduce(pairs, nowhere, divisor)
-
-        self._step(operation)
-        return nowhere
-
-    def exchange_early(
-        self, names: Iterable[str], arrival: Callable[[], tuple[Collection[str], Exception | None]]
-    ) -> set[str]:
+    def exchange_early(self, names: Iterable[str], arrival: Arrival) -> set[str]:
         """Do what ``exchange_gradients`` does while the gradients are still to come.  Collective.
 
         Args:
@@ -247,44 +243,40 @@ class GradientExchange(Checkpointed):
             arrival: is called behind the last one; returns the ``arrived`` and the ``error`` of
                 ``exchange_gradients``.
         """
-        nowhere: set[str] = set()
         by_name = {p.name: p for p in self._model.parameters}
         found = ((by_name[name], getattr(by_name[name].find(), "grad", None)) for name in names)
-        pairs = self.engine.retries.replayable(self._model.gradients(found))
-
-        def operation() -> Outcome | None:
-            nonlocal nowhere
-            if self.may_overlap:
-                outcome = self._reduce(pairs)
-                nowhere = self.arrived_nowhere(*arrival())
-                return outcome
-            brought, error = _all_of(pairs)  # a rank was lost, and others may know it since their pass began
-            nowhere = self.arrived_nowhere(*(((), error) if error else arrival()))
-            return self._reduce(brought, nowhere)
-
-        self._step(operation)
-        return nowhere
+        return self._exchange_found(found, arrival, self._spec)
 
     def current_stream(self) -> Any:
         """Return torch's current stream on this rank's GPU; None on the CPU."""
         return self._model.current_stream()
 
-    def _reduce(self, pairs: Any, nowhere: Collection[str] = (), divisor: float | None = None) -> Outcome | None:
-        """Reduce gradients, but those of the parameters ``nowhere``, over the ranks that there are now.  Collective."""
-        self._policy.parts = _exact_parts(self.compressor, self.engine.comm.size)
-        spec = self._spec if divisor is None else self._spec._replace(divisor=divisor)
-        if nowhere:
-            spec = spec._replace(only=[p.name for p in self._model.parameters if p.name not in nowhere])
-            pairs = ((p, None if p.name in nowhere else gradient) for p, gradient in pairs)
-        return self.engine.exchange(pairs, spec)
+    def _exchange_found(self, found: Iterable[Any], arrival: Arrival, spec: StepSpec) -> set[str]:
+        """Write mean gradients to ``views``, and return the parameters of which none arrived on any rank.  Collective.
 
-    def _step(self, operation: Callable[[], Outcome | None]) -> None:
-        """Write the means to ``views`` that an operation brings, which is made again if a rank is lost.  Collective."""
+        All ranks hear of these by the vote on the exchange, and bring zeros.
+
+        Args:
+            found: (parameter, gradient) pairs, as they come.
+            arrival: as of ``exchange_early``.
+            spec: what the exchange is.
+        """
+        arrived: Collection[str] = ()
+
+        def pairs() -> Iterator[Any]:
+            nonlocal arrived
+            yield from self._model.gradients(found)
+            arrived, error = arrival()
+            if error:
+                raise error
+
+        spec = spec._replace(arrived=lambda: arrived, clock=self._clock())
         with self._model.stream():
-            if self.engine.step_with(operation, self._spec, self._write_means):
-                return
-        for view in self.views.values():
-            view.fill_(math.inf)
+            applied = self.engine.step(pairs, spec, self._write_means)
+        if not applied:
+            for view in self.views.values():
+                view.fill_(math.inf)
+        return set(self.engine.missing_everywhere)
 
     @property
     def may_overlap(self) -> bool:
@@ -292,22 +284,14 @@ class GradientExchange(Checkpointed):
         engine = self.engine
         return engine.reducers.may_overlap(self.compressor, self._spec, engine.threshold)
 
-    def arrived_nowhere(self, arrived: Collection[str], error: Exception | None) -> set[str]:
-        """Vote on the parameters that no rank has a new gradient of, and return them.  Collective."""
-        missing = [p.name for p in self._model.parameters if p.name not in arrived]
-        agreement, name, report = (
-            self.engine.agreement,
-            self.engine.progress.name,
-            json.dumps(missing) if missing else "",
-        )
-        reports = agreement.vote_on_lines(name, self._clock(), error, report, ", which gradients came")
-        if not reports or "" in reports:
-            return set()
-        return set.intersection(*(set(json.loads(report)) for report in reports))
+    def fail(self, error: Exception) -> None:
+        """Let all ranks raise an error of this one, in the place of an exchange.  Collective."""
+        progress = self.engine.progress
+        self.engine.transaction(lambda: self.engine.agree(progress.name, progress.calls, error))
 
-    def _clock(self) -> list[str]:
+    def _clock(self) -> str:
         """Return how far this rank is, which ranks compare."""
-        return [f"exchange number {self.engine.progress.calls + 1}"]
+        return f"exchange number {self.engine.progress.calls + 1}"
 
     # -- what outlives the process
 
@@ -379,14 +363,6 @@ class GradientExchange(Checkpointed):
                 kernels.overwrite(bucket.means, bucket.gradient, math.inf, engine.store.skip_flag)
         engine.accumulator.reset(engine.store.buckets)
         engine.count_update()
-
-
-def _all_of(loss: Loss) -> tuple[list[Any], Exception | None]:
-    """Return the pairs of a loss when the last one has come, or the error that it raises."""
-    try:
-        return list(iterable(loss)), None
-    except Exception as error:
-        return [], error
 
 
 def _exact_parts(compressor: Compressor, size: int) -> int:

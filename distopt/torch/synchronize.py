@@ -338,7 +338,7 @@ class Synchronizer(GradientExchange):
                 if early:
                     early.abandon(error)
                 else:
-                    self.arrived_nowhere((), error)
+                    self.fail(error)
 
     def _name(self, p: torch.Tensor) -> str | None:
         """Return the name of a parameter that takes part; None for another one."""
@@ -373,11 +373,9 @@ class Synchronizer(GradientExchange):
     def _versions_now(self) -> dict[str, int]:
         return {name: p._version for name, home in self._homes.items() if (p := home.find()) is not None}
 
-    def _clock(self) -> list[str]:
+    def _clock(self) -> str:
         steps = f"{self._steps} optimizer step{'s' * (self._steps != 1)}"
-        return [
-            f"made {steps} since the model was synchronized, before exchange number {self.engine.progress.calls + 1}"
-        ]
+        return f"made {steps} since the model was synchronized, before exchange number {self.engine.progress.calls + 1}"
 
     # -- steps of the script's optimizers
 

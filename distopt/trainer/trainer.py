@@ -220,9 +220,7 @@ class Trainer(Checkpointed):
         self.engine.let_in()
         self._agree_on_fresh("step", batch_size, ignore_stale_grad)
         self._last_step = batch_size, ignore_stale_grad
-        return self._run_and_consume(
-            lambda: self.engine.step_of_these_ranks(self._fresh_pairs(), self._spec), self._make_stale
-        )
+        return self._run_and_consume(lambda: self.engine.step(self._fresh_pairs(), self._spec), self._make_stale)
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> bool:
         """Replace each ``param.grad`` by its sum over ranks, as the compressor carries it, for ``update``.  Collective.
@@ -284,7 +282,7 @@ class Trainer(Checkpointed):
 
     def _sum_up(self) -> bool:
         """Replace gradients by their sums over ranks, and tell if those are finite.  Collective."""
-        sums = self.engine.retries.run(self._exchange_sums)
+        sums = self.engine.transaction(self._exchange_sums)
         if sums is None:
             return False
         with self.engine.progress.halfway:
@@ -293,11 +291,10 @@ class Trainer(Checkpointed):
     def _exchange_sums(self) -> list[Reduced] | None:
         """Return the sum over ranks of each bucket; None if it is not finite.  Collective."""
         engine = self.engine
-        attempt = engine.begin(lambda: engine.prepare(self._fresh_pairs(), self._spec))
-        if attempt is None:
-            return None
-        if attempt.compressor.stateful:
-            engine.retries.keep_states()
+        with engine.stream_order:
+            attempt = engine.prepare(self._fresh_pairs(), self._spec)
+            if not engine.vote(attempt):
+                return None
         with engine.progress.halfway:
             reducer = engine.choose_reducer(attempt)
             return engine.finite_sums(reducer, reducer.reduce([b.gradient for b in engine.store.buckets]))
@@ -324,8 +321,7 @@ class Trainer(Checkpointed):
     def _update_by_sums(self) -> bool:
         """Update by gradients that are the same on all ranks.  Collective."""
         engine, spec = self.engine, self._spec
-        attempt = engine.retries.run(lambda: engine.begin(lambda: self._prepare_sums(spec)))
-        if attempt is None or not engine.settle_call(spec):
+        if not engine.transaction(lambda: self._agree_on_sums(spec)) or not engine.settle_call(spec):
             return False
         with engine.progress.halfway:
             engine.accumulator.open(0, reduced=True)
@@ -334,9 +330,18 @@ class Trainer(Checkpointed):
         engine.end_call(applied=True)
         return True
 
-    def _prepare_sums(self, spec: StepSpec) -> Attempt:
-        """Pack the sums as the caller has left them; errors are kept for the vote."""
+    def _agree_on_sums(self, spec: StepSpec) -> bool:
+        """Pack the sums as the caller has left them, and vote; False if all ranks skip them.  Collective."""
         engine, attempt = self.engine, Attempt(spec)
+        with engine.stream_order:
+            attempt.error = engine.begin()
+            if not attempt.error:
+                self._pack_sums(attempt, spec)
+            return engine.vote(attempt)
+
+    def _pack_sums(self, attempt: Attempt, spec: StepSpec) -> None:
+        """Pack the sums as the caller has left them; an error is kept for the vote."""
+        engine = self.engine
         attempt.compressor = engine.compressor
         try:
             engine.store.clear_counts()
@@ -348,7 +353,6 @@ class Trainer(Checkpointed):
             read_sums(engine.store.buckets, sums, _checked_sum)
         except Exception as error:
             attempt.error = error
-        return attempt
 
     def _check_not_moved(self) -> None:
         """Raise ValueError for a parameter whose array is another one than the bucket's table has."""

@@ -19,7 +19,9 @@ from distopt.lab.commands import plotting
 from distopt.lab.commands.volume import bar
 from distopt.lab.cost import ALGORITHMS, Link
 from distopt.lab.fit import Fit, Line, Piece
-from distopt.lab.tape import Tape, join, request
+from distopt.lab.tape import Tape
+from distopt.lab.tape.join import join
+from distopt.lab.tape.recorder import request
 from distopt.optim import SGD
 
 PNG = b"\x89PNG\r\n\x1a\n"

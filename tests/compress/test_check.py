@@ -7,8 +7,7 @@ from distopt import compress
 from distopt.comm.communicator import NUMBERS
 from distopt.compress import DCT, Compressor, Dense, ErrorFeedback, Int4, OneBit, Threshold, TopK, check
 from distopt.compress.checking import SUMMED
-from distopt.lab.commands.prove_claims import EXACT, ROUNDED
-from laws.modes import CAPTURED, DGC
+from distopt.lab.laws.modes import CAPTURED, DGC, EXACT, ROUNDED
 
 OTHERS = (
     DGC,

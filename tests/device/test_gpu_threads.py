@@ -11,7 +11,7 @@ from distopt import DistOpt, Parameter
 from launch import PROJECT
 
 TOUCH_NO_GPU = {
-    "cli": "the launcher and the command line",
+    "run": "the launcher and the command line",
     "comm/epoch_ranks.py": "gloo",
     "comm/listener.py": "votes between hosts",
     "comm/nccl.py": "NCCL's end, where each job chooses its GPU",

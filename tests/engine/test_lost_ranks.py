@@ -9,7 +9,7 @@ import pytest
 from distopt import DistOpt, Parameter, run_ranks
 from distopt.comm import Elastic, ThreadCommunicator
 from distopt.compress import DCT, DeepGradientCompression, ErrorFeedback, Half, TopK
-from distopt.engine import retries
+from distopt.engine import elastic
 from distopt.optim import SGD
 from distopt.resilience import job
 from laws import inputs
@@ -127,7 +127,7 @@ def test_the_launcher_is_told_the_norm_of_all_that_a_rank_has_not_sent(compresso
     told = []
     monkeypatch.setattr(job, "is_rank", lambda: True)
     monkeypatch.setattr(job, "tell", told.append)
-    monkeypatch.setattr(retries, "TELL", 1)
+    monkeypatch.setattr(elastic, "TELL", 1)
 
     def main(comm):
         comm = Elastic(comm)

@@ -13,6 +13,7 @@ from distopt.comm import LocalCommunicator, run_ranks
 from distopt.comm.communicator import Wrapper
 from distopt.lab import cost, fit
 from distopt.lab.cost import Link
+from distopt.lab.fit.pieces import least_squares, pieces, predicted
 from launch import needs_mpi, run_mpi
 
 
@@ -111,7 +112,7 @@ def test_a_change_of_protocol_is_found():
 def test_least_squares_are_minimal_among_nonnegative_coefficients(rows, columns):
     """No point near the minimum is better, which for a convex function is enough."""
     rows = np.array(rows)[:, :columns]
-    best = fit.least_squares(rows)
+    best = least_squares(rows)
 
     def squares(x):
         return ((rows @ x - 1) ** 2).sum()
@@ -123,10 +124,10 @@ def test_least_squares_are_minimal_among_nonnegative_coefficients(rows, columns)
 
 def test_pieces_are_as_few_as_will_do():
     sizes = np.array([8.0 * 2**k for k in range(15)])
-    (only,) = fit.pieces(sizes, 3e-6 + 1e-9 * sizes)
+    (only,) = pieces(sizes, 3e-6 + 1e-9 * sizes)
     assert only == pytest.approx((0.0, 3e-6, 1e-9))
     bent = np.where(sizes < 1000, 3e-6, 9e-6) + np.where(sizes < 30_000, 1e-9, 4e-9) * sizes
-    found = fit.pieces(sizes, bent)
+    found = pieces(sizes, bent)
     assert [p.least for p in found] == pytest.approx([0, math.sqrt(512 * 1024), math.sqrt(16384 * 32768)])
     second, third = (p.least for p in found[1:])
     lines = [(3e-6, 1e-9), (9e-6 + 1e-9 * second, 1e-9), (9e-6 + 4e-9 * third, 4e-9)]
@@ -136,11 +137,11 @@ def test_pieces_are_as_few_as_will_do():
 def test_a_burst_of_free_bytes_is_fitted_with_a_flat_piece():
     """10,000 bytes cost nothing but latency; a line through such times would begin below zero."""
     sizes = np.array([8.0 * 2**k for k in range(20)])
-    first, second = fit.pieces(sizes, 3e-6 + 1e-8 * np.maximum(sizes - 10_000, 0))
+    first, second = pieces(sizes, 3e-6 + 1e-8 * np.maximum(sizes - 10_000, 0))
     assert first == pytest.approx((0, 3e-6, 0), abs=1e-12)
     for n in (20_000, 50_000, 1_000_000):
         assert second.of(n) == pytest.approx(3e-6 + 1e-8 * (n - 10_000), rel=1e-6)
-        assert fit.predicted([first, second], n) == second.of(n)
+        assert predicted([first, second], n) == second.of(n)
 
 
 def test_the_fitted_link_holds_for_small_and_large_arrays():
@@ -153,7 +154,7 @@ def test_the_fitted_link_holds_for_small_and_large_arrays():
 
 def test_more_bytes_never_take_less():
     steps = [fit.Piece(0, 1.0, 0.0), fit.Piece(10, 0.0, 0.5), fit.Piece(20, 2.0, 1.0)]
-    assert [fit.predicted(steps, n) for n in (0, 9, 10, 11, 14, 19, 20, 22, 24, 30)] == [
+    assert [predicted(steps, n) for n in (0, 9, 10, 11, 14, 19, 20, 22, 24, 30)] == [
         1,
         1,
         1,

@@ -17,7 +17,8 @@ from distopt import DistOpt, LossScaler, Parameter, Tape, Trainer, checkpoint, r
 from distopt.checkpoint import CheckpointError, head
 from distopt.comm import LocalCommunicator
 from distopt.compress import DeepGradientCompression, Dense, ErrorFeedback, TopK
-from distopt.lab import tape
+from distopt.lab.tape.join import check_replaceable, join
+from distopt.lab.tape.recorder import request
 from distopt.optim import SGD
 from doubles.ranks import on_gpus
 from launch import finish, needs_mpi
@@ -37,10 +38,10 @@ def record(folder, size, main, steps=10, every=1, ranks=run_ranks):
     """The tape of ranks that are threads."""
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in tape.request(folder, steps, every).items():
+        for name, value in request(folder, steps, every).items():
             patch.setenv(name, value)
         ranks(size, main)
-    return tape.join(folder, folder / "tape", "main.py")
+    return join(folder, folder / "tape", "main.py")
 
 
 def same(found, wanted):
@@ -220,9 +221,9 @@ def test_record_replaces_nothing_but_a_tape(small, tmp_path):
         (link, "is no regular file"),
     ]:
         with pytest.raises(FileExistsError, match=f"{path} {text}"):
-            tape.check_replaceable(path)
-    tape.check_replaceable(Path(small._path))
-    tape.check_replaceable(tmp_path / "new")
+            check_replaceable(path)
+    check_replaceable(Path(small._path))
+    check_replaceable(tmp_path / "new")
     code, output, _ = distopt_record(tmp_path, "print('ran')", out=script)
     assert code == 2
     assert output == f"distopt record: {script} is there and is no tape: it is not replaced\n"
@@ -282,9 +283,9 @@ def test_the_steps_before_a_rank_was_killed_while_writing_are_kept(tmp_path, lin
     written.write_text("".join(lines[: line + 1])[:-1])
     if not steps:
         with pytest.raises(ValueError, match="steps must be at least one that all ranks"):
-            tape.join(tmp_path, tmp_path / "cut", "main.py")
+            join(tmp_path, tmp_path / "cut", "main.py")
         return
-    found = tape.join(tmp_path, tmp_path / "cut", "main.py")
+    found = join(tmp_path, tmp_path / "cut", "main.py")
     assert found.steps == steps
     for step in steps:
         same(found.gradients(step, 1)[0][1], np.full(3, 10.0 * step + 1))

@@ -1,16 +1,7 @@
-"""The laws of training, which hold for every mode, optimizer and communicator (docs/concepts/laws.md).
+"""The laws of training, as the package has them, and what tests need beside them."""
 
-1. Conservation: what a compressor sends and what it keeps are what it was given.
-2. Nothing is lost: what was applied and what all ranks keep are the sum of all gradients.
-3. N ranks are one rank with the whole batch.
-4. A plan is a partition of the parameters.
-5. All ranks hold the same bits.
-6. Independence: threshold, overlap, sharding and capture change no bit.
-7. Resuming is never having stopped.
-8. The device computes the bits of the host.
-"""
-
+from distopt.lab.laws.arrays import *  # noqa: F403
+from distopt.lab.laws.modes import *  # noqa: F403
+from distopt.lab.laws.ranks import *  # noqa: F403
+from distopt.lab.laws.runs import *  # noqa: F403
 from laws.inputs import *  # noqa: F403
-from laws.laws import *  # noqa: F403
-from laws.modes import *  # noqa: F403
-from laws.runs import *  # noqa: F403

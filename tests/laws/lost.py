@@ -135,14 +135,14 @@ def calls(mode):
 
 def noted(engine, epochs):
     """Let an engine note the epoch of the ranks that have made each step; behind it there may be another one."""
-    step = engine.step_with
+    step = engine.step
 
     def note(*arguments):
         applied = step(*arguments)
         epochs.append(engine.store._memory.epoch)
         return applied
 
-    engine.step_with = note
+    engine.step = note
 
 
 def train(mode, opt, params, numbers, member):

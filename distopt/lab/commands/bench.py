@@ -81,14 +81,6 @@ def sizes(least: int, most: int, factor: float) -> list[int]:
     return list(dict.fromkeys(round(least * factor**k) for k in range(steps + 1)))
 
 
-def verbs_of(text: str) -> list[str]:
-    """Parse names of verbs with commas between them; ValueError, with the closest one, for an unknown name."""
-    verbs = [name.strip() for name in text.split(",")]
-    for name in verbs:
-        check_one_of("--verbs", name, ALGORITHMS)
-    return verbs
-
-
 def _ranks(ranks: int | None, least: int) -> int:
     """Check the number of ranks; ValueError if it is missing or too small."""
     if ranks is None or ranks < least:
@@ -100,8 +92,9 @@ def _ranks(ranks: int | None, least: int) -> int:
 def _collectives(args: argparse.Namespace, ranks: int) -> int:
     """Time the collectives on ranks of their own, and print the tables."""
     least, most = size_of("--min", args.min), size_of("--max", args.max)
+    verbs = [check_one_of("--verbs", name.strip(), ALGORITHMS) for name in args.verbs.split(",")]
     request: dict[str, Any] = {
-        "verbs": verbs_of(args.verbs),
+        "verbs": verbs,
         "sizes": sizes(least, most, args.factor),
         "dtype": check_one_of("--dtype", args.dtype, [np.dtype(d).name for d in NUMBERS]),
     }

@@ -33,6 +33,7 @@ from distopt.compress import (
     TopK,
     TwoBit,
 )
+from distopt.formatting import table
 from distopt.kernels.layout import BucketLayout
 from distopt.kernels.signatures import simd_level
 
@@ -53,27 +54,19 @@ def show(file: Path | None, n: int = N) -> int:
     """Measure the kernels and print a table; write the same to ``file`` as JSON, if given."""
     rows = fractions(passes(n) | selection(n), ROUNDS)
     print(f"# {n:,} float32 on one thread, {simd_level()}; bytes are those that the memory moves")
-    print(f"#{'':27} {'time (ms)':>10} {'GB/s':>8} {'of copy':>8}")
+    cells = [("kernel", "time (ms)", "GB/s", "of copy")]
     for row in rows:
         gigabytes = row["bytes"] / row["seconds"] / 1e9
-        print(f"{row['kernel']:28} {row['seconds'] * 1e3:10.3f} {gigabytes:8.2f} {row['of copy']:8.3f}")
+        cells.append((row["kernel"], f"{row['seconds'] * 1e3:.3f}", f"{gigabytes:.2f}", f"{row['of copy']:.3f}"))
+    print("\n".join(table(cells)))
     if file:
         file.write_text(json.dumps({"elements": n, "rows": rows}, indent=1) + "\n")
     return 0
 
 
 def fractions(cases: dict[str, Case], rounds: int) -> list[dict[str, Any]]:
-    """Time the cases and the copy, and return a row per case.
-
-    Cases take turns, so that a slow second slows all of them; the first round is not counted.
-
-    Args:
-        cases: the bytes and the call of each case, by name; 'copy' is the reference.
-        rounds: the number of rounds.
-
-    Returns:
-        Rows of the median seconds, and the median of the speed as a fraction of the copy's in the same round.
-    """
+    """Return a row per case: the median seconds, and the median of the speed relative to 'copy' in the same round."""
+    # cases take turns, so that a slow second slows all of them; the first round is not counted
     ceiling = cases["copy"][0]
     taken: dict[str, list[float]] = {name: [] for name in cases}
     for number, (name, (_, call)) in itertools.product(range(rounds + 1), cases.items()):
@@ -97,13 +90,13 @@ def passes(n: int) -> dict[str, Case]:
     x, y = _filled(n, 0), _filled(n, 1)
     still, bad = device.zeros(n, np.float32), np.zeros(1, np.int64)  # errors of errors would become denormal
     halves = {"half": device.zeros(n, np.float16), "bfloat16": device.zeros(n, ml_dtypes.bfloat16)}
-    table = BucketLayout(["x"], [(n,)], [0], np.float32).point_to([x])
+    layout = BucketLayout(["x"], [(n,)], [0], np.float32).point_to([x])
     home = BucketLayout(["y"], [(n,)], [0], np.float32).point_to([y])
     cases: dict[str, Case] = {
         "copy": (12 * n, lambda: np.copyto(y, x)),
-        "pack": (12 * n, lambda: kernels.pack(table, y, 1.0, bad, np.inf)),
+        "pack": (12 * n, lambda: kernels.pack(layout, y, 1.0, bad, np.inf)),
         "pack, in place": (4 * n, lambda: kernels.pack(home, y, 1.0, bad, np.inf)),
-        "unpack": (12 * n, lambda: kernels.unpack(table, y, 1.0)),
+        "unpack": (12 * n, lambda: kernels.unpack(layout, y, 1.0)),
         "accumulate": (12 * n, lambda: kernels.accumulate(x, y)),
     }
     for name, wire in halves.items():
@@ -113,7 +106,7 @@ def passes(n: int) -> dict[str, Case]:
     for name, (make, arrays) in RULES.items():
         opt = make()
         opt.prepare(0.5)
-        cases[name] = (4 * arrays * n, functools.partial(opt.update_bucket, table, [(0, 1, y)]))
+        cases[name] = (4 * arrays * n, functools.partial(opt.update_bucket, layout, [(0, 1, y)]))
     return cases
 
 

@@ -13,7 +13,7 @@ import distopt
 from distopt import device
 from distopt.comm import Communicator
 from distopt.lab import fit
-from distopt.lab.fit.measure import Case
+from distopt.lab.fit.measure import Case, case_of, elements, timed
 
 BUSY = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1}  # times (P - 1) / P
 CUT = ("all_gather", "all_to_all", "reduce_scatter")  # whose count is that of one rank's part
@@ -43,22 +43,23 @@ def collectives(comm: Communicator, verbs: list[str], sizes: list[int], dtype: n
     n = -(-max(sizes) // dtype.itemsize) + comm.size
     x, room = comm.alloc(n, dtype), comm.alloc(n, dtype)
     for verb in verbs:
-        cases = {(case := fit.case_of(comm, verb, size, x, room)).nbytes: case for size in sizes}  # whole elements
+        cases = {(case := case_of(comm, verb, size, x, room)).nbytes: case for size in sizes}  # whole elements
         for case in cases.values():
             yield _row(comm, case, verb, x)
 
 
 def _row(comm: Communicator, case: Case, verb: str, x: np.ndarray) -> dict[str, Any]:
-    n = fit.elements(verb, case.nbytes, x.itemsize, comm.size)
+    n = elements(verb, case.nbytes, x.itemsize, comm.size)
     mine = x[:n]
     device.copy(mine, sent(comm.rank, comm.size, n, x.dtype))
     got = case.call()
     wrong = sum(map(int, comm.control.gather(str(_wrong(comm, verb, mine, got)))))
     device.clear(mine)  # zeros stay what they are, however often they are added up
-    case.taken = fit.timed(comm, case.call, 1)
-    case.taken = fit.timed(comm, case.call, max(LEAST_CALLS, case.repeats))
+    case.taken = timed(comm, case.call, 1)
+    case.taken = timed(comm, case.call, max(LEAST_CALLS, case.repeats))
     seconds = case.seconds
-    _progress(comm, f"{verb} {case.nbytes:,} bytes: {seconds * 1e6:.1f} us")
+    if comm.rank == 0 and (sys.stderr.isatty() or os.environ.get("DISTOPT_TTY")):  # somebody watches
+        print(f"{verb} {case.nbytes:,} bytes: {seconds * 1e6:.1f} us", file=sys.stderr, flush=True)
     count = case.nbytes // x.itemsize
     return {
         "verb": verb,
@@ -79,14 +80,7 @@ def busy(verb: str, size: int) -> float:
 
 
 def sent(rank: int, size: int, n: int, dtype: np.dtype) -> np.ndarray:
-    """Return what a rank hands over, (n,): small integers, whose sums over up to 128 ranks are exact in every dtype.
-
-    Args:
-        rank: the rank.
-        size: the number of ranks.
-        n: the number of elements.
-        dtype: their dtype.
-    """
+    """Return what a rank hands over, (n,): small integers, whose sums over up to 128 ranks are exact in every dtype."""
     return np.resize(_period(rank, size), n).astype(dtype)
 
 
@@ -110,12 +104,6 @@ def _wrong(comm: Communicator, verb: str, mine: np.ndarray, got: Any) -> int:
     comm.wait()
     results = [mine] if got is None else [got] if device.is_array(got) else got
     return sum(int((device.host_copy(f) != w).sum()) for f, w in zip(results, expected, strict=True))
-
-
-def _progress(comm: Communicator, text: str) -> None:
-    """Print a line if somebody watches."""
-    if comm.rank == 0 and (sys.stderr.isatty() or os.environ.get("DISTOPT_TTY")):
-        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,8 @@ from distopt.checks import unknown_name
 from distopt.formatting import printable
 from distopt.lab import experiment
 from distopt.lab.commands import comparison, plotting
-from distopt.lab.commands.comparison import Aim, Point, Record, RunGroup, Spread
+from distopt.lab.commands.comparison import Aim, Record, RunGroup, Spread
 from distopt.resilience import strict_json
-
-HEAD = "mode", "ranks", "seeds", "steps", "payload/step", "wire/step", "wire", "outside steps"
-SENT = "payload_per_step", "wire_per_step", "wire_total", "wire_outside_steps"  # the last four of them
 
 
 def add_to(commands: Any) -> None:
@@ -34,7 +31,9 @@ def add_to(commands: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the table, and write the files that are asked for; return 2 if an argument or a file is wrong."""
     try:
-        _check(args)
+        if args.reach is not None and not math.isfinite(args.reach):
+            raise ValueError(f"--reach must be finite, got {args.reach}")
+        plotting.check_outputs(args.json, args.plot, args.paths)
         records = _read(args.paths)
         curve = _curve(args, records)
         aim = None if curve is None or args.reach is None else comparison.aim_at(curve, args.reach, records)
@@ -51,13 +50,6 @@ def main(args: argparse.Namespace) -> int:
         print(f"distopt compare: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError or OSError for wrong arguments, before a record is read."""
-    if args.reach is not None and not math.isfinite(args.reach):
-        raise ValueError(f"--reach must be finite, got {args.reach}")
-    plotting.check_outputs(args.json, args.plot, args.paths)
 
 
 def _read(paths: Sequence[Path]) -> list[Record]:
@@ -90,24 +82,24 @@ def table(table_rows: Sequence[RunGroup], aim: Aim | None) -> list[str]:
     They are the bytes of steps where the column does not say otherwise.
     """
     results, base = comparison.result_names(table_rows), comparison.references(table_rows)[0]
-    head = [*HEAD, f"{base.mode} sends", *results, *([f"wire to {aim}"] if aim else [])]
-    cells = (_cells(row, comparison.base(table_rows, row), results, aim) for row in table_rows)
-    return formatting.table([head, *cells])
-
-
-def _cells(row: RunGroup, against: RunGroup | None, results: Sequence[str], aim: Aim | None) -> list[str]:
-    seeds = ["?" if r["seed"] is None else str(r["seed"]) for r in row.records]
-    times, spreads = comparison.ratio(row, against), comparison.spreads(row, aim)
-    return [
-        row.label,
-        formatting.NONE if row.ranks is None else str(row.ranks),
-        ", ".join(seeds),
-        _shown(spreads["steps"], formatting.number),
-        *(_shown(spreads[name], formatting.nbytes) for name in SENT),
-        formatting.NONE if times is None else f"{times:.3g} x" if times < 1000 else f"{times:,.0f} x",
-        *(_shown(comparison.result(row, name), formatting.number) for name in results),
-        *([_shown(spreads["reached"], formatting.nbytes)] if aim else []),
-    ]
+    lines = []
+    for row in table_rows:
+        spreads = comparison.spreads(row, aim)
+        columns = {
+            "mode": row.label,
+            "ranks": formatting.NONE if row.ranks is None else str(row.ranks),
+            "seeds": ", ".join("?" if r["seed"] is None else str(r["seed"]) for r in row.records),
+            "steps": _shown(spreads["steps"], formatting.number),
+            "payload/step": _shown(spreads["payload_per_step"], formatting.nbytes),
+            "wire/step": _shown(spreads["wire_per_step"], formatting.nbytes),
+            "wire": _shown(spreads["wire_total"], formatting.nbytes),
+            "outside steps": _shown(spreads["wire_outside_steps"], formatting.nbytes),
+            f"{base.mode} sends": formatting.times(comparison.ratio(row, comparison.base(table_rows, row))),
+        }
+        found = [(name, _shown(comparison.result(row, name), formatting.number)) for name in results]
+        reach = [(f"wire to {aim}", _shown(spreads["reached"], formatting.nbytes))] if aim else []
+        lines.append([*columns.items(), *found, *reach])
+    return formatting.table([[name for name, _ in lines[0]], *([cell for _, cell in line] for line in lines)])
 
 
 def _shown(values: Spread | None, unit: Callable[[float], str]) -> str:
@@ -125,7 +117,10 @@ def draw(table_rows: Sequence[RunGroup], curve: str, path: Path) -> None:
     Raises:
         ValueError: there is no point to draw.
     """
-    drawn = [[_drawable(record, curve) for record in row.records] for row in table_rows]
+    drawn = [
+        [[p for p in comparison.points(record, curve) if p[0] > 0 and math.isfinite(p[1])] for record in row.records]
+        for row in table_rows
+    ]
     seen = [nbytes for runs in drawn for run in runs for nbytes, _ in run]
     if not seen:
         raise ValueError(f"nothing to draw: no run has the curves {curve} and wire, finite and with bytes above 0")
@@ -144,7 +139,3 @@ def draw(table_rows: Sequence[RunGroup], curve: str, path: Path) -> None:
     variants = ["ranks unknown" if n is None else formatting.counted(n, "rank") for n in ranks]
     plotting.legend(axes, plotting.dashes(variants) if len(ranks) > 1 else [])
     plotting.save(figure, path)
-
-
-def _drawable(record: Record, curve: str) -> list[Point]:
-    return [p for p in comparison.points(record, curve) if p[0] > 0 and math.isfinite(p[1])]

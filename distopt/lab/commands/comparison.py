@@ -3,6 +3,7 @@
 import bisect
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,13 +24,7 @@ class Spread(NamedTuple):
 
 
 class Aim(NamedTuple):
-    """A value for a curve to reach.
-
-    Attributes:
-        curve: the name of the curve.
-        value: the value.
-        rises: whether the curve must come to at least ``value``, as accuracy; else to at most.
-    """
+    """A value for a curve to come to: at least to it if the curve ``rises``, as accuracy, else at most."""
 
     curve: str
     value: float
@@ -42,9 +37,7 @@ class Aim(NamedTuple):
 class RunGroup(NamedTuple):
     """Runs of one mode on the same number of ranks, with the same settings.
 
-    Attributes:
-        label: the mode, and the settings in which the row differs from others of this mode and number of ranks.
-        records: the records of the runs.
+    The label is the mode, and the settings in which the row differs from others of this mode and number of ranks.
     """
 
     label: str
@@ -52,7 +45,7 @@ class RunGroup(NamedTuple):
 
     @property
     def ranks(self) -> int | None:
-        """The number of ranks of each run; None if the records do not say."""
+        """None if the records do not say."""
         return self.records[0]["topology"]["ranks"]  # type: ignore[no-any-return]
 
     @property
@@ -70,7 +63,12 @@ def rows(records: Iterable[Record]) -> list[RunGroup]:
     for record in records:
         kinds = runs_by_mode.setdefault((record["mode"], record["topology"]["ranks"]), {})
         kinds.setdefault(strict_json.dumps(dict(sorted(record["settings"].items()))), []).append(record)
-    made = [RunGroup(_label(runs[0], kinds), runs) for kinds in runs_by_mode.values() for runs in kinds.values()]
+    made = []
+    for kinds in runs_by_mode.values():
+        of_kinds = [_texts(runs[0]) for runs in kinds.values()]
+        for settings, runs in zip(of_kinds, kinds.values(), strict=True):
+            names = [n for n in sorted(settings) if any(other.get(n) != settings[n] for other in of_kinds)]
+            made.append(RunGroup(" ".join([runs[0]["mode"], *(f"{n}={settings[n]}" for n in names)]), runs))
     modes = list(dict.fromkeys(row.mode for row in made))
     return sorted(made, key=lambda row: (modes.index(row.mode), number_of_ranks(row)))
 
@@ -78,12 +76,6 @@ def rows(records: Iterable[Record]) -> list[RunGroup]:
 def number_of_ranks(row: RunGroup) -> float:
     """Return a key that sorts rows by ranks; those that do not say come last."""
     return math.inf if row.ranks is None else row.ranks
-
-
-def _label(record: Record, kinds: dict[str, list[Record]]) -> str:
-    settings, *others = map(_texts, [record, *(runs[0] for runs in kinds.values())])
-    names = (name for name in sorted(settings) if any(other.get(name) != settings[name] for other in others))
-    return " ".join([record["mode"], *(f"{name}={settings[name]}" for name in names)])
 
 
 def _texts(record: Record) -> dict[str, str]:
@@ -108,26 +100,27 @@ def base(table_rows: Sequence[RunGroup], row: RunGroup) -> RunGroup | None:
 
 
 def remarks(table_rows: Sequence[RunGroup]) -> list[str]:
-    """Return a line for each row with known bytes that is compared with nothing, or with a row of other settings."""
-    known = [row for row in table_rows if any(per_step(record, "wire") for record in row.records)]
-    lines = [f"{row.label}: {why}" for row in known if (why := _remark(table_rows, row))]
-    return lines + [f"{row.label}: {why}" for row in table_rows for why in _repeated(row)]
+    """Return a line for each row with known bytes that is compared with nothing, or with a row of other settings.
 
-
-def _repeated(row: RunGroup) -> list[str]:
-    """Return a line for each seed that several runs of a row have."""
-    seeds = [record["seed"] for record in row.records if record["seed"] is not None]
-    times = {seed: seeds.count(seed) for seed in seeds}
-    return [f"{n} runs have the same seed {seed}, and each counts in the means" for seed, n in times.items() if n > 1]
-
-
-def _remark(table_rows: Sequence[RunGroup], row: RunGroup) -> str:
-    against = base(table_rows, row)
-    if against is None:
-        where = "without a number of ranks" if row.ranks is None else f"on {row.ranks} ranks"
-        return f"no {references(table_rows)[0].mode} run {where} to compare it with"
-    other = ", ".join(_differences(row, against))
-    return f"compared with {against.label}, which has another {other}" if other else ""
+    There is also one for each seed that several runs of a row have.
+    """
+    lines = []
+    for row in table_rows:
+        if not any(per_step(record, "wire") for record in row.records):
+            continue
+        against = base(table_rows, row)
+        other = ", ".join(_differences(row, against)) if against else ""
+        if against is None:
+            where = "without a number of ranks" if row.ranks is None else f"on {row.ranks} ranks"
+            lines.append(f"{row.label}: no {references(table_rows)[0].mode} run {where} to compare it with")
+        elif other:
+            lines.append(f"{row.label}: compared with {against.label}, which has another {other}")
+    for row in table_rows:
+        seeds = Counter(record["seed"] for record in row.records if record["seed"] is not None)
+        for seed, n in seeds.items():
+            if n > 1:
+                lines.append(f"{row.label}: {n} runs have the same seed {seed}, and each counts in the means")
+    return lines
 
 
 def _differences(row: RunGroup, other: RunGroup) -> list[str]:
@@ -149,12 +142,7 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def total(record: Record, count: str) -> int | None:
-    """Return the bytes of all steps of a run; None if the record does not say.
-
-    Args:
-        record: the run's record.
-        count: 'payload' or 'wire'.
-    """
+    """Return the bytes of all steps of a run, 'payload' or 'wire'; None if the record does not say."""
     return _sum_of_lines(record, count, of_steps)
 
 
@@ -231,19 +219,13 @@ def missing(name: str, record: Record, curve: str | None, aim: Aim | None) -> li
         lines.append(f"does not come to {aim} where bytes are known")
     if curve and (strange := sum(not math.isfinite(x) for x in record["curves"].get(curve, {}).get("values", ()))):
         lines.append(f"{strange} of {len(record['curves'][curve]['values'])} values of {curve} are not finite")
-    if curve and "wire" in record["curves"]:
-        lines += _odd_end(record)
+    if curve and "wire" in record["curves"]:  # its last point, beside the totals
+        last, steps_total, more = record["curves"]["wire"]["values"][-1], total(record, "wire"), outside(record, "wire")
+        if steps_total is not None and more is not None and last == steps_total + more != steps_total:
+            lines.append(f"the curve wire has also the {nbytes(more)} sent outside of steps")
+        elif steps_total is not None and more is not None and last != steps_total:
+            lines.append(f"the curve wire ends at {nbytes(last)} of {nbytes(steps_total)}")
     return [f"{name}: {line}" for line in lines]
-
-
-def _odd_end(record: Record) -> list[str]:
-    """Return a line if the curve of wire bytes disagrees with the totals."""
-    last, steps_total, more = record["curves"]["wire"]["values"][-1], total(record, "wire"), outside(record, "wire")
-    if steps_total is None or more is None or last == steps_total:
-        return []
-    if last == steps_total + more:
-        return [f"the curve wire has also the {nbytes(more)} sent outside of steps"]
-    return [f"the curve wire ends at {nbytes(last)} of {nbytes(steps_total)}"]
 
 
 def result_names(table_rows: Sequence[RunGroup]) -> list[str]:

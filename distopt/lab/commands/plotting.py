@@ -43,14 +43,9 @@ DASHES: tuple[str | tuple[int, tuple[int, ...]], ...] = "-", "--", ":", "-.", (0
 
 
 def check_outputs(json: Path | None, plot: Path | None, inputs: Iterable[str | Path | None]) -> None:
-    """Check that both outputs can be written, differ, and are none of the files that are read.
+    """Check that the files of --json and --plot can be written, differ, and are none of those that are read.
 
     Raises as ``check_writable`` and ``check_picture``, and ValueError that names the flag.
-
-    Args:
-        json: the file for ``--json``.
-        plot: the file for ``--plot``.
-        inputs: the files that are read.
     """
     read = [Path(path) for path in inputs if path is not None]
     for flag, output in (("--json", json), ("--plot", plot)):
@@ -67,10 +62,7 @@ def check_outputs(json: Path | None, plot: Path | None, inputs: Iterable[str | P
 def check_picture(path: Path) -> None:
     """Check, before long work, that a picture can be drawn and written there.
 
-    Raises:
-        ValueError: the name does not end in .png, .svg or .pdf.
-        OSError: the file cannot be written.
-        RuntimeError: matplotlib is missing; the text says how to install it.
+    Raises ValueError for the end of its name, OSError, and RuntimeError if matplotlib is missing.
     """
     if path.suffix.lower() not in KINDS:
         raise ValueError(f"a picture must end in {', '.join(KINDS)}, got {path}")
@@ -144,21 +136,13 @@ def legend(axes: "Axes", more: "Sequence[Line2D]" = ()) -> None:
     """Draw a legend at the right of the axes: the labels of curves, and of ``more`` lines; long ones end in dots."""
     curves = [line for line in (*axes.lines, *more) if not str(line.get_label()).startswith("_child")]
     labels = [str(line.get_label()) for line in curves]
-    short = [
-        label if len(label) <= MAX_LABEL_CHARACTERS else label[: MAX_LABEL_CHARACTERS - 3] + "..." for label in labels
-    ]
+    most = MAX_LABEL_CHARACTERS
+    short = [label if len(label) <= most else label[: most - 3] + "..." for label in labels]
     axes.legend(curves, short, bbox_to_anchor=(1.0, 0.5))
 
 
 def log_axis(axes: "Axes", which: str, shown: Sequence[float], unit: Callable[[float], str]) -> None:
-    """Make an axis logarithmic.
-
-    Args:
-        axes: the axes.
-        which: 'x' or 'y'.
-        shown: the numbers that are shown, all above 0.
-        unit: formats a number.
-    """
+    """Make an axis logarithmic, 'x' or 'y', for numbers above 0 that ``unit`` formats."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     axes.set(**{f"{which}scale": "log"})
@@ -190,13 +174,10 @@ def save(figure: "Figure", path: Path) -> None:
     kind = path.suffix.lower()
     drawn = io.BytesIO()
     figure.savefig(drawn, format=kind[1:])
-    path.write_bytes(_few_colours(drawn) if kind == ".png" else drawn.getvalue())
+    if kind == ".png":  # with 96 colours, in a third of the bytes: lines and letters need no more
+        from PIL import Image
 
-
-def _few_colours(drawn: io.BytesIO) -> bytes:
-    """Return a PNG with 96 colours, in a third of the bytes: lines and letters need no more."""
-    from PIL import Image
-
-    small = io.BytesIO()
-    Image.open(drawn).convert("RGB").quantize(96).save(small, "PNG", optimize=True)
-    return small.getvalue()
+        picture = Image.open(drawn).convert("RGB").quantize(96)
+        drawn = io.BytesIO()
+        picture.save(drawn, "PNG", optimize=True)
+    path.write_bytes(drawn.getvalue())

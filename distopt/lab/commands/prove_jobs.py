@@ -1,100 +1,134 @@
-"""Jobs of two ranks for ``distopt prove``: processes that meet over MPI, or over a TCP connection of their own."""
+"""Two ranks of ``distopt prove``: processes that meet over MPI, or over a TCP connection of their own.
+
+Each is ``python -m distopt.lab.commands.prove_jobs FOLDER MODULE:FUNCTION ARGUMENTS``: it calls a function of a
+communicator and plain values, and leaves in the folder what that returns, plain values again.
+"""
 
 import contextlib
+import importlib
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from distopt.lab.commands import prove_ranks
-from distopt.lab.commands.prove_socket import connection
+import distopt
+from distopt.comm.sockets import SocketControl
+from distopt.lab.commands.prove_socket import SocketPair, connection
 from distopt.resilience import job
 from distopt.run.processes import TIMED_OUT, end
 
+SOCKET = "DISTOPT_PROVE_SOCKET"  # the environment variable that has a rank's number, its socket, and the pair's secret
 SECONDS = 120.0  # for a job, which takes two or three where nothing else runs
 RANKS = 2
 
 
 class Ended(NamedTuple):
-    """A job that has ended.
-
-    Attributes:
-        code: 0 if all ranks came to their ends.
-        output: what all have written.
-        results: what each rank has returned; None of one that has not.
-    """
+    """What became of a job: its exit code, 0 if all ranks came to their ends, what they wrote, and what each found."""
 
     code: int
     output: str
-    results: list[Any]
+    found: list[Any]
 
-    def complete(self) -> list[Any]:
-        """Return the results; RuntimeError, with the output, if the job has failed."""
+    def results(self) -> list[Any]:
+        """What the ranks have returned; raises what a law said on one of them, or RuntimeError with the output."""
+        for found in self.found:
+            if found and "broken" in found:
+                raise AssertionError(found["broken"])
         if self.code == TIMED_OUT:
             raise RuntimeError(f"the ranks were not done after {SECONDS:g} s: {self.output.strip()}")
-        if self.code or None in self.results:
+        if self.code or None in self.found:
             raise RuntimeError(f"the ranks ended with {self.code}: {self.output.strip()}")
-        return self.results
+        return [found["result"] for found in self.found]
 
 
-Start = Callable[..., Ended]  # start(task, *arguments): a function of prove_ranks, and plain values
+Start = Callable[..., Ended]  # start(function, *arguments)
+Popen = Callable[..., "subprocess.Popen[bytes]"]
 
 
-def over_mpi(task: str, *arguments: Any) -> Ended:
-    """Start a task on two MPI processes by ``distopt run``, and wait for their ends."""
-    with _job(task, arguments) as (folder, module, output):
+def over_mpi(function: Callable[..., Any], *arguments: Any) -> Ended:
+    """Call a function on two MPI processes, started by ``distopt run``, and wait for their ends."""
+    with _job(function, arguments) as (popen, module, ended):
         run = ["-m", "distopt", "run", "-n", str(RANKS), "--timeout", str(SECONDS)]
-        process = subprocess.Popen(
-            [sys.executable, *run, *module], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
-        return _ended([process], folder, output)
+        return ended([popen([sys.executable, *run, *module])])
 
 
-def over_sockets(task: str, *arguments: Any) -> Ended:
-    """Start a task on two processes with a TCP connection between them, and wait for their ends."""
+def over_sockets(function: Callable[..., Any], *arguments: Any) -> Ended:
+    """Call a function on two processes with a TCP connection between them, and wait for their ends."""
     secret = secrets.token_hex(16)
-    with _job(task, arguments) as (folder, module, output):
+    with _job(function, arguments) as (popen, module, ended):
         with connection() as ends:  # closed here once the processes have them, or none would notice the other's end
             processes = [
-                subprocess.Popen(
+                popen(
                     [sys.executable, *module],
-                    env=os.environ | {prove_ranks.SOCKET: f"{rank} {own.fileno()} {secret}"},
+                    env=os.environ | {SOCKET: f"{rank} {own.fileno()} {secret}"},
                     pass_fds=[own.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
                     preexec_fn=job.end_with_parent,
                 )
                 for rank, own in enumerate(ends)
             ]
-        return _ended(processes, folder, output)
+        return ended(processes)
 
 
 @contextlib.contextmanager
-def _job(task: str, arguments: Sequence[Any]) -> Iterator[tuple[Path, list[str], IO[bytes]]]:
-    """Return a context with a folder for results, what stands behind ``python``, and a file for what ranks write."""
+def _job(
+    function: Callable[..., Any], arguments: Any
+) -> "Iterator[tuple[Popen, list[str], Callable[[list[subprocess.Popen[bytes]]], Ended]]]":
+    """Return a context with what starts a process, what stands after ``python``, and what waits for the ends."""
     with tempfile.TemporaryDirectory(prefix="distopt-prove-") as folder, tempfile.TemporaryFile() as output:
-        yield Path(folder), ["-m", prove_ranks.__name__, folder, task, json.dumps(arguments)], output
+
+        def popen(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **options
+            )
+
+        def ended(processes: "list[subprocess.Popen[bytes]]") -> Ended:
+            deadline, late = time.monotonic() + SECONDS, False
+            try:
+                for process in processes:
+                    process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late = True
+            finally:
+                end([process for process in processes if process.poll() is None])
+            output.seek(0)
+            files = [Path(folder, f"rank-{rank}") for rank in range(RANKS)]
+            found = [json.loads(file.read_text()) if file.exists() else None for file in files]
+            code = TIMED_OUT if late else next((process.returncode for process in processes if process.returncode), 0)
+            return Ended(code, output.read().decode(errors="replace"), found)
+
+        name = f"{function.__module__}:{function.__name__}"
+        yield popen, ["-m", __name__, folder, name, json.dumps(arguments)], ended
 
 
-def _ended(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, output: IO[bytes]) -> Ended:
-    """Wait for processes, and end those that take too long; return what became of them."""
-    deadline, late = time.monotonic() + SECONDS, False
+def found(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """What a rank leaves: the result, or what an AssertionError says."""
     try:
-        for process in processes:
-            process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        late = True
-    finally:
-        end([process for process in processes if process.poll() is None])
-    output.seek(0)
-    files = [folder / f"rank-{rank}" for rank in range(RANKS)]
-    results = [json.loads(file.read_text()) if file.exists() else None for file in files]
-    code = TIMED_OUT if late else next((process.returncode for process in processes if process.returncode), 0)
-    return Ended(code, output.read().decode(errors="replace"), results)
+        return {"result": function(*arguments)}
+    except AssertionError as error:
+        return {"broken": str(error)}
+
+
+def main() -> int:
+    """Call the function, and leave its result in the folder."""
+    folder, name, arguments = sys.argv[1:]
+    module, _, function = name.partition(":")
+    if SOCKET in os.environ:
+        rank, descriptor, secret = os.environ[SOCKET].split()
+        control = SocketControl(bytes.fromhex(secret), int(rank), RANKS)
+        comm: Any = SocketPair(socket.socket(fileno=int(descriptor)), int(rank), control)
+    else:
+        comm = distopt.world()
+    left = found(getattr(importlib.import_module(module), function), comm, *json.loads(arguments))
+    Path(folder, f"rank-{comm.rank}").write_text(json.dumps(left))
+    return int("broken" in left)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

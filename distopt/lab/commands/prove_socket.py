@@ -38,16 +38,8 @@ class SocketPair(Communicator):
     """Communicator of two ranks that send each other arrays, and nothing else, over a TCP connection.
 
     Each message is a frame of 8 bytes, the length, and the array's bytes.  Sums are formed in rank order: each rank
-    sends the slice that the other one owns, and the sum of its own.
-
-    Args:
-        end: this rank's end of the connection.
-        rank: 0 or 1.
-        control: the channel for votes, which take another way.
-
-    Attributes:
-        written: bytes that were written to the socket, frames included.
-        messages: number of messages that were written.
+    sends the slice that the other one owns, and the sum of its own.  ``written`` and ``messages`` count what this rank
+    has written, in bytes, frames included.  Votes take another way, ``control``.
     """
 
     size, may_overlap, rank_ordered = 2, False, True
@@ -69,12 +61,17 @@ class SocketPair(Communicator):
 
     def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return both ranks' x, flat; a message has its length, and ``into`` is not used.  Collective."""
-        flat = as_flat(x, writable=False)
-        return self._in_order(flat.copy(), self._swap(flat))
+        return self.all_to_all([x, x])
 
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
         flat = flat_parts(parts, self.size)
-        return self._in_order(flat[self.rank].copy(), self._swap(flat[1 - self.rank]))
+        own, to_other = flat[self.rank].copy(), flat[1 - self.rank]
+        if self.rank == 0:  # who writes first, so that neither waits for the other
+            self._write(to_other)
+            return [own, self._read(own.dtype)]
+        other = self._read(own.dtype)
+        self._write(to_other)
+        return [other, own]
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         flat = as_flat(x)
@@ -94,25 +91,11 @@ class SocketPair(Communicator):
     def close(self) -> None:
         self._end.close()
 
-    def _in_order(self, own: np.ndarray, other: np.ndarray) -> list[np.ndarray]:
-        return [other, own] if self.rank else [own, other]
-
-    def _swap(self, x: np.ndarray) -> np.ndarray:
-        """Send an array, and return the other rank's; rank 0 writes first, so that neither waits for the other."""
-        if self.rank == 0:
-            self._write(x)
-            return self._read(x.dtype)
-        other = self._read(x.dtype)
-        self._write(x)
-        return other
-
     def _write(self, x: np.ndarray) -> None:
-        data = memoryview(FRAME.pack(x.nbytes) + x.tobytes())
+        data = FRAME.pack(x.nbytes) + x.tobytes()
+        self._end.sendall(data)
+        self.written += len(data)
         self.messages += 1
-        while data:
-            count = self._end.send(data)
-            self.written += count
-            data = data[count:]
 
     def _read(self, dtype: np.dtype) -> np.ndarray:
         (nbytes,) = FRAME.unpack(self._receive(FRAME.size))

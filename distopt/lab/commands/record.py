@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from distopt.checks import check_int
-from distopt.lab import tape
+from distopt.lab.tape.join import check_replaceable, join
+from distopt.lab.tape.recorder import request
 from distopt.run import run
 
 
@@ -32,11 +33,11 @@ def main(args: argparse.Namespace) -> int:
             check_int(flag, number, least=1)
         if not script:
             raise ValueError("the script must be given, got none; write it behind the options")
-        tape.check_replaceable(args.out)
+        check_replaceable(args.out)
         # beside the result, where there is room for it
         with tempfile.TemporaryDirectory(prefix=".distopt-record-", dir=args.out.parent) as folder:
-            code = run.start_given(args, tape.request(Path(folder), args.steps, args.every))
-            joined = tape.join(Path(folder), args.out, Path(script[0]).name)
+            code = run.start_given(args, request(Path(folder), args.steps, args.every))
+            joined = join(Path(folder), args.out, Path(script[0]).name)
     except (OSError, ValueError) as error:
         _say(str(error))
         return code or 2

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distopt.checks import check_int
-from distopt.formatting import NONE, counted, nbytes, printable, seconds, table
+from distopt.formatting import NONE, counted, nbytes, printable, seconds, table, times
 from distopt.kernels.layout import BucketLayout
 from distopt.lab import (
     Forecast,
@@ -35,19 +35,6 @@ from distopt.optim import SGD
 from distopt.resilience import strict_json
 
 MODES, RANKS = "dense,half,int8,2bit,topk=0.01,dgc=0.001", "2,8,64,1024"
-HEAD = (
-    "mode",
-    "ranks",
-    "payload/step",
-    "wire/step",
-    "peak step",
-    "leaves node",
-    "dense sends",
-    "sent dense",
-    "wire time",
-    "compute",
-    "exchange",
-)
 WIDTH = 30  # of a progress bar
 DENSITIES = [10 ** (k / 8 - 5) for k in range(41)]  # that are drawn, 0.00001 to 1
 NEAR = 1.4  # times a number of ranks: labels would meet
@@ -70,15 +57,16 @@ def main(args: argparse.Namespace) -> int:
         plotting.check_outputs(args.json, args.plot, [args.model, args.fit, args.gradients])
         network, chosen = setting.wire(args), modes(args.modes)
         ranks = setting.ranks(args, network)
-        replay, gradients = _gradients(args, chosen, ranks)
+        tape = None if args.gradients is None else Tape(args.gradients)
+        model = args.model if args.model is not None else args.gradients.name if tape else setting.MODEL
+        replay, gradients = _gradients(args, model, tape, chosen, ranks)
         question = Question(gradients, 1, network)
         if not replay:
             for mode in chosen:  # what needs gradients is refused before anything is measured
                 question.predict(mode)
         question = question._replace(computes=measured(chosen, setting.computing(args)))
         table_rows = rows(question, chosen, ranks, replay)
-        model = _model(args)
-        print("\n".join([_title(question, model, replay), *_table(table_rows, question, not args.no_measure)]))
+        print("\n".join(_shown(table_rows, question, model, replay, not args.no_measure)))
         if args.json:
             args.json.write_text(strict_json.dumps(numbers(table_rows, question, model, replay)) + "\n")
         if args.plot:
@@ -90,34 +78,20 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(args: argparse.Namespace) -> str:
-    """Return the model's name, or that of the tape."""
-    tape: Path | None = args.gradients
-    return args.model if args.model is not None else tape.name if tape else setting.MODEL
-
-
 # -------------------------------------------------------------------------------------------------- gradients of a tape
 
 
 class Replay:
-    """The first ``steps`` steps of a tape, which are sent again for each mode and number of ranks.
+    """The first ``steps`` steps of a tape, None for all, which are sent again for each mode and number of ranks.
 
-    Args:
-        tape: the recorded gradients.
-        steps: the number of steps, None for all.
-        threshold: the number of elements that fill a bucket.
-        tick: called after each step with a text to show.
+    ``tick`` is called after each step with a text to show.
     """
 
     def __init__(self, tape: Tape, steps: int | None, threshold: int, tick: Callable[[str], None]):
         self.tape, self._threshold, self._tick = tape, threshold, tick
         self.steps = tape.steps[: len(tape.steps) if steps is None else check_int("--steps", steps, least=1)]
-
-    @property
-    def buckets(self) -> list[BucketLayout]:
-        """The buckets of the parameters on the tape."""
-        shapes = [(entry.name, entry.shape) for entry in self.tape.order]
-        return buckets(shapes, self._threshold, [entry.dtype for entry in self.tape.order])
+        shapes = [(entry.name, entry.shape) for entry in tape.order]
+        self.buckets = buckets(shapes, threshold, [entry.dtype for entry in tape.order])
 
     def check(self, chosen: Sequence[Mode], ranks: int) -> None:
         """Raise ValueError for local steps, whose gradients are others, or for more state than there is memory."""
@@ -144,9 +118,8 @@ class Replay:
         for step in self.steps:
             sim.step(self.tape.losses(step), mode.compressor)
             self._tick(f"{mode.name}, {ranks} ranks")
-        members = self.buckets
-        count = len(self.steps)
-        return summary(sim.ledger, members, mode, count), observed(sim.ledger, members, mode, count)
+        of_steps = sim.ledger, self.buckets, mode, len(self.steps)
+        return summary(*of_steps), observed(*of_steps)
 
 
 def bar(total: int) -> Callable[[str], None]:
@@ -166,14 +139,13 @@ def bar(total: int) -> Callable[[str], None]:
 
 
 def _gradients(
-    args: argparse.Namespace, chosen: Sequence[Mode], ranks: Sequence[int]
+    args: argparse.Namespace, model: str, tape: Tape | None, chosen: Sequence[Mode], ranks: Sequence[int]
 ) -> tuple[Replay | None, list[BucketLayout]]:
     """Return the recorded gradients, if given, and the buckets that they or a model's gradients make."""
-    if args.gradients is None:
+    if tape is None:
         if args.steps is not None:
             raise ValueError("--steps must be those of a tape, got none; give it with --gradients")
-        return None, buckets(shapes(_model(args))[::-1], args.threshold)
-    tape = Tape(args.gradients)
+        return None, buckets(shapes(model)[::-1], args.threshold)
     if args.model is not None:
         tape.check(shapes(args.model))
     steps = len(tape.steps) if args.steps is None else min(args.steps, len(tape.steps))
@@ -186,15 +158,7 @@ def _gradients(
 
 
 class ModeForecast(NamedTuple):
-    """One mode on one number of ranks.
-
-    Attributes:
-        mode: the mode.
-        ranks: the number of ranks.
-        sends: the bytes of one rank.
-        takes: the predicted seconds.
-        dense: the bytes that dense gradients put on the wire.
-    """
+    """One mode on one number of ranks; ``dense``: the bytes that dense gradients put on the wire."""
 
     mode: Mode
     ranks: int
@@ -204,14 +168,7 @@ class ModeForecast(NamedTuple):
 
 
 def rows(question: Question, chosen: Sequence[Mode], ranks: Sequence[int], replay: Replay | None) -> list[ModeForecast]:
-    """Return a row by number of ranks, then by mode; the question's own number of ranks does not matter.
-
-    Args:
-        question: the gradients and the network.
-        chosen: the modes.
-        ranks: the numbers of ranks.
-        replay: recorded gradients; None to count by formula.
-    """
+    """Return a row by number of ranks, then by mode; the question's own number of ranks does not matter."""
     per_node, table_rows = question.wire.per_node, []
     for size in ranks:
         on_ranks = question._replace(ranks=size)
@@ -238,14 +195,7 @@ def between(ranks: Sequence[int], network: Wire) -> list[int]:
 def numbers(
     table_rows: Sequence[ModeForecast], question: Question, model: str, replay: Replay | None
 ) -> dict[str, Any]:
-    """Return the exact numbers of the table, for programs.
-
-    Args:
-        table_rows: the rows of the table.
-        question: the gradients and the network.
-        model: the model's name.
-        replay: recorded gradients, None if there are none.
-    """
+    """Return the exact numbers of the table, for programs."""
     return {
         "model": model,
         "network": described(question.wire),
@@ -270,53 +220,45 @@ def numbers(
 # ------------------------------------------------------------------------------------------------------------ the table
 
 
-def _title(question: Question, model: str, replay: Replay | None) -> str:
+def _shown(
+    table_rows: Sequence[ModeForecast], question: Question, model: str, replay: Replay | None, measured: bool
+) -> list[str]:
+    """Return the lines of the table, without columns that say the same as another one."""
     tensors = sum(len(bucket.names) for bucket in question.buckets)
     elements = sum(int(bucket.records["size"].sum()) for bucket in question.buckets)
     source = f"; {counted(len(replay.steps), 'recorded step')}" if replay else ""
     size = f"{counted(tensors, 'tensor')}, {elements:,} elements, {counted(len(question.buckets), 'bucket')}"
-    return f"{printable(model)}: {size}; {described(question.wire)}{source}; bytes of one rank"
-
-
-def _table(table_rows: Sequence[ModeForecast], question: Question, measured: bool) -> list[str]:
-    idle = set() if any(row.sends.between != row.sends.sent for row in table_rows) else {"leaves node"}
-    idle |= set() if any(row.sends.peak != row.sends.sent for row in table_rows) else {"peak step"}
-    idle |= set() if any(row.sends.fallen for row in table_rows) else {"sent dense"}
-    lines = [HEAD, *(_cells(row, len(question.buckets), measured) for row in table_rows)]
-    return [
-        *table([[c for c, name in zip(line, HEAD, strict=True) if name not in idle] for line in lines]),
-        *notes(question.wire, measured),
-    ]
-
-
-def _cells(row: ModeForecast, buckets: int, measured: bool) -> list[str]:
-    times = row.dense / row.sends.sent if row.sends.sent else None
-    return [
-        row.mode.name,
-        str(row.ranks),
-        nbytes(row.sends.payload),
-        nbytes(row.sends.sent),
-        nbytes(row.sends.peak),
-        nbytes(row.sends.between),
-        NONE if times is None else f"{times:.3g} x" if times < 1000 else f"{times:,.0f} x",
-        f"{len(row.sends.fallen)} of {buckets}" if row.sends.fallen else NONE,
-        seconds(row.takes.wire),
-        seconds(row.takes.compute) if measured else NONE,
-        seconds(row.takes.exchange),
-    ]
+    title = f"{printable(model)}: {size}; {described(question.wire)}{source}; bytes of one rank"
+    idle = {
+        "leaves node": all(row.sends.between == row.sends.sent for row in table_rows),
+        "peak step": all(row.sends.peak == row.sends.sent for row in table_rows),
+        "sent dense": not any(row.sends.fallen for row in table_rows),
+    }
+    lines = []
+    for row in table_rows:
+        fallen = f"{len(row.sends.fallen)} of {len(question.buckets)}" if row.sends.fallen else NONE
+        columns = {
+            "mode": row.mode.name,
+            "ranks": str(row.ranks),
+            "payload/step": nbytes(row.sends.payload),
+            "wire/step": nbytes(row.sends.sent),
+            "peak step": nbytes(row.sends.peak),
+            "leaves node": nbytes(row.sends.between),
+            "dense sends": times(row.dense / row.sends.sent if row.sends.sent else None),
+            "sent dense": fallen,
+            "wire time": seconds(row.takes.wire),
+            "compute": seconds(row.takes.compute) if measured else NONE,
+            "exchange": seconds(row.takes.exchange),
+        }
+        lines.append({name: cell for name, cell in columns.items() if not idle.get(name)})
+    return [title, *table([[*lines[0]], *([*line.values()] for line in lines)]), *notes(question.wire, measured)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the picture
 
 
 class Curve(NamedTuple):
-    """What is drawn of a mode.
-
-    Attributes:
-        across: numbers of ranks, or densities.
-        sent: bytes of one rank on the wire.
-        exchange: seconds of an exchange.
-    """
+    """What is drawn of a mode: bytes and seconds, over numbers of ranks or densities."""
 
     across: list[float]
     sent: list[float]
@@ -327,28 +269,30 @@ class Curve(NamedTuple):
 def draw(
     printed: Sequence[ModeForecast], more: Sequence[ModeForecast], question: Question, model: str, path: Path
 ) -> None:
-    """Draw two panels over ranks, and below them two over density, if a mode has one.
+    """Draw two panels over ranks, with ``more`` rows between those of the table, and below them two over density.
 
-    Panels over density are for the median number of ranks, by formula; dense is drawn even if it is not among the
-    modes.
-
-    Args:
-        printed: the rows of the table.
-        more: rows of other numbers of ranks, which make the curves smooth.
-        question: the gradients and the network.
-        model: the model's name.
-        path: the file.
+    These are for the median number of ranks, by formula; dense is drawn even if it is not among the modes.
     """
     ranks = sorted({row.ranks for row in printed if row.ranks > 1})
     if not ranks:
         raise ValueError("nothing to draw: one rank sends nothing")
     sparse = list({row.mode.name: row.mode for row in printed if row.mode.density is not None}.values())
     figure, panels = plotting.panels(f"{model}, {described(question.wire)}", 2 if sparse else 1, 2)
-    by_ranks = {row.mode.name: _over_ranks([*printed, *more], row.mode) for row in printed}
+    by_ranks = {row.mode.name: Curve([], [], []) for row in printed}
+    for row in sorted([*printed, *more], key=lambda row: row.ranks):
+        if row.ranks > 1:
+            for values, value in zip(
+                by_ranks[row.mode.name], (row.ranks, row.sends.sent, row.takes.exchange), strict=True
+            ):
+                values.append(value)
     styles = {name: plotting.look(k) for k, name in enumerate(dict.fromkeys((DENSE.name, *by_ranks)))}
     _pair(panels[:2], "ranks", by_ranks, styles, str)
+    labelled: list[int] = []  # that have room for a label
+    for size in ranks:
+        if not labelled or size >= NEAR * labelled[-1]:
+            labelled.append(size)
     for axes in panels[:2]:
-        axes.set_xticks(_apart(ranks), map(str, _apart(ranks)))
+        axes.set_xticks(labelled, map(str, labelled))
         axes.minorticks_off()
     if sparse:
         middle = question._replace(ranks=ranks[len(ranks) // 2])
@@ -356,25 +300,14 @@ def draw(
     plotting.save(figure, path)
 
 
-def _apart(ranks: Sequence[int]) -> list[int]:
-    """Return the numbers of ranks that have room for a label."""
-    labelled: list[int] = []
-    for size in ranks:
-        if not labelled or size >= NEAR * labelled[-1]:
-            labelled.append(size)
-    return labelled
-
-
-def _over_ranks(table_rows: Sequence[ModeForecast], mode: Mode) -> Curve:
-    shown = [row for row in table_rows if row.mode.name == mode.name and row.ranks > 1]
-    shown.sort(key=lambda row: row.ranks)
-    return Curve([row.ranks for row in shown], [row.sends.sent for row in shown], [row.takes.exchange for row in shown])
-
-
 def _densities(panels: Sequence[Any], question: Question, sparse: Sequence[Mode], styles: dict[str, Any]) -> None:
     """Draw each kind of mode once, with a line where it takes as long as dense."""
     kinds = {mode.kind: mode for mode in sparse}
-    curves = {kind: _over_density(question, mode) for kind, mode in kinds.items()}
+    curves = {}
+    for kind, mode in kinds.items():
+        diluted = [mode.at_density(d) for d in DENSITIES]
+        sent = [forecast(question.buckets, m, question.ranks).sent for m in diluted]
+        curves[kind] = Curve(DENSITIES, sent, [question.predict(m).exchange for m in diluted])
     named = {kind: styles[mode.name] for kind, mode in kinds.items()}
     _pair(panels, f"density, on {question.ranks} ranks", curves, named, lambda d: f"{d:.5f}".rstrip("0").rstrip("."))
     dense = forecast(question.buckets, DENSE, question.ranks).sent, question.predict(DENSE).exchange
@@ -386,12 +319,6 @@ def _densities(panels: Sequence[Any], question: Question, sparse: Sequence[Mode]
             label = f"{kind} as dense: {edge:.2g}"
             panels[1].axvline(edge, color=named[kind]["color"], linewidth=1, linestyle=":", label=label)
     plotting.legend(panels[-1])
-
-
-def _over_density(question: Question, mode: Mode) -> Curve:
-    diluted = [mode.at_density(d) for d in DENSITIES]
-    sent = [forecast(question.buckets, m, question.ranks).sent for m in diluted]
-    return Curve(DENSITIES, sent, [question.predict(m).exchange for m in diluted])
 
 
 def _pair(

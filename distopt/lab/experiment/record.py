@@ -16,12 +16,7 @@ COUNTS = "payload", "wire"  # curves of bytes since the start
 
 
 def write(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
-    """Write a record of plain values, one line per field, all or nothing; the umask says who may read it.
-
-    Raises:
-        FileExistsError: something that is no record has come to its place; the record is in a file beside it.
-        OSError: the file cannot be written.
-    """
+    """Write a record of plain values, one line per field, all or nothing; the umask says who may read it."""
     lines = (
         f" {strict_json.dumps(name)}: {strict_json.dumps(value)}"
         for name, value in ({"format": FORMAT} | record).items()

@@ -140,9 +140,13 @@ class Experiment:
         self._check_not_finished()
         last = self._last_step()
         done = last if steps is None else strict_json.plain("steps", check_int("steps", steps, last))
+        counted_from = None  # steps that were made before the first one that totals have bytes of, if they tell
+        if isinstance(totals, Report) and totals.steps is not None:
+            first, last = totals.steps
+            counted_from = round(done * (first - 1) / last)  # a script may count steps in another unit, as in epochs
         outcome = {
             "steps": done,
-            "counted_from": _counted_from(totals, done),
+            "counted_from": counted_from,
             "totals": None if totals is None else _counts(totals),
             "results": {name: check_number(name, value) for name, value in results.items()},
         }
@@ -166,8 +170,15 @@ class Experiment:
 
     def _write(self, outcome: dict[str, Any], raised: str | None) -> None:
         times = {"started": self._began, "ended": _now(), "raised": raised}
+        mpi = sys.modules.get("mpi4py.MPI")  # only looked up: importing it would start MPI
+        vendor, version = mpi.get_vendor() if mpi else (None, ())
+        versions = {"distopt": __version__, "python": platform.python_version(), "numpy": np.__version__}
+        about = {
+            "versions": versions | {"mpi": mpi and f"{vendor} {'.'.join(map(str, version))}"},
+            "machine": {"cores": len(os.sched_getaffinity(0)), "platform": platform.platform()},
+        }
         try:
-            record.write(self.path, self._about | times | _surroundings() | outcome | {"curves": self._curves})
+            record.write(self.path, self._about | times | about | outcome | {"curves": self._curves})
         except FileExistsError:  # the record is beside, and is not written again
             self._finished = True
             raise
@@ -183,25 +194,6 @@ class Experiment:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _surroundings() -> dict[str, Any]:
-    mpi = sys.modules.get("mpi4py.MPI")  # only looked up: importing it would start MPI
-    vendor, version = mpi.get_vendor() if mpi else (None, ())
-    versions = {"distopt": __version__, "python": platform.python_version(), "numpy": np.__version__}
-    cores = len(os.sched_getaffinity(0))
-    return {
-        "versions": versions | {"mpi": mpi and f"{vendor} {'.'.join(map(str, version))}"},
-        "machine": {"cores": cores, "platform": platform.platform()},
-    }
-
-
-def _counted_from(totals: object, steps: int) -> int | None:
-    """Return how many steps were made before the first one that totals have bytes of; None if they do not tell."""
-    if not isinstance(totals, Report) or totals.steps is None:
-        return None
-    first, last = totals.steps
-    return round(steps * (first - 1) / last)  # a script may count steps in another unit, as in epochs
 
 
 def _counts(totals: Mapping[str, Any]) -> Any:

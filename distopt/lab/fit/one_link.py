@@ -18,17 +18,11 @@ LINEAR = "all_to_all", "all_gather", "reduce_scatter", "all_reduce"  # no broadc
 def one_link(points: Sequence[Point], size: int) -> Link:
     """Fit latency, bandwidth and reduction to points by the least squares of relative errors.
 
-    An all-to-all is done by one algorithm only, which gives a first link; for each other verb the algorithm is the one
-    that is fastest on the link so far, as in ``cost.seconds``.  Only the smallest and the largest sizes of each verb
-    count: one link for all sizes is for votes and for buckets, whatever protocols lie between.
-
-    Args:
-        points: measured times.
-        size: the number of ranks on which they were measured.
-
-    Returns:
-        The link; its bandwidth is infinite if times do not grow with the bytes.
+    The bandwidth is infinite if times do not grow with the bytes.
     """
+    # An all-to-all is done by one algorithm only, which gives a first link; for each other verb the algorithm is the
+    # one that is fastest on the link so far, as in cost.seconds.  Only the smallest and the largest sizes of each verb
+    # count: one link for all sizes is for votes and for buckets, whatever protocols lie between.
     ends = {verb: _ends(sorted(p for p in points if p.verb == verb)) for verb in LINEAR}
     link = _link(ends["all_to_all"], size, Link("", 0.0, math.inf))
     for _ in range(ROUNDS):

@@ -38,14 +38,7 @@ class Piece(NamedTuple):
 
 
 def predicted(pieces: Sequence[Piece], nbytes: float) -> float:
-    """Return the seconds of so many bytes; more bytes never take less time, however noisy the pieces are.
-
-    Example:
-        >>> from distopt.fit import Piece, predicted
-        >>> lines = [Piece(0.0, 1e-5, 1e-9), Piece(1e6, 2e-3, 1e-8)]
-        >>> round(predicted(lines, 1e3), 6), round(predicted(lines, 2e6), 6)
-        (1.1e-05, 0.012)
-    """
+    """Return the seconds of so many bytes; more bytes never take less time, however noisy the pieces are."""
     reached = [p for p in pieces if p.least <= nbytes]
     ends = [*(p.least for p in reached[1:]), nbytes]
     return max(p.of(end) for p, end in zip(reached, ends, strict=True))
@@ -55,25 +48,9 @@ Cut = tuple[float, tuple[int, ...]]  # the sum of squares, and the index of each
 
 
 def least_squares(rows: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimizes ``|rows @ x - 1|``.
-
-    With messages and bytes divided by the time that they took, 1 means no relative error.  The minimum lies on a face
-    where some of x are 0, and is there the minimum without a bound: all faces are tried, so k must be small.
-
-    Args:
-        rows: (n, k), at least 0.
-
-    Returns:
-        x, (k,), float64.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt.fit import least_squares
-        >>> seconds = 1e-5 + 1e-9 * np.array([1e3, 1e4, 1e5])
-        >>> x = least_squares(np.stack([np.ones(3), [1e3, 1e4, 1e5]], 1) / seconds[:, None])
-        >>> [f"{value:.1e}" for value in x]
-        ['1.0e-05', '1.0e-09']
-    """
+    """Return the x >= 0, (k,), that minimizes ``|rows @ x - 1|``, for rows (n, k) of at least 0."""
+    # With messages and bytes divided by the time that they took, 1 means no relative error.  The minimum lies on a face
+    # where some of x are 0, and is there the minimum without a bound: all faces are tried, so k must be small.
     k, scale = rows.shape[1], np.linalg.norm(rows, axis=0)
     scaled = rows / np.where(scale > 0, scale, 1)
     best, least = np.zeros(k), np.inf
@@ -87,42 +64,32 @@ def least_squares(rows: np.ndarray) -> np.ndarray:
 
 
 def pieces(nbytes: np.ndarray, seconds: np.ndarray) -> list[Piece]:
-    """Fit as few lines as describe measured times well.
-
-    Of all ways to cut the points into so many pieces it takes the one with the least sum of squares of relative errors
-    (Bellman, 1961), and adds pieces until the largest relative error is at most 5 %, up to five pieces.
-
-    Args:
-        nbytes: (n,), ascending.
-        seconds: (n,), the time of each.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt.fit import pieces
-        >>> nbytes = np.array([8.0, 64.0, 512.0, 4096.0])
-        >>> [(p.least, round(p.seconds, 7), round(p.per_byte, 11)) for p in pieces(nbytes, 1e-5 + 1e-9 * nbytes)]
-        [(0.0, 1e-05, 1e-09)]
-    """
+    """Fit as few lines as describe measured times well, of ascending bytes; both are (n,)."""
+    # Of all ways to cut the points into so many pieces it takes the one with the least sum of squares of relative
+    # errors (Bellman, 1961), and adds pieces until the largest relative error is at most 5 %, up to five pieces.
     rows = np.stack([np.ones(len(nbytes)), nbytes], 1) / seconds[:, None]
     bounds = np.array([0.0, *np.sqrt(nbytes[:-1] * nbytes[1:])])  # the start of a piece whose first point is k
     total, ends = len(rows), range(min(FEWEST, len(rows)), len(rows) + 1)
-    costs = {(k, end): _squares(_beyond(bounds[k], rows[k:end])) for k in range(total) for end in ends if k < end}
+    costs = {
+        (k, end): float((_errors(_beyond(bounds[k], rows[k:end])) ** 2).sum())
+        for k in range(total)
+        for end in ends
+        if k < end
+    }
     best: dict[int, Cut] = {end: (costs[0, end], (0,)) for end in ends}
     for more in range(2, MAX_PIECES + 1):
         parts = [_beyond(bounds[a], rows[a:b]) for a, b in itertools.pairwise([*best[total][1], total])]
         if total < FEWEST * more or max(np.abs(_errors(part)).max() for part in parts) <= CLOSE:
             break
-        best = {end: _longer(costs, best, end) for end in ends if end - FEWEST in best}
+        longer = {}
+        for end in (end for end in ends if end - FEWEST in best):
+            starts = (k for k in range(FEWEST, end - FEWEST + 1) if k in best)
+            longer[end] = min((best[k][0] + costs[k, end], (*best[k][1], k)) for k in starts)
+        best = longer
     lines = []
     for a, b in itertools.pairwise([*best[total][1], total]):
         lines.append(Piece(float(bounds[a]), *least_squares(_beyond(bounds[a], rows[a:b])).tolist()))
     return lines
-
-
-def _longer(costs: dict[tuple[int, int], float], best: dict[int, Cut], end: int) -> Cut:
-    """Return the best cut of the points before ``end`` with one piece more."""
-    starts = (k for k in range(FEWEST, end - FEWEST + 1) if k in best)
-    return min((best[k][0] + costs[k, end], (*best[k][1], k)) for k in starts)
 
 
 def _beyond(least: float, rows: np.ndarray) -> np.ndarray:
@@ -133,7 +100,3 @@ def _beyond(least: float, rows: np.ndarray) -> np.ndarray:
 def _errors(rows: np.ndarray) -> np.ndarray:
     """Return the relative errors of the best line."""
     return np.asarray(rows @ least_squares(rows) - 1)
-
-
-def _squares(rows: np.ndarray) -> float:
-    return float((_errors(rows) ** 2).sum())

@@ -17,22 +17,7 @@ from distopt.lab.observe.observer import Callback, Observer
 
 
 class QualityHook(StepHook):
-    """Tell a callback of every ``every``-th step (``DistOpt.observe``).
-
-    Args:
-        engine: makes the steps.
-        callback: gets the number of a step and the numbers of its ``Quality``; None to measure alone.
-        every: steps from one measurement to the next; 0 for none.
-
-    Attributes:
-        observer: measures the steps.
-
-    Example:
-        >>> from distopt import DistOpt
-        >>> from distopt.lab.observe import QualityHook
-        >>> QualityHook(DistOpt().engine, None, every=10).line
-        'observe(every=10)'
-    """
+    """Tells a callback of every ``every``-th step (``DistOpt.observe``); without one it measures alone."""
 
     def __init__(self, engine: Engine, callback: Callback | None, every: int):
         self._comm, self.observer = engine.comm, Observer(callback, every)
@@ -44,11 +29,7 @@ class QualityHook(StepHook):
         return self.observer.measures_step
 
     def begin(self, step: int, spec: StepSpec, exchanges: int) -> None:
-        """Begin a step, whose gradients are compared with what is sent of them.
-
-        Raises:
-            ValueError: the step sends coefficients of a transform, which cannot be compared with gradients.
-        """
+        """Begin a step, whose gradients are compared with what is sent of them, unless that is of a transform."""
         self.observer.begin(step, spec.reduced, exchanges)
         if self.observer.measures_step and isinstance(compressor := spec.compressor(), DCT):
             raise ValueError(

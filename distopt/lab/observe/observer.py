@@ -1,12 +1,12 @@
 """Call back with the quality of what is sent, at some steps."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from distopt.checks import check_int
 from distopt.comm import Communicator
-from distopt.comm.ledger import Ledger
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor
 from distopt.exchange import Algorithm
@@ -19,23 +19,7 @@ Callback = Callable[[int, Mapping[str, float]], object]
 
 
 class Observer:
-    """A measurement of every ``every``-th step, with a call behind it.
-
-    Args:
-        callback: gets the number of the step and the numbers of its ``Quality``; None to measure alone.
-        every: steps from one measurement to the next; 0 for none.
-
-    Raises:
-        TypeError: for a callback that cannot be called, and for an ``every`` that is no number.
-        ValueError: for an ``every`` below 0.
-
-    Example:
-        >>> from distopt.lab.observe import Observer
-        >>> observer = Observer(print, every=10)
-        >>> observer.begin(10, sent=True)
-        >>> observer.measures_step
-        True
-    """
+    """A measurement of every ``every``-th step, none for 0, with a call behind it."""
 
     def __init__(self, callback: Callback | None = None, every: int = 0):
         if callback is not None and not callable(callback):
@@ -45,13 +29,7 @@ class Observer:
         self._shards: ObservedShards | None = None
 
     def begin(self, step: int, sent: bool, exchanges: int = 1) -> None:
-        """Begin step number ``step``, from 1, in which gradients are ``sent`` or not, in so many ``exchanges``.
-
-        Args:
-            step: number of the step, from 1.
-            sent: whether gradients are exchanged in this step.
-            exchanges: number of exchanges in the step.
-        """
+        """Begin step number ``step``, from 1, in which gradients are ``sent`` or not, in so many ``exchanges``."""
         self._quality = Quality(exchanges) if sent and self.every and step % self.every == 0 else None
 
     @property
@@ -71,12 +49,7 @@ class Observer:
         return self._shards
 
     def compare(self, buckets: Sequence[TravellingBucket], add: Callable[[np.ndarray, MessageTag], None]) -> None:
-        """Compare the sums that an exchange in two phases has left with those of the gradients.
-
-        Args:
-            buckets: the buckets that took part.
-            add: adds up an array over ranks, if it is not that yet.
-        """
+        """Compare the sums that an exchange in two phases has left with those of gradients, which ``add`` adds up."""
         if self._shards:
             self._shards.compare(buckets, add)
             self._shards = None
@@ -94,20 +67,9 @@ class Observer:
         """Call back, if this step, which was applied, has been measured."""
         quality, self._quality = self._quality, None
         if quality and self._callback:
-            self._callback(step, quality.numbers() | _volume(comm))
-
-
-def _volume(comm: Communicator) -> dict[str, float]:
-    """Return the bytes of this rank's steps since the start, by name, if a ledger counts them."""
-    ledger = _ledger(comm)
-    if ledger is None:
-        return {}
-    total = ledger.total_of_steps()
-    return {"payload": total["payload"], "wire": total["sent"]}
-
-
-def _ledger(comm: Communicator | None) -> Ledger | None:
-    """Return the ledger of the first communicator that has one, from the outside."""
-    while comm is not None and not hasattr(comm, "ledger"):
-        comm = getattr(comm, "comm", None)
-    return getattr(comm, "ledger", None)
+            counting: Any = comm  # of its wrappers the first one from the outside that has a ledger
+            while counting is not None and not hasattr(counting, "ledger"):
+                counting = getattr(counting, "comm", None)
+            total = counting.ledger.total_of_steps() if counting else {}
+            volume = {"payload": total["payload"], "wire": total["sent"]} if counting else {}
+            self._callback(step, quality.numbers() | volume)

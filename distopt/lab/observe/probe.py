@@ -70,26 +70,14 @@ class Probe(CompressorWrapper):
 
 
 def left_behind(compressor: Compressor, x: np.ndarray, spent: bool, state: State) -> np.ndarray:
-    """Return what has not left x, nothing if x is ``spent``; NaN if only the compressor knows.
-
-    Args:
-        compressor: what has sent the rest.
-        x: the gradients of a bucket, ``(n,)``, after they were compressed.
-        spent: x is what was sent.
-        state: what the compressor keeps of the bucket.
-    """
+    """Return what has not left x, nothing if it is ``spent`` and was sent; NaN if only the compressor knows."""
     if not compressor.stateful:
         return np.zeros_like(x) if spent else x
     return state["residual"] if "residual" in state else np.full_like(x, np.nan)
 
 
 class ObservedShards:
-    """Tells ``quality`` what each rank sends in the first phase of an exchange in two.
-
-    Args:
-        compressor: what is sent.
-        quality: is told.
-    """
+    """Tells ``quality`` what each rank sends in the first phase of an exchange in two."""
 
     def __init__(self, compressor: Compressor, quality: Quality):
         self._compressor, self._quality = compressor, quality
@@ -118,12 +106,7 @@ class ObservedShards:
         self._quality.of_rank(context.rank).add_sent(layout, carried, left_behind(self._compressor, x, False, state))
 
     def compare(self, buckets: Sequence[TravellingBucket], add: Callable[[np.ndarray, MessageTag], None]) -> None:
-        """Compare the sums of buckets with those of the gradients.
-
-        Args:
-            buckets: of which some took part.
-            add: adds up an array over ranks, if it is not that yet.
-        """
+        """Compare the sums of those buckets that took part with those of the gradients, which ``add`` adds up."""
         for x, _, context, tag in buckets:
             layout = layout_of(x, context)
             if layout in self._dense:

@@ -24,13 +24,7 @@ class RankQuality:
         self._gradient += _squares(members, gradient)
 
     def add_sent(self, members: BucketLayout, sent: np.ndarray, kept: np.ndarray) -> None:
-        """Add what was sent of a bucket, ``(n,)``, and what was kept; their sum, all there was, is left in ``sent``.
-
-        Args:
-            members: the bucket's layout.
-            sent: what was sent, ``(n,)``; written to.
-            kept: what was kept, ``(n,)``.
-        """
+        """Add what was sent of a bucket, ``(n,)``, and what was kept; their sum, all there was, is left in ``sent``."""
         self._entries += int(np.count_nonzero(sent))
         self._leaving += _magnitudes(members, sent)
         self._waiting += _magnitudes(members, kept)
@@ -104,13 +98,10 @@ class Quality:
         """Return means over the ranks of this process, and the cosine."""
         ranks = [share.numbers(self._exchanges) for share in self._shares.values() or [RankQuality()]]
         means = {name: sum(numbers[name] for numbers in ranks) / len(ranks) for name in ranks[0]}
-        return means | {"cosine": self._cosine()}
-
-    def _cosine(self) -> float:
-        """Return the cosine in [-1, 1], despite rounding; 1 if all there was is zeros."""
-        if self._total == self._dense == 0:
-            return 1.0
-        return float(np.clip(_ratio(self._along, math.sqrt(self._total) * math.sqrt(self._dense)), -1, 1))
+        cosine = 1.0  # if all there was is zeros
+        if self._total or self._dense:  # in [-1, 1], despite rounding
+            cosine = float(np.clip(_ratio(self._along, math.sqrt(self._total) * math.sqrt(self._dense)), -1, 1))
+        return means | {"cosine": cosine}
 
 
 def _squares(members: BucketLayout, x: np.ndarray) -> float:
@@ -138,11 +129,5 @@ def _product(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _ratio(a: float, b: float, of_nothing: float = math.inf) -> float:
-    """Return a / b.
-
-    Args:
-        a: the numerator.
-        b: the denominator, at least 0.
-        of_nothing: the result for b = 0, unless a is 0 too: 0 / 0 counts as 0.
-    """
+    """Return a / b for b of at least 0; ``of_nothing`` for b = 0, unless a is 0 too: 0 / 0 counts as 0."""
     return a / b if b else of_nothing if a else 0.0

@@ -16,63 +16,29 @@ Offsets = list[int | None]  # byte offsets of a step's gradients, in plan order
 
 
 class Part(NamedTuple):
-    """The files of one rank.
+    """The files of one rank."""
 
-    Attributes:
-        head: what the recorder said at the start: ranks, optimizer, and parameters in plan order.
-        steps: by step, where each gradient starts in ``data``, in bytes; None where the loss had none.
-        data: all gradients, uint8.
-    """
-
-    head: dict[str, Any]
-    steps: dict[int, Offsets]
-    data: np.ndarray
+    head: dict[str, Any]  # what the recorder said at the start: ranks, optimizer, and parameters in plan order
+    steps: dict[int, Offsets]  # where each gradient starts in data, in bytes; None where the loss had none
+    data: np.ndarray  # all gradients, uint8
 
 
 def check_replaceable(out: Path) -> None:
-    """Raise OSError if a tape at this path would replace anything but another tape.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from distopt.lab.tape import check_replaceable
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     check_replaceable(pathlib.Path(folder) / "trace.safetensors")
-    """
+    """Raise OSError if a tape at this path would replace anything but another tape."""
     pending.check_replaceable(out, "tape", _check_tape)
 
 
 def join(folder: Path, out: Path, script: str) -> Tape:
-    """Join the recorders' files of all ranks into one tape, of the steps that all ranks have.
+    """Join the recorders' files of all ranks into one tape, of the steps that all ranks have, all or nothing.
 
     Its ``about`` has the number of these steps as 'recorded'.  The tape may hold fewer, since the head of a file is at
     most 8 MB of text, of which a tensor takes a hundred bytes or more.  'others' tells whether there is another
     optimizer, of which nothing was recorded.
 
-    Args:
-        folder: the folder in which the recorders wrote.
-        out: the tape to write, all or nothing.
-        script: the name of the script, for ``about``.
-
     Raises:
         ValueError: there is no step that all ranks have.
         FileExistsError: something that is no tape has come to its place; the tape is in a file beside it.
         OSError: the file cannot be written.
-
-    Example:
-        >>> import os, pathlib, tempfile
-        >>> from unittest import mock
-        >>> import numpy as np
-        >>> from distopt import DistOpt, Parameter, optim
-        >>> from distopt.comm import LocalCommunicator
-        >>> from distopt.lab.tape import join, request
-        >>> weight, gradient = Parameter("w", np.zeros(2, "f4")), np.ones(2, "f4")
-        >>> with tempfile.TemporaryDirectory() as name:
-        ...     folder = pathlib.Path(name)
-        ...     with mock.patch.dict(os.environ, request(folder, steps=1, every=1)):  # as distopt record does
-        ...         _ = DistOpt(optim.SGD(0.1), LocalCommunicator()).step([(weight, gradient)])
-        ...     tape = join(folder, folder / "trace.safetensors", "train.py")
-        >>> tape.ranks, tape.steps, tape.about["script"]
-        (1, (0,), 'train.py')
     """
     by_rank = {int(file.stem): _read(file) for file in folder.glob("*.steps")}
     parts = [by_rank[rank] for rank in sorted(by_rank) if by_rank[rank].head]

@@ -21,42 +21,12 @@ from distopt.engine.parameters import PARAMETERS, GradientCollector
 
 
 def request(folder: Path, steps: int, every: int) -> dict[str, str]:
-    """Return the environment variable that makes ranks record ``steps`` steps: 0, ``every``, 2 ``every`` ...
-
-    Args:
-        folder: the folder for the recorders' files.
-        steps: the number of steps, at least 1.
-        every: steps from one recorded step to the next, at least 1.
-
-    Raises:
-        ValueError: a number is below 1.
-
-    Example:
-        >>> import pathlib
-        >>> from distopt.lab.tape import request
-        >>> request(pathlib.Path("/tmp/tape"), steps=10, every=2)
-        {'DISTOPT_RECORD': '10:2:/tmp/tape'}
-    """
+    """Return the environment variable that makes ranks record ``steps`` steps: 0, ``every``, 2 ``every`` ..."""
     return {RECORD: f"{check_int('steps', steps, least=1)}:{check_int('every', every, least=1)}:{folder.absolute()}"}
 
 
 def recorder(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> "Recorder | None":
-    """Return the recorder of a rank, None if the environment asks for none; ValueError for a malformed request.
-
-    Args:
-        rank: the rank.
-        size: the number of ranks.
-        environ: the environment variables.
-
-    Example:
-        >>> from distopt.lab.tape import recorder
-        >>> recorder(0, 1, environ={}) is None
-        True
-        >>> recorder(0, 1, environ={"DISTOPT_RECORD": "10"})
-        Traceback (most recent call last):
-            ...
-        ValueError: DISTOPT_RECORD must be STEPS:EVERY:FOLDER, as distopt record sets it, got '10'
-    """
+    """Return the recorder of a rank, None if the environment asks for none; ValueError for a malformed request."""
     asked = environ.get(RECORD)
     if not asked:
         return None
@@ -68,25 +38,9 @@ def recorder(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> "
 
 
 class Recorder:
-    """A recorder of one optimizer's steps on one rank; of several optimizers, the first that makes a step is recorded.
+    """A recorder of one rank's steps, one of ``every`` up to ``steps`` of them; ``over``: nothing is left to do.
 
-    Args:
-        folder: the folder of the files.
-        rank: this rank.
-        size: the number of ranks.
-        steps: the number of steps to record.
-        every: record one of so many steps.
-
-    Attributes:
-        over: whether there is nothing more to do.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from distopt.lab.tape import Recorder
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     recorder = Recorder(pathlib.Path(folder), rank=0, size=1, steps=10, every=1)
-        ...     recorder.over
-        False
+    Of several optimizers the first that makes a step is recorded.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, steps: int, every: int):
@@ -100,8 +54,12 @@ class Recorder:
     def watch(self, pairs: Iterable[Any]) -> Iterable[Any]:
         """Return the pairs of a loss unchanged; each gradient is written before anybody else sees it."""
         self._arrived = []
-        if self._bytes < 0 and not self._claim():
-            self.over = True
+        if self._bytes < 0:
+            try:  # make this rank's file, or leave a note if another optimizer has it
+                self._bytes = os.open(self._place.with_suffix(".bytes"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            except FileExistsError:
+                self._place.with_suffix(".others").touch()
+                self.over = True
         return pairs if self.over or self._count % self._every else self._written(pairs, self._arrived)
 
     def keep(self, collector: GradientCollector, optimizer: Any) -> None:
@@ -112,7 +70,8 @@ class Recorder:
         if self._count % self._every == 0:
             offsets = {collector.identify(param)[0]: offset for param, offset in arrived}
             if self._count == 0:
-                self._say(self._head(collector, optimizer))
+                order = [[n, list(known.value.shape), str(known.value.dtype)] for n, known in collector.order.items()]
+                self._say({"ranks": self._size, "optimizer": repr(optimizer), "order": order})
             self._say({"step": self._count, "at": [offsets.get(name) for name in collector.order]})
             self._end += sum(known.value.nbytes for n, known in collector.order.items() if offsets.get(n) is not None)
             self._left -= 1
@@ -120,15 +79,6 @@ class Recorder:
         if not self._left:
             os.close(self._bytes)
             self.over = True
-
-    def _claim(self) -> bool:
-        """Make this rank's file; return False, and leave a note, if another optimizer has it."""
-        try:
-            self._bytes = os.open(self._place.with_suffix(".bytes"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            self._place.with_suffix(".others").touch()
-            return False
-        return True
 
     def _written(self, pairs: Iterable[Any], arrived: list[tuple[Any, int | None]]) -> Iterator[Any]:
         """Yield the pairs, and write their gradients; malformed pairs are left to the collector to refuse."""
@@ -138,19 +88,10 @@ class Recorder:
                 param, grad = pair
                 data = _data(grad)
                 arrived.append((param, None if data is None else offset))
-                offset = offset if data is None else self._write(data, offset)
+                while data:
+                    count = os.pwrite(self._bytes, data, offset)
+                    data, offset = data[count:], offset + count
             yield pair
-
-    def _write(self, data: memoryview, offset: int) -> int:
-        """Write bytes at an offset of the file, and return their end."""
-        while data:
-            count = os.pwrite(self._bytes, data, offset)
-            data, offset = data[count:], offset + count
-        return offset
-
-    def _head(self, collector: GradientCollector, optimizer: Any) -> dict[str, Any]:
-        order = [[n, list(known.value.shape), str(known.value.dtype)] for n, known in collector.order.items()]
-        return {"ranks": self._size, "optimizer": repr(optimizer), "order": order}
 
     def _say(self, entry: dict[str, Any]) -> None:
         """Append a line of JSON, which is in the file when this returns, whatever becomes of the process."""

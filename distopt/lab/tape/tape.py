@@ -179,11 +179,11 @@ class Tape:
 
     def _pairs(self, position: int, rank: int) -> Pairs:
         """Return the gradients of a recorded rank."""
-        return list(zip(self.parameters, map(self._view, self._tensors[position][rank]), strict=True))
-
-    def _view(self, tensor: Tensor) -> np.ndarray:
-        data = self._bytes[self._start + tensor.begin : self._start + tensor.end]
-        return np.asarray(data).view(tensor.dtype).reshape(tensor.shape)
+        found = []
+        for param, tensor in zip(self.parameters, self._tensors[position][rank], strict=True):
+            data = np.asarray(self._bytes[self._start + tensor.begin : self._start + tensor.end])
+            found.append((param, data.view(tensor.dtype).reshape(tensor.shape)))
+        return found
 
 
 def _understood(about: Mapping[str, Any]) -> tuple[int, tuple[int, ...], tuple[Entry, ...]]:

@@ -117,15 +117,15 @@ class Hyper:
         if not callable(setting) and (isinstance(setting, bool) or not isinstance(setting, Real)):
             raise TypeError(f"{name} must be a number or a schedule k -> number, got {type(setting).__name__}")
         self._name, self._given, self._least, self._most = name, setting, least, most
-        self._constant: float | None = None
+        self.constant: float | None = None
         first = self(0)
         if not callable(setting):
-            self._constant = first
+            self.constant = first
 
     def __call__(self, k: int) -> float:
         """Return the value for update number k, checked."""
-        if self._constant is not None:
-            return self._constant
+        if self.constant is not None:
+            return self.constant
         result = self._given(k) if callable(self._given) else self._given
         try:
             value = float(result)

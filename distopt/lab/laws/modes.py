@@ -1,8 +1,12 @@
 """What the laws are tried with: every optimizer, every wrapper, and a step of every kind, as a user would write it."""
 
+from collections.abc import Callable
+from typing import Any
+
 from distopt.compress import (
     DCT,
     Chunks,
+    Compressor,
     DeepGradientCompression,
     Dense,
     ErrorFeedback,
@@ -31,23 +35,26 @@ from distopt.optim import (
     RMSProp,
 )
 
+Make = Callable[[], Any]  # makes an optimizer
+Step = Callable[[Any, Any], Any]  # of a DistOpt, and a loss
 
-def sgd():
+
+def sgd() -> SGD:
     """All of SGD's state, and a learning rate that falls on the way."""
     return SGD(ExponentialDecay(0.1, 2, 0.5, staircase=True), momentum=0.9, weight_decay=1e-3)
 
 
-def sgd_without_momentum():
+def sgd_without_momentum() -> SGD:
     """``sgd`` without momentum, for compressors that have one themselves."""
     return SGD(ExponentialDecay(0.1, 2, 0.5, staircase=True), weight_decay=1e-3)
 
 
-def maker_for(mode, make):
+def maker_for(mode: str, make: Make) -> Make:
     """The function that makes the optimizer which a mode is tried with."""
     return sgd_without_momentum if mode.startswith("dgc") else make
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Make] = {
     "sgd": sgd,
     "plain sgd": lambda: SGD(0.1),
     "nesterov": lambda: SGD(0.05, momentum=0.9, nesterov=True),
@@ -65,12 +72,12 @@ OPTIMIZERS = {
 OF_BLAS = ("muon",)  # whose bits are those of the BLAS that numpy or cupy calls: other machines may have others
 
 
-def layer_wise(opt=None):
+def layer_wise(opt: Any = None) -> LarsWrapper:
     """LARS around an optimizer, with numbers that show."""
     return LarsWrapper(SGD(ExponentialDecay(0.1, 2, 0.5, staircase=True), 0.9) if opt is None else opt, 0.02, 0.1)
 
 
-WRAPPERS = {
+WRAPPERS: dict[str, Make] = {
     "lars": layer_wise,
     "lars with epsilon": lambda: LarsWrapper(Adam(0.01, epsilon=1e-3), epsilon=0.1, exclude=["1", "3"]),
     "batch gradients": lambda: BatchGradients(sgd(), 2),
@@ -86,13 +93,13 @@ NESTEROV_DGC = DeepGradientCompression(
 )
 
 
-def two_phase(compressor):
+def two_phase(compressor: Compressor) -> Step:
     """A step whose sums are formed by the owners of shards, and compressed again."""
     return lambda opt, loss: opt.step(loss, compressor, exchange="two_phase")
 
 
 # One step of every kind, as a user would write it.
-MODES = {
+MODES: dict[str, Step] = {
     "dense": lambda opt, loss: opt(loss),
     "half": lambda opt, loss: opt.backward_and_update_half(loss),
     "clipped half": lambda opt, loss: opt.backward_and_update_half(loss, clipping=True, clip_Value=0.5),
@@ -137,6 +144,35 @@ MODES = {
     "packed 2bit in two phases": two_phase(ErrorFeedback(Packed(TopK(0.1), value="2bit"))),
     "partial by seed": lambda opt, loss: opt.backward_and_partial_update(loss, share=0.3, seed=5),
 }
+EXACT: tuple[Compressor, ...] = (  # what they send and what they keep add up to the bit
+    Dense(),
+    Half(),
+    Half("bfloat16"),
+    TopK(0.01),
+    TopK(0.5),
+    Threshold(0.7),
+    Chunks(8, 64),
+    Packed(TopK(0.5)),
+    Packed(TopK(0.5), value="float16"),
+    Packed(Chunks(8, 64), value="bfloat16"),
+    Int8(),
+    Int4(),
+    TwoBit(0.5),
+    ErrorFeedback(TopK(0.01)),
+    ErrorFeedback(Half()),
+    ErrorFeedback(Int4()),
+    DCT(ErrorFeedback(Packed(Chunks(8, 64)))),
+    DeepGradientCompression(TopK(0.01), exclude_1d=False),
+)
+ROUNDED: tuple[Compressor, ...] = (  # within one unit in the last place
+    TwoBit(0.3),
+    OneBit(),
+    OneBit(0.3),
+    Int8(rounding="stochastic"),
+    Packed(TopK(0.5), value="int8"),
+    Packed(TopK(0.5), value="2bit"),
+    ErrorFeedback(OneBit()),
+)
 APART = ("partial", "partial by seed")  # ranks have parameters of their own
 WITH_MEMORY = tuple(map(ErrorFeedback, (Half(), TopK(0.1), TwoBit(), OneBit(), Int8(), Int4(32), Packed(TopK(0.1)))))
 CAPTURED = (Dense(), Half(), Half("bfloat16"), TopK(0.1), *WITH_MEMORY, DGC_NOW, NESTEROV_DGC)
@@ -155,9 +191,9 @@ ELEMENTWISE = (
     "dgc by gather",
     "partial by seed",
 )
-
-
-SHARDED = (  # who updates what does not depend on what was sent: most modes are tried with one of these
+SHARDED: tuple[
+    dict[str, Any], ...
+] = (  # who updates what does not depend on what was sent: most modes are tried with one of these
     {},
     {"nonfinite": "propagate"},
     {"overlap": True, "clip_norm": 2.0},

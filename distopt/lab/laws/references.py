@@ -1,4 +1,4 @@
-"""The papers' equations of every optimizer in float64 numpy, for ``distopt prove`` to hold the kernels against."""
+"""The papers' equations in float64 numpy: the third opinion beside host and device."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -296,6 +296,35 @@ def lars_around_sgd(
     """Return (w, b) after one update of MoXing's wrapper around momentum SGD, the learning rate outside."""
     q = 1.0 if excluded else trust_ratio(w, g, ratio=ratio, weight_decay=weight_decay, epsilon=epsilon)
     return sgd(w, b, q * (g + weight_decay * w), lr=lr, momentum=momentum)
+
+
+def mean(parts: Sequence[Array]) -> Array:
+    """Return the mean over ranks, in float64."""
+    return np.asarray(np.mean([np.asarray(p, np.float64) for p in parts], axis=0))
+
+
+def mixed(key: int, number: int) -> int:
+    """SplitMix64 of a key and a number, in Python's integers."""
+    bits = 2**64 - 1
+    key = (key + number + 0x9E3779B97F4A7C15) & bits
+    key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & bits
+    key = (key ^ key >> 27) * 0x94D049BB133111EB & bits
+    return key ^ key >> 31
+
+
+def chosen_by_key(sizes: Sequence[int], every: int, key: int, turn: int) -> list[list[int]]:
+    """Per tensor the entry that partial averaging by a key chooses of each block, which may be behind the last one."""
+    found = []
+    for number, size in enumerate(sizes):
+        begins = [(mixed(mixed(key, number), block) >> 32) * every >> 32 for block in range(-(-size // every))]
+        found.append([block * every + (begin + turn) % every for block, begin in enumerate(begins)])
+    return found
+
+
+def chosen_by_seed(sizes: Sequence[int], every: int, seed: int, step: int) -> list[list[int]]:
+    """Per tensor the entries that partial averaging by a seed chooses in a step, ascending."""
+    chosen = chosen_by_key(sizes, every, mixed(mixed(0, seed), step // every), step % every)
+    return [[place for place in places if place < size] for places, size in zip(chosen, sizes, strict=True)]
 
 
 class Case(NamedTuple):

@@ -1,0 +1,125 @@
+"""Elastic jobs: a step is made again, by the ranks that are left, when one is lost."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+
+from distopt import device
+from distopt.engine.accumulation import unsent
+from distopt.engine.buddies import Buddies
+from distopt.engine.parameters import Loss, iterable
+from distopt.engine.spec import StepSpec, Update
+from distopt.engine.undo import Undo
+from distopt.resilience import job
+
+TELL = 100  # updates from one to the next norm of what would be lost: it costs a pass over it
+T = TypeVar("T")
+
+
+class ElasticSteps:
+    """Steps of an engine whose ranks go on without those that are lost (``comm.Elastic``).
+
+    Until all ranks have the sums of a step, it has changed counters, residuals, what was accumulated, and gradients
+    that lie in buckets.  If a rank is lost meanwhile these are put back, the plan is made anew for the ranks that are
+    left, and they make the step again.  The update follows when all have the sums, outside of the transaction; but
+    where each rank has a share of the optimizer's state, it is a part of it (``Buddies``).
+
+    Args:
+        engine: the ``Engine``, which makes this.
+        undo: what a step changes.
+        buddy: each rank has a copy of a neighbour's share.
+    """
+
+    def __init__(self, engine: Any, undo: Undo, buddy: bool):
+        self._engine, self._undo = engine, undo
+        parts = engine.comm, engine.store, engine.optimizer, engine.progress
+        self.buddies = Buddies(*parts, undo) if buddy else None
+
+    def step(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:
+        """Make one step as ``Engine.step``, and again if a rank is lost.  Collective."""
+        engine, again = self._engine, loss if isinstance(loss, list | tuple) else Replayed(loss)
+        shared = engine.store.sharded or engine.optimizer.shares_work
+        if engine.comm.gpu is not None:
+            engine.sync_with_last_step()  # which is not made again
+        if self.buddies and shared and spec.reduced and engine.accumulator.closes:
+            outcome, applied = self.buddies.step(
+                self.run, lambda: engine.until_outcome(again, spec), lambda outcome: engine.apply(outcome, update)
+            )
+        else:
+            outcome = self.run(functools.partial(engine.until_outcome, again, spec))
+            applied = outcome is not None and engine.apply(outcome, update)
+        if outcome is None:
+            return False
+        if applied:
+            self._tell()
+        engine.end_call(applied)
+        return applied
+
+    def run(self, operation: Callable[[], T]) -> T:
+        """Return what an operation returns that all ranks do together, and again if one is lost.  Collective."""
+        engine, undo = self._engine, self._undo
+        undo.forget()
+        policy, borders = engine.nonfinite.policy, engine.reducers.borders
+        undo.keep_fields(engine.store, "broadcast_due")
+        for part in (engine, engine.progress, engine.accumulator, policy, engine.nonfinite, engine.means, borders):
+            undo.keep_fields(part, *part.CHANGES)
+
+        def put_back() -> None:
+            undo.undo()
+            engine.store.discard_outcomes()
+
+        outcome: T = engine.comm.transaction(operation, put_back)
+        return outcome
+
+    def _tell(self) -> None:
+        """Say from time to time, where the launcher can read it, what would be lost with this rank."""
+        updates = self._engine.progress.updates
+        if updates % TELL == 0 and job.is_rank():
+            held = [x for bucket in self._engine.store.buckets for x in unsent(bucket.state).values()]
+            norm = math.sqrt(sum(float(np.vdot(x, x)) for x in map(device.host_copy, held)))
+            job.tell(f"its residual (norm {norm:.3g} after step {updates})" if norm else "no residual")
+
+
+class Replayed:
+    """A loss that gives the pairs of its first reading at every later one, or raises the same error.
+
+    Args:
+        loss: a loss that may be read once.
+    """
+
+    def __init__(self, loss: Loss):
+        self._read: Callable[[], Iterable[Any]] = lambda: self._first_reading(loss)
+
+    def __call__(self) -> Iterable[Any]:
+        return self._read()
+
+    def _first_reading(self, loss: Loss) -> Iterable[Any]:
+        try:
+            pairs = iterable(loss)
+        except Exception as error:
+            self._read = functools.partial(_again, [], error)
+            raise
+        if isinstance(pairs, list | tuple):
+            self._read = lambda: pairs
+            return pairs
+        return self._noting(pairs)
+
+    def _noting(self, pairs: Iterable[Any]) -> Iterator[Any]:
+        noted: list[Any] = []
+        self._read = functools.partial(_again, noted, None)
+        try:
+            for pair in pairs:
+                noted.append(pair)
+                yield pair
+        except Exception as error:
+            self._read = functools.partial(_again, noted, error)
+            raise
+
+
+def _again(pairs: list[Any], error: Exception | None) -> Iterator[Any]:
+    yield from pairs
+    if error is not None:
+        raise error
