@@ -48,13 +48,15 @@ class Timed(NamedTuple):
     Args:
         make: returns the compressor, given the magnitude that the fraction ``density`` of the entries reaches.
         density: the fraction of entries that is sent, or that is sent as something else than 0.
-        moved: bytes that the memory must move for an element of float32, where a step reads the gradient and the
-            residual, and writes the residual.
+        moved: bytes that are read and written for an element of float32, beside the payload: a step reads the gradient
+            and the residual, and writes the residual.
+        sent: bytes of the payload for an element, if they count.
     """
 
     make: Callable[[float], Compressor]
     density: float = 0.5
-    moved: float = 12
+    moved: int = 12
+    sent: float = 0.0
 
 
 class Part(NamedTuple):
