@@ -7,46 +7,19 @@ equations must move.
 import argparse
 import functools
 import itertools
+from statistics import NormalDist
 
 import numpy as np
 
 from benchmarks import gpu
 from benchmarks.measure import report
 from distopt import device, kernels, optim
-from distopt.compress import (
-    BucketContext,
-    Chunks,
-    DeepGradientCompression,
-    DeviceContext,
-    ErrorFeedback,
-    ExchangeContext,
-    Half,
-    Int4,
-    Int8,
-    OneBit,
-    Packed,
-    Threshold,
-    TopK,
-    TwoBit,
-)
+from distopt.compress import ALL, BucketContext, DeviceContext, ExchangeContext
 from distopt.kernels.layout import BucketLayout
 
 ELEMENTWISE, SELECT = 0.9, 0.8  # budgets, of the copy
 ELEMENTS, BYTES_EACH = 1 << 28, 92  # of GPU memory: the copy's, and the states of all rules in turn
-RULES = {  # optimizer, arrays read or written of float32
-    "sgd": (lambda: optim.SGD(1e-6), 3),
-    "momentum sgd": (lambda: optim.SGD(1e-6, momentum=0.9, weight_decay=1e-4), 5),
-    "nesterov": (lambda: optim.SGD(1e-6, momentum=0.9, nesterov=True), 5),
-    "rmsprop": (lambda: optim.RMSProp(1e-6), 5),
-    "adagrad": (lambda: optim.AdaGrad(1e-6), 5),
-    "signum": (lambda: optim.Signum(1e-6, momentum=0.9), 5),
-    "adam": (lambda: optim.Adam(1e-6), 7),
-    "adamw": (lambda: optim.AdamW(1e-6), 7),
-    "lbsgd": (lambda: optim.LBSGD(1e-6, momentum=0.9), 7),
-    "lars": (lambda: optim.LARS(1e-6, momentum=0.9), 7),  # of which 2 for norms
-    "lamb": (lambda: optim.LAMB(1e-6), 10),
-    "lans": (lambda: optim.LANS(1e-6), 12),
-}
+RULES = {name: timed for about in optim.ALL.values() for name, timed in about().timed.items()}
 
 
 def elementwise(n):
@@ -80,7 +53,7 @@ def elementwise(n):
 def selection(n):
     """(bytes, case) by name: the gradient and the residual are read, the residual is written; by one bit twice.
 
-    DGC reads and writes velocities too; its momentum is 0, since on a GPU what is added replaces the gradient.
+    DGC reads and writes velocities too.
 
     For a threshold gradients take turns with their opposites, so that after two calls the residual is what it was,
     zero, and the same entries are found every time.
@@ -99,27 +72,18 @@ def selection(n):
             constants[name] = device.DeviceMirror(make())
         return constants[name]
 
-    bucket = BucketLayout(["x"], [(n,)], [0], "float32")
+    bucket = BucketLayout(["x"], [(1, n)], [0], "float32")  # a matrix: DGC leaves what has one dimension as it is
     context = ExchangeContext(
         bucket=BucketContext(bucket, scratch=scratch, constant=constant), device=DeviceContext(capacity=n // 32)
     )
-    for name, compressor in {
-        "threshold 0.1 %": ErrorFeedback(Threshold(3.29)),
-        "threshold 1 %": ErrorFeedback(Threshold(2.576)),
-        "top-K 0.1 %": ErrorFeedback(TopK(0.001)),
-        "top-K 1 %": ErrorFeedback(TopK(0.01)),
-        "top-K 0.1 %, packed": ErrorFeedback(Packed(TopK(0.001))),
-        "chunks 64 of 4,096": ErrorFeedback(Chunks()),
-        "DGC 0.1 %, packed": DeepGradientCompression(Packed(TopK(0.001)), momentum=0.0, exclude_1d=False),
-        "half with memory": ErrorFeedback(Half()),
-        "two bits": ErrorFeedback(TwoBit()),
-        "int8": ErrorFeedback(Int8()),
-        "int4": ErrorFeedback(Int4()),
-        "one bit": ErrorFeedback(OneBit()),
-    }.items():
-        turns = itertools.cycle([grad, opposite] if "threshold" in name else [grad])
-        nbytes = {"one bit": 20, "DGC 0.1 %, packed": 20, "int8": 13, "int4": 12.5}.get(name, 12)
-        cases[name] = (int(nbytes * n), functools.partial(compress, compressor, turns, {}, context))
+    for about in ALL.values():
+        for name, timed in about().timed.items():
+            compressor = timed.make(NormalDist().inv_cdf(1 - timed.density / 2))  # gradients are normal
+            turns = itertools.cycle([grad, opposite] if compressor.bounded else [grad])
+            cases[name] = (
+                int((timed.moved + timed.sent) * n),
+                functools.partial(compress, compressor, turns, {}, context),
+            )
     return cases
 
 

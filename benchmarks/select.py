@@ -16,19 +16,8 @@ from benchmarks.floor import read_pass
 from benchmarks.models import MODELS
 from distopt import kernels
 from distopt.buckets import plan
-from distopt.compress import (
-    BucketContext,
-    ErrorFeedback,
-    ExchangeContext,
-    Int4,
-    Int8,
-    OneBit,
-    Packed,
-    Threshold,
-    TopK,
-    TwoBit,
-)
-from distopt.device import zeros
+from distopt.compress import ALL, BucketContext, ErrorFeedback, ExchangeContext, Packed, TopK
+from distopt.device import DeviceMirror, zeros
 from distopt.kernels.layout import BucketLayout
 
 DENSITIES = (0.001, 0.01)
@@ -59,6 +48,18 @@ def lasting():
     return kept
 
 
+def lasting_numbers():
+    """Constants of kernels that are there again in the next step."""
+    numbers = {}
+
+    def kept(name, make):
+        if name not in numbers:
+            numbers[name] = DeviceMirror(make())
+        return numbers[name]
+
+    return kept
+
+
 class Steps:
     """Gradients that take turns, and residuals as they are after many steps at some density."""
 
@@ -79,8 +80,8 @@ class Steps:
 
     def compression(self, compressor, density, bucket=None):
         """A step's call; the first ones bring the residual to where it stays, and the scratch memory to its size."""
-        context = ExchangeContext(bucket=BucketContext(bucket, scratch=lasting()))
-        compressor, state = ErrorFeedback(compressor), {"residual": self.residual(density)}
+        context = ExchangeContext(bucket=BucketContext(bucket, None, lasting(), lasting_numbers()))
+        state = {"residual": self.residual(density)}
 
         def step():
             return compressor.compress(next(self.turns), state, context)
@@ -91,7 +92,7 @@ class Steps:
 
     def decompression(self, compressor, density):
         """What is done with every rank's payload of a step."""
-        payload, out = self.compression(compressor, density)(), zeros(self.drift.size, np.float32)
+        payload, out = self.compression(ErrorFeedback(compressor), density)(), zeros(self.drift.size, np.float32)
         context = ExchangeContext(bucket=BucketContext(scratch=lasting()))
         return lambda: compressor.decompress(payload, out, context)
 
@@ -99,16 +100,14 @@ class Steps:
 def ours(n):
     steps, total = Steps(n), zeros(n, np.float32)
     cases = {"read pass": lambda: read_pass(total), "r += g": lambda: kernels.accumulate(next(steps.turns), total)}
+    for about in ALL.values():
+        for name, timed in about().timed.items():
+            compressor = timed.make(steps.threshold(timed.density))
+            if not compressor.corrects_momentum:  # whose state has velocities, too
+                cases[name] = steps.compression(compressor, timed.density)
     for d in DENSITIES:
-        cases[f"threshold {100 * d:g} %"] = steps.compression(Threshold(steps.threshold(d)), d)
-        cases[f"top-K {100 * d:g} %"] = steps.compression(TopK(d), d)
-        cases[f"packed top-K {100 * d:g} %"] = steps.compression(Packed(TopK(d)), d)
         cases[f"unpack and add {100 * d:g} %"] = steps.decompression(Packed(TopK(d)), d)
         cases[f"add as it is {100 * d:g} %"] = steps.decompression(TopK(d), d)
-    cases["two bits"] = steps.compression(TwoBit(steps.threshold(0.5)), 0.5)
-    cases["int8"] = steps.compression(Int8(), 0.5)
-    cases["int4"] = steps.compression(Int4(), 0.5)
-    cases["one bit"] = steps.compression(OneBit(), 0.5)
     return measure.interleaved(cases, rounds=9, calls=3)
 
 
@@ -138,7 +137,10 @@ def per_tensor():
         steps = Steps(bucket.size)
         cases = {"read pass": lambda s=steps: read_pass(s.drift)}
         table = BucketLayout(bucket.names, [(size,) for size in bucket.sizes], bucket.offsets, bucket.dtype)
-        cases |= {f"top-K {100 * d:g} %": steps.compression(TopK(d, per_tensor=True), d, table) for d in DENSITIES}
+        cases |= {
+            f"top-K {100 * d:g} %": steps.compression(ErrorFeedback(TopK(d, per_tensor=True)), d, table)
+            for d in DENSITIES
+        }
         tables.append(measure.table(f"per tensor, {name}: {len(sizes)}", measure.interleaved(cases), "read pass"))
     return tables
 

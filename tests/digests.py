@@ -195,7 +195,7 @@ ON_DOUBLES = ("dense, clipped", "topk, 2 batches", "half, overlap", "skip", "in 
 
 def makers(mode):
     """Of the optimizers that a mode is tried with: a momentum of its own excludes a second one."""
-    if mode.startswith("dgc"):
+    if mode in laws.WITH_MOMENTUM:
         return {"plain": laws.sgd_without_momentum}
     return {name: make for name, make in (laws.OPTIMIZERS | laws.WRAPPERS).items() if name not in laws.OF_BLAS}
 
@@ -204,7 +204,7 @@ def possible(mode, options):
     """Can this mode have these options?"""
     if mode in laws.APART and options.get("sharded"):
         return False
-    return not (mode.startswith("dgc") and options.get("sync_on_apply") is False)
+    return not (mode in laws.WITH_MOMENTUM and options.get("sync_on_apply") is False)
 
 
 def cases(optimizers=True):

@@ -5,28 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distopt.kernels.breakdown import LazyBreakdown
 from distopt.kernels.layout import BucketLayout
-
-
-class PayloadBreakdown(NamedTuple):
-    """Breakdown of a payload into values and indices; its other bytes are headers and scales.
-
-    Attributes:
-        values: bytes of values.
-        indices: bytes of indices.
-        ideal: information in the payload, in bits: the logarithm of the number of ways to choose so many entries, plus
-            the bits of the values.  For codes of one or two bits it is an estimate, from 2048 bytes of them.  None: the
-            bits of the payload.
-        counts: number of entries of each member of the bucket, ``(members,)``; None if all of them are sent.
-    """
-
-    values: int
-    indices: int = 0
-    ideal: int | None = None
-    counts: np.ndarray | None = None
-
-
-LazyBreakdown = Callable[[], PayloadBreakdown]  # callable after the payload's memory has been used again
 
 
 class MessageTag(NamedTuple):

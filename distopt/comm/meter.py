@@ -12,7 +12,8 @@ import numpy as np
 
 from distopt.comm.byte_counts import Algorithm, Moved, shares
 from distopt.comm.ledger import Ledger
-from distopt.comm.message import Entry, LazyBreakdown, MessageTag, PayloadBreakdown, Tagging, apportion
+from distopt.comm.message import Entry, MessageTag, Tagging, apportion
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
 

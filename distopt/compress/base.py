@@ -17,6 +17,7 @@ from distopt.checks import check_int
 from distopt.compress.context import ExchangeContext, State
 from distopt.compress.shards import ShardCodec
 from distopt.device import DeviceMirror
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
 Budget = float | Callable[[int], float]  # bytes of a step, or a schedule of them
@@ -156,6 +157,31 @@ class Compressor(abc.ABC):
             context: as of ``compress``.
         """
         return self.compress(x, state, context)
+
+    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+        """Read now what is needed of a payload to say later what it consists of: by default of values alone.
+
+        The payload may be overwritten in between, and no ledger may hold on to it.
+
+        Args:
+            payload: what ``compress`` returned.
+            x: the flat array that it was made of, ``(n,)``, for its size, dtype and device.
+            context: as of ``compress``.
+
+        Example:
+            >>> import numpy as np
+            >>> from distopt.compress import ExchangeContext, TopK
+            >>> x = np.array([1, -5, 2, 4], np.float32)
+            >>> payload = TopK(0.5).compress(x, {}, ExchangeContext())
+            >>> TopK(0.5).breakdown(payload, x, ExchangeContext())()
+            PayloadBreakdown(values=8, indices=8, ideal=67, counts=array([2]))
+        """
+        nbytes = payload.nbytes
+        return lambda: PayloadBreakdown(nbytes)
+
+    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
+        """Return what a payload consists of, as far as that depends on no data; arguments as of ``payload_bytes``."""
+        return PayloadBreakdown(self.payload_bytes(n, itemsize, layout) or 0)
 
     def sharded(self) -> ShardCodec | None:
         """Return how it takes part in a two-phase exchange (``shards``); None: its payloads are gathered."""

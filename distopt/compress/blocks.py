@@ -12,8 +12,9 @@ from distopt import device, kernels
 from distopt.checks import check_int, check_one_of
 from distopt.compress.base import Lossy
 from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload, sizes_of
-from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec
+from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, by_member
 from distopt.device import DeviceMirror
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import CHUNK, BucketLayout
 
 SMALLEST = 32  # elements of a block at least
@@ -63,6 +64,14 @@ class Blocks(Lossy):
     def code_bytes(self, sizes: np.ndarray) -> int:
         """Return the bytes of the codes of members of these sizes, without what fills them up."""
         return int((-(-sizes * self.bits // 8)).sum())
+
+    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+        breakdown = self.expected_breakdown(x.size, x.itemsize, layout_of(x, context))
+        return lambda: breakdown
+
+    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
+        """Count codes; the rest is scales, and what fills up words."""
+        return PayloadBreakdown(self.code_bytes(sizes_of(n, layout)))
 
     def nbytes(self, sizes: np.ndarray) -> int:
         """Return the bytes of a payload of members of these sizes."""
@@ -301,8 +310,14 @@ class BlockShards(ShardCodec):
         return [PieceBytes(self._blocks.nbytes(_sizes(piece)), self.code_bytes(piece)) for piece in pieces]
 
     def code_bytes(self, piece: Piece) -> int:
-        """Return the bytes of the codes of a piece, without scales."""
         return self._blocks.code_bytes(_sizes(piece))
+
+    def breakdown(self, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout) -> LazyBreakdown:
+        """Tell codes and scales apart."""
+        pieces = [piece for piece, _ in payloads]
+        elements = by_member(((piece, piece.layout.records["size"]) for piece in pieces), members)
+        found = PayloadBreakdown(sum(map(self.code_bytes, pieces)), counts=elements)
+        return lambda: found
 
     def select(
         self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray

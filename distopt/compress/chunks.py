@@ -6,9 +6,9 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.checks import check_bool, check_int
-from distopt.compress.context import ExchangeContext, layout_of, sizes_of
-from distopt.compress.planes import payload_size, unpack_entries
-from distopt.compress.top_k import FixedDensity, Increment, check_size
+from distopt.compress.context import ExchangeContext, layout_of
+from distopt.compress.planes import combination_bits, payload_size, unpack_entries
+from distopt.compress.top_k import FixedDensity, Increment
 from distopt.kernels.layout import BucketLayout
 
 ALIGNED = 64  # elements: a chunk begins where a vector may be read
@@ -85,9 +85,13 @@ class Chunks(FixedDensity):
     def known_entries(self, layout: BucketLayout, summed: bool) -> int | None:
         return entries_in(layout, self.k, self.of) if self.reselect or not summed else None
 
-    def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
-        check_size(n)
-        return payload_size(self.counts(sizes_of(n, layout)).sum(), itemsize)
+    def choice_bits(self, k: int, layout: BucketLayout) -> int:
+        full, rest = np.divmod(layout.records["size"].astype(np.int64), self.of)
+        of_rest = (combination_bits(n, -(-n * self.k // self.of)) for n in rest.tolist())
+        return int(full.sum()) * combination_bits(self.of, self.k) + sum(of_rest)
+
+    def known_counts(self, k: int, layout: BucketLayout) -> np.ndarray:
+        return self.counts(layout.records["size"])
 
     def expected_parts(self, layout: BucketLayout) -> list[tuple[int, int, int]]:
         """Return of each tensor its full chunks as one part, and the rest as another."""

@@ -16,6 +16,7 @@ from distopt.compress.planes import unpack_entries
 from distopt.compress.shards import ShardCodec
 from distopt.compress.top_k import Increment, Sparse, TopK
 from distopt.compress.warmup import BELOW_ONE, Sparsity, Stages, geometric
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
 VELOCITY, DECAY = "velocity", "decay"  # states beside 'residual'; all ranks have the same decay
@@ -147,6 +148,24 @@ class DeepGradientCompression(Compressor):
         elements = int(layout.records["size"][summed].sum())
         selected = 0 if summed.all() else self.selector.payload_bytes(n, itemsize, layout.select(~summed))
         return None if selected is None else selected + itemsize * elements
+
+    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+        layout = layout_of(x, context)
+        selected = self.selected(layout, context)
+        of_selected = self.selector.breakdown(payload, x, self.selection(layout, context))
+
+        def breakdown() -> PayloadBreakdown:
+            inner = of_selected()
+            if inner.counts is None:
+                return inner
+            counts = np.zeros(len(layout.names), np.int64)
+            counts[selected] = inner.counts
+            return inner._replace(counts=counts)
+
+        return breakdown
+
+    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
+        return self.selector.expected_breakdown(n, itemsize, self._selected_members(layout, ExchangeContext()))
 
     def begin(self, x: np.ndarray, state: State, context: ExchangeContext) -> None:
         """Bring the momentum of the weight decay forward, which is the same on all ranks.

@@ -9,15 +9,20 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.compress.base import Compressor
-from distopt.compress.context import ExchangeContext, per_payload
+from distopt.compress.context import ExchangeContext, layout_of, per_payload
 from distopt.compress.planes import INDEX, payload_size, unpack_entries
 from distopt.compress.top_k import FixedDensity, Increment, Sparse
 from distopt.compress.values import VALUES
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import CHUNK, BucketLayout
 from distopt.kernels.signatures import struct
 
 HEADER = 16  # bytes
 MAGIC = 0x45460100  # "EF", and the version of what stands behind the header; the format of values makes it complete
+
+ZEROS = np.array([8 - byte.bit_count() for byte in range(256)], np.int32)  # in a byte, by its value
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # the last one first
+PLACES = np.where(np.arange(8) < ZEROS[:, None], 7 - np.argsort(BITS, axis=1, kind="stable"), 0)  # of its zeros, so too
 
 
 class Packed(Sparse):
@@ -116,6 +121,34 @@ class Packed(Sparse):
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
         capacity = self.capacity(n, itemsize, layout)
         return None if capacity is None else int(packing(n, capacity, self.value)["bytes"][0])
+
+    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+        """Tell values with their scales, and what stands between them and the header: indices."""
+        layout, n, on_host, upper = layout_of(x, context), x.size, not device.on_gpu(x), None
+        k = int(payload[:HEADER].view(np.uint32)[2]) if on_host else self.payload_capacity(payload, x, context)
+        parts, counts = packing(n, k, self.value), self.known_counts(k, layout)
+        if on_host and counts is None:
+            upper = payload[int(parts["high"][0]) : int(parts["jumps"][0])].copy()
+
+        def breakdown() -> PayloadBreakdown:
+            found = counts if upper is None else counts_by_upper_part(upper, parts, layout)
+            return self._breakdown_of(k, n, layout)._replace(counts=found)
+
+        return breakdown
+
+    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
+        return self._breakdown_of(self.capacity(n, itemsize, layout) or 0, n, layout)
+
+    def _breakdown_of(self, k: int, n: int, layout: BucketLayout) -> PayloadBreakdown:
+        """Return that of a payload of k of n entries."""
+        values = VALUES[self.value].value_bytes(k)
+        return self.breakdown_of(k, values, int(packing(n, k, self.value)["values"][0]) - HEADER, layout)
+
+    def choice_bits(self, k: int, layout: BucketLayout) -> int:
+        return self.selector.choice_bits(k, layout)
+
+    def known_counts(self, k: int, layout: BucketLayout) -> np.ndarray | None:
+        return self.selector.known_counts(k, layout)
 
     def capacity(self, n: int, itemsize: int, layout: BucketLayout | None) -> int | None:
         """Return for how many entries there is room, None if that depends on the data.
@@ -266,3 +299,20 @@ def check_header(header: np.ndarray, n: int, places: int | None, value: str) -> 
     if entries > (n if places is None else places):
         raise ValueError(f"a payload must be of at most {n if places is None else places} entries, got {entries}")
     return entries
+
+
+def counts_by_upper_part(upper: np.ndarray, parts: np.ndarray, layout: BucketLayout) -> np.ndarray:
+    """Count how many entries of a packed payload belong to each member, from the upper parts of their indices.
+
+    Neighbours that share an upper part count as the nearer member's.  Before the z-th zero stand as many ones as
+    entries have an upper part below z.
+    """
+    k, bits = int(parts["places"][0]), int(parts["bits"][0])
+    wanted = (layout.records["offset"].astype(np.int64) + (1 << bits >> 1)) >> bits
+    if not k:
+        return np.zeros_like(wanted)
+    zeros = np.cumsum(ZEROS[upper], dtype=np.int32)
+    byte = np.minimum(np.searchsorted(zeros, wanted), upper.size - 1)
+    last = PLACES[upper[byte], np.clip(zeros[byte] - wanted, 0, 7)]
+    before = np.where(wanted > 0, np.minimum(8 * byte + last + 1 - wanted, k), 0)
+    return np.diff(before, append=k)

@@ -9,8 +9,9 @@ import numpy as np
 from distopt import device, kernels
 from distopt.compress import sections
 from distopt.compress.context import ExchangeContext, State
-from distopt.compress.planes import INDEX, add_planes, unpack_entries
-from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec
+from distopt.compress.planes import INDEX, add_planes, combination_bits, counts_by_member, unpack_entries
+from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, by_member
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
 NOTHING = BucketLayout([], [], [], np.float32)
@@ -128,6 +129,20 @@ class EntryShards(ShardCodec):
 
     def parts(self, piece: Piece) -> int:
         return len(self._selector.part_starts(piece.layout)) if self.ragged else 0
+
+    def breakdown(self, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout) -> LazyBreakdown:
+        """Tell values with their scales, and indices; the rest is headers, and what aligns."""
+        if any(device.on_gpu(payload.data) for _, payload in payloads):
+            return super().breakdown(payloads, members)
+        values = indices = ideal = 0
+        for piece, payload in payloads:
+            of_values = self.value_bytes(payload.entries, piece.layout.dtype.itemsize)
+            values += of_values
+            indices += payload.data.nbytes - sections.HEADER - of_values
+            ideal += combination_bits(piece.size, payload.entries) + 8 * of_values
+        found = ((piece, counts_by_member(self.indices(payload, piece), piece.layout)) for piece, payload in payloads)
+        counts = by_member(found, members)
+        return lambda: PayloadBreakdown(values, indices, ideal, counts)
 
     def select(
         self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray

@@ -1,5 +1,7 @@
 """Planes: the values and the indices of entries that were moved out of an array, values first."""
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +9,7 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.compress.context import ExchangeContext, per_payload
+from distopt.kernels.layout import BucketLayout
 
 INDEX = 4  # bytes of an index
 
@@ -57,3 +60,15 @@ def add_planes(planes: Sequence[tuple[np.ndarray, np.ndarray]], out: np.ndarray,
         brought, joined = context.senders
         zeros = per_payload("zeros", [rank not in joined for rank in range(len(planes))], context)
         kernels.divide_by_senders(out, indices, entries, lengths, zeros, brought)
+
+
+@functools.lru_cache(1024)
+def combination_bits(n: int, k: int) -> int:
+    """Return the bits that tell which k of n: the logarithm of the binomial coefficient."""
+    return round((math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2))
+
+
+def counts_by_member(index: np.ndarray, layout: BucketLayout) -> np.ndarray:
+    """Count how many of these indices, on the host, belong to each member; they ascend, and none is in a gap."""
+    starts = layout.records["offset"].astype(index.dtype)
+    return np.diff(np.searchsorted(index, starts), append=index.size)

@@ -1,6 +1,7 @@
 """Send every element as a code of one bit or two: its sign, and with two bits whether it is large."""
 
 import abc
+import functools
 import math
 from collections.abc import Sequence
 
@@ -10,9 +11,12 @@ from distopt import device, kernels
 from distopt.checks import as_float
 from distopt.compress.base import Lossy, threshold_of_sum
 from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload
-from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec
+from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, by_member
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
+SAMPLED = 2048  # bytes of codes from which their entropy is estimated
+GOLDEN = (math.sqrt(5) - 1) / 2
 LEAST, MOST = (float(x) for x in (np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max))
 
 
@@ -38,6 +42,18 @@ class Codec(Lossy):
     def code_bytes(self, n: int) -> int:
         """Return the bytes of the codes of n elements, without what fills up the last word."""
         return -(-n * self.bits // 8)
+
+    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+        """Tell header and codes apart; a host estimates from some of them to how few bits all could be coded."""
+        n, bits, codes, header = x.size, self.bits, payload[self.header :], 8 * self.header
+        nbytes = codes.nbytes
+        if device.on_gpu(codes):
+            return lambda: PayloadBreakdown(nbytes)
+        sample = codes[sampled(-(-n * bits // 8))]
+        return lambda: PayloadBreakdown(nbytes, ideal=header + round(n * entropy(count_codes(sample, bits, n))))
+
+    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
+        return PayloadBreakdown(self.payload_bytes(n, itemsize, layout) - self.header)
 
     def compress(
         self, x: np.ndarray, state: State, context: ExchangeContext, add: np.ndarray | None = None
@@ -122,8 +138,14 @@ class CodeShards(ShardCodec):
         return [PieceBytes(codec.header + nbytes, nbytes) for nbytes in codes]
 
     def code_bytes(self, piece: Piece) -> int:
-        """Return the bytes of the codes of a piece, without a scale."""
         return self._codec.code_bytes(piece.size)
+
+    def breakdown(self, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout) -> LazyBreakdown:
+        """Tell codes and scales apart."""
+        pieces = [piece for piece, _ in payloads]
+        elements = by_member(((piece, piece.layout.records["size"]) for piece in pieces), members)
+        found = PayloadBreakdown(sum(map(self.code_bytes, pieces)), counts=elements)
+        return lambda: found
 
     def select(
         self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray
@@ -316,3 +338,37 @@ class UnitOfSum(OneBit):
     ) -> None:
         device.copy(payload[:4].view(np.float32), np.array([self.ranks], np.float32))
         super().encode(x, add, added, payload, context)
+
+
+@functools.lru_cache(256)
+def sampled(size: int) -> np.ndarray:
+    """Return the places of ``SAMPLED`` of so many bytes, all if there are no more.
+
+    The golden section's multiples are spread evenly, and in step with no width of a matrix (Weyl, 1916).
+    """
+    if size <= SAMPLED:
+        return np.arange(size)
+    return (np.arange(SAMPLED) * GOLDEN % 1 * size).astype(np.int64)
+
+
+def count_codes(sample: np.ndarray, bits: int, n: int) -> np.ndarray:
+    """Count each code of so many bits in some bytes, or in those of all n elements, whose last one may be filled up.
+
+    What it is filled up with are zeros, which do not count.
+    """
+    counts: np.ndarray = np.bincount(sample, minlength=256) @ codes_by_byte(bits)
+    counts[0] -= max(0, 8 // bits * sample.size - n)
+    return counts
+
+
+@functools.cache
+def codes_by_byte(bits: int) -> np.ndarray:
+    """Count each code of so many bits in a byte, by the byte's value, ``(256, 2 ** bits)``."""
+    codes = [[byte >> place & (1 << bits) - 1 for place in range(0, 8, bits)] for byte in range(256)]
+    return np.array([np.bincount(row, minlength=1 << bits) for row in codes])
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Return the bits of information in one symbol, of symbols that were counted so often (Shannon, 1948)."""
+    fractions = counts[counts > 0] / max(1, counts.sum())
+    return float(-fractions @ np.log2(fractions))

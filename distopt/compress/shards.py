@@ -9,13 +9,14 @@ owner sends the result to all.
 import abc
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
 
 from distopt import kernels
 from distopt.compress.context import BucketContext, DeviceContext, ExchangeContext, State, decayed, state_array
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
 OWED = "owed"  # the state of what a rank, as the owner of a shard, has not sent: in the part of it that it owns
@@ -285,6 +286,16 @@ class ShardCodec(abc.ABC):
         """
         return 0
 
+    def breakdown(self, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout) -> LazyBreakdown:
+        """Read now what is needed of payloads to say later what they consist of: by default of values alone.
+
+        Args:
+            payloads: the pieces, and of each its payload.
+            members: of the whole plan, among which entries are shared out.
+        """
+        total = sum(payload.data.nbytes for _, payload in payloads)
+        return lambda: PayloadBreakdown(total)
+
     @abc.abstractmethod
     def payload_bytes(self, entries: int, piece: Piece, itemsize: int, summed: bool) -> int:
         """Return the bytes of the payload of a piece.
@@ -295,6 +306,14 @@ class ShardCodec(abc.ABC):
             itemsize: bytes of an element of the bucket.
             summed: whether it is one of the second phase.
         """
+
+
+def by_member(pieces: Iterable[tuple[Piece, np.ndarray]], members: BucketLayout) -> np.ndarray:
+    """Add up numbers of the members of pieces, ``(members of the piece,)`` each, by members of the whole plan."""
+    total, row = np.zeros(len(members.names), np.int64), {name: k for k, name in enumerate(members.names)}
+    for piece, numbers in pieces:
+        total[[row[name] for name in piece.layout.names]] += numbers
+    return total
 
 
 def settle(x: np.ndarray, state: State, owned: slice | None = None, skip_flag: np.ndarray | None = None) -> None:

@@ -1,6 +1,7 @@
 """Send the largest entries, as pairs of index and value."""
 
 import abc
+import functools
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -14,9 +15,18 @@ from distopt.compress import select
 from distopt.compress.base import Budget, Lossy, threshold_of_sum
 from distopt.compress.context import ExchangeContext, Make, State, check_fits, layout_of, sizes_of
 from distopt.compress.entry_shards import EntryShards
-from distopt.compress.planes import add_planes, payload_size, truncate, unpack_entries
+from distopt.compress.planes import (
+    INDEX,
+    add_planes,
+    combination_bits,
+    counts_by_member,
+    payload_size,
+    truncate,
+    unpack_entries,
+)
 from distopt.compress.shards import ShardCodec
 from distopt.device import DeviceMirror
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import CHUNK, BucketLayout
 
 SPARE = 64  # at least one of so many entries has room
@@ -87,6 +97,26 @@ class Sparse(Lossy):
             The number; None if it depends on the data, or on what else is in the bucket.
         """
         return None
+
+    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+        layout, itemsize, (index, _) = layout_of(x, context), x.itemsize, unpack_entries(payload, x.dtype)
+        counts = self.known_counts(index.size, layout)
+        if counts is None and not device.on_gpu(x):
+            counts = counts_by_member(index, layout)
+        k = index.size
+        return lambda: self.breakdown_of(k, k * itemsize, k * INDEX, layout)._replace(counts=counts)
+
+    def breakdown_of(self, k: int, values: int, indices: int, layout: BucketLayout) -> PayloadBreakdown:
+        """Return that of k entries, of so many bytes: no code of indices has fewer bits than there are choices."""
+        return PayloadBreakdown(values, indices, self.choice_bits(k, layout) + 8 * values)
+
+    def choice_bits(self, k: int, layout: BucketLayout) -> int:
+        """Return the bits that tell which k entries are sent: by default any k of all."""
+        return combination_bits(int(layout.records["size"].sum()), k)
+
+    def known_counts(self, k: int, layout: BucketLayout) -> np.ndarray | None:
+        """Return how many of k entries each member has, ``(members,)``; None if that depends on the data."""
+        return np.array([k]) if len(layout.names) == 1 else None
 
     def part_starts(self, layout: BucketLayout) -> np.ndarray:
         """Return where the parts begin that it chooses from, ``(parts,)`` of int64: by default one, all of it."""
@@ -216,6 +246,22 @@ class FixedDensity(Sparse):
     def counts(self, sizes: np.ndarray) -> np.ndarray:
         """Return how many entries of each part are sent, of parts of these sizes, ``(parts,)`` of int64."""
 
+    def parts(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the sizes of what entries are chosen from, of members of these sizes: by default of each."""
+        return sizes
+
+    def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
+        check_size(n)
+        return payload_size(self._entries(n, layout), itemsize)
+
+    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
+        k = self._entries(n, layout)
+        return self.breakdown_of(k, k * itemsize, k * INDEX, layout)
+
+    def _entries(self, n: int, layout: BucketLayout | None) -> int:
+        """Return how many entries of a flat array are sent."""
+        return int(self.counts(self.parts(sizes_of(n, layout))).sum())
+
     @abc.abstractmethod
     def with_density(self, density: float) -> "FixedDensity":
         """Return a selector of another fraction, of each tensor."""
@@ -283,9 +329,14 @@ class TopK(FixedDensity):
             raise ValueError(f"bytes must be those of a step, from whose plan the density follows, got {self!r} alone")
         return selected_counts(self.density, sizes)
 
-    def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
-        check_size(n)
-        return payload_size(self.counts(self.parts(sizes_of(n, layout))).sum(), itemsize)
+    def choice_bits(self, k: int, layout: BucketLayout) -> int:
+        return self._of_each(layout)[1] if self.per_tensor else super().choice_bits(k, layout)
+
+    def known_counts(self, k: int, layout: BucketLayout) -> np.ndarray | None:
+        return self._of_each(layout)[0] if self.per_tensor else super().known_counts(k, layout)
+
+    def _of_each(self, layout: BucketLayout) -> tuple[np.ndarray, int]:
+        return _counts_and_bits(self.density, layout.records["size"].astype(np.int64).tobytes())
 
     def expected_parts(self, layout: BucketLayout) -> list[tuple[int, int, int]]:
         sizes, begins = layout.records["size"].astype(np.int64), layout.records["offset"].astype(np.int64)
@@ -343,12 +394,19 @@ class TopK(FixedDensity):
         return payload
 
     def parts(self, sizes: np.ndarray) -> np.ndarray:
-        """Return the sizes of what entries are chosen from, of members of these sizes."""
         return sizes if self.per_tensor else sizes.sum(keepdims=True)
 
     def __repr__(self) -> str:
         amount = f"bytes={self.budget}" if self.density is None else f"{self.density}"
         return f"TopK({amount}, per_tensor={self.per_tensor}{', reselect=False' * (not self.reselect)})"
+
+
+@functools.lru_cache(256)
+def _counts_and_bits(density: float, sizes: bytes) -> tuple[np.ndarray, int]:
+    """Entries of tensors, whose sizes are the bytes of int64, and the bits that tell which these are."""
+    all_of = np.frombuffer(sizes, np.int64)
+    counts = selected_counts(density, all_of)
+    return counts, sum(map(combination_bits, all_of.tolist(), counts.tolist()))
 
 
 class Threshold(Sparse):

@@ -6,6 +6,7 @@ import numpy as np
 
 from distopt.compress.base import Compressor
 from distopt.compress.context import ExchangeContext
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
 
@@ -38,6 +39,12 @@ class CompressorWrapper(Compressor):
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
         return self.compressor.payload_bytes(n, itemsize, layout)
+
+    def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
+        return self.compressor.breakdown(payload, x, context)
+
+    def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
+        return self.compressor.expected_breakdown(n, itemsize, layout)
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, context: ExchangeContext) -> None:
         self.compressor.decompress(payload, out, context)

@@ -6,7 +6,6 @@ from distopt.comm import Communicator
 from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State
-from distopt.exchange.breakdown import payload_breakdown
 from distopt.exchange.payload import check_payload
 from distopt.exchange.traffic import dense_is_smaller
 
@@ -117,7 +116,7 @@ def gather_payloads(
         tag: of the messages, to which the make-up of the payload is added.
     """
     dtype, data = payload.dtype, payload.reshape(-1).view(np.uint8)
-    with comm.tagged(tag._replace(breakdown=lambda _: payload_breakdown(compressor, payload, x, context))):
+    with comm.tagged(tag._replace(breakdown=lambda _: compressor.breakdown(payload, x, context))):
         if compressor.ragged and context.capacity is None:
             gathered = comm.all_gather(data, ragged=True)
         else:

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distopt.comm import byte_counts
-from distopt.comm.message import LazyBreakdown, PayloadBreakdown
 from distopt.compress import Compressor, ExchangeContext
-from distopt.exchange.breakdown import forecast_breakdown
 from distopt.exchange.choice import TwoPhase, two_phases
 from distopt.exchange.hierarchical import Shares, node_exchange, rounds
 from distopt.exchange.told import message_bytes
 from distopt.exchange.traffic import Message, traffic
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
 
@@ -68,7 +67,7 @@ def step_messages(
     for number, layout in enumerate(plan):
         summed, elements = summed_elements(compressor, layout)
         n, itemsize = layout.extent, layout.dtype.itemsize
-        breakdown = functools.partial(forecast_breakdown, compressor, n, itemsize, layout)
+        breakdown = functools.partial(compressor.expected_breakdown, n, itemsize, layout)
         if phases and number in phases.buckets:
             if summed is not None:
                 message = Message("all_reduce", summed, itemsize, uncompressed=summed != n)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from distopt.comm import byte_counts
-from distopt.comm.message import LazyBreakdown
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
+from distopt.kernels.breakdown import LazyBreakdown
 
 
 class Message(NamedTuple):

@@ -21,7 +21,6 @@ from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import layout_of, state_array
 from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, settle
 from distopt.exchange.all_reduce import TravellingBucket
-from distopt.exchange.breakdown import shard_breakdown
 from distopt.exchange.cut import Borders, Cut, cut_for
 from distopt.exchange.mixed import UncompressedMembers
 from distopt.exchange.told import ALIGNED, Headers, PlaceCounts, Told
@@ -235,7 +234,7 @@ def _where_cut(shards: Cut, *of_buckets: Sequence[Any]) -> Iterator[list[Any]]:
 def _labelled(tag: MessageTag, shards: Cut, codec: ShardCodec, payloads: Sequence[tuple[Piece, Payload]]) -> MessageTag:
     """Return the tag of the messages of these payloads."""
     members = shards.members
-    return tag._replace(members=members, breakdown=lambda _: shard_breakdown(codec, payloads, members))
+    return tag._replace(members=members, breakdown=lambda _: codec.breakdown(payloads, members))
 
 
 def owned_piece(pieces: Sequence[Piece], rank: int) -> Piece | None:

@@ -1,46 +1,19 @@
 """Compression modes by names that fit on a command line: ``dense``, ``topk=0.01``, ``chunks=64/4096+packed:2bit``."""
 
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from distopt.checks import unknown_name
-from distopt.compress import (
-    Chunks,
-    Compressor,
-    DeepGradientCompression,
-    Dense,
-    ErrorFeedback,
-    Half,
-    Int4,
-    Int8,
-    OneBit,
-    Packed,
-    Threshold,
-    TopK,
-    TwoBit,
-)
-from distopt.compress.top_k import Sparse
+from distopt.compress import ALL, Chunks, Compressor, Word
 from distopt.engine.outer_loop import Windows
 
 DEFAULT = "dense", "half", "int8", "2bit", "topk=0.01", "dgc=0.001", "dgc=0.001+packed"
-PLAIN: dict[str, Callable[[], Compressor]] = {
-    "dense": Dense,
-    "half": Half,
-    "bfloat16": lambda: Half("bfloat16"),
-    "int8": lambda: ErrorFeedback(Int8()),
-    "int4": lambda: ErrorFeedback(Int4()),
-    "1bit": lambda: ErrorFeedback(OneBit()),
-}
-NUMBERED = {"2bit": 0.5, "topk": 0.01, "threshold": 0.05, "dgc": 0.001}  # kinds with a number, and its default
-CHUNKS = 64, 4096  # how many entries of how many elements
-OPTIONS = {
-    "topk": ("packed", "per-tensor"),
-    "chunks": ("packed",),
-    "threshold": ("packed",),
-    "dgc": ("packed", "1d"),
-}
-SPARSE = "topk", "dgc"  # kinds whose number is a density
+
+
+def words() -> dict[str, Word]:
+    """Return the kinds of modes by name."""
+    return {name: word for about in ALL.values() for name, word in about().words.items()}
 
 
 class Mode(NamedTuple):
@@ -74,32 +47,32 @@ class Mode(NamedTuple):
         Of chunks it says how many elements they have, as ``chunks/4096+packed``.
         """
         local, name = _apart(self.name)
-        head, plus, options = name.partition("+")
-        if chunk := self._chunk:
-            return f"{local}chunks/{chunk[1]}{plus}{options}"
-        return self.name if self.density is None else f"{local}{head.partition('=')[0]}{plus}{options}"
+        _, plus, options = name.partition("+")
+        kind, numbers = self._sparse
+        if not numbers:
+            return self.name
+        return f"{local}{kind}{''.join(f'/{number}' for number in numbers[1:])}{plus}{options}"
 
     @property
     def density(self) -> float | None:
         """The fraction of entries that is sent, in (0, 1]; None for modes that are not chosen by density."""
-        if chunk := self._chunk:
-            return chunk[0] / chunk[1]
-        kind, _, number = _apart(self.name)[1].partition("+")[0].partition("=")
-        return (float(number) if number else NUMBERED[kind]) if kind in SPARSE else None
+        _, numbers = self._sparse
+        return numbers[0] / (numbers[1] if len(numbers) > 1 else 1) if numbers else None
 
     def at_density(self, density: float) -> "Mode":
         """Return the same mode with another density; chunks send as many entries as make it, rounded up."""
-        local, kind = _apart(self.kind)
-        head, plus, options = kind.partition("+")
-        if chunk := self._chunk:
-            return mode(f"{local}chunks={Chunks(*chunk).at_density(density).k}/{chunk[1]}{plus}{options}")
-        return mode(f"{local}{head}={density!r}{plus}{options}")
+        local, name = _apart(self.name)
+        _, plus, options = name.partition("+")
+        kind, (_, *of) = self._sparse
+        text = f"{Chunks(1, of[0]).at_density(density).k}/{of[0]}" if of else repr(density)
+        return mode(f"{local}{kind}={text}{plus}{options}")
 
     @property
-    def _chunk(self) -> tuple[int, int] | None:
-        """How many entries of how many elements are sent; None if the mode has no chunks."""
-        kind, equals, number = _apart(self.name)[1].partition("+")[0].partition("=")
-        return _chunk_of(number if equals else None, self.name) if kind == "chunks" else None
+    def _sparse(self) -> tuple[str, tuple[Any, ...]]:
+        """The word, and its numbers if they are a density: that, or how many entries of how many elements."""
+        kind, equals, text = _apart(self.name)[1].partition("+")[0].partition("=")
+        word = words()[kind or "dense"]
+        return kind, _numbers(kind, word, text, self.name) if word.sparse and equals else word.numbers * word.sparse
 
     @property
     def overlaps_backward(self) -> bool:
@@ -144,20 +117,16 @@ def mode(text: str) -> Mode:
         return mode(rest or "dense")._replace(name=text.strip(), windows=_windows_of(local, text))
     head, *options = text.strip().split("+")
     kind, equals, number = head.partition("=")
-    kinds = (*PLAIN, *NUMBERED, "chunks", "local")
-    if kind not in kinds or kind == "local":
-        raise ValueError(unknown_name("mode", kind, kinds))
-    packed = _checked(kind, options, text)
-    if kind in PLAIN:
-        if equals:
-            raise ValueError(f"mode {kind} must be without a number, got {text!r}")
-        return Mode(text.strip(), PLAIN[kind]())
+    known = words()
+    if kind not in known:
+        raise ValueError(unknown_name("mode", kind, (*known, "local")))
+    word = known[kind]
+    given = _options(kind, word, options, text)
+    if equals and not word.numbers:
+        raise ValueError(f"mode {kind} must be without a number, got {text!r}")
     try:
-        if kind == "chunks":
-            chunks = Chunks(*_chunk_of(number if equals else None, text))
-            return Mode(text.strip(), ErrorFeedback(Packed(chunks, value=packed) if packed else chunks))
-        value = _number(kind, number, text) if equals else NUMBERED[kind]
-        return Mode(text.strip(), _numbered(kind, value, options, packed))
+        numbers = _numbers(kind, word, number, text) if equals else word.numbers
+        return Mode(text.strip(), word.make(*numbers, given))
     except (ValueError, TypeError) as error:
         raise type(error)(f"mode {text}: {error}") from None
 
@@ -200,45 +169,30 @@ def modes(texts: str | Sequence[str]) -> list[Mode]:
     return chosen
 
 
-def _checked(kind: str, options: Sequence[str], text: str) -> str | None:
-    """Return the number format in which a sparse mode's values are packed, None if it is not packed.
+def _options(kind: str, word: Word, options: Sequence[str], text: str) -> dict[str, str | None]:
+    """Return the options of a mode, and what they have after a colon, None without one.
 
     Raises ValueError for an option that the kind does not have, or has twice.
     """
-    packed = None
+    given: dict[str, str | None] = {}
     for option in options:
         name, colon, value = option.partition(":")
-        if name not in OPTIONS.get(kind, ()) or (colon and name != "packed"):
-            raise ValueError(unknown_name(f"option of {kind}", option, OPTIONS.get(kind, ())))
-        if name == "packed":
-            packed = value if colon else "float16"
-    if len({option.partition(":")[0] for option in options}) < len(options):
+        if name not in word.options or (colon and name != "packed"):
+            raise ValueError(unknown_name(f"option of {kind}", option, word.options))
+        given[name] = value if colon else None
+    if len(given) < len(options):
         raise ValueError(f"options of a mode must be different, got {text!r}")
-    return packed
+    return given
 
 
-def _number(kind: str, text: str, full_text: str) -> float:
-    if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text, re.IGNORECASE):
-        raise ValueError(f"mode {kind} must be with a number, as {kind}={NUMBERED[kind]}, got {full_text!r}")
-    return float(text)
-
-
-def _chunk_of(number: str | None, full_text: str) -> tuple[int, int]:
-    """Return how many entries of how many elements a text like '64/4096' asks for; the usual ones for None."""
-    if number is None:
-        return CHUNKS
-    if not re.fullmatch(r"\d{1,9}/\d{1,9}", number):
-        raise ValueError(f"mode chunks must be with two numbers, as chunks=64/4096, got {full_text!r}")
-    k, of = map(int, number.split("/"))
+def _numbers(kind: str, word: Word, text: str, full_text: str) -> tuple[float, ...]:
+    """Return the numbers of a mode; ValueError if the text has others than its kind."""
+    if len(word.numbers) == 1:
+        if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text, re.IGNORECASE):
+            raise ValueError(f"mode {kind} must be with a number, as {kind}={word.numbers[0]}, got {full_text!r}")
+        return (float(text),)
+    if not re.fullmatch(r"\d{1,9}/\d{1,9}", text):
+        usual = "/".join(map(str, word.numbers))
+        raise ValueError(f"mode {kind} must be with two numbers, as {kind}={usual}, got {full_text!r}")
+    k, of = map(int, text.split("/"))
     return k, of
-
-
-def _numbered(kind: str, value: float, options: Sequence[str], packed: str | None) -> Compressor:
-    if kind == "2bit":
-        return ErrorFeedback(TwoBit(value))
-    selector: Sparse = Threshold(value) if kind == "threshold" else TopK(value, per_tensor="per-tensor" in options)
-    if packed is not None:
-        selector = Packed(selector, value=packed)
-    if kind == "dgc":
-        return DeepGradientCompression(selector, exclude_1d="1d" not in options)
-    return ErrorFeedback(selector)

@@ -7,13 +7,12 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.comm.communicator import BFLOAT16, HALVES
-from distopt.comm.message import LazyBreakdown, MessageTag, PayloadBreakdown
+from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State, layout_of
 from distopt.compress.shards import Payload, Piece, ShardCodec, settle
 from distopt.exchange.all_reduce import TravellingBucket
-from distopt.exchange.breakdown import payload_breakdown, shard_breakdown
 from distopt.exchange.cut import Borders, Cut
 from distopt.exchange.mixed import UncompressedMembers
 from distopt.exchange.payload import check_payload
@@ -28,6 +27,7 @@ from distopt.exchange.two_phase import (
     shards_of,
     sum_and_compress,
 )
+from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ class SequentialReduce:
             total = self._entries(x)
             if first:
                 device.clear(total)
-                self._breakdown = payload_breakdown(compressor, payload, x, context)
+                self._breakdown = compressor.breakdown(payload, x, context)
             if context.senders:  # who has sent an entry is known when all have
                 self._kept.append(device.copied(payload))
             else:
@@ -278,7 +278,7 @@ class SequentialTwoPhase:
             self._counts[number] = self._counts.get(number, 0) + counts
             self._add_uncompressed(number, x, context, first)
         if first:
-            self._breakdowns.append(shard_breakdown(codec, sent, shards.members))
+            self._breakdowns.append(codec.breakdown(sent, shards.members))
         to_owner: list[list[int]] = [[] for _ in range(size)]
         for piece, payload in sent:
             to_owner[piece.owner].append(payload.data.nbytes)
@@ -338,7 +338,7 @@ class SequentialTwoPhase:
                 payloads[piece.bucket].append(result._replace(data=device.copied(result.data)))
             if owner == 0:
                 of_rank = list(zip(pieces, results, strict=True))
-                self._breakdowns.append(shard_breakdown(codec, of_rank, shards.members))
+                self._breakdowns.append(codec.breakdown(of_rank, shards.members))
             self.gathered.append(message_bytes([result.data.nbytes for result in results]))
         if codec.ragged:
             self._borders.see(shards, entries, buckets[0][2].step)

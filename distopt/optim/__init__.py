@@ -1,7 +1,10 @@
 """Optimizers, wrappers that stand in front of any optimizer, and schedules of hyper-parameters.
 
-A new optimizer takes a kernel in ``native/``, one file here, one test file, and one line in this package's exports.
+A new optimizer is a kernel in ``native/``, one file here, its entry in ``ALL`` below, and its line of the page: laws,
+tables and benchmarks have what ``ALL`` has.
 """
+
+from collections.abc import Callable
 
 from distopt.optim.adagrad import AdaGrad
 from distopt.optim.adam import Adam
@@ -14,6 +17,7 @@ from distopt.optim.lars_wrapper import LarsWrapper
 from distopt.optim.lbsgd import LBSGD
 from distopt.optim.muon import Muon
 from distopt.optim.optimizer import Optimizer
+from distopt.optim.part import Equations, Part, Timed
 from distopt.optim.protocols import AnyOptimizer, SupportsApply, SupportsUpdate
 from distopt.optim.rmsprop import RMSProp
 from distopt.optim.schedules import (
@@ -31,6 +35,7 @@ from distopt.optim.signum import Signum
 from distopt.optim.wrapper import Wrapper
 
 __all__ = [
+    "ALL",
     "LAMB",
     "LANS",
     "LARS",
@@ -44,17 +49,95 @@ __all__ = [
     "Constant",
     "Cosine",
     "DecayScheduler",
+    "Equations",
     "ExponentialDecay",
     "Factor",
     "LarsWrapper",
     "MultiFactor",
     "Muon",
     "Optimizer",
+    "Part",
     "Poly",
     "RMSProp",
     "Signum",
     "SupportsApply",
     "SupportsUpdate",
+    "Timed",
     "Wrapper",
     "from_strategy",
 ]
+
+
+def _around(opt: AnyOptimizer) -> LarsWrapper:
+    """Return LARS around an optimizer, with numbers that show."""
+    return LarsWrapper(opt, ratio=0.02, weight_decay=0.1)
+
+
+def _falling() -> ExponentialDecay:
+    """Return a learning rate that falls on the way."""
+    return ExponentialDecay(0.1, 2, 0.5, staircase=True)
+
+
+# By class, a function that says all that the rest of the library is to know of it; a training asks nothing.
+ALL: dict[type[Optimizer | Wrapper], Callable[[], Part]] = {
+    SGD: lambda: Part(
+        laws={
+            "sgd": lambda: SGD(_falling(), momentum=0.9, weight_decay=1e-3),  # all of its state
+            "plain sgd": lambda: SGD(0.1),
+            "nesterov": lambda: SGD(0.05, momentum=0.9, nesterov=True),
+        },
+        timed={
+            "sgd": Timed(lambda: SGD(1e-6), 3),
+            "momentum sgd": Timed(lambda: SGD(1e-6, momentum=0.9, weight_decay=1e-4), 5),
+            "nesterov": Timed(lambda: SGD(1e-6, momentum=0.9, nesterov=True), 5),
+        },
+    ),
+    RMSProp: lambda: Part(
+        laws={"rmsprop": lambda: RMSProp(0.01, epsilon=1e-3)}, timed={"rmsprop": Timed(lambda: RMSProp(1e-6), 5)}
+    ),
+    AdaGrad: lambda: Part(
+        laws={"adagrad": lambda: AdaGrad(0.1, epsilon=1e-3)}, timed={"adagrad": Timed(lambda: AdaGrad(1e-6), 5)}
+    ),
+    Signum: lambda: Part(timed={"signum": Timed(lambda: Signum(1e-6, momentum=0.9), 5)}),
+    Adam: lambda: Part(
+        laws={"adam": lambda: Adam(0.01, epsilon=1e-3, weight_decay=1e-3)}, timed={"adam": Timed(lambda: Adam(1e-6), 7)}
+    ),
+    AdamW: lambda: Part(
+        laws={"adamw": lambda: AdamW(0.01, epsilon=1e-3, weight_decay=1e-3)},
+        timed={"adamw": Timed(lambda: AdamW(1e-6), 7)},
+    ),
+    LARS: lambda: Part(
+        laws={"lars": lambda: LARS(1.0, momentum=0.9, eta=0.01, weight_decay=1e-3, exclude=["3", "6"])},
+        timed={"lars": Timed(lambda: LARS(1e-6, momentum=0.9), 7)},  # of which 2 for norms
+    ),
+    LAMB: lambda: Part(
+        laws={"lamb": lambda: LAMB(0.01, epsilon=1e-3, weight_decay=1e-3, upper_bound=10.0, exclude=["3", "6"])},
+        timed={"lamb": Timed(lambda: LAMB(1e-6), 10)},
+    ),
+    LANS: lambda: Part(
+        laws={"lans": lambda: LANS(0.01, epsilon=1e-3, weight_decay=1e-3, exclude=["3", "6"])},
+        timed={"lans": Timed(lambda: LANS(1e-6), 12)},
+    ),
+    LBSGD: lambda: Part(
+        laws={
+            "lbsgd": lambda: LBSGD(0.1, momentum=0.9, batch_scale=2, warmup_strategy="sqrt"),
+            "lbsgd lars": lambda: LBSGD(0.01, momentum=0.9, weight_decay=1e-3, warmup_strategy="lars"),
+        },
+        timed={"lbsgd": Timed(lambda: LBSGD(1e-6, momentum=0.9), 7)},
+    ),
+    Muon: lambda: Part(laws={"muon": lambda: Muon(0.05, weight_decay=1e-3, exclude=["6"])}, of_blas=True),
+    LarsWrapper: lambda: Part(
+        laws={
+            "lars": lambda: _around(SGD(_falling(), 0.9)),
+            "lars with epsilon": lambda: LarsWrapper(Adam(0.01, epsilon=1e-3), epsilon=0.1, exclude=["1", "3"]),
+        }
+    ),
+    BatchGradients: lambda: Part(
+        laws={
+            "batch gradients": lambda: BatchGradients(SGD(_falling(), momentum=0.9, weight_decay=1e-3), 2),
+            "three batches": lambda: BatchGradients(Adam(0.01, epsilon=1e-3), 3),
+            "lars of two batches": lambda: BatchGradients(_around(SGD(_falling(), 0.9)), 2),
+            "batches of lars": lambda: _around(BatchGradients(SGD(0.1, 0.9), 2)),
+        }
+    ),
+}

@@ -19,7 +19,7 @@ import tiers
 from distopt import DistOpt, run_ranks
 from distopt.comm import LocalCommunicator, Metered, Ordered
 from distopt.comm.ledger import KEEP, REST, Ledger
-from distopt.comm.message import Entry, PayloadBreakdown, apportion
+from distopt.comm.message import Entry, apportion
 from distopt.compress import (
     DeepGradientCompression,
     ErrorFeedback,
@@ -31,7 +31,7 @@ from distopt.compress import (
     TopK,
     TwoBit,
 )
-from distopt.exchange.breakdown import payload_breakdown
+from distopt.kernels.breakdown import PayloadBreakdown
 from distopt.optim import LARS, SGD
 from doubles.counted import Around, Everyone, run_counted
 
@@ -203,7 +203,7 @@ def shannon(codes):
 
 def ideal(compressor, x):
     payload = compressor.compress(x.copy(), {}, ExchangeContext())
-    return payload_breakdown(compressor, payload, x, ExchangeContext())().ideal
+    return compressor.breakdown(payload, x, ExchangeContext())().ideal
 
 
 def columns(rows, width, first, last):
@@ -368,13 +368,11 @@ def test_rows_by_tensor_add_up_to_the_payload(mode, tmp_path):
 
 
 class Sharp(TopK):
-    """A compressor of a user's own, with a rule of its own, whose numbers are numpy's."""
+    """A compressor of a user's own, with a breakdown of its own, whose numbers are numpy's."""
 
-
-@payload_breakdown.register
-def breakdown_of_sharp(compressor: Sharp, payload, x, context):
-    numbers = np.array([payload.nbytes, 0], np.int32)
-    return lambda: PayloadBreakdown(*numbers, ideal=np.float64(12.0), counts=np.array([1, 2], np.uint8))
+    def breakdown(self, payload, x, context):
+        numbers = np.array([payload.nbytes, 0], np.int32)
+        return lambda: PayloadBreakdown(*numbers, ideal=np.float64(12.0), counts=np.array([1, 2], np.uint8))
 
 
 def test_a_breakdown_may_have_numpys_numbers(tmp_path):

@@ -19,7 +19,6 @@ from distopt.compress import (
     TopK,
 )
 from distopt.exchange import two_phases
-from distopt.exchange.breakdown import forecast_breakdown, payload_breakdown
 from distopt.exchange.cut import cut_for
 from distopt.exchange.step_traffic import step_messages
 from distopt.exchange.told import Told
@@ -196,8 +195,8 @@ def test_a_payload_and_its_forecast_consist_of_the_same():
     layout, x = bucket([100, 700], "float32"), np.ones(812, np.float32)
     context = ExchangeContext(bucket=BucketContext(layout))
     for compressor in (Chunks(4, 64), Packed(Chunks(4, 64), value="int8")):
-        found = payload_breakdown(compressor, compressor.compress(x.copy(), {}, context), x, context)()
-        assert found[:3] == forecast_breakdown(compressor, 812, 4, layout)[:3]
+        found = compressor.breakdown(compressor.compress(x.copy(), {}, context), x, context)()
+        assert found[:3] == compressor.expected_breakdown(812, 4, layout)[:3]
         assert found.counts.tolist() == [7, 44]
 
 

@@ -17,7 +17,6 @@ from distopt.comm import LocalCommunicator, Metered
 from distopt.compress import BucketContext, DeviceContext, ErrorFeedback, ExchangeContext, Packed, Threshold, TopK
 from distopt.compress.elias_fano import HEADER, VALUES, check_header, packing
 from distopt.compress.top_k import unpack_entries
-from distopt.exchange.breakdown import payload_breakdown
 from distopt.kernels.layout import CHUNK, BucketLayout
 from distopt.optim import SGD
 from laws import texts_of
@@ -798,7 +797,7 @@ def test_the_breakdown_counts_packed_entries_by_tensor(density, sizes, seed):
         x[start : start + n] = np.random.default_rng([seed, start]).laplace(1, 1, n)
     packed, context = Packed(TopK(density)), ExchangeContext(bucket=BucketContext(members))
     payload = packed.compress(x, {}, context)
-    counts = payload_breakdown(packed, payload, x, context)().counts
+    counts = packed.breakdown(payload, x, context)().counts
     index = packed.decode([payload], x, context)[0][0]
     assert counts.sum() == index.size
     reach = 1 << max(0, math.floor(math.log2(x.size / index.size))) if index.size else 1

@@ -830,7 +830,7 @@ def test_momentum_that_comes_after_the_capture_is_refused():
         params = laws.move_to_device(comm, laws.parameters())
         pairs = list(zip(params, laws.to_device(comm, laws.gradients(params, 0, comm.rank)), strict=True))
         opt = DistOpt(SGD(0.1, momentum=lambda k: 0.0 if k < 2 else 0.9), comm)
-        step = opt.capture(lambda: pairs, laws.DGC_NOW)
+        step = opt.capture(lambda: pairs, laws.TRIES["dgc in int8"].compressor)
         step()
         with pytest.raises(ValueError, match=r"must be without momentum, .*got SGD's momentum=0\.9"):
             step()

@@ -20,19 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from distopt import device, kernels, optim
-from distopt.compress import (
-    BucketContext,
-    DeepGradientCompression,
-    ErrorFeedback,
-    ExchangeContext,
-    Int4,
-    Int8,
-    OneBit,
-    Packed,
-    Threshold,
-    TopK,
-    TwoBit,
-)
+from distopt.compress import ALL, BucketContext, ExchangeContext
 from distopt.formatting import table
 from distopt.kernels.layout import BucketLayout
 from distopt.kernels.signatures import simd_level
@@ -40,14 +28,8 @@ from distopt.kernels.signatures import simd_level
 N = 1 << 24  # elements of float32: no cache holds them
 ROUNDS = 7
 RANKS = 4  # whose payloads are added
-MOMENTUM = 0.9
 
 Case = tuple[int, Callable[[], object]]  # bytes that the memory must move, and the call
-RULES: dict[str, tuple[Callable[[], optim.Optimizer], int]] = {  # arrays that are read or written
-    "sgd": (lambda: optim.SGD(1e-6), 3),
-    "sgd, momentum": (lambda: optim.SGD(1e-6, momentum=MOMENTUM), 5),
-    "adam": (lambda: optim.Adam(1e-6), 7),
-}
 
 
 def show(file: Path | None, n: int = N) -> int:
@@ -103,10 +85,10 @@ def passes(n: int) -> dict[str, Case]:
         encode, decode = getattr(kernels, f"encode_{name}"), getattr(kernels, f"decode_{name}")
         cases[f"to {name}, and its error"] = (12 * n, functools.partial(encode, still, wire, 0.5, 65504.0))
         cases[f"from {name}"] = (10 * n, functools.partial(decode, wire, y, 0.5))
-    for name, (make, arrays) in RULES.items():
-        opt = make()
+    for name, timed in (row for about in optim.ALL.values() for row in about().timed.items()):
+        opt = timed.make()
         opt.prepare(0.5)
-        cases[name] = (4 * arrays * n, functools.partial(opt.update_bucket, layout, [(0, 1, y)]))
+        cases[name] = (4 * timed.arrays * n, functools.partial(opt.update_bucket, layout, [(0, 1, y)]))
     return cases
 
 
@@ -119,31 +101,23 @@ def selection(n: int) -> dict[str, Case]:
     gradient = _filled(n, 2)
     speed = float(np.abs(gradient).mean())
     cases: dict[str, Case] = {}
-    for density in (0.001, 0.01):
-        text = f"{100 * density:g} %"
-        threshold = Threshold(speed / density)
-        for name, selector in {"threshold": threshold, "top-K": TopK(density), "packed": Packed(TopK(density))}.items():
-            cases[f"{name} {text}"] = (12 * n, _step(ErrorFeedback(selector), gradient, speed / density))
-    cases["two bits"] = (12 * n, _step(ErrorFeedback(TwoBit(2 * speed)), gradient, 2 * speed))
-    cases["one bit"] = (20 * n, _step(ErrorFeedback(OneBit()), gradient, 2 * speed))
-    for name, blocks, nbytes in (("int8", Int8(), 1.0), ("int4", Int4(), 0.5)):
-        cases[name] = (int((12 + 2 * nbytes) * n), _step(ErrorFeedback(blocks), gradient, speed / 127))
-        payload, total, context = blocks.compress(gradient.copy(), {}, ExchangeContext()), _filled(n, 4), _context(n)
-        decode = functools.partial(blocks.decompress_all, [payload] * RANKS, total, context)
-        cases[f"{name}, sum of {RANKS}"] = (int((8 + RANKS * nbytes) * n), decode)
-    dgc = DeepGradientCompression(Packed(TopK(0.001)), momentum=MOMENTUM, exclude_1d=False)
-    cases["DGC 0.1 %, packed"] = (20 * n, _step(dgc, gradient, speed / (1 - MOMENTUM) / 0.001))
+    for name, timed in (row for about in ALL.values() for row in about().timed.items()):
+        magnitude = speed / timed.density
+        compressor = timed.make(magnitude)
+        cases[name] = (int((timed.moved + 2 * timed.sent) * n), _step(compressor, gradient, magnitude))
+        if timed.sent:
+            payload, total = compressor.compress(gradient.copy(), {}, ExchangeContext()), _filled(n, 4)
+            decode = functools.partial(compressor.decompress_all, [payload] * RANKS, total, _context(n))
+            cases[f"{name}, sum of {RANKS}"] = (int((8 + RANKS * timed.sent) * n), decode)
     return cases
 
 
 def _step(compressor: Any, gradient: np.ndarray, threshold: float) -> Callable[[], object]:
     """Return a call that compresses a step, with the residual of many steps: uniform between 0 and the threshold."""
     rng = np.random.default_rng(3)
-    residual, velocity = (device.zeros(gradient.size, np.float32) for _ in range(2))
+    residual = device.zeros(gradient.size, np.float32)
     np.copysign(rng.random(gradient.size, np.float32) * np.float32(threshold), gradient, out=residual)
-    velocity[:] = gradient / np.float32(1 - MOMENTUM)
-    state = {"residual": residual, "velocity": velocity}
-    return functools.partial(compressor.compress, gradient, state, _context(gradient.size))
+    return functools.partial(compressor.compress, gradient, {"residual": residual}, _context(gradient.size))
 
 
 def _context(n: int) -> ExchangeContext:
@@ -161,7 +135,7 @@ def _context(n: int) -> ExchangeContext:
             constants[name] = device.DeviceMirror(make())
         return constants[name]
 
-    layout = BucketLayout(["x"], [(n,)], [0], np.float32)
+    layout = BucketLayout(["x"], [(1, n)], [0], np.float32)  # a matrix: DGC leaves what has one dimension as it is
     return ExchangeContext(bucket=BucketContext(layout, scratch=kept, constant=constant))
 
 

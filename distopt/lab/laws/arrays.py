@@ -9,8 +9,8 @@ import numpy as np
 
 from distopt.compress import DCT, Compressor, ExchangeContext, TopK
 from distopt.compress.planes import unpack_entries
-from distopt.lab.laws.references import Case
 from distopt.lab.laws.runs import require
+from distopt.optim import Equations
 
 
 def add_up(kept: np.ndarray, sent: np.ndarray, before: np.ndarray, ulps: float = 0, what: object = "") -> None:
@@ -62,7 +62,7 @@ def top_k_is_a_stable_sort(x: np.ndarray, k: int, what: str = "") -> None:
     require(left.tobytes() == x.tobytes(), f"{case}: what stays is not the array without what was sent")
 
 
-def updates_are_the_equations(case: Case, rng: np.random.Generator, dtype: Any, tolerance: float) -> float:
+def updates_are_the_equations(case: Equations, rng: np.random.Generator, dtype: Any, tolerance: float) -> float:
     """20 updates of an optimizer are its paper's equations in float64; the largest error, relative to the weights."""
     opt, w = case.make(), rng.standard_normal((24, 10)).astype(dtype)
     arrays = [w.astype(np.float64), *np.zeros((case.slots, *w.shape))]

@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from distopt.optim import (
+    ALL,
     LAMB,
     LANS,
     LARS,
@@ -16,6 +17,7 @@ from distopt.optim import (
     Adam,
     AdamW,
     BatchGradients,
+    Equations,
     LarsWrapper,
     Muon,
     RMSProp,
@@ -326,21 +328,13 @@ def chosen_by_seed(sizes: Sequence[int], every: int, seed: int, step: int) -> li
     return [[place for place in places if place < size] for places, size in zip(chosen, sizes, strict=True)]
 
 
-class Case(NamedTuple):
-    """An optimizer, and its equations with the same numbers."""
-
-    make: Callable[[], Any]
-    rule: Callable[..., tuple[Any, ...]]  # takes the number of the call, from 1, w, the slots and the gradient
-    slots: int  # arrays that the rule keeps, zeros at first, and returns behind w
-
-
-def _case(kind: Callable[..., Any], rule: Callable[..., tuple[Any, ...]], slots: int = 1, **numbers: Any) -> Case:
+def _case(kind: Callable[..., Any], rule: Callable[..., tuple[Any, ...]], slots: int = 1, **numbers: Any) -> Equations:
     """Return the case of a rule with one slot, or with two moments, which counts its updates."""
 
     def update(t: int, *arrays: Array) -> tuple[Any, ...]:
         return rule(*arrays, **numbers, **({"t": t} if slots == 2 else {}))
 
-    return Case(functools.partial(kind, **numbers), update, slots)
+    return Equations(functools.partial(kind, **numbers), update, slots)
 
 
 def _means_of_two(t: int, w: Array, window: Array, g: Array) -> tuple[Array, Array]:
@@ -356,7 +350,7 @@ def _lbsgd_of_two(t: int, w: Array, b: Array, window: Array, g: Array) -> tuple[
     return (*lbsgd(w, b, [window, g], strategy="linear", scale=2, calls=t, warmup=8, **numbers), np.zeros_like(w))
 
 
-CASES = {
+CASES: dict[str, Equations] = {
     "SGD": _case(SGD, sgd, lr=0.1, weight_decay=1e-2),
     "SGD with momentum": _case(SGD, sgd, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=1e-2),
     "SGD with Nesterov's momentum": _case(SGD, sgd, lr=0.1, momentum=0.9, nesterov=True),
@@ -368,14 +362,15 @@ CASES = {
     "LARS": _case(LARS, lars, lr=1.0, momentum=0.9, eta=0.01, weight_decay=1e-2),
     "LAMB": _case(LAMB, lamb, 2, lr=0.01, epsilon=1e-3, weight_decay=1e-2),
     "LANS": _case(LANS, lans, 2, lr=0.01, epsilon=1e-3, weight_decay=1e-2),
-    "LBSGD": Case(
+    "LBSGD": Equations(
         lambda: LBSGD(0.05, 0.9, 1e-2, warmup_epochs=1, batch_scale=2, updates_per_epoch=8), _lbsgd_of_two, 2
     ),
     "Muon": _case(Muon, muon, lr=0.02, momentum=0.95, weight_decay=1e-2),
-    "LarsWrapper": Case(
+    "LarsWrapper": Equations(
         lambda: LarsWrapper(SGD(0.1, momentum=0.9), ratio=0.01, weight_decay=1e-2),
         lambda t, *arrays: lars_around_sgd(*arrays, lr=0.1, momentum=0.9, ratio=0.01, weight_decay=1e-2),
         1,
     ),
-    "BatchGradients": Case(lambda: BatchGradients(SGD(0.1), 2), _means_of_two, 1),
+    "BatchGradients": Equations(lambda: BatchGradients(SGD(0.1), 2), _means_of_two, 1),
 }
+CASES |= {name: case for about in ALL.values() for name, case in about().equations.items()}

@@ -13,7 +13,7 @@ from distopt.compress import Compressor
 from distopt.dist_opt import DistOpt
 from distopt.engine.parameters import Parameter
 from distopt.lab.laws.inputs import SHAPES, gradients, move_to_device, pairs, parameters, to_device
-from distopt.lab.laws.modes import DGC_NOW, MODES, NESTEROV_DGC, Make, maker_for, sgd
+from distopt.lab.laws.modes import MODES, Make, maker_for, sgd, sgd_without_momentum
 
 Run = tuple[list[Parameter], DistOpt]
 
@@ -83,9 +83,8 @@ def train_captured(
     It writes each as it yields it, so that buckets are sent meanwhile, and NaNs come in the last one alone.
     """
     params = move_to_device(comm, parameters(rank=comm.rank))
-    opt = DistOpt(
-        maker_for("dgc" if compressor in (DGC_NOW, NESTEROV_DGC) else "", make)(), comm, **{"threshold": 60} | options
-    )
+    make = sgd_without_momentum if compressor and compressor.corrects_momentum else make
+    opt = DistOpt(make(), comm, **{"threshold": 60} | options)
     views = opt.gradient_views(params)
     given = to_device(comm, [np.zeros(p.data.shape, p.data.dtype) for p in params])  # what backward makes of its inputs
 

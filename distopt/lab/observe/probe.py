@@ -6,7 +6,7 @@ import numpy as np
 
 from distopt import device
 from distopt.comm import Communicator
-from distopt.comm.message import LazyBreakdown, MessageTag
+from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State, layout_of
@@ -15,7 +15,6 @@ from distopt.compress.wrapper import CompressorWrapper
 from distopt.device import DeviceMirror
 from distopt.exchange import Algorithm
 from distopt.exchange.all_reduce import TravellingBucket
-from distopt.exchange.breakdown import payload_breakdown
 from distopt.kernels.layout import BucketLayout
 from distopt.lab.observe.quality import Quality
 from distopt.lab.sequential import RunningSum, SequentialReduce
@@ -114,11 +113,6 @@ class ObservedShards:
                 dense = self._dense[layout].total
                 add(dense, tag._replace(phase="quality"))
                 self._quality.compare(layout, x, dense)
-
-
-@payload_breakdown.register
-def _(compressor: Probe, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
-    return payload_breakdown(compressor.compressor, payload, x, context)
 
 
 def observed(algorithm: Algorithm, quality: Quality) -> Algorithm:
