@@ -27,6 +27,9 @@ wheel: .venv ## dist/: a wheel for every Python >= 3.11 on this kind of machine,
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir dist build/dist/*.whl && mv build/dist/*.tar.gz dist
 lint: .venv ## ruff and mypy
 	$(PYTHON) -m pip install -q ruff mypy && .venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+house: .venv ## what a reader must follow: calls of steps, names, lines, and their bounds
+	.venv/bin/python tests/project/house.py
+
 docs: .venv ## the site of the documentation, in build/site; docs/contributing.md says more
 	$(PYTHON) -m pip install -q zensical mkdocstrings-python ruff && $(PYTHON) docs/build.py
 TORCH_DDP = torch_ddp "torch_ddp --ranks 4" "torch_ddp --launcher mpirun" "torch_ddp --launcher mpirun --ranks 4" \

@@ -50,7 +50,7 @@ def timed(step, calls):
 def unguarded(control):
     """No votes; where one stands between writing and reading shared memory, a bare barrier is left."""
 
-    def vote(name, mark, describe, error=None, report="", part="", *more):
+    def vote(name, mark, describe, error=None, report="", part="", *more, **named):
         if part:
             MPI.COMM_WORLD.Barrier()
         return []

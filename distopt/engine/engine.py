@@ -181,9 +181,48 @@ class Engine:
             attempt = self.prepare(loss, spec)
             if not self.vote(attempt):
                 return None
+        return self.outcome_of(attempt)
+
+    def outcome_of(self, attempt: Attempt) -> Outcome:
+        """Return what a step that all ranks make is updated with.  Collective."""
         with self.progress.halfway:
             sums = self.reduce(attempt)
             return Outcome(None, 0.0) if sums is None else self.hooked_and_clipped(sums, self.spec)
+
+    def step_alone(self, loss: Loss, spec: StepSpec) -> bool:
+        """Make one step on a communicator of this rank alone, whose own gradients are the sums; as ``step``.
+
+        There is nobody to vote with, but where the plan changes, or something went wrong, whose text names the rank.
+        """
+        store, changed = self.store, False
+        with self.stream_order:
+            error = self.begin()
+            try:
+                if error is None:
+                    store.clear_counts()
+                    threshold = self.checked_threshold(spec)
+                    self.step_context.begin(spec)
+                    store.collector.collect(loss, *map(operator.attrgetter("wrap_loss"), self.hooks))
+                    changed = store.propose(threshold)
+                    self.optimizer.follow(store.collector.order)
+                    self.optimizer.numbers()  # raises for a schedule that is out of its range
+                    store.pack_all(Packing(1.0 / self.nonfinite.policy.divisor, True, spec.clip_value))
+            except Exception as e:
+                error = e
+            if error or changed:
+                self.agree(self.progress.name, self.progress.calls, error)
+        found = store.check.nonfinite_gradients()
+        if found and not self.nonfinite.accepts(describe([{}] * self.comm.control.rank + [found])):
+            return False
+        attempt = Attempt(spec)
+        attempt.reducer = Unreduced(store, attempt.compressor)
+        self.accumulator.missing = 0
+        if missing := store.collector.missing if store.collector.allow_missing else 0:
+            spec = self._leave_alone(attempt, [missing])
+        self.go_on(attempt, spec, store.check.doubts)
+        applied = self.apply(self.outcome_of(attempt))
+        self.end_call(applied)
+        return applied
 
     def apply(self, outcome: Outcome, update: Update | None = None) -> bool:
         """Update the parameters, unless there is nothing to apply, which it tells."""
@@ -281,6 +320,18 @@ class Engine:
             spec = self._leave_alone(attempt, missing_of)
         else:
             self.accumulator.missing = 0
+        self.go_on(attempt, spec, doubted)
+        return True
+
+    def go_on(self, attempt: Attempt, spec: StepSpec, doubted: bool) -> None:
+        """Go on with a step that all ranks make.  Collective.
+
+        Args:
+            attempt: the step.
+            spec: what its update is.
+            doubted: on some rank sums may overflow.
+        """
+        store, progress = self.store, self.progress
         store.check_values_apart()
         for hook in tuple(self.hooks):  # one may take itself away
             hook.after_vote(store.collector, self.optimizer.opt)
@@ -290,7 +341,6 @@ class Engine:
             progress.snapshot()
         self.compressor, self.spec = attempt.compressor, spec
         store.check.begin(doubted, self.compressor.stateful)
-        return True
 
     def _leave_alone(self, attempt: Attempt, missing: Sequence[int]) -> StepSpec:
         """Let a step leave the parameters alone that no rank has a gradient of; return what its update is.

@@ -364,7 +364,7 @@ def test_a_rank_that_skips_a_backward_pass_and_waits_elsewhere_is_named(run):
     code, output = run(end, head=MODEL, DISTOPT_TIMEOUT="4")
     assert code != 0
     assert "distopt: rank 0 waits since" in output, output
-    assert "for the vote on step 2, which gradients came" in output
+    assert "for the vote on step 2" in output
 
 
 def test_an_exception_in_a_backward_pass_that_nobody_catches_ends_all(run):
