@@ -1,7 +1,7 @@
 """Gradient compression: what to send.
 
-A new compressor is one file here, its entry in ``ALL`` below, and its page: laws, tables, benchmarks and mode strings
-have what ``ALL`` has.
+A new compressor is one file here, its entry in ``ALL`` below, and its line of docs/guides/modes.md: laws, benchmarks,
+``distopt prove`` and mode strings have what ``ALL`` has.
 """
 
 from collections.abc import Callable
@@ -88,7 +88,6 @@ def _dgc() -> Part:
         timed={
             "DGC 0.1 %": Timed(lambda _: DeepGradientCompression(Packed(TopK(0.001)), momentum=0.0), 0.001, moved=20)
         },
-        page="guides/dgc.md",
     )
 
 

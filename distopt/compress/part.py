@@ -69,7 +69,6 @@ class Part(NamedTuple):
         rounded: of which they do within one unit in the last place.
         captured: of which a whole step can be a CUDA graph.
         timed: what benchmarks time, by the name of the row.
-        page: of docs/, which must name it.
     """
 
     words: Mapping[str, Word] = NOTHING
@@ -78,7 +77,6 @@ class Part(NamedTuple):
     rounded: tuple[Compressor, ...] = ()
     captured: tuple[Compressor, ...] = ()
     timed: Mapping[str, Timed] = NOTHING
-    page: str = "guides/modes.md"
 
 
 def both(name: str, compressor: Compressor, **options: Any) -> dict[str, Try]:

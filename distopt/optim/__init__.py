@@ -1,7 +1,7 @@
 """Optimizers, wrappers that stand in front of any optimizer, and schedules of hyper-parameters.
 
-A new optimizer is a kernel in ``native/``, one file here, its entry in ``ALL`` below, and its line of the page: laws,
-tables and benchmarks have what ``ALL`` has.
+A new optimizer is a kernel in ``native/``, one file here, its entry in ``ALL`` below, and its line of
+docs/guides/optimizers.md: laws, benchmarks and ``distopt prove`` have what ``ALL`` has.
 """
 
 from collections.abc import Callable

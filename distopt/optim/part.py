@@ -41,11 +41,9 @@ class Part(NamedTuple):
         timed: what benchmarks time, by the name of the row.
         equations: what an update is held against, by name; those of distopt are in ``distopt.lab.laws.references``.
         of_blas: its bits are those of the BLAS that numpy or cupy calls: other machines may have others.
-        page: of docs/, which must name it.
     """
 
     laws: Mapping[str, Callable[[], Any]] = NOTHING
     timed: Mapping[str, Timed] = NOTHING
     equations: Mapping[str, Equations] = NOTHING
     of_blas: bool = False
-    page: str = "guides/optimizers.md"
