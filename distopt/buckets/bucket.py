@@ -449,18 +449,6 @@ class BucketSet(list[Bucket]):
                 if a.dtype != view.dtype:
                     raise ValueError(f"state {state} of {name} must be of dtype {view.dtype}, got {a.dtype}")
 
-    def copied_states(self) -> list[dict[str, np.ndarray]]:
-        """Return copies of the state that outlives a step, per bucket, for ``restore_copies``."""
-        return [{state: device.copied(flat) for state, flat in bucket.state.items()} for bucket in self]
-
-    def restore_copies(self, copies: list[dict[str, np.ndarray]]) -> None:
-        """Restore the copies of ``copied_states``; state that did not exist then becomes zeros."""
-        for bucket, states in zip(self, copies, strict=True):
-            for state, saved in states.items():
-                device.copy(bucket.state_array(state), saved)
-            for state in bucket.state.keys() - states.keys():
-                device.clear(bucket.state[state])
-
     def restore(self, states: States) -> None:
         """Replace the state that outlives a step by ``states``, from another plan or from a checkpoint."""
         for bucket in self:

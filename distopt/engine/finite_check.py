@@ -10,6 +10,7 @@ from distopt.buckets import BucketSet, Reduced
 from distopt.comm import Communicator
 from distopt.device import AsyncReadback
 from distopt.engine.accumulation import STATE as ACCUMULATED
+from distopt.engine.undo import Undo
 
 
 class NoCheck:
@@ -92,7 +93,7 @@ class HostCheck(NoCheck):
         self.headroom = self._sums * self.SPARE
         self.doubted = self._large_states = True
         self._steps = 0
-        self._copies: list[dict[str, np.ndarray]] | None = None
+        self._undo: Undo | None = None  # what outlives the step, while its sums are in doubt
 
     def nonfinite_gradients(self) -> dict[str, str]:
         return self._buckets.nonfinite() if self._buckets.bad.any() else {}
@@ -105,7 +106,11 @@ class HostCheck(NoCheck):
     def begin(self, doubted: bool, stateful: bool) -> None:
         """Keep a copy of what outlives the step, if the sums are in doubt."""
         self.doubted |= doubted
-        self._copies = self._buckets.copied_states() if self.doubted and stateful else None
+        self._undo = None
+        if self.doubted and stateful:
+            self._undo = Undo()
+            for bucket in self._buckets:
+                self._undo.keep_state(bucket.state)
 
     def nonfinite_sums(self, sums: Iterable[Reduced], may_overflow: bool) -> str:
         """Count entries, if the sums are in doubt or ``may_overflow`` whatever the gradients are."""
@@ -114,8 +119,8 @@ class HostCheck(NoCheck):
         count = np.zeros(1, np.int64)
         for total in sums:
             kernels.count_nonfinite(total[0].flat, count)
-        if count[0] and self._copies is not None:
-            self._buckets.restore_copies(self._copies)
+        if count[0] and self._undo:
+            self._undo.undo()
         return f"the sum over ranks ({int(count[0])} entries)" if count[0] else ""
 
     def passed(self) -> None:
@@ -124,7 +129,7 @@ class HostCheck(NoCheck):
         if self.doubted:
             self._large_states = self._has_large_states()
             self._steps = 0
-        self.doubted, self._copies = False, None
+        self.doubted, self._undo = False, None
 
     def reset(self) -> None:
         self._large_states = True

@@ -193,11 +193,11 @@ class LocalState(TrainingState):
 
     @contextlib.contextmanager
     def writing_parameters(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for engine in self._engines:
+                stack.enter_context(engine.progress.loading())
+            yield
         for engine in self._engines:
-            engine.progress.begin_load()
-        yield
-        for engine in self._engines:
-            engine.progress.end_load()
             engine.store.mark_stream()
 
     def facts(self) -> Tree:

@@ -1,20 +1,13 @@
 """How far a training is: its counters, and whether it can go on."""
 
-from typing import NamedTuple
+import contextlib
+from collections.abc import Iterator
 
 from distopt.comm.control import PeerLeft
 from distopt.engine.accumulation import GradientAccumulator
+from distopt.engine.undo import Undo
 
 HALF_LOADED = "loading a state ended halfway; load a checkpoint to go on"
-
-
-class Counters(NamedTuple):
-    """The counters that a step changes."""
-
-    updates: int
-    batches: int
-    partial: int
-    num_gradients: float
 
 
 class Progress:
@@ -26,11 +19,10 @@ class Progress:
         version: grows with every call that a captured step would not know of.
         failure: the text of the error that every further step raises; '' if training can go on.
         remedy: what to do about a failure, in its text.
-        before: the counters before the present call.
         halfway: the context of the part of a step that must not be interrupted.
     """
 
-    CHANGES = "updates", "partial", "version", "failure", "before"  # what a step replaces
+    CHANGES = "updates", "partial", "version", "failure"  # what a step replaces
 
     def __init__(
         self, accumulator: GradientAccumulator, remedy: str = "load a checkpoint to go on", counted: str = "step"
@@ -38,8 +30,8 @@ class Progress:
         """Make one; ``counted``: what an update is called, in errors and votes."""
         self._accumulator, self.remedy, self._counted = accumulator, remedy, counted
         self.updates = self.partial = self.version = 0
-        self.failure = self._failure_before_load = ""
-        self.before = Counters(0, 0, 0, 0.0)
+        self.failure = ""
+        self._undo = Undo()  # the counters before the present call, where a GPU may refuse it later
         self.halfway = Halfway(self)
 
     @property
@@ -55,13 +47,14 @@ class Progress:
 
     def snapshot(self) -> None:
         """Remember the counters, for ``roll_back``."""
-        accumulator = self._accumulator
-        self.before = Counters(self.updates, accumulator.batches, self.partial, accumulator.num_gradients)
+        self._undo.forget()
+        self._undo.keep_fields(self, "updates", "partial")
+        self._undo.keep_fields(self._accumulator, "batches", "num_gradients")
 
     def roll_back(self) -> bool:
         """Count as if the last call had not been; tell if it was an update."""
-        accumulator, updates = self._accumulator, self.updates
-        self.updates, accumulator.batches, self.partial, accumulator.num_gradients = self.before
+        updates = self.updates
+        self._undo.undo()
         return self.updates < updates
 
     def check(self) -> None:
@@ -70,19 +63,14 @@ class Progress:
             raise RuntimeError(self.failure)
 
     def fail(self, text: str) -> None:
-        """Let every further step raise RuntimeError with this text, until ``recover``."""
+        """Let every further step raise RuntimeError with this text, until a state is loaded."""
         self.failure = self.failure or text
 
-    def begin_load(self) -> None:
-        """Let every further step raise RuntimeError until ``end_load``: an interrupted load leaves half of a state."""
-        self._failure_before_load, self.failure = self.failure, HALF_LOADED
-
-    def cancel_load(self) -> None:
-        """Let everything be as it was before ``begin_load``: nothing has changed."""
-        self.failure = self._failure_before_load
-
-    def end_load(self) -> None:
-        """Let training go on: a state has been loaded."""
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Return a context that loads a state; every further step raises RuntimeError if it is interrupted."""
+        self.failure = HALF_LOADED
+        yield
         self.failure = ""
 
 

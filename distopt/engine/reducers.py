@@ -23,6 +23,7 @@ from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
 from distopt.engine.progress import Progress
 from distopt.engine.spec import StepSpec
+from distopt.engine.undo import Undo
 from distopt.exchange import (
     TwoPhase,
     choose,
@@ -303,31 +304,23 @@ class KeepStates(Reducer):
         self._reducer, self._compressor, self._comm, self._store, self._names = reducer, compressor, comm, store, names
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
-        kept = {bucket.number: self._take(bucket) for bucket in self._store.buckets}
+        undo, known = Undo(), [set(bucket.state) for bucket in self._store.buckets]
+        for bucket in self._store.buckets:
+            state = self._compressor.kept(bucket.state)
+            if not self._names.isdisjoint(bucket.spec.names) and self._compressor.stateful:
+                settle(bucket.gradient, state, skip_flag=self._store.skip_flag)
+            for place in self._places(bucket, bucket.state.values()):
+                undo.keep(place)
+                device.clear(place)
         yield from self._reducer.reduce(arrays)
         self._comm.wait()
-        for bucket in self._store.buckets:
-            for state in kept[bucket.number].keys() | bucket.state.keys():
-                for name, place in self._places(bucket, bucket.state_array(state)):
-                    if state in kept[bucket.number]:
-                        device.copy(place, kept[bucket.number][state][name])
-                    else:
-                        device.clear(place)
-
-    def _take(self, bucket: Bucket) -> dict[str, dict[str, np.ndarray]]:
-        """Return copies of these parameters' states by state and name, and clear the states."""
-        state, taken = self._compressor.kept(bucket.state), dict[str, dict[str, np.ndarray]]()
-        if not self._names.isdisjoint(bucket.spec.names) and self._compressor.stateful:
-            settle(bucket.gradient, state, skip_flag=self._store.skip_flag)
-        for kind, flat in bucket.state.items():
-            taken[kind] = {}
-            for name, place in self._places(bucket, flat):
-                taken[kind][name] = device.copied(place)
+        undo.undo()
+        for bucket, before in zip(self._store.buckets, known, strict=True):
+            for place in self._places(bucket, [flat for kind, flat in bucket.state.items() if kind not in before]):
                 device.clear(place)
-        return taken
 
-    def _places(self, bucket: Bucket, flat: np.ndarray) -> list[tuple[str, np.ndarray]]:
-        return [(name, place) for name, place in bucket.views(flat).items() if name in self._names]
+    def _places(self, bucket: Bucket, flats: Iterable[np.ndarray]) -> list[np.ndarray]:
+        return [place for flat in flats for name, place in bucket.views(flat).items() if name in self._names]
 
     def nonfinite(self, sums: list[Reduced]) -> str:
         return self._reducer.nonfinite(sums)

@@ -17,6 +17,7 @@ from distopt.compress.dgc import DECAY
 from distopt.engine.accumulation import STATE
 from distopt.engine.engine import Engine
 from distopt.engine.training_state import Arrays, TrainingState, Tree, optimizer_text
+from distopt.engine.undo import Undo
 from distopt.engine.views import share_with_newcomers
 from distopt.kernels.layout import BucketLayout
 
@@ -89,26 +90,27 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
     states = check_state(engine, state)
     store, progress, accumulator, policy = engine.store, engine.progress, engine.accumulator, engine.nonfinite.policy
     progress.version += 1
-    progress.begin_load()
-    try:
-        engine.optimizer.load_state_dict(state["optimizer"])
-    except Exception:  # it refuses the state, and nothing has changed
-        progress.cancel_load()
-        raise
-    if engine.elastic and engine.elastic.buddies:
-        engine.elastic.buddies.forget()
-    store.restore(states, state["rooms"])
-    engine.reducers.borders.restore(tuple(state.get("borders", ())))
-    progress.updates, progress.partial = state["step_counter"], state["partial"]
-    engine.nonfinite.pop_refused()
-    gradients = state["contributions"] * engine.comm.size
-    whole_gradients = float(round(gradients))  # a number of gradients, unless other ranks saved it
-    accumulator.batches, accumulator.reduced = state["batches"], None
-    accumulator.num_gradients = whole_gradients if math.isclose(whole_gradients, gradients) else gradients
-    policy.skipped, policy.in_a_row = state["skipped"], state["skips_in_a_row"]
-    policy.restore(state["loss_scale"])
-    store.mark_stream()
-    progress.end_load()
+    undo = Undo()
+    undo.keep_fields(progress, "failure")
+    with progress.loading():
+        try:
+            engine.optimizer.load_state_dict(state["optimizer"])
+        except Exception:  # it refuses the state, and nothing has changed
+            undo.undo()
+            raise
+        if engine.elastic and engine.elastic.buddies:
+            engine.elastic.buddies.forget()
+        store.restore(states, state["rooms"])
+        engine.reducers.borders.restore(tuple(state.get("borders", ())))
+        progress.updates, progress.partial = state["step_counter"], state["partial"]
+        engine.nonfinite.pop_refused()
+        gradients = state["contributions"] * engine.comm.size
+        whole_gradients = float(round(gradients))  # a number of gradients, unless other ranks saved it
+        accumulator.batches, accumulator.reduced = state["batches"], None
+        accumulator.num_gradients = whole_gradients if math.isclose(whole_gradients, gradients) else gradients
+        policy.skipped, policy.in_a_row = state["skipped"], state["skips_in_a_row"]
+        policy.restore(state["loss_scale"])
+        store.mark_stream()
 
 
 def check_state(engine: Engine, state: dict[str, Any]) -> States:
@@ -198,9 +200,8 @@ class EngineState(TrainingState):
 
     @contextlib.contextmanager
     def writing_parameters(self) -> Iterator[None]:
-        self._engine.progress.begin_load()
-        yield
-        self._engine.progress.end_load()
+        with self._engine.progress.loading():
+            yield
         self._engine.store.mark_stream()
 
     def facts(self) -> Tree:

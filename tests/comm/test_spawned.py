@@ -14,6 +14,7 @@ import workers
 
 import laws
 from distopt.comm.nccl_library import REGISTER
+from distopt.lab.laws import ranks
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("doubles")]
 
@@ -47,7 +48,7 @@ def test_the_parts_of_the_laws_are_all_of_them(monkeypatch):
     whole, parts = [], []
     names = ("ranks_agree_with_whole_batch", "nothing_is_lost", "ranks_agree_with_one", "same_bits", "resume")
     for name in (*names, "modes_agree", "overlap_changes_no_bit", "independence"):
-        for module in (laws, laws.laws):
+        for module in (laws, ranks):
             monkeypatch.setattr(module, name, lambda comm, *rest, name=name, **more: called.append((name, rest, more)))
     comm, called = argparse.Namespace(gpu=0), whole
     laws.all_of_them(comm)

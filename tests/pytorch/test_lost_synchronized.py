@@ -30,7 +30,7 @@ def fate(request, monkeypatch):
 
 @pytest.mark.parametrize("mode", SYNCHRONIZED)
 def test_survivors_have_the_bits_of_fewer_ranks(mode, fate):
-    """Three instants of each mode; the thorough tier has all of them."""
+    """Three instants of each mode; the slow tier has all of them."""
     judge, rng = Judge(mode, fate, run), np.random.default_rng(zlib.crc32(mode.encode()))
     counts = instants(mode, fate, 3)
     for seed in range(3):
@@ -38,7 +38,7 @@ def test_survivors_have_the_bits_of_fewer_ranks(mode, fate):
         judge.judge(seed=seed, **{f"rank{victim}": (int(rng.integers(1, counts[victim] + 1)), bool(rng.integers(2)))})
 
 
-@pytest.mark.thorough
+@pytest.mark.slow  # three minutes; the thorough tier has every instant of the modes without torch
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("mode", SYNCHRONIZED)
 def test_survivors_have_the_bits_of_fewer_ranks_whenever_one_ends(mode, victim, fate):

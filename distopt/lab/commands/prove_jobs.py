@@ -4,7 +4,7 @@ Each is ``python -m distopt.lab.commands.prove_jobs FOLDER MODULE:FUNCTION ARGUM
 communicator and plain values, and leaves in the folder what that returns, plain values again.
 """
 
-import contextlib
+import functools
 import importlib
 import json
 import os
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,22 +49,22 @@ class Ended(NamedTuple):
 
 
 Start = Callable[..., Ended]  # start(function, *arguments)
-Popen = Callable[..., "subprocess.Popen[bytes]"]
+Process = subprocess.Popen[bytes]
 
 
 def over_mpi(function: Callable[..., Any], *arguments: Any) -> Ended:
     """Call a function on two MPI processes, started by ``distopt run``, and wait for their ends."""
-    with _job(function, arguments) as (popen, module, ended):
-        run = ["-m", "distopt", "run", "-n", str(RANKS), "--timeout", str(SECONDS)]
-        return ended([popen([sys.executable, *run, *module])])
+    run = [sys.executable, "-m", "distopt", "run", "-n", str(RANKS), "--timeout", str(SECONDS)]
+    return _ended(lambda popen, module: [popen([*run, *module])], function, arguments)
 
 
 def over_sockets(function: Callable[..., Any], *arguments: Any) -> Ended:
     """Call a function on two processes with a TCP connection between them, and wait for their ends."""
     secret = secrets.token_hex(16)
-    with _job(function, arguments) as (popen, module, ended):
+
+    def start(popen: Callable[..., Process], module: list[str]) -> list[Process]:
         with connection() as ends:  # closed here once the processes have them, or none would notice the other's end
-            processes = [
+            return [
                 popen(
                     [sys.executable, *module],
                     env=os.environ | {SOCKET: f"{rank} {own.fileno()} {secret}"},
@@ -73,38 +73,29 @@ def over_sockets(function: Callable[..., Any], *arguments: Any) -> Ended:
                 )
                 for rank, own in enumerate(ends)
             ]
-        return ended(processes)
+
+    return _ended(start, function, arguments)
 
 
-@contextlib.contextmanager
-def _job(
-    function: Callable[..., Any], arguments: Any
-) -> "Iterator[tuple[Popen, list[str], Callable[[list[subprocess.Popen[bytes]]], Ended]]]":
-    """Return a context with what starts a process, what stands after ``python``, and what waits for the ends."""
+def _ended(start: Callable[..., list[Process]], function: Callable[..., Any], arguments: Any) -> Ended:
+    """Let ``start`` start the processes of a call, and end those that take too long; return what became of them."""
     with tempfile.TemporaryDirectory(prefix="distopt-prove-") as folder, tempfile.TemporaryFile() as output:
-
-        def popen(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
-            return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **options
-            )
-
-        def ended(processes: "list[subprocess.Popen[bytes]]") -> Ended:
-            deadline, late = time.monotonic() + SECONDS, False
-            try:
-                for process in processes:
-                    process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                late = True
-            finally:
-                end([process for process in processes if process.poll() is None])
-            output.seek(0)
-            files = [Path(folder, f"rank-{rank}") for rank in range(RANKS)]
-            found = [json.loads(file.read_text()) if file.exists() else None for file in files]
-            code = TIMED_OUT if late else next((process.returncode for process in processes if process.returncode), 0)
-            return Ended(code, output.read().decode(errors="replace"), found)
-
+        popen = functools.partial(subprocess.Popen, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         name = f"{function.__module__}:{function.__name__}"
-        yield popen, ["-m", __name__, folder, name, json.dumps(arguments)], ended
+        processes = start(popen, ["-m", __name__, folder, name, json.dumps(arguments)])
+        deadline, late = time.monotonic() + SECONDS, False
+        try:
+            for process in processes:
+                process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            end([process for process in processes if process.poll() is None])
+        output.seek(0)
+        files = [Path(folder, f"rank-{rank}") for rank in range(RANKS)]
+        found = [json.loads(file.read_text()) if file.exists() else None for file in files]
+        code = TIMED_OUT if late else next((process.returncode for process in processes if process.returncode), 0)
+        return Ended(code, output.read().decode(errors="replace"), found)
 
 
 def found(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:

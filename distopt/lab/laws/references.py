@@ -72,6 +72,11 @@ def adagrad(
     return w - lr * d / np.sqrt(h + epsilon), h
 
 
+def moments(m: Array, v: Array, g: Array, beta_1: float, beta_2: float) -> tuple[Array, Array]:
+    """Return the means of gradients and of their squares, with one gradient more."""
+    return beta_1 * m + (1 - beta_1) * g, beta_2 * v + (1 - beta_2) * g**2
+
+
 def adam(
     w: Array,
     m: Array,
@@ -87,8 +92,7 @@ def adam(
 ) -> tuple[Array, Array, Array]:
     """Return (w, m, v) after update number t = 1, 2, ... of SINGA's Adam."""
     d = g + weight_decay * w
-    m = beta_1 * m + (1 - beta_1) * d
-    v = beta_2 * v + (1 - beta_2) * d**2
+    m, v = moments(m, v, d, beta_1, beta_2)
     return w - lr * (m / (1 - beta_1**t)) / (np.sqrt(v / (1 - beta_2**t)) + epsilon), m, v
 
 
@@ -107,8 +111,7 @@ def adamw(
     correct_bias: bool = True,
 ) -> tuple[Array, Array, Array]:
     """Return (w, m, v) after update t of AdamW: epsilon before the bias correction, the decay outside of it."""
-    m = beta_1 * m + (1 - beta_1) * g
-    v = beta_2 * v + (1 - beta_2) * g**2
+    m, v = moments(m, v, g, beta_1, beta_2)
     rate = lr * np.sqrt(1 - beta_2**t) / (1 - beta_1**t) if correct_bias else lr
     return w - rate * m / (np.sqrt(v) + epsilon) - lr * weight_decay * w, m, v
 
@@ -150,9 +153,7 @@ def lars(
 ) -> tuple[Array, Array]:
     """Return (w, b) after one update of MXNet's LARS (You, Gitman and Ginsburg, 2017, with an epsilon)."""
     g = rescale * g
-    q = 1.0
-    if norm(w) > 0 and norm(g) > 0 and not excluded:
-        q = eta * norm(w) / (norm(g) + weight_decay * norm(w) + epsilon)
+    q = 1.0 if excluded else trust_ratio(w, g, ratio=eta, weight_decay=weight_decay, epsilon=epsilon)
     b = momentum * b - lr * q * (clipped(g, clip) + weight_decay * w)
     return w + b, b
 
@@ -178,8 +179,7 @@ def lamb(
 ) -> tuple[Array, Array, Array]:
     """Return (w, m, v) after update number t of LAMB (You et al., 2020, algorithm 2)."""
     g = clipped(rescale * g, clip)
-    m = beta_1 * m + (1 - beta_1) * g
-    v = beta_2 * v + (1 - beta_2) * g**2
+    m, v = moments(m, v, g, beta_1, beta_2)
     mh, vh = (m / (1 - beta_1**t), v / (1 - beta_2**t)) if bias_correction else (m, v)
     u = mh / (np.sqrt(vh) + epsilon) + weight_decay * w
     r = 1.0 if excluded else ratio(bounded(norm(w), lower_bound, upper_bound), norm(u))
@@ -207,8 +207,7 @@ def lans(
     """Return (w, m, v) after update number t of LANS (Zheng et al., 2020, algorithm 2)."""
     g = rescale * g
     h = clipped(g / norm(g) if norm(g) > 0 else np.zeros_like(g), clip)
-    m = beta_1 * m + (1 - beta_1) * h
-    v = beta_2 * v + (1 - beta_2) * h**2
+    m, v = moments(m, v, h, beta_1, beta_2)
     den = np.sqrt(v / (1 - beta_2**t)) + epsilon
     um, ug = m / (1 - beta_1**t) / den + weight_decay * w, h / den + weight_decay * w
     length = bounded(norm(w), lower_bound, upper_bound)
@@ -329,14 +328,13 @@ def chosen_by_seed(sizes: Sequence[int], every: int, seed: int, step: int) -> li
     return [[place for place in places if place < size] for places, size in zip(chosen, sizes, strict=True)]
 
 
-def _case(kind: Callable[..., Any], rule: Callable[..., tuple[Any, ...]], **numbers: Any) -> Equations:
-    """Return the case of a rule with one slot."""
-    return Equations(functools.partial(kind, **numbers), lambda t, *arrays: rule(*arrays, **numbers), 1)
+def _case(kind: Callable[..., Any], rule: Callable[..., tuple[Any, ...]], slots: int = 1, **numbers: Any) -> Equations:
+    """Return the case of a rule with one slot, or with two moments, which counts its updates."""
 
+    def update(t: int, *arrays: Array) -> tuple[Any, ...]:
+        return rule(*arrays, **numbers, **({"t": t} if slots == 2 else {}))
 
-def _moments(kind: Callable[..., Any], rule: Callable[..., tuple[Any, ...]], **numbers: Any) -> Equations:
-    """Return the case of a rule with two moments, which counts its updates."""
-    return Equations(functools.partial(kind, **numbers), lambda t, *arrays: rule(*arrays, t=t, **numbers), 2)
+    return Equations(functools.partial(kind, **numbers), update, slots)
 
 
 def _means_of_two(t: int, w: Array, window: Array, g: Array) -> tuple[Array, Array]:
@@ -359,11 +357,11 @@ CASES: dict[str, Equations] = {
     "Signum": _case(Signum, signum, lr=0.01, momentum=0.5, weight_decay=1e-2),
     "RMSProp": _case(RMSProp, rmsprop, lr=0.01, rho=0.9, epsilon=1e-3, weight_decay=1e-2),
     "AdaGrad": _case(AdaGrad, adagrad, lr=0.1, epsilon=1e-3, weight_decay=1e-2),
-    "Adam": _moments(Adam, adam, lr=0.01, epsilon=1e-3, weight_decay=1e-2),
-    "AdamW": _moments(AdamW, adamw, lr=0.01, epsilon=1e-3, weight_decay=1e-2),
+    "Adam": _case(Adam, adam, 2, lr=0.01, epsilon=1e-3, weight_decay=1e-2),
+    "AdamW": _case(AdamW, adamw, 2, lr=0.01, epsilon=1e-3, weight_decay=1e-2),
     "LARS": _case(LARS, lars, lr=1.0, momentum=0.9, eta=0.01, weight_decay=1e-2),
-    "LAMB": _moments(LAMB, lamb, lr=0.01, epsilon=1e-3, weight_decay=1e-2),
-    "LANS": _moments(LANS, lans, lr=0.01, epsilon=1e-3, weight_decay=1e-2),
+    "LAMB": _case(LAMB, lamb, 2, lr=0.01, epsilon=1e-3, weight_decay=1e-2),
+    "LANS": _case(LANS, lans, 2, lr=0.01, epsilon=1e-3, weight_decay=1e-2),
     "LBSGD": Equations(
         lambda: LBSGD(0.05, 0.9, 1e-2, warmup_epochs=1, batch_scale=2, updates_per_epoch=8), _lbsgd_of_two, 2
     ),
