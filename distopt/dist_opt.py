@@ -45,6 +45,12 @@ def _from_id(
     return NcclCommunicator.from_id(nccl_id, local_rank, world_size)
 
 
+def _with(compressor: Compressor | None, break_even: bool, exchange: str, over: str) -> StepSpec:
+    """Return the step with a compressor; None for ``Dense()``."""
+    chosen = Dense() if compressor is None else compressor
+    return StepSpec(lambda: chosen, break_even=break_even, exchange=exchange, over=over)
+
+
 class SingaModes(Facade):
     """SINGA's modes that reduce gradients, each a step of one engine."""
 
@@ -179,9 +185,7 @@ class SingaModes(Facade):
         Returns:
             True if an update was applied.
         """
-        chosen = Dense() if compressor is None else compressor
-        spec = StepSpec(lambda: chosen, break_even=break_even, exchange=exchange, over=over)
-        return self.run(loss, spec)
+        return self.run(loss, _with(compressor, break_even, exchange, over))
 
     def advise(
         self,
@@ -512,7 +516,7 @@ class DistOpt(SingaModes, Checkpointed):
             array([0.5, 0.5], dtype=float32)
         """
         if loss is not None:
-            return super().step(loss, compressor, break_even, exchange, over)
+            return self.run(loss, _with(compressor, break_even, exchange, over))
         engine = self.engine
         engine.check_open()
         if not self._updated:

@@ -22,7 +22,6 @@ from distopt.compress.quantize import OneBit, TwoBit
 from distopt.compress.top_k import Sparse, Threshold, TopK
 
 __all__ = [
-    "ALL",
     "DCT",
     "BucketContext",
     "Chunks",
@@ -37,14 +36,9 @@ __all__ = [
     "Int8",
     "OneBit",
     "Packed",
-    "Part",
     "Threshold",
-    "Timed",
     "TopK",
-    "Try",
     "TwoBit",
-    "Word",
-    "both",
     "check",
 ]
 

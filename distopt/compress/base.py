@@ -258,14 +258,7 @@ class Lossy(Compressor):
     def compress(
         self, x: np.ndarray, state: State, context: ExchangeContext, add: np.ndarray | None = None
     ) -> np.ndarray:
-        """Move the part that is worth sending out of x + ``add``, and leave the rest in x.
-
-        Args:
-            x: the memory, or the gradient of a compressor without one, ``(n,)``.
-            state: as of any compressor.
-            context: as of any compressor.
-            add: the new gradient, ``(n,)``, which is added to x in the same pass.
-        """
+        """Move what is worth sending out of x + ``add``, the memory and a new gradient; leave the rest in x."""
 
 
 def threshold_of_sum(threshold: float, ranks: int, most: float = sys.float_info.max) -> float:
@@ -274,26 +267,7 @@ def threshold_of_sum(threshold: float, ranks: int, most: float = sys.float_info.
 
 
 def payload_nbytes(compressor: Compressor, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int | None:
-    """Return how long the payload of a flat array is, without members that are summed as they are.
-
-    Args:
-        compressor: what makes the payload.
-        n: elements of the array; gaps between its members count.
-        itemsize: bytes of an element.
-        layout: where its members lie, if it has several.
-
-    Returns:
-        The bytes; None if they depend on the data.
-
-    Raises:
-        TypeError: ``payload_bytes`` returns no whole number.
-        ValueError: it returns None, and the compressor is not ragged; or the array is too large.
-
-    Example:
-        >>> from distopt.compress import Half
-        >>> payload_nbytes(Half(), 1000)
-        2000
-    """
+    """Return the bytes of a payload without members that are summed as they are; None if they depend on the data."""
     nbytes = compressor.payload_bytes(n, itemsize, layout)
     if nbytes is None and compressor.ragged:
         return None

@@ -97,12 +97,7 @@ class Blocks(Lossy):
         return self.placed((layout_of(x, context),), (0,))
 
     def placed(self, layouts: tuple[BucketLayout, ...], starts: tuple[int, ...]) -> "Placed":
-        """Return the places of members in a payload for each of these stretches of a flat array.
-
-        Args:
-            layouts: the members of each stretch.
-            starts: the first element of each stretch.
-        """
+        """Return the places of members in a payload for each of these stretches of a flat array."""
         return _placed(layouts, starts, self.bits, self.block)
 
     def encode(
@@ -114,16 +109,7 @@ class Blocks(Lossy):
         use: tuple[int, int],
         base: int = 0,
     ) -> np.ndarray:
-        """Move what its codes stand for out of x + ``add``, in one pass; return the payloads, behind one another.
-
-        Args:
-            x: the memory or the gradient, ``(n,)``, float32 or float64.
-            add: the new gradient, like x; None for nothing.
-            to: where the codes go.
-            context: the call of the compressor.
-            use: what random numbers are for, and of which rank.
-            base: the position of x[0] in the bucket, for random numbers.
-        """
+        """Move what its codes stand for out of x + ``add``, in one pass; return the payloads, behind one another."""
         if add is not None:
             check_fits(x, add)
         payload = context.scratch("payload", sum(to.nbytes))
@@ -143,18 +129,7 @@ class Blocks(Lossy):
         context: ExchangeContext,
         adds: bool = False,
     ) -> None:
-        """Overwrite ``out`` by the sum of payloads, in their order and in one pass.
-
-        Args:
-            payloads: as many of each stretch as ranks have sent.
-            out: ``(n,)``, float32 or float64.
-            of: where the codes are.
-            context: the call of the compressor.
-            adds: add to ``out`` instead.
-
-        Raises:
-            ValueError: a payload is not of the size that its members have.
-        """
+        """Overwrite ``out`` by the sum of payloads, in their order and in one pass."""
         ranks = len(payloads) // len(of.nbytes)
         for payload, expected in zip(payloads, np.repeat(of.nbytes, ranks).tolist(), strict=True):
             if payload.nbytes != expected:
@@ -229,12 +204,7 @@ class Int4(Blocks):
 
 
 def random_key(*numbers: int) -> int:
-    """Return 64 bits, as a signed number, that depend on all of these: SplitMix64 (Steele et al., 2014) of one by one.
-
-    Example:
-        >>> random_key(0, 1) == random_key(1, 0), -(2**63) <= random_key(7) < 2**63
-        (False, True)
-    """
+    """Return 64 bits, as a signed number, that depend on all numbers: SplitMix64 (Steele et al., 2014) of each."""
     key, bits = 0, 2**64 - 1
     for number in numbers:
         key = (key + number + 0x9E3779B97F4A7C15) & bits

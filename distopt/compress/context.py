@@ -176,13 +176,7 @@ def sizes_of(n: int, layout: BucketLayout | None) -> np.ndarray:
 
 
 def per_payload(name: str, numbers: list[int], context: ExchangeContext) -> DeviceMirror:
-    """Return an array for a kernel with a number for each payload, kept from step to step.
-
-    Args:
-        name: of the array among the bucket's constants.
-        numbers: one for each payload, which become int64.
-        context: the call of the compressor.
-    """
+    """Return an array for a kernel with a number for each payload, kept from step to step."""
     mirror = context.constant(f"{name} of {len(numbers)}", functools.partial(np.zeros, len(numbers), np.int64))
     mirror.host[:] = numbers
     return mirror
@@ -195,26 +189,14 @@ def check_fits(x: np.ndarray, add: np.ndarray) -> None:
 
 
 def state_array(state: State, name: str, x: np.ndarray) -> np.ndarray:
-    """Return an array of a compressor's state, of x's size and dtype, zeros at first.
-
-    Args:
-        state: arrays by name, to which it is added if it is not there.
-        name: of the array.
-        x: the gradients of a bucket, ``(n,)``.
-    """
+    """Return an array of a compressor's state, of x's size and dtype, zeros at first."""
     if name not in state:
         state[name] = device.persistent_zeros(x.size, x.dtype, x)
     return state[name]
 
 
 def decayed(memory: np.ndarray, decay: float, context: ExchangeContext) -> np.ndarray:
-    """Multiply a memory by how much of it outlives a step, unless the step is refused, and return it.
-
-    Args:
-        memory: ``(n,)``.
-        decay: 1 leaves it as it is.
-        context: the call of the compressor.
-    """
+    """Multiply a memory by how much of it outlives a step, unless the step is refused, and return it."""
     if decay != 1:
         kernels.scale(memory, decay, context.skip_flag)
     return memory

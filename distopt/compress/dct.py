@@ -152,16 +152,6 @@ def bases(tile: int, dtype: str) -> np.ndarray:
     """Return the matrices of all sides up to ``tile``, ``(tile + 1, 64, 64)``: a function in each row, zeros beyond.
 
     Function u of side s is ``sqrt((2 - [u = 0]) / s) cos(pi (2 i + 1) u / (2 s))``.
-
-    Args:
-        tile: the longest side.
-        dtype: of the numbers, which are computed in float64.
-
-    Example:
-        >>> import numpy as np
-        >>> b = bases(64, "float64")[60, :60, :60]
-        >>> bool(np.allclose(b @ b.T, np.eye(60)))
-        True
     """
     found = np.zeros((tile + 1, SIDE, SIDE))
     for side in range(1, tile + 1):
@@ -171,29 +161,14 @@ def bases(tile: int, dtype: str) -> np.ndarray:
 
 
 def parts_of(side: int, tile: int) -> list[tuple[int, int]]:
-    """Return where the parts of a side begin, and how long they are: as few as possible, and as equal.
-
-    Example:
-        >>> parts_of(130, 64)
-        [(0, 43), (43, 43), (86, 44)]
-    """
+    """Return where the parts of a side begin, and how long they are: as few as possible, and as equal."""
     count = -(-side // tile)
     edges = [side * k // count for k in range(count + 1)] if count else [0]
     return [(a, b - a) for a, b in itertools.pairwise(edges)]
 
 
 def tiles_of(layout: BucketLayout, tile: int) -> np.ndarray:
-    """Return ``struct TensorTile`` of dct.cu for all tiles of a bucket, flat: ``(5 tiles,)`` of int64.
-
-    Args:
-        layout: of the bucket.
-        tile: the longest side.
-
-    Example:
-        >>> import numpy as np
-        >>> tiles_of(BucketLayout(["w"], [(2, 70)], [0], np.float32), 64).reshape(-1, 5).tolist()
-        [[0, 70, 2, 35, 0], [35, 70, 2, 35, 70]]
-    """
+    """Return ``struct TensorTile`` of dct.cu for all tiles of a bucket, flat: ``(5 tiles,)`` of int64."""
     found = [np.zeros((0, 5), np.int64)]
     for shape, offset in zip(layout.shapes, layout.records["offset"].tolist(), strict=True):
         size = int(np.prod(shape))

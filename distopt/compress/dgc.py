@@ -189,9 +189,7 @@ class DeepGradientCompression(Compressor):
     ) -> tuple[np.ndarray, np.ndarray, ExchangeContext | None]:
         """Bring momentum into the residual, and move what is selected out of that.
 
-        Returns:
-            The planes of the entries, the residual, and the call for the members that they were selected from; None if
-            these are no members.
+        Return the planes, the residual, and the call for the members that are selected from; None if there are none.
         """
         layout = layout_of(x, context)
         summed = self.uncompressed(layout, context)

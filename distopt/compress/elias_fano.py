@@ -249,11 +249,6 @@ def packing(n: int, places: int, value: str) -> np.ndarray:
     """Return ``struct Packing`` of packed.cu: where everything is in a payload for so many of n entries.
 
     The header and the words of the upper parts stand at multiples of 8 bytes, also in payloads behind this one.
-
-    Args:
-        n: elements of the array.
-        places: entries that the payload has room for.
-        value: the format of values, a key of ``VALUES``.
     """
     form = VALUES[value]
     bits = (n // places).bit_length() - 1 if places else 0
@@ -273,17 +268,7 @@ def _constant(parts: np.ndarray, context: ExchangeContext) -> device.DeviceMirro
 
 
 def check_header(header: np.ndarray, n: int, places: int | None, value: str) -> int:
-    """Return how many entries a payload has, as its header says.
-
-    Args:
-        header: ``(HEADER,)`` of uint8, on the host.
-        n: elements of the array.
-        places: entries that there is room for; None if there may be any number up to n.
-        value: the format of values, a key of ``VALUES``.
-
-    Raises:
-        ValueError: a field, which is named, is wrong.
-    """
+    """Return how many entries a payload has, as its header says."""
     kind, size, entries, check = map(int, header.view(np.uint32))
     due = MAGIC + VALUES[value].number
     if kind != due:

@@ -261,12 +261,7 @@ class EntryShards(ShardCodec):
         return sections.entries(message, piece.size, self._value, itemsize)
 
     def indices(self, payload: Payload, piece: Piece) -> np.ndarray:
-        """Return the indices of the entries of a payload, from the start of its piece, ``(k,)`` of int32.
-
-        Args:
-            payload: the payload, on the host.
-            piece: the piece.
-        """
+        """Return the indices of the entries of a payload, from the start of its piece, ``(k,)`` of int32."""
         entries, like = np.array([payload.entries]), np.empty(0, piece.layout.dtype)
         rows = sections.table(np.zeros_like(entries), np.array([piece.size]), entries, self._value, like.itemsize)
         return sections.unpack([payload.data], rows, like, ExchangeContext())[0]

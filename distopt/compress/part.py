@@ -1,4 +1,7 @@
-"""What the laws, benchmarks, mode strings and documentation need to know of a compressor."""
+"""What the laws, benchmarks, mode strings and documentation need to know of a compressor.
+
+Numbers of laws and bugs are explained in docs/concepts/laws.md.
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -38,12 +38,6 @@ def add_planes(planes: Sequence[tuple[np.ndarray, np.ndarray]], out: np.ndarray,
     """Overwrite ``out`` by the sum of entries: in one launch on a GPU, those of one after the other on the host.
 
     With ``context.senders`` it is the mean over those that have an entry, times the ranks that bring gradients.
-
-    Args:
-        planes: of each payload, in rank order, the indices, ``(k,)`` of int32, and the values, ``(k,)`` of the dtype of
-            ``out``.
-        out: ``(n,)``, float32 or float64.
-        context: the call of the compressor.
     """
     if not device.on_gpu(out):
         device.clear(out)

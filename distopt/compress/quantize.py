@@ -69,15 +69,7 @@ class Codec(Lossy):
     def encode(
         self, x: np.ndarray, add: np.ndarray, added: bool, payload: np.ndarray, context: ExchangeContext
     ) -> None:
-        """Move what its codes stand for out of x (+ add), and write them to a payload of zeros.
-
-        Args:
-            x: the memory or the gradient, ``(n,)``, float32 or float64.
-            add: the new gradient, like x; x itself if nothing is added.
-            added: whether ``add`` is added.
-            payload: ``(payload_bytes,)`` of uint8, zeros.
-            context: the call of the compressor.
-        """
+        """Move what its codes stand for out of x (+ add), and write them to a payload of zeros."""
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, context: ExchangeContext) -> None:
         numbers = context.scratch("numbers", out.nbytes).view(out.dtype)
@@ -86,16 +78,7 @@ class Codec(Lossy):
         kernels.accumulate(numbers, out)
 
     def decompress_all(self, payloads: Sequence[np.ndarray], out: np.ndarray, context: ExchangeContext) -> None:
-        """Overwrite ``out`` by the sum of payloads, in one pass.
-
-        Args:
-            payloads: of any number of ranks, each of uint8.
-            out: ``(n,)``, float32 or float64.
-            context: the call of the compressor.
-
-        Raises:
-            ValueError: a payload is not of the size that n elements have.
-        """
+        """Overwrite ``out`` by the sum of payloads, in one pass."""
         expected = self.payload_bytes(out.size, out.itemsize)
         for payload in payloads:
             if payload.nbytes != expected:
@@ -106,13 +89,7 @@ class Codec(Lossy):
 
     @abc.abstractmethod
     def decode_sum(self, payloads: device.DeviceMirror, out: np.ndarray, context: ExchangeContext) -> None:
-        """Overwrite ``out`` by the sum of payloads.
-
-        Args:
-            payloads: their addresses, ``(payloads,)`` of int64.
-            out: ``(n,)``, float32 or float64.
-            context: the call of the compressor.
-        """
+        """Overwrite ``out`` by the sum of payloads."""
 
 
 def _words(bits: int) -> int:

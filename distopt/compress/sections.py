@@ -30,20 +30,9 @@ def format_of(value: str, itemsize: Any) -> Format:
 
 
 def table(bases: np.ndarray, sizes: np.ndarray, places: np.ndarray, value: str, itemsize: Any) -> np.ndarray:
-    """Return where everything is in some sections that stand behind one another, ``(sections,)`` of ``struct Section``.
+    """Return where everything is in consecutive sections, ``(sections,)`` of ``struct Section``.
 
-    Args:
-        bases: where each stretch begins in the array, ``(sections,)`` of int64.
-        sizes: its elements, likewise.
-        places: entries that the section has room for, likewise.
-        value: the format of values, one of ``FORMATS``.
-        itemsize: bytes of an element of the array; an array of them where sections are of several arrays.
-
-    Example:
-        >>> import numpy as np
-        >>> two = table(np.array([0, 1000]), np.array([1000, 1000]), np.array([1, 1]), "float16", 4)
-        >>> two["bytes"].tolist(), two["at"].tolist()
-        ([19, 19], [0, 24])
+    Each has room for so many places, of a stretch of an array that begins at its base and has its size.
     """
     form, rows = format_of(value, itemsize), np.zeros(len(bases), struct("Section"))
     bits = np.where(places > 0, np.frexp((sizes // np.maximum(places, 1)).astype(float))[1] - 1, 0)
@@ -64,34 +53,13 @@ def table(bases: np.ndarray, sizes: np.ndarray, places: np.ndarray, value: str, 
 
 
 def value_bytes(places: int, value: str, itemsize: int) -> int:
-    """Return the bytes of so many values, and of their scales.
-
-    Args:
-        places: entries that there is room for.
-        value: the format of values, one of ``FORMATS``.
-        itemsize: bytes of an element of the array.
-
-    Example:
-        >>> value_bytes(64, "exact", 4), value_bytes(64, "int8", 4)
-        (256, 65)
-    """
+    """Return the bytes of so many values, and of their scales."""
     nbytes: int = format_of(value, itemsize).value_bytes(places)
     return nbytes
 
 
 def section_bytes(n: int, places: int, value: str, itemsize: int) -> int:
-    """Return the bytes of one section, as ``table`` has them of many.
-
-    Args:
-        n: elements of its stretch.
-        places: entries that it has room for.
-        value: the format of values, one of ``FORMATS``.
-        itemsize: bytes of an element of the array.
-
-    Example:
-        >>> section_bytes(1000, 1, "float16", 4)
-        19
-    """
+    """Return the bytes of one section, as ``table`` has them of many."""
     if not places:
         return HEADER
     bits = (n // places).bit_length() - 1
@@ -101,14 +69,7 @@ def section_bytes(n: int, places: int, value: str, itemsize: int) -> int:
 
 
 def pack(x: np.ndarray, planes: np.ndarray, rows: np.ndarray, context: ExchangeContext) -> list[np.ndarray]:
-    """Return the sections of an array's entries, each ``(bytes,)`` of uint8; what they cannot carry goes back to x.
-
-    Args:
-        x: the array that the entries were moved out of, ``(n,)``.
-        planes: their values and indices, as ``Sparse.select`` returns them.
-        rows: where everything goes, of ``table``.
-        context: the call of the compressor.
-    """
+    """Return the sections of an array's entries, each ``(bytes,)`` of uint8; what they cannot carry goes back to x."""
     if not len(rows):
         return []
     payload = context.scratch("sections", int(rows["at"][-1] + rows["bytes"][-1]))
@@ -121,17 +82,7 @@ def pack(x: np.ndarray, planes: np.ndarray, rows: np.ndarray, context: ExchangeC
 def unpack(
     payloads: Sequence[np.ndarray], rows: np.ndarray, like: np.ndarray, context: ExchangeContext
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the entries of sections: the plane of indices, and that of values; an index below 0 is no entry.
-
-    Args:
-        payloads: the sections, each of uint8, of any ranks.
-        rows: where everything is in them; those of section i begin at the place ``rows["plane"][i]``.
-        like: an array of the dtype and device of the values.
-        context: the call of the compressor.
-
-    Returns:
-        The indices, ``(places,)`` of int32, and the values, ``(places,)`` of the dtype of ``like``.
-    """
+    """Return the entries of sections: the plane of indices, and that of values; an index below 0 is no entry."""
     places = int(rows["places"].sum())
     planes = context.scratch("section entries", payload_size(places, like.itemsize))
     index, entry = unpack_entries(planes, like.dtype)
@@ -143,17 +94,7 @@ def unpack(
 
 
 def entries(payload: np.ndarray, n: int, value: str, itemsize: int) -> int:
-    """Return how many entries a section has, as its header says; the host reads it.
-
-    Args:
-        payload: a section, of uint8, or one and what stands behind it.
-        n: elements of its stretch.
-        value: the format of values, one of ``FORMATS``.
-        itemsize: bytes of an element of the array.
-
-    Raises:
-        ValueError: it is none of this format and size, or was damaged.
-    """
+    """Return how many entries a section has, as its header says; the host reads it."""
     if payload.nbytes < HEADER:
         raise ValueError(f"a section must be of at least {HEADER} bytes, its header, got {payload.nbytes}")
     salt = (_kind(format_of(value, itemsize), itemsize) * 0xC2B2AE3D + n * 0x85EBCA77) % 2**32

@@ -26,11 +26,6 @@ def parts_table(offsets: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> n
 
     The guess is a rank in the sample that all but one in some thousand samples reach with ``counts`` entries; there is
     room for what lies above it in all but a few samples.  Where many are taken none are guessed.
-
-    Args:
-        offsets: where each part begins in x, ``(parts,)`` of int64.
-        sizes: elements of each part, likewise.
-        counts: how many of them are selected, likewise.
     """
     sizes, counts = np.asarray(sizes, np.int64), np.asarray(counts, np.int64)
     sample = np.minimum(sizes // LINE, LINES) * LINE
@@ -69,16 +64,6 @@ def select_above(
     ``place[0]`` becomes how much of x was looked at, ``place[1]`` how many were found.  A device looks at all of x;
     what there is no room for stays in x, and unused places of the planes get index -1 and entry 0: 2 launches.  The
     host stops where its room ends, and a further call goes on from there (``topk_host.cu``).
-
-    Args:
-        x: ``(n,)``, float32 or float64.
-        add: like x, or empty.
-        index: the plane of indices, ``(room,)`` of int32, which is written.
-        entry: the plane of values, ``(room,)`` of x's dtype, which is written.
-        place: ``(2,)`` of int64, as above.
-        bound: the bits of a magnitude of x's dtype, as an integer.
-        state: on a GPU, ``(above_words(n),)`` of int64.
-        skip_flag: ``(1,)``; a kernel that finds it other than 0 leaves x as it is; or None.
     """
     if not on_gpu(x):
         kernels.encode_above(x, add, index, entry, place, bound, skip_flag)
@@ -102,18 +87,6 @@ def select_largest(
     """Set x to x + add, and move the largest entries of each part of ``table`` out of x: 9 launches, 13 for float64.
 
     This is for GPUs; on the host it is ``kernels.encode_largest``.
-
-    Args:
-        members: of x; nothing is selected of what lies between them.
-        x: ``(n,)``, float32 or float64, on a GPU.
-        add: like x, or empty.
-        table: ``parts_table`` on the GPU.
-        index: the plane of indices, ``(counts.sum(),)`` of int32, which is written.
-        entry: the plane of values, of the same shape and x's dtype, which is written.
-        state: ``(largest_words(table, dtype),)`` of int64.
-        held_index: the indices of candidates, ``(candidates(table),)`` of int32.
-        held: their values, of the same shape and x's dtype.
-        skip_flag: ``(1,)``; a kernel that finds it other than 0 leaves x as it is; or None.
     """
     parts = table.size // CELLS
     guessed = (table, state, held_index, held)

@@ -317,14 +317,7 @@ def by_member(pieces: Iterable[tuple[Piece, np.ndarray]], members: BucketLayout)
 
 
 def settle(x: np.ndarray, state: State, owned: slice | None = None, skip_flag: np.ndarray | None = None) -> None:
-    """Move what this rank owes as the owner of a shard to its residual, as the sum of both is what counts.
-
-    Args:
-        x: the gradients of the bucket, ``(n,)``.
-        state: arrays of its size by name.
-        owned: the part of the bucket that it still owns, which stays; None for nothing.
-        skip_flag: as of ``DeviceContext``.
-    """
+    """Move what this rank owes as the owner of a shard to its residual, but for the part that it still owns."""
     if OWED not in state:
         return
     debt, residual = state[OWED], state_array(state, "residual", x)

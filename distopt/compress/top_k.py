@@ -87,15 +87,7 @@ class Sparse(Lossy):
         return None
 
     def known_entries(self, layout: BucketLayout, summed: bool) -> int | None:
-        """Return how many entries are sent of these tensors, or parts of them that begin at multiples of ``block``.
-
-        Args:
-            layout: the tensors.
-            summed: whether they are chosen from a sum over ranks.
-
-        Returns:
-            The number; None if it depends on the data, or on what else is in the bucket.
-        """
+        """Return how many entries are sent of tensors, or parts that begin at multiples of ``block``; None: unknown."""
         return None
 
     def breakdown(self, payload: np.ndarray, x: np.ndarray, context: ExchangeContext) -> LazyBreakdown:
@@ -123,16 +115,9 @@ class Sparse(Lossy):
         return np.zeros(1, np.int64)
 
     def reselect_sum(self, x: np.ndarray, add: np.ndarray, counts: np.ndarray, context: ExchangeContext) -> np.ndarray:
-        """Move what the owner of a shard sends of a sum over ranks out of x + add: by default all that is not zero.
+        """Move what an owner sends of a sum out of x + add, its memory and the sum: by default all that is not zero.
 
-        Args:
-            x: the memory, or the sum, ``(n,)``.
-            add: the sum, if x is the memory; else empty.
-            counts: of the entries that all ranks have sent, by part (``part_starts``).
-            context: the call for a piece of the bucket.
-
-        Returns:
-            The planes of the entries.
+        ``counts`` are of the entries that all ranks have sent, by part.
         """
         return Threshold(0.0).extract(x, Increment(add, x[:0]), context)
 
@@ -142,19 +127,7 @@ class Sparse(Lossy):
         return self.encode(self.select(x, context, add), x, context)
 
     def select(self, x: np.ndarray, context: ExchangeContext, add: np.ndarray | Increment | None = None) -> np.ndarray:
-        """Move the selected entries out of x (+ add).
-
-        Args:
-            x: the memory or the gradient, ``(n,)``, float32 or float64.
-            context: the call of the compressor.
-            add: what is added to x first, of x's size; None for nothing.
-
-        Returns:
-            The planes of values and of indices, ``(nbytes,)`` of uint8 (``unpack_entries``).
-
-        Raises:
-            ValueError: x has 2^31 elements or more, or ``add`` is not of its size.
-        """
+        """Move the selected entries out of x (+ add); return the planes of their values and indices (``planes``)."""
         increment = add if isinstance(add, Increment) else Increment(x[:0] if add is None else add, x[:0])
         check_size(x.size)
         if add is not None:
@@ -163,40 +136,16 @@ class Sparse(Lossy):
 
     @abc.abstractmethod
     def extract(self, x: np.ndarray, add: Increment, context: ExchangeContext) -> np.ndarray:
-        """Replace x by x + add without the selected entries.
-
-        Args:
-            x: the memory or the gradient, ``(n,)``, float32 or float64.
-            add: what is added to x first; its gradient may be empty.
-            context: the call of the compressor.
-
-        Returns:
-            The planes of values and of indices, as ``select`` returns them.
-        """
+        """Replace x by x + add without the selected entries; return the planes of these."""
 
     def encode(self, planes: np.ndarray, x: np.ndarray, context: ExchangeContext) -> np.ndarray:
-        """Return the payload that carries these planes.
-
-        Args:
-            planes: what ``select`` returned.
-            x: the array that the entries were moved out of; what the payload cannot carry goes back there.
-            context: the call of the compressor.
-        """
+        """Return the payload that carries these planes; what it cannot carry goes back to x."""
         return planes
 
     def decode(
         self, payloads: Sequence[np.ndarray], out: np.ndarray, context: ExchangeContext
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the indices and values of each payload; an index below 0 is no entry.
-
-        Args:
-            payloads: of any number of ranks, each of uint8.
-            out: an array of x's size, dtype and device, which stays as it is.
-            context: the call of the compressor.
-
-        Returns:
-            For each payload the indices, ``(k,)`` of int32, and the values, ``(k,)`` of x's dtype.
-        """
+        """Return the indices and values of each payload; an index below 0 is no entry."""
         return [unpack_entries(payload, out.dtype) for payload in payloads]
 
     def decompress(self, payload: np.ndarray, out: np.ndarray, context: ExchangeContext) -> None:

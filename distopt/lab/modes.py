@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from distopt.checks import unknown_name
-from distopt.compress import ALL, Chunks, Compressor, Word
+from distopt.compress import ALL, Chunks, Compressor
+from distopt.compress.part import Word
 from distopt.engine.outer_loop import Windows
 
 DEFAULT = "dense", "half", "int8", "2bit", "topk=0.01", "dgc=0.001", "dgc=0.001+packed"

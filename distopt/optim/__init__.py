@@ -17,7 +17,7 @@ from distopt.optim.lars_wrapper import LarsWrapper
 from distopt.optim.lbsgd import LBSGD
 from distopt.optim.muon import Muon
 from distopt.optim.optimizer import Optimizer
-from distopt.optim.part import Equations, Part, Timed
+from distopt.optim.part import Part, Timed
 from distopt.optim.protocols import AnyOptimizer, SupportsApply, SupportsUpdate
 from distopt.optim.rmsprop import RMSProp
 from distopt.optim.schedules import (
@@ -35,7 +35,6 @@ from distopt.optim.signum import Signum
 from distopt.optim.wrapper import Wrapper
 
 __all__ = [
-    "ALL",
     "LAMB",
     "LANS",
     "LARS",
@@ -49,20 +48,17 @@ __all__ = [
     "Constant",
     "Cosine",
     "DecayScheduler",
-    "Equations",
     "ExponentialDecay",
     "Factor",
     "LarsWrapper",
     "MultiFactor",
     "Muon",
     "Optimizer",
-    "Part",
     "Poly",
     "RMSProp",
     "Signum",
     "SupportsApply",
     "SupportsUpdate",
-    "Timed",
     "Wrapper",
     "from_strategy",
 ]

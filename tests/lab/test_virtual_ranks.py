@@ -15,13 +15,9 @@ from distopt.compress import (
     Dense,
     ErrorFeedback,
     Half,
-    Int4,
-    Int8,
     OneBit,
     Packed,
-    Threshold,
     TopK,
-    TwoBit,
 )
 from distopt.optim import LAMB, SGD, Adam
 from launch import needs_mpi, run_mpi
@@ -48,46 +44,12 @@ class EveryThird(Compressor):
 
 
 SHAPES = [(40, 50), (7,), (3, 5, 9), (100,), (0,), ()]
-MODES = {
-    "dense": lambda opt, loss: opt(loss),
-    "half": lambda opt, loss: opt.backward_and_update_half(loss, clipping=True, clip_Value=1.5),
-    "bfloat16": lambda opt, loss: opt.step(loss, ErrorFeedback(Half("bfloat16"))),
+MODES = {mode: step for mode, step in laws.MODES.items() if mode not in laws.APART} | {
     "half that may overflow": lambda opt, loss: opt.step(loss, Half(predivide=False)),
-    "top-K": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.02, topK=True),
-    "top-K without memory": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=0.1, topK=True, corr=False),
-    "top-K beyond break even": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.9))),
-    "threshold": lambda opt, loss: opt.step(loss, ErrorFeedback(Threshold(1.5))),
-    "threshold by SINGA": lambda opt, loss: opt.backward_and_sparse_update(loss, spars=1.5),
-    "2 bits": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.3))),
-    "1 bit": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit())),
-    "1 bit, no dense": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit()), break_even=False),
-    "int8": lambda opt, loss: opt.step(loss, ErrorFeedback(Int8())),
-    "int4": lambda opt, loss: opt.step(loss, Int4(32, "stochastic"), break_even=False),
-    "packed": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.05)))),
-    "packed threshold": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(Threshold(2.0), value="int8"))),
-    "packed 2 bits": lambda opt, loss: opt.step(loss, ErrorFeedback(Packed(TopK(0.05), value="2bit"))),
-    "DGC": lambda opt, loss: opt.step(loss, DGC),
-    "DGC by gather": lambda opt, loss: opt.step(loss, NESTEROV, break_even=False),
-    "DGC of all": lambda opt, loss: opt.step(loss, DeepGradientCompression(TopK(1.0))),
-    "top-K in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(TopK(0.02)), exchange="two_phase"),
+    "one bit, never dense": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit()), break_even=False),
     "dense top-K in two phases": lambda opt, loss: opt.step(loss, TopK(0.97, per_tensor=True), exchange="two_phase"),
-    "threshold in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(Threshold(1.5)), exchange="two_phase"),
-    "2 bits in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(TwoBit(0.3)), exchange="two_phase"),
-    "1 bit in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(OneBit()), exchange="two_phase"),
-    "units in two phases": lambda opt, loss: opt.step(loss, OneBit(scale="unit"), exchange="two_phase"),
-    "packed 2 bits in two phases": lambda opt, loss: opt.step(
-        loss, ErrorFeedback(Packed(TopK(0.05), value="2bit")), exchange="two_phase"
-    ),
-    "int8 in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(Int8(64)), exchange="two_phase"),
-    "int4 in two phases": lambda opt, loss: opt.step(loss, ErrorFeedback(Int4()), exchange="two_phase"),
-    "int8 at random in two phases": lambda opt, loss: opt.step(
-        loss, ErrorFeedback(Int8(32, "stochastic")), exchange="two_phase"
-    ),
-    "DGC in two phases": lambda opt, loss: opt.step(loss, DGC, exchange="two_phase"),
     "every third": lambda opt, loss: opt.step(loss, ErrorFeedback(EveryThird())),
-    "Nesterov's in two phases": lambda opt, loss: opt.step(loss, NESTEROV, False, "two_phase"),
 }
-DGC = DeepGradientCompression(TopK(0.05), weight_decay=0.01, clip_norm=3.0, warmup=[0.5, 0.9, 0.95], steps_per_epoch=1)
 NESTEROV = DeepGradientCompression(Packed(TopK(0.1)), nesterov=True, weight_decay=0.01, exclude_1d=False, min_numel=8)
 STEPS = 4
 
@@ -134,8 +96,8 @@ def test_virtual_ranks_have_the_bits_and_bytes_of_threads(mode, size):
 @pytest.mark.parametrize("make", [lambda: Adam(0.01), lambda: LAMB(0.01), lambda: SGD(0.1, momentum=0.9)])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_virtual_ranks_have_the_bits_of_threads_for_any_optimizer_and_dtype(make, dtype):
-    params, _ = walk(3, "top-K", make, dtype)
-    expected, _ = run_ranks(3, lambda comm: train(comm, "top-K", make, dtype))[0]
+    params, _ = walk(3, "topk", make, dtype)
+    expected, _ = run_ranks(3, lambda comm: train(comm, "topk", make, dtype))[0]
     same(params, expected)
 
 

@@ -64,19 +64,20 @@ import numpy as np
 from above_mean import AboveMean
 from sign_sgd import SignSGD
 from distopt import compress, optim
-from distopt.compress import ErrorFeedback, Timed, Word, both
-from distopt.optim import Equations
+from distopt.compress import ErrorFeedback
+from distopt.compress.part import Part, Timed, Word, both
+from distopt.optim import part as of_optimizers
 
-compress.ALL[AboveMean] = lambda: compress.Part(
+compress.ALL[AboveMean] = lambda: Part(
     words={"above": Word(lambda times, options: ErrorFeedback(AboveMean(times)), (3.0,))},
     laws=both("above", ErrorFeedback(AboveMean(2.0))),
     exact=(AboveMean(2.0),),
     timed={"above the mean": Timed(lambda _: ErrorFeedback(AboveMean(3.0)), 0.02)},
 )
-optim.ALL[SignSGD] = lambda: optim.Part(
+optim.ALL[SignSGD] = lambda: of_optimizers.Part(
     laws={"sign sgd": lambda: SignSGD(0.01)},
-    timed={"sign sgd": optim.Timed(lambda: SignSGD(1e-6), 3)},
-    equations={"SignSGD": Equations(lambda: SignSGD(0.01), lambda t, w, g: (w - 0.01 * np.sign(g),), 0)},
+    timed={"sign sgd": of_optimizers.Timed(lambda: SignSGD(1e-6), 3)},
+    equations={"SignSGD": of_optimizers.Equations(lambda: SignSGD(0.01), lambda t, w, g: (w - 0.01 * np.sign(g),), 0)},
 )
 """
 FOUND = """

@@ -10,7 +10,7 @@ import numpy as np
 from distopt.compress import DCT, Compressor, ExchangeContext, TopK
 from distopt.compress.planes import unpack_entries
 from distopt.lab.laws.runs import require
-from distopt.optim import Equations
+from distopt.optim.part import Equations
 
 
 def add_up(kept: np.ndarray, sent: np.ndarray, before: np.ndarray, ulps: float = 0, what: object = "") -> None:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from distopt import compress, optim
-from distopt.compress import Compressor, ErrorFeedback, Try
+from distopt.compress import Compressor, ErrorFeedback
+from distopt.compress.part import Try
 from distopt.optim import SGD, ExponentialDecay
 
 Make = Callable[[], Any]  # makes an optimizer

@@ -17,12 +17,12 @@ from distopt.optim import (
     Adam,
     AdamW,
     BatchGradients,
-    Equations,
     LarsWrapper,
     Muon,
     RMSProp,
     Signum,
 )
+from distopt.optim.part import Equations
 
 Array = np.ndarray
 
