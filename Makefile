@@ -8,8 +8,10 @@ test: .venv ## the default tier: in process, and five runs of two ranks; 90 s on
 	$(PYTHON) -m pytest -q
 test-mpi: .venv ## the tiers of MPI processes and of faults
 	$(PYTHON) -m pytest -q -m "(mpi or faults) and not (device or torch or slow or gpu)"
-test-all: .venv ## every tier but slow, gpu and slurm; half an hour
-	$(PYTHON) -m pytest -q -m "not (slow or gpu or slurm)" --hypothesis-profile thorough
+test-all: .venv ## every tier but full, slow, gpu and slurm; half an hour
+	$(PYTHON) -m pytest -q -m "not (full or slow or gpu or slurm)" --hypothesis-profile thorough
+test-full: .venv ## every combination of what the other tiers try in pairs
+	$(PYTHON) -m pytest -q -m "full and not (slow or gpu or slurm)" --hypothesis-profile thorough
 test-slow: .venv ## what needs gigabytes of memory or many minutes
 	$(PYTHON) -m pytest -q -m "slow and not (gpu or slurm)"
 test-slurm: .venv ## the examples for Slurm, on a cluster of two nodes that is started from Slurm's packages
@@ -62,5 +64,5 @@ first-hour-kit: .venv ## kit/: what to carry to a machine with a GPU, for bash k
 	du -sh $(KIT)
 .venv:
 	python3 -m venv .venv && .venv/bin/pip install -e '.[mpi,test]'
-.PHONY: help run test test-mpi test-all test-slow test-slurm wheel soak kills lint docs bench
+.PHONY: help run test test-mpi test-all test-full test-slow test-slurm wheel soak kills lint docs bench
 .PHONY: first-hour first-hour-kit test-gpu bench-gpu

@@ -6,6 +6,7 @@ process (``test_two_ranks.py`` has those that do), and it is not skipped.  ``con
 
 import ast
 import collections
+import itertools
 import os
 import re
 import sys
@@ -59,17 +60,45 @@ def _no_processes(event, details):
         )
 
 
+def all_pairs(cases, met=()):
+    """The numbers of a few cases, tuples of values, in which every two values meet that do so in any of them.
+
+    ``met``: numbers of cases that are tried anyhow.  The choice is a greedy one, and always the same.
+    """
+    pairs = [set(itertools.combinations(enumerate(case), 2)) for case in cases]
+    chosen, left = set(met), set().union(*pairs).difference(*(pairs[number] for number in met))
+    for new in range(max(map(len, pairs), default=0), 0, -1):
+        for number, of_case in enumerate(pairs):
+            if len(of_case & left) >= new:
+                chosen.add(number)
+                left -= of_case
+    return chosen
+
+
+def values_of(item):
+    """A case's parameters, in words."""
+    return tuple(map(repr, item.callspec.params.values())) if hasattr(item, "callspec") else ()
+
+
 def keep_samples(items):
-    """Move the cases of a test marked ``sampled(n)`` to the thorough tier, but n of them, evenly spaced."""
+    """Share out the cases of tests that are marked ``sampled(n)`` or ``pairs``.
+
+    n, evenly spaced, are of the default tier, or none.  Of the others the tier ``full`` has those that no two values
+    need to meet, and what is sampled is otherwise of the thorough tier.
+    """
     cases = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if item.get_closest_marker("sampled") or item.get_closest_marker("pairs"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_one in cases.values():
-        (count,) = of_one[0].get_closest_marker("sampled").args
-        kept = {k * len(of_one) // count for k in range(count)}
+        sampled = of_one[0].get_closest_marker("sampled")
+        kept = {k * len(of_one) // sampled.args[0] for k in range(sampled.args[0])} if sampled else set()
+        values = [values_of(item) for item in of_one]
+        pairs = all_pairs(values, kept) if len(values[0]) > 2 else range(len(of_one))
         for number, item in enumerate(of_one):
-            if number not in kept:
+            if number not in pairs:
+                item.add_marker(pytest.mark.full)
+            elif sampled and number not in kept:
                 item.add_marker(pytest.mark.thorough)
 
 

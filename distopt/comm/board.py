@@ -18,12 +18,7 @@ PATIENCE = 20_000_000  # nanoseconds between two looks at whether the others sti
 
 
 class RankEnded(PeerLeft):
-    """The process of a rank has ended, and has written nothing more.
-
-    Args:
-        rank: the rank.
-        how: in words.
-    """
+    """The process of a rank has ended, and has written nothing more."""
 
     def __init__(self, rank: int, how: str = "has ended"):
         super().__init__(f"rank {rank} {how}")
@@ -31,19 +26,15 @@ class RankEnded(PeerLeft):
 
 
 class Board:
-    """A board on which each rank writes a frame per round, and reads those of all ranks.
+    """Frames of all ranks of one machine, one per round and rank, in memory that all of them read."""
 
-    A round takes microseconds, while a message through a socket takes a tenth of a millisecond.  Frames of two rounds
-    have places of their own: a rank can begin a round only when all have read the last but one.
-
-    Args:
-        arrays: those of all ranks, in rank order, with ``HEAD`` numbers and two frames each.
-        rank: this rank.
-        ends: file descriptors by which each process tells that it has ended, in rank order.
-    """
+    # A round takes microseconds, while a message through a socket takes a tenth of a millisecond.  Frames of two rounds
+    # have places of their own: a rank can begin a round only when all have read the last but one.
 
     def __init__(self, arrays: Sequence[np.ndarray], rank: int, ends: Sequence[int]):
         length = (arrays[rank].size - HEAD) // 2
+        # arrays: those of all ranks, in rank order, with `HEAD` numbers and two frames each
+        # ends: file descriptors by which each process tells that it has ended, in rank order
         self._arrays, self._rank, self._ends = arrays, rank, ends
         self._closing = weakref.finalize(self, _close, ends)
         self._frames = [[a[HEAD + k * length : HEAD + (k + 1) * length] for a in arrays] for k in (0, 1)]
@@ -52,12 +43,8 @@ class Board:
 
     @classmethod
     def open(cls, control: ControlChannel, length: int) -> "Board | None":
-        """Make a board of the ranks of a channel; None where they do not share memory.  Collective.
-
-        Args:
-            control: the channel.
-            length: int64 numbers of a frame.
-        """
+        """Make a board of the ranks of a channel; None where they do not share memory.  Collective."""
+        # length: int64 numbers of a frame.
         mine = allocate(HEAD + 2 * length, np.int64)
         arrays = peers_of(np.zeros(0) if mine is None else mine, control)
         ends = [] if arrays is None else _ends(list(map(int, control.gather(str(os.getpid())))))
@@ -65,7 +52,7 @@ class Board:
         return cls(arrays, control.rank, ends) if opened and arrays is not None else None
 
     def write(self, frame: np.ndarray) -> list[np.ndarray]:
-        """Write this rank's frame of the next round, and return where those of all ranks will be."""
+        """Write this rank's frame of the next round, and return where the frames of all ranks will be."""
         self._round += 1
         frames = self._frames[self._round & 1]
         frames[self._rank][...] = frame
@@ -73,11 +60,7 @@ class Board:
         return frames
 
     def swap(self, frame: np.ndarray) -> list[np.ndarray]:
-        """Write this rank's frame, and return those of all ranks, which stay until the next round.  Collective.
-
-        Raises:
-            RankEnded: a rank has ended before this round, or has revoked the board.
-        """
+        """Write this rank's frame, and return those of all ranks, which stay until the next round.  Collective."""
         self._check_revoked(self._rank)
         frames = self.write(frame)
         while (late := self._late(PATIENCE)) is not None:
@@ -95,7 +78,7 @@ class Board:
                 raise RankEnded(rank)
 
     def revoke(self) -> None:
-        """Let all ranks that wait on this board raise RankEnded, now and from now on."""
+        """From now on RankEnded is raised on every rank that waits, or will wait, on this board."""
         self._arrays[self._rank][REVOKED] = 1
 
     def has_ended(self, rank: int, patience: float = 0.0) -> bool:
@@ -103,7 +86,6 @@ class Board:
         return bool(select.select([self._ends[rank]], [], [], patience)[0])
 
     def close(self) -> None:
-        """Release the descriptors."""
         self._closing()
 
     def _check_revoked(self, rank: int) -> None:
@@ -111,7 +93,7 @@ class Board:
             raise RankEnded(rank, "goes on without a rank that was lost")
 
     def _late(self, patience: int) -> int | None:
-        """Return a rank that has not begun this round after so many nanoseconds; None if there is none."""
+        """Return a rank that has not begun this round after so many nanoseconds; None if all have."""
         first = int(library().first_late(len(self._arrays), self._rounds, self._round, patience))
         return None if first == len(self._arrays) else first
 

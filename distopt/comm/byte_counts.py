@@ -146,12 +146,10 @@ class Direct(Algorithm):
     """Direct exchange between all pairs of ranks; each slice of a sum is formed by its owner, which sends it to all."""
 
     def all_reduce(self, shares: Sequence[int], rank: int) -> Moved:
-        """Return the bytes of a reduce-scatter of the slices and an all-gather of their sums."""
         exchanged = _zeroed_at([share + shares[rank] for share in shares], rank)
         return Moved(exchanged, exchanged)
 
     def all_gather(self, parts: Sequence[int], rank: int) -> Moved:
-        """Return the bytes of sending this rank's part to every other rank."""
         return Moved(_zeroed_at([parts[rank]] * len(parts), rank), _zeroed_at(parts, rank))
 
 
@@ -159,17 +157,14 @@ class Ring(Algorithm):
     """Ring, in which every rank sends only to the next one (Patarasuk and Yuan, 2009)."""
 
     def all_reduce(self, shares: Sequence[int], rank: int) -> Moved:
-        """Return the bytes of a reduce-scatter and an all-gather around the ring.
-
-        The sum of slice r + 1 is complete on rank r, which therefore sends all slices but that one in the first phase,
-        and all but slice r + 2 in the second.
-        """
+        """Return the bytes of a reduce-scatter and an all-gather around the ring."""
+        # The sum of slice r + 1 is complete on rank r, which therefore sends all slices but that one in the first
+        # phase, and all but slice r + 2 in the second.
         current, following, second = (shares[(rank + k) % len(shares)] for k in range(3))
         total = 2 * sum(shares)
         return self._around(len(shares), rank, total - following - second, total - current - following)
 
     def all_gather(self, parts: Sequence[int], rank: int) -> Moved:
-        """Return the bytes of passing on every part but that of the next rank."""
         total, following = sum(parts), parts[(rank + 1) % len(parts)]
         return self._around(len(parts), rank, total - following, total - parts[rank])
 

@@ -24,7 +24,8 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
 NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)), *HALVES)
 Groups = tuple[tuple[int, ...], ...]  # of ranks
-Ragged = bool | Sequence[int]  # whether lengths differ, or the elements from each rank, if they are known
+# whether lengths differ, or the elements from each rank, if they are known
+Ragged = bool | Sequence[int]
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
@@ -262,17 +263,18 @@ class Communicator(abc.ABC):
         result is this communicator.
         """
         self._forget_those_before()
-        if self._second is None:  # Python 3.11's cached_property has a lock that all ranks of this process would share
+        # Python 3.11's cached_property has a lock that all ranks of this process would share
+        if self._second is None:
             self._second = self.make_duplicate()
         return self._second
 
     def _forget_those_before(self) -> None:
-        """Forget the duplicate and the subgroups of an epoch with other ranks."""
+        """Drop the duplicate and the subgroups of an earlier epoch, which had other ranks."""
         if self._made_in != self.epoch:
             self._second, self._subgroups, self._made_in = None, {}, self.epoch
 
     def _made_of_it(self) -> "list[Communicator]":
-        """Return the duplicate and the subgroups, as far as they have been made."""
+        """The duplicate and the subgroups, as far as they have been made."""
         return [made for made in (self._second, *self._subgroups.values()) if made is not None]
 
     @abc.abstractmethod
@@ -354,7 +356,7 @@ class Communicator(abc.ABC):
 
     @property
     def awaited(self) -> bool:
-        """Whether a process waits to be let in, as far as this rank knows."""
+        """Whether a process waits to be admitted, as far as this rank knows."""
         return False
 
     def start_newcomer(self) -> None:  # noqa: B027  where the launcher starts it, or nobody
@@ -364,7 +366,7 @@ class Communicator(abc.ABC):
         """Call ``prepare`` before others come, and what it returns when they have (``comm.Elastic``)."""
 
     def let_in(self) -> None:  # noqa: B027
-        """Go on with the processes that wait to be let in; between steps.  Collective then."""
+        """Admit the processes that wait; between steps.  Collective then."""
 
     def join_others(self) -> None:
         """Wait until the others let this process in; from then on its rank and size are those among all.
@@ -427,11 +429,7 @@ def _forwarded(method: F) -> F:
 
 
 class _Forwarded:
-    """An attribute that is what the wrapped communicator has now, as its ranks may change, unless it is assigned.
-
-    Args:
-        default: what the class has.
-    """
+    """An attribute that reads the wrapped communicator's, since its ranks may change, unless it is assigned."""
 
     def __init__(self, default: Any = None):
         self._default = default
@@ -444,13 +442,9 @@ class _Forwarded:
 
 
 class Wrapper(Communicator):
-    """Communicator around another one, to which it forwards every call that a subclass does not define.
+    """Communicator around another one, to which it forwards every call that a subclass does not define."""
 
-    ``all_reduce_each`` and ``broadcast_object`` are not forwarded: they call the methods of the subclass.
-
-    Attributes:
-        comm: the wrapped communicator.
-    """
+    # `all_reduce_each` and `broadcast_object` are not forwarded: they call the methods of the subclass.
 
     def __init__(self, comm: Communicator):
         self.comm = comm
@@ -510,11 +504,9 @@ class Wrapper(Communicator):
         return self.comm.unwrapped
 
     def make_duplicate(self) -> Communicator:
-        """Make the same wrapper around a duplicate of the wrapped communicator.  Collective."""
         return self.moved_to(self.comm.duplicate())
 
     def separate(self) -> Communicator:
-        """Return the same wrapper around a communicator of the caller's alone.  Collective."""
         return self.moved_to(self.comm.separate())
 
     def moved_to(self, comm: Communicator) -> Communicator:
@@ -525,7 +517,6 @@ class Wrapper(Communicator):
         return other
 
     def make_subgroup(self, groups: Groups) -> Communicator:
-        """Make the same wrapper around a group of the wrapped communicator.  Collective."""
         return self.moved_to(self.comm.subgroup(groups))
 
     def __repr__(self) -> str:
@@ -566,7 +557,8 @@ def sum_in_rank_order(parts: Sequence[np.ndarray]) -> np.ndarray:
         sum_halves([x.reshape(-1) for x in parts], flat)
         return flat.reshape(parts[0].shape)
     total = device.copied(parts[0])
-    with np.errstate(over="ignore", invalid="ignore"):  # other transports do not warn either; see the sum for overflow
+    # other transports do not warn either; see the sum for overflow
+    with np.errstate(over="ignore", invalid="ignore"):
         for x in parts[1:]:
             if device.on_gpu(total):
                 kernels.accumulate(x, total)
@@ -582,11 +574,9 @@ def sum_halves(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
 
 
 def all_reduce_in_rank_order(comm: Communicator, x: np.ndarray) -> None:
-    """Replace x, in place, by its sum over ranks, added in rank order.  Collective.
-
-    Each slice goes to the rank that owns it, is added up there, and is gathered by all.  That moves as many bytes as a
-    ring, and the result is the same to the bit on any transport and in any chunking.
-    """
+    """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
+    # Each slice goes to the rank that owns it, is added up there, and is gathered by all.  That moves as many bytes as
+    # a ring, and gives the same bits on any transport and in any chunking.
     flat = as_flat(x, gpu=device.gpu_of(x))
     with comm.on_comm_stream():
         parts = comm.all_gather(comm.reduce_scatter(flat), ragged=True)
@@ -595,17 +585,7 @@ def all_reduce_in_rank_order(comm: Communicator, x: np.ndarray) -> None:
 
 
 def as_flat(x: np.ndarray, writable: bool = True, gpu: int | None = None) -> np.ndarray:
-    """Return x as a flat view, if a communicator can carry it.
-
-    Args:
-        x: any array.
-        writable: whether x must be writable.
-        gpu: number of the communicator's GPU, None for the host.
-
-    Raises:
-        TypeError: x is no array of a dtype in ``NUMBERS``, is not C-contiguous, or is not writable but must be.
-        ValueError: x is on another GPU.
-    """
+    """Return x as a flat view, if a communicator can carry it."""
     if not device.is_array(x) or x.dtype not in NUMBERS:
         raise TypeError(f"a communicator's array must be of {', '.join(map(str, NUMBERS))}, got {describe(x)}")
     if not x.flags.c_contiguous or (writable and not device.writable(x)):
@@ -615,28 +595,14 @@ def as_flat(x: np.ndarray, writable: bool = True, gpu: int | None = None) -> np.
 
 
 def flat_parts(parts: Sequence[np.ndarray], size: int, gpu: int | None = None) -> list[np.ndarray]:
-    """Return the parts as flat views.
-
-    Args:
-        parts: one array per rank.
-        size: number of ranks.
-        gpu: number of the communicator's GPU, None for the host.
-
-    Raises:
-        TypeError: a communicator cannot carry one of them.
-        ValueError: there is not one per rank.
-    """
+    """Return the parts, one array per rank, as flat views."""
     if len(parts) != size:
         raise ValueError(f"parts must be {size} arrays, one per rank, got {len(parts)}")
     return [as_flat(x, writable=False, gpu=gpu) for x in parts]
 
 
 def split(memory: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """Cut a flat array into consecutive parts of these sizes, in elements.
-
-    Raises:
-        ValueError: the sizes do not add up to the length of ``memory``.
-    """
+    """Cut a flat array into consecutive parts of these sizes, in elements."""
     if memory.size != sum(sizes):
         raise ValueError(f"into must be of {sum(sizes)} elements, the parts of all ranks, got {memory.size}")
     ends = itertools.accumulate(sizes)
@@ -644,11 +610,7 @@ def split(memory: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
 
 
 def check_root(root: int, size: int) -> int:
-    """Return ``root``.
-
-    Raises:
-        ValueError: it is no rank.
-    """
+    """Return ``root``; ValueError if it is no rank."""
     if not 0 <= root < size:
         raise ValueError(f"root must be a rank from 0 to {size - 1}, got {root}")
     return root

@@ -23,10 +23,12 @@ from distopt.version import __version__
 
 # Indices of the entries of a vote, an int64 vector; each rank gets its elementwise maximum over ranks.
 FINGERPRINT, MINUS_FINGERPRINT, ERROR, REPORT, LEAVING, STAYING, STOP, JOINED, DOUBTS = range(9)
-LEAVE = (0, 0, False, False, True, False, 0, False, False)  # the vote of a rank whose script has ended
+# the vote of a rank whose script has ended
+LEAVE = (0, 0, False, False, True, False, 0, False, False)
 
 NO_TEXT = "\0no text: "  # precedes the type name of an argument that is no text
-RAISED = (ValueError, TypeError, FloatingPointError, MemoryError, RuntimeError)  # types that every rank raises as is
+# types that every rank raises as is
+RAISED = (ValueError, TypeError, FloatingPointError, MemoryError, RuntimeError)
 
 Describe = Callable[[], list[str]]
 Waits = Callable[..., AbstractContextManager[None]]  # OperationLog
@@ -49,34 +51,23 @@ def fingerprint(lines: Iterable[str]) -> int:
 
 
 class ControlChannel(abc.ABC):
-    """Channel for small host messages, votes and texts, between the ranks of one communicator; never over NCCL.
+    """Channel for small host messages, votes and texts, between the ranks of one communicator; never over NCCL."""
 
-    A subclass defines ``rank``, ``size``, ``maximum`` and ``gather_strings``; for exchanges by nodes ``subgroup`` too.
-
-    Attributes:
-        rank: this rank's number, from 0.
-        size: number of ranks.
-        progress: name of the call that this rank voted on last.
-        part: the part of that call, if it has several votes.
-        optimizers: number of optimizers that were made on this communicator.
-        stop: number of the signal by which a rank was asked to end, as of the last vote; 0 for none.
-        joined: the ranks that had no data left, as of the last vote.
-        doubted: whether a rank doubted that the sums would be finite, as of the last vote.
-        awaited: whether a rank knew of a process that waits to be let in, as of the last vote.
-        came: whether this process has come later than others, in the place of a lost rank.
-        waits: records the waits of this rank alone.
-    """
+    # A subclass defines `rank`, `size`, `maximum` and `gather_strings`; for exchanges by nodes `subgroup` too.
 
     rank: int
     size: int
-    progress = "the start"
-    part = ""
-    optimizers = 0
+    progress = "the start"  # name of the call that this rank voted on last
+    part = ""  # of that call, if it has several votes
+    optimizers = 0  # number of optimizers that were made on this communicator
+    # What the last vote found: the number of the signal by which a rank was asked to end, 0 for none; the ranks that
+    # had no data left; whether a rank doubted that the sums would be finite, or knew of a process that waits to join.
     stop = 0
     joined: frozenset[int] = frozenset()
     doubted = False
+    # came: this process has joined later than others, in the place of a lost rank
     awaited = came = False
-    waits: Waits = staticmethod(silent)
+    waits: Waits = staticmethod(silent)  # records the waits of this rank alone
     _gone: Exception | None = None  # why no vote is possible any more
     _process = 0  # id of the process that votes, which is none of its children
 
@@ -89,19 +80,11 @@ class ControlChannel(abc.ABC):
         """Return one text per rank, in rank order.  Collective."""
 
     def subgroup(self, members: tuple[int, ...]) -> "ControlChannel":
-        """Make a channel of some of the ranks, ascending and this one among them.  Collective over all ranks.
-
-        Raises:
-            ValueError: this channel has no groups of ranks; one that has them overrides this.
-        """
+        """Make a channel of some of the ranks, ascending and this one among them.  Collective over all ranks."""
         raise ValueError(f"the exchange by nodes needs a channel that defines subgroup, got a {type(self).__name__}")
 
     def gather(self, text: str) -> list[str]:
-        """Return one text per rank, in rank order.  Collective.
-
-        Raises:
-            TypeError: on every rank alike, if a rank passes anything but a string.
-        """
+        """Return one text per rank, in rank order; TypeError on every rank if one passes no string.  Collective."""
         texts = self.gather_strings(text if isinstance(text, str) else NO_TEXT + type(text).__name__)
         for rank, answer in enumerate(texts):
             if answer.startswith(NO_TEXT):
@@ -111,16 +94,10 @@ class ControlChannel(abc.ABC):
         return texts
 
     def gather_texts(self, lines: Sequence[str], make: Callable[[], str]) -> list[str]:
-        """Return one text per rank, after a vote on ``lines``.  Collective.
-
-        Args:
-            lines: a description of the call, which must be the same on all ranks.
-            make: returns this rank's text; on one rank at least it must not be empty.
-
-        Raises:
-            Exception: on every rank alike, the error that ``make`` raises on one rank.
-            ValueError: on every rank alike, if lines differ.
-        """
+        """Return one text per rank, after a vote on ``lines``.  Collective."""
+        # lines: a description of the call, which must be the same on all ranks.
+        # make: returns this rank's text; on one rank at least it must not be empty.
+        # Raises Exception: on every rank alike, the error that `make` raises on one rank.
         error, text = None, ""
         try:
             text = make()
@@ -153,28 +130,16 @@ class ControlChannel(abc.ABC):
         doubts: bool = False,
         awaited: bool = False,
     ) -> list[str]:
-        """Agree that every rank is about to do the same thing, and that no rank has an error.  Collective.
-
-        Args:
-            name: name of the call that this rank is about to do.
-            call_fingerprint: fingerprint of that call.
-            describe: returns the call in lines; called only if ranks differ.
-            error: the error of this rank.
-            report: a text for all ranks.
-            part: part of the call that the vote is about, if it has several votes.
-            joined: whether this rank has no data left, and only takes part in the collectives of the others.
-            doubts: whether sums of this rank's data may overflow.
-            awaited: whether this rank knows of a process that waits to be let in.
-
-        Returns:
-            One report per rank, [] if none has any.
-
-        Raises:
-            Exception: on every rank alike, the error of the lowest rank that has one.
-            ValueError: if ranks differ; names the first line that does.  On every rank alike, unless only such as came
-                later differ from the others: on those alone.
-            PeerLeft: on every rank alike, if a rank has ended; and where others are to end alone.
-        """
+        """Agree that every rank is about to do the same thing, and that no rank has an error.  Collective."""
+        # Raises on every rank alike: the error of the lowest rank that has one; else ValueError that names the first
+        # line in which ranks differ, but only on those that joined late if only these differ; PeerLeft if a rank has
+        # ended.
+        # describe: returns the call in lines; called only if ranks differ.
+        # report: a text for all ranks.
+        # part: part of the call that the vote is about, if it has several votes.
+        # doubts: sums of this rank's data may overflow.
+        # awaited: this rank knows of a process that waits to be admitted.
+        # Returns one report per rank; [] if none has any.
         if self._gone:
             raise self._gone
         if self._process != os.getpid():
@@ -201,22 +166,16 @@ class ControlChannel(abc.ABC):
         return self.gather(report) if votes[REPORT] else []
 
     def leave(self) -> None:
-        """Take no part in any later vote; wait until every other rank leaves too, or knows it.
-
-        Raises:
-            PeerLeft: a rank has ended meanwhile.
-        """
+        """Take no part in any later vote; wait until every other rank leaves too, or knows it."""
+        # Raises PeerLeft: a rank has ended meanwhile.
         votes = np.array(LEAVE, np.int64)
         self.maximum(votes)
-        with contextlib.suppress(Exception):  # the others know, and may have gone on without this rank already
+        # the others know, and may have gone on without this rank already
+        with contextlib.suppress(Exception):
             self.finish_leaving(votes)
 
     def vote_on_version(self) -> None:
-        """Vote for the first time, on the version of distopt and the byte order.  Collective.
-
-        Raises:
-            ValueError: on every rank alike, if ranks differ in these.
-        """
+        """Vote for the first time, on the version of distopt and the byte order.  Collective."""
         lines = [f"distopt {__version__}", f"{sys.byteorder}-endian numbers"]
         self.vote("the start", fingerprint(lines), lambda: lines)
 
@@ -226,11 +185,7 @@ class ControlChannel(abc.ABC):
         return self._gone is not None
 
     def finish_leaving(self, votes: np.ndarray) -> None:
-        """Finish a vote that began as ``LEAVE``: if any rank stays, send it this rank's progress.
-
-        Args:
-            votes: the result of the vote.
-        """
+        """Finish a vote that began as ``LEAVE``: if any rank stays, send it this rank's progress."""
         if votes[STAYING]:
             self.gather(f"rank {self.rank} left after {self.progress}")
 
@@ -248,10 +203,9 @@ class ControlChannel(abc.ABC):
         raise agreed(kind(f"rank {rank}: {message}"), speaks=self.rank == rank) from cause
 
     def _raise_difference(self, lines: list[str]) -> NoReturn:
-        """Raise an error that names the first line in which ranks differ.
-
-        Who has come later, and is in another call than those that were here before, ends alone: the others go on.
-        """
+        """Raise an error that names the first line in which ranks differ."""
+        # A process that joined late, and is in another call than the ranks that were here before, ends alone: the
+        # others continue.
         came, plans = zip(*(json.loads(t) for t in self.gather(json.dumps([self.came, lines]))), strict=True)
         text = _first_difference(plans)
         before = [plan for plan, late in zip(plans, came, strict=True) if not late]
@@ -284,13 +238,9 @@ def _first_difference(plans: Sequence[list[str]]) -> str:
 
 
 def agreed(error: E, speaks: bool, patience: float = 0.0) -> E:
-    """Mark an error that every rank raises alike, and return it.
-
-    Args:
-        error: the error.
-        speaks: whether this rank prints the traceback if the error is not caught; one rank should.
-        patience: seconds between the traceback and the end of the job.
-    """
+    """Mark an error that every rank raises alike, and return it."""
+    # speaks: whether this rank prints the traceback if the error is not caught; one rank should.
+    # patience: seconds between the traceback and the end of the job.
     error.agreed = (speaks, patience)  # type: ignore[attr-defined]
     return error
 

@@ -72,7 +72,7 @@ class Elastic(Wrapper):
         self._resized: list[Resized] = []
 
     def on_resize(self, callback: Resized) -> None:
-        """Call ``callback(rank, size)`` behind each transaction in which they have changed.
+        """Call ``callback(rank, size)`` after each transaction in which they have changed.
 
         On a communicator that ``separate`` has made: in ``tell_resized``, as another thread may use it.
         """
@@ -120,7 +120,7 @@ class Elastic(Wrapper):
         return cast(T, outcome())
 
     def on_join(self, prepare: Callable[[], Callable[[], object]]) -> None:
-        """Call ``prepare`` before processes are let in, and what it returns when some have come, but not on these.
+        """Call ``prepare`` before processes are admitted, and what it returns when some have come, but not on these.
 
         Raises:
             RuntimeError: this was called before, or threads may be using other communicators of the same ranks.
@@ -135,7 +135,7 @@ class Elastic(Wrapper):
         self._prepare = prepare
 
     def let_in(self) -> None:
-        """Go on with the processes that wait to be let in, and send them what they need.  Collective then.
+        """Admit the processes that wait, and send them what they need.  Collective then.
 
         All ranks know of them by the vote at the end of the last transaction.  Where ``separate`` has made another
         communicator, which a thread may be using, they are let in on that one, while nothing is under way there; and
@@ -152,7 +152,7 @@ class Elastic(Wrapper):
 
     @property
     def _shuts(self) -> bool:
-        """Whether a thread may be using another communicator of these ranks, so that nobody can be let in on this."""
+        """Whether a thread may be using another communicator of these ranks, so that none may join on this one."""
         return self._family.members[1:] not in ([], [self])
 
     def join_others(self) -> None:
@@ -196,7 +196,7 @@ class Elastic(Wrapper):
             self._leave()
 
     def _outcome(self, operation: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a function that returns what an operation has returned, or raises what all ranks have raised alike."""
+        """Return a function that returns what the operation returned, or raises what all ranks have raised alike."""
         try:
             value = operation()
         except Exception as error:
@@ -206,12 +206,12 @@ class Elastic(Wrapper):
         return lambda: value
 
     def _vote(self, line: str) -> None:
-        """Vote beside the votes of steps, on a line that must be the same on all ranks.  Collective."""
+        """Vote, apart from the votes of steps, on a line that must be the same on all ranks.  Collective."""
         control, awaited = self.control, bool(self._prepare) and self.comm.awaited
         control.vote(control.progress, fingerprint([line]), lambda: [line], part=f", {line}", awaited=awaited)
 
     def _go_on(self, lets_in: bool = False) -> None:
-        """Go on with the ranks that live, if this communicator does not yet.  Collective."""
+        """Continue with the ranks that live, if this communicator does not yet.  Collective."""
         self._family.go_on(self.epoch, lets_in)
         self._take_next()
 
@@ -322,44 +322,37 @@ class Elastic(Wrapper):
 
 
 class Family:
-    """Communicators of the same ranks, which go on together.
+    """The communicators of the same ranks, which change to the ranks of the next epoch together."""
 
-    A rank may wait on one of them for a rank that waits on another one, or for a thread that does.
-
-    Attributes:
-        members: in the order in which they were made; others are made from the first one.
-        epoch: how often ranks were lost.
-        came: how many processes were let in at the last of these times.
-        stop: number of the signal by which a rank was asked to end, as the others have said at the last loss.
-        leaving: is set when this process comes to its end.
-        left: is set when the others know that.
-    """
+    # Together, since a rank may wait on one of them for a rank that waits on another one, or for a thread that does.
 
     def __init__(self) -> None:
+        # in the order in which they were made; others are made from the first one
         self.members: list[Elastic] = []
+        # came: how many processes joined at the last of these times
+        # stop: number of the signal by which a rank was asked to end, as the others have said at the last loss
         self.epoch = self.came = self.stop = 0
+        # leaving: is set when this process comes to its end
         self.leaving, self.left = threading.Event(), threading.Event()
         self._lock = threading.Lock()
 
     def go_on(self, epoch: int, lets_in: bool) -> None:
-        """Give all members transports of the ranks that live.  Collective, unless it was done since ``epoch``.
-
-        Args:
-            epoch: of the member that asks.
-            lets_in: processes that wait may be among them, if all ranks say so.
-        """
+        """Give all members transports of the ranks that live.  Collective, unless it was done after ``epoch``."""
+        # epoch: of the member that asks.
+        # lets_in: processes that wait may be among them, if all ranks say so.
         with self._lock:
             if self.epoch == epoch:
                 self._go_on([member.newest for member in self.members], lets_in)
 
     def catch_up(self) -> None:
-        """Count the transactions that the others have seen end, as a process that they have let in."""
+        """Count the transactions that the others have ended before this process joined."""
         for member in self.members:
             member.ended = member.most
 
     def _go_on(self, comms: list[Communicator], lets_in: bool) -> None:
         began, before = time.monotonic(), comms[0]
-        place = comms[-1].control.progress  # of a training that has a communicator of its own, if there is one
+        # of a training that has a communicator of its own, if there is one
+        place = comms[-1].control.progress
         while True:
             for comm in comms:
                 comm.revoke()
@@ -370,7 +363,8 @@ class Family:
                 said = [json.loads(text) for text in texts]
                 self.epoch, self.stop = self.epoch + 1, max(stop for _, _, stop in said)
                 self.came = sum(rank is None for rank, _, _ in said)
-                whole = min(len(ended) for _, ended, _ in said)  # one of which a rank has no end yet is made again
+                # one of which a rank has no end yet is made again
+                whole = min(len(ended) for _, ended, _ in said)
                 for k, member in enumerate(self.members[:whole]):
                     member.most = max(member.most, *(ended[k] for _, ended, _ in said))
                 comms[1:whole] = [comms[0].separate() for _ in range(1, whole)]

@@ -31,16 +31,11 @@ REVOKED = "revoked"  # the key under which a rank says so
 
 
 class LineStore(dist.Store):  # type: ignore[misc,name-defined]
-    """What gloo looks for the addresses of ranks in: each has what any has put, over the launcher.
-
-    Args:
-        ranks: the members of an epoch.
-        line: to the launcher.
-        place: the beginning of all names.
-    """
+    """Addresses of ranks, for gloo: each rank has what any has put, sent over the launcher."""
 
     def __init__(self, ranks: "EpochRanks", line: Line, place: str):
         super().__init__()
+        # place: the beginning of all keys
         self._ranks, self._line, self._place = ranks, line, place
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -56,15 +51,11 @@ class LineStore(dist.Store):  # type: ignore[misc,name-defined]
         return value
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell if values are there."""
+        """Tell if values for these keys have come."""
         return all(self._line.value(self._place + key) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta = CONNECT) -> None:
-        """Wait for values.
-
-        Raises:
-            RuntimeError: they have not come in time, or will not, as a member was lost.
-        """
+        """Wait for values; RuntimeError if they have not come in time, or will not, as a member was lost."""
         if not self._line.wait(lambda: self.check(keys) or self._ranks.broken, timeout.total_seconds()):
             raise RuntimeError(f"no rank has said {', '.join(keys)} within {timeout.total_seconds():g} s")
         if not self.check(keys):
@@ -72,22 +63,11 @@ class LineStore(dist.Store):  # type: ignore[misc,name-defined]
 
 
 class EpochRanks:
-    """The members of a communicator in one epoch.
-
-    Args:
-        line: to the launcher.
-        name: the communicator's.
-        epoch: the epoch.
-
-    Attributes:
-        rank: this process's number among all that the launcher has started.
-        all: those of the members, ascending.
-        epoch: the epoch.
-        place: the epoch in words.
-    """
+    """The members of a communicator in one epoch."""
 
     def __init__(self, line: Line, name: str, epoch: Epoch):
-        self.place = f"in epoch {epoch.number}"
+        self.place = f"in epoch {epoch.number}"  # the epoch in words
+        # rank: this process's number among all that the launcher has started
         self.rank, self.all, self.name, self.epoch = line.member, list(epoch.members), name, epoch
         self._line, self._revoked = line, False
         self._ways: weakref.WeakSet[Revocable] = weakref.WeakSet()
@@ -97,23 +77,15 @@ class EpochRanks:
 
     @classmethod
     def next(cls, line: Line, name: str, text: str, lets_in: bool = False, limited: bool = True) -> "EpochRanks":
-        """Ask the launcher for the next epoch of a communicator, and return its members.  Collective of these.
-
-        Args:
-            line: to the launcher.
-            name: the communicator's.
-            text: for all members.
-            lets_in: whether processes that wait may be members.
-            limited: whether the time limit holds.
-        """
+        """Ask the launcher for the next epoch of a communicator, and return its members.  Collective of these."""
+        # text: for all members.
+        # limited: whether the time limit holds.
         with meeting_of(line.member, limited=limited):
             return cls(line, name, line.ask(name, text, lets_in))
 
     def agree(self, well: bool) -> bool:
-        """Return whether all members live and say that all is well: the same on all that live.  Collective.
-
-        It is the launcher that decides, which no rank's end can divide.
-        """
+        """Return whether all members live and say that all is well: the same on all that live.  Collective."""
+        # The launcher decides, which no rank's end can divide.
         with meeting_of(self.rank):
             heard = self._line.ask(f"{self.name} {self.epoch.number}/well", "well" * well, first=self.all)
         return heard.members == self.all and set(heard.texts) == {"well"}
@@ -129,11 +101,8 @@ class EpochRanks:
         return PeerLeft("a rank was lost, and those that live go on without it on another communicator")
 
     def group(self, ranks: Sequence[int]) -> Any:
-        """Return a new group of some of them, which torch does not know of.  Collective of these.
-
-        Raises:
-            PeerLeft: a rank was lost.
-        """
+        """Return a new group of some of them, which torch does not know of.  Collective of these."""
+        # Raises PeerLeft: a rank was lost.
         if self._revoked:
             raise self.gone()
         number = self._groups[tuple(ranks)] = self._groups.get(tuple(ranks), 0) + 1
@@ -153,13 +122,13 @@ class EpochRanks:
         return group
 
     def keep(self, way: Revocable) -> None:
-        """Let ``revoke`` revoke this too."""
+        """Let ``revoke`` end all waits on this object too."""
         self._ways.add(way)
         if self._revoked:
             way.revoke()
 
     def revoke(self) -> None:
-        """Let all that any rank waits for on any way between these ranks fail, now and from now on."""
+        """All waits between these ranks fail from now on, on every rank."""
         if not self._revoked:
             self._revoked = True
             for way in list(self._ways):
@@ -169,25 +138,17 @@ class EpochRanks:
     # ------------------------------------------------------------------------------------------- meetings
 
     def _await(self, store: Any, ranks: Sequence[int]) -> None:
-        """Wait until all of these ranks have come here, as gloo waits for none that is lost meanwhile.
-
-        Raises:
-            PeerLeft: one was lost.
-        """
+        """Wait until all of these ranks have come here: gloo itself does not notice one that is lost meanwhile."""
+        # Raises PeerLeft: one was lost.
         store.set(f"at {self.rank}", "")
         come = [f"at {rank}" for rank in ranks]
         self._line.wait(lambda: store.check(come) or self.broken)
         self._check(ranks)
 
     def _connected(self, store: Any, ranks: Sequence[int]) -> Any:
-        """Return a group of ranks that have come here.
-
-        gloo connects in another thread, since it notices a rank that is lost meanwhile only by ``CONNECT``.
-
-        Raises:
-            PeerLeft: one was lost.
-            RuntimeError: one was lost.
-        """
+        """Return a group of ranks that have come here."""
+        # gloo connects in another thread, since it notices a rank that is lost meanwhile only after `CONNECT`.
+        # Raises PeerLeft: one was lost.
         made: Future[Any] = Future()
         thread = threading.Thread(target=_connect, args=(made, store, ranks.index(self.rank), len(ranks)), daemon=True)
         thread.start()
@@ -214,30 +175,27 @@ class EpochRanks:
 
 
 class Connections:
-    """TCP connections that gloo has made, which can be shut down whoever still holds its group.
+    """TCP connections that gloo has made, which can be shut down whoever still holds its group."""
 
-    gloo's own ``abort`` and ``shutdown`` leave them as they are, and a group lives on as long as a work or a traceback
-    refers to it.
-
-    Args:
-        descriptors: numbers of files that were opened while gloo made them.
-    """
+    # gloo's own `abort` and `shutdown` leave them as they are, and a group lives on as long as a work or a traceback
+    # refers to it.
 
     def __init__(self, descriptors: set[int]):
+        # descriptors: numbers of files that were opened while gloo made them
         found = [(number, _connected(number)) for number in descriptors]
         self._of = [(number, own) for number, own in found if own is not None]
         self._process = os.getpid()
         _all.add(self)
 
     def revoke(self) -> None:
-        """Let everything that waits for them fail, at both ends."""
+        """Everything that waits for them fails from now on, at both ends."""
         if os.getpid() == self._process:
             for _, own in self._of:
                 with contextlib.suppress(OSError):  # the other end has gone
                     own.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Release what this object has of them; gloo's own descriptors stay."""
+        """Close this object's descriptors of them; gloo's own stay open."""
         for _, own in self._of:
             own.close()
         self._of = []
@@ -246,7 +204,8 @@ class Connections:
         """Close them in a forked child, or they would outlive the rank whose child it is."""
         for number, own in self._of:
             with contextlib.suppress(OSError):
-                if os.fstat(number).st_ino == os.fstat(own.fileno()).st_ino:  # else gloo had closed it
+                # else gloo had closed it
+                if os.fstat(number).st_ino == os.fstat(own.fileno()).st_ino:
                     os.close(number)
         self.close()
 
@@ -267,7 +226,7 @@ def _descriptors() -> set[int]:
 
 
 def _connected(number: int) -> socket.socket | None:
-    """Return a descriptor of this object's own for a TCP connection; None if it is something else."""
+    """Return a new descriptor of a TCP connection; None if it is something else."""
     try:
         own = socket.socket(fileno=os.dup(number))
     except OSError:  # it has been closed, or is no socket

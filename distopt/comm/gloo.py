@@ -18,23 +18,17 @@ NO_LIMIT = timedelta(days=365)  # for gloo: it is the watchdog that ends a wait,
 
 
 class Revocable(Protocol):
-    """Something over which ranks exchange."""
+    """Something over which ranks exchange, and whose waits can be ended."""
 
     def revoke(self) -> None:
-        """Let all that any rank waits for on it fail, now and from now on."""
+        """All waits on it fail from now on, on every rank."""
 
 
 class Ranks(Protocol):
-    """Ranks that can make groups of gloo's.
+    """Ranks that can make groups of gloo's."""
 
-    Attributes:
-        rank: this process's number.
-        all: the numbers of all, ascending.
-        place: what tells them from ranks that have the same numbers at other times, in words.
-    """
-
-    rank: int
-    all: list[int]
+    rank: int  # this process's number
+    all: list[int]  # the numbers of all, ascending
     place: str
 
     @property
@@ -42,20 +36,16 @@ class Ranks(Protocol):
         """Whether they can exchange."""
 
     def gone(self) -> RuntimeError:
-        """Return the error of who wants to exchange when they cannot."""
+        """The error to raise where they cannot exchange any more."""
 
     def group(self, ranks: Sequence[int]) -> Any:
-        """Return a new group of some of them, which torch does not know of.  Collective of these.
-
-        Args:
-            ranks: their numbers, ascending.
-        """
+        """Return a new group of some of them (ascending), which torch does not know of.  Collective of these."""
 
     def keep(self, way: Revocable) -> None:
-        """Let ``revoke`` revoke this too."""
+        """Let ``revoke`` end all waits on this object too."""
 
     def revoke(self) -> None:
-        """Let all that any rank waits for on any way between these ranks fail, now and from now on."""
+        """All waits between these ranks fail from now on, on every rank."""
 
 
 class TorchRanks:
@@ -78,11 +68,9 @@ class TorchRanks:
         )
 
     def group(self, ranks: Sequence[int]) -> Any:
-        """Return a new group of some of them, which torch does not know of.  Collective of these.
-
-        torch names a group of some ranks by the number of groups that a rank is in, which may differ among them: then
-        they wait for each other for ever.
-        """
+        """Return a new group of some of them, which torch does not know of.  Collective of these."""
+        # torch names a group of some ranks by the number of groups that a rank is in, which may differ among them: then
+        # they wait for each other for ever.
         number = _groups[tuple(ranks)] = _groups.get(tuple(ranks), 0) + 1
         name = f"distopt/{'_'.join(map(str, ranks))}/{number}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
@@ -90,25 +78,22 @@ class TorchRanks:
             return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), NO_LIMIT)
 
     def keep(self, way: Revocable) -> None:
-        """Do nothing: these ranks are lost together."""
+        """Nothing to do: these ranks are lost together."""
 
     def revoke(self) -> None:
-        """Do nothing: these ranks are lost together."""
+        """Nothing to do: these ranks are lost together."""
 
 
-_groups: dict[tuple[int, ...], int] = {}  # how many were made of these ranks of the default process group
+# how many were made of these ranks of the default process group
+_groups: dict[tuple[int, ...], int] = {}
 Works = list[tuple[int, Any]]  # what is under way, and with which rank
 
 
 class Messages:
-    """Messages between some ranks, over a group of gloo's that nothing else uses.
-
-    Args:
-        ranks: can make groups.
-        members: numbers of those that have the messages, ascending.  Collective of them.
-    """
+    """Messages between some ranks, over a group of gloo's that nothing else uses.  Collective of them."""
 
     def __init__(self, ranks: Ranks, members: Sequence[int]):
+        # members: numbers of those that have the messages, ascending
         self.ranks, self._among, self._group = list(members), ranks, None  # type: list[int], Ranks, Any
         self.rank, self.size = self.ranks.index(ranks.rank), len(self.ranks)
         if self.size > 1:
@@ -117,35 +102,21 @@ class Messages:
 
     @property
     def usable(self) -> bool:
-        """Whether messages can be sent."""
         return self.size == 1 or (self._group is not None and self._among.usable)
 
     def check(self) -> None:
-        """Raise an error if messages cannot be sent.
-
-        Raises:
-            PeerLeft: a rank was lost.
-            RuntimeError: the process group was destroyed.
-        """
+        """Raise PeerLeft if a rank was lost, or RuntimeError if the process group was destroyed."""
         if not self.usable:
             raise self._among.gone()
 
     def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
-        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``, flat arrays of known lengths.
-
-        Raises:
-            PeerLeft: a rank has ended.
-            RuntimeError: the process group was destroyed.
-        """
+        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``, flat arrays of known lengths."""
+        # Raises PeerLeft: a rank has ended.
         self.check()
         self.finish(self.begin(parts, received))
 
     def begin(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> Works:
-        """Begin an ``exchange``, and return what ``finish`` waits for.
-
-        Raises:
-            RankEnded: a rank has ended, as an earlier exchange with it has found.
-        """
+        """Begin an ``exchange``, and return what ``finish`` waits for."""
         works: Works = []
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
@@ -158,11 +129,8 @@ class Messages:
         return works
 
     def finish(self, works: Works) -> None:
-        """Wait until an exchange is complete.
-
-        Raises:
-            RankEnded: a rank has ended.
-        """
+        """Wait until an exchange is complete."""
+        # Raises RankEnded: a rank has ended.
         for rank, work in works:
             try:
                 work.wait(NO_LIMIT)
@@ -170,7 +138,6 @@ class Messages:
                 raise RankEnded(rank) from None
 
     def close(self) -> None:
-        """Release the group."""
         _open.discard(self)
         self._group = None
 
@@ -190,7 +157,7 @@ def _keep_all_in_child() -> None:
 
 
 def _keep(group: Any) -> None:
-    """Keep a group for ever: in a forked child its threads are not there, for which its end would wait, or crash."""
+    """Keep a group for ever: a forked child lacks its threads, for which its end would wait, or crash."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
@@ -198,7 +165,7 @@ os.register_at_fork(after_in_child=_keep_all_in_child)
 
 
 class _Writable:
-    """The memory of an array, as if it could be written: torch has no tensors that are only read."""
+    """The memory of an array, as if it were writable: torch has no read-only tensors."""
 
     def __init__(self, x: np.ndarray):
         self.owner = x
@@ -206,6 +173,5 @@ class _Writable:
 
 
 def _tensor(x: np.ndarray) -> torch.Tensor:
-    """Return the bytes of a flat array, as a tensor on the same memory."""
     raw = x.view(np.uint8)
     return torch.from_numpy(raw if raw.flags.writeable else np.asarray(_Writable(raw)))

@@ -18,7 +18,8 @@ PORTS = range(20000, 32000)  # below those that the kernel gives away
 # Steps of Slurm that are a shell, in which one process runs: of sbatch, and of salloc.
 SHELLS = {"4294967291", "4294967290", "batch", "interactive"}
 MPI_OF_SRUN = {"MPICH": "pmi2", "Open MPI": "pmix"}  # option --mpi of srun for each MPI library
-PMI = {"PMI_RANK", "PMI_FD", "PMIX_RANK", "PMI_CONTROL_PORT", "I_MPI_PMI_LIBRARY"}  # by which an MPI finds its ranks
+# by which an MPI finds its ranks
+PMI = {"PMI_RANK", "PMI_FD", "PMIX_RANK", "PMI_CONTROL_PORT", "I_MPI_PMI_LIBRARY"}
 # By which a launcher of MPI tells a process which of its ranks it is, and what it must talk to.
 IDENTITY = re.compile(
     r"(OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|FIRST|FILE|NUM_APP)|PMI|MV2_COMM_WORLD|PMIX_(RANK|NAMESPACE|ID|SERVER))(_|$)"
@@ -27,13 +28,7 @@ IDENTITY = re.compile(
 
 
 class Launcher(NamedTuple):
-    """Environment variables of a launcher.
-
-    Attributes:
-        size: name of the variable with the number of ranks.
-        rank: name of the variable with this process's rank.
-        name: name of the launcher.
-    """
+    """The names of a launcher's environment variables."""
 
     size: str
     rank: str
@@ -46,28 +41,18 @@ SRUN = Launcher("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun")
 
 
 class Launch(NamedTuple):
-    """What a launcher of MPI, or srun, announced.
-
-    Attributes:
-        by: the name of the launcher.
-        size: the number of ranks.
-        rank: this process's rank.
-        pmi: whether an MPI library can learn from the launcher where the ranks are; srun does not always tell.
-        reason: the launcher and its variable, in words.
-    """
+    """What a launcher of MPI, or srun, announced."""
 
     by: str
     size: int
     rank: int
+    # whether an MPI library can learn from the launcher where the ranks are; srun does not always tell
     pmi: bool
     reason: str
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Return what a launcher of MPI, or srun, announced in the environment; None without one.
-
-    Args:
-        environ: environment variables.
 
     Example:
         >>> launched({"PMI_SIZE": "2", "PMI_RANK": "0"}).reason
@@ -76,11 +61,13 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launch | None:
         'srun without PMI set SLURM_STEP_NUM_TASKS=2'
     """
     tasks = "" if environ.get("SLURM_STEP_ID") in SHELLS else environ.get(SRUN.size, "")
-    of_mpi = (MPICH, OPEN_MPI) if has_pmi_line(environ) else (OPEN_MPI, MPICH)  # one around the other
+    # one around the other
+    of_mpi = (MPICH, OPEN_MPI) if has_pmi_line(environ) else (OPEN_MPI, MPICH)
     for launcher in (*of_mpi, SRUN):
         size = tasks if launcher is SRUN else environ.get(launcher.size, "")
         if size.isdigit():
-            by = SRUN if launcher is MPICH and size == tasks != "1" else launcher  # which set PMI_SIZE too
+            # which set PMI_SIZE too
+            by = SRUN if launcher is MPICH and size == tasks != "1" else launcher
             pmi = launcher is not SRUN or not PMI.isdisjoint(environ)
             name = f"srun with{'' if pmi else 'out'} PMI" if by is SRUN else by.name
             reason = f"{name} set {launcher.size}={size}"
@@ -89,7 +76,7 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def has_pmi_line(environ: Mapping[str, str]) -> bool:
-    """Tell if this process has the line to MPICH's launcher that PMI_FD names, which its children do not get."""
+    """Tell if this process has the connection to MPICH's launcher that PMI_FD names; its children do not have it."""
     try:
         return stat.S_ISSOCK(os.fstat(int(environ["PMI_FD"])).st_mode)
     except (KeyError, ValueError, OSError):
@@ -97,20 +84,12 @@ def has_pmi_line(environ: Mapping[str, str]) -> bool:
 
 
 class Process(NamedTuple):
-    """What this process has, apart from its environment.
+    """What this process has, apart from its environment."""
 
-    Attributes:
-        mpi4py: it is installed.
-        torch: it is installed.
-        mpi_imported: the script has imported ``mpi4py.MPI``.
-        group_made: the script has initialized the process group of ``torch.distributed``.
-        has_line: ``distopt run --elastic`` has started it over torch, and it has a line to that launcher.
-    """
-
-    mpi4py: bool = True
-    torch: bool = True
-    mpi_imported: bool = False
-    group_made: bool = False
+    mpi4py: bool = True  # it is installed
+    torch: bool = True  # it is installed
+    mpi_imported: bool = False  # the script has imported `mpi4py.MPI`
+    group_made: bool = False  # the script has initialized the process group of `torch.distributed`
     has_line: bool = False
 
     @classmethod
@@ -127,23 +106,14 @@ class Process(NamedTuple):
 
 
 class Transport(NamedTuple):
-    """Over what ranks meet, and why.
+    """Over what ranks meet, and why."""
 
-    Attributes:
-        over: 'MPI'; 'gloo', a process group of torch; '' for one rank alone.
-        reason: who started this process, in words.
-    """
-
-    over: str
-    reason: str
+    over: str  # 'MPI'; 'gloo', a process group of torch; '' for one rank alone
+    reason: str  # who started this process, in words
 
 
 def transport(environ: Mapping[str, str], process: Process) -> Transport:
     """Decide over what the ranks meet that were started with this one.
-
-    Args:
-        environ: environment variables.
-        process: what else is known of this process.
 
     Example:
         >>> srun = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
@@ -161,7 +131,8 @@ def transport(environ: Mapping[str, str], process: Process) -> Transport:
 
 
 def _transports(environ: Mapping[str, str], process: Process) -> Iterator[Transport]:
-    """Yield what fits, the best first.  The innermost launcher comes first: torchrun, then those of MPI and srun."""
+    """Yield what fits, best first."""
+    # The innermost launcher comes first: torchrun, then those of MPI and srun.
     if process.has_line or membership.LINE in environ:
         yield Transport("gloo", "distopt run --elastic started this rank")
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
@@ -195,34 +166,17 @@ def _transports(environ: Mapping[str, str], process: Process) -> Iterator[Transp
 
 
 class Meeting(NamedTuple):
-    """Where the ranks of a Slurm step meet, if no MPI and no torchrun tells them.
-
-    Attributes:
-        rank: this process's rank.
-        size: the number of ranks.
-        host: where rank 0 is, as the other ranks know it; 127.0.0.1 if all are on one machine.
-        port: where it listens.
-        name: that of the step.
-    """
+    """Where the ranks of a Slurm step meet, if neither MPI nor torchrun tells them."""
 
     rank: int
     size: int
-    host: str
+    host: str  # where rank 0 is, as the other ranks know it; 127.0.0.1 if all are on one machine
     port: int
-    name: str
+    name: str  # name of the step
 
 
 def meeting(environ: Mapping[str, str] = os.environ) -> Meeting | None:
     """Return where the ranks of a Slurm step meet; None if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell torch.
-
-    MASTER_ADDR and MASTER_PORT, if they are set, take the place of the step's first host and of a port that follows
-    from the numbers of job and step.
-
-    Args:
-        environ: environment variables.
-
-    Raises:
-        RuntimeError: nothing tells the host.
 
     Example:
         >>> step = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "2"}
@@ -231,6 +185,8 @@ def meeting(environ: Mapping[str, str] = os.environ) -> Meeting | None:
         >>> meeting(step | {"SLURM_STEP_NODELIST": "gpu07"}).host
         '127.0.0.1'
     """
+    # MASTER_ADDR and MASTER_PORT, if they are set, take the place of the step's first host and of a port that follows
+    # from the numbers of job and step.
     launch = launched(environ)
     if launch is None or {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return None

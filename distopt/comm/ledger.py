@@ -22,7 +22,8 @@ from distopt.comm.message import KEYS, VOLUME, Entry
 COLUMNS = *KEYS, "tensor"
 AMOUNTS = "calls", *VOLUME
 BETWEEN = VOLUME[-2:]
-STEPS = "gradients", "parameters", "update"  # phases of a step; 'update' has the norms of shared parameters
+# phases of a step; 'update' has the norms of shared parameters
+STEPS = "gradients", "parameters", "update"
 PHASES = *STEPS, "start", "quality", "other"
 REST = "(gaps, headers)"  # name of the bytes that belong to no tensor
 KEEP = 10_000  # entries, by default: less than 100 MB, if a thousand tensors are in each
@@ -30,26 +31,19 @@ MAX_DRAFTS = 1000  # drafts after which entries are made
 
 
 class Sum(NamedTuple):
-    """Sum of messages of one kind.
+    """Sum of messages of one kind."""
 
-    Attributes:
-        volume: number of calls, and the amounts in ``VOLUME``, ``(1 + len(VOLUME),)``.
-        names: names of the tensors in the messages.
-        parts: payload bytes of each tensor, ``(len(names),)``.
-    """
-
+    # volume: number of calls, and the amounts in `VOLUME`, `(1 + len(VOLUME),)`
     volume: tuple[int, ...] = (0,) * (1 + len(VOLUME))
     names: tuple[str, ...] = ()
-    parts: Sequence[int] | np.ndarray = ()
+    parts: Sequence[int] | np.ndarray = ()  # payload bytes of each tensor, `(len(names),)`
 
     def plus(self, entry: Entry) -> "Sum":
-        """Return the sum with one more message of the same tensors."""
         volume = tuple(map(operator.add, self.volume, (1, *entry.volume)))
         parts = np.asarray(entry.parts, np.int64)
         return Sum(volume, entry.names, self.parts + parts if self.volume[0] else parts)
 
     def amounts(self) -> dict[str, int]:
-        """Return the number of calls and all amounts, by the names in ``AMOUNTS``."""
         return dict(zip(AMOUNTS, self.volume, strict=True))
 
     def by_tensor(self) -> Iterator[tuple[str, dict[str, int]]]:
@@ -65,13 +59,10 @@ NOTHING = Sum()
 
 
 class Report(dict[str, dict[str, int]]):
-    """The lines of ``Ledger.report``, and which steps are in them.
+    """The lines of ``Ledger.report``, and which steps are in them."""
 
-    Attributes:
-        steps: the first and the last step of which there is a message; None if there is none.  After a checkpoint was
-            loaded, or the ledger was cleared, the first one is not 1.
-    """
-
+    # steps: the first and the last step of which there is a message; None if there is none.  After a checkpoint was
+    # loaded, or the ledger was cleared, the first one is not 1
     steps: tuple[int, int] | None = None
 
 
@@ -103,11 +94,11 @@ class Ledger:
         self._drafts: deque[Callable[[], Entry]] = deque()
         self._lock = threading.Lock()
         self._sums: dict[tuple[str, int | None, str, tuple[str, ...]], Sum] = {}
-        self._steps: tuple[int, int] | None = None  # the first and the last one that has sent something
+        # the first and the last one that has sent something
+        self._steps: tuple[int, int] | None = None
 
     @property
     def entries(self) -> list[Entry]:
-        """Entries of the last messages, in their order."""
         with self._lock:
             self._make()
             return list(self._entries)
@@ -122,11 +113,8 @@ class Ledger:
         return duplicate
 
     def write(self, draft: Callable[[], Entry]) -> None:
-        """Add one message.
-
-        Args:
-            draft: makes the entry; called when the ledger is read, or after ``MAX_DRAFTS`` drafts.
-        """
+        """Add one message."""
+        # draft: makes the entry; called when the ledger is read, or after `MAX_DRAFTS` drafts.
         self._drafts.append(draft)
         if len(self._drafts) >= MAX_DRAFTS:
             with self._lock:
@@ -175,11 +163,8 @@ class Ledger:
         return [dict(zip(columns, key, strict=True)) | sums for key, sums in groups.items()]
 
     def _all(self, by_message: bool) -> list[tuple[tuple[Any, ...], Sum]]:
-        """Return pairs of (step, phase, bucket, verb) and a sum.
-
-        Args:
-            by_message: one pair per message that is kept; else one per kind, of all messages, with step None.
-        """
+        """Return pairs of (step, phase, bucket, verb) and a sum."""
+        # by_message: one pair per message that is kept; else one per kind, of all messages, with step None.
         if by_message:
             return [(entry[: len(KEYS)], NOTHING.plus(entry)) for entry in self.entries]
         with self._lock:
@@ -192,10 +177,9 @@ class Ledger:
         return rows[0] if rows else dict.fromkeys(AMOUNTS, 0)
 
     def total_of_steps(self) -> dict[str, int]:
-        """Return the sums of the messages of steps: gradients, parameters of partial steps, norms of shared parameters.
-
-        Left out are rank 0's parameters at the start, measurements of quality, and messages that a script sends itself.
-        """
+        """Sums of the messages of steps: gradients, parameters of partial steps, norms of shared parameters."""
+        # Left out are rank 0's parameters at the start, measurements of quality, and messages that a script sends
+        # itself.
         rows = [row for row in self.by("phase") if row["phase"] in STEPS]
         return {name: sum(row[name] for row in rows) for name in AMOUNTS}
 
@@ -217,11 +201,7 @@ class Ledger:
         return report
 
     def tensors(self, phase: str = "gradients") -> dict[str, int]:
-        """Return the payload bytes of every tensor in all messages of a phase; bytes that belong to none come last.
-
-        Raises:
-            ValueError: there is no such phase.
-        """
+        """Return the payload bytes of every tensor in all messages of a phase; bytes that belong to none come last."""
         rows = self.by("phase", "tensor")
         phases = dict.fromkeys([*PHASES, *(row["phase"] for row in rows)])
         if phase not in phases:
@@ -300,5 +280,4 @@ def of_steps(line: str) -> bool:
 
 
 def _amounts(columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the amounts in rows by these columns."""
     return AMOUNTS[:2] if "tensor" in columns else AMOUNTS

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from distopt.comm.control import agreed
 
 ACCEPTED, REFUSED = b"W", b"R"  # first byte of rank 0's answer
-PROOF_SECONDS = 10.0  # seconds in which a connection must prove that it knows the secret; a rank may connect again
+# seconds in which a connection must prove that it knows the secret; a rank may connect again
+PROOF_SECONDS = 10.0
 MAX_UNPROVEN = 64  # connections that may do so at a time, in addition to one per rank
 CONNECT_SECONDS = 5.0  # for one attempt to connect to another machine
 TICK = 0.2  # seconds between two checks for connections that are late
@@ -28,13 +29,7 @@ Address = str | tuple[str, int]  # in Linux's abstract namespace; or host and po
 
 
 class Words(NamedTuple):
-    """What those that connect are called in error texts.
-
-    Attributes:
-        one: of them.
-        number: the option with its number.
-        total: the option with the number of all.
-    """
+    """How error texts call those that connect, and the options with their number and the number of all."""
 
     one: str
     number: str
@@ -47,23 +42,14 @@ UNPROVEN = AuthenticationError, AssertionError, EOFError, OSError, TypeError, Va
 
 
 class RankListener:
-    """Listening socket of rank 0; a thread accepts connections until ``connections`` has been called.
-
-    Args:
-        address: where it listens.
-        key: the secret.
-        size: number of ranks.
-        patience: seconds that the ranks have to connect, for error texts.
-        words: for error texts.
-
-    Raises:
-        RuntimeError: the address is in use.
-    """
+    """Listening socket of rank 0; a thread accepts connections until ``connections`` has been called."""
 
     def __init__(self, address: Address, key: bytes, size: int, patience: float, words: Words = RANKS):
+        # patience: seconds that the ranks have to connect, for error texts
         self._key, self._size, self._patience, self._words = key, size, patience, words
         self._connected: list[tuple[int, Connection]] = []
-        self._unproven: dict[socket.socket, float] = {}  # deadlines of connections that have proved nothing yet
+        # deadlines of connections that have proved nothing yet
+        self._unproven: dict[socket.socket, float] = {}
         self._problem, self._closed = "", False
         self._changed = threading.Condition()
         self._listener = _socket(address)
@@ -82,12 +68,9 @@ class RankListener:
         self._thread.start()
 
     def connections(self, deadline: float) -> dict[int, Connection]:
-        """Wait for all other ranks, and return their connections by rank.
-
-        Raises:
-            RuntimeError: on every rank that has connected, if one has not by ``deadline`` (of ``time.monotonic``), or
-                if ranks differ in the world size or claim the same rank.
-        """
+        """Wait until ``deadline`` (of ``time.monotonic``) for all other ranks; return their connections by rank."""
+        # Raises RuntimeError on every rank that has connected, if one has not in time, or if ranks differ in the world
+        # size or claim the same rank.
         with self._changed:
             self._changed.wait_for(
                 lambda: self._problem or len(self._connected) == self._size - 1, deadline - time.monotonic()
@@ -100,7 +83,8 @@ class RankListener:
             names = f"{self._words.one}{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             self._problem = f"{names} of {self._size} did not come within {self._patience:g} s: see what they printed"
         for _, line in self._connected:
-            with contextlib.suppress(OSError):  # the first vote finds out that a rank has ended meanwhile
+            # the first vote finds out that a rank has ended meanwhile
+            with contextlib.suppress(OSError):
                 line.send_bytes(REFUSED + self._problem.encode() if self._problem else ACCEPTED)
         if self._problem:
             raise agreed(RuntimeError(self._problem), speaks=True)
@@ -165,27 +149,16 @@ class RankListener:
 
 
 def connect(address: Address, key: bytes, rank: int, size: int, deadline: float) -> tuple[Connection, bytes]:
-    """Connect to rank 0, and wait for its answer, which comes when all ranks have connected or the time is over.
-
-    Args:
-        address: of rank 0's socket.
-        key: the secret; both ends prove that they know it.
-        rank: this rank.
-        size: the number of ranks that this rank expects.
-        deadline: time at which to give up, of ``time.monotonic``.
-
-    Returns:
-        The connection, and rank 0's answer.
-
-    Raises:
-        TimeoutError: rank 0 has not answered by the deadline.
-        AuthenticationError: the process that answers does not know the secret, or is another user's.
-    """
+    """Connect to rank 0, and wait for its answer, which comes when all ranks have connected or the time is over."""
+    # Raises TimeoutError without an answer by then, AuthenticationError if the process that answers does not know the
+    # secret, or is another user's.
+    # deadline: time at which to give up, of `time.monotonic`.
     while True:
         try:
             line = _authenticated_connection(address, key, deadline)
             line.send_bytes(json.dumps([rank, size]).encode())
-            if line.poll(max(0.0, deadline - time.monotonic()) + 1.0):  # rank 0's answer says which ranks are missing
+            # rank 0's answer says which ranks are missing
+            if line.poll(max(0.0, deadline - time.monotonic()) + 1.0):
                 return line, line.recv_bytes()
         except AssertionError as error:
             raise AuthenticationError(str(error)) from None
@@ -204,7 +177,8 @@ def _socket(address: Address) -> socket.socket:
     if isinstance(address, str):
         return socket.socket(socket.AF_UNIX)
     made = socket.socket(socket.AF_INET)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else the next job would have to wait for a minute
+    # else the next job would have to wait for a minute
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return made
 
 

@@ -11,26 +11,19 @@ from distopt.comm.control import ControlChannel
 
 
 class LocalControl(ControlChannel):
-    """Votes of one rank alone.
-
-    Args:
-        rank: the number that errors give it.
-    """
+    """Votes of one rank alone."""
 
     size = 1
 
     def __init__(self, rank: int = 0):
-        self.rank = rank
+        self.rank = rank  # the number that errors give it
 
-    def maximum(self, votes: np.ndarray) -> None:
-        """Leave the votes as they are: they are the maximum over one rank."""
-
+    def maximum(self, votes: np.ndarray) -> None: ...
     def gather_strings(self, text: str) -> list[str]:
-        """Return this rank's text, and nothing of those before it."""
+        """This rank's text, after empty ones for the ranks before it."""
         return [""] * self.rank + [text]
 
     def subgroup(self, members: tuple[int, ...]) -> "LocalControl":
-        """Return this channel: there are no other ranks."""
         return self
 
 

@@ -60,39 +60,22 @@ class Tagging:
 
 
 class Entry(NamedTuple):
-    """One message of one rank in a ledger.  Amounts are bytes, but for ``ideal``.
+    """One message of one rank in a ledger.  Amounts are bytes, but for ``ideal``."""
 
-    Attributes:
-        step: the step, from 1; 0 for messages outside of steps.
-        phase: the phase (see ``MessageTag``).
-        bucket: number of the bucket, None for messages without one.
-        verb: name of the collective.
-        payload: measured size of this rank's argument.
-        values: values in the payload.
-        indices: indices in the payload.
-        ideal: information in the payload, in bits.
-        sent: sent by this rank, by formula (``byte_counts``).
-        received: received by this rank, by formula.
-        sent_between: part of ``sent`` that goes to other hosts.
-        received_between: part of ``received`` that comes from other hosts.
-        names: names of the tensors in the payload.
-        parts: payload bytes of each tensor, ``(len(names),)``.
-    """
-
-    step: int
+    step: int  # the step, from 1; 0 for messages outside of steps
     phase: str
-    bucket: int | None
+    bucket: int | None  # number of the bucket, None for messages without one
     verb: str
     payload: int
     values: int
     indices: int
-    ideal: int
-    sent: int
+    ideal: int  # information in the payload, in bits
+    sent: int  # sent by this rank, by formula (`byte_counts`)
     received: int
     sent_between: int
-    received_between: int
+    received_between: int  # part of `received` that comes from other hosts
     names: tuple[str, ...] = ()
-    parts: Sequence[int] | np.ndarray = ()
+    parts: Sequence[int] | np.ndarray = ()  # payload bytes of each tensor, `(len(names),)`
 
     @property
     def volume(self) -> tuple[int, ...]:
@@ -106,13 +89,11 @@ KEYS, VOLUME = Entry._fields[:4], Entry._fields[4:-2]
 def apportion(total: int, counts: Sequence[int] | np.ndarray) -> np.ndarray:
     """Share out ``total`` bytes among members in proportion to their counts.
 
-    Returns:
-        Integers that add up to ``total``, ``(members,)``; zeros if all counts are 0.
-
     Example:
         >>> apportion(10, [1, 2, 0]).tolist()
         [3, 7, 0]
     """
+    # Returns integers that add up to `total`, `(members,)`; zeros if all counts are 0.
     ends = np.cumsum(np.asarray(counts, np.int64))
     entries = int(ends[-1]) if ends.size else 0
     if not entries:

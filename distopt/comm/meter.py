@@ -18,18 +18,11 @@ from distopt.kernels.layout import BucketLayout
 
 
 class Meter:
-    """Writer of one rank's ledger.
-
-    Args:
-        rank: the rank whose messages are written.
-        size: number of ranks.
-        hosts: host of each rank, ``(size,)``, as numbers that are equal for ranks of one host.
-        algorithm: routes of the collectives, from which the bytes on the wire follow.
-        ledger: the ledger.
-    """
+    """Writer of one rank's ledger."""
 
     def __init__(self, rank: int, size: int, hosts: Sequence[int], algorithm: Algorithm, ledger: Ledger):
         self.rank, self.size, self._algorithm, self.ledger = rank, size, algorithm, ledger
+        # hosts: host of each rank, `(size,)`, as numbers that are equal for ranks of one host
         self._hosts, self._spans = hosts, len(set(hosts)) > 1
         self._tag = MessageTag()
 
@@ -43,56 +36,35 @@ class Meter:
         return self._tag.breakdown is not None
 
     def breakdown(self, payload: np.ndarray) -> LazyBreakdown:
-        """Return the breakdown of a gathered payload, computed when its entry is made.
-
-        Without a ``breakdown`` in the tag, the payload counts as values only.
-        """
+        """Return the breakdown of a gathered payload, computed when its entry is made."""
+        # Without a `breakdown` in the tag, the payload counts as values only.
         nbytes = payload.nbytes
         return self._tag.breakdown(payload) if self._tag.breakdown else lambda: PayloadBreakdown(nbytes)
 
     def all_reduce(self, n: int, itemsize: int) -> None:
-        """Write an all-reduce of n elements of ``itemsize`` bytes."""
         self._sum("all_reduce", n, itemsize, lambda: self._algorithm.all_reduce(self._slices(n, itemsize), self.rank))
 
     def reduce_scatter(self, n: int, itemsize: int) -> None:
-        """Write a reduce-scatter of n elements of ``itemsize`` bytes."""
         cut = self._slices
         self._sum("reduce_scatter", n, itemsize, lambda: self._algorithm.reduce_scatter(cut(n, itemsize), self.rank))
 
     def broadcast(self, n: int, itemsize: int, root: int) -> None:
-        """Write a broadcast of n elements of ``itemsize`` bytes from rank ``root``.
-
-        Args:
-            n: elements of the array.
-            itemsize: bytes of an element.
-            root: the rank whose array it is.
-        """
         nbytes = n * itemsize
         self._sum("broadcast", n, itemsize, lambda: self._algorithm.broadcast(nbytes, self.size, root, self.rank))
 
     def all_gather(self, sizes: Sequence[int], breakdown: LazyBreakdown) -> None:
-        """Write an all-gather.
-
-        Args:
-            sizes: bytes of each rank's payload, ``(size,)``.
-            breakdown: breakdown of this rank's payload.
-        """
+        """Write an all-gather of payloads of these sizes in bytes, ``(size,)``; ``breakdown`` is of this rank's."""
         self._write("all_gather", sizes[self.rank], lambda: self._algorithm.all_gather(sizes, self.rank), breakdown)
 
     def all_to_all(self, sizes: Sequence[int], received: Sequence[int], breakdown: LazyBreakdown | None = None) -> None:
-        """Write an all-to-all.
-
-        Args:
-            sizes: bytes of this rank's part for each rank, ``(size,)``.
-            received: bytes of each rank's part for this one, ``(size,)``.
-            breakdown: breakdown of this rank's parts; None if they are values only, of no known members.
-        """
+        """Write an all-to-all of parts of these sizes in bytes, ``(size,)``: to each rank, and from each rank."""
+        # breakdown: breakdown of this rank's parts; None if they are values only, of no known members.
         moved, total = self._algorithm.all_to_all(sizes, received, self.rank), sum(sizes)
         lazy = breakdown or (lambda: PayloadBreakdown(total))
         self._write("all_to_all", total, lambda: moved, lazy, spread=breakdown is not None)
 
     def lengths(self) -> None:
-        """Write an exchange of lengths: 8 bytes to every other rank, which do not count as values."""
+        # 8 bytes to every other rank, which do not count as values.
         moved = self._algorithm.all_gather([8] * self.size, self.rank)
         self._write("lengths", 8, lambda: moved, lambda: PayloadBreakdown(0), spread=False)
 
@@ -113,17 +85,9 @@ class Meter:
         itemsize: int = 1,
         spread: bool = True,
     ) -> None:
-        """Add a draft of an entry to the ledger.
-
-        Args:
-            verb: name of the collective.
-            payload: bytes of this rank's argument.
-            moved: returns the bytes on the wire.
-            lazy: returns the breakdown of the payload.
-            n: elements of an array that is summed or broadcast, None for other payloads.
-            itemsize: bytes of an element.
-            spread: whether to share out the payload among the members of the bucket.
-        """
+        """Add a draft of an entry to the ledger."""
+        # n: elements of an array that is summed or broadcast, None for other payloads.
+        # spread: whether to share out the payload among the members of the bucket.
         tag = self._tag._replace(breakdown=None)  # the draft must not keep buffers alive
 
         def entry() -> Entry:
@@ -141,17 +105,10 @@ class Meter:
 
 
 def member_bytes(members: BucketLayout, breakdown: PayloadBreakdown, n: int | None, itemsize: int) -> np.ndarray:
-    """Return the payload bytes of each member of a bucket, ``(members,)``.
-
-    If the payload is the complete bucket, of n elements, these are the bytes of each array; if it has chosen entries,
-    its bytes are shared out in proportion to the number of entries.
-
-    Args:
-        members: layout of the bucket.
-        breakdown: breakdown of the payload.
-        n: elements of an array that is summed or broadcast, None for other payloads.
-        itemsize: bytes of an element.
-    """
+    """Return the payload bytes of each member of a bucket, ``(members,)``."""
+    # Of a complete bucket of n elements, these are the bytes of each array.  Where entries were chosen, their bytes are
+    # shared out in proportion to the number of entries.
+    # n: elements of an array that is summed or broadcast, None for other payloads.
     if n == members.extent:
         return dense_member_bytes(members, itemsize)
     counts = members.records["size"] if breakdown.counts is None else breakdown.counts
@@ -159,10 +116,8 @@ def member_bytes(members: BucketLayout, breakdown: PayloadBreakdown, n: int | No
 
 
 def dense_member_bytes(members: BucketLayout, itemsize: int) -> np.ndarray:
-    """Return the bytes of each member of a complete bucket, ``(members,)``, at ``itemsize`` bytes an element.
-
-    The array is read-only, and the same one at every call: a ledger keeps thousands of entries that refer to it.
-    """
+    """Return the bytes of each member of a complete bucket, ``(members,)``, at ``itemsize`` bytes an element."""
+    # The array is read-only, and the same one at every call: a ledger keeps thousands of entries that refer to it.
     cache = _dense_member_bytes.setdefault(members, {})
     if itemsize not in cache:
         cache[itemsize] = members.records["size"] * itemsize

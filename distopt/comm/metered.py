@@ -57,7 +57,7 @@ class Metered(Wrapper):
 
     @property
     def _meter(self) -> Meter:
-        """The writer for the ranks that there are now."""
+        """The writer for the ranks of this epoch."""
         if self._writer is None or self._writer[0] != self.epoch:
             self._writer = self.epoch, Meter(self.rank, self.size, self.hosts, self.algorithm, self.ledger)
         return self._writer[1]

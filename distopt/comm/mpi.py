@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 UNDER_WAY = 3  # sums of 16-bit numbers at a time, one in each phase
-SLICES, SUMS = 1, 2  # MPI tags of slices on their way to their owners, and from them, which may be at the same time
+# MPI tags of slices on their way to their owners, and from them, which may be at the same time
+SLICES, SUMS = 1, 2
 
 
 class MpiCommunicator(SharingCommunicator):
@@ -92,15 +93,10 @@ class MpiCommunicator(SharingCommunicator):
         self._make(comm, comm.Dup() if elastic() else None, reason)
 
     def _make(self, comm: "MPI.Comm", base: "MPI.Comm | None", reason: str) -> None:
-        """Make the MPI communicators.
-
-        Args:
-            comm: the ranks.
-            base: one that is used for nothing but to find who of its ranks lives; None if none may be lost.  It is
-                older than all others: when a rank is lost while Open MPI looks for the number of a new communicator, a
-                later search for one that begins at a younger communicator waits for ever.
-            reason: why this transport was chosen, for ``repr``.
-        """
+        """Make the MPI communicators of these ranks."""
+        # base: one that is used for nothing but to find who of its ranks lives; None if none may be lost.  It is older
+        # than all others: when a rank is lost while Open MPI looks for the number of a new communicator, a later search
+        # for one that begins at a younger communicator waits for ever.
         self._base = base
         membership = join(comm)
         self.control: MpiControl = membership.control
@@ -119,7 +115,8 @@ class MpiCommunicator(SharingCommunicator):
         self._received = [ReceiveBuffer() for _ in range(UNDER_WAY)]
         self._why = reason
         self._begun: dict[int, Exchange] = {}  # by identity
-        self._ends = threading.Lock()  # of exchanges: a thread that goes on for all must not see freed requests
+        # of exchanges: a thread that goes on for all must not see freed requests
+        self._ends = threading.Lock()
         self._newcomers = Newcomers()
 
     @property
@@ -146,26 +143,23 @@ class MpiCommunicator(SharingCommunicator):
             if x is not None:
                 self._log("all_reduce", x.nbytes, self._tag)
             begun.append((x, iter(()) if x is None else self._sum(as_flat(x), turn % UNDER_WAY)))
-            for _, phases in reversed(begun):  # the newest first: it only sends, the others begin with a wait
+            # the newest first: it only sends, the others begin with a wait
+            for _, phases in reversed(begun):
                 next(phases, None)
             if len(begun) == UNDER_WAY:
                 total, _ = begun.popleft()
                 if total is not None:
                     yield total
-            if all(pending is None for pending, _ in begun):  # the next array may take longer than any time limit
+            # the next array may take longer than any time limit
+            if all(pending is None for pending, _ in begun):
                 self._log.end()
 
     def _sum(self, x: np.ndarray, room: int = 0) -> Iterator[None]:
-        """Replace x by its sum, in ``UNDER_WAY`` phases, each of which but the first begins with a wait.
-
-        Slices of 16-bit numbers go to their owners, are added up there, and come back; so do those of all numbers if
-        ranks may be lost (``mpi_losses``).  Else other dtypes are summed by MPI in the first phase.  Between hosts that
-        is always the non-blocking call, overlapped or not: some MPI libraries add in another order in the blocking one.
-
-        Args:
-            x: a flat array.
-            room: index of the receive buffer.
-        """
+        """Replace a flat x by its sum, in ``UNDER_WAY`` phases, each of which but the first begins with a wait."""
+        # Slices of 16-bit numbers go to their owners, are added up there, and come back; so do those of all numbers if
+        # ranks may be lost (`mpi_losses`).  Else MPI sums other dtypes in the first phase.  Between hosts that is
+        # always the non-blocking call, overlapped or not: some MPI libraries add in another order in the blocking one.
+        # room: index of the receive buffer.
         if x.dtype not in HALVES and self._base is None:
             for start in range(0, x.size, self.CHUNK):
                 piece = x[start : start + self.CHUNK]
@@ -211,7 +205,8 @@ class MpiCommunicator(SharingCommunicator):
                 for start in range(0, raw.size, self.CHUNK):
                     self._comm.Bcast(raw[start : start + self.CHUNK], root)
                 return
-            parts = [raw[s] for s in slices(raw.size, self.size)]  # they go to their owners, and from these to all
+            # they go to their owners, and from these to all
+            parts = [raw[s] for s in slices(raw.size, self.size)]
             local, none = parts[self.rank], raw[:0]
             sent = parts if self.rank == root else [none] * self.size
             self._finish(self._exchange(sent, [local if r == root else none for r in range(self.size)], SLICES))
@@ -282,7 +277,8 @@ class MpiCommunicator(SharingCommunicator):
         while True:
             with self.control.meeting():
                 living, base = self._base.Shrink(), self._base
-                if agree(living, lets_in):  # another rank may have come here from its vote on that, by a revocation
+                # another rank may have come here from its vote on that, by a revocation
+                if agree(living, lets_in):
                     lets_in = False
                     base = living = let_in(living, self._newcomers.take()) or self._base.Shrink()
                 made, texts = self._on(living, base, text, self._why)
@@ -294,16 +290,8 @@ class MpiCommunicator(SharingCommunicator):
     def _on(
         cls, living: "MPI.Comm", base: "MPI.Comm", text: str, reason: str
     ) -> "tuple[MpiCommunicator | None, list[str]]":
-        """Return a communicator of ranks that may be lost meanwhile, and a text of each; (None, []) if one was.
-
-        All of them that live agree on which it is.
-
-        Args:
-            living: an MPI communicator of these.
-            base: as for ``_make``.
-            text: this rank's.
-            reason: why this transport was chosen, for ``repr``.
-        """
+        """Return a communicator of ranks that may be lost meanwhile, and a text of each; (None, []) if one was."""
+        # All ranks that live agree on which of the two it is.
         made, texts = cls.__new__(cls), None
         try:
             made._make(living, base, reason)
@@ -333,7 +321,7 @@ class MpiCommunicator(SharingCommunicator):
 
     @classmethod
     def waiting(cls, reason: str = "") -> Outside:
-        """Return a communicator of this process alone, which waits to be let in by the ranks that have started it."""
+        """Return a communicator of this process alone, until the ranks that have started it admit it."""
 
         def enter(text: str) -> tuple[Communicator, list[str]]:
             ranks = come_in()
@@ -370,13 +358,7 @@ class MpiCommunicator(SharingCommunicator):
     def _swap(
         self, parts: Sequence[np.ndarray], sizes: Sequence[int], received: list[np.ndarray] | None = None
     ) -> list[np.ndarray]:
-        """Send ``parts[r]`` to rank r, and return what each rank sent.
-
-        Args:
-            parts: one flat array per rank.
-            sizes: elements to receive from each rank, ``(size,)``.
-            received: arrays to receive into; default: new ones.
-        """
+        """Send ``parts[r]`` to rank r, and return what each rank sent: ``sizes`` elements, in ``received`` if given."""
         received = [np.empty(n, parts[0].dtype) for n in sizes] if received is None else received
         if received[self.rank] is not parts[self.rank]:
             received[self.rank][...] = parts[self.rank]
@@ -384,12 +366,11 @@ class MpiCommunicator(SharingCommunicator):
         return received
 
     def _kept(self, exchange: Exchange) -> Exchange:
-        """Return an exchange, which keeps the memory that MPI writes to alive until ``_finish``."""
+        """Return the exchange; keeps the memory that MPI writes to alive until ``_finish``."""
         self._begun[id(exchange)] = exchange
         return exchange
 
     def _finish(self, exchange: Exchange) -> None:
-        """Wait until an exchange is complete."""
         requests = [*exchange.receives, *exchange.sends]
         with self._settled_if_lost():
             if self._base is not None:
@@ -402,7 +383,7 @@ class MpiCommunicator(SharingCommunicator):
 
     @contextlib.contextmanager
     def _settled_if_lost(self) -> Iterator[None]:
-        """Return a context in which the loss of a rank ends all exchanges that are under way."""
+        """A context in which the loss of a rank ends all exchanges that are under way."""
         try:
             yield
         except Exception as error:
@@ -435,9 +416,7 @@ class MpiCommunicator(SharingCommunicator):
 
 
 def _with_gaps(arrays: Iterable[np.ndarray | None], count: int) -> Iterator[np.ndarray | None]:
-    """Yield the arrays, and ``count`` times None in place of each None and at the end.
-
-    The caller advances all pending sums at every item, so that many items complete them.
-    """
+    """Yield the arrays, and ``count`` times None in place of each None and at the end."""
+    # The caller advances all pending sums at every item, so that many items complete them.
     for x in itertools.chain(arrays, [None]):
         yield from [x] if x is not None else [None] * count

@@ -50,23 +50,18 @@ __all__ = [
 
 
 class MpiMailbox:
-    """Point-to-point texts between the watchdogs of the ranks of a communicator.
+    """Point-to-point texts between the watchdogs of the ranks of a communicator."""
 
-    They do not interfere with collectives.  A watchdog is a thread, so this needs MPI_THREAD_MULTIPLE.
-
-    Args:
-        comm: an MPI communicator.
-        ranks: number of each of its ranks in the job.
-    """
+    # They do not interfere with collectives.  A watchdog is a thread, so this needs MPI_THREAD_MULTIPLE.
 
     def __init__(self, comm: "MPI.Comm", ranks: Sequence[int]):
+        # ranks: number of each of its ranks in the job
         self.rank, self.ranks = comm.rank, ranks
         self._comm: MPI.Comm | None = comm
         self._sent: list[MPI.Request] = []  # keep the buffers that they send alive
         self._lock = threading.Lock()
 
     def send(self, to: int, text: str) -> None:
-        """Send a text to rank ``to``, without waiting for it to arrive."""
         with self._lock:
             if self._comm:
                 self._sent = [request for request in self._sent if not request.Test()]
@@ -84,7 +79,8 @@ class MpiMailbox:
         except Exception as error:
             if not is_loss(error):
                 raise
-            return None  # others will revoke the communicator, whose ranks have nothing to ask any more
+            # others will revoke the communicator, whose ranks have nothing to ask any more
+            return None
         return status.source, buffer.tobytes().decode()
 
     def close(self) -> None:
@@ -94,14 +90,10 @@ class MpiMailbox:
 
 
 class MpiControl(ControlChannel):
-    """Votes over an MPI communicator that is used for nothing else.
-
-    Args:
-        comm: the MPI communicator.
-        name: its name, the same on all of its ranks.
-    """
+    """Votes over an MPI communicator that is used for nothing else."""
 
     def __init__(self, comm: "MPI.Comm", name: str):
+        # name: its name, the same on all of its ranks
         self.rank, self.size, self._comm, self._name = comm.rank, comm.size, comm, name
         self._checked = Checked(comm)
         self.patience = 0.0
@@ -114,12 +106,10 @@ class MpiControl(ControlChannel):
         self.waits = OperationLog(recorder, f"waits of rank {world_rank} ({name})", [world_rank], self.mailbox)
 
     def log(self, name: str) -> OperationLog:
-        """Return a log of operations that all ranks do alike.  Collective."""
         self._logs += 1
         return OperationLog(recorder, f"{name} ({self._name}, {self._logs})", self.ranks, self.mailbox)
 
     def maximum(self, votes: np.ndarray) -> None:
-        """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         recorder.step = self.progress
         # who has left waits for as long as the others train on, or evaluate; a benchmark's vector is of any length
         self._votes.limited = tuple(votes.tolist()) != LEAVE
@@ -137,10 +127,8 @@ class MpiControl(ControlChannel):
             raise PeerLeft("a rank of MPI has ended")
 
     def start(self, votes: np.ndarray) -> "MPI.Request":
-        """Begin a vote, and return its request.
-
-        It is non-blocking, so that a rank that leaves can vote on all of its communicators in any order.
-        """
+        """Begin a vote, and return its request."""
+        # It does not block, so that a rank that leaves can vote on all of its communicators in any order.
         MPI = mpi()
         return self._comm.Iallreduce(MPI.IN_PLACE, votes, MPI.MAX)
 
@@ -166,22 +154,21 @@ class MpiControl(ControlChannel):
         return control
 
     def close(self) -> None:
-        """Free the MPI communicator.  Collective."""
         self.forget()
         with self._votes("closing"):
             self._comm.Free()
 
     def meeting(self) -> OperationLog:
-        """Return a context for a meeting of the ranks that are left, for which the time limit holds."""
+        """A context for a meeting of the ranks that are left, for which the time limit holds."""
         return meeting_of(self.ranks[self.rank])
 
     def revoke(self) -> None:
-        """Let all votes fail on all ranks, now and from now on.  Not collective."""
+        """All votes fail from now on, on every rank.  Not collective."""
         self.forget()
         self._comm.Revoke()
 
     def forget(self) -> None:
-        """Vote no more when this process ends, and stop the messages of watchdogs."""
+        """Vote no more when this process ends, and stop the watchdog's messages."""
         if self in _controls:
             _controls.remove(self)
         if self.mailbox:
@@ -190,7 +177,6 @@ class MpiControl(ControlChannel):
                 mailboxes.remove(self.mailbox)
 
     def gather_strings(self, text: str) -> list[str]:
-        """Return one text per rank, in rank order.  Collective."""
         encoded = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
         with self._votes("gather"):
             return self._all_gather(encoded)
@@ -210,7 +196,7 @@ _names = itertools.count()
 
 
 def numbers(comm: "MPI.Comm") -> list[int]:
-    """Return the number in the job of each rank of a communicator, ``(size,)``.  Collective."""
+    """Return each rank's number in the job, ``(size,)``.  Collective."""
     found = np.empty(comm.size, np.int64)
     with Checked(comm):
         comm.Allgather(np.array([number()]), found)
@@ -242,17 +228,15 @@ def _leave() -> None:
 
 
 def _farewell() -> AbstractContextManager[None]:
-    """Return a context for waiting until the other ranks end, without a time limit: they may train on, or evaluate."""
+    """A context without a time limit, to wait until the other ranks end: they may train on, or evaluate."""
     mailbox = mailboxes[0] if mailboxes else None
     return log_of_one(number(), "the end", mailbox, limited=False)("the end of the others")
 
 
 @functools.cache
 def _join(rank: int) -> None:
-    """Set up this process as a rank, once.
-
-    From now on an uncaught exception ends the job, an exit is announced to the other ranks, and time limits hold.
-    """
+    """Set up this process as a rank, once."""
+    # From now on an uncaught exception ends the job, an exit is announced to the other ranks, and time limits hold.
     if elastic():
         fail_by_signal()
     abort_on_exception(rank, end_alone if elastic() else abort)
@@ -261,19 +245,18 @@ def _join(rank: int) -> None:
     for segment in job.segments():
         job.mark(job.SEGMENT, segment)
     if membership.SPAWNED in os.environ:
-        atexit.register(leave_quietly)  # behind what is registered from here on
+        atexit.register(leave_quietly)  # after what is registered from here on
     atexit.register(_leave)
     MPI = mpi()
     MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_end_with_mpi), None)
-    os.register_at_fork(after_in_child=_controls.clear)  # a forked child is no rank and must not vote
+    # a forked child is no rank and must not vote
+    os.register_at_fork(after_in_child=_controls.clear)
 
 
 def _end_with_mpi(*_: object) -> None:
-    """Leave all communicators, and stop the messages of watchdogs.
-
-    Called when MPI_Finalize begins, which a script may call itself.  At the interpreter's exit it comes after
-    ``_leave``, and has nothing left to do.
-    """
+    """Leave all communicators, and stop the messages of watchdogs."""
+    # Called when MPI_Finalize begins, which a script may call itself.  At the interpreter's exit it comes after
+    # `_leave`, and has nothing left to do.
     _leave()
     for control in _controls:
         if control.mailbox:
@@ -282,28 +265,17 @@ def _end_with_mpi(*_: object) -> None:
 
 
 class Membership(NamedTuple):
-    """Place of a rank among the ranks of an MPI communicator.
-
-    Attributes:
-        control: the channel for votes.
-        local_rank: this rank's number among the ranks of its host.
-        hosts: host of each rank, ``(size,)``, as the lowest rank on that host.
-    """
+    """Place of a rank among the ranks of an MPI communicator."""
 
     control: MpiControl
-    local_rank: int
+    local_rank: int  # this rank's number among the ranks of its host
+    # hosts: host of each rank, `(size,)`, as the lowest rank on that host
     hosts: tuple[int, ...]
 
 
 def join(comm: "MPI.Comm") -> Membership:
-    """Set up votes for the ranks of an MPI communicator, and find the ranks of each host.  Collective.
-
-    From now on an uncaught exception on one of several ranks ends the whole job.
-
-    Raises:
-        RuntimeError: the launcher started another number of processes than COMM_WORLD has.
-        ValueError: ``comm`` is COMM_NULL, or ranks run different versions of distopt.
-    """
+    """Set up votes for the ranks of an MPI communicator, and find the ranks of each host.  Collective."""
+    # From now on an uncaught exception on one of several ranks ends the whole job.
     MPI = mpi()
     check_launcher(MPI.COMM_WORLD.size)
     if comm == MPI.COMM_NULL:
@@ -330,12 +302,7 @@ def join(comm: "MPI.Comm") -> Membership:
 
 
 def world_comm() -> "MPI.Comm":
-    """Return MPI's COMM_WORLD.
-
-    Raises:
-        ImportError: there is no mpi4py.
-        RuntimeError: the other ranks serve a pool of mpi4py's, and will not come.
-    """
+    """Return COMM_WORLD; RuntimeError if the other ranks serve an mpi4py pool, and will not come."""
     world: MPI.Comm = mpi().COMM_WORLD
     if world.size > 1 and ("-m", "mpi4py.futures") in itertools.pairwise(sys.orig_argv):
         raise RuntimeError(

@@ -28,31 +28,24 @@ from distopt.resilience import membership
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-LOSSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")  # classes of errors; not every MPI has them
+# classes of errors; not every MPI has them
+LOSSES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 SETTLE = 5.0  # seconds in which requests of a revoked communicator end
 
 _unsettled: list["MPI.Request"] = []  # keep memory alive that MPI might still use
 
 
 class Exchange(NamedTuple):
-    """Messages of an exchange with other ranks.
+    """Messages of an exchange with other ranks."""
 
-    Attributes:
-        receives: requests that write to memory.
-        sends: requests that read it.
-    """
-
-    receives: "list[MPI.Request]"
-    sends: "list[MPI.Request]"
+    receives: "list[MPI.Request]"  # requests that write to memory
+    sends: "list[MPI.Request]"  # requests that read it
 
 
 class Waiter(Protocol):
-    """Object that waits for an exchange.
+    """Object that waits for an exchange."""
 
-    Attributes:
-        patience: seconds to sleep between two polls, 0 for busy waiting; may change during a wait.
-    """
-
+    # seconds to sleep between two polls, 0 for busy waiting; may change during a wait
     patience: float
 
 
@@ -72,26 +65,17 @@ def is_loss(error: BaseException) -> bool:
 
 
 def is_loss_on(comm: "MPI.Comm", error: BaseException) -> bool:
-    """Tell if an error means that a rank of an MPI communicator was lost, whatever its class.
-
-    Args:
-        comm: the MPI communicator.
-        error: what was raised by an exchange on it, or by making another one of it.
-    """
+    """Tell if an error on ``comm``, or in making another one of it, means that one of its ranks was lost."""
     if isinstance(error, PeerLeft) or is_loss(error):
         return True
     return is_running() and isinstance(error, mpi().Exception) and elastic() and has_losses(comm)
 
 
 class Checked:
-    """A context for MPI's collectives, which raises PeerLeft in an elastic job if a rank is known to be lost.
+    """A context for MPI's collectives, which raises PeerLeft in an elastic job if a rank is known to be lost."""
 
-    Their own errors do not always tell.  When a rank ends, collectives of Open MPI 5.0.11 can return without an error
-    though memory is not written (an ``Allgatherv``), or with an error of another class (an ``Iallreduce``).
-
-    Args:
-        comm: the MPI communicator.
-    """
+    # Their own errors do not always tell.  When a rank ends, collectives of Open MPI 5.0.11 can return without an error
+    # though memory is not written (an `Allgatherv`), or with an error of another class (an `Iallreduce`).
 
     def __init__(self, comm: "MPI.Comm"):
         self._comm = comm
@@ -105,7 +89,7 @@ class Checked:
 
 
 def has_losses(comm: "MPI.Comm") -> bool:
-    """Tell if this process knows that a rank of an MPI communicator has ended, or that one has revoked it."""
+    """Tell if this process knows that a rank of ``comm`` has ended, or that one has revoked it."""
     failed = comm.Get_failed()
     count = failed.size
     failed.Free()
@@ -113,13 +97,8 @@ def has_losses(comm: "MPI.Comm") -> bool:
 
 
 def finish(requests: Sequence["MPI.Request"], waiter: Waiter) -> None:
-    """Wait until exchanges are complete.
-
-    It polls, since MPI moves data only during calls, and sleeps between polls, since MPI's wait occupies a core.
-
-    Raises:
-        MPI.Exception: the error of a request, such as the loss of a rank.
-    """
+    """Wait until exchanges are complete; raise the error of a request, such as the loss of a rank."""
+    # It polls, since MPI moves data only during calls, and sleeps between polls, since MPI's wait occupies a core.
     while waiter.patience:
         if _all_complete(requests):
             return
@@ -128,11 +107,8 @@ def finish(requests: Sequence["MPI.Request"], waiter: Waiter) -> None:
 
 
 def _wait_for_all(requests: "Sequence[MPI.Request]") -> None:
-    """Wait until requests are complete.
-
-    Raises:
-        MPI.Exception: the error of the first request that has one: of several, MPI only tells that one has.
-    """
+    """Wait until requests are complete; raise the error of the first that has one."""
+    # Of several requests, MPI only tells that one has failed.
     MPI = mpi()
     statuses = [MPI.Status() for _ in requests]
     try:
@@ -142,11 +118,7 @@ def _wait_for_all(requests: "Sequence[MPI.Request]") -> None:
 
 
 def _all_complete(requests: "Sequence[MPI.Request]") -> bool:
-    """Tell if requests are complete.
-
-    Raises:
-        MPI.Exception: as for ``_wait_for_all``.
-    """
+    """Tell if requests are complete; raise as ``_wait_for_all``."""
     MPI = mpi()
     statuses = [MPI.Status() for _ in requests]
     try:
@@ -164,16 +136,8 @@ def _first(error: "MPI.Exception", statuses: "Sequence[MPI.Status]") -> "MPI.Exc
 
 
 def wait_while_all_live(comm: "MPI.Comm", requests: "Sequence[MPI.Request]", waiter: Waiter) -> None:
-    """Wait until messages have arrived.
-
-    Args:
-        comm: the MPI communicator.
-        requests: of ``Irecv`` and ``Isend``.
-        waiter: how long to sleep between polls, as for ``finish``.
-
-    Raises:
-        PeerLeft: a rank of the communicator was lost before that; some of the requests are still under way.
-    """
+    """Wait until messages have arrived."""
+    # Raises PeerLeft: a rank of the communicator was lost before that; some of the requests are still under way.
     for request in requests:
         while not request.Get_status():
             if has_losses(comm):
@@ -183,11 +147,9 @@ def wait_while_all_live(comm: "MPI.Comm", requests: "Sequence[MPI.Request]", wai
 
 
 def settle(exchanges: Iterable[Exchange]) -> None:
-    """Wait until nothing that was begun on a revoked communicator writes to memory any more.
-
-    The memory must not be used again before that.  It polls, as a request without an end must not stop the others.
-    What is sent is kept alive instead: a lost rank does not take it.
-    """
+    """Wait until nothing that was begun on a revoked communicator writes to memory any more."""
+    # The memory must not be used again before that.  It polls, as a request without an end must not stop the others.
+    # What is sent is kept alive instead: a lost rank does not take it.
     exchanges = list(exchanges)
     deadline, pending = time.monotonic() + SETTLE, [request for each in exchanges for request in each.receives]
     while pending and time.monotonic() < deadline:
@@ -196,17 +158,16 @@ def settle(exchanges: Iterable[Exchange]) -> None:
 
 
 def _has_ended(receive: "MPI.Request") -> bool:
-    """Tell if a receive has ended; Open MPI cancels one whose sender has not begun, or was lost."""
+    """Tell if a receive has ended."""
+    # Open MPI cancels a receive whose sender has not begun, or was lost.
     if receive != mpi().REQUEST_NULL:
         receive.Cancel()
     return bool(receive.Get_status())
 
 
 def agree(comm: "MPI.Comm", well: bool) -> bool:
-    """Return whether all ranks of an MPI communicator live, and all say that all is well.  Collective of the living.
-
-    The answer is the same on all that live, also where the communicator was revoked, or a rank ends during the call.
-    """
+    """Return whether all ranks of an MPI communicator live, and all say that all is well.  Collective of the living."""
+    # The answer is the same on all that live, also where the communicator was revoked, or a rank ends during the call.
     try:
         return bool(comm.Agree(int(well)))
     except Exception as error:

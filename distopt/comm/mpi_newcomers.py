@@ -1,4 +1,4 @@
-"""Processes that ranks of Open MPI start in the place of lost ones, and let in.
+"""Processes that ranks of Open MPI start in the place of lost ones, and admit.
 
 ``distopt run`` asks rank 0, which alone waits for Open MPI to start the process (MPI_Comm_spawn).  When the process is
 ready, all ranks accept it as they would any process that connects to a port: in some 10 ms, where a spawn by all of
@@ -24,18 +24,14 @@ from distopt.resilience import job, membership
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-READY, PORT = 1, 2  # MPI tags: the newcomer's process ID; the port to which it is to connect
-STARTER, NEWCOMER = 0, 1  # ranks of the communicator of a newcomer and the rank that has started it
+READY, PORT = 1, 2  # MPI tags: the joiner's process ID; the port to which it is to connect
+STARTER, NEWCOMER = 0, 1  # ranks of the communicator of a joiner and the rank that has started it
 PORT_BYTES = 1024  # at most
 TICK = 0.002  # seconds between two looks for the port
 
 
 class Newcomer:
-    """A process that this rank has started, which waits to be let in.
-
-    Args:
-        request: of ``distopt run``, as ``job.requested`` returns it.
-    """
+    """A process that this rank has started, which waits to be admitted."""
 
     def __init__(self, request: str):
         asked = json.loads(request)
@@ -46,57 +42,53 @@ class Newcomer:
         program, *arguments = asked["command"]
         spawned = mpi().COMM_SELF.Spawn(program, arguments, 1, info)
         info.Free()
-        self._comm: MPI.Intracomm = spawned.Merge(high=False)  # Open MPI tells no loss on the other kind
+        # Open MPI tells no loss on the other kind
+        self._comm: MPI.Intracomm = spawned.Merge(high=False)
 
     @property
     def waits(self) -> bool:
-        """Whether it has come to where it is to be let in."""
+        """Whether it is ready to be admitted."""
         return not self.lost and bool(self._comm.Iprobe(NEWCOMER, READY))
 
     @property
     def lost(self) -> bool:
-        """Whether it has ended."""
+        """Whether the process has ended."""
         return has_losses(self._comm)
 
     def call(self, port: str) -> int:
-        """Let it connect to a port; return its process ID."""
+        """Tell it to connect to a port; return its process ID."""
         process: int = self._comm.recv(source=NEWCOMER, tag=READY)
         self._comm.Send(port.encode(), NEWCOMER, PORT)
         return process
 
 
 class Newcomers:
-    """The process that this rank has started and not let in yet, if there is one."""
+    """The process that this rank has started and not admitted yet, if there is one."""
 
     def __init__(self) -> None:
         self._waiting: Newcomer | None = None
 
     def start(self) -> None:
-        """Start one if ``distopt run`` asks for it, and none waits to be let in."""
+        """Start one if ``distopt run`` asks for it, and none waits to be admitted."""
         if self._waiting is None or self._waiting.lost:
             request = job.requested()
             self._waiting = Newcomer(request) if request else None
 
     @property
     def awaited(self) -> bool:
-        """Whether one is ready to be let in."""
+        """Whether one is ready to be admitted."""
         return self._waiting is not None and self._waiting.waits
 
     def take(self) -> Newcomer | None:
-        """Return it, and forget it."""
+        """Return the process, and forget it."""
         newcomer, self._waiting = self._waiting, None
         return newcomer
 
 
 def let_in(living: "MPI.Comm", newcomer: Newcomer | None) -> "MPI.Comm | None":
-    """Return a communicator of these ranks and, last, a newcomer; None if a rank was lost meanwhile.  Collective.
-
-    A newcomer that is not let in is ended: it may wait for ever for ranks that have gone on.
-
-    Args:
-        living: an MPI communicator of the ranks, of which rank 0 has started the newcomer.
-        newcomer: it, on that rank.
-    """
+    """Return a communicator of these ranks and, last, a joiner; None if a rank was lost meanwhile.  Collective."""
+    # A joiner that is not admitted is ended: it might wait for ever for ranks that train on.
+    # living: rank 0 of these has started the joiner.
     port, process, all_of_them = "", None, None
     try:
         waits = newcomer is not None and newcomer.waits
@@ -122,16 +114,14 @@ def let_in(living: "MPI.Comm", newcomer: Newcomer | None) -> "MPI.Comm | None":
 
 
 def come_in() -> "MPI.Intracomm":
-    """Return a communicator of the ranks that let this process in, and of this one.  Collective of all.
-
-    Raises:
-        RuntimeError: the rank that has started this process has ended, or another one while it was let in.
-    """
+    """Return a communicator of this process and the ranks that admit it.  Collective of all."""
+    # Raises RuntimeError if a rank has ended meanwhile, or the one that has started this process.
     runtime, port = mpi(), bytearray(PORT_BYTES)
     try:
         job.starter.send(os.getpid(), STARTER, READY)
         request, status = job.starter.Irecv(port, STARTER, PORT), runtime.Status()
-        while not request.Test(status):  # MPI's own wait would take a core from the ranks that train
+        # MPI's own wait would take a core from the ranks that train
+        while not request.Test(status):
             time.sleep(TICK)
         ranks = runtime.COMM_SELF.Connect(port[: status.count].decode())
         merged: MPI.Intracomm = ranks.Merge(high=True)
@@ -143,10 +133,8 @@ def come_in() -> "MPI.Intracomm":
 
 
 def leave_quietly() -> None:
-    """Tell the launcher that this process, which ranks have started, ends: it would say that something is wrong.
-
-    MPI's own end would wait for the other ranks, which may go on for long, or be lost.
-    """
+    """Tell the launcher that this process, which ranks have started, ends: else it reports an error."""
+    # MPI's own end would wait for the other ranks, which may train on for long, or be lost.
     spec = importlib.util.find_spec("mpi4py.MPI")
     if spec and spec.origin:
         ctypes.CDLL(spec.origin).PMIx_Finalize(None, ctypes.c_size_t(0))

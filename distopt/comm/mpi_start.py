@@ -27,10 +27,12 @@ from distopt.resilience.watchdog import Mailbox, Watchdog, say
 
 # Kernel names of the processes that start ranks; a process with another parent was started by a rank, or by a script.
 STARTERS = ("hydra_pmi_proxy", "pmi_proxy", "prterun", "prted", "orted", "mpirun", "mpiexec", "slurmstepd")
-LEVELS = ("single", "funneled", "serialized", "multiple")  # thread levels, in the order of MPI's constants
+# thread levels, in the order of MPI's constants
+LEVELS = ("single", "funneled", "serialized", "multiple")
 LEAVING = 4711  # MPI tag of ranks that end before they have met the others
 TAG_SECONDS = 2.0  # for all ranks to send that tag
-CONNECT = 1.0  # seconds for other ranks to connect to prterun, which hangs if it ends a job while one of them does so
+# seconds for other ranks to connect to prterun, which hangs if it ends a job while one of them does so
+CONNECT = 1.0
 STUCK = 5.0  # seconds for Open MPI's launcher to end
 
 mailboxes: list[Mailbox] = []  # read by the watchdog
@@ -38,11 +40,7 @@ mailboxes: list[Mailbox] = []  # read by the watchdog
 
 @functools.cache
 def mpi() -> Any:
-    """Import mpi4py's MPI, which starts MPI, and return it.
-
-    Raises:
-        ImportError: mpi4py is missing or not usable.
-    """
+    """Import mpi4py's MPI, which starts MPI, and return it."""
     try:
         import mpi4py
 
@@ -64,23 +62,14 @@ def brand() -> str:
 
 
 def number() -> int:
-    """Return this process's number among all of its job: that in COMM_WORLD, if ranks have not started it later."""
+    """This process's number in its job: in COMM_WORLD, unless ranks have started it later."""
     return int(os.environ.get(membership.SPAWNED) or mpi().COMM_WORLD.rank)
 
 
 def check_launcher(size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Check that the launcher started as many processes as the MPI library sees.
-
-    The numbers differ if ``mpirun`` and the MPI library are of different brands, or if ``srun`` was not told how to
-    start the library's ranks; each process would then train alone.
-
-    Args:
-        size: size of COMM_WORLD.
-        environ: environment variables.
-
-    Raises:
-        RuntimeError: the numbers differ.
-    """
+    """Check that the launcher started as many processes as the MPI library sees; RuntimeError if not."""
+    # The numbers differ if `mpirun` and the MPI library are of different brands, or if `srun` was not told how to start
+    # the library's ranks; each process would then train alone.
     launch = launched(environ)
     if not launch or launch.size == size:
         return
@@ -113,13 +102,8 @@ def is_running() -> bool:
 
 
 def _start(rc: Any) -> None:
-    """Call MPI_Init_thread, which waits for all ranks, with a time limit and without the interpreter lock.
-
-    mpi4py's import would hold the lock during that wait, so that the watchdog's thread could not run.
-
-    Args:
-        rc: ``mpi4py.rc``.
-    """
+    """Call MPI_Init_thread, which waits for all ranks, with a time limit and without the interpreter lock."""
+    # mpi4py's import would hold the lock during that wait, so that the watchdog's thread could not run.
     spec = importlib.util.find_spec("mpi4py.MPI")
     if spec is None or spec.origin is None:
         return
@@ -128,17 +112,16 @@ def _start(rc: Any) -> None:
     if rc.finalize is not False and not membership.wanted():
         _end_mpi_at_exit(library)
     if has_pmi_line(os.environ):
-        os.environ.pop("PMIX_NAMESPACE", None)  # another launcher's, with which MPICH refuses to start
+        # another launcher's, with which MPICH refuses to start
+        os.environ.pop("PMIX_NAMESPACE", None)
     level = LEVELS.index(rc.thread_level) if rc.threads else 0
     with _limited_start():
         library.MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
 
 
 def _end_mpi_at_exit(library: ctypes.CDLL) -> None:
-    """Register MPI_Finalize for the very end of this process, as mpi4py does, but not for a forked child's.
-
-    It would hang in a forked child.
-    """
+    """Register MPI_Finalize for the very end of this process, as mpi4py does, but not for a forked child's."""
+    # It would hang in a forked child.
     host = signatures.library()
     functions = (library.MPI_Initialized, library.MPI_Finalized, library.MPI_Finalize)
     host.end_mpi_with(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
@@ -169,15 +152,14 @@ def start_watchdog(rank: int) -> Watchdog | None:
     if allowed is None:
         return None
     watchdog = Watchdog(rank, recorder, allowed, _abort_from_thread, mailboxes)
-    atexit.register(watchdog.stop)  # runs after the other ranks have been told, before MPI is finalized
+    # runs after the other ranks have been told, before MPI is finalized
+    atexit.register(watchdog.stop)
     return watchdog
 
 
 def _abort_from_thread(code: int) -> None:
-    """End all processes of the job, from any thread.
-
-    Without MPI_THREAD_MULTIPLE it only ends this process, and the launcher ends the others.
-    """
+    """End all processes of the job, from any thread."""
+    # Without MPI_THREAD_MULTIPLE it only ends this process, and the launcher ends the others.
     if is_running() and not has_thread_multiple():
         os._exit(code)
     abort(code)
@@ -190,7 +172,8 @@ def abort(code: int) -> None:
     if is_running():
         mpi().COMM_WORLD.Abort(code)
     with contextlib.suppress(KeyError, ValueError, OSError):
-        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())  # as MPICH's MPI_Abort
+        # as MPICH's MPI_Abort
+        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
         time.sleep(TAG_SECONDS)
     if not (is_running() or job.is_rank() or "PMI_FD" in os.environ):
         time.sleep(CONNECT)
@@ -199,11 +182,9 @@ def abort(code: int) -> None:
 
 
 def fail_by_signal() -> None:
-    """Let this process end by a signal instead of a code other than 0, from now on; only for Open MPI's elastic jobs.
-
-    Open MPI's launcher does not tell the other ranks of one that ends with such a code, whatever its options: they
-    would wait for it for ever.  The code stands in the marks that ``distopt run`` reads.
-    """
+    """From now on this process ends by a signal instead of a code other than 0; only for Open MPI's elastic jobs."""
+    # Open MPI's launcher does not tell the other ranks of one that ends with such a code, whatever its options: they
+    # would wait for it for ever.  The code stands in the marks that `distopt run` reads.
     signatures.library().fail_by_signal()  # at C's exit, which knows the code
     leave, process = os._exit, os.getpid()
 
@@ -217,23 +198,22 @@ def fail_by_signal() -> None:
 
 
 def end_alone(code: int) -> None:
-    """End this process, and no other one, with an exit code; the caller must have printed the reason."""
+    """End this process alone with an exit code; the caller must have printed the reason."""
     ending.set()
     job.mark(job.SPOKEN, code)
     os._exit(code)
 
 
 def _end_stuck_launcher() -> None:
-    """Fork a process that kills the launcher if it does not end within ``STUCK`` seconds.
-
-    Before it ends the other ranks, prterun continues those that were stopped.  If one of them then connects to it, it
-    can hang in PMIx_server_finalize, waiting for a lock, when no rank is left (3 of 20 jobs with a stopped rank).
-    """
+    """Fork a process that kills the launcher if it does not end within ``STUCK`` seconds."""
+    # Before it ends the other ranks, prterun continues those that were stopped.  If one of them then connects to it, it
+    # can hang in PMIx_server_finalize, waiting for a lock, when no rank is left (3 of 20 jobs with a stopped rank).
     launcher = os.getppid()
     if not _is_launcher(launcher):
         return
     with contextlib.suppress(OSError):
-        handle = os.pidfd_open(launcher)  # stays valid for this process only, if its id is used again
+        # stays valid for this process only, if its id is used again
+        handle = os.pidfd_open(launcher)
         if os.fork() == 0:
             os.setsid()
             os.closerange(0, 3)  # the launcher reads these pipes until they are closed
@@ -247,7 +227,7 @@ def _end_stuck_launcher() -> None:
 
 
 def guard_start() -> None:
-    """Let a rank that fails before it has met the others end the job, from now on; they would wait for it."""
+    """From now on, a rank that fails before it has met the others ends the job; they would wait for it."""
     launch = launched()
     if not launch or launch.size == 1 or not (job.is_rank() or _was_started_by_launcher()):
         return
@@ -269,19 +249,15 @@ def _is_launcher(process: int) -> bool:
 
 
 def _linger_before_start(process: int) -> None:
-    """Delay the exit of a process that never started MPI by ``CONNECT`` seconds.
-
-    The launcher notices the exit, unless other ranks are connecting to it at that time.
-    """
+    """Delay the exit of a process that never started MPI by ``CONNECT`` seconds."""
+    # The launcher notices the exit, unless other ranks are connecting to it at that time.
     if os.getpid() == process and "mpi4py.MPI" not in sys.modules:
         time.sleep(CONNECT)
 
 
 def _leave_before_start(process: int) -> None:
-    """End the job at exit if this process never started MPI, unless all other ranks end in the same way.
-
-    Ranks that go on would wait for this one in MPI's start.
-    """
+    """End the job at exit if this process never started MPI, unless all other ranks end in the same way."""
+    # Ranks that go on would wait for this one in MPI's start.
     if os.getpid() != process or "mpi4py.MPI" in sys.modules:
         return
     world = mpi().COMM_WORLD

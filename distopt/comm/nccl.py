@@ -105,9 +105,11 @@ class NcclCommunicator(Communicator):
         self.control, self.rank, self.size, self._hosts = control, control.rank, control.size, hosts
         self.local_rank = self.rank if local_rank is None else local_rank
         self.rank_ordered = self.size == 1
-        self._host: Communicator | None = None  # of the same ranks, which goes on without those that are lost
+        # of the same ranks, which goes on without those that are lost
+        self._host: Communicator | None = None
         self._trials = 0  # communicators of the same ranks that have failed
-        self._last: tuple[str, int, Any] = "its start", 0, None  # verb, size and dtype, for the text of an error
+        # verb, size and dtype, for the text of an error
+        self._last: tuple[str, int, Any] = "its start", 0, None
         self._failure = ""
         number, advice = self._select_gpu(gpu)
         self.gpu: int = number
@@ -162,7 +164,8 @@ class NcclCommunicator(Communicator):
             RuntimeError: as for the constructor.
             ValueError: as for the constructor.
         """
-        from distopt.comm.process_group import join  # torch is there, if anybody has made a process group
+        # torch is there, if anybody has made a process group
+        from distopt.comm.process_group import join
 
         control, local_rank, hosts = join(ranks)
         votes = f"votes over gloo, {'several hosts' if len(set(hosts)) > 1 else 'one host'}"
@@ -188,7 +191,8 @@ class NcclCommunicator(Communicator):
         """
         from multiprocessing.util import Finalize
 
-        from distopt.comm.sockets import SocketControl  # imported late: it takes as long as the rest of this package
+        # imported late: it takes as long as the rest of this package
+        from distopt.comm.sockets import SocketControl
 
         if not isinstance(unique_id, bytes) or len(unique_id) != ID_BYTES:
             raise TypeError(
@@ -223,15 +227,8 @@ class NcclCommunicator(Communicator):
     def _over(
         cls, host: Communicator, gpu: int | None, reason: str, text: str, lost: bool = False
     ) -> tuple["NcclCommunicator", list[str]]:
-        """Return a communicator of the ranks of a host's that live, and a text of each.  Collective of these.
-
-        Args:
-            host: a communicator of arrays on hosts.
-            gpu: number of the GPU.
-            reason: why this transport was chosen.
-            text: this rank's.
-            lost: a rank of ``host`` is known to be lost.
-        """
+        """Return a communicator of the ranks of ``host`` that live, and a text of each.  Collective of these."""
+        # lost: a rank of `host` is known to be lost.
         texts: list[str] = []
         while True:
             try:
@@ -251,11 +248,8 @@ class NcclCommunicator(Communicator):
     # ------------------------------------------------------------------------------------------- start
 
     def _select_gpu(self, gpu: int | None) -> tuple[int, str]:
-        """Choose a GPU, and vote on all that can be checked before NCCL is called.
-
-        Returns:
-            The GPU's number, and advice for the user, '' for none.
-        """
+        """Choose a GPU, and vote on all that can be checked before NCCL is called."""
+        # Returns the GPU's number, and advice for the user, '' for none.
         error, version, number, location, setting = None, 0, 0, "", False
         try:
             number = select_gpu(gpu, self.local_rank)
@@ -293,7 +287,7 @@ class NcclCommunicator(Communicator):
         return comm.result()
 
     def _progress(self, start: "concurrent.futures.Future[Any]", deadline: float) -> tuple[Exception | None, str]:
-        """Return the state of this rank's start for a vote: an error or None, and a text, '' once it has ended."""
+        """The state of this rank's start, for a vote: an error or None, and a text, '' once it has ended."""
         if not start.done():
             late = time.monotonic() > deadline
             text = (
@@ -377,7 +371,8 @@ class NcclCommunicator(Communicator):
         n = cuts[self.rank].stop - cuts[self.rank].start
         total = device.empty(n, flat.dtype, like=flat)
         with self._enqueued("reduce_scatter", flat, total) as stream:
-            for root, cut_out in enumerate(cuts):  # slices differ in length by one, which ncclReduceScatter cannot do
+            # slices differ in length by one, which ncclReduceScatter cannot do
+            for root, cut_out in enumerate(cuts):
                 for number, piece in enumerate(self._pieces(flat[cut_out])):
                     target = device.address(total[number * self.CHUNK :]) if root == self.rank else 0
                     kind = self._kinds[piece.dtype]
@@ -429,7 +424,8 @@ class NcclCommunicator(Communicator):
         self._kept += arrays
         nccl = binding()
         try:
-            with self._log(verb, arrays[0].nbytes, self._tag):  # NCCL may wait for others before it enqueues
+            # NCCL may wait for others before it enqueues
+            with self._log(verb, arrays[0].nbytes, self._tag):
                 with _group():
                     yield self._stream.ptr
         except nccl.NcclError as error:
@@ -443,7 +439,8 @@ class NcclCommunicator(Communicator):
     def wait(self) -> None:
         """Make the caller's current stream wait for all collectives so far, without blocking the host."""
         stream = device.current_stream()
-        unused = stream.is_capturing() and not self._stream.is_capturing()  # the captured work has no collective
+        # the captured work has no collective
+        unused = stream.is_capturing() and not self._stream.is_capturing()
         if stream.ptr != self._stream.ptr and not unused:
             # not within on_comm_stream(): its stream needs no wait, and the caller's waits after the context
             self._order(self._stream, stream)
@@ -529,12 +526,8 @@ class NcclCommunicator(Communicator):
             raise self._failed(f"{self._verb}, or before: {error}") from error
 
     def _failed(self, text: str, nccl: bool = True) -> RuntimeError:
-        """Return the error for a failed collective; no collective is possible after it.
-
-        Args:
-            text: the collective, and what went wrong.
-            nccl: NCCL has failed, and not its caller.
-        """
+        """Return the error for a failed collective; no collective is possible after it."""
+        # nccl: whether NCCL has failed, and not its caller.
         who, more = ("NCCL", "; NCCL_DEBUG=WARN says more") if nccl else ("distopt", "")
         self._failure = f"{who} failed on GPU {self.gpu} in {text}{more}"
         return (NcclFailure if nccl else RuntimeError)(f"rank {self.rank}: {self._failure}")
@@ -614,7 +607,8 @@ class NcclCommunicator(Communicator):
         with self._log("closing"):
             device.drop_graphs(self.gpu)
             device.synchronize(self._stream, self.check)
-            self.control.close()  # before NCCL waits for the others: those that still vote learn that this rank leaves
+            # before NCCL waits for the others: those that still vote learn that this rank leaves
+            self.control.close()
             self._memory.deregister()
             self._give_up()[0].destroy()
 
@@ -634,7 +628,7 @@ class NcclFailure(RuntimeError):
 
 @contextlib.contextmanager
 def _group() -> Iterator[None]:
-    """Let NCCL take the calls of this thread in this context as one."""
+    """A context whose calls of this thread NCCL takes as one."""
     binding().groupStart()
     try:
         yield
@@ -644,7 +638,7 @@ def _group() -> Iterator[None]:
 
 @functools.cache
 def _kinds() -> dict[Any, int]:
-    """Return NCCL's numbers of dtypes."""
+    """NCCL's numbers of dtypes."""
     nccl = binding()
     names = {
         np.float16: nccl.NCCL_FLOAT16,
@@ -667,10 +661,8 @@ _left_alone: list[Any] = []  # objects that must never be garbage collected
 
 @functools.cache
 def _helper() -> "queue.SimpleQueue[Callable[[], object]]":
-    """Return the queue of a thread that runs jobs, started early: Python 3.12 starts no thread at shutdown.
-
-    Each job begins with the choice of its GPU: a process may have communicators on several.
-    """
+    """Return the queue of a thread that runs jobs, started early: Python 3.12 starts no thread at shutdown."""
+    # Each job begins with the choice of its GPU: a process may have communicators on several.
     jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
 
     def work() -> None:
@@ -682,10 +674,8 @@ def _helper() -> "queue.SimpleQueue[Callable[[], object]]":
 
 
 def _within(seconds: float, end: Callable[[], object], owner: Any) -> bool:
-    """Call ``end`` in the helper's thread, and return whether it returned within these seconds.
-
-    If it did not, ``owner`` is kept alive for ever, since NCCL may still use it.
-    """
+    """Call ``end`` in the helper's thread, and return whether it returned within these seconds."""
+    # If it did not, `owner` is kept alive for ever, since NCCL may still use it.
     done = threading.Event()
 
     def job() -> None:
@@ -704,14 +694,8 @@ def _within(seconds: float, end: Callable[[], object], owner: Any) -> bool:
 
 
 def end_all(deadline: float = 10.0) -> None:
-    """End all communicators that were not closed; called at exit.
-
-    Collectives that other ranks wait for can finish in half of the time.  Those that have not finished by then never
-    will, since a rank has ended, and are aborted.
-
-    Args:
-        deadline: seconds for all of that.
-    """
+    """Call ``end`` in the helper's thread, and return whether it returned within these seconds."""
+    # If it did not, `owner` is kept alive for ever, since NCCL may still use it.
     unclosed = [(c, *c._give_up()) for c in _alive[:]]
     half = time.monotonic() + deadline / 2
 
@@ -734,7 +718,8 @@ def end_all(deadline: float = 10.0) -> None:
             else:
                 done.append((owner.gpu, comm))
         if stuck:  # first: destroy() may wait for the kernels of a stuck communicator
-            with contextlib.suppress(Exception), _group():  # which waits for kernels when all have been told to end
+            # which waits for kernels when all have been told to end
+            with contextlib.suppress(Exception), _group():
                 for gpu, comm in stuck:
                     device.use_gpu(gpu)
                     comm.abort()

@@ -11,50 +11,40 @@ from distopt.comm.nccl_library import Registration, memory_alloc, memory_free
 
 
 class Block:
-    """One piece of memory, which arrays use.
-
-    Attributes:
-        gpu: the number of the GPU.
-        address: where it starts.
-        nbytes: its size.
-        registration: None before and after.
-    """
+    """One piece of memory, which arrays use."""
 
     def __init__(self, nbytes: int):
         self.gpu, self.address, self.nbytes = device.current_gpu(), memory_alloc(nbytes), nbytes
-        self.registration: Registration | None = None
+        self.registration: Registration | None = None  # none before and after
 
     def deregister(self) -> None:
-        """Let the communicator forget it."""
+        """Deregister it from the communicator."""
         if self.registration is not None:
             self.registration.end()
         self.registration = None
 
     def free(self) -> None:
-        """Free it, after all that the GPU has to do."""
+        """Free the memory, once the GPU has done what is enqueued."""
         device.wait_for_gpu(self.gpu)
         memory_free(self.address)
 
 
 class Lease:
-    """A token that the arrays of a block hold, so that its end tells that the block is unused."""
+    """A token that all arrays of a block hold: when it goes, the block is unused."""
 
 
 class RegisteredMemory:
-    """The blocks that one communicator has registered.
+    """The blocks that one communicator has registered."""
 
-    A block whose arrays are gone may still be in use by the GPU.  So it is freed at the next ``register``, where the
-    host waits anyway; after ``deregister`` it is freed at once, and after ``abandon`` never.
-
-    Args:
-        comm: cupy's communicator.
-    """
+    # A block whose arrays are gone may still be in use by the GPU.  So it is freed at the next `register`, where the
+    # host waits anyway; after `deregister` it is freed at once, and after `abandon` never.
 
     def __init__(self, comm: Any):
-        self._comm = comm
+        self._comm = comm  # cupy's communicator
         self._used: dict[int, Block] = {}  # by address
         self._unused: list[Block] = []
-        self._end: Callable[[Block], object] = self._unused.append  # what becomes of a block without arrays
+        # what becomes of a block without arrays
+        self._end: Callable[[Block], object] = self._unused.append
 
     def zeros(self, n: int, dtype: Any) -> Any:
         """Return zeros, ``(n,)``, on the current GPU, in a block of their own; MemoryError if there is no room."""
@@ -69,10 +59,8 @@ class RegisteredMemory:
         self._end(self._used.pop(address))
 
     def register(self, x: np.ndarray) -> None:
-        """Register the block of an array of ``zeros``, and free what is unused.  Collective.
-
-        The GPU must be done with the arrays that are gone.
-        """
+        """Register the block of an array of ``zeros``, and free the blocks that are unused.  Collective."""
+        # The GPU must be done with the arrays that are gone.
         while self._unused:
             block = self._unused.pop()
             block.deregister()
@@ -83,7 +71,8 @@ class RegisteredMemory:
 
     def deregister(self) -> None:
         """Deregister all blocks, before the communicator is destroyed; none of its collectives is under way."""
-        for block in [*list(self._used.values()), *self._unused]:  # a copy: a collection may take a block away
+        # a copy: a collection may take a block away
+        for block in [*list(self._used.values()), *self._unused]:
             block.deregister()
         self._end = Block.free
         while self._unused:
@@ -95,4 +84,4 @@ class RegisteredMemory:
 
 
 def _keep(block: Block) -> None:
-    """Leave a block as it is."""
+    """Do nothing: finalizer of a block that stays."""

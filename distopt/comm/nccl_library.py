@@ -17,9 +17,11 @@ from distopt.comm.control import agreed
 
 MINIMUM = 21801  # first version with all functions that cupy 14's binding needs (ncclCommSplit)
 SHARES_A_GPU = 23000  # first version with NCCL_MULTI_RANK_GPU_ENABLE
-TAKES_PARTITIONS = 23000  # first version that identifies GPUs by UUID, which differs between MIG partitions of one GPU
+# first version that identifies GPUs by UUID, which differs between MIG partitions of one GPU
+TAKES_PARTITIONS = 23000
 WINDOWS = 22703  # first version with ncclCommWindowRegister
-SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC: in a collective each rank gives the same place of its window
+# NCCL_WIN_COLL_SYMMETRIC: in a collective each rank gives the same place of its window
+SYMMETRIC = 1
 REGISTER = "DISTOPT_NCCL_REGISTER"
 # Two communicators of one GPU, of which a user or another library may make the second, deadlock without it: NCCL then
 # starts their kernels in the order in which the host calls it (from 2.26 on).
@@ -29,10 +31,8 @@ BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 @functools.cache
 def binding() -> ModuleType:
-    """Return cupy's module of NCCL's functions, ``cupy.cuda.nccl``.
-
-    NCCL reads its variables at its first call, so LAUNCH_ORDER is set here, unless the user has set it.
-    """
+    """Return cupy's module of NCCL's functions, ``cupy.cuda.nccl``."""
+    # NCCL reads its variables at its first call, so LAUNCH_ORDER is set here, unless the user has set it.
     os.environ.setdefault(LAUNCH_ORDER, "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nccl_state reports a missing NCCL, in more detail
@@ -54,12 +54,9 @@ def library_paths() -> list[str]:
 
 @functools.cache
 def library() -> Any:
-    """Return the NCCL library that cupy's binding is linked to, for the functions that the binding lacks.
-
-    Raises:
-        RuntimeError: the process has two of them, and the binding does not call the one that it is linked to.
-    """
-    linked = ctypes.CDLL(sys.modules[binding().NcclCommunicator.__module__].__file__)  # and what that depends on
+    """Return the NCCL library that cupy's binding is linked to, for the functions that the binding lacks."""
+    # and what that depends on
+    linked = ctypes.CDLL(sys.modules[binding().NcclCommunicator.__module__].__file__)
     version = ctypes.c_int()
     if linked.ncclGetVersion(ctypes.byref(version)) or version.value != nccl_version():
         raise RuntimeError(
@@ -70,11 +67,7 @@ def library() -> Any:
 
 
 def memory_alloc(nbytes: int) -> int:
-    """Allocate memory of the current GPU that NCCL can register, and return its address.
-
-    Raises:
-        MemoryError: there is not enough.
-    """
+    """Allocate memory of the current GPU that NCCL can register, and return its address."""
     address = ctypes.c_void_p()
     if status := library().ncclMemAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes)):
         raise MemoryError(
@@ -89,22 +82,18 @@ def memory_free(address: int) -> None:
 
 
 class Registration:
-    """Memory of ``memory_alloc`` that a communicator reads and writes without a copy.  Making one is collective.
+    """Memory of ``memory_alloc`` that a communicator reads and writes without a copy.  Making one is collective."""
 
-    It is a window from NCCL 2.27 on, which ranks on NVLink reach in each other's memory.
-
-    Args:
-        comm: cupy's communicator.
-        address: where the memory starts.
-        nbytes: its size, the same on every rank.
-    """
+    # It is a window from NCCL 2.27 on, which ranks on NVLink reach in each other's memory.
 
     def __init__(self, comm: Any, address: int, nbytes: int):
+        # nbytes: its size, the same on every rank
         self._comm, self._window, self._handle = comm, ctypes.c_void_p(), ctypes.c_void_p()
         whole = ctypes.c_void_p(comm.comm), ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
         if nccl_version() >= WINDOWS:
             _check(library().ncclCommWindowRegister(*whole, ctypes.byref(self._window), SYMMETRIC))
-        if not self._window.value:  # no window is made for ranks that cannot reach each other's memory
+        # no window is made for ranks that cannot reach each other's memory
+        if not self._window.value:
             _check(library().ncclCommRegister(*whole, ctypes.byref(self._handle)))
 
     def end(self) -> None:
@@ -117,17 +106,12 @@ class Registration:
 
 
 def _check(status: int) -> None:
-    """Raise NcclError for a status other than success."""
     if status:
         raise binding().NcclError(status)
 
 
 def registers() -> bool:
-    """Tell if buckets are registered with NCCL: DISTOPT_NCCL_REGISTER is 1; by default they are not.
-
-    Raises:
-        ValueError: it is neither 0 nor 1.
-    """
+    """Tell if buckets are registered with NCCL: DISTOPT_NCCL_REGISTER is 1; by default they are not."""
     value = os.environ.get(REGISTER, "0")
     if value not in ("0", "1"):
         raise ValueError(f"{REGISTER} must be 0 or 1, or not set, got {value!r}")
@@ -187,16 +171,8 @@ def nccl_unique_id() -> bytes:
 
 
 def select_gpu(gpu: int | None, local_rank: int) -> int:
-    """Choose a GPU, make it this thread's current one, and return its number.
-
-    Args:
-        gpu: number of the GPU; None for ``local_rank`` modulo the number of GPUs that this process sees.
-        local_rank: this rank's number among the ranks of its host.
-
-    Raises:
-        RuntimeError: there is no usable GPU or NCCL.
-        ValueError: this process does not see a GPU of that number.
-    """
+    """Choose a GPU, make it this thread's current one, and return its number."""
+    # gpu: number of the GPU; None for `local_rank` modulo the number of GPUs that this process sees.
     state = device.gpu_state()
     state = nccl_state() if state == "ok" else state
     if state != "ok":
@@ -210,11 +186,9 @@ def select_gpu(gpu: int | None, local_rank: int) -> int:
 
 
 def gpu_identity(gpu: int, rank: int) -> str:
-    """Return a JSON text ``[key, name, place, alone]`` of a rank's GPU.
-
-    The key is how NCCL identifies a GPU: the host's id with the bus id or the UUID.  The name is for error texts.  The
-    place is the host with the bus id; ``alone`` is None if this process sees other GPUs, else CUDA_VISIBLE_DEVICES.
-    """
+    """Return a JSON text ``[key, name, place, alone]`` of a rank's GPU."""
+    # The key is how NCCL identifies a GPU: the host's id with the bus id or the UUID.  The name is for error texts.
+    # The place is the host with the bus id; `alone` is None if this process sees other GPUs, else CUDA_VISIBLE_DEVICES.
     host = platform.node()
     host_id = os.environ.get("NCCL_HOSTID") or host + (BOOT_ID.read_text().strip() if BOOT_ID.exists() else "")
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_version() >= SHARES_A_GPU:
@@ -226,18 +200,8 @@ def gpu_identity(gpu: int, rank: int) -> str:
 
 
 def isolated(identities: Sequence[str]) -> str:
-    """Return advice if a host's ranks see a GPU each that the others cannot see; '' for none.
-
-    Where CUDA_VISIBLE_DEVICES alone gives each rank another GPU, it differs, and NCCL still reaches all of them.
-
-    Args:
-        identities: the text of ``gpu_identity`` of each rank, ``(size,)``.
-
-    Example:
-        >>> ranks = [json.dumps([[], "", ["node1", bus], "0"]) for bus in ("0000:0f:00.0", "0000:10:00.0")]
-        >>> isolated(ranks).partition(":")[0]
-        'ranks of host node1 see one GPU each and not those of the others'
-    """
+    """Return advice if a host's ranks see a GPU each that the others cannot see; '' for none."""
+    # Where CUDA_VISIBLE_DEVICES alone gives each rank another GPU, it differs, and NCCL still reaches all of them.
     places: dict[tuple[str, str], set[str]] = {}
     for _, _, (host, bus), alone in map(json.loads, identities):
         if alone is not None:
@@ -253,15 +217,7 @@ def isolated(identities: Sequence[str]) -> str:
 
 
 def check_one_gpu_each(identities: Sequence[str], rank: int) -> None:
-    """Check that no two ranks share a GPU, which NCCL would refuse later, or hang.
-
-    Args:
-        identities: the text of ``gpu_identity`` of each rank, ``(size,)``.
-        rank: this rank.
-
-    Raises:
-        ValueError: on every rank alike, if two ranks share a GPU.
-    """
+    """Check that no two ranks share a GPU, which NCCL would refuse later, or hang; ValueError on every rank."""
     first: dict[tuple[str, ...], int] = {}
     for peer, (key, name, *_) in enumerate(map(json.loads, identities)):
         if (first_rank := first.setdefault(tuple(key), peer)) != peer:

@@ -12,11 +12,6 @@ MAX_BITS = 8192  # of an integer
 def encode(value: Any) -> str:
     """Return a text from which ``decode`` makes the value again.
 
-    Raises:
-        TypeError: the value is not None, a bool, number or string, or a list, tuple or dict with string keys of these.
-        ValueError: the value has more than 100 levels of nesting, an integer of more than 8,192 bits, or more than 2^20
-            characters of JSON.
-
     Example:
         >>> decode(encode({"lr": 0.1, "steps": (1, 2)}))
         {'lr': 0.1, 'steps': [1, 2]}

@@ -43,12 +43,10 @@ class Slices(Algorithm):
         self._gathers = gathers
 
     def all_reduce(self, shares: Sequence[int], rank: int) -> Moved:
-        """Return the bytes of a reduce-scatter of the slices and an all-gather of their sums."""
         phases = self.reduce_scatter(shares, rank), self._gathers.all_gather(shares, rank)
         return Moved(*(tuple(map(operator.add, *pair)) for pair in zip(*phases, strict=True)))
 
     def all_gather(self, parts: Sequence[int], rank: int) -> Moved:
-        """Return the bytes of an all-gather by the other algorithm."""
         return self._gathers.all_gather(parts, rank)
 
 

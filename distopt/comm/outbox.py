@@ -9,28 +9,25 @@ from distopt.comm.control import ControlChannel
 from distopt.comm.shared_memory import allocate, handle_of, open_handle
 
 HANDLE = 6  # numbers of a handle
-ENDS = 1.0  # seconds from when a process's memory cannot be opened any more until it is known to have ended
+# seconds from when a process's memory cannot be opened any more until it is known to have ended
+ENDS = 1.0
 NOTHING = np.empty(0, np.uint8)
 
 
 class Outboxes:
-    """Exchange arrays with ranks of one machine: each writes its own to memory from which the others read them.
+    """Exchange arrays with ranks of one machine: each writes its own to memory from which the others read them."""
 
-    Each rank has two of these memories, of which it writes to one while the others may still read the last exchange's
-    from the other one.  A memory that is too small is replaced by a larger one, of which the others hear in the frame
-    that says where their parts are; all have opened it before its rank goes on, and may end.
-
-    Args:
-        board: of frames of ``HANDLE + size`` numbers.
-        rank: this rank.
-        size: the number of ranks.
-    """
+    # Each rank has two of these memories: it writes to one while the others may still read the last exchange from the
+    # other one.  A memory that is too small is replaced by a larger one; the frame that says where the parts are tells
+    # the others.  All have opened it before its rank continues, and may end.
 
     def __init__(self, board: Board, rank: int, size: int):
+        # board: of frames of `HANDLE + size` numbers
         self._board, self._rank, self._size = board, rank, size
         self._mine = [NOTHING] * 2
         self._handles = [np.zeros(HANDLE, np.int64)] * 2
-        self._opened: dict[tuple[int, int], tuple[bytes, np.ndarray]] = {}  # handle and memory, by rank and turn
+        # handle and memory, by rank and turn
+        self._opened: dict[tuple[int, int], tuple[bytes, np.ndarray]] = {}
         self._turn = 0
 
     @classmethod
@@ -40,11 +37,8 @@ class Outboxes:
         return cls(board, control.rank, control.size) if board else None
 
     def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
-        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``, flat arrays of known lengths.
-
-        Raises:
-            RankEnded: a rank has ended.
-        """
+        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``, flat arrays of known lengths."""
+        # Raises RankEnded: a rank has ended.
         self._turn ^= 1
         frames, any_new = self._board.swap(self._written(parts)), False
         for rank, frame in enumerate(frames):
@@ -57,16 +51,15 @@ class Outboxes:
             self._board.swap(np.zeros(HANDLE + self._size, np.int64))
 
     def revoke(self) -> None:
-        """Let all ranks that wait on the board raise RankEnded, now and from now on."""
         self._board.revoke()
 
     def close(self) -> None:
-        """Release the board."""
         self._board.close()
 
     def _written(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Write the parts, each array once, and return the frame that says where they are."""
-        places: dict[tuple[int, int], tuple[int, np.ndarray]] = {}  # a gather sends one array to all ranks
+        # a gather sends one array to all ranks
+        places: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
         frame, end = np.zeros(HANDLE + self._size, np.int64), 0
         for to, part in enumerate(parts):
             if to != self._rank and part.size:

@@ -1,4 +1,4 @@
-"""Communicator of a process that waits to be let in by the ranks of a job."""
+"""Communicator of a process that waits until the ranks of a job admit it."""
 
 from collections.abc import Callable
 
@@ -12,23 +12,18 @@ WAITS = (
 
 
 class Outside(LocalCommunicator):
-    """Communicator of a process that is alone until the others let it in (``Elastic.join_others``).
-
-    Args:
-        enter: is given a text for the others; waits until they let this process in, and returns a communicator of all,
-            and a text of each.
-        rank_ordered: whether that one adds in rank order, which a script may ask before it is let in.
-        reason: why this transport was chosen, for ``repr``.
-    """
+    """Communicator of a process that is alone until the others admit it (``Elastic.join_others``)."""
 
     outside = True
 
     def __init__(self, enter: Callable[[str], tuple[Communicator, list[str]]], rank_ordered: bool, reason: str = ""):
         super().__init__(reason)
+        # enter: is given a text for the others; waits until they admit this process, and returns a communicator of all,
+        # and a text of each
+        # rank_ordered: whether that one adds in rank order, which a script may ask before it is let in
         self._enter, self.rank_ordered = enter, rank_ordered
 
     def make_duplicate(self) -> Communicator:
-        """Make another communicator of this thread, which waits too."""
         return Outside(self._enter, self.rank_ordered, self.reason)
 
     def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:

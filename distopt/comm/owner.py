@@ -1,4 +1,4 @@
-"""Which process is the rank of which the environment tells: processes that a rank starts inherit its variables."""
+"""Which process is the rank that the environment describes: processes that a rank starts inherit its variables."""
 
 import contextlib
 import hashlib
@@ -10,34 +10,19 @@ from collections.abc import Mapping, MutableMapping
 
 from distopt.comm.launchers import IDENTITY, MPICH, has_pmi_line, launched
 
-OWNER = "DISTOPT_OWNER"  # environment variable: the process that has become a rank, and a digest of what made it one
+# environment variable: the process that has become a rank, and a digest of what made it one
+OWNER = "DISTOPT_OWNER"
 # As IDENTITY, for ranks that meet by torch.
 TORCHS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"}
 
 
 def claim(over: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Note, for processes that this one starts, that it is the rank of which the environment tells.
-
-    Args:
-        over: over what the ranks meet.
-        environ: environment variables.
-    """
+    """Note, for processes that this one starts, that this one is the rank that the environment describes."""
     environ[OWNER] = f"{os.getpid()} {_told(over, environ)}"
 
 
 def check(over: str, reason: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Check that a launcher has told this process its rank, and not the process that has started this one.
-
-    A pool of multiprocessing replaces workers that end while they import the script by others, which end in the same
-    way.  Nothing but the end of the process that has the pool ends that, so it is asked to.
-
-    Args:
-        over: over what the ranks meet.
-        reason: who has told it, in words.
-        environ: environment variables.
-
-    Raises:
-        RuntimeError: it was told to another process.
+    """Check that a launcher has made this very process a rank, and not the one that started it.
 
     Example:
         >>> torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
@@ -49,6 +34,8 @@ def check(over: str, reason: str, environ: Mapping[str, str] = os.environ) -> No
         RuntimeError: this process is no rank: torchrun set RANK=1 for the process that has started it, 1. ...
         >>> check("gloo", "the script set RANK=0", child | {"RANK": "0"})
     """
+    # A pool of multiprocessing replaces workers that end while they import the script by others, which end in the same
+    # way, for ever.  Only the end of the process that has the pool stops that, so it is asked to end.
     owner, _, told = environ.get(OWNER, "").partition(" ")
     launch = launched(environ)
     if over == "MPI" and launch and launch.by == MPICH.name and "PMI_FD" in environ:

@@ -50,7 +50,8 @@ from distopt.resilience.membership import Line, line
 from distopt.resilience.operation_log import OperationLog, meeting_of, recorder
 from distopt.resilience.report import names
 
-FRAME = 32  # int64 numbers of a message of votes: a vote, the bytes of a text, and room for words of farewell
+# int64 numbers of a message of votes: a vote, the bytes of a text, and room for words of farewell
+FRAME = 32
 LENGTH, WORDS = 9, 10
 NOTHING = np.empty(0, np.int64)
 TRIALS = 3  # to make a communicator of the same ranks
@@ -58,17 +59,13 @@ PAGE = 512  # numbers of a text that are written at once
 
 
 class ProcessGroupControl(ControlChannel):
-    """Votes over a gloo group.
+    """Votes over a gloo group."""
 
-    Each rank sends its vote to all others.  A rank whose script has ended sends words of farewell in place of its next
-    vote, and the others raise them.
-
-    Args:
-        ranks: among which the channel is.
-        members: numbers of those that have the channel, ascending.  Collective of them.
-    """
+    # Each rank sends its vote to all others.  A rank whose script has ended sends words of farewell in place of its
+    # next vote, and the others raise them.
 
     def __init__(self, ranks: Ranks, members: Sequence[int]):
+        # members: numbers of those that have the channel, ascending
         if len(members) > 1:
             watch(ranks.rank)
         self._among, self._messages, self.ranks = ranks, Messages(ranks, members), list(members)
@@ -96,11 +93,9 @@ class ProcessGroupControl(ControlChannel):
         return board
 
     def log(self, name: str) -> OperationLog:
-        """Return a log of operations that all ranks do alike.  Collective."""
         return OperationLog(recorder, f"{name} ({self._name}, {next(self._numbers)})", self.ranks)
 
     def maximum(self, votes: np.ndarray) -> None:
-        """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         recorder.step = self.progress
         # who has left waits for as long as the others train on, or evaluate; a benchmark's vector is of any length
         self._votes.limited = tuple(votes.tolist()) != LEAVE
@@ -109,7 +104,6 @@ class ProcessGroupControl(ControlChannel):
         np.max(frames[:, : votes.size], axis=0, out=votes)
 
     def gather_strings(self, text: str) -> list[str]:
-        """Return one text per rank, in rank order.  Collective."""
         mine = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
         with self._votes("gather"):
             lengths = self._swap(np.zeros(0, np.int64), mine.size)[:, LENGTH].tolist()
@@ -130,11 +124,9 @@ class ProcessGroupControl(ControlChannel):
                     self._board.check()
 
     def subgroup(self, members: tuple[int, ...]) -> "ProcessGroupControl":
-        """Make a channel of some of the ranks.  Collective over all ranks."""
         return ProcessGroupControl(self._among, [self.ranks[member] for member in members])
 
     def close(self) -> None:
-        """Release the group.  Collective."""
         self.forget()
         for board in filter(None, (self._board, self._pages)):
             board.close()
@@ -165,11 +157,8 @@ class ProcessGroupControl(ControlChannel):
                 self._messages.finish([work])
 
     def _swap(self, vote: np.ndarray, length: int) -> np.ndarray:
-        """Return the frames of all ranks, ``(size, FRAME)``.
-
-        Raises:
-            PeerLeft: a rank has sent words of farewell, or has ended without.
-        """
+        """Return the frames of all ranks, ``(size, FRAME)``."""
+        # Raises PeerLeft: a rank has sent words of farewell, or has ended without.
         frames = self._frames
         mine = frames[self.rank]
         mine[:] = 0
@@ -188,7 +177,7 @@ class ProcessGroupControl(ControlChannel):
 
     @contextlib.contextmanager
     def _hears_of_ends(self) -> Iterator[None]:
-        """Raise PeerLeft in the place of what tells that a rank has ended, and at once if one has before."""
+        """Turn the news that a rank has ended into PeerLeft, and raise it at once if one has ended before."""
         if self._gone:
             raise self._gone
         try:
@@ -203,13 +192,7 @@ class ProcessGroupControl(ControlChannel):
 
 
 def _write_pages(pages: Board, mine: np.ndarray, texts: Sequence[np.ndarray]) -> None:
-    """Write a text a page at a time, and fill in those of all ranks.
-
-    Args:
-        pages: the board.
-        mine: this rank's text, in bytes.
-        texts: for those of all ranks, in rank order.
-    """
+    """Write a text a page at a time, and fill in the texts of all ranks, in rank order."""
     for start in range(0, max(text.size for text in texts), 8 * PAGE):
         page = np.zeros(PAGE, np.int64)
         written = mine[start : start + 8 * PAGE]
@@ -220,7 +203,8 @@ def _write_pages(pages: Board, mine: np.ndarray, texts: Sequence[np.ndarray]) ->
 
 
 _controls: "weakref.WeakSet[ProcessGroupControl]" = weakref.WeakSet()  # that say farewell
-_channels: dict[str, int] = {}  # how many were made of these ranks, which is the same on all of them
+# how many were made of these ranks, which is the same on all of them
+_channels: dict[str, int] = {}
 
 
 @functools.cache
@@ -240,14 +224,9 @@ def _leave() -> None:
 
 
 def meet() -> None:
-    """Initialize the default process group, as the environment tells.  Collective.
-
-    torchrun has made a store.  In a Slurm step rank 0 listens for the others: if all are on one machine, on its
-    loopback interface alone, as gloo's sockets do then; else on all interfaces, as torch's store does everywhere.
-
-    Raises:
-        RuntimeError: the ranks of a Slurm step cannot meet.
-    """
+    """Initialize the default process group, as the environment tells.  Collective."""
+    # torchrun has made a store.  In a Slurm step rank 0 listens for the others: if all are on one machine, on its
+    # loopback interface alone, as gloo's sockets do then; else on all interfaces, as torch's store does everywhere.
     at, told = meeting(), os.environ
     rank, size = (at.rank, at.size) if at else (int(told.get("RANK") or 0), int(told.get("WORLD_SIZE") or 1))
     if size > 1:
@@ -278,12 +257,7 @@ def _place(at: Meeting | None) -> str:
 
 
 def _store(at: Meeting) -> Any:
-    """Return the store over which the ranks of a Slurm step learn each other's addresses.  Rank 0 has it.
-
-    Raises:
-        OSError: rank 0 cannot listen there, or there is no such host.
-        RuntimeError: rank 0 cannot listen there.
-    """
+    """Return the store over which the ranks of a Slurm step learn each other's addresses; rank 0 has it."""
     socket.getaddrinfo(at.host, at.port)  # torch's store would try again and again
     listener = None
     if at.rank == 0 and at.host == LOOPBACK:
@@ -295,27 +269,14 @@ def _store(at: Meeting) -> Any:
 
 
 def join(ranks: Sequence[int] | None = None) -> tuple[ProcessGroupControl, int, list[int]]:
-    """Return votes of ranks of the default process group, which is initialized if it is not yet.  Collective of them.
-
-    Args:
-        ranks: their numbers there, ascending; None for all.
-
-    Returns:
-        As ``join_among``.
-    """
+    """Make votes of some ranks of the default process group, as ``join_among``; None for all.  Collective of them."""
     return join_among(_torch_ranks(), ranks)
 
 
 def join_among(ranks: Ranks, members: Sequence[int] | None = None) -> tuple[ProcessGroupControl, int, list[int]]:
-    """Return votes of ranks.  Collective of them.
-
-    Args:
-        ranks: among which they are.
-        members: their numbers, ascending; None for all.
-
-    Returns:
-        The votes; this rank's number among those of its machine; and the machine of each rank, as numbers.
-    """
+    """Make votes of these ranks.  Collective of them."""
+    # members: their numbers, ascending; None for all.
+    # Returns the votes; this rank's number among those of its machine; and the machine of each rank, as numbers.
     control = ProcessGroupControl(ranks, ranks.all if members is None else members)
     machines = control.gather(_machine())
     hosts = [machines.index(machine) for machine in machines]
@@ -374,24 +335,12 @@ class ProcessGroupCommunicator(SharingCommunicator):
     def _enter(
         self, launcher: Line, name: str, text: str, reason: str, lets_in: bool = False, limited: bool = True
     ) -> list[str]:
-        """Become a member of a communicator's next epoch in which no rank is lost meanwhile.  Collective of these.
-
-        All members return with the same epoch, since the launcher decides if all have come as far.
-
-        Args:
-            launcher: the line to it.
-            name: that of the communicator.
-            text: this rank's.
-            reason: why this transport was chosen, for ``repr``.
-            lets_in: whether processes that wait may become members.
-            limited: whether the time limit holds for the wait for the others.
-
-        Returns:
-            A text of each member.
-
-        Raises:
-            PeerLeft: these ranks cannot connect, though none was lost meanwhile.
-        """
+        """Become a member of a communicator's next epoch, of which no rank is lost meanwhile.  Collective of these."""
+        # All members return with the same epoch, since the launcher decides if all have come as far.
+        # lets_in: whether processes that wait may become members.
+        # limited: whether the time limit holds for the wait for the others.
+        # Returns a text of each member.
+        # Raises PeerLeft: these ranks cannot connect, though none was lost meanwhile.
         met: list[list[int]] = []
         while True:
             ranks, failure = EpochRanks.next(launcher, name, text, lets_in, limited), None
@@ -501,7 +450,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
 
     @classmethod
     def waiting(cls, reason: str = "") -> Outside:
-        """Return a communicator of this process alone, which waits to be let in by the ranks of a job."""
+        """Return a communicator of this process alone, which waits until it is admitted by the ranks of a job."""
         launcher = cast(Line, line())
         _join(launcher.member)
 
@@ -562,7 +511,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
 
 
 def _machine() -> str:
-    """Return a text that is the same for processes of one machine."""
+    """A text that is the same for processes of one machine."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     return socket.gethostname()

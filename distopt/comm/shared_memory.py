@@ -16,7 +16,8 @@ from distopt.comm.communicator import Communicator
 from distopt.comm.control import ControlChannel
 from distopt.device import HUGE_PAGE
 
-_handles: dict[int, str] = {}  # of arrays of this process that others can open, but for their bytes; by address
+# of arrays of this process that others can open, but for their bytes; by address
+_handles: dict[int, str] = {}
 
 
 def allocate(n: int, dtype: Any) -> np.ndarray | None:
@@ -27,7 +28,8 @@ def allocate(n: int, dtype: Any) -> np.ndarray | None:
     except (AttributeError, OSError):
         return None
     try:
-        os.ftruncate(file, nbytes + HUGE_PAGE)  # room to align; pages that are never touched cost nothing
+        # room to align; pages that are never touched cost nothing
+        os.ftruncate(file, nbytes + HUGE_PAGE)
         pages = mmap.mmap(file, nbytes + HUGE_PAGE)
     except (OSError, ValueError):
         os.close(file)
@@ -38,24 +40,14 @@ def allocate(n: int, dtype: Any) -> np.ndarray | None:
 
 
 def handle_of(x: np.ndarray) -> str:
-    """Return the text with which ``open_handle`` opens x in another process; '' if no other one can.
-
-    x may be a part of what others can open, from its start.
-    """
+    """Return the text with which ``open_handle`` opens x in another process; '' if no other one can."""
+    # x may be a part of what others can open, from its start.
     known = _handles.get(x.ctypes.data)
     return f"{known} {x.nbytes}" if known else ""
 
 
 def open_handle(handle: str, dtype: Any) -> np.ndarray | None:
-    """Open an array of another process.
-
-    Args:
-        handle: what ``handle_of`` returned there.
-        dtype: dtype of the array.
-
-    Returns:
-        The array, flat, or None if this process cannot open it.
-    """
+    """Open an array of another process, by what ``handle_of`` returned there; None if that fails."""
     opened = _opened(handle)
     if opened is None:
         return None
@@ -66,12 +58,7 @@ def open_handle(handle: str, dtype: Any) -> np.ndarray | None:
 
 
 def open_to_pass_on(handle: str, dtype: Any) -> np.ndarray | None:
-    """Open an array of another process, as ``open_handle``, so that others can open this one's: it takes a descriptor.
-
-    Args:
-        handle: what ``handle_of`` returned there.
-        dtype: dtype of the array.
-    """
+    """As ``open_handle``, so that others can open this array too: it takes a descriptor."""
     opened = _opened(handle)
     array: np.ndarray | None = None if opened is None else _offered(*opened).view(dtype)
     return array
@@ -85,7 +72,8 @@ def _opened(handle: str) -> tuple[mmap.mmap, int, int, int] | None:
     path = f"/proc/{pid}/fd/{file}"
     try:
         status = os.stat(path)
-        if (status.st_dev, status.st_ino) != (device, inode):  # in another container the id is another process's
+        # in another container the id is another process's
+        if (status.st_dev, status.st_ino) != (device, inode):
             return None
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -108,15 +96,11 @@ def _offered(pages: mmap.mmap, file: int, start: int, nbytes: int) -> np.ndarray
 
 
 class SharingCommunicator(Communicator):
-    """A base class of communicators whose ranks share memory where they are on one host.
+    """A base class of communicators whose ranks share memory where they are on one host."""
 
-    A subclass sets ``_place``: its reason, before it is known whether they do.
+    # A subclass sets `_place`: its reason, before it is known whether they do.
 
-    Attributes:
-        wire: what sums go through where they do not.
-    """
-
-    wire: str
+    wire: str  # what sums go through where they do not
     _place: str
 
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
@@ -147,12 +131,7 @@ class SharingCommunicator(Communicator):
 
 
 def peers_of(x: np.ndarray, control: ControlChannel) -> list[np.ndarray] | None:
-    """Return the arrays of all ranks, in rank order, or None unless all ranks can open all of them.  Collective.
-
-    Args:
-        x: this rank's array.
-        control: the votes of the ranks.
-    """
+    """Return the arrays of all ranks, in rank order, or None unless all ranks can open all of them.  Collective."""
     handles = control.gather(handle_of(x))
     opened = [x if rank == control.rank else open_handle(handle, x.dtype) for rank, handle in enumerate(handles)]
     arrays = [a for a in opened if a is not None]

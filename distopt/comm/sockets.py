@@ -32,34 +32,26 @@ MAXIMUM, GATHER, LEFT, CRASHED = b"M", b"G", b"L", b"C"  # first byte of a messa
 
 
 class SocketControl(ControlChannel):
-    """Votes between processes of this machine.  Making one waits for all of them.
+    """Votes between processes of this machine.  Making one waits for all of them."""
 
-    A rank that waits for longer than the time limit prints where it waits, and ends with exit code 75.  It does not
-    know where the others are.
-
-    Args:
-        secret: the same bytes on all ranks, known to them only.
-        rank: this rank.
-        size: number of ranks.
-        patience: seconds for all ranks to connect.
-
-    Raises:
-        TypeError: ``rank`` or ``size`` is no integer.
-        ValueError: ``rank`` or ``size`` is out of range.
-        RuntimeError: on all ranks that have connected, if one has not within ``patience`` seconds, or if ranks differ
-            in ``size`` or have the same ``rank``.
-    """
+    # A rank that waits for longer than the time limit prints where it waits, and ends with exit code 75.  It does not
+    # know where the others are.
+    # Raises RuntimeError on all ranks that have connected, if one has not within `patience` seconds, or if ranks differ
+    # in `size` or have the same `rank`.
 
     CONNECT_SECONDS = 60.0  # for all ranks to connect
 
     def __init__(self, secret: bytes, rank: int, size: int, patience: float = CONNECT_SECONDS):
+        # secret: the same bytes on all ranks, known to them only
+        # patience: seconds for all ranks to connect
         self.size = check_int("world_size", size, 1)
         self.rank = check_int("local_rank", rank, 0)
         if self.rank >= self.size:
             raise ValueError(f"local_rank must be below world_size={size}, got {rank}")
         self._lines: dict[int, Connection] = {}
         self._ended: set[int] = set()  # ranks that send no more messages
-        self._farewell, self._crashed = "", False  # last text of the first rank that ended; whether any has failed
+        # last text of the first rank that ended; whether any has failed
+        self._farewell, self._crashed = "", False
         key = hashlib.blake2b(secret, digest_size=32, person=b"distopt votes").digest()
         name = "\0distopt-" + hashlib.blake2b(secret, digest_size=16, person=b"distopt name").hexdigest()
         deadline = time.monotonic() + patience
@@ -67,7 +59,8 @@ class SocketControl(ControlChannel):
             self._lines = RankListener(name, key, size, patience).connections(deadline)
         else:
             self._lines[0] = self._connect(name, key, patience, deadline)
-        self._came: dict[int, deque[bytes]] = {other: deque() for other in self._lines}  # messages not asked for yet
+        # messages not asked for yet
+        self._came: dict[int, deque[bytes]] = {other: deque() for other in self._lines}
         self._votes = self.log("votes")
         self.waits = log_of_one(self.rank, "waits")
         _controls.append(self)
@@ -99,38 +92,26 @@ class SocketControl(ControlChannel):
         )
 
     def log(self, name: str) -> OperationLog:
-        """Return a log of operations that all ranks do alike.  Collective."""
         return OperationLog(recorder, f"{name} over sockets {next(_numbers)}", range(self.size))
 
     # ------------------------------------------------------------------------------------------- messages
 
     def maximum(self, votes: np.ndarray) -> None:
-        """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         votes[:] = np.frombuffer(self._meet(MAXIMUM, votes.tobytes(), _maximum), np.int64)
 
     def gather_strings(self, text: str) -> list[str]:
-        """Return one text per rank, in rank order.  Collective."""
         encoded = json.dumps(text.encode(errors="backslashreplace").decode()).encode()
         return list(json.loads(self._meet(GATHER, encoded, _gather)))
 
     def subgroup(self, members: tuple[int, ...]) -> ControlChannel:
-        """Return a channel of this rank alone: others are reached through rank 0, which may be in another group.
-
-        Raises:
-            ValueError: ``members`` are several.
-        """
+        """Return a channel of this rank alone: others are reached through rank 0, which may be in another group."""
         if len(members) > 1:
             raise ValueError(f"members must be one rank over sockets, got {list(members)}; start the ranks by MPI")
         return LocalControl()
 
     def _meet(self, kind: bytes, message: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """Send this rank's message to rank 0, which combines those of all ranks, and return the result.  Collective.
-
-        Args:
-            kind: ``MAXIMUM`` or ``GATHER``.
-            message: this rank's message.
-            combine: makes the answer from the messages of all ranks, in rank order.
-        """
+        """Send this rank's message to rank 0, which combines those of all ranks, and return the result.  Collective."""
+        # combine: makes the answer from the messages of all ranks, in rank order.
         if self._gone:
             raise self._gone
         recorder.step = self.progress
@@ -150,7 +131,8 @@ class SocketControl(ControlChannel):
 
     def _send(self, rank: int, message: bytes) -> None:
         """Send a message to a rank, if it has not ended."""
-        with contextlib.suppress(OSError):  # _receive notices the end, after all messages that the rank sent before it
+        # _receive notices the end, after all messages that the rank sent before it
+        with contextlib.suppress(OSError):
             self._lines[rank].send_bytes(message)
 
     def _receive(self, rank: int, kind: bytes) -> bytes:
@@ -235,7 +217,7 @@ _registered: list[int] = []  # id of the process that has registered _leave
 
 
 def _say_farewell() -> None:
-    """Let this process close its votes when it ends; a child of multiprocessing does not run atexit's functions."""
+    """Close the votes when this process ends; a child of multiprocessing does not run atexit's functions."""
     if _registered != [os.getpid()]:
         _registered[:] = [os.getpid()]
         multiprocessing.util.Finalize(None, _leave, exitpriority=1)

@@ -26,21 +26,19 @@ Action = Callable[[list[Any]], list[Any]]
 
 
 class Crew:
-    """The threads of ``run_ranks`` that have not ended, and where they meet.
-
-    Args:
-        size: their number.
-    """
+    """The threads of ``run_ranks`` that have not ended, and where they meet."""
 
     def __init__(self, size: int):
         self.size, self._changed = size, threading.Condition()
         self._meetings: list[Meeting] = []
         self._ended: set[int] = set()
-        self._memberships: dict[tuple[int, ...], Membership] = {}  # by the members of the first epoch
-        self._epochs: dict[tuple[tuple[int, ...], int], tuple[Epoch, list[Meeting]]] = {}  # by these and rank
+        # by the members of the first epoch
+        self._memberships: dict[tuple[int, ...], Membership] = {}
+        # by these and rank
+        self._epochs: dict[tuple[tuple[int, ...], int], tuple[Epoch, list[Meeting]]] = {}
 
     def enter(self, meeting: "Meeting") -> None:
-        """Let ranks that have ended, or will, leave a meeting."""
+        """Make ranks that have ended, or will, leave this rendezvous."""
         with self._changed:
             self._meetings.append(meeting)
             ended = list(self._ended)
@@ -48,7 +46,7 @@ class Crew:
             meeting.leave(rank)
 
     def end(self, rank: int) -> None:
-        """Let a rank leave all meetings."""
+        """Make a rank leave every rendezvous."""
         with self._changed:
             self._ended.add(rank)
             meetings = list(self._meetings)
@@ -61,20 +59,11 @@ class Crew:
     def next_epoch(
         self, first: tuple[int, ...], member: int, text: str, lets_in: bool = False
     ) -> "tuple[Epoch, list[Meeting]]":
-        """Wait for the members of a communicator that have not ended.
-
-        Args:
-            first: those of its first epoch.
-            member: this one.
-            text: for the others.
-            lets_in: whether the epoch may have newcomers.
-
-        Returns:
-            The epoch, and meetings of its members, for data and for votes.
-
-        Raises:
-            RuntimeError: this member has ended, but a thread that it has started has not.
-        """
+        """Wait for those members of a communicator that have not ended."""
+        # Raises RuntimeError if this member has ended, but a thread that it has started has not.
+        # first: the members of its first epoch.
+        # lets_in: whether joiners may be in the epoch.
+        # Returns the epoch, and a rendezvous of its members for data and for votes.
         with self._changed:
             if member in self._ended:
                 raise RuntimeError(f"rank {member} has ended")
@@ -93,22 +82,18 @@ class Crew:
             self._changed.notify_all()
 
     def awaits(self, first: tuple[int, ...]) -> bool:
-        """Whether a rank that is none of these waits to be one of them."""
+        """Whether a rank that is none of these waits to join them."""
         with self._changed:
             return first in self._memberships and bool(self._memberships[first].newcomers())
 
 
 class Meeting:
-    """Synchronization of ranks: the last one to arrive computes the results of all.
+    """Rendezvous of ranks: the last one to arrive computes the results of all."""
 
-    A collective then takes one wait, and no copies of its arguments.
-
-    Args:
-        ranks: those that meet, as ``run_ranks`` numbers them.
-        crew: all ranks.
-    """
+    # A collective then takes one wait, and no copies of its arguments.
 
     def __init__(self, ranks: Sequence[int], crew: Crew):
+        # ranks: numbers in `run_ranks`
         self.ranks, self.crew, self._changed = ranks, crew, threading.Condition()
         self._offers: list[Any] = [None] * len(ranks)
         self._verbs = [""] * len(ranks)
@@ -118,19 +103,10 @@ class Meeting:
         crew.enter(self)
 
     def meet(self, rank: int, verb: str, offer: Any, action: Action) -> Any:
-        """Wait for the arguments of all ranks, and return this rank's result.  Collective.
-
-        Args:
-            rank: this rank.
-            verb: name of the collective, which must be the same on all ranks.
-            offer: this rank's argument.
-            action: maps the arguments of all ranks to their results, both in rank order; called on one rank.
-
-        Raises:
-            PeerLeft: a rank has ended.
-            ValueError: on every rank alike, if ranks are in different collectives.
-            Exception: on every rank alike, what ``action`` raises.
-        """
+        """Wait for the arguments of all ranks, and return this rank's result.  Collective."""
+        # verb: name of the collective, which must be the same on all ranks.
+        # action: maps the arguments of all ranks to their results, both in rank order; called on one rank.
+        # Raises PeerLeft: a rank has ended.
         with self._changed:
             if self._left:
                 raise PeerLeft(f"{self._left} before rank {rank} came to {verb}")
@@ -159,23 +135,23 @@ class Meeting:
         self._changed.notify_all()
 
     def leave(self, rank: int) -> None:
-        """Make all pending and later meetings raise PeerLeft, since ``rank`` of ``run_ranks`` takes part in none."""
+        """``rank`` of ``run_ranks`` takes part no more: each rendezvous here raises PeerLeft, now and later."""
         if rank in self.ranks:
             self.end(f"rank {rank} left")
 
     def check(self) -> None:
-        """Raise PeerLeft if no meeting is possible any more."""
+        """Raise PeerLeft if no rendezvous is possible any more."""
         if self._left:
             raise PeerLeft(self._left)
 
     def end(self, why: str) -> None:
-        """Make all pending and later meetings raise PeerLeft."""
+        """Every rendezvous here raises PeerLeft, now and later."""
         with self._changed:
             self._left = self._left or why
             self._changed.notify_all()
 
     def subgroup(self, rank: int, members: tuple[int, ...]) -> "Meeting":
-        """Return a meeting of some of these ranks, each of which names its group.  Collective."""
+        """Return a rendezvous of some of these ranks, each of which names its group.  Collective."""
 
         def make(groups: list[tuple[int, ...]]) -> list[Meeting]:
             found = {g: Meeting([self.ranks[m] for m in g], self.crew) for g in set(groups)}
@@ -186,7 +162,6 @@ class Meeting:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
 
@@ -200,20 +175,17 @@ class ThreadControl(ControlChannel):
         self._meeting.check()
 
     def revoke(self) -> None:
-        """Let every rank's votes raise PeerLeft."""
         self._meeting.end(f"rank {self.rank} has revoked the votes")
 
     def subgroup(self, members: tuple[int, ...]) -> "ThreadControl":
         return ThreadControl(members.index(self.rank), self._meeting.subgroup(self.rank, members))
 
     def maximum(self, votes: np.ndarray) -> None:
-        """Replace an int64 vector by its elementwise maximum over ranks.  Collective."""
         votes[:] = self._meeting.meet(
             self.rank, "a vote", votes.copy(), lambda offers: [np.maximum.reduce(offers)] * self.size
         )
 
     def gather_strings(self, text: str) -> list[str]:
-        """Return one text per rank, in rank order.  Collective."""
         return list(self._meeting.meet(self.rank, "a vote's details", text, lambda offers: [tuple(offers)] * self.size))
 
 
@@ -304,7 +276,7 @@ class ThreadCommunicator(Communicator):
         return comm, epoch.texts
 
     def waiting_for(self, members: Sequence[int]) -> Outside:
-        """Return a communicator of this thread alone, which these threads of ``run_ranks`` may let in."""
+        """Return a communicator of this thread alone, which these threads of ``run_ranks`` may admit."""
         member, crew = self._meeting.ranks[self.rank], self._meeting.crew
 
         def enter(text: str) -> tuple[Communicator, list[str]]:
@@ -319,7 +291,7 @@ class ThreadCommunicator(Communicator):
 
 
 def _of_epoch(epoch: Epoch, meetings: Sequence[Meeting], member: int, first: tuple[int, ...]) -> ThreadCommunicator:
-    """Return a communicator of the members of an epoch; ``first``: of the first one."""
+    """Return a communicator of the members of an epoch; ``first`` are those of the first epoch."""
     rank, (data, votes) = epoch.members.index(member), meetings
     comm = ThreadCommunicator(rank, data, ThreadControl(rank, votes))
     comm._first = first
@@ -352,7 +324,7 @@ def _broadcast(arrays: list[np.ndarray], root: int) -> list[Any]:
 
 
 def _rank_of_cause(error: BaseException) -> int:
-    """Return a sort key that puts causes first, then the PeerLeft errors that follow from them, then SystemExit."""
+    """Sort key: causes first, then the PeerLeft errors that follow from them, then SystemExit."""
     return 2 if isinstance(error, SystemExit) else 1 if isinstance(error, PeerLeft) else 0
 
 

@@ -100,15 +100,8 @@ def _pick(device: str) -> Communicator:
 
 
 def _pick_group(device: str, started: str) -> Communicator:
-    """Return the communicator over torch's process group, or over NCCL between its ranks.  Collective.
-
-    Args:
-        device: 'auto', 'cpu' or 'cuda'.
-        started: how the ranks were started, for ``repr``.
-
-    Raises:
-        ImportError: there is no torch.
-    """
+    """Return the communicator over torch's process group, or over NCCL between its ranks.  Collective."""
+    # started: how the ranks were started, for `repr`.
     try:
         from distopt.comm.process_group import ProcessGroupCommunicator
     except ImportError as error:
@@ -120,26 +113,14 @@ def _pick_group(device: str, started: str) -> Communicator:
 
 
 def _pick_wire(device: str, started: str) -> Communicator:
-    """Return the communicator over MPI, or over NCCL between its ranks.  Collective.
-
-    Args:
-        device: 'auto', 'cpu' or 'cuda'.
-        started: how the ranks were started, for ``repr``.
-    """
+    """Return the communicator over MPI, or over NCCL between its ranks.  Collective."""
     return _over_nccl_or(MpiCommunicator, NcclCommunicator.from_mpi, device, started)
 
 
 def _over_nccl_or(
     host: Callable[..., SharingCommunicator], nccl: Callable[..., Communicator], device: str, started: str
 ) -> Communicator:
-    """Return a communicator over NCCL only if every rank can use it.  Collective.
-
-    Args:
-        host: makes one of arrays on the host.
-        nccl: makes one over NCCL.
-        device: 'auto', 'cpu' or 'cuda'.
-        started: how the ranks were started, for ``repr``.
-    """
+    """Return a communicator over NCCL if every rank can use it, else over the host.  Collective."""
     if device == "cuda" and not membership.wanted():
         return nccl(reason=started)
     comm = host(reason=started)

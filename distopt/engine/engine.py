@@ -640,7 +640,8 @@ class Engine:
         entries = self.nonfinite.pop_refused()
         if entries:
             name, calls = self.progress.name, self.progress.calls
-            report = Report(self.store.buckets.nonfinite()).encoded()
+            nonfinite = self.store.buckets.nonfinite()
+            report = Report(nonfinite).encoded() if nonfinite else ""
             texts = self.agree(name, ~calls, report=report, part=", its outcome")
             if not texts and self.accumulator.exchanges == 1:  # the gradients were finite, and are in the window
                 self.accumulator.reset(self.store.buckets)

@@ -24,15 +24,10 @@ from distopt.resilience.watchdog import say
 
 
 def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
-    """Let uncaught exceptions, in any thread, end the whole job from now on, so that peers do not wait for ever.
-
-    An exception hook that was installed before is called too, before the job ends.  In a forked child, which is no
-    rank, only that hook is called.
-
-    Args:
-        rank: the number of this rank.
-        abort: ends all processes of the job, with an exit code.  It is not called if the others go on without this one.
-    """
+    """From now on uncaught exceptions, in any thread, end the whole job: the other ranks would wait for ever."""
+    # An exception hook that was installed before is called too, before the job ends.  In a forked child, which is no
+    # rank, only that hook is called.
+    # abort: ends all processes of the job, with an exit code.  It is not called if the others go on without this one.
     alone = membership.wanted()
     if alone:
         abort = os._exit
@@ -64,7 +59,8 @@ def abort_on_exception(rank: int, abort: Callable[[int], Any]) -> None:
             _tell(previous, kind, error, trace)
         wait_until_read(patience=2)
         abort(code)
-        time.sleep(5)  # MPI_Abort may return before the launcher ends this process, which must not go on meanwhile
+        # MPI_Abort may return before the launcher ends this process, which must not go on meanwhile
+        time.sleep(5)
         os._exit(code)
 
     def end_thread(args: threading.ExceptHookArgs) -> None:
@@ -89,14 +85,13 @@ def _tell(hook: Callable[..., Any], *error: Any) -> None:
 
 @functools.cache
 def announce_exit(rank: int) -> None:
-    """Let ``os._exit`` report the rank that leaves, from now on and once.
-
-    It ends the whole job, which MPICH's launcher may call a success.
-    """
+    """From now on, the first ``os._exit`` says which rank leaves."""
+    # That ends the whole job, which MPICH's launcher may call a success.
     leave, process = os._exit, os.getpid()
 
     def announced(status: int) -> NoReturn:
-        if os.getpid() == process and not ending.is_set():  # children end so; and who has said why already
+        # children end so; and who has said why already
+        if os.getpid() == process and not ending.is_set():
             _say(f"rank {rank}: left by os._exit({status}) after {recorder.step or 'the start'}\n")
         leave(status)
 
@@ -114,10 +109,8 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
 
 
 def wait_until_read(patience: float) -> None:
-    """Wait until standard error and output, if they are pipes, have been read, for ``patience`` seconds at most.
-
-    A launcher that learns of the end before it has read the reason throws the reason away.
-    """
+    """Wait until standard error and output, if they are pipes, have been read, for ``patience`` seconds at most."""
+    # A launcher that learns of the end before it has read the reason throws the reason away.
     deadline = time.monotonic() + patience
     for descriptor in (2, 1):  # the second one may have what a hook of another library has said
         with contextlib.suppress(OSError):  # no such file any more, or one that cannot tell

@@ -15,12 +15,8 @@ class NotRegularError(ValueError):
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Open a regular file for reading; the context's value is its descriptor.
-
-    Raises:
-        OSError: the file cannot be opened.
-        NotRegularError: it is no regular file, such as a pipe, for which a reader might wait.
-    """
+    """Open a regular file for reading; the context's value is its descriptor."""
+    # Raises NotRegularError: it is no regular file, such as a pipe, for which a reader might wait.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -31,12 +27,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """Return the bytes of a regular file.
-
-    Raises:
-        OSError: the file cannot be opened or read.
-        ValueError: it is no regular file, or has more than ``limit`` bytes.
-    """
+    """Return the bytes of a regular file; ValueError if it is none, or has more than ``limit`` bytes."""
     with opened(path) as file:
         size = os.fstat(file).st_size
         if size > limit:

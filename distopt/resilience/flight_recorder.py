@@ -21,20 +21,14 @@ MAX_BYTES = 16 << 20  # of a file
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder in which records are written: ``DISTOPT_FLIGHT``, or the current folder."""
+    """The folder in which records are written: ``DISTOPT_FLIGHT``, or the current folder."""
     return Path(environ.get(VARIABLE) or ".").absolute()
 
 
 def record(recorder: Recorder, rank: int, reason: str) -> dict[str, Any]:
-    """Return this rank's record as plain numbers and texts.
-
-    Times are seconds of this rank's monotonic clock, which shows ``now`` when the wall clock shows ``wall``.
-
-    Args:
-        recorder: the recorder of the operations.
-        rank: the number of this process in the job.
-        reason: why the record is written.
-    """
+    """Return this rank's record as plain numbers and texts."""
+    # Times are seconds of this rank's monotonic clock, which shows `now` when the wall clock shows `wall`.
+    # rank: the number of this process in the job.
     wall, monotonic = recorder.anchor
     now = time.monotonic()
     return {
@@ -53,19 +47,8 @@ def record(recorder: Recorder, rank: int, reason: str) -> dict[str, Any]:
 
 
 def write(recorder: Recorder, rank: int, reason: str) -> Path:
-    """Write this rank's record, whole or not at all, in a file that only its owner can read; no disk is waited for.
-
-    Args:
-        recorder: the recorder of the operations.
-        rank: the number of this process in the job.
-        reason: why the record is written.
-
-    Returns:
-        The file's path.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write this rank's record, whole or not at all, to a file that only its owner can read; return its path."""
+    # No disk is waited for.
     path = folder() / f"distopt-flight.{rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     pending.sweep(path.parent, path.name)  # of a rank that was ended while it wrote
@@ -75,27 +58,15 @@ def write(recorder: Recorder, rank: int, reason: str) -> Path:
 
 
 def write_if_wanted(recorder: Recorder, rank: int, reason: str) -> None:
-    """Write a record at the end by an exception, if ``DISTOPT_FLIGHT`` names a folder; errors are ignored.
-
-    Without the variable there is none, since most exceptions have nothing to do with waiting.
-
-    Args:
-        recorder: the recorder of the operations.
-        rank: the number of this process in the job.
-        reason: why the record is written.
-    """
+    """Write a record at the end by an exception, if ``DISTOPT_FLIGHT`` names a folder; errors are ignored."""
+    # Without the variable there is none, since most exceptions have nothing to do with waiting.
     if os.environ.get(VARIABLE):
         with contextlib.suppress(OSError):
             write(recorder, rank, reason)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the record in a file.
-
-    Raises:
-        ValueError: the file is no flight record.
-        OSError: the file cannot be read.
-    """
+    """Return the record in a file; ValueError if it is no flight record."""
     try:
         content = strict_json.parse(files.read(path, MAX_BYTES))
     except (ValueError, RecursionError):

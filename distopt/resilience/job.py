@@ -22,11 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER = "DISTOPT_JOB"  # the environment variable that names the folder of marks
-RANKS = "DISTOPT_RUN"  # the environment variable that has the number of ranks that the launcher starts
+# the environment variable that has the number of ranks that the launcher starts
+RANKS = "DISTOPT_RUN"
 AWAITED = "awaited"  # the file in it that says that a process waits to be let in
-REQUESTS = "requests"  # the folder in it of what the launcher asks ranks to start, each a file named by its number
+# the folder in it of what the launcher asks ranks to start, each a file named by its number
+REQUESTS = "requests"
 LOOPBACK = "-loopback"  # the suffix of the library that the launcher preloads
-SEGMENTS = ("mpich_shm_", "sm_segment.")  # how the names of MPICH's and of Open MPI's shared memory begin
+# how the names of MPICH's and of Open MPI's shared memory begin
+SEGMENTS = ("mpich_shm_", "sm_segment.")
 PID, VOTES, SEGMENT, CRASH, ALIVE = "pid", "votes", "segment", "crash", "alive"
 MPI, DONE, SPOKEN, STOPS, LATE, EXIT, OS_EXIT = "mpi", "done", "spoken", "stops", "late", "exit", "os_exit"
 STARTED, CAME = "started", "came"
@@ -52,11 +55,10 @@ _outputs: list[io.TextIOWrapper] = []  # standard output as it was, and as it is
 
 
 class _Lines(io.TextIOWrapper):
-    """Text that is passed on at the end of each write that ends a line.
+    """Text that is passed on at the end of each write that ends a line."""
 
-    Line buffering passes on the text of ``print("two\\nlines")`` before the end of its last line, and the launcher tags
-    what it reads: lines of other ranks would come between.
-    """
+    # Line buffering passes on the text of `print("two\nlines")` before the end of its last line, and the launcher tags
+    # what it reads: lines of other ranks would come between.
 
     def write(self, text: str) -> int:
         written = super().write(text)
@@ -66,10 +68,8 @@ class _Lines(io.TextIOWrapper):
 
 
 def write_whole_lines() -> None:
-    """Let standard output pass on lines as soon as they end, so that what a rank has said is not lost with it.
-
-    Call it before the script runs: what stands at ``sys.stdout`` later may be the script's own.
-    """
+    """Standard output passes on lines as soon as they end, so that what a rank has said is not lost with it."""
+    # Call it before the script runs: what stands at `sys.stdout` later may be the script's own.
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out is sys.__stdout__:
         out.flush()
@@ -80,12 +80,7 @@ def write_whole_lines() -> None:
 
 
 def enter(rank: int, folder: Path) -> None:
-    """Make this process a rank of ``distopt run``.
-
-    Args:
-        rank: its number in the job.
-        folder: the folder of marks.
-    """
+    """Make this process a rank of ``distopt run``, with a folder of marks."""
     global _rank, _folder, _process, _page, _awaited, _requests
     _rank, _folder, _process, _awaited = rank, folder, os.getpid(), str(folder / AWAITED)
     _requests = folder / REQUESTS if (folder / REQUESTS).exists() else None
@@ -100,9 +95,11 @@ def enter(rank: int, folder: Path) -> None:
         os.close(alive)  # the other one stays open for as long as this process lives
     mark(PID, _process)
     atexit.register(mark, DONE)
-    if not faulthandler.is_enabled():  # -X faulthandler: the traceback of a crash goes to standard error
+    # -X faulthandler: the traceback of a crash goes to standard error
+    if not faulthandler.is_enabled():
         faulthandler.enable((folder / f"{rank}.{CRASH}").open("w"), all_threads=False)
-        os.register_at_fork(after_in_child=faulthandler.enable)  # a child's crash, on standard error, is not the rank's
+        # a child's crash, on standard error, is not the rank's
+        os.register_at_fork(after_in_child=faulthandler.enable)
 
 
 def is_rank() -> bool:
@@ -111,18 +108,14 @@ def is_rank() -> bool:
 
 
 def awaited() -> bool:
-    """Tell if the launcher knows of a process that waits to be let in."""
+    """Tell if the launcher knows of a process that waits to be admitted."""
     return _awaited is not None and os.path.exists(_awaited)
 
 
 def request(member: int, text: str, folder: Path) -> None:
-    """Ask the ranks of a job to start one more.
-
-    Args:
-        member: its number.
-        text: what ``requested`` returns.
-        folder: of the job; it has a folder ``REQUESTS``.
-    """
+    """Ask the ranks of a job to start one more."""
+    # text: what `requested` returns.
+    # folder: of the job; it has a folder `REQUESTS`.
     whole = folder / f"{REQUESTS}.part"
     whole.write_text(text)
     whole.rename(folder / REQUESTS / str(member))
@@ -140,7 +133,7 @@ def requested() -> str:
 
 
 def note(vote: str) -> None:
-    """Write the name of a vote that this rank comes to onto its page."""
+    """Write onto this rank's page which vote it comes to."""
     global _votes
     if _page is not None:
         _votes += 1
@@ -149,11 +142,8 @@ def note(vote: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Write onto this rank's page what else is lost if it ends now, instead of what was there.
-
-    Args:
-        text: a few words, such as 'its residual (norm 0.31 after step 10)'.
-    """
+    """Write onto this rank's page what else is lost if it ends now, in place of what was there."""
+    # text: a few words, such as 'its residual (norm 0.31 after step 10)'.
     if _page is not None:
         words = text.encode()[: PAGE - TOLD - LENGTH.size]
         _page[TOLD : TOLD + LENGTH.size + len(words)] = LENGTH.pack(len(words)) + words
@@ -165,21 +155,18 @@ def complain() -> None:
 
 
 def mark(what: str, detail: object = "") -> None:
-    """Leave a mark, if this process is a rank of ``distopt run``.
-
-    Args:
-        what: the kind of mark.  ``MPI``: it came to MPI's start; ``DONE``: its interpreter came to its end; ``STOPS``:
-            it takes signals; ``SPOKEN``, ``EXIT``, ``OS_EXIT``: it ends with this code, the first after it has said
-            why; ``LATE``: it waits for too long; ``STARTED``: MPI's start is over, in a process that a rank has
-            started; ``CAME``: others have let it in; ``SEGMENT``: it maps this memory.
-        detail: the code or name that belongs to the mark.
-    """
+    """Leave a mark, if this process is a rank of ``distopt run``."""
+    # what: the kind of mark.  `MPI`: it came to MPI's start; `DONE`: its interpreter came to its end; `STOPS`: it takes
+    # signals; `SPOKEN`, `EXIT`, `OS_EXIT`: it ends with this code, the first after it has said why; `LATE`: it waits
+    # for too long; `STARTED`: MPI's start is over, in a process that a rank has started; `CAME`: others have admitted
+    # it; `SEGMENT`: it maps this memory.
+    # detail: the code or name that belongs to the mark.
     if _folder is not None and is_rank():
         (_folder / f"{_rank}.{what}.{detail}").touch(mode=0o600)
 
 
 def segments(maps: Path = Path("/proc/self/maps")) -> set[str]:
-    """Return the names of the shared memory segments of an MPI that a process maps, as far as this one may look."""
+    """The names of the shared memory segments of an MPI that a process maps, as far as this one may look."""
     with contextlib.suppress(OSError):
         names = (line.rpartition("/")[2] for line in maps.read_text().splitlines() if "/dev/shm/" in line)
         return {name for name in names if name.startswith(SEGMENTS)}
@@ -187,10 +174,8 @@ def segments(maps: Path = Path("/proc/self/maps")) -> set[str]:
 
 
 def leave_together() -> None:
-    """Wait a while for all ranks to come to ``os._exit(0)`` as this one has.
-
-    A launcher of MPI ends the others as soon as one has left so.  There is no wait for ranks that wait for this one.
-    """
+    """Wait a while for all ranks to come to ``os._exit(0)`` as this one has."""
+    # A launcher of MPI ends the others as soon as one has left so.  There is no wait for ranks that wait for this one.
     deadline = time.monotonic() + TOGETHER
     while _folder is not None and is_rank() and time.monotonic() < deadline:
         ranks = entered(_folder)
@@ -206,25 +191,16 @@ def all_left(ranks: Sequence["Rank"], size: int) -> bool:
 
 
 class Rank(NamedTuple):
-    """The marks of one rank.
-
-    Attributes:
-        rank: its number in the job.
-        pid: its process.
-        marks: the details of each kind of mark.
-        votes: the number of votes that it came to.
-        last: the name of the last vote.
-        crash: what ``faulthandler`` wrote when a signal such as SIGSEGV ended it, else ''.
-        told: what else is lost if it ends, in its own words, or ''.
-    """
+    """The marks of one rank."""
 
     rank: int
     pid: int
+    # marks: the details of each kind of mark
     marks: dict[str, set[str]]
-    votes: int
-    last: str
-    crash: str
-    told: str = ""
+    votes: int  # number of votes that it came to
+    last: str  # name of the last vote
+    crash: str  # what `faulthandler` wrote when a signal such as SIGSEGV ended it, else ''
+    told: str = ""  # what else is lost if it ends, in its own words, or ''
 
     @property
     def where(self) -> str:
@@ -254,7 +230,7 @@ def _rank_of(rank: int, marks: dict[str, set[str]], folder: Path) -> Rank:
 
 
 def absent() -> str:
-    """Return lines on the ranks of ``distopt run`` that have not come to MPI's start, where others wait for them."""
+    """Lines on the ranks of ``distopt run`` that have not come to MPI's start, where others wait for them."""
     ranks = entered(_folder) if _folder else []
     words = {"T": "stopped", "t": "stopped", "X": "dead", "Z": "dead"}
     missing = {rank.rank: words.get(state(rank.pid), "it runs") for rank in ranks if MPI not in rank.marks}
@@ -272,7 +248,7 @@ def state(pid: int) -> str:
 
 
 def end_with_parent() -> None:
-    """Let the end of the parent process end this one too, from now on; only Linux can do that."""
+    """From now on the end of the parent process ends this one too; only Linux can do that."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

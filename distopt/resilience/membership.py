@@ -1,4 +1,4 @@
-"""Who takes part in a job that goes on without the ranks it loses: epochs, and how a rank asks for the next one.
+"""Who takes part in a job that continues without the ranks it loses: epochs, and how a rank asks for the next one.
 
 ``distopt run --elastic`` has a ``Membership`` for each communicator, and a socket to each process that it has started.
 A process that finds that another one has ended asks for the next epoch; it begins when all that live have asked.
@@ -12,12 +12,17 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
-WANTED = "DISTOPT_ELASTIC"  # environment variable: '1' in a job that goes on without the ranks it loses
-LINE = "DISTOPT_LINE"  # environment variable: number of the file descriptor of the socket to the launcher
-MEMBER = "DISTOPT_MEMBER"  # environment variable: number of this process among all that the launcher has started
-ADDRESS = "DISTOPT_ADDRESS"  # environment variable: address of this machine by which ranks of others reach it
+# environment variable: '1' in a job that goes on without the ranks it loses
+WANTED = "DISTOPT_ELASTIC"
+# environment variable: number of the file descriptor of the socket to the launcher
+LINE = "DISTOPT_LINE"
+# environment variable: number of this process among all that the launcher has started
+MEMBER = "DISTOPT_MEMBER"
+# environment variable: address of this machine by which ranks of others reach it
+ADDRESS = "DISTOPT_ADDRESS"
 SPAWNED = "DISTOPT_SPAWNED"  # environment variable: the same of one that ranks of MPI have started
-JOINS = "DISTOPT_JOINS"  # environment variable: '1' for a process that takes the place of a lost rank
+# environment variable: '1' for a process that takes the place of a lost rank
+JOINS = "DISTOPT_JOINS"
 MESSAGE = 1 << 16  # bytes of a message at most
 TORCHRUN = (
     "torchrun ends all of its workers when one of them dies; start the script without it: "
@@ -26,30 +31,15 @@ TORCHRUN = (
 
 
 class Epoch(NamedTuple):
-    """A time in which the members of a communicator stay the same.
-
-    Attributes:
-        number: from 0.
-        members: numbers of the processes, ascending: a rank is the index of its member.
-        texts: what each member said when it asked, by rank.
-    """
+    """A time in which the members of a communicator stay the same."""
 
     number: int
-    members: list[int]
-    texts: list[str]
+    members: list[int]  # numbers of the processes, ascending: a rank is the index of its member
+    texts: list[str]  # what each member said when it asked, by rank
 
 
 class Membership:
     """Members of one communicator, epoch by epoch.
-
-    An epoch begins when every member of the one before has asked for it, or was lost.  So no member that lives is left
-    behind, and all that are told of an epoch are told the same.
-
-    Args:
-        members: those that epoch 0 waits for.
-
-    Attributes:
-        members: those of the present epoch that were not lost.
 
     Example:
         >>> membership = Membership(range(3))
@@ -66,41 +56,38 @@ class Membership:
         Epoch(number=1, members=[0, 2], texts=['', 'who is there?'])
     """
 
+    # An epoch begins when every member of the one before has asked for it, or was lost.  So no member that lives is
+    # left out, and all that are told of an epoch are told the same.
+
     def __init__(self, members: Iterable[int]):
-        self.members = set(members)
+        self.members = set(members)  # those of the present epoch that were not lost
         self._asked: dict[int, str] = {}
         self._let_in: dict[int, bool] = {}
         self._number = -1
 
     def ask(self, member: int, text: str, lets_in: bool = False) -> None:
-        """Let a member ask for the next epoch.
-
-        Args:
-            member: who asks; one that is no member waits until all members let it in.
-            text: for all its members.
-            lets_in: whether the next epoch may have newcomers.
-        """
+        """A member asks for the next epoch, with a text for all its members."""
+        # member: one that is no member yet waits until all members admit it.
+        # lets_in: whether joiners may be in the next epoch.
         self._asked[member] = text
         self._let_in[member] = lets_in
 
     def lose(self, member: int) -> None:
-        """Forget a member, which has ended."""
+        """Remove a member, which has ended."""
         self.members.discard(member)
         self._asked.pop(member, None)
 
     def awaited(self) -> set[int]:
-        """Return the members that others wait for."""
+        """The members that others wait for."""
         return self.members - self._asked.keys() if self.members & self._asked.keys() else set()
 
     def newcomers(self) -> set[int]:
-        """Return those that have asked and are no members yet."""
+        """Those that have asked and are no members yet."""
         return self._asked.keys() - self.members
 
     def begin(self) -> Epoch | None:
-        """Begin the next epoch, if all members have asked for it; None if one has not, or there is none.
-
-        Those that are no members yet are among those of an epoch, but of the first, if all members let them in.
-        """
+        """Begin the next epoch, if all members have asked for it; None if one has not, or there is none."""
+        # Those that are no members yet join with any epoch but the first, if all members admit them.
         if not self.members or not self.members <= self._asked.keys():
             return None
         whole = self._number >= 0 and all(self._let_in[member] for member in self.members)
@@ -111,14 +98,11 @@ class Membership:
 
 
 class Line:
-    """A process's end of its socket to the launcher, and the thread that reads it.
-
-    Args:
-        line: a socket that keeps messages apart.
-        member: number of this process among all that the launcher has started.
-    """
+    """A process's end of its socket to the launcher, and the thread that reads it."""
 
     def __init__(self, line: socket.socket, member: int):
+        # line: a socket that keeps messages apart
+        # member: number of this process among all that the launcher has started
         self.member, self._line = member, line
         self._epochs: dict[str, Epoch] = {}  # that have begun, by the name of their communicator
         self._values: dict[str, bytes] = {}  # that members have put
@@ -127,23 +111,17 @@ class Line:
         threading.Thread(target=self._read, name="distopt's line to its launcher", daemon=True).start()
 
     def ask(self, name: str, text: str, lets_in: bool = False, first: Sequence[int] = ()) -> Epoch:
-        """Ask for the next epoch of a communicator, and wait until it begins.
-
-        Args:
-            name: the communicator's, the same on all of its ranks.
-            text: for all its members.
-            lets_in: whether it may have newcomers.
-            first: the members of the communicator's first epoch; default: all processes that live then.
-
-        Raises:
-            ConnectionError: the launcher has ended, or has given this process up.
-        """
+        """Ask for the next epoch of a communicator, and wait until it begins."""
+        # name: the communicator's, the same on all of its ranks.
+        # text: for all its members.
+        # first: the members of the communicator's first epoch; default: all processes that live then.
+        # Raises ConnectionError: the launcher has ended, or has given this process up.
         self._send({"of": name, "text": text, "lets_in": lets_in, "first": list(first)})
         self.wait(lambda: name in self._epochs)
         return self._epochs.pop(name)
 
     def put(self, name: str, value: bytes, to: Sequence[int]) -> None:
-        """Give a value to members, which find it by ``value``."""
+        """Send a value to members, which find it by ``value``."""
         self._send({"put": name, "value": value.hex(), "to": list(to)})
 
     def value(self, name: str) -> bytes | None:
@@ -151,11 +129,8 @@ class Line:
         return self._values.get(name)
 
     def wait(self, come: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait until something is true that the launcher's messages change; tell if it is, after so many seconds.
-
-        Raises:
-            ConnectionError: it is not, and the launcher has ended, or has given this process up.
-        """
+        """Wait until something is true that the launcher's messages change; tell if it is, after so many seconds."""
+        # Raises ConnectionError: it is not, and the launcher has ended, or has given this process up.
         with self._changed:
             self._changed.wait_for(lambda: come() or not self._reads, seconds)
             if not self._reads and not come():
@@ -163,7 +138,7 @@ class Line:
             return come()
 
     def forget(self, prefix: str) -> None:
-        """Forget the values whose names begin like this."""
+        """Drop the values whose names begin like this."""
         with self._changed:
             for name in [name for name in self._values if name.startswith(prefix)]:
                 del self._values[name]
@@ -173,7 +148,8 @@ class Line:
         return sorted(self._lost.intersection(members))
 
     def _send(self, message: Mapping[str, object]) -> None:
-        with contextlib.suppress(OSError):  # the launcher has ended, as whoever waits for an answer learns
+        # the launcher has ended, as whoever waits for an answer learns
+        with contextlib.suppress(OSError):
             self._line.send(json.dumps(message).encode())
 
     def _read(self) -> None:
@@ -202,11 +178,7 @@ class Line:
 
 
 def wanted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell if this job goes on without the ranks it loses.
-
-    Raises:
-        RuntimeError: it should, but torchrun would end it.
-    """
+    """Tell if this job continues without the ranks it loses; RuntimeError if it should, but torchrun would end it."""
     if environ.get(WANTED, "") != "1":
         return False
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("WORLD_SIZE", "1") != "1":
@@ -215,15 +187,13 @@ def wanted(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def joins(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell if this process takes the place of a lost rank, and waits to be let in."""
+    """Tell if this process takes the place of a lost rank, and waits to be admitted."""
     return environ.get(JOINS, "") == "1"
 
 
 def line(environ: MutableMapping[str, str] = os.environ) -> Line | None:
-    """Return this process's line to the launcher; None if it has none.
-
-    Processes that this one starts are no ranks: neither the socket nor the variable that names it is left to them.
-    """
+    """Return this process's line to the launcher; None if it has none."""
+    # Processes that this one starts are no ranks: neither the socket nor the variable that names it is left to them.
     global _line
     if LINE in environ:
         descriptor = int(environ.pop(LINE))

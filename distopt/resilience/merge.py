@@ -11,13 +11,9 @@ STALE = 60.0  # seconds after which a rank's record is an earlier job's
 
 
 class Finding(NamedTuple):
-    """A place where ranks differ.
+    """A place where ranks differ."""
 
-    Attributes:
-        when: the time at which the operation began, in seconds, by the wall clock of the rank that was first.
-        text: a sentence.
-    """
-
+    # the time at which the operation began, in seconds, by the wall clock of the rank that was first
     when: float
     text: str
 
@@ -37,7 +33,7 @@ def tell(records: Sequence[Record]) -> list[str]:
 
 
 def _logs(records: Mapping[int, Record]) -> list[str]:
-    """Return the names of the logs that several ranks have to have alike."""
+    """The names of the logs that several ranks must have alike."""
     return list({log: None for r in records.values() for log, members in r["logs"].items() if len(members) > 1})
 
 
@@ -80,7 +76,7 @@ def _first_missed(
 
 
 def _places(ranks: Sequence[int], records: Mapping[int, Record]) -> str:
-    """Return the scripts' lines at which ranks are, as a text."""
+    """The scripts' lines at which ranks are, as a text."""
     ranks_by_line: dict[str, list[int]] = {}
     for rank in ranks:
         ranks_by_line.setdefault(records[rank]["at"] or "an unknown line", []).append(rank)
@@ -102,7 +98,7 @@ def _last(entries: Entries, which: Callable[[dict[str, Any]], bool]) -> int:
 
 
 def _when(entries_by_rank: Mapping[int, dict[str, Any]], records: Mapping[int, Record]) -> float:
-    """Return the earliest begin of some operations by the ranks' wall clocks, in seconds."""
+    """The earliest begin of some operations by the ranks' wall clocks, in seconds."""
     return min(float(records[r]["wall"] - records[r]["now"] + e["began"]) for r, e in entries_by_rank.items())
 
 

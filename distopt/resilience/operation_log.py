@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 KEPT = 256  # operations
-EQUAL_BYTES = ("all_reduce", "all_gather", "broadcast")  # verbs with the same number of bytes on all ranks
+# verbs with the same number of bytes on all ranks
+EQUAL_BYTES = ("all_reduce", "all_gather", "broadcast")
 START = "MPI's start, to which all ranks must come"  # the operation before all votes
 MEETING = "the first meeting of a communicator's ranks"
 NOTHING = contextlib.nullcontext()
@@ -20,27 +21,16 @@ OperationTuple = tuple["OperationLog", int, str, int, str, str, float, float]
 
 
 class Operation(NamedTuple):
-    """A wait for other ranks.
-
-    Attributes:
-        log: the log that has it.
-        number: its number in the log, from 1.
-        verb: the kind of operation, such as "all_reduce".
-        nbytes: the size of this rank's array in bytes; 0 for an operation without one.
-        purpose: the purpose, such as a vote's subject; '' for none.
-        step: the subject of the last vote before it began.
-        began: the time of its begin, in seconds of the monotonic clock.
-        ended: the time of its end; 0 as long as it lasts.
-    """
+    """A wait for other ranks."""
 
     log: "OperationLog"
-    number: int
+    number: int  # its number in the log, from 1
     verb: str
     nbytes: int
-    purpose: str
-    step: str
-    began: float
-    ended: float = 0.0
+    purpose: str  # such as a vote's subject; '' for none
+    step: str  # the subject of the last vote before it began
+    began: float  # in seconds of the monotonic clock
+    ended: float = 0.0  # 0 as long as it lasts
 
     @property
     def key(self) -> tuple[str, int]:
@@ -51,7 +41,7 @@ class Operation(NamedTuple):
         return text(self.verb, self.purpose, self.nbytes, self.step)
 
     def entry(self) -> dict[str, Any]:
-        """Return the operation as a dict for a flight record."""
+        """The operation as a dict for a flight record."""
         return {
             "log": self.log.name,
             "number": self.number,
@@ -63,14 +53,8 @@ class Operation(NamedTuple):
 
 
 def text(verb: str, purpose: str, nbytes: int, step: str) -> str:
-    """Return an operation in words.
-
-    Args:
-        verb: the kind of operation.
-        purpose: its purpose; '' for none.
-        nbytes: the size of this rank's array in bytes.
-        step: the subject of the last vote before it began.
-    """
+    """An operation in words."""
+    # step: the subject of the last vote before it began.
     if verb == "vote":
         return f"the vote on {purpose}"
     if verb in (START, MEETING):
@@ -82,21 +66,9 @@ def text(verb: str, purpose: str, nbytes: int, step: str) -> str:
 
 
 class OperationLog:
-    """A log of operations that all ``ranks`` have alike, in the same order, so that their numbers can be compared.
+    """A log of operations that all ``ranks`` have alike, in the same order, so that their numbers can be compared."""
 
-    One thread at a time has one operation at a time: ``with log("barrier"):``.
-
-    Args:
-        recorder: the recorder that keeps the operations.
-        name: the log's name, the same on all ranks, which no other log of this rank has.
-        ranks: the ranks, by their numbers in the job.
-        mailbox: the way to the watchdogs of those ranks; None if there is none.
-        limited: whether the time limit holds for its operations.
-        others: returns lines on ranks that have no mailbox.
-
-    Raises:
-        ValueError: another log has the name, and nobody would look at its waits any more.
-    """
+    # One thread at a time has one operation at a time: `with log("barrier"):`.
 
     def __init__(
         self,
@@ -107,7 +79,11 @@ class OperationLog:
         limited: bool = True,
         others: Callable[[], str] = str,
     ):
-        self.others = others
+        self.others = others  # returns lines on ranks that have no mailbox
+        # name: the same on all ranks; no other log of this rank has it
+        # ranks: numbers in the job
+        # mailbox: the way to the watchdogs of those ranks; None if there is none
+        # limited: whether the time limit holds for its operations
         self.recorder, self.name, self.ranks, self.mailbox, self.limited = recorder, name, list(ranks), mailbox, limited
         self.now: OperationTuple | None = None
         self.count, self.ended = 0, 0.0
@@ -116,13 +92,7 @@ class OperationLog:
             raise ValueError(f"a log's name must be its own, got {name!r} twice")
 
     def __call__(self, verb: str, nbytes: int = 0, purpose: str = "") -> "OperationLog":
-        """Begin an operation, which ends with the context.
-
-        Args:
-            verb: the kind of operation.
-            nbytes: the size of this rank's array in bytes; 0 for an operation without one.
-            purpose: the purpose, such as a vote's subject; '' for none.
-        """
+        """Begin an operation, which ends with the context; ``nbytes``: of this rank's array."""
         self.count += 1
         self.now = now = (self, self.count, verb, nbytes, purpose, self.recorder.step, monotonic(), self.ended)
         self.ended = 0.0
@@ -141,29 +111,24 @@ class OperationLog:
 
 
 class Recorder:
-    """A recorder of the last ``KEPT`` operations of all logs, and of those that have not ended.
-
-    Attributes:
-        ring: the last operations.
-        logs: the logs, by name.
-        step: the subject of the last vote.
-        first: whether no step has been done so far.
-        anchor: one moment, in seconds of the wall clock and of the monotonic clock.
-    """
+    """Records the last ``KEPT`` operations of all logs, and those that have not ended."""
 
     def __init__(self) -> None:
         self.ring: deque[OperationTuple] = deque(maxlen=KEPT)
+        # logs: the logs, by name
         self.logs: WeakValueDictionary[str, OperationLog] = WeakValueDictionary()
-        self.step = ""
-        self.first = True
+        self.step = ""  # the subject of the last vote
+        self.first = True  # whether no step has been done so far
+        # one moment, in seconds of the wall clock and of the monotonic clock
         self.anchor = time.time(), monotonic()
 
     def known(self) -> list[OperationLog]:
-        """Return the logs that still exist."""
-        return [log for ref in self.logs.valuerefs() if (log := ref())]  # one call: other threads add some
+        """The logs that still exist."""
+        # one call: other threads add some
+        return [log for ref in self.logs.valuerefs() if (log := ref())]
 
     def operations(self) -> list[Operation]:
-        """Return all operations in the order in which they began, also those that last and have left the ring."""
+        """All operations in the order in which they began, also those that last and have left the ring."""
         ends: dict[OperationLog, float] = {}
         operations = []
         rows = list(self.ring.copy())
@@ -175,13 +140,13 @@ class Recorder:
         return sorted(operations, key=lambda o: o.began)
 
     def open(self) -> list[Operation]:
-        """Return the operations that have not ended."""
+        """The operations that have not ended."""
         lasting = [(log, log.now) for log in self.known()]
         return [Operation(*now[:-1]) for log, now in lasting if now and not log.ended]
 
 
 def silent(verb: str, nbytes: int = 0, purpose: str = "") -> AbstractContextManager[None]:
-    """Return a context that logs nothing, for ranks without a watchdog: threads of one process, and a rank alone."""
+    """A context that logs nothing, for ranks without a watchdog: threads of one process, and a rank alone."""
     return NOTHING
 
 
@@ -192,24 +157,11 @@ _numbers = itertools.count()
 def log_of_one(
     rank: int, what: str, mailbox: Any = None, limited: bool = True, others: Callable[[], str] = str
 ) -> OperationLog:
-    """Return one more log of waits of this rank alone, of which there may be several, as of several threads.
-
-    Args:
-        rank: its number in the job.
-        what: the waits.
-        mailbox: as of ``OperationLog``.
-        limited: as of ``OperationLog``.
-        others: as of ``OperationLog``.
-    """
+    """One more log of waits of this rank alone; there may be several, as of several threads."""
     return OperationLog(recorder, f"{what} of rank {rank}, {next(_numbers)}", [rank], mailbox, limited, others)
 
 
 def meeting_of(rank: int, others: Callable[[], str] = str, limited: bool = True) -> OperationLog:
-    """Return a context for this rank's wait for others that are about to make a communicator.
-
-    Args:
-        rank: its number in the job.
-        others: returns lines on where they are to come to.
-        limited: whether the time limit holds.
-    """
+    """A context for this rank's wait for others that are about to make a communicator."""
+    # others: returns lines on where they are to come to.
     return log_of_one(rank, "meetings", limited=limited, others=others)(MEETING)

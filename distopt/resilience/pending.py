@@ -21,35 +21,16 @@ TEMPORARY = re.compile(r".*\.tmp\.\d+", re.DOTALL)
 
 
 class Pending:
-    """A file under a temporary name: ``write``, ``finish``, then ``commit`` gives it its own; or ``discard``.
+    """A file under a temporary name: ``write``, ``finish``, then ``commit`` gives it its own; or ``discard``."""
 
-    Args:
-        path: the file's own name.
-        mode: its permissions; by default only the owner may read it.
-        durable: whether ``finish`` and ``commit`` wait for the disk, so that the file outlives a crash of the machine.
-
-    Attributes:
-        path: the file's own name.
-        nbytes: its size, after ``finish``.
-        digest: the text that was given to ``finish``.
-
-    Raises:
-        FileExistsError: something that no ended process left has the temporary name.
-        OSError: the file cannot be created.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from distopt.checkpoint import Pending
-        >>> pending = Pending("notes.txt")
-        >>> pending.write(b"whole", 0)
-        >>> pending.finish()
-        >>> pending.commit()
-        >>> Path("notes.txt").read_text(), pending.nbytes
-        ('whole', 5)
-    """
+    # Raises FileExistsError if something has the temporary name that no ended process left.
 
     def __init__(self, path: str | os.PathLike[str], mode: int = 0o600, durable: bool = True):
+        # mode: its permissions; by default only the owner may read it
+        # durable: whether `finish` and `commit` wait for the disk, so that the file outlives a crash of the machine
         self.path, self._durable = Path(path), durable
+        # nbytes: its size, after `finish`
+        # digest: the text that was given to `finish`
         self.nbytes, self.digest = 0, ""
         self._temporary = self.path.with_name(f"{self.path.name}.tmp.{os.getpid()}")
         _remove_if_abandoned(self._temporary)  # by a process with the same number, as in containers
@@ -66,22 +47,15 @@ class Pending:
                 rest, at = rest[count:], at + count
 
     def finish(self, digest: str = "") -> None:
-        """Complete the contents, and wait until they are on the disk.
-
-        Args:
-            digest: a text that stands for the contents.
-        """
+        """Complete the contents, and wait until they are on the disk; ``digest`` stands for them."""
         if self._durable:
             with self._named():
                 os.fsync(self._file)
         self.nbytes, self.digest = os.fstat(self._file).st_size, digest
 
     def commit(self) -> None:
-        """Give the file its own name, in one stroke, in the place of whatever had it before.
-
-        Raises:
-            OSError: this is not possible; the file has been discarded then.
-        """
+        """Give the file its own name, in one stroke, in the place of whatever had it before."""
+        # An OSError means that this is not possible, and that the file has been discarded.
         try:
             os.replace(self._temporary, self.path)
         except OSError:
@@ -90,16 +64,10 @@ class Pending:
         self._settle(self.path.parent)
 
     def commit_as(self, kind: str, read: Callable[[str | os.PathLike[str]], Any]) -> None:
-        """Give the file its own name, unless something that is no ``kind`` has come there (``check_replaceable``).
-
-        Args:
-            kind: the kind of file, for the error's text.
-            read: raises ValueError for a file that is no ``kind``.
-
-        Raises:
-            FileExistsError: something else has the name, and stays; this file has a free name beside it, which the
-                error says.
-        """
+        """Give the file its own name, unless something that is no ``kind`` has come there (``check_replaceable``)."""
+        # Raises FileExistsError if something else has the name.  That stays; this file gets a free name beside it,
+        # which the error says.
+        # read: raises ValueError for a file that is no `kind`.
         try:
             while True:
                 check_replaceable(self.path, kind, read)
@@ -151,7 +119,7 @@ class Pending:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Give errors of the descriptor the file's name."""
+        """A context in which errors of the descriptor name the file."""
         try:
             yield
         except OSError as error:
@@ -164,17 +132,7 @@ class Pending:
 
 
 def prepare(path: str | os.PathLike[str], data: bytes, mode: int = 0o600, durable: bool = True) -> Pending:
-    """Write a small file under a temporary name.
-
-    Args:
-        path: the file's own name.
-        data: its contents.
-        mode: its permissions.
-        durable: whether to wait for the disk.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a small file under a temporary name; ``durable``: wait for the disk."""
     pending = Pending(path, mode, durable)
     try:
         pending.write(data, 0)
@@ -186,16 +144,8 @@ def prepare(path: str | os.PathLike[str], data: bytes, mode: int = 0o600, durabl
 
 
 def check_replaceable(path: str | os.PathLike[str], kind: str, read: Callable[[str | os.PathLike[str]], Any]) -> None:
-    """Check that a file may be written at a path: nothing is there, or a file of the same kind.
-
-    Args:
-        path: the path.
-        kind: the kind of file, for the error's text.
-        read: raises ValueError for a file that is no ``kind``.
-
-    Raises:
-        OSError: there is no such folder, or the path is a folder, no regular file, or a file of another kind.
-    """
+    """Check that nothing is at a path, or a file of the same kind that may be replaced; else OSError."""
+    # read: raises ValueError for a file that is no `kind`.
     if not Path(path).parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if os.path.isdir(path):
@@ -211,13 +161,8 @@ def check_replaceable(path: str | os.PathLike[str], kind: str, read: Callable[[s
 
 
 def sync(folder: Path) -> None:
-    """Flush a folder to the disk, so that files created in it outlive a crash of the machine.
-
-    Where the file system cannot do that, the files have their names all the same.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Flush a folder to the disk, so that files created in it outlive a crash of the machine."""
+    # Where the file system cannot do that, the files have their names all the same.
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -230,23 +175,8 @@ def sync(folder: Path) -> None:
 
 
 def sweep(folder: str | os.PathLike[str], name: str = "*") -> list[Path]:
-    """Remove the temporary files that processes have left behind which have ended.
-
-    Args:
-        folder: the folder to look in, without its subfolders.
-        name: a pattern of the files' own names.
-
-    Returns:
-        The paths that were removed.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from distopt.checkpoint import sweep
-        >>> Path("run").mkdir(exist_ok=True)
-        >>> Path("run/state.ckpt.tmp.123").touch()
-        >>> [path.name for path in sweep("run")]
-        ['state.ckpt.tmp.123']
-    """
+    """Remove temporary files of processes that have ended, in a folder but not below; return their paths."""
+    # name: a pattern of the files' own names.
     candidates = [path for path in sorted(Path(folder).glob(f"{name}.tmp.*")) if TEMPORARY.fullmatch(path.name)]
     return [path for path in candidates if _remove_if_abandoned(path)]
 

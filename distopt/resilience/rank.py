@@ -1,7 +1,7 @@
 """A runner for ranks of ``distopt run``: ``python rank.py SCRIPT ...`` is ``python SCRIPT ...`` that leaves marks.
 
-It is run by its path and needs only the standard library, so that the first mark stands before the script, this
-package or MPI can fail, and no module of the current folder is taken for one of this package's.
+It is run by its path and needs only the standard library, so that the first mark stands before the script, this package
+or MPI can fail, and no module of the current folder is taken for one of this package's.
 """
 
 import contextlib
@@ -16,22 +16,26 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-MEMBER = "DISTOPT_MEMBER"  # set where distopt run starts the ranks itself, maybe under another launcher
-SPAWNED = "DISTOPT_SPAWNED"  # set where ranks of MPI have started this one in the place of a lost one
+# set where distopt run starts the ranks itself, maybe under another launcher
+MEMBER = "DISTOPT_MEMBER"
+# set where ranks of MPI have started this one in the place of a lost one
+SPAWNED = "DISTOPT_SPAWNED"
 RANK = (MEMBER, SPAWNED, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # each launcher's environment variable
 ELASTIC = os.environ.get("DISTOPT_ELASTIC") == "1"  # the others go on without this rank
 
 
 def main() -> None:
-    """Enter the job, then run the script; an exit code other than 0 ends all ranks, if they cannot go on without."""
+    """Enter the job, then run the script; an exit code other than 0 ends all ranks that cannot continue without."""
     if not sys.flags.safe_path:
         del sys.path[0]  # this folder
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's, of its background jobs; distopt run passes it on
+    # a shell's, of its background jobs; distopt run passes it on
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     job = _job()
     rank = next(int(os.environ[name]) for name in RANK if name in os.environ)
     job.end_with_parent()
-    job.enter(rank, Path(os.environ.pop(job.FOLDER)))  # processes that the script starts are no ranks
+    # processes that the script starts are no ranks
+    job.enter(rank, Path(os.environ.pop(job.FOLDER)))
     _drop_preload(job.LOOPBACK)
     _mark_exits(job)
     job.write_whole_lines()
@@ -75,11 +79,8 @@ def _drop_preload(suffix: str) -> None:
 
 
 def _start_mpi() -> object:
-    """Start MPI at once, as the rank that has started this process waits for it, and the others for that rank.
-
-    Returns:
-        An MPI communicator of that rank and this one, on which either learns of the other's end.
-    """
+    """Start MPI at once: the rank that has started this process waits for it, and the others for that rank."""
+    # Returns an MPI communicator of that rank and this one, on which either learns of the other's end.
     import mpi4py
 
     mpi4py.rc.finalize = False  # MPI's end would wait for ranks that go on
@@ -119,7 +120,7 @@ def _fail(job: ModuleType, code: int) -> None:
 
 
 def _end_alone(job: ModuleType, code: int) -> None:
-    """End this rank where it is: in MPI's end it would wait for the others, which go on."""
+    """End this rank where it is: in MPI's end it would wait for the others, which train on."""
     if job.is_rank():
         job.mark(job.SPOKEN, code)
         for stream in (sys.stdout, sys.stderr):
@@ -129,11 +130,9 @@ def _end_alone(job: ModuleType, code: int) -> None:
 
 
 def _mark_exits(job: ModuleType) -> None:
-    """Let ``os._exit`` leave a mark from now on; C's ``exit`` leaves none.
-
-    Open MPI's launcher tells ranks that go on of those that end by a signal, or with code 0 but not in MPI's end; if
-    the code is another one, they would wait for ever.  ``distopt run`` has it from the mark.
-    """
+    """From now on ``os._exit`` leaves a mark; C's ``exit`` leaves none."""
+    # Open MPI's launcher tells the remaining ranks of one that ends by a signal, or with code 0 but not in MPI's end;
+    # if the code is another one, they would wait for ever.  `distopt run` has it from the mark.
     leave = os._exit
 
     def marked(status: int) -> NoReturn:
@@ -146,7 +145,7 @@ def _mark_exits(job: ModuleType) -> None:
 
 
 class _MpiIsWanted(MetaPathFinder):
-    """A finder that finds no module, but marks the moment when MPI is about to start, where ranks wait for others."""
+    """Finds no module, but marks the moment when MPI is about to start, where ranks wait for others."""
 
     def __init__(self, job: ModuleType):
         self._job = job

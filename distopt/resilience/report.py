@@ -13,24 +13,16 @@ Answer = dict[str, Any]
 
 
 def answer(recorder: Recorder) -> Answer:
-    """Return this rank's present state.
-
-    Returns:
-        ``waits``, a list of (log, number, text, seconds) of the operations that last; ``last``, a list with the (text,
-        seconds since its end) of the last that has ended, if there is one; and ``at``, the script's line.
-    """
+    """Return this rank's present state."""
+    # Returns `waits`, a list of (log, number, text, seconds) of the operations that last; `last`, a list with the
+    # (text, seconds since its end) of the last that has ended, if there is one; and `at`, the script's line.
     now, ended = time.monotonic(), [o for o in recorder.operations() if o.ended]
     waits = [(*o.key, str(o), now - o.began) for o in recorder.open()]
     return {"waits": waits, "last": [(str(o), now - o.ended) for o in ended[-1:]], "at": script_line()}
 
 
 def line(reply: Answer | None, operation: Operation) -> str:
-    """Return a rank's state in words, for a rank that waits for the end of an operation.
-
-    Args:
-        reply: the rank's answer; None if it gave none.
-        operation: the operation that the other rank waits for.
-    """
+    """A rank's state in words, for a rank that waits for an operation's end; ``reply`` is None for no answer."""
     if reply is None:
         return NO_ANSWER
     at = f"; at {reply['at']}" if reply["at"] else ""
@@ -49,16 +41,8 @@ def line(reply: Answer | None, operation: Operation) -> str:
 def report(
     rank: int, operation: Operation, seconds: float, ranks: Sequence[int], replies: Mapping[int, Answer], end: str
 ) -> str:
-    """Return a report on a rank that waits for an operation, with the state of all others.
-
-    Args:
-        rank: the rank that waits.
-        operation: the operation.
-        seconds: how long it has waited.
-        ranks: all ranks of the operation.
-        replies: the answers, by rank.
-        end: the report's last line.
-    """
+    """A report on a rank that has waited for an operation for so many seconds, with the answers of all others."""
+    # end: the report's last line.
     script = replies.get(rank, {}).get("at")
     lines = [f"distopt: rank {rank} waits since {seconds:.1f} s for {operation}{f'; at {script}' if script else ''}"]
     ranks_by_line: dict[str, list[int]] = {}
@@ -70,7 +54,7 @@ def report(
 
 
 def names(ranks: Iterable[int]) -> str:
-    """Return ranks in words, such as 'rank 3', 'ranks 0, 2' or 'ranks 0 to 63, 65'."""
+    """Ranks in words, such as 'rank 3', 'ranks 0, 2' or 'ranks 0 to 63, 65'."""
     rows: list[list[int]] = []
     for rank in sorted(ranks):
         if rows and rows[-1][-1] == rank - 1:
@@ -83,6 +67,6 @@ def names(ranks: Iterable[int]) -> str:
 
 
 def waiting(ranks: Iterable[int]) -> str:
-    """Return ranks with a verb, as 'rank 3 waits' or 'ranks 0, 2 wait'."""
+    """Ranks with a verb, as 'rank 3 waits' or 'ranks 0, 2 wait'."""
     subject = names(ranks)
     return f"{subject} {'waits' if subject.startswith('rank ') else 'wait'}"

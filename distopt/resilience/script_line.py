@@ -25,10 +25,8 @@ def _line(frame: FrameType, short: bool) -> str:
 
 
 def script_line() -> str:
-    """Return the innermost line of the main thread that is in a script, not in distopt or an installed package.
-
-    Without such a line it is the innermost one of all; '' if there is none.
-    """
+    """Return the innermost line of the main thread that is in a script, not in distopt or an installed package."""
+    # Without such a line it is the innermost one of all; '' if there is none.
     frames = list(_frames())
     scripts = [f for f in frames if not f.f_code.co_filename.startswith(INSTALLED)]
     return next((_line(f, short=True) for f in scripts or frames), "")

@@ -13,15 +13,12 @@ _before: dict[int, Any] = {}  # the handlers that were installed before
 
 
 def listen() -> None:
-    """Note the first SIGTERM or SIGINT from now on; the second one does what the first would have done.
-
-    Raises:
-        ValueError: this is not the main thread, as for ``signal.signal``.
-    """
+    """From now on note the first SIGTERM or SIGINT; the second one does what the first would have done."""
     for number in NUMBERS:
         handler = signal.signal(number, _note)
         if handler is not _note:
-            _before[number] = signal.SIG_DFL if handler is None else handler  # None: C code installed it
+            # None: C code installed it
+            _before[number] = signal.SIG_DFL if handler is None else handler
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 from distopt.resilience import files
 
 MAX_BYTES = 1 << 26  # of a file
-CONTAINERS, VALUES = 1 << 18, 1 << 22  # objects and lists, and commas, of a text: they bound the parser's memory
+# objects and lists, and commas, of a text: they bound the parser's memory
+CONTAINERS, VALUES = 1 << 18, 1 << 22
 MAX_NUMBER = sys.float_info.max  # that a float can hold
 LEVELS = 100  # of lists and dicts in each other
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -26,44 +27,25 @@ Check = Callable[[str, Any], object]
 
 
 class TooLarge(ValueError):
-    """An error of a JSON text that its reader does not take.
-
-    Attributes:
-        fits: the fraction of its values that would not be too many; 0 if it is too large in another way.
-    """
+    """A JSON text that its reader does not take."""
 
     def __init__(self, reason: str, fits: float = 0.0):
         super().__init__(reason)
+        # the fraction of its values that would not be too many; 0 if it is too large in another way
         self.fits = fits
 
 
 def plain(name: str, value: Any) -> Any:
-    """Return a copy of a value that can be written as JSON: texts, numbers, flags, None, and lists and dicts of these.
-
-    Args:
-        name: the field's name, for the error's text.
-        value: the value.
-
-    Raises:
-        TypeError: it is or has anything else.
-        ValueError: a text stands for a number in JSON, as 'NaN' does, an integer is larger than any float, or the value
-            is nested too deep, as one that contains itself is.
-    """
+    """Return a copy of a value that JSON can hold: texts, numbers, flags, None, and lists and dicts of these."""
+    # Raises TypeError for anything else; ValueError for a text that stands for a number in JSON, as 'NaN' does, an
+    # integer larger than any float, or nesting too deep, as of a value that contains itself.
     return copied(name, value, _in_json)
 
 
 def copied(name: str, value: Any, check: Check) -> Any:
-    """Return a copy of texts, numbers, flags, None, and lists and dicts of these, each leaf of which passes a check.
-
-    Args:
-        name: the field's name, for the error's text.
-        value: the value.
-        check: is called with the name and value of each leaf, and raises an error for one that must not be.
-
-    Raises:
-        TypeError: it is or has anything else.
-        ValueError: there are more than 100 levels of lists and dicts.
-    """
+    """Return a copy of texts, numbers, flags, None, and lists and dicts of these, each leaf of which passes a check."""
+    # Raises TypeError for anything else, ValueError for more than 100 levels.
+    # check: is called with the name and value of each leaf, and raises an error for one that must not be.
     try:
         return _copied(name, value, check, LEVELS)
     except RecursionError:
@@ -112,19 +94,12 @@ def read(path: str | Path, **hooks: Any) -> Any:
 
 
 def parse(text: str | bytes, most: int | None = None, levels: int | None = None, **hooks: Any) -> Any:
-    """Return the value of a JSON text that need not be trusted.
-
-    Args:
-        text: the text.
-        most: the largest number of objects, lists and values that it may have; by default it must be ``readable``.
-        levels: the largest number of objects and lists in each other; by default what is left of the stack.
-        **hooks: the keyword arguments of ``json.loads``, such as ``EXACT``.
-
-    Raises:
-        TooLarge: the text is larger than these bounds.
-        ValueError: the text is not JSON.
-        RecursionError: the text has thousands of levels.
-    """
+    """Return the value of a JSON text that need not be trusted."""
+    # most: the largest number of objects, lists and values that it may have; by default it must be `readable`.
+    # levels: the largest number of objects and lists in each other; by default what is left of the stack.
+    # **hooks: the keyword arguments of `json.loads`, such as `EXACT`.
+    # Raises TooLarge: the text is larger than these bounds.
+    # Raises RecursionError: the text has thousands of levels.
     raw = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     if most is None and not readable(raw):
         raise TooLarge(
@@ -143,7 +118,7 @@ def readable(text: bytes) -> bool:
 
 
 def _depth(text: bytes) -> int:
-    """Return the number of objects and lists in each other."""
+    """The depth of nesting of objects and lists."""
     depth = deepest = 0
     quoted = False
     for match in TOKEN.finditer(text):
@@ -159,7 +134,7 @@ def _depth(text: bytes) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's entries as a dict; ValueError for a name that comes twice."""
+    """An object's entries as a dict; ValueError for a name that comes twice."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError("a name comes twice")
@@ -167,7 +142,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _short(digits: str) -> int:
-    """Return an integer; ValueError for a long one, which takes long to read."""
+    """An integer; ValueError for a long one, which takes long to read."""
     if len(digits) > DIGITS:
         raise ValueError(f"{digits[:DIGITS]} is no number here")
     return int(digits)
@@ -184,7 +159,7 @@ def _numbered(value: Any) -> Any:
 
 
 def _inside(change: Any, value: Any) -> Any:
-    """Return a list or dict with its values changed, anything else as it is."""
+    """A list or dict with its values changed; anything else as it is."""
     if isinstance(value, dict):
         return {key: change(x) for key, x in value.items()}
     return [change(x) for x in value] if isinstance(value, list) else value
@@ -194,4 +169,5 @@ def _refuse(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number in JSON")
 
 
-EXACT = {"object_pairs_hook": _unique, "parse_int": _short, "parse_constant": _refuse}  # one reading, soon done
+# one reading, soon done
+EXACT = {"object_pairs_hook": _unique, "parse_int": _short, "parse_constant": _refuse}

@@ -9,24 +9,15 @@ VARIABLE = "DISTOPT_TIMEOUT"
 
 
 class Limits(NamedTuple):
-    """The time limits of operations, in seconds.
-
-    Attributes:
-        usual: the limit of an operation.
-        first: the limit before this process has done its first step, since ranks compile and load data at different
-            speeds.
-    """
+    """The time limits of operations, in seconds."""
 
     usual: float = 300.0
+    # the limit before this process has done its first step, since ranks compile and load data at different speeds
     first: float = 1800.0  # ranks compile, and load data, at different speed
 
 
 def limits(environ: Mapping[str, str] = os.environ) -> Limits | None:
-    """Return the limits that ``DISTOPT_TIMEOUT`` sets: one number of seconds for all; None if it is 0 or 'never'.
-
-    Raises:
-        ValueError: it is anything else.
-    """
+    """The limits that ``DISTOPT_TIMEOUT`` sets: one number of seconds for all; None if it is 0 or 'never'."""
     setting = environ.get(VARIABLE, "").strip()
     if not setting:
         return Limits()

@@ -26,7 +26,8 @@ POLL_SECONDS = 0.1  # between two checks
 ANSWER_SECONDS = 0.5  # for the others to answer, and again to write
 TRUST = 3.0  # seconds that a rank has to end the job after it said so
 ABORT = 2.0  # seconds for MPI to end the job
-HICCUP = 1.0  # the most seconds that count between two checks: a job that was stopped and continues has not waited
+# the most seconds that count between two checks: a job that was stopped and continues has not waited
+HICCUP = 1.0
 WARN_FROM = 60.0  # seconds: with a shorter limit there is no warning before the end
 WARN_EVERY = 60.0
 
@@ -34,33 +35,20 @@ HOW, WHY, HERE, END, WRITTEN = "how", "why", "here", "end", "written"  # the kin
 
 
 class Mailbox(Protocol):
-    """A protocol for short texts between the watchdogs of some ranks, which never waits for main threads.
+    """Short texts between the watchdogs of some ranks, which never wait for main threads."""
 
-    Attributes:
-        ranks: their numbers among all processes of the job.
-        rank: the index of this one among them.
-    """
-
-    ranks: Sequence[int]
-    rank: int
+    ranks: Sequence[int]  # their numbers among all processes of the job
+    rank: int  # index of this one among them
 
     def send(self, to: int, text: str) -> None:
         """Send a text to one of them, by its index."""
 
     def receive(self) -> tuple[int, str] | None:
-        """Return the sender's index and the text of a message, None if none has come."""
+        """Return the sender's index and the text of a message; None if none has come."""
 
 
 class Watchdog:
-    """A thread that watches over this process.
-
-    Args:
-        rank: the number of this process in the job.
-        recorder: the recorder of its operations.
-        limits: the time limits.
-        abort: ends the other processes of the job, with an exit code; None if they will notice by themselves.
-        mailboxes: the ways to other watchdogs, one for each communicator; the list may grow.
-    """
+    """A thread that watches over this process."""
 
     def __init__(
         self,
@@ -70,10 +58,14 @@ class Watchdog:
         abort: Callable[[int], Any] | None,
         mailboxes: Sequence[Mailbox] = (),
     ):
+        # rank: number of this process in the job
+        # abort: ends the other processes of the job, with an exit code; None if they will notice by themselves
+        # mailboxes: the ways to other watchdogs, one for each communicator; the list may grow
         self.rank, self._recorder, self._limits, self._abort, self._mailboxes = rank, recorder, limits, abort, mailboxes
         self._act = self._complain if membership.wanted() and job.is_rank() else self._finish
         self._waited: dict[tuple[str, int], float] = {}  # seconds, by operation
-        self._quiet_until = 0.0  # until then another rank is to end the job, or distopt run to end one that is late
+        # until then another rank is to end the job, or distopt run to end one that is late
+        self._quiet_until = 0.0
         self._warned = -WARN_EVERY
         self._question = 0
         self._asking = ""
@@ -150,7 +142,7 @@ class Watchdog:
         self._end(report(self.rank, operation, seconds, self._ranks(operation), answers, end))
 
     def _complain(self, operation: Operation, seconds: float, limit: float) -> None:
-        """Tell ``distopt run`` that this rank waits for too long, and do so again if it still does after the limit."""
+        """Tell ``distopt run`` that this rank waits for too long, and again if it still does after the limit."""
         self._quiet_until = time.monotonic() + limit
         job.complain()
         if self._ask(operation.log.mailbox, HOW):
@@ -162,7 +154,7 @@ class Watchdog:
         return operation.log.mailbox.ranks if operation.log.mailbox else [self.rank]
 
     def _ask(self, mailbox: Mailbox | None, kind: str) -> bool:
-        """Ask all ranks where they are, and wait a while for the answers; False if another rank is to speak."""
+        """Ask all ranks where they are, and wait a while for answers; False if another rank is to speak."""
         self._question += 1
         self._asking, self._yields, self._answers = kind, False, {self.rank: answer(self._recorder)}
         self._send_all(mailbox, kind)

@@ -17,21 +17,13 @@ from distopt.run.processes import END_SECONDS, POLL_SECONDS, handling_signals, s
 
 
 class Agent:
-    """Starts ranks of this node, and tells node 0 all about them.
-
-    Args:
-        trunk: to node 0's launcher.
-        first: the number of the first of its ranks.
-        command: a rank's.
-        env: the environment of all.
-        ranks: how many.
-        folder: where they leave marks.
-    """
+    """Starts ranks of this node, and tells node 0 all about them."""
 
     def __init__(
         self, trunk: Trunk, first: int, command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path
     ):
-        self._trunk = trunk
+        # first: the number of the first of its ranks
+        self._trunk = trunk  # to node 0's launcher
         self._children = Children(command, env, range(first, first + ranks), folder, self._pass_on)
         self._told: dict[str, Any] = {}  # the last that node 0 has heard of them
         self._asked = 0
@@ -41,12 +33,7 @@ class Agent:
 
     @classmethod
     def join(cls, at: Place, command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path) -> "Agent":
-        """Connect to node 0, and start ranks; the arguments are those of ``Agent``.
-
-        Raises:
-            RuntimeError: node 0 has not come, does not know the secret, or has refused.
-            OSError: there is no such host.
-        """
+        """Connect to node 0, and start ranks; RuntimeError if it does not come, or refuses."""
         host = socket.gethostbyname(at.host)
         try:
             line, answer = connect((host, at.port), key(), at.node, at.nodes, time.monotonic() + PATIENCE)
@@ -94,7 +81,7 @@ class Agent:
         self._trunk.send(of=member, message=message)
 
     def _hear(self) -> None:
-        """Do what node 0 says, until it is gone."""
+        """Do what node 0 says, until its connection ends."""
         while told := self._trunk.receive():
             match told:
                 case {"to": member, "message": message}:

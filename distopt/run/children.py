@@ -1,4 +1,4 @@
-"""Ranks that this process has started, each with a line to it."""
+"""Ranks that this process has started, each with a socket to it."""
 
 import os
 import subprocess
@@ -14,20 +14,7 @@ from distopt.run.tagged import Tagged
 
 
 class Children:
-    """Ranks that this process has started, their lines, and what they write.
-
-    Args:
-        command: a rank's.
-        env: the environment of all.
-        members: their numbers.
-        folder: of the job, where they leave marks.
-        hear: is given a number, and a message of that rank; None when it has ended.
-
-    Attributes:
-        processes: the ranks.
-        lines: to them.
-        ends: of them.
-    """
+    """Ranks that this process has started, their lines, and what they write."""
 
     def __init__(
         self,
@@ -37,6 +24,7 @@ class Children:
         folder: Path,
         hear: Callable[[int, dict[str, Any] | None], object],
     ):
+        # hear: is given a number, and a message of that rank; None when it has ended
         self._command, self._env = command, env
         self._of: dict[int, subprocess.Popen[bytes]] = {}
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -69,7 +57,7 @@ class Children:
         return child
 
     def start(self) -> None:
-        """Start to hear what they say."""
+        """Start to read what they say."""
         self.lines.start()
 
     def add(self, member: int) -> None:
@@ -78,11 +66,10 @@ class Children:
         self._outputs += [Tagged({_file(child.stdout): member}, 1), Tagged({_file(child.stderr): member}, 2)]
 
     def running(self) -> bool:
-        """Tell if any of them is."""
+        """Whether any of them runs."""
         return any(child.poll() is None for child in self.processes)
 
     def signal(self, number: int) -> None:
-        """Send a signal to all."""
         for child in self.processes:
             child.send_signal(number)
 
@@ -91,7 +78,6 @@ class Children:
         end(self.processes, grace)
 
     def close(self) -> None:
-        """Close what is open, when all have ended."""
         for output in self._outputs:
             output.close()
         self.lines.close()

@@ -28,7 +28,6 @@ NCCL_SHARED_MEMORY = 10 << 20  # bytes for each GPU, where NCCL goes through the
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command."""
     parser = commands.add_parser("doctor", help="check this installation", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(main=main)
@@ -89,7 +88,8 @@ def mpi() -> Iterator[Finding]:
             "ok", f"a Slurm job: start ranks with {start} (--mpi=none with torch), or, on one host, distopt run"
         )
     wrong = _wrong_sum(launcher)
-    again = wrong and _wrong_sum(launcher)  # beside much other work a start may fail that does not fail twice
+    # beside much other work a start may fail that does not fail twice
+    again = wrong and _wrong_sum(launcher)
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     busy = f"; {load:.0f} processes want {cores} cores, so try it when they do not" if load > 2 * cores else ""
     if not wrong:

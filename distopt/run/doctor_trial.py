@@ -13,13 +13,9 @@ ELEMENTS = 100_003  # several blocks, the last one not whole
 
 
 class Work(NamedTuple):
-    """One piece of work.
+    """One piece of work."""
 
-    Attributes:
-        run: does it on a GPU, given its number; returns what came of it, which must be ``x + x``.
-        remedy: what to do if it fails.
-    """
-
+    # run: does it on a GPU, given its number; returns what came of it, which must be `x + x`
     run: Callable[[int, np.ndarray], np.ndarray]
     remedy: str
 

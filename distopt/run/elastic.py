@@ -22,7 +22,8 @@ from distopt.run.processes import RANK, end, say
 
 # More for Open MPI's ranks where others may come, which it has no way to through memory: over the loopback interface.
 GROWING = {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
-ULFM = ("--with-ft", "ulfm")  # options of Open MPI's launcher: a rank that is lost is an error for the others
+# options of Open MPI's launcher: a rank that is lost is an error for the others
+ULFM = ("--with-ft", "ulfm")
 PIP = f"{sys.executable} -m pip"
 REMEDY = (
     f"Ranks that go on without the lost ones need torch: {PIP} install 'distopt[torch]'; or Open MPI: "
@@ -36,14 +37,8 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def find_engine(over: str | None) -> Launcher | None:
-    """Return the launcher of Open MPI, or None for processes of this one, whose ranks meet over torch.
-
-    Args:
-        over: 'mpi' or 'torch'; None for Open MPI if it is here, else torch.
-
-    Raises:
-        RuntimeError: there is none of these; it says what to install.
-    """
+    """Return the launcher of Open MPI, or None if this process starts the ranks, which then meet over torch."""
+    # over: 'mpi' or 'torch'; None for Open MPI if it is here, else torch.
     has_torch = importlib.util.find_spec("torch") is not None
     if over == "torch":
         if has_torch:
@@ -56,7 +51,7 @@ def find_engine(over: str | None) -> Launcher | None:
 
 
 def find_open_mpi() -> tuple[Launcher | None, str]:
-    """Return the launcher of Open MPI; or None, and why there is none that can be used."""
+    """Return the launcher of Open MPI, or None and why there is none that can be used."""
     try:
         launcher = find_launcher()
         if {launcher.brand, library_brand()} == {"Open MPI"}:
@@ -67,18 +62,9 @@ def find_open_mpi() -> tuple[Launcher | None, str]:
 
 
 def place_of(nodes: int, node: int | None, at: str | None, over: str | None, restarts: int) -> Place | None:
-    """Return this machine's place in a job of several; None if it is the only one.
-
-    Args:
-        nodes: the number of machines.
-        node: this one's number, if it is given.
-        at: where node 0 listens, if it is given.
-        over: 'mpi', 'torch', or None.
-        restarts: how many processes are started in the place of lost ones.
-
-    Raises:
-        ValueError: one of them does not fit.
-    """
+    """Return this machine's place in a job of several; None if it is the only one."""
+    # nodes: the number of machines.
+    # restarts: how many processes are started in the place of lost ones.
     if nodes == 1 and node is None and at is None:
         return None
     if over == "mpi":
@@ -100,19 +86,10 @@ def start(
     restarts: int = 0,
     at: Place | None = None,
 ) -> int:
-    """Run a script on ranks of this machine, which go on without those that are lost.
-
-    Args:
-        script: what stands behind ``python``.
-        ranks: the number of ranks.
-        over: 'mpi', 'torch', or None for what is here.
-        timeout: seconds after which the job is ended.
-        restarts: how many processes are started in the place of lost ones, at most.
-        at: this machine's place in a job of several.
-
-    Returns:
-        The exit code of the rank that ended last; 2, with a printed reason, if the job could not be started.
-    """
+    """Run a script on ranks of this machine, which go on without those that are lost."""
+    # script: what stands after `python`.
+    # restarts: how many processes are started in the place of lost ones, at most.
+    # Returns the exit code of the rank that ended last; 2, with a printed reason, if the job could not be started.
     command = [sys.executable, str(RANK), *script]
     with job_folder() as folder:
         variables = {membership.WANTED: "1", job.FOLDER: str(folder), "DISTOPT_RESTART": "0"}
@@ -139,15 +116,7 @@ def start(
 
 
 class ByMpirun:
-    """Ranks that Open MPI's launcher starts; its library tells them of losses, and they start others on request.
-
-    Args:
-        launcher: the launcher's command.
-        command: a rank's.
-        env: the environment of launcher and ranks.
-        ranks: their number.
-        folder: of the job.
-    """
+    """Ranks that Open MPI's launcher starts; its library tells them of losses, and they start others on request."""
 
     meet_all = True
 
@@ -188,20 +157,12 @@ class ByMpirun:
 
 
 class ByItself:
-    """Ranks that this process starts, with a line to each, over which it tells them of losses; those of other nodes.
-
-    Args:
-        command: a rank's.
-        env: the environment of all.
-        ranks: how many this process starts.
-        folder: of the job.
-        nodes: the launchers on other machines, which start ranks of this job too.
-    """
+    """Ranks that this process starts, with a socket to each to tell it of losses; and those of other nodes."""
 
     meet_all = False
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path, nodes: Nodes):
-        self._nodes = nodes
+        self._nodes = nodes  # the launchers on other machines, which start ranks of this job too
         members = range(ranks + nodes.ranks)
         self._memberships = Memberships(members, self._send, folder)
         self._children = Children(command, env, range(ranks), folder, self._memberships.hear)

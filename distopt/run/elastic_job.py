@@ -1,4 +1,4 @@
-"""A job of ranks that go on without those that are lost: what is said of these, and its exit code."""
+"""A job of ranks that continue without those that are lost: its supervision, its messages, and its exit code."""
 
 import math
 import signal
@@ -15,49 +15,35 @@ from distopt.run.ends import exit_code
 from distopt.run.processes import END_SECONDS, GRACE, POLL_SECONDS, TIMED_OUT, handling_signals, say
 
 HEARING = 0.5  # seconds for all ranks that wait for too long to say so
-RECOVERY = 5.0  # seconds for ranks that have waited for too long to notice that another one has ended meanwhile
+# seconds for ranks that have waited for too long to notice that another one has ended meanwhile
+RECOVERY = 5.0
 MOMENT = 0.05  # seconds in which ranks raise an error that all of them have
 UNSENT = "whatever it had not sent yet"
 
 
 class AllEnds(Protocol):
-    """The ends of all ranks, as ``Ends`` tells them."""
+    """What ``ElasticJob`` asks of the ends of all ranks: ``Ends``, or ``EndsOfNodes``."""
 
     def look(self, seconds: float) -> list[job.Rank]:
         """Return the ranks' marks after so many seconds, or as soon as a process ends."""
 
-    def ended(self, ranks: Sequence[job.Rank]) -> list[job.Rank]:
-        """Return the ranks that have ended so far, in that order."""
-
+    def ended(self, ranks: Sequence[job.Rank]) -> list[job.Rank]: ...
     def in_order(self, rank: job.Rank) -> bool:
         """Tell if a rank that has ended came to the end of its script, with exit code 0."""
 
-    def told(self, rank: job.Rank) -> str:
-        """Describe how a rank ended."""
-
-    def code(self, rank: job.Rank) -> int:
-        """Return the exit code of a rank that failed, as a shell has it; 0 if only the launcher knows it."""
-
+    def told(self, rank: job.Rank) -> str: ...
+    def code(self, rank: job.Rank) -> int: ...
     def is_stopped(self, rank: job.Rank) -> bool:
         """Tell if a signal has stopped a rank, until another one lets it go on."""
 
-    def send(self, rank: int, number: int) -> None:
-        """Send a signal to a rank, if it has not ended."""
-
-    def close(self) -> None:
-        """Close all handles."""
+    def send(self, rank: int, number: int) -> None: ...
+    def close(self) -> None: ...
 
 
 class Started(Protocol):
-    """The processes of a job.
+    """The processes of a job."""
 
-    Attributes:
-        meet_all: whether no rank gets through ``distopt.world()`` if one has ended before.
-        ends: of its ranks.
-        processes: those that this one has started.
-    """
-
-    meet_all: bool
+    meet_all: bool  # whether no rank gets through `distopt.world()` if one has ended before
     processes: "list[subprocess.Popen[bytes]]"
 
     @property
@@ -65,11 +51,9 @@ class Started(Protocol):
         """The ends of its ranks."""
 
     def running(self) -> bool:
-        """Tell if any process of the job is."""
+        """Whether any process of the job runs."""
 
-    def signal(self, number: int) -> None:
-        """Send a signal to who has started the ranks, or to all of them."""
-
+    def signal(self, number: int) -> None: ...
     def end(self, grace: float) -> None:
         """Ask all processes to end, and kill what is left after so many seconds."""
 
@@ -80,26 +64,18 @@ class Started(Protocol):
         """Start a process in the place of a lost one, and return its number."""
 
     def awaited(self) -> set[int]:
-        """Return the ranks that others wait for, as far as this process knows."""
+        """The ranks that others wait for, as far as this process knows."""
 
     def close(self, code: int) -> None:
-        """Close what is open, when all have ended.
-
-        Args:
-            code: the job's exit code.
-        """
+        """Close what is open, when all have ended, with the job's exit code."""
 
 
 class ElasticJob:
-    """Ranks that go on without those that are lost, and what is said of these.
-
-    Args:
-        started: the processes.
-        size: the number of ranks that begin together; those in the place of lost ones have higher numbers.
-        restarts: how many processes are started in the place of lost ones, at most.
-    """
+    """Supervises ranks that continue without those that are lost, and says what became of them."""
 
     def __init__(self, started: Started, size: int, restarts: int = 0):
+        # size: the number of ranks that begin together; those in the place of lost ones have higher numbers
+        # restarts: how many processes are started in the place of lost ones, at most
         self._started, self._size, self._restarts = started, size, restarts
         self._ends = started.ends
         self._asked, self._signal = 0, 0  # how often it was asked to end, and how
@@ -112,15 +88,12 @@ class ElasticJob:
         self._heard: set[tuple[int, str]] = set()  # complaints of ranks that wait for too long
         self._hears_until = math.inf
         self._late: dict[int, str] = {}  # why this process has ended a rank
-        self._starts: dict[int, float] = {}  # when MPI's start of a process began that a rank has started
+        # when MPI's start of a process began that a rank has started
+        self._starts: dict[int, float] = {}
         self._code = 0  # of the job, if it is not that of the last rank
 
     def supervise(self, timeout: float | None) -> int:
-        """Wait for the end of the job, and return its exit code.
-
-        Args:
-            timeout: seconds after which the job is ended; None for no limit.
-        """
+        """Wait for the end of the job, at most ``timeout`` seconds; return its exit code."""
         limit = math.inf if timeout is None else time.monotonic() + timeout
         with handling_signals(self.ask):
             while self._started.running():
@@ -136,7 +109,7 @@ class ElasticJob:
         return code
 
     def ask(self, number: int) -> None:
-        """Pass a signal on: to the ranks if all of them wait for one, else to who has started them."""
+        """Pass a signal on: to the ranks if all of them wait for one, else to whoever has started them."""
         self._asked += 1
         number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         if self._asked > 1:
@@ -156,7 +129,7 @@ class ElasticJob:
         say(text)
 
     def _code_of_last(self) -> int:
-        """Return the exit code of the member that ended last, so that a job which lost some ends well if others do."""
+        """The exit code of the member that ended last, so that a job which lost some ends well if others do."""
         # a launcher of MPI that was asked to end has a code of its own
         launcher = 128 + self._signal if self._asked else exit_code(self._started.processes[0].returncode)
         members = [rank for rank in self._ended if self._is_member(rank)]
@@ -190,7 +163,8 @@ class ElasticJob:
         self._hear()
 
     def _tell_of_the_lost(self, rank: job.Rank) -> None:
-        """Say how a rank has ended, and what is lost with it; not if the job ends, and it has said why itself."""
+        """Say how a rank has ended, and what is lost with it."""
+        # Not if the job ends, and the rank has said why itself.
         if self._asked or self._code:
             return
         others = self._members_left() - self._ending_with(rank)
@@ -205,33 +179,33 @@ class ElasticJob:
         say("\n".join(["; ".join(words), *trace]))
 
     def _replace(self, rank: job.Rank) -> None:
-        """Start a process in the place of a lost one, unless the job ends, or there is nobody whom it could join."""
+        """Start a process in the place of a lost one, unless the job ends, or nobody is left whom it could join."""
         others = self._members_left() - self._ending_with(rank)
         if self._restarts and others and rank.votes and not (self._asked or self._code):
             self._restarts -= 1
             say(f"rank {self._started.replace()} is started in the place of rank {rank.rank}")
 
     def _is_member(self, rank: job.Rank) -> bool:
-        """Tell if a rank is one of those that began together, or one that these have let in."""
+        """Tell if a rank is one of those that began together, or has been admitted by them."""
         return rank.rank < self._size or job.CAME in rank.marks
 
     def _members_left(self) -> int:
-        """Return the number of members that have not ended."""
+        """The number of members that have not ended."""
         began = self._size - sum(rank.rank < self._size for rank in self._ended)
         return began + sum(rank.rank >= self._size and self._is_member(rank) for rank in self._living)
 
     def _end_who_waits_in_vain(self) -> None:
-        """End the processes that nobody is left to let in."""
+        """End the processes that nobody is left to admit."""
         for rank in [] if self._members_left() else self._living:
             self._end_rank(rank, "nobody is left who could let it in")
 
     def _end_rank(self, rank: job.Rank, why: str) -> None:
-        """End a rank, and no other one; its end will tell why."""
+        """End one rank, and no other; its end will tell why."""
         self._late.setdefault(rank.rank, f"rank {rank.rank} was ended {rank.where}, as {why}")
         self._ends.send(rank.rank, signal.SIGKILL)
 
     def _ending_with(self, rank: job.Rank) -> int:
-        """Return the number of ranks that are about to end like one that has said why: all may have raised an error."""
+        """The number of ranks that are about to end like one that has said why: all may have raised an error."""
         if job.SPOKEN not in rank.marks:
             return 0
         time.sleep(MOMENT)
@@ -248,7 +222,7 @@ class ElasticJob:
             self._end(self._ends.code(missing[0]) or 1, text)
 
     def _limit_starts(self) -> None:
-        """End processes that a rank has started if MPI's start takes too long: for ever, if that rank was lost."""
+        """End processes that a rank has started if MPI's start takes too long: it never ends if that rank was lost."""
         now, allowed = time.monotonic(), limits()
         for rank in self._living:
             if rank.rank >= self._size and job.MPI in rank.marks and job.STARTED not in rank.marks and allowed:
@@ -256,7 +230,7 @@ class ElasticJob:
                     self._end_rank(rank, f"MPI's start has taken more than {allowed.first:g} s ({VARIABLE})")
 
     def _tell_of_the_done(self) -> None:
-        """Say of ranks that have come to the end of their script that others go on, if they do."""
+        """Say of ranks that have come to the end of their script that others train on, if they do."""
         for done, votes in self._done[:]:
             if any(rank.votes > votes.get(rank.rank, rank.votes) for rank in self._living):
                 self._done.remove((done, votes))
@@ -283,11 +257,7 @@ class ElasticJob:
                 self._end_those_behind(late)
 
     def _end_those_behind(self, late: Sequence[job.Rank]) -> None:
-        """End the ranks for which others wait for too long; all, if it cannot be told who they are.
-
-        Args:
-            late: those others.
-        """
+        """End the ranks for which the ranks ``late`` wait for too long; all, if it cannot be told who they are."""
         most, awaited = max(rank.votes for rank in late), self._started.awaited()
         stopped = [rank for rank in self._living if self._ends.is_stopped(rank)]
         voting = {rank.rank for rank in self._living if rank.votes < most and self._is_member(rank)}

@@ -28,47 +28,38 @@ CRASHES = {  # by faulthandler's words
     "Floating-point exception": signal.SIGFPE,
     "Illegal instruction": signal.SIGILL,
 }
-RUNNER = re.compile(r'File "(<frozen runpy>|[^"]*(/runpy|/resilience/rank)\.py)"')  # frames below the script's own
+# frames below the script's own
+RUNNER = re.compile(r'File "(<frozen runpy>|[^"]*(/runpy|/resilience/rank)\.py)"')
 NONE: "Mapping[int, subprocess.Popen[bytes]]" = MappingProxyType({})
 SOON = 0.02  # seconds between two looks for ranks that have not entered yet
 
 
 class Fault(NamedTuple):
-    """The reason why a job cannot go on.
+    """The reason why a job cannot go on."""
 
-    Attributes:
-        text: a line to print, '' if a rank has printed it.
-        code: the exit code, 0 if it is unknown.
-    """
-
-    text: str
-    code: int
+    text: str  # a line to print, '' if a rank has printed it
+    code: int  # the exit code, 0 if it is unknown
 
 
 class Ends:
-    """The processes of a job's ranks, in the order in which they ended, even if they are checked late.
-
-    Args:
-        folder: the folder in which ranks leave their marks.
-        size: the number of ranks.
-        launcher: the process id of the launcher, which may end before all ranks are known.
-        children: the ranks, if this process has started them: they are known before they have left a mark.
-    """
+    """The processes of a job's ranks, in the order in which they ended, even if they are checked late."""
 
     def __init__(
         self, folder: Path, size: int, launcher: int, children: "Mapping[int, subprocess.Popen[bytes]]" = NONE
     ):
+        # children: known before they have left a mark
         self._folder, self._size, self._children = folder, size, children
         self._ready = select.epoll()  # tells in the order in which things happened
+        # launcher: may end before all ranks are known
         self._launcher = -1 if children else self._open(launcher)
         self._pids = {rank: child.pid for rank, child in children.items()}
         self._handles = {rank: self._open(pid) for rank, pid in self._pids.items()}
-        self._pipes: dict[int, int] = {}  # ranks by pipe, which an end closes before a launcher can notice it
+        # ranks by pipe, which an end closes before a launcher can notice it
+        self._pipes: dict[int, int] = {}
         self._closed: list[int] = []  # ranks whose pipe is closed
         self._ended: list[int] = []  # ranks
 
     def close(self) -> None:
-        """Close all handles."""
         self._ready.close()
         for handle in (self._launcher, *self._handles.values(), *self._pipes):
             if handle >= 0:
@@ -96,7 +87,7 @@ class Ends:
         return job.DONE in rank.marks and not left and not self._status(rank.rank)
 
     def is_stopped(self, rank: job.Rank) -> bool:
-        """Tell if a signal has stopped a rank, until another one lets it go on."""
+        """Tell if a signal has stopped a rank, until another one continues it."""
         return job.state(rank.pid) in "Tt"
 
     def send(self, rank: int, number: int) -> None:
@@ -121,7 +112,8 @@ class Ends:
             pipe = os.open(self._folder / f"{rank}.{job.ALIVE}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             self._pipes[pipe] = rank
             self._ready.register(pipe, select.EPOLLHUP)
-            if not os.read(pipe, 1):  # closed before it was opened here, which the kernel does not tell later
+            # closed before it was opened here, which the kernel does not tell later
+            if not os.read(pipe, 1):
                 self._closed.append(rank)
 
     def _note(self, seconds: float) -> None:
@@ -137,10 +129,8 @@ class Ends:
         self._ended += [rank for rank in unseen if job.state(self._pids[rank]) in "ZX"]
 
     def fault(self, ranks: Sequence[job.Rank]) -> Fault | None:
-        """Return the fault of the first rank that ended without being done; None if there is none.
-
-        Ranks that the launcher ended because of it came later.
-        """
+        """Return the fault of the first rank that ended without being done; None if there is none."""
+        # Ranks that the launcher ended because of it ended later.
         by_number = {rank.rank: rank for rank in ranks}
         spoken = [rank for rank in ranks if job.SPOKEN in rank.marks]
         by_itself = [rank for rank in ranks if rank.crash or rank.marks.keys() & {job.EXIT, job.OS_EXIT}]

@@ -18,7 +18,6 @@ NESTS = dict, list, tuple, Tensor
 
 
 def add_to(commands: Any) -> None:
-    """Declare the command."""
     parser = commands.add_parser("inspect", help="show what a checkpoint holds", description=__doc__)
     parser.add_argument("path", type=Path, metavar="FILE", help="a file, or a folder of them")
     parser.set_defaults(main=main)
@@ -34,10 +33,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def show_folder(path: Path) -> int:
-    """Print whether each checkpoint of a folder, or the one that it is, is intact, the newest first; return 1 if not.
-
-    Each file gets a line, by its header.
-    """
+    """Print whether each checkpoint of a folder, or the one that it is, is intact, newest first; return 1 if not."""
+    # Each file gets a line, by its header.
     names = folder.names(path)
     wrong = 0 if names else show_files(path)
     for checkpoint_dir in (path / name for name in names):
@@ -105,7 +102,7 @@ def row(tensor: Tensor, checksum: str) -> tuple[str, ...]:
 
 
 def values(tree: Any, at: str) -> Iterator[tuple[str, Any]]:
-    """Yield by name what is neither a dict nor a list of nested values."""
+    """Yield the leaves of nested dicts and lists, by name."""
     items = dict(enumerate(tree)) if isinstance(tree, list | tuple) and type(tree) is not Tensor else tree
     if type(tree) is dict or (type(items) is dict and any(isinstance(x, NESTS) for x in items.values())):
         for key, value in items.items():

@@ -20,43 +20,32 @@ INSTALL = "pip install 'distopt[mpi]'"
 
 
 class Launcher(NamedTuple):
-    """An mpiexec.
-
-    Attributes:
-        path: its path.
-        brand: 'MPICH' or 'Open MPI'.
-    """
+    """An mpiexec."""
 
     path: str
-    brand: str
+    brand: str  # 'MPICH' or 'Open MPI'
 
     def command(self, ranks: int, *options: str) -> list[str]:
-        """Return the command before ``python script.py``: output tagged by rank, more ranks than cores allowed."""
+        """The command before ``python script.py``: output tagged by rank, more ranks than cores allowed."""
         flags = {"MPICH": ["-l"], "Open MPI": ["--output", "rank", "--oversubscribe", "--bind-to", "none"]}[self.brand]
         return [self.path, *flags, *options, "-n", str(ranks)]
 
     def environment(self, ranks: int) -> dict[str, str]:
-        """Return the environment of the ranks.
-
-        It gives each a fair share of the cores for BLAS, and keeps ranks on this machine.
-        """
+        """The environment of the ranks: each gets a fair share of the cores for BLAS, and they stay on this machine."""
         crowded = {"OMPI_MCA_mpi_yield_when_idle": "1"} if ranks > len(os.sched_getaffinity(0)) else {}
         return environment(ranks, OPEN_MPI | crowded if self.brand == "Open MPI" else MPICH)
 
 
 def environment(ranks: int, defaults: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of ranks that this process starts, which each get a fair share of the cores for BLAS.
-
-    Args:
-        ranks: their number.
-        defaults: variables that hold unless this process has others.
-    """
+    """The environment of ranks that this process starts: each gets a fair share of the cores for BLAS."""
+    # defaults: variables that hold unless this process has others.
     share = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), share)
     env = threads | dict(defaults) | dict(os.environ) | {job.RANKS: str(ranks)}
     if sys.stderr.isatty():
         env["DISTOPT_TTY"] = "1"  # ranks write to pipes, but somebody is watching
-    env.pop("PYTHONUNBUFFERED", None)  # it writes each argument of print apart, so that lines of ranks mix
+    # it writes each argument of print apart, so that lines of ranks mix
+    env.pop("PYTHONUNBUFFERED", None)
     mine = membership.WANTED, membership.LINE, membership.MEMBER, membership.ADDRESS, membership.SPAWNED
     # a launcher around this one, or before it in this shell, has not started the ranks
     outer = {"TORCHELASTIC_RUN_ID", OWNER, membership.JOINS, *mine, *filter(IDENTITY.match, env)}
@@ -86,10 +75,8 @@ MPICH = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user", "HYDRA_IFACE": "lo", "UC
 
 
 def on_loopback(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variable under which a launcher and its helpers listen on no network (``native/loopback.cpp``).
-
-    It is empty where the build made no such library, or where its path cannot be written down for the loader.
-    """
+    """The variable under which a launcher and its helpers listen on no network (``native/loopback.cpp``)."""
+    # It is empty where the build made no such library, or where its path cannot be written down for the loader.
     path = str(signatures.library_path(job.LOOPBACK) or "")
     if not path or set(path) & set(": ;$"):
         return {}
@@ -117,7 +104,8 @@ def library_brand() -> str:
     except (ImportError, RuntimeError) as error:
         raise RuntimeError(f"mpi4py cannot be used ({error}): {INSTALL}") from error
     name = MPI.get_vendor()[0]
-    return "Open MPI" if name == "Open MPI" else "MPICH"  # Intel MPI and MVAPICH are MPICH's descendants
+    # Intel MPI and MVAPICH are MPICH's descendants
+    return "Open MPI" if name == "Open MPI" else "MPICH"
 
 
 def check_brands(launcher: Launcher) -> None:

@@ -1,4 +1,4 @@
-"""Sockets to the processes that this one has started, and the thread that hears them."""
+"""Sockets to the processes that this one has started, and the thread that reads them."""
 
 import contextlib
 import json
@@ -15,19 +15,16 @@ PIPE = 1 << 12  # bytes that are read at once
 
 
 class Lines:
-    """A socket to each process that this one has started, by its number, and the thread that hears them.
-
-    Args:
-        hear: is given a number, and a message of that process; None when it has ended.
-    """
+    """A socket to each process that this one has started, by its number, and the thread that reads them."""
 
     def __init__(self, hear: Callable[[int, dict[str, Any] | None], object]):
         self._hear_of, self._ours = hear, dict[int, socket.socket]()
         self._stop, self._stopped = os.pipe()
+        # hear: is given a number, and a message of that process; None when it has ended
         self._thread = threading.Thread(target=self._hear, name="distopt's lines", daemon=True)
 
     def start(self) -> None:
-        """Start to hear; processes are forked before."""
+        """Start to read; fork processes before, not after."""
         self._thread.start()
 
     def add(self, member: int) -> socket.socket:
@@ -37,7 +34,7 @@ class Lines:
         return theirs
 
     def send(self, member: int, message: Mapping[str, Any]) -> None:
-        """Send a message to a process; who does not read them, for ever, is given up, and nobody waits for it."""
+        """Send a message to a process; one that never reads them is given up, and nobody waits for it."""
         try:
             self._ours[member].send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -46,12 +43,12 @@ class Lines:
             pass
 
     def end(self, member: int) -> None:
-        """Let a process read that there is nothing more to come."""
+        """Shut a process's socket: it reads that nothing more will come."""
         with contextlib.suppress(OSError):
             self._ours[member].shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Stop to hear."""
+        """Stop reading, and close the sockets."""
         os.close(self._stopped)
         if self._thread.ident is not None:
             self._thread.join()
@@ -73,7 +70,8 @@ class Lines:
                             return
                         continue
                     message = self._receive(key.data)
-                    if not message:  # a process that ends closes its line, unless it has forked others
+                    # a process that ends closes its line, unless it has forked others
+                    if not message:
                         ready.unregister(key.fileobj)
                     self._hear_of(key.data, json.loads(message) if message else None)
 

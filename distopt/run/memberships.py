@@ -12,16 +12,10 @@ WORLD = "world"  # the communicator that all ranks which were started are in
 
 
 class Memberships:
-    """A ``Membership`` for each communicator of a job, and what its processes tell each other.
+    """A ``Membership`` for each communicator of a job, and what its processes tell each other."""
 
-    The first epoch of a communicator waits for all processes that live when it is asked for first; that of ``WORLD``
-    waits for all that were started.
-
-    Args:
-        members: numbers of the processes.
-        send: is given a number, and a message for that process.
-        folder: of the job, where a file is left while a process waits to be let in.
-    """
+    # The first epoch of a communicator waits for all processes that live when it is asked for first; that of `WORLD`
+    # waits for all that were started.
 
     def __init__(
         self,
@@ -29,14 +23,14 @@ class Memberships:
         send: Callable[[int, Mapping[str, Any]], object],
         folder: Path,
     ):
-        self._send = send
+        self._send = send  # is given a number, and a message for that process
         self._living = set(members)
         self._awaited = folder / AWAITED
         self._of = {WORLD: Membership(self._living)}
         self._lock = threading.Lock()
 
     def add(self, member: int) -> None:
-        """Know of one more process, which is let in when all members of ``WORLD`` say so."""
+        """Add one more process, which is admitted when all members of ``WORLD`` say so."""
         with self._lock:
             self._living.add(member)
 
@@ -56,7 +50,7 @@ class Memberships:
                     self._ask(member, name, **asked)
 
     def lose(self, member: int) -> None:
-        """Let the others go on without a member, which has ended."""
+        """A member has ended: the others continue without it."""
         with self._lock:
             if member in self._living:
                 self._living.remove(member)
@@ -67,7 +61,7 @@ class Memberships:
                     self._begin(name)
 
     def awaited(self) -> set[int]:
-        """Return the members that have not asked for an epoch that others wait for."""
+        """The members that have not asked for an epoch that others wait for."""
         with self._lock:
             return set().union(*(membership.awaited() for membership in self._of.values()))
 

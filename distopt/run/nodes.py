@@ -25,7 +25,8 @@ from distopt.run.elastic_job import AllEnds
 from distopt.run.ends import Ends
 from distopt.run.processes import END_SECONDS, POLL_SECONDS
 
-SECRET = "DISTOPT_SECRET"  # environment variable: the same text on all machines, known to nobody else
+# environment variable: the same text on all machines, known to nobody else
+SECRET = "DISTOPT_SECRET"
 # Seconds without a sign of life.  Less than for connections between ranks: what they say when they notice would begin
 # the time anew.
 SILENCE = 3
@@ -36,37 +37,23 @@ KILLED = 137  # exit code of a rank that was lost with its machine
 
 
 class Place(NamedTuple):
-    """This machine's place in a job.
-
-    Attributes:
-        nodes: the number of machines.
-        node: this one's number.
-        host: where node 0 listens.
-        port: where node 0 listens.
-    """
+    """This machine's place in a job."""
 
     nodes: int
     node: int
-    host: str
+    host: str  # where node 0 listens
     port: int
 
 
 def place(nodes: int, node: int | None, at: str | None, environ: Mapping[str, str] = os.environ) -> Place:
-    """Return this machine's place in a job of several.
-
-    Args:
-        nodes: the number of machines.
-        node: this one's number; None if Slurm tells it.
-        at: HOST:PORT, where node 0 listens; None if Slurm tells it.
-        environ: environment variables.
-
-    Raises:
-        ValueError: something is missing, or is out of range.
+    """Return this machine's place in a job of several; ValueError if something is missing, or is out of range.
 
     Example:
         >>> place(2, 1, "10.0.0.1:29400", {})
         Place(nodes=2, node=1, host='10.0.0.1', port=29400)
     """
+    # node: this one's number; None if Slurm tells it.
+    # at: HOST:PORT, where node 0 listens; None if Slurm tells it.
     step = meeting(environ)
     if step and step.size == nodes:
         node = step.rank if node is None else node
@@ -87,21 +74,14 @@ def place(nodes: int, node: int | None, at: str | None, environ: Mapping[str, st
 
 
 class Trunk:
-    """The connection between the launchers of two nodes.
-
-    Args:
-        connection: both ends have proved that they know the secret.
-
-    Attributes:
-        address: this machine's, as the other one knows it.
-    """
+    """The connection between the launchers of two nodes."""
 
     def __init__(self, connection: Connection):
         self._connection, self._lock = connection, threading.Lock()
         with socket.socket(fileno=os.dup(connection.fileno())) as own:
             keep_alive(own, SILENCE)
             own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, TIMEVAL.pack(GRACE, 0))
-            self.address: str = own.getsockname()[0]
+            self.address: str = own.getsockname()[0]  # this machine's, as the other one knows it
 
     def send(self, **message: Any) -> None:
         """Send a message; an end that is gone, or that has not read for ``GRACE`` seconds, is given up."""
@@ -119,13 +99,13 @@ class Trunk:
             return None
 
     def shut(self) -> None:
-        """Let both ends' ``receive`` return None."""
+        """``receive`` returns None from now on, at both ends."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as own:
             own.shutdown(socket.SHUT_RDWR)
 
 
 def key() -> bytes:
-    """Return what the launchers of a job prove that they know."""
+    """What the launchers of a job prove that they know."""
     return hashlib.blake2b(os.environ[SECRET].encode(), digest_size=32, person=b"distopt nodes").digest()
 
 
@@ -139,39 +119,24 @@ class End(NamedTuple):
 
 
 class Node:
-    """What node 0 knows of the ranks of another one.
-
-    Args:
-        number: the node's.
-        trunk: to its launcher.
-        ranks: numbers of its ranks.
-
-    Attributes:
-        ranks: numbers of its ranks.
-        trunk: to its launcher.
-        marks: those of its ranks, as far as they have come.
-        ended: the ends of its ranks, in this order.
-        stopped: those that a signal has stopped.
-        reached: whether the connection lasts.
-    """
+    """What node 0 knows of the ranks of another node."""
 
     def __init__(self, number: int, trunk: Trunk, ranks: range):
         self.number, self.trunk, self.ranks = number, trunk, ranks
+        # marks of its ranks, as far as they have come
         self.marks = {rank: job.Rank(rank, 0, {}, 0, "", "") for rank in ranks}
+        # ended: the ends of its ranks, in this order
         self.ended: dict[int, End] = {}
-        self.stopped: set[int] = set()
-        self.reached = True
+        self.stopped: set[int] = set()  # ranks that a signal has stopped
+        self.reached = True  # whether the connection lasts
 
     def send(self, member: int, message: Mapping[str, Any]) -> None:
         """Send a message to one of its ranks."""
         self.trunk.send(to=member, message=message)
 
     def hear(self, tell: Callable[[int, Mapping[str, Any] | None], object]) -> None:
-        """Take what its launcher says until that is gone.
-
-        Args:
-            tell: is given a rank, and what it says; None when it has ended.
-        """
+        """Act on what its launcher says, until that is gone."""
+        # tell: is given a rank, and what it says; None when it has ended.
         while told := self.trunk.receive():
             match told:
                 case {"of": member, "message": message}:
@@ -191,11 +156,7 @@ class Node:
 
 
 class Nodes:
-    """The launchers of all other nodes, as node 0 knows them.
-
-    Args:
-        others: the nodes.
-    """
+    """The launchers of all other nodes, as node 0 knows them."""
 
     def __init__(self, others: Sequence[Node] = ()):
         self.others = others
@@ -203,16 +164,8 @@ class Nodes:
 
     @classmethod
     def meet(cls, at: Place, ranks: int) -> "Nodes":
-        """Wait for all other nodes, and tell them the numbers of their ranks.
-
-        Args:
-            at: this machine's place, the first.
-            ranks: how many node 0 has.
-
-        Raises:
-            RuntimeError: nodes are missing, or are two with one number.
-            OSError: there is no such host.
-        """
+        """Wait for all other nodes, and tell them the numbers of their ranks, which follow the ``ranks`` of node 0."""
+        # Raises RuntimeError if nodes are missing, or two have one number.
         listener = RankListener((_listening(at.host), at.port), key(), at.nodes, PATIENCE, NODES)
         lines = listener.connections(time.monotonic() + PATIENCE)
         others, first = [], ranks
@@ -232,7 +185,7 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """This machine's, as the others know it."""
+        """This machine's address, as the others know it."""
         return self.others[0].trunk.address if self.others else LOOPBACK
 
     def of(self, rank: int) -> Node | None:
@@ -240,26 +193,21 @@ class Nodes:
         return next((node for node in self.others if rank in node.ranks), None)
 
     def ends(self, own: Ends) -> AllEnds:
-        """Return the ends of all ranks.
-
-        Args:
-            own: those of this node's.
-        """
+        """Return the ends of all ranks; ``own`` are those of this node's."""
         return EndsOfNodes(own, self) if self.others else own
 
     def start(self, tell: Callable[[int, Mapping[str, Any] | None], object]) -> None:
-        """Start to hear the other nodes; the argument is that of ``Node.hear``."""
+        """Start to read what the other nodes say; the argument is that of ``Node.hear``."""
         for node in self.others:
             thread = threading.Thread(target=node.hear, args=[tell], name=f"node {node.number}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def running(self) -> bool:
-        """Tell if any rank of other nodes is."""
+        """Whether any rank of other nodes runs."""
         return any(node.reached and len(node.ended) < len(node.ranks) for node in self.others)
 
     def signal(self, number: int) -> None:
-        """Send a signal to all ranks of other nodes."""
         for node in self.others:
             for rank in node.ranks:
                 node.trunk.send(signal=number, rank=rank)
@@ -276,7 +224,7 @@ class Nodes:
                 node.trunk.shut()
 
     def close(self, code: int) -> None:
-        """Let all other launchers end, with the job's exit code."""
+        """End all other launchers, with the job's exit code."""
         for node in self.others:
             node.trunk.send(over=code)
         for node, thread in zip(self.others, self._threads, strict=True):
@@ -285,23 +233,16 @@ class Nodes:
 
 
 class EndsOfNodes:
-    """The ends of the ranks of all nodes.
-
-    Args:
-        own: those of this node.
-        nodes: the other ones.
-    """
+    """The ends of the ranks of all nodes."""
 
     def __init__(self, own: Ends, nodes: Nodes):
         self._own, self._nodes = own, nodes
         self._order: list[int] = []  # in which they ended, as far as it is known here
 
     def look(self, seconds: float) -> list[job.Rank]:
-        """Return the ranks' marks after so many seconds, or as soon as a process of this node ends."""
         return self._own.look(seconds) + [rank for node in self._nodes.others for rank in list(node.marks.values())]
 
     def ended(self, ranks: Sequence[job.Rank]) -> list[job.Rank]:
-        """Return the ranks that have ended so far, in that order."""
         own = self._own.ended([rank for rank in ranks if not self._nodes.of(rank.rank)])
         numbers = [rank.rank for rank in own] + [rank for node in self._nodes.others for rank in list(node.ended)]
         self._order += [number for number in numbers if number not in self._order]
@@ -309,37 +250,31 @@ class EndsOfNodes:
         return [by_number[number] for number in self._order]
 
     def in_order(self, rank: job.Rank) -> bool:
-        """Tell if a rank that has ended came to the end of its script, with exit code 0."""
         node = self._nodes.of(rank.rank)
         return node.ended[rank.rank].in_order if node else self._own.in_order(rank)
 
     def told(self, rank: job.Rank) -> str:
-        """Describe how a rank ended."""
         node = self._nodes.of(rank.rank)
         return node.ended[rank.rank].told if node else self._own.told(rank)
 
     def code(self, rank: job.Rank) -> int:
-        """Return the exit code of a rank that failed, as a shell has it; 0 if only the launcher knows it."""
         node = self._nodes.of(rank.rank)
         return node.ended[rank.rank].code if node else self._own.code(rank)
 
     def is_stopped(self, rank: job.Rank) -> bool:
-        """Tell if a signal has stopped a rank, until another one lets it go on."""
         node = self._nodes.of(rank.rank)
         return rank.rank in node.stopped if node else self._own.is_stopped(rank)
 
     def send(self, rank: int, number: int) -> None:
-        """Send a signal to a rank, if it has not ended."""
         node = self._nodes.of(rank)
         node.trunk.send(signal=number, rank=rank) if node else self._own.send(rank, number)
 
     def close(self) -> None:
-        """Close all handles."""
         self._own.close()
 
 
 def _listening(host: str) -> str:
-    """Return the address at which node 0 listens: all, where this machine's name is known to itself alone."""
+    """The address at which node 0 listens: all, where this machine's name is known to itself alone."""
     address = socket.gethostbyname(host)
     return "" if address.startswith("127.") and address != LOOPBACK else address
 

@@ -16,14 +16,15 @@ from distopt.resilience import job
 RANK = Path(job.__file__).with_name("rank.py")
 TIMED_OUT = 124  # the exit code of timeout(1)
 GRACE = 5.0  # seconds between asking a job to end and ending it
-END_SECONDS = 0.7  # for a launcher to end a job after one of its ranks, and again when it is told to
+# for a launcher to end a job after one of its ranks, and again when it is told to
+END_SECONDS = 0.7
 POLL_SECONDS = 0.2  # between two checks of the ranks
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what asks a job to end
 
 
 @contextlib.contextmanager
 def handling_signals(ask: Callable[[int], None]) -> Iterator[None]:
-    """Return a context in which a function is called for the signals that ask this process to end."""
+    """A context in which a function is called for the signals that ask this process to end."""
     before = {number: signal.signal(number, lambda n, _: ask(n)) for number in asking()}
     try:
         yield
@@ -33,7 +34,7 @@ def handling_signals(ask: Callable[[int], None]) -> Iterator[None]:
 
 
 def asking() -> list[signal.Signals]:
-    """Return the signals that ask this process to end, without those that nohup or a shell makes it ignore."""
+    """The signals that ask this process to end, without those that nohup or a shell makes it ignore."""
     hushed = [number for number in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_IGN]
     return [number for number in ASKING if number not in hushed]
 
@@ -46,7 +47,8 @@ def say(text: str) -> None:
 
 def end(processes: "Sequence[subprocess.Popen[Any]]", grace: float = GRACE) -> None:
     """Ask processes to end, and kill what is left after ``grace`` seconds, ranks that ignore signals too."""
-    family = [pid for process in processes for pid in descendants(process.pid)]  # launchers start sessions of their own
+    # launchers start sessions of their own
+    family = [pid for process in processes for pid in descendants(process.pid)]
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + grace
@@ -64,10 +66,8 @@ def end(processes: "Sequence[subprocess.Popen[Any]]", grace: float = GRACE) -> N
 def finished(
     command: Sequence[str], seconds: float, env: Mapping[str, str] | None = None
 ) -> tuple[int | None, str, str]:
-    """Run a command, and return its exit code, None if it was killed after these seconds, and its two outputs.
-
-    A process that hangs in a driver cannot be killed, and is not waited for.
-    """
+    """Run a command; return its exit code, None if it was killed after these seconds, and its two outputs."""
+    # A process that hangs in a driver cannot be killed, and is not waited for.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env)
         try:

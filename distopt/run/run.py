@@ -82,7 +82,7 @@ def start_given(args: argparse.Namespace, variables: Mapping[str, str]) -> int:
 
 
 def check(args: argparse.Namespace) -> list[str]:
-    """Return what stands behind ``python``; nothing, with a printed reason, if an argument is wrong."""
+    """Return what stands after ``python``; nothing, with a printed reason, if an argument is wrong."""
     script = args.script[args.script[:1] == ["--"] :]
     if args.module:
         script = ["-m", *args.module]
@@ -111,18 +111,10 @@ def start(
     restarts: int = 0,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Run a script on ranks of this machine.
-
-    Args:
-        script: what stands behind ``python``.
-        ranks: the number of ranks.
-        timeout: seconds after which the job is ended.
-        restarts: how often a job that failed is started again.
-        variables: more variables for the ranks' environment.
-
-    Returns:
-        The script's exit code; 2, with a printed reason, if it could not be started.
-    """
+    """Run a script on ranks of this machine."""
+    # script: what stands after `python`.
+    # restarts: how often a job that failed is started again.
+    # Returns the script's exit code; 2, with a printed reason, if it could not be started.
     try:
         launcher = find_launcher()
         check_brands(launcher)
@@ -152,14 +144,8 @@ class Job:
         self._fault: Fault | None = None
 
     def supervise(self, timeout: float | None) -> tuple[int, bool]:
-        """Wait for the end of the job.
-
-        Args:
-            timeout: seconds after which the job is ended; None for no limit.
-
-        Returns:
-            The exit code, and whether it is final: after a success, a signal or a time limit there is no restart.
-        """
+        """Wait for the end of the job, at most ``timeout`` seconds; return its exit code and whether that is final."""
+        # It is final after a success, a signal or a time limit: then there is no restart.
         with handling_signals(self._ask):
             done = self._wait(math.inf if timeout is None else time.monotonic() + timeout)
         for _ in range(2):  # a rank that one check finds is seen to have ended by the next one

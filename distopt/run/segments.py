@@ -12,12 +12,7 @@ FOLDER = Path("/dev/shm")
 
 
 class Left(NamedTuple):
-    """A segment of this user that no process maps any more.
-
-    Attributes:
-        path: its file.
-        nbytes: its size.
-    """
+    """A segment of this user that no process maps any more."""
 
     path: Path
     nbytes: int

@@ -15,21 +15,18 @@ REST = 1.0  # seconds for what is left after the end
 
 
 class Tagged:
-    """A thread that copies what ranks write, line by line.
-
-    Args:
-        pipes: the ranks, by the file descriptor of their output's pipe, which this object closes.
-        to: the file descriptor that gets the lines.
-    """
+    """A thread that copies what ranks write, line by line."""
 
     def __init__(self, pipes: Mapping[int, int], to: int):
+        # pipes: the ranks, by the file descriptor of their output's pipe, which this object closes
+        # to: the file descriptor that gets the lines
         self._pending, self._ranks, self._to = dict.fromkeys(pipes, b""), dict(pipes), to
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._copy, name="distopt's output", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Return when all is copied that the ranks have written, which must have ended."""
+        """Return when all is copied that the ranks, which have ended, have written."""
         self._ended.set()
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""``distopt trace``: the ranks' flight records, merged: the first operation at which they part."""
+"""``distopt trace``: merges the ranks' flight records, and shows the first operation at which they part."""
 
 import argparse
 import fnmatch

@@ -1,4 +1,4 @@
-"""Run the examples of docstrings, and check that every name that a package exports has one."""
+"""Run the examples of docstrings, and check that what a page of the API shows has an example."""
 
 import doctest
 import importlib
@@ -23,8 +23,6 @@ EXPORTING = [
     "distopt.lab.observe",
     "distopt.lab.tape",
     "distopt.lab.experiment",
-    "distopt.buckets",
-    "distopt.checkpoint",
     "distopt.comm",
     "distopt.compress",
     "distopt.optim",

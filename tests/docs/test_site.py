@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from html.parser import HTMLParser
@@ -48,6 +49,21 @@ def test_every_public_name_has_its_place_in_the_reference(page):
         assert owner in build.PUBLIC
         if not linked or linked[2]:
             assert f"::: {owner}.{name}\n" in build.api(owner), f"{page}.{name} is on no page of the reference"
+
+
+@pytest.mark.parametrize("page", with_torch())
+def test_whatever_a_page_of_the_reference_shows_has_a_docstring(page):
+    module = importlib.import_module(build.PUBLIC[page])
+    shown = {page: module}
+    for name in build.exports(build.PUBLIC[page]):
+        thing = getattr(module, name)
+        if inspect.isclass(thing) or inspect.isroutine(thing):
+            shown[name] = thing
+        if inspect.isclass(thing):
+            methods = inspect.getmembers(thing, lambda part: inspect.isroutine(part) or isinstance(part, property))
+            shown |= {f"{name}.{method}": part for method, part in methods if not method.startswith("_")}
+    without = [name for name, thing in shown.items() if not inspect.getdoc(thing)]
+    assert not without, f"{page}: no docstring of {', '.join(without)}"
 
 
 def test_every_public_module_of_distopt_has_a_page():

@@ -1,19 +1,24 @@
 """No bit of what training leaves has changed since ``digests.json`` was written."""
 
-import functools
-
 import pytest
 
 import digests
+import tiers
 from launch import needs_mpi, run_mpi
 
 WIDE = [name for name in digests.cases() if name not in digests.cases(optimizers=False)]
 NARROW = list(digests.cases(optimizers=False))
-everything = functools.cache(digests.on_threads)
 
 
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("case", [*NARROW, *WIDE])
+def in_pairs():
+    """Each case on one number of ranks or more, so that every mode and every option meets every number: by number."""
+    sizes, names = digests.SIZES, digests.cases()
+    turns = [(name, sizes[(k + turn) % len(sizes)]) for turn in range(len(sizes)) for k, name in enumerate(names)]
+    chosen = tiers.all_pairs([(*name.split(", ", 1), size) for name, size in turns])
+    return {size: [turns[k][0] for k in sorted(chosen) if turns[k][1] == size] for size in sizes}
+
+
+@pytest.mark.parametrize("case", [*NARROW, *WIDE][::101])
 def test_training_on_two_threads_has_the_recorded_bits(case):
     assert not digests.differences("2 threads", digests.on_threads(2, [case]))
 
@@ -21,6 +26,13 @@ def test_training_on_two_threads_has_the_recorded_bits(case):
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", digests.SIZES)
 def test_training_on_many_threads_has_the_recorded_bits(size):
+    """Every case, on one number of threads at the least."""
+    assert not digests.differences(f"{size} threads", digests.on_threads(size, in_pairs()[size]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", digests.SIZES)
+def test_training_on_every_number_of_threads_has_the_recorded_bits(size):
     assert not digests.differences(f"{size} threads", digests.on_threads(size))
 
 

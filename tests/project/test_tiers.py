@@ -1,5 +1,6 @@
 """The default tier's promises hold: it starts no process and skips nothing."""
 
+import itertools
 import subprocess
 import sys
 import tomllib
@@ -13,7 +14,7 @@ import tiers
 
 def test_the_default_leaves_out_every_mark(pytestconfig):
     settings = tomllib.loads((pytestconfig.rootpath / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    assert {line.partition(":")[0] for line in settings["markers"]} == tiers.TIERS | {"sampled(n)"}
+    assert {line.partition(":")[0] for line in settings["markers"]} == tiers.TIERS | {"sampled(n)", "pairs"}
     assert tiers.default_expression(pytestconfig).startswith("not (")
 
 
@@ -22,19 +23,60 @@ def test_a_test_without_a_mark_may_start_no_process():
         subprocess.run(["true"])
 
 
-def test_sampled_n_keeps_n_evenly_spaced_cases_in_the_default_tier():
-    """Ten cases of which three are sampled, and a test that is not."""
-    moved = []
+def shared_out(mark, cases):
+    """The marks that the cases of a test get, by number; and of a test beside it, which has no mark."""
+    found = {}
 
-    def item(nodeid, mark):
+    def item(nodeid, case=None, mark=None):
         return SimpleNamespace(
-            nodeid=nodeid, get_closest_marker=lambda _: mark, add_marker=lambda _: moved.append(nodeid)
+            nodeid=nodeid,
+            callspec=SimpleNamespace(params=dict(enumerate(case or ()))),
+            get_closest_marker=lambda name: mark if mark and mark.name == name else None,
+            add_marker=lambda given: found.setdefault(nodeid, set()).add(given.name),
         )
 
-    cases = [f"test_file.py::test_many[{k}]" for k in range(10)]
-    tiers.keep_samples([item(n, pytest.mark.sampled(3).mark) for n in cases] + [item("test_file.py::test_one", None)])
-    assert [n for n in cases if n not in moved] == [cases[k] for k in (0, 3, 6)]
-    assert set(moved) < set(cases)
+    items = [item(f"test_file.py::test_many[{k}]", case, mark) for k, case in enumerate(cases)]
+    tiers.keep_samples([*items, item("test_file.py::test_one")])
+    assert "test_file.py::test_one" not in found
+    return [found.get(item.nodeid, set()) for item in items]
+
+
+def test_sampled_n_keeps_n_evenly_spaced_cases_in_the_default_tier():
+    """Ten cases of which three are sampled, and a test that is not."""
+    marks = shared_out(pytest.mark.sampled(3).mark, [(k,) for k in range(10)])
+    assert [k for k, names in enumerate(marks) if not names] == [0, 3, 6]
+    assert all(names in (set(), {"thorough"}) for names in marks)
+
+
+PRODUCT = list(itertools.product("abcd", "xyz", (1, 2, 3), (False, True)))
+
+
+def pairs_of(cases):
+    """Every two values that stand together in a case."""
+    return {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
+
+
+def test_every_two_values_meet_in_few_cases():
+    few = [PRODUCT[number] for number in tiers.all_pairs(PRODUCT)]
+    assert pairs_of(few) == pairs_of(PRODUCT)
+    assert len(few) <= 15  # of 72; twelve at least, as many as pairs of the two longest
+    assert tiers.all_pairs(PRODUCT) == tiers.all_pairs(PRODUCT)
+    assert tiers.all_pairs([]) == set()
+
+
+def test_cases_that_are_no_product_have_the_pairs_that_they_have():
+    some = [case for case in PRODUCT if case[0] != "a" or case[2] == 2]
+    assert pairs_of([some[number] for number in tiers.all_pairs(some)]) == pairs_of(some)
+
+
+@pytest.mark.parametrize("mark", [pytest.mark.sampled(4).mark, pytest.mark.pairs.mark], ids=["sampled", "pairs"])
+def test_the_full_product_is_a_tier_of_its_own(mark):
+    marks = shared_out(mark, PRODUCT)
+    assert pairs_of([case for case, names in zip(PRODUCT, marks, strict=True) if "full" not in names]) == pairs_of(
+        PRODUCT
+    )
+    assert sum("full" in names for names in marks) >= 72 - 19
+    assert sum(not names for names in marks) == (4 if mark.name == "sampled" else sum("full" not in n for n in marks))
 
 
 @pytest.mark.thorough

@@ -68,6 +68,7 @@ class Strategy(DecayScheduler):
 
     @property
     def init_value(self) -> float:  # type: ignore[override]
+        """The value at the first update."""
         return self(0)
 
     def __call__(self, k: int) -> float:
