@@ -87,11 +87,7 @@ def _dgc() -> Part:
 
 # By class, a function that says all that the rest of the library is to know of it; a training asks nothing.
 ALL: dict[type[Compressor], Callable[[], Part]] = {
-    Dense: lambda: Part(
-        words={"dense": Word(lambda options: Dense())},
-        exact=(Dense(),),
-        captured=(Dense(),),
-    ),
+    Dense: lambda: Part(words={"dense": Word(lambda options: Dense())}, exact=(Dense(),), captured=(Dense(),)),
     Half: lambda: Part(
         words={"half": Word(lambda options: Half()), "bfloat16": Word(lambda options: Half("bfloat16"))},
         laws={
@@ -104,10 +100,7 @@ ALL: dict[type[Compressor], Callable[[], Part]] = {
     ),
     Int8: lambda: Part(
         words={"int8": Word(lambda options: ErrorFeedback(Int8()))},
-        laws={
-            "int8": Try(ErrorFeedback(Int8())),
-            "int8 in two phases": Try(ErrorFeedback(Int8(32)), "two_phase"),
-        },
+        laws={"int8": Try(ErrorFeedback(Int8())), "int8 in two phases": Try(ErrorFeedback(Int8(32)), "two_phase")},
         exact=(Int8(),),
         rounded=(Int8(rounding="stochastic"),),
         captured=(ErrorFeedback(Int8()),),
@@ -198,11 +191,7 @@ ALL: dict[type[Compressor], Callable[[], Part]] = {
             "packed threshold": Try(ErrorFeedback(Packed(Threshold(0.7), value="bfloat16")), any_buckets=True),
             "packed threshold in two phases": Try(ErrorFeedback(Packed(Threshold(0.7), value="int8")), "two_phase"),
         },
-        exact=(
-            Packed(TopK(0.5)),
-            Packed(TopK(0.5), value="float16"),
-            Packed(Chunks(8, 64), value="bfloat16"),
-        ),
+        exact=(Packed(TopK(0.5)), Packed(TopK(0.5), value="float16"), Packed(Chunks(8, 64), value="bfloat16")),
         rounded=(Packed(TopK(0.5), value="int8"), Packed(TopK(0.5), value="2bit")),
         captured=(ErrorFeedback(Packed(TopK(0.1))),),
         timed={

@@ -201,15 +201,11 @@ class FixedDensity(Sparse):
 
     def payload_bytes(self, n: int, itemsize: int = 4, layout: BucketLayout | None = None) -> int:
         check_size(n)
-        return payload_size(self._entries(n, layout), itemsize)
+        return payload_size(self.counts(self.parts(sizes_of(n, layout))).sum(), itemsize)
 
     def expected_breakdown(self, n: int, itemsize: int, layout: BucketLayout) -> PayloadBreakdown:
-        k = self._entries(n, layout)
+        k = int(self.counts(self.parts(sizes_of(n, layout))).sum())
         return self.breakdown_of(k, k * itemsize, k * INDEX, layout)
-
-    def _entries(self, n: int, layout: BucketLayout | None) -> int:
-        """Return how many entries of a flat array are sent."""
-        return int(self.counts(self.parts(sizes_of(n, layout))).sum())
 
     @abc.abstractmethod
     def with_density(self, density: float) -> "FixedDensity":
