@@ -337,7 +337,7 @@ class Engine:
             hook.after_vote(store.collector, self.optimizer.opt)
         if store.broadcast_due:
             store.broadcast_parameters(progress.updates)
-        if store.check.deferred:
+        if self.comm.gpu is not None:  # which may refuse the step later, or captures it and makes it then
             progress.snapshot()
         self.compressor, self.spec = attempt.compressor, spec
         store.check.begin(doubted, self.compressor.stateful)

@@ -51,7 +51,7 @@ class FusedAdapter(ApplyAdapter):
     ) -> None:
         self.opt.prepare(scale)
         pairs = zip(*buckets.grouped(sums), strict=True)
-        self.opt.update_buckets([(bucket.parameters, total) for bucket, total in pairs], skip_flag, ranks)
+        self.opt.update_buckets(((bucket.parameters, total) for bucket, total in pairs), skip_flag, ranks)
 
     def prepare(self, scale: float, gpu: int | None) -> None:
         self.opt.prepare(scale, gpu)
