@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import distopt.compress
 import laws
 from distopt import DistOpt, Parameter, device, kernels, run_ranks
 from distopt.comm import LocalCommunicator, Metered
@@ -605,13 +606,13 @@ class Memory(ErrorFeedback):
         (lambda: Packed(Packed(TopK(0.1))), ValueError, "not packed already, got Packed"),
         (lambda: Packed(ErrorFeedback(Packed(TopK(0.1)))), ValueError, r"not packed already, got ErrorFeedback"),
         (
-            lambda: Packed(ErrorFeedback(laws.Half())),
+            lambda: Packed(ErrorFeedback(distopt.compress.Half())),
             TypeError,
             r"must be one that chooses entries.*, got ErrorFeedback\(Half\(",
         ),
         (lambda: Packed(ErrorFeedback), TypeError, "must be one that chooses entries.*, got <class"),
         (
-            lambda: Packed(laws.Half()),
+            lambda: Packed(distopt.compress.Half()),
             TypeError,
             r"must be one that chooses entries, as TopK or Threshold, got Half\('float16'",
         ),
