@@ -324,14 +324,13 @@ class BucketStore:
             device.clear(self._memory.buckets.bad)
 
     def broadcast_parameters(self, step: int) -> None:
-        """Send rank 0's parameters to all ranks, before the first update, unless that is done.  Collective."""
-        if self.broadcast_due:
-            if self._undo:
-                self._undo.keep(*self.values.values())
-            with self._comm.tagged(MessageTag("start", step)):
-                for value in self.values.values():
-                    self._comm.broadcast(value)
-            self._comm.wait()
+        """Send rank 0's parameters to all ranks, before the first update: ``broadcast_due``.  Collective."""
+        if self._undo:
+            self._undo.keep(*self.values.values())
+        with self._comm.tagged(MessageTag("start", step)):
+            for value in self.values.values():
+                self._comm.broadcast(value)
+        self._comm.wait()
         self.broadcast_due = False
 
     def check_values_apart(self) -> None:

@@ -33,6 +33,7 @@ from distopt.engine.undo import Undo
 from distopt.exchange import EXCHANGES
 from distopt.optim.adapters import adapt
 from distopt.optim.optimizer import Ranks
+from distopt.resilience import job
 from distopt.resilience.operation_log import recorder
 
 SUMS = zlib.crc32(b"sums")  # what ranks vote on after a step's own vote, which has compared all the rest
@@ -83,7 +84,7 @@ class Engine:
         means: clipping, and the gradient hook.
         reducers: the ways in which buckets are reduced over ranks.
         undo: what a step has changed, where it may be made again; None where the job ends with the first lost rank.
-        elastic: makes steps again; None in such a job.
+        elastic, buddies: make steps again, and have copies of what one rank alone has; None in such a job.
         step_context: the facts of the present step that a bucket's exchange needs.
         progress: counters, and whether a step failed halfway.
         stream_order: the context of what a failed call has enqueued on a GPU.
@@ -145,6 +146,7 @@ class Engine:
             else Reducers(comm, self.step_context, self.accumulator, options.overlap, not self.optimizer.updates_shards)
         )
         self.elastic = ElasticSteps(self, self.undo, options.buddy) if self.undo else None
+        self.buddies = self.elastic.buddies if self.elastic else None
         if self.elastic:
             self.step = self.elastic.step  # type: ignore[method-assign]
         nonfinite.attach(comm.rank, self.nonfinite.poll)  # last, since a LossScaler is attached once
@@ -211,15 +213,16 @@ class Engine:
                 error = e
             if error or changed:
                 self.agree(self.progress.name, self.progress.calls, error)
-        found = store.check.nonfinite_gradients()
-        if found and not self.nonfinite.accepts(describe([{}] * self.comm.control.rank + [found])):
-            return False
-        attempt = Attempt(spec)
-        attempt.reducer = Unreduced(store, attempt.compressor)
-        self.accumulator.missing = 0
-        if missing := store.collector.missing if store.collector.allow_missing else 0:
-            spec = self._leave_alone(attempt, [missing])
-        self.go_on(attempt, spec, store.check.doubts)
+            job.note(self.progress.name)  # as a vote does
+            found = store.check.nonfinite_gradients()
+            if found and not self.nonfinite.accepts(describe([{}] * self.comm.control.rank + [found])):
+                return False
+            attempt = Attempt(spec)
+            attempt.reducer = Unreduced(store, attempt.compressor)
+            self.accumulator.missing = 0
+            if missing := store.collector.missing if store.collector.allow_missing else 0:
+                spec = self._leave_alone(attempt, [missing])
+            self.go_on(attempt, spec, store.check.doubts)
         applied = self.apply(self.outcome_of(attempt))
         self.end_call(applied)
         return applied
@@ -264,7 +267,7 @@ class Engine:
             watches = list[Any]()
             for hook in self.hooks:
                 watches.append(hook.wrap_loss)
-            if self.reducers.overlap and self.reducers.may_overlap(compressor, spec, threshold):
+            if self.reducers.may_overlap(compressor, spec, threshold):
                 overlap = self._begin_overlap(attempt)
                 watches.append(overlap.watch)
             store.collector.collect(loss, *watches)
@@ -313,7 +316,7 @@ class Engine:
             if spec.arrived:
                 here = functools.reduce(operator.and_, missing_of)
                 self.missing_everywhere = {name for k, name in enumerate(store.collector.order) if here >> k & 1}
-                if not attempt.reducer:  # which has sent them
+                if not attempt.reducer:  # which has sent them; another rank may read them by now, but nobody uses that
                     store.bring_nothing(self.missing_everywhere)
             if not self.nonfinite.accepts(describe([r.nonfinite for r in reports], self.missing_everywhere)):
                 return False
@@ -525,10 +528,8 @@ class Engine:
 
     def checked_threshold(self, spec: StepSpec) -> int:
         """Return the threshold of a step; raise what forbids the step."""
-        if self.progress.failure:
-            self.progress.check()
-        if self.accumulator.batches:
-            self.accumulator.check(spec.reduced)
+        self.progress.check()
+        self.accumulator.check(spec.reduced)
         if self.optimizer.shares_work:
             self.optimizer.check_step(spec.only is not None)
         if spec.exchange not in EXCHANGES:

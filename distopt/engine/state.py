@@ -98,8 +98,8 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
         except Exception:  # it refuses the state, and nothing has changed
             undo.undo()
             raise
-        if engine.elastic and engine.elastic.buddies:
-            engine.elastic.buddies.forget()
+        if engine.buddies:
+            engine.buddies.forget()
         store.restore(states, state["rooms"])
         engine.reducers.borders.restore(tuple(state.get("borders", ())))
         progress.updates, progress.partial = state["step_counter"], state["partial"]

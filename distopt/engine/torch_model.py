@@ -217,7 +217,7 @@ class TorchModel:
         """Send all that rank 0 has, and nothing of any other rank if that is lost on the way.  Collective."""
         others = self._dense_others()
         if engine.undo:
-            engine.undo.keep(*engine.store.values.values(), *(as_bytes(dense) for _, dense in others))
+            engine.undo.keep(*(as_bytes(dense) for _, dense in others))
         self._send_others(engine.comm, others)
         engine.store.broadcast_parameters(engine.progress.updates)
         self._take_others(others)

@@ -109,8 +109,8 @@ def parameter_views(engine: Engine, params: Iterable[Any], planned: Iterable[Any
 
     def share() -> dict[str, np.ndarray]:
         engine.renew_plan()
-        if engine.elastic and engine.elastic.buddies:
-            engine.elastic.buddies.divide()
+        if engine.buddies:
+            engine.buddies.divide()
         shared, values = store.share_parameters(), store.values
         if comm.rank == 0:
             for name in names:
@@ -133,8 +133,8 @@ def share_with_newcomers(engine: Engine) -> None:
 
     def share() -> None:
         store, agreement = engine.store, engine.agreement
-        if engine.elastic and engine.elastic.buddies:
-            engine.elastic.buddies.divide()
+        if engine.buddies:
+            engine.buddies.divide()
         agreement.forget()
         store.propose(store.threshold)
         engine.declare("parameter_views")

@@ -252,12 +252,11 @@ class TableKernel(Kernel):
                 arguments.append(v.size if isinstance(v, DeviceMirror) else len(v))
                 v = self._list(p, v, real, gpu, least.__le__)
             elif p.is_array:
-                # the usual case first; a struct comes in a mirror
-                if gpu is None and type(v) is KernelStruct and v.host.dtype is self._structs[p.name]:
-                    arguments.append(v.address(None))
-                    continue
-                address = None if type(v) is KernelStruct else device.matching_address(v, dtype or real, gpu)
-                if address is None or v.size < least:
+                of_struct = type(v) is KernelStruct and v.host.dtype is self._structs.get(
+                    p.name
+                )  # which is in a mirror
+                address = v.address(gpu) if of_struct else device.matching_address(v, dtype or real, gpu)
+                if address is None or not (of_struct or v.size >= least):  # the usual case is neither
                     address = self._address(p, v, real, gpu, least.__le__)
                 v = address
             elif p.kind == "SkipIf" and v is not None:
