@@ -72,29 +72,33 @@ def run_mpi(size, function, folder, *args, timeout=120, hosts=None):
     ``function`` is a module-level function of a module of the tests, ``args`` go through JSON.  ``hosts``: two of
     ``benchmarks.namespaces``, for half of the ranks each.
     """
-    name = f"{function.__module__}:{function.__name__}"
     launcher = find_launcher()
-    command = [*launcher.command(size), sys.executable, __file__, name, str(folder), json.dumps(args)]
-    environment = launcher.environment(size)
+    command, environment = [*launcher.command(size), sys.executable, __file__], launcher.environment(size)
     if hosts:
         command, environment = hosts.on(0, command), environment | hosts.environment(launcher.brand, size // 2)
-    code, output = finish(command, timeout, env=environment)
+    return results(command, size, function, folder, args, timeout, environment)
+
+
+def results(command, size, function, folder, args, timeout, environment):
+    """What a function returns on the ranks of a command, which ends by a script that calls ``answer``."""
+    name = f"{function.__module__}:{function.__name__}"
+    code, output = finish([*command, name, str(folder), json.dumps(args)], timeout, env=environment)
     assert code == 0, output
-    results = []
+    found = []
     for rank in range(size):
         with np.load(Path(folder) / f"{rank}.npz") as saved:
-            results.append(dict(saved))
-    return results
+            found.append(dict(saved))
+    return found
 
 
-def main():
+def answer(comm):
+    """Call the function that this process was started for, and leave what it returns in the folder."""
     name, folder, args = sys.argv[1:]
     module, function = name.split(":")
-    comm = distopt.world()
-    result = getattr(importlib.import_module(module), function)(comm, *json.loads(args))
-    np.savez(Path(folder) / f"{comm.rank}.npz", **(result or {}))
+    found = getattr(importlib.import_module(module), function)(comm, *json.loads(args))
+    np.savez(Path(folder) / f"{comm.rank}.npz", **(found or {}))
 
 
 if __name__ == "__main__":
     extend_path()
-    main()
+    answer(distopt.world())

@@ -15,7 +15,7 @@ import comm_checks
 import numpy as np
 import pages
 import pytest
-import training
+import saving
 
 import laws
 from distopt import run_ranks
@@ -48,7 +48,7 @@ def healthy(comm, folder):
     os.chdir(folder)
     return {
         "modes": np.array(digests_of_modes(comm)),
-        "unbroken": np.array(training.train(Path(folder, "unbroken"), 20, 0)),
+        "unbroken": np.array(saving.train(Path(folder, "unbroken"), 20, 0)),
         "digits": np.array(printed(DIGITS, "--epochs", 4, "--mode", "topk")),
         "readme": np.array(pages.run(pages.README)),
     }
@@ -101,7 +101,7 @@ for step in range(10):
 
 def test_a_run_that_stopped_goes_on_with_the_bits_of_one_that_did_not(ranks, tmp_path):
     def digests(start, steps, every):
-        code, output = distopt_run(2, training.__file__, tmp_path, steps, every, timeout=60)
+        code, output = distopt_run(2, saving.__file__, tmp_path, steps, every, timeout=60)
         assert code == 0, output
         assert f"from step {start} with" in output, output
         return re.findall(r"digest (\w+) after", output)

@@ -271,6 +271,7 @@ def test_a_mistake_is_named_with_method_numbers_and_size(compressor, text):
         check(compressor)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("compressor", [*EXACT, *ROUNDED, *CAPTURED, *OTHERS], ids=repr)
 def test_every_compressor_of_distopt_passes(compressor):
     assert check(compressor) is None

@@ -88,6 +88,7 @@ def test_a_finished_rank_still_sends_its_residual():
     assert run_ranks(2, main) == [[-0.5, -1.0, -1.5, -2.0, -2.5, -3.0, -3.5, -4.0]] * 2
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("options", [{}, {"num_batches": 2}, {"num_batches": 2, "sync_on_apply": False}], ids=str)
 @pytest.mark.parametrize("exchange", ["gather", "two_phase", "nodes"])
 @pytest.mark.parametrize("compressor", [TopK(0.1), Packed(Chunks(4, 64), value="int8"), TwoBit(0.5)], ids=repr)

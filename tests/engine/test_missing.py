@@ -67,6 +67,7 @@ def test_one_that_comes_in_the_second_batch_counts():
     assert run_ranks(2, main) == [pytest.approx(-0.1, rel=1e-3)] * 2
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("exchange", ["gather", "two_phase"])
 @pytest.mark.parametrize("compressor", [TopK(0.2), Int8(), OneBit()], ids=["topk", "int8", "one bit"])
 @pytest.mark.parametrize(("batches", "sync_on_apply"), [(1, True), (2, True), (2, False)])

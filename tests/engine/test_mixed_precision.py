@@ -38,6 +38,7 @@ def steps(dtype, count=50, size=5000):
     return rng.standard_normal(size).astype(dtype), rng.standard_normal((count, size)).astype(dtype)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("make", RULES.values(), ids=RULES)
 def test_a_master_is_the_float32_run(make, dtype):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import laws
+import tiers
 from distopt import DistOpt, run_ranks
 from distopt.comm import Metered
 from distopt.comm.control import PeerLeft
@@ -172,7 +173,7 @@ CASES = [busy, verb_in_a_loss, no_pairs, anothers_view, travels_early, stumbles,
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", tiers.one_by_default(3, of=(2, 3)))
 def test_overlap_cases_hold_on_threads(case, size):
     run_ranks(size, case)
 

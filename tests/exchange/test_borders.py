@@ -13,8 +13,8 @@ from distopt.compress import DeepGradientCompression, ErrorFeedback, OneBit, Pac
 from distopt.exchange.cut import LONGEST, Borders, Cut, balanced
 from distopt.kernels.layout import BucketLayout
 from distopt.optim import SGD
+from training import SHAPES, zeros
 
-SHAPES = [(40, 50), (7,), (3, 5, 9), (1000,), (0,), ()]
 COMPRESSORS = [
     ErrorFeedback(TopK(0.05)),
     ErrorFeedback(TopK(0.05, per_tensor=True)),
@@ -36,10 +36,6 @@ def crowded(step, rank, shapes=SHAPES):
     return [flat[a:b].reshape(shape) for a, b, shape in zip(ends[:-1], ends[1:], shapes, strict=True)]
 
 
-def model():
-    return [Parameter(f"p{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(SHAPES)]
-
-
 def go_on(comm, opt, params, compressor, steps):
     """Make these steps; return the borders behind each."""
     params, found = laws.move_to_device(comm, params), []
@@ -52,7 +48,7 @@ def go_on(comm, opt, params, compressor, steps):
 
 def train(comm, compressor, steps, **options):
     """Train from the start; return the parameters, the borders behind each step, and the optimizer."""
-    params = laws.move_to_device(comm, model())
+    params = laws.move_to_device(comm, zeros())
     opt = DistOpt(SGD(1.0), comm, threshold=300, **options)
     return params, go_on(comm, opt, params, compressor, range(steps)), opt
 
@@ -192,7 +188,7 @@ def test_virtual_ranks_have_the_bits_of_threads(compressor):
         assert borders[-1]
         return [p.data.tobytes() for p in params], opt.plan.exchange
 
-    params, sim = model(), simulate(3, SGD(1.0), threshold=300)
+    params, sim = zeros(), simulate(3, SGD(1.0), threshold=300)
     for step in range(5):
 
         def loss(rank, step=step):
@@ -226,7 +222,7 @@ def test_between_nodes_shards_stay_of_as_many_elements(monkeypatch):
 
     def main(comm):
         comm._hosts = [rank // 2 for rank in range(6)]
-        params, opt = model(), DistOpt(SGD(1.0), comm, threshold=300)
+        params, opt = zeros(), DistOpt(SGD(1.0), comm, threshold=300)
         for step in range(2):
             opt.step(list(zip(params, crowded(step, comm.rank), strict=True)), TopK(0.02), False, "nodes")
         return opt.plan.exchange, opt.state_dict()["borders"]
@@ -251,7 +247,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(compressor, saved, tmp_path):
         found = []
         for resumes in (False, True):
             if resumes:
-                params = model()
+                params = zeros()
                 opt = DistOpt(SGD(1.0), comm, threshold=300)
                 opt.load(tmp_path, params)
             borders = go_on(comm, opt, params, compressor, range(saved, 5))
@@ -274,11 +270,11 @@ def test_other_ranks_begin_with_even_shards_and_keep_the_mean(size, tmp_path):
     assert len(saved[0][0]) == 4
 
     def main(comm):
-        params, opt = model(), DistOpt(SGD(1.0), comm, threshold=300)
+        params, opt = zeros(), DistOpt(SGD(1.0), comm, threshold=300)
         opt.load(tmp_path, None)
         before = kept(opt.state_dict()["states"])
-        zeros = [(p, np.zeros_like(p.data)) for p in params]
-        opt.step(zeros, ErrorFeedback(TopK(0.05)), False, "two_phase")
+        nothing = [(p, np.zeros_like(p.data)) for p in params]
+        opt.step(nothing, ErrorFeedback(TopK(0.05)), False, "two_phase")
         return before, [-p.data for p in params], kept(opt.state_dict()["states"]), opt.plan.exchange
 
     ranks = run_ranks(size, main)

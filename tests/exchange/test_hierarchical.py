@@ -1,10 +1,13 @@
 """The exchange by nodes: sums inside of a node, compressed between nodes; laws, bytes, and what may go wrong."""
 
+import functools
+
 import numpy as np
 import pytest
 
 import distopt.exchange.choice
 import laws
+import training
 from benchmarks.namespaces import missing, two_hosts
 from distopt import DistOpt, Parameter, run_ranks, simulate
 from distopt.comm import Communicator, Elastic, Metered
@@ -27,8 +30,8 @@ from distopt.lab import buckets as planned
 from distopt.lab import mode, step_ledger
 from distopt.optim import SGD
 from launch import needs_mpi, run_mpi
+from training import SHAPES, integers, zeros
 
-SHAPES = [(40, 50), (7,), (3, 5, 9), (1000,), (0,), ()]
 SENDERS = [
     ErrorFeedback(TopK(0.05)),
     ErrorFeedback(Packed(TopK(0.05))),
@@ -49,23 +52,7 @@ def on_nodes(comm, per_node):
     return comm
 
 
-def integers(rank, step, shapes=SHAPES):
-    """Gradients of small integers, whose sums are exact in float32."""
-    rng = np.random.default_rng([rank, step])
-    return [rng.integers(-9, 10, shape).astype(np.float32) for shape in shapes]
-
-
-def zeros():
-    return [Parameter(f"p{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(SHAPES)]
-
-
-def trained(comm, compressor, steps, *, gradients=integers, exchanges=("nodes",), lr=1.0, threshold=300):
-    """Train; return the parameters, the states, and the optimizer."""
-    params, opt = zeros(), DistOpt(SGD(lr), comm, threshold=threshold)
-    for step in range(steps):
-        pairs = list(zip(params, gradients(comm.rank, step), strict=True))
-        opt.step(pairs, compressor, False, exchanges[step % len(exchanges)])
-    return [p.data for p in params], opt.state_dict()["states"], opt
+trained = functools.partial(training.trained, exchanges=("nodes",))
 
 
 def two_phases_between(monkeypatch):
@@ -122,7 +109,7 @@ def test_what_owners_owe_between_nodes_is_sent_in_two_phases_too(monkeypatch):
         params = [Parameter(f"p{k}", np.zeros(1000, np.float32)) for k in range(3)]
         opt = DistOpt(SGD(1.0), on_nodes(comm, 2), threshold=300)
         for step, exchange in enumerate(("two_phase", "nodes", "two_phase")):
-            grads = integers(comm.rank, step, [(1000,)] * 3) if step < 2 else [np.zeros(1000, np.float32)] * 3
+            grads = integers(comm.rank, step, shapes=[(1000,)] * 3) if step < 2 else [np.zeros(1000, np.float32)] * 3
             sender = TopK(0.2) if step < 2 else TopK(1.0)
             opt.step(list(zip(params, grads, strict=True)), ErrorFeedback(sender), False, exchange)
         return [a for arrays in opt.state_dict()["states"].values() for a in arrays.values()]
@@ -304,7 +291,7 @@ def over_a_network(comm, name, exchange):
     metered = Metered(comm)
     w, opt = Parameter("w", np.zeros(NETWORK, np.float32)), DistOpt(SGD(1.0), metered)
     for step in range(3):
-        opt.step([(w, integers(comm.rank, step, [NETWORK])[0])], mode(name).compressor, exchange=exchange)
+        opt.step([(w, integers(comm.rank, step, shapes=[NETWORK])[0])], mode(name).compressor, exchange=exchange)
     between = {row["phase"]: row["sent_between"] for row in metered.ledger.by("phase")}
     return {"w": w.data, "between": sum(between.values()), "gradients": between["gradients"]}
 

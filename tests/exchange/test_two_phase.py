@@ -1,11 +1,14 @@
 """The exchange in two phases: laws in exact arithmetic, its choice, its bytes, and what may go wrong."""
 
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import laws
+import training
 from distopt import DistOpt, Parameter, run_ranks, simulate
 from distopt.comm import Metered
 from distopt.comm.communicator import Wrapper
@@ -24,8 +27,8 @@ from distopt.exchange import two_phases
 from distopt.kernels.layout import BucketLayout
 from distopt.optim import SGD
 from launch import needs_mpi, run_mpi
+from training import SHAPES, integers, zeros
 
-SHAPES = [(40, 50), (7,), (3, 5, 9), (1000,), (0,), ()]
 LOSING_NOTHING = [
     TopK(0.05),
     TopK(0.05, per_tensor=True),
@@ -42,19 +45,7 @@ LOSING_NOTHING = [
 ]
 
 
-def integers(seed, rank, step, shapes=SHAPES):
-    """Gradients of small integers, whose sums are exact in float32."""
-    rng = np.random.default_rng([seed, rank, step])
-    return [rng.integers(-9, 10, shape).astype(np.float32) for shape in shapes]
-
-
-def trained(comm, compressor, steps, seed=0, exchange="two_phase", threshold=300, **options):
-    """Train with integers; return the parameters, the states, and the optimizer."""
-    params = [Parameter(f"p{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(SHAPES)]
-    opt = DistOpt(SGD(1.0), comm, threshold=threshold, **options)
-    for step in range(steps):
-        opt.step(list(zip(params, integers(seed, comm.rank, step), strict=True)), compressor, False, exchange)
-    return [p.data for p in params], opt.state_dict()["states"], opt
+trained = functools.partial(training.trained, exchanges=("two_phase",), seed=(0,))
 
 
 @settings(max_examples=3, deadline=None)
@@ -68,7 +59,7 @@ def test_what_is_applied_and_what_ranks_and_owners_keep_add_up_exactly(compresso
     """
 
     def main(comm):
-        values, states, _ = trained(comm, ErrorFeedback(compressor), 4, seed)
+        values, states, _ = trained(comm, ErrorFeedback(compressor), 4, seed=(seed,))
         return values, states
 
     ranks = run_ranks(size, main)
@@ -106,7 +97,7 @@ def test_one_rank_is_the_same_as_by_gather(compressor):
     """Two phases of one rank would send nothing to anybody."""
 
     def main(comm):
-        return [trained(comm, ErrorFeedback(compressor), 3, exchange=e)[0] for e in ("two_phase", "gather")]
+        return [trained(comm, ErrorFeedback(compressor), 3, exchanges=(e,))[0] for e in ("two_phase", "gather")]
 
     ((one, other),) = run_ranks(1, main)
     for a, b in zip(one, other, strict=True):
@@ -322,12 +313,12 @@ def test_other_ranks_go_on_with_the_same_pending_mean(compressor, tmp_path):
     for size in (3, 6):
 
         def go_on(comm):
-            params = [Parameter(f"p{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(SHAPES)]
+            params = zeros()
             opt = DistOpt(SGD(1.0), comm, threshold=300)
             opt.load(tmp_path, None)
             before = opt.state_dict()["states"]
-            zeros = [(p, np.zeros_like(p.data)) for p in params]
-            opt.step(zeros, ErrorFeedback(compressor), False, "two_phase")
+            nothing = [(p, np.zeros_like(p.data)) for p in params]
+            opt.step(nothing, ErrorFeedback(compressor), False, "two_phase")
             return before, [-p.data for p in params], opt.state_dict()["states"]
 
         ranks = run_ranks(size, go_on)
@@ -341,7 +332,7 @@ def test_what_an_owner_owes_is_sent_by_a_gather_too():
     """A change of the exchange, or of the compressor, loses nothing."""
 
     def main(comm):
-        params = [Parameter(f"p{k}", np.zeros(shape, np.float32)) for k, shape in enumerate(SHAPES)]
+        params = zeros()
         opt, found = DistOpt(SGD(1.0), comm, threshold=300), []
         for step, exchange in enumerate(("two_phase", "gather", "two_phase", "two_phase")):
             compressor = ErrorFeedback(TwoBit(2.0) if step == 3 else TopK(0.05))

@@ -18,7 +18,7 @@ from distopt.run.processes import RANK, descendants
 from launch import distopt_run, finish
 
 pytestmark = pytest.mark.faults
-TRAINING = Path(__file__).parent / "training.py"
+TRAINING = Path(__file__).parent / "saving.py"
 KILLS = int(os.environ.get("DISTOPT_KILLS", 2))
 STEPS = 100 * KILLS  # more than there can be between two of them
 

@@ -70,7 +70,7 @@ def goes_on(comm, params, opt, compressor, exchange, begin):
     return seen
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("compressor", FORMATS, ids=repr)
 @pytest.mark.parametrize(("exchange", "ranks"), [("gather", 2), ("two_phase", 3)])
 def test_a_resumed_training_has_the_bits_of_one_that_never_stopped(compressor, exchange, ranks):

@@ -82,6 +82,7 @@ def test_reading_refuses_pipes_folders_devices_and_large_files(tmp_path):
 # ------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("text", ["{},", "0,"], ids=["objects", "numbers"])
 @pytest.mark.parametrize("command", ["compare", "trace", "volume"])
 def test_memory_for_reading_json_is_bounded(command, text, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""A run that saves and resumes: what faults are done to.  ``training.py FOLDER STEPS EVERY [MODE]``."""
+"""A run that saves and resumes: what faults are done to.  ``saving.py FOLDER STEPS EVERY [MODE]``."""
 
 import hashlib
 import sys
