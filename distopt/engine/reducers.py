@@ -306,9 +306,8 @@ class KeepStates(Reducer):
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         undo, known = Undo(), list[set[str]]()
         for bucket in self._store.buckets:
-            state = self._compressor.kept(bucket.state)
             if not self._names.isdisjoint(bucket.spec.names) and self._compressor.stateful:
-                settle(bucket.gradient, state, skip_flag=self._store.skip_flag)
+                settle(bucket.gradient, self._compressor.kept(bucket.state), skip_flag=self._store.skip_flag)
             known.append(set(bucket.state))  # as settled: what an owner owed may have gone, and a residual come
             for place in self._places(bucket, bucket.state.values()):
                 undo.keep(place)
