@@ -42,7 +42,7 @@ class DeviceMirror:
     """
 
     def __init__(self, host: np.ndarray):
-        self.host = host
+        self.host, self.size = host, host.size
         self._on_host = address(host)
         self._raw = host.reshape(-1).view(np.uint8)
         self._copies: dict[tuple[int, int], tuple[Any, int, bytes]] = {}  # by stream: a copy, its address, what it has
@@ -52,11 +52,6 @@ class DeviceMirror:
         twin = copy.copy(self)
         DeviceMirror.__init__(twin, copy.deepcopy(self.host, memo))
         return twin
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return self.host.size
 
     def address(self, gpu: int | None) -> int:
         """Return the address of the numbers on the host (``gpu`` None), or of an up-to-date copy on the current GPU."""
