@@ -82,7 +82,7 @@ def gpu_array_at(address: int, shape: tuple[int, ...], dtype: Any, owner: Any, g
 
 def clear(x: Any) -> None:
     """Set all elements of a contiguous array to zero."""
-    if not on_gpu(x):
+    if isinstance(x, np.ndarray):
         x.reshape(-1).view(np.uint8).fill(0)  # bytes, which numpy leaves to memset
     elif x.nbytes:
         cupy().cuda.runtime.memsetAsync(x.data.ptr, 0, x.nbytes, current_stream().ptr)

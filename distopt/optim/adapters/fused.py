@@ -1,5 +1,6 @@
 """The adapter for distopt's own optimizers: a whole bucket in one kernel call, which also takes the mean."""
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy as np
 from distopt.buckets import Bucket, BucketSet, Reduced
 from distopt.optim.adapters.base import ApplyAdapter, Known
 from distopt.optim.optimizer import Ranks, Table, Unshard
+
+PARAM, PARAMETERS = operator.attrgetter("param"), operator.attrgetter("parameters")  # of a known one; of a bucket
 
 
 class FusedAdapter(ApplyAdapter):
@@ -20,7 +23,7 @@ class FusedAdapter(ApplyAdapter):
             self.opt.check(bucket.parameters)
 
     def follow(self, order: Mapping[str, Known]) -> None:
-        self.opt.follow([(name, known.param) for name, known in order.items()])
+        self.opt.follow(zip(order, map(PARAM, order.values()), strict=True))
 
     def reserve(self, buckets: BucketSet) -> None:
         for group in buckets.groups:
@@ -50,8 +53,8 @@ class FusedAdapter(ApplyAdapter):
         ranks: Ranks | None = None,
     ) -> None:
         self.opt.prepare(scale)
-        pairs = zip(*buckets.grouped(sums), strict=True)
-        self.opt.update_buckets(((bucket.parameters, total) for bucket, total in pairs), skip_flag, ranks)
+        groups, totals = buckets.grouped(sums)
+        self.opt.update_buckets(zip(map(PARAMETERS, groups), totals, strict=True), skip_flag, ranks)
 
     def prepare(self, scale: float, gpu: int | None) -> None:
         self.opt.prepare(scale, gpu)
