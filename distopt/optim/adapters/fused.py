@@ -8,7 +8,7 @@ import numpy as np
 
 from distopt.buckets import Bucket, BucketSet, Reduced
 from distopt.optim.adapters.base import ApplyAdapter, Known
-from distopt.optim.optimizer import Ranks, Table, Unshard
+from distopt.optim.optimizer import Optimizer, Ranks, Table, Unshard
 
 PARAM, PARAMETERS = operator.attrgetter("param"), operator.attrgetter("parameters")  # of a known one; of a bucket
 
@@ -17,6 +17,10 @@ class FusedAdapter(ApplyAdapter):
     """An adapter for distopt's optimizers: ``prepare(scale)``, then ``update_buckets``."""
 
     updates_shards = reads_skip_flag = True
+
+    def __init__(self, opt: Optimizer):
+        super().__init__(opt)
+        self.unrecorded, self.whole = opt.unrecorded, opt.whole
 
     def check(self, buckets: BucketSet) -> None:
         for bucket in buckets:
@@ -61,23 +65,11 @@ class FusedAdapter(ApplyAdapter):
 
     @property
     def version(self) -> int:  # type: ignore[override]
-        """The number that grows when the optimizer's states move to other memory."""
         return int(self.opt.version)
 
     @property
     def same_each_step(self) -> bool:  # type: ignore[override]
-        """Whether every update calls the same kernels."""
         return bool(self.opt.same_each_step)
-
-    @property
-    def unrecorded(self) -> str:  # type: ignore[override]
-        """Name of a function that an update calls and that a CUDA graph cannot record; '' if there is none."""
-        return str(self.opt.unrecorded)
-
-    @property
-    def whole(self) -> bool:  # type: ignore[override]
-        """Whether a rank updates whole parameters where ranks share them, and so reads other ranks' shards of sums."""
-        return bool(self.opt.whole)
 
     def take_back(self) -> None:
         self.opt.take_back()
