@@ -10,8 +10,6 @@ from distopt.buckets import Bucket, BucketSet, Reduced
 from distopt.optim.adapters.base import ApplyAdapter, Known
 from distopt.optim.optimizer import Optimizer, Ranks, Table, Unshard
 
-PARAM, PARAMETERS = operator.attrgetter("param"), operator.attrgetter("parameters")  # of a known one; of a bucket
-
 
 class FusedAdapter(ApplyAdapter):
     """An adapter for distopt's optimizers: ``prepare(scale)``, then ``update_buckets``."""
@@ -27,7 +25,7 @@ class FusedAdapter(ApplyAdapter):
             self.opt.check(bucket.parameters)
 
     def follow(self, order: Mapping[str, Known]) -> None:
-        self.opt.follow(zip(order, map(PARAM, order.values()), strict=True))
+        self.opt.follow(zip(order, map(operator.attrgetter("param"), order.values()), strict=True))
 
     def reserve(self, buckets: BucketSet) -> None:
         for group in buckets.groups:
@@ -38,11 +36,9 @@ class FusedAdapter(ApplyAdapter):
 
     def masters(self, bucket: Bucket) -> np.ndarray | None:
         group = bucket.group
-        masters: np.ndarray | None = self.opt.masters(group.parameters, group.gradient)
-        if masters is None:
-            return None
+        masters = self.opt.masters(group.parameters, group.gradient)
         begin = group.spec.offsets[group.spec.names.index(bucket.spec.names[0])] - bucket.spec.offsets[0]
-        return masters[begin : begin + bucket.spec.size]
+        return None if masters is None else masters[begin : begin + bucket.spec.size]
 
     def numbers(self) -> list[str]:
         return list(self.opt.numbers())
@@ -58,7 +54,8 @@ class FusedAdapter(ApplyAdapter):
     ) -> None:
         self.opt.prepare(scale)
         groups, totals = buckets.grouped(sums)
-        self.opt.update_buckets(zip(map(PARAMETERS, groups), totals, strict=True), skip_flag, ranks)
+        tables = map(operator.attrgetter("parameters"), groups)
+        self.opt.update_buckets(zip(tables, totals, strict=True), skip_flag, ranks)
 
     def prepare(self, scale: float, gpu: int | None) -> None:
         self.opt.prepare(scale, gpu)
