@@ -53,15 +53,14 @@ _ARRAYS = {
     "single_t": np.float32,
     "byte_t": np.uint8,
 }
-# what a table's kernel has a number of: a member, an element of the bucket, or a bit of it
+# What an array has a number for: each member of a bucket, each element of it, or each eight elements.
 MEMBERS, ELEMENTS, BITS = range(3)
 COUNTS = {"real": ELEMENTS, "half_t": ELEMENTS, "bfloat16_t": ELEMENTS, "byte_t": BITS}
-_SINGLE = np.dtype(np.float32)
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
 class HostArrays(list[np.ndarray]):
-    """Arrays on the host that one kernel after the other is given: they are checked, and have addresses, once."""
+    """Arrays on the host that many kernels are given: they are checked, and their addresses found, once."""
 
     addresses: Any = None
 
@@ -75,14 +74,7 @@ class _MirrorAddress(ctypes.c_void_p):
 
 
 class Kernel:
-    """One kernel of native/.
-
-    Attributes:
-        name: its name.
-        signature: its declaration in the C text.
-        declared: all parameters in the C text.
-        parameters: the parameters that a caller gives.
-    """
+    """One kernel of native/."""
 
     def __init__(self, name: str, signature: Signature, parameters: Sequence[KernelParameter]):
         self.name, self.signature, self.parameters = name, signature, parameters
@@ -166,10 +158,7 @@ class Kernel:
 
 
 class FlatKernel(Kernel):
-    """A kernel ``KERNEL(name)(long long n, real *x, ...)``: a ``long long`` in front of arrays is their length.
-
-    In front of a list of arrays it is the list's length; the arrays in the list may have any.
-    """
+    """A kernel ``KERNEL(name)(long long n, real *x, ...)``: a ``long long`` in front of arrays is their length."""
 
     def __init__(self, name: str, signature: Signature):
         declared = signature.parameters
@@ -188,7 +177,7 @@ class FlatKernel(Kernel):
         """Call the kernel with all parameters but the lengths."""
         if len(values) != len(self.parameters):
             values = self._complete(values)
-        real = _SINGLE if self._real is None else values[self._real].dtype
+        real = np.dtype(np.float32) if self._real is None else values[self._real].dtype
         gpu = None if type(values[0]) is np.ndarray else self._gpu_of_first(values)
         of_numpy, remaining, n, work, arguments = gpu is None and DATA, iter(values), -1, 0, list[Any]()
         for p, is_length, dtype in self._expected:
@@ -208,8 +197,7 @@ class FlatKernel(Kernel):
                     address = pointer(id(v) + DATA).value
                 else:
                     address = device.matching_address(v, dtype or real, gpu)
-                matches = address is not None and v.size == n
-                v = address if matches else self._address(p, v, real, gpu, n.__eq__)
+                v = address if address is not None and v.size == n else self._address(p, v, real, gpu, n.__eq__)
             elif p.kind == "SkipIf" and v is not None:
                 v = device.address(v)
             arguments.append(v)
@@ -230,13 +218,7 @@ class TableKernel(Kernel):
         self._expected = [(p, self._dtypes.get(p.name), COUNTS.get(p.kind, MEMBERS)) for p in parameters]
 
     def __call__(self, members: BucketLayout, *values: Any) -> None:
-        """Call the kernel with a table and what follows it.
-
-        Args:
-            members: the table.
-            values: arrays of ``real`` and of 16 bits hold the bucket; arrays of bytes a bit at least for each of its
-                elements; others a number or more per member.  A list of arrays is given without its length.
-        """
+        """Call the kernel with a table and what follows it."""
         if len(values) != len(self.parameters):
             values = self._complete(values)
         real = members.dtype
@@ -250,7 +232,7 @@ class TableKernel(Kernel):
                 arguments.append(v.size if isinstance(v, DeviceMirror) else len(v))
                 v = self._list(p, v, real, gpu, least.__le__)
             elif p.is_array:
-                # which is in a mirror
+                # What is neither a struct nor an array as it should be is checked again, for the error's text.
                 of_struct = type(v) is KernelStruct and v.host.dtype is self._structs.get(p.name)
                 if of_struct:
                     address = v.address(gpu)
