@@ -96,7 +96,7 @@ class Kernel:
 
     def _gpu_of_first(self, values: Sequence[Any]) -> int | None:
         """Return the GPU of the first array, None for the host."""
-        return next((device.gpu_of(value) for value in values if device.is_array(value)), None)
+        return device.gpu_of(next((v for v in values if type(v) is np.ndarray or device.is_array(v)), None))
 
     def _address(self, p: KernelParameter, a: Any, real: np.dtype, gpu: int | None, fits: Callable[[int], bool]) -> int:
         """Return the address of an array argument, after checking it against the C text; ``fits`` checks its size."""
@@ -178,7 +178,7 @@ class FlatKernel(Kernel):
         if len(values) != len(self.parameters):
             values = self._complete(values)
         real = np.dtype(np.float32) if self._real is None else values[self._real].dtype
-        gpu = None if type(values[0]) is np.ndarray else self._gpu_of_first(values)
+        gpu = None if type(values[self._real or 0]) is np.ndarray else self._gpu_of_first(values)
         of_numpy, remaining, n, work, arguments = gpu is None and DATA, iter(values), -1, 0, list[Any]()
         for p, is_length, dtype in self._expected:
             if is_length:
@@ -196,7 +196,7 @@ class FlatKernel(Kernel):
                 if of_numpy and type(v) is np.ndarray and v.dtype is (dtype or real) and v.flags.c_contiguous:
                     address = pointer(id(v) + DATA).value
                 else:
-                    address = device.matching_address(v, dtype or real, gpu)
+                    address = None if gpu is None else device.matching_address(v, dtype or real, gpu)
                 v = address if address is not None and v.size == n else self._address(p, v, real, gpu, n.__eq__)
             elif p.kind == "SkipIf" and v is not None:
                 v = device.address(v)
@@ -239,7 +239,7 @@ class TableKernel(Kernel):
                 elif of_numpy and type(v) is np.ndarray and v.dtype is (dtype or real) and v.flags.c_contiguous:
                     address = pointer(id(v) + DATA).value
                 else:
-                    address = device.matching_address(v, dtype or real, gpu)
+                    address = None if gpu is None else device.matching_address(v, dtype or real, gpu)
                 matches = address is not None and (of_struct or v.size >= least)
                 v = address if matches else self._address(p, v, real, gpu, least.__le__)
             elif p.kind == "SkipIf" and v is not None:
