@@ -20,23 +20,21 @@ from distopt.resilience.pending import prepare, sync
 MANIFEST = "manifest.json"
 FORMAT = "distopt checkpoint 1"
 NAME = re.compile(r"(\d{6,})-step-\d+")
-FILE = re.compile(rf"(all|rank-\d+|{re.escape(MANIFEST)})(\.tmp\.\d+)?|\.nfs.*")  # the files of a checkpoint's folder
-MAX_MANIFEST_BYTES = 1 << 20  # of a manifest
-VALUES = 10_000  # in a manifest
-KINDS = {"save": str, "world_size": int, "step": int, "ranks_differ": bool, "window_of_sums": bool}  # in a manifest
-UNSEALED = {"format", "options", "optimizer", *KINDS}  # the fields of a manifest of an older version
+# the files of a checkpoint's folder
+FILE = re.compile(rf"(all|rank-\d+|{re.escape(MANIFEST)})(\.tmp\.\d+)?|\.nfs.*")
+# of a manifest
+MAX_MANIFEST_BYTES = 1 << 20
+# in a manifest
+VALUES = 10_000
+# in a manifest
+KINDS = {"save": str, "world_size": int, "step": int, "ranks_differ": bool, "window_of_sums": bool}
+# the fields of a manifest of an older version
+UNSEALED = {"format", "options", "optimizer", *KINDS}
 
 
 def names(folder: Path) -> list[str]:
-    """Return the names of the checkpoints in a folder, newest first.
-
-    They are those that were completed, and those of which this user cannot tell.  "." is the folder itself, if it is a
-    checkpoint.  A folder that does not exist has none.
-
-    Raises:
-        OSError: the folder cannot be read.
-        CheckpointError: it is a file, or a checkpoint that was never completed.
-    """
+    """Return the names of the checkpoints in a folder, newest first; "." is the folder itself, if it is one."""
+    # They are those that were completed, and those of which this user cannot tell.
     try:
         mode = os.stat(folder).st_mode
     except FileNotFoundError:
@@ -71,26 +69,16 @@ def file_of(checkpoint_dir: Path, rank: int | None) -> Path:
 
 
 def complete(checkpoint_dir: Path, about: dict[str, Any]) -> None:
-    """Complete a checkpoint: write its manifest at once, after all of its files have reached the disk.
-
-    Args:
-        checkpoint_dir: the checkpoint's folder.
-        about: the manifest's fields.
-    """
+    """Complete a checkpoint: write its manifest at once, after all of its files have reached the disk."""
     sync(checkpoint_dir.parent)
     fields = {"format": FORMAT, **about}
     prepare(checkpoint_dir / MANIFEST, json.dumps({"seal": _seal(fields), **fields}).encode()).commit()
 
 
 def manifest(checkpoint_dir: Path) -> dict[str, Any]:
-    """Return the fields that ``complete`` wrote for a checkpoint.
-
-    Manifests of older versions have no seal: their fields are to be compared with the files (``compare``).  One with
-    another field has lost its seal.
-
-    Raises:
-        CheckpointError: the manifest cannot be read, is damaged, or has wrong fields.
-    """
+    """Return the fields that ``complete`` wrote for a checkpoint."""
+    # Manifests of older versions have no seal: their fields are to be compared with the files (`compare`).  One with
+    # another field has lost its seal.
     path = checkpoint_dir / MANIFEST
     try:
         fields = parse(files.read(path, MAX_MANIFEST_BYTES).decode(), "manifest", VALUES)
@@ -113,16 +101,7 @@ def manifest(checkpoint_dir: Path) -> dict[str, Any]:
 
 
 def compare(path: Path, about: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Compare what a file says about itself with the manifest of its checkpoint.
-
-    Args:
-        path: the file.
-        about: the file's description.
-        fields: the manifest's fields.
-
-    Raises:
-        CheckpointError: they differ.
-    """
+    """Compare what a file says about itself with the manifest of its checkpoint."""
     if about.get("save") != fields["save"]:
         reason = f"must be that of the manifest, got one that belongs to another checkpoint; {REMEDY}"
         raise CheckpointError(path, "save", reason)
@@ -133,12 +112,7 @@ def compare(path: Path, about: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def verify(checkpoint_dir: Path) -> dict[str, Any]:
-    """Read all files of a checkpoint to the last byte, and return its manifest.
-
-    Raises:
-        CheckpointError: a file is damaged or belongs to another checkpoint.
-        OSError: a file is missing or cannot be read.
-    """
+    """Read all files of a checkpoint to the last byte, and return its manifest."""
     fields = manifest(checkpoint_dir)
     for rank in itertools.chain([None], range(fields["world_size"])):
         path = file_of(checkpoint_dir, rank)
@@ -153,11 +127,9 @@ def verify(checkpoint_dir: Path) -> dict[str, Any]:
 
 
 def keep(checkpoint_dir: Path, count: int) -> None:
-    """Remove all but the newest ``count`` checkpoints beside ``checkpoint_dir``, which is one of them.
-
-    Folders that are older than those and were never completed are removed too.  Links, and folders of another owner or
-    with files that no checkpoint has, stay and do not count.
-    """
+    """Remove all but the newest ``count`` checkpoints beside ``checkpoint_dir``, which is one of them."""
+    # Folders that are older than those and were never completed are removed too.  Links, and folders of another owner
+    # or with files that no checkpoint has, stay and do not count.
     owner = os.lstat(checkpoint_dir).st_uid
     ours = [name for name in _numbered(checkpoint_dir.parent) if _owned(checkpoint_dir.parent / name, owner)]
     complete_names = sorted(

@@ -25,12 +25,7 @@ def is_jax_array(x: Any) -> bool:
 
 
 def array(x: Any) -> np.ndarray:
-    """Return the values of an array of any library as a numpy array.
-
-    Raises:
-        TypeError: it is a tensor that is no plain array, such as one with a dtype that numpy does not have.
-        RuntimeError: likewise, where torch raises this.
-    """
+    """Return the values of an array of any library as a numpy array."""
     if not is_tensor(x):
         return np.asarray(x)
     local = x.detach().cpu()
@@ -77,11 +72,7 @@ class Named(tuple[Any, ...]):
 
 @functools.lru_cache(maxsize=256)
 def named(name: str, fields: tuple[str, ...]) -> type[Named]:
-    """Return the class of named tuples with this name and these fields.
-
-    Raises:
-        ValueError: one of them is no identifier, or a field begins with an underscore.
-    """
+    """Return the class of named tuples with this name and these fields."""
     if not all(word.isidentifier() for word in (name, *fields)) or any(field[0] == "_" for field in fields):
         raise ValueError(f"fields of a named tuple must be names that do not begin with _, got {fields!r:.60}")
     getters = {field: property(operator.itemgetter(k)) for k, field in enumerate(fields)}
@@ -100,12 +91,7 @@ def has_named(tree: Any) -> bool:
 
 
 def typed(tree: Any, like: Any) -> Any:
-    """Return a tree with the classes of named tuples that have the same fields at the same places in another tree.
-
-    Args:
-        tree: the tree, as it was read.
-        like: the other tree.
-    """
+    """Return a tree with the classes of named tuples that have the same fields at the same places in another tree."""
     if isinstance(tree, dict):
         return {key: typed(x, like.get(key)) if isinstance(like, dict) else x for key, x in tree.items()}
     if not isinstance(tree, list | tuple):

@@ -21,14 +21,20 @@ from distopt.checkpoint.tree import DEPTH, json_pointer, put_together
 from distopt.resilience import strict_json
 from distopt.version import __version__
 
-MAX_HEAD_BYTES = 8 << 20  # of JSON
-VALUES, SPARSE = 100_000, 10  # a text has VALUES + letters / SPARSE values at most: a tensor takes 9, and 95 letters
-NESTED = DEPTH + 2  # levels of a tree, and of the words for what is deepest in it
-ALIGN = 8  # the largest dtype's size
-DIMS = 64  # numpy's limit
+# of JSON
+MAX_HEAD_BYTES = 8 << 20
+# a text has VALUES + letters / SPARSE values at most: a tensor takes 9, and 95 letters
+VALUES, SPARSE = 100_000, 10
+# levels of a tree, and of the words for what is deepest in it
+NESTED = DEPTH + 2
+# the largest dtype's size
+ALIGN = 8
+# numpy's limit
+DIMS = 64
 
 FORMAT, VERSION = "distopt checkpoint", "2"
-VERSIONS = "1", VERSION  # readable ones; the first had no torch tensors, named tuples, or integers as keys
+# readable ones; the first had no torch tensors, named tuples, or integers as keys
+VERSIONS = "1", VERSION
 BEGIN = b'{"__metadata__":{"seal":"'
 SEAL = slice(8 + len(BEGIN), 8 + len(BEGIN) + 32)
 FIELDS = ["seal", "format", "version", "distopt", "about", "tree", "crc32"]
@@ -44,25 +50,9 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Tensor(NamedTuple):
-    """An array in a file: its bytes are ``[begin, end)`` behind the head.
+    """An array in a file: its bytes are ``[begin, end)`` after the head."""
 
-    Attributes:
-        name: its place in the tree, as a JSON pointer.
-        dtype: its dtype.
-        shape: its shape.
-        begin: the offset of its first byte.
-        end: the offset behind its last byte.
-        crc32: the checksum of its bytes.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt.checkpoint import header, write
-        >>> write("state.ckpt", {"w": np.zeros(3, np.float32)}, {})
-        >>> (tensor,) = header("state.ckpt").tensors
-        >>> tensor.name, str(tensor.dtype), tensor.shape, tensor.nbytes
-        ('/w', 'float32', (3,), 12)
-    """
-
+    # its place in the tree, as a JSON pointer
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -77,43 +67,27 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A file's description of itself.
+    """A file's description of itself."""
 
-    Attributes:
-        about: the dict that was written with the tree.
-        tree: the tree, with a ``Tensor`` in the place of each array and numpy scalar.
-        tensors: the tensors in the file's order.
-        distopt: the version of distopt that wrote the file.
-        digest: 32 hex digits that stand for the whole file.
-        nbytes: the size of the whole file.
-        start: the offset of the data, in bytes.
-        plain: the tree as JSON has it.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt.checkpoint import header, write
-        >>> write("state.ckpt", {"w": np.zeros(3), "step": 7}, {"run": "a"})
-        >>> described = header("state.ckpt")
-        >>> described.about, described.tree["step"], described.tree["w"].shape
-        ({'run': 'a'}, 7, (3,))
-    """
-
+    # the dict that was written with the tree
     about: dict[str, Any]
+    # the tree, with a `Tensor` in the place of each array and numpy scalar
     tree: Any
+    # in the file's order
     tensors: tuple[Tensor, ...]
+    # the version of distopt that wrote the file
     distopt: str
+    # 32 hex digits that stand for the whole file
     digest: str
+    # the size of the whole file, and the offset of the data
     nbytes: int
     start: int
+    # the tree as JSON has it
     plain: Any
 
 
 def arrange(arrays: dict[str, np.ndarray]) -> list[Tensor]:
-    """Return the places of arrays in a file, one after another, those with large items first, so that all are aligned.
-
-    Raises:
-        TypeError: an array has a dtype that a checkpoint cannot hold.
-    """
+    """Return the places of arrays in a file, one after another, large items first, so that all are aligned."""
     for name, x in arrays.items():
         if x.dtype not in CODES:
             raise TypeError(f"{json_pointer(name)}: a checkpoint cannot hold an array of {x.dtype!r}")
@@ -123,13 +97,7 @@ def arrange(arrays: dict[str, np.ndarray]) -> list[Tensor]:
 
 
 def encode(about: Any, plain: Any, tensors: Sequence[Tensor]) -> bytes:
-    """Return the bytes of a head, whose length does not depend on the checksums.
-
-    Args:
-        about: the description, as ``take_apart`` returns it.
-        plain: the tree, as ``take_apart`` returns it.
-        tensors: the arrays' places and checksums.
-    """
+    """Return the bytes of a head, whose length does not depend on the checksums."""
     crc32 = b"".join(t.crc32.to_bytes(4, "big") for t in tensors).hex()
     texts = ["0" * 32, FORMAT, VERSION, __version__, _compact(about), _compact(plain), crc32]
     entries = {
@@ -150,20 +118,16 @@ def seal(head: bytes | bytearray) -> str:
 
 
 def decode(head: bytes | bytearray, nbytes: int) -> Header:
-    """Return the contents of a head.
-
-    Args:
-        head: its bytes.
-        nbytes: the size of the whole file.
-
-    Raises:
-        Misfit: it is not a head that ``encode`` may have written for a file of this size.
-    """
+    """Return the contents of a head."""
     if not head.startswith(BEGIN, 8):
         raise Misfit("header", "must be that of a checkpoint, got another; give a file that distopt has saved")
     if head[SEAL] != seal(head).encode():
         raise Misfit("header", DAMAGED)
-    entries = _parse(_ascii(memoryview(head)[8:]), "header")
+    try:
+        text = str(memoryview(head)[8:], "ascii")
+    except UnicodeDecodeError as error:
+        raise Misfit("header", f"must be ASCII, got something else at byte {8 + error.start}; {REMEDY}") from None
+    entries = _parse(text, "header")
     texts = _metadata(entries.pop("__metadata__"))
     tensors = _tensors(entries, texts["crc32"], nbytes - len(head))
     about = put_together(_parse(texts["about"], "about"), _nothing, "about")
@@ -175,16 +139,7 @@ def decode(head: bytes | bytearray, nbytes: int) -> Header:
 
 
 def parse(text: str, field: str, most: int) -> Any:
-    """Return the value of a JSON text that has one reading.
-
-    Args:
-        text: the text.
-        field: its name, for the error.
-        most: the largest number of values that it may have.
-
-    Raises:
-        Misfit: the text is not JSON, has more values, is nested too deep, or has a name twice in one object.
-    """
+    """Return the value of a JSON text that has one reading."""
     try:
         return strict_json.parse(text, most, NESTED, **strict_json.EXACT)
     except strict_json.TooLarge as error:
@@ -199,13 +154,6 @@ def _parse(text: str, field: str) -> Any:
 
 def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
-def _ascii(text: memoryview) -> str:
-    try:
-        return str(text, "ascii")
-    except UnicodeDecodeError as error:
-        raise Misfit("header", f"must be ASCII, got something else at byte {8 + error.start}; {REMEDY}") from None
 
 
 def _metadata(texts: Any) -> dict[str, str]:

@@ -15,8 +15,10 @@ from pathlib import Path
 from distopt.formatting import printable
 
 NAME = ".distopt.lock"
-LOCK_SECONDS = 3.0  # for a job that is ending
-MAX_HOLDER_BYTES = 200  # of the text that names the holder
+# for a job that is ending
+LOCK_SECONDS = 3.0
+# of the text that names the holder
+MAX_HOLDER_BYTES = 200
 
 
 class Held:
@@ -27,15 +29,7 @@ class Held:
 
 
 def hold(folder: Path) -> Held | None:
-    """Lock a folder for this process.
-
-    Returns:
-        The lock, the same object for all calls of this process; None where the file system has no locks.
-
-    Raises:
-        OSError: the lock's file cannot be opened.
-        RuntimeError: another process holds the lock; the text names it.
-    """
+    """Lock a folder for this process: one lock for all of its calls, or None where the file system has no locks."""
     file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         with _mutex:
@@ -43,7 +37,10 @@ def hold(folder: Path) -> Held | None:
             inode = status.st_dev, status.st_ino
             held = _held.get(inode)
             if held is None and _locked(file, folder):
-                _sign(file)
+                # Its holder's name.  On a full disk the lock holds all the same.
+                with contextlib.suppress(OSError):
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
                 held = _held[inode] = Held(os.dup(file))
             return held
     finally:
@@ -70,13 +67,6 @@ def _locked(file: int, folder: Path) -> bool:
         return True
 
 
-def _sign(file: int) -> None:
-    """Write the name of this process into the file."""
-    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
-
-
 def _forget() -> None:
     """Release all locks in a forked child, which must not hold a folder after this process has ended."""
     global _mutex
@@ -86,6 +76,7 @@ def _forget() -> None:
     _held.clear()
 
 
-_held: weakref.WeakValueDictionary[tuple[int, int], Held] = weakref.WeakValueDictionary()  # by device and inode
+# by device and inode
+_held: weakref.WeakValueDictionary[tuple[int, int], Held] = weakref.WeakValueDictionary()
 _mutex = threading.Lock()
 os.register_at_fork(after_in_child=_forget)

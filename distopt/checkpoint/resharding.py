@@ -8,22 +8,17 @@ import numpy as np
 from distopt.checkpoint import foreign
 
 Tree = Any
-States = dict[str, dict[str, np.ndarray]]  # state name -> parameter name -> array
+# state name -> parameter name -> array
+States = dict[str, dict[str, np.ndarray]]
 
 
 def pending(
     rank: int, size: int, saved: int, read: Callable[[int], States], sums: Sequence[str], equal: Sequence[str]
 ) -> States:
-    """Return the pending states, such as a compressor's residuals, of one of ``size`` ranks that continue.
-
-    Args:
-        rank: the rank.
-        size: the number of ranks that continue.
-        saved: the number of ranks that saved.
-        read: returns the states that a saved rank had.
-        sums: the names of the states that are sums over ranks, alike on every rank; they are scaled by size / saved.
-        equal: the names of the states that are alike on every rank and stay as they are.
-    """
+    """Return the pending states, such as a compressor's residuals, of one of ``size`` ranks that continue."""
+    # read: returns the states that a saved rank had.
+    # sums: names of states that are sums over ranks, alike on every rank; they are scaled by size / saved.
+    # equal: names of states that are alike on every rank and stay as they are.
     factor = size / saved
     states = inherited([read(r) for r in heirs(rank, size, saved)], factor)
     alike = read(rank % saved)
@@ -35,21 +30,13 @@ def _only(states: States, names: Sequence[str]) -> States:
 
 
 def heirs(rank: int, size: int, saved: int) -> range:
-    """Return the saved ranks whose states a rank takes over: every ``size``-th, so that each has one heir.
-
-    Args:
-        rank: the rank that continues.
-        size: the number of ranks that continue.
-        saved: the number of ranks that saved.
-    """
+    """Return the saved ranks whose states a rank takes over: every ``size``-th, so that each has one heir."""
     return range(rank, saved, size)
 
 
 def inherited(states: Sequence[States], factor: float) -> States:
-    """Return ``factor`` times the sum of the states of several ranks.
-
-    With the factor size / saved the mean over ranks of pending states stays as it is.
-    """
+    """Return ``factor`` times the sum of the states of several ranks."""
+    # With the factor size / saved the mean over ranks of pending states stays as it is.
     totals: States = {}
     for state, arrays in (item for mine in states for item in mine.items()):
         for name, a in arrays.items():
@@ -60,15 +47,7 @@ def inherited(states: Sequence[States], factor: float) -> States:
 
 
 def mean(count: int, read: Callable[[int], Tree]) -> Tree:
-    """Return the mean over saved ranks of trees that were not kept equal, leaf by leaf.
-
-    Args:
-        count: the number of saved ranks.
-        read: returns the tree of a saved rank.
-
-    Returns:
-        A tree like rank 0's, with the means of its float arrays, summed in float64; all other leaves are rank 0's.
-    """
+    """Return the mean over saved ranks of trees that were not kept equal, leaf by leaf."""
     total = read(0)
     for rank in range(1, count):
         total = _zipped(total, read(rank), lambda a, b: np.asarray(a + b.astype(np.float64)))

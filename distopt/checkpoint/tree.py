@@ -18,9 +18,12 @@ import numpy as np
 from distopt.checkpoint import foreign
 from distopt.checkpoint.error import REMEDY, Misfit
 
-DEPTH = 64  # levels of dicts, lists and tuples
-MAX_NAME_CHARACTERS = 2000  # of a name
-EXACT = 2**53  # JSON's integers end here in most languages
+# levels of dicts, lists and tuples
+DEPTH = 64
+# of a name
+MAX_NAME_CHARACTERS = 2000
+# JSON's integers end here in most languages
+EXACT = 2**53
 
 WORDS = "list", "tuple", "dict", "named", "array", "scalar", "tensor", "int", "float", "bytes"
 READ: dict[str, Callable[[str], Any]] = {
@@ -31,24 +34,16 @@ READ: dict[str, Callable[[str], Any]] = {
 
 
 def take_apart(tree: Any, arrays: dict[str, np.ndarray], at: str = "") -> Any:
-    """Return a tree as JSON has it, without its arrays.
-
-    Args:
-        tree: the tree.
-        arrays: its arrays and numpy scalars are added to this dict, by name.
-        at: the tree's own name, a JSON pointer.
-
-    Raises:
-        TypeError: a value is none of dict (with str or int as keys), list, tuple, named tuple, str, bytes, int, float,
-            bool, None, numpy's arrays and scalars, and torch's and jax's arrays; other subclasses of these are refused,
-            since they would come back as something else.
-        Misfit: a text is not Unicode, two keys have one name, as 1 and "1" have, or the tree is nested too deep, as one
-            that contains itself is.
-    """
+    """Return a tree as JSON has it, without its arrays, which are added to ``arrays`` by name."""
+    # Other subclasses of these types are refused, since they would come back as something else.
     kind = type(tree)
     if kind is dict or kind is OrderedDict:
         values = {_key(key, at): take_apart(value, arrays, below(at, str(key))) for key, value in tree.items()}
-        return _keyed(values, at)
+        if all(type(key) is str for key in values):
+            return values
+        if len(set(map(str, values))) < len(values):
+            raise Misfit(json_pointer(at), "must have a name of its own for each key, got two alike, as 1 and '1' are")
+        return ["dict", *itertools.chain.from_iterable(values.items())]
     if kind is list or kind is tuple:
         return [kind.__name__, *(take_apart(value, arrays, below(at, str(k))) for k, value in enumerate(tree))]
     if foreign.is_named(tree):
@@ -58,22 +53,16 @@ def take_apart(tree: Any, arrays: dict[str, np.ndarray], at: str = "") -> Any:
         arrays[at] = foreign.array(tree)
         return ["scalar" if isinstance(tree, np.generic) else "array"]
     if foreign.is_tensor(tree):
-        arrays[at] = _values(tree, at)
+        try:
+            arrays[at] = foreign.array(tree)
+        except (TypeError, RuntimeError) as error:
+            raise TypeError(f"{json_pointer(at)}: a checkpoint cannot hold this tensor: {error}") from None
         return ["tensor"]
     return _plain(tree, at)
 
 
 def put_together(plain: Any, leaf: Callable[[str, str], Any], at: str = "") -> Any:
-    """Return the tree that ``take_apart`` took apart.
-
-    Args:
-        plain: the tree as JSON has it.
-        leaf: returns the leaf for a word, "array", "scalar" or "tensor", and a name.
-        at: the tree's own name, a JSON pointer.
-
-    Raises:
-        Misfit: it is nothing that ``take_apart`` returns.
-    """
+    """Return the tree that ``take_apart`` took apart."""
     if type(plain) is dict:
         return {key: put_together(value, leaf, below(at, key)) for key, value in plain.items()}
     if type(plain) is not list:
@@ -105,7 +94,7 @@ def put_together(plain: Any, leaf: Callable[[str, str], Any], at: str = "") -> A
 
 
 def _are_pairs(items: list[Any], kinds: tuple[type, ...]) -> bool:
-    """Tell if items are keys of these types, no two with one name, each with a value behind it."""
+    """Tell if items are keys of these types, no two with one name, each followed by a value."""
     keys = items[::2]
     return len(items) % 2 == 0 and all(type(key) in kinds for key in keys) and len(set(map(str, keys))) == len(keys)
 
@@ -137,22 +126,6 @@ def _key(key: Any, at: str) -> str | int:
     if type(key) is not str:
         raise TypeError(f"{json_pointer(at)}: a key must be str or int, got {_name(type(key))}")
     return _unicode(key, at)
-
-
-def _keyed(values: dict[str | int, Any], at: str) -> Any:
-    """Return a dict's values as JSON, whose keys are texts."""
-    if all(type(key) is str for key in values):
-        return values
-    if len(set(map(str, values))) < len(values):
-        raise Misfit(json_pointer(at), "must have a name of its own for each key, got two alike, as 1 and '1' are")
-    return ["dict", *itertools.chain.from_iterable(values.items())]
-
-
-def _values(tensor: Any, at: str) -> np.ndarray:
-    try:
-        return foreign.array(tensor)
-    except (TypeError, RuntimeError) as error:
-        raise TypeError(f"{json_pointer(at)}: a checkpoint cannot hold this tensor: {error}") from None
 
 
 def _plain(value: Any, at: str) -> Any:

@@ -19,7 +19,7 @@ REMEDIES = {
     ("numpy", "MaskedArray"): "the mask would be lost: x.filled(0) is an array without one",
 }
 
-# Where numpy keeps the address of an array's elements: behind the head of the object (ndarraytypes.h), whose address is
+# Where numpy keeps the address of an array's elements: after the head of the object (ndarraytypes.h), whose address is
 # CPython's id.  Reading it there takes a fifth of the time of ``x.ctypes.data``.
 _DATA = object.__basicsize__ if sys.implementation.name == "cpython" else None
 
@@ -60,21 +60,7 @@ def address(x: Any) -> int:
 
 
 def matching_address(x: Any, dtype: np.dtype, gpu: int | None) -> int | None:
-    """Return the address of a contiguous array, in one look, as a step asks for dozens of them.
-
-    Args:
-        x: any object.
-        dtype: the dtype that the array must have.
-        gpu: the number of the GPU where it must be; None for the host.
-
-    Returns:
-        None if it is no such array, or if its dtype is another object than ``dtype``.
-
-    Example:
-        >>> x = np.zeros(3)
-        >>> matching_address(x, x.dtype, None) == x.ctypes.data, matching_address(x, np.dtype(np.int8), None)
-        (True, None)
-    """
+    """Return the address of a contiguous array, in one look, as a step asks for dozens of them."""
     if gpu is None:
         if type(x) is not np.ndarray or x.dtype is not dtype or not x.flags.c_contiguous:
             return None
@@ -88,17 +74,7 @@ def matching_address(x: Any, dtype: np.dtype, gpu: int | None) -> int | None:
 def matching_addresses(
     arrays: Sequence[Any], dtypes: Sequence[np.dtype], shapes: Sequence[tuple[int, ...]], gpu: int | None
 ) -> list[int] | None:
-    """Return the addresses of contiguous arrays on a GPU, in one pass, as a step asks for hundreds of them.
-
-    Args:
-        arrays: the arrays.
-        dtypes: the dtype that each must have.
-        shapes: the shape that each must have.
-        gpu: the number of the GPU.
-
-    Returns:
-        None if one of them is no such array.
-    """
+    """Return the addresses of contiguous arrays on a GPU, in one pass, as a step asks for hundreds of them."""
     cupy, addresses = sys.modules["cupy"], list[int]()
     for x, dtype, shape in zip(arrays, dtypes, shapes, strict=True):
         if not isinstance(x, cupy.ndarray) or x.dtype != dtype or x.shape != shape or not x.flags.c_contiguous:
@@ -116,12 +92,7 @@ def writable(x: Any) -> bool:
 
 
 def describe(x: Any) -> str:
-    """Return a description of an object for an error's text: an array's shape, dtype and place, or type and value.
-
-    Example:
-        >>> describe(np.zeros((2, 3))[:, 0]), describe([1, 2])
-        ('an array (2,) float64, not contiguous', 'list: [1, 2]')
-    """
+    """Return a description of an object for an error's text: an array's shape, dtype and place, or type and value."""
     if not is_array(x):
         advice = f" ({remedy(x)})" if remedy(x) else ""
         return f"{type(x).__name__}: {' '.join(repr(x).split()):.60}{advice}"
@@ -131,17 +102,7 @@ def describe(x: Any) -> str:
 
 
 def check_gpu(what: str, x: Any, gpu: int | None) -> None:
-    """Check that an array is on a given GPU, or on the host.
-
-    Args:
-        what: the name of the array, for the error's text.
-        x: an array, or any other object.
-        gpu: the number of the GPU; None for the host.
-
-    Raises:
-        TypeError: it is on the host and not on a GPU, or the other way round.
-        ValueError: it is on another GPU.
-    """
+    """Check that an array is on a given GPU, or on the host."""
     if gpu_of(x) == gpu:
         return
     if gpu is None:

@@ -11,28 +11,14 @@ from distopt.device.gpus import cupy, current_gpu
 from distopt.device.memory import empty, zeros
 from distopt.device.streams import await_work, current_stream
 
-PINNED = 1 << 20  # bytes up to which an upload goes through pinned memory, and does not wait
-HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3  # cudaMemcpyKind
+# Bytes up to which an upload goes through pinned memory, and does not wait.
+PINNED = 1 << 20
+# cudaMemcpyKind
+HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 
 
 def copy(to: Any, source: Any) -> None:
-    """Copy the elements of one contiguous array to another, on the host or on GPUs.
-
-    The host waits only if ``to`` is on the host and ``source`` on a GPU.
-
-    Args:
-        to: the array to write.
-        source: an array of the same dtype and size.
-
-    Raises:
-        TypeError: ``to`` is on a GPU, and dtype or size differ.
-
-    Example:
-        >>> x = np.zeros((2, 2))
-        >>> copy(x, np.arange(4.0))
-        >>> x.tolist()
-        [[0.0, 1.0], [2.0, 3.0]]
-    """
+    """Copy the elements of a contiguous array to another one; the host waits only for those that come from a GPU."""
     if not on_gpu(to):
         to[...] = (host_copy(source) if on_gpu(source) else source).reshape(to.shape)
     elif (to.dtype, to.size) != (source.dtype, source.size):
@@ -55,16 +41,7 @@ def copied(x: Any) -> np.ndarray:
 
 
 def concatenated(parts: Sequence[Any], aligned: int = 1) -> np.ndarray:
-    """Return flat arrays of one dtype behind one another, on the same host or GPU; the only one as it is.
-
-    Args:
-        parts: the arrays, at least one.
-        aligned: elements of a multiple of which each begins; what is between them is 0.
-
-    Example:
-        >>> concatenated([np.array([1]), np.array([2, 3])], aligned=2).tolist()
-        [1, 0, 2, 3]
-    """
+    """Return flat arrays of one dtype in one, each at a multiple of ``aligned`` elements; a single one as it is."""
     if len(parts) == 1:
         whole: np.ndarray = parts[0]
         return whole
@@ -83,16 +60,14 @@ def contiguous(x: Any) -> Any:
 
 
 def host_copy(x: Any) -> np.ndarray:
-    """Return a numpy array with a copy of an array's elements.
-
-    For an array on a GPU they are those at the present end of the current stream, for which the host waits.
-    """
+    """Return a numpy array with a copy of an array's elements; the host waits for the end of the current stream."""
     if not on_gpu(x):
         return np.array(x)
     array = np.empty(x.shape, x.dtype)
     if x.nbytes:
         stream = current_stream()
-        await_work(stream)  # the host waits in a copy to memory that is not pinned
+        # The host waits in a copy to memory that is not pinned.
+        await_work(stream)
         cupy().cuda.runtime.memcpyAsync(array.ctypes.data, x.data.ptr, x.nbytes, DEVICE_TO_HOST, stream.ptr)
         stream.synchronize()
     return array

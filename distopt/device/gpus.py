@@ -5,7 +5,8 @@ import importlib.util
 import sys
 from types import ModuleType
 
-MULTIPROCESSORS = 16  # cudaDevAttrMultiProcessorCount
+# cudaDevAttrMultiProcessorCount
+MULTIPROCESSORS = 16
 # Cause and remedy, by the error that the CUDA runtime returns when it is asked for GPUs.
 REMEDIES = {
     35: "no CUDA driver, or one too old for this cupy: it takes a machine with an NVIDIA GPU and a driver of that CUDA",
@@ -34,17 +35,15 @@ def has_cupy() -> bool:
 
 
 def gpu_state() -> str:
-    """Return 'ok' if this process can use a GPU, else one line with the cause and a remedy.
-
-    cupy is imported if it is installed.
-    """
+    """Return 'ok' if this process can use a GPU, else one line with the cause and a remedy; import cupy if it can."""
     if not has_cupy():
         return NO_CUPY
     try:
         count = gpu_count()
     except ImportError as error:
         return f"cupy is broken: {error}"
-    except Exception as error:  # cupy's own CUDARuntimeError; its class lives in the module that may have failed
+    except Exception as error:
+        # cupy's own CUDARuntimeError, whose class is in the module that may have failed
         status, name = int(getattr(error, "status", 0)), str(error).partition(":")[0]
         cause, _, remedy = REMEDIES.get(status, OTHERWISE).partition(": ")
         return f"{cause} ({name}): {remedy}"
@@ -82,20 +81,16 @@ def gpu_name(number: int) -> str:
 
 
 def bus_id(number: int) -> str:
-    """Return the PCI bus ID of a GPU, as 0000:0f:00.0; MIG partitions of one GPU have the same.
-
-    It is made of the GPU's properties: cupy's ``deviceGetPCIBusId`` has no room for a domain of five digits.
-    """
+    """Return the PCI bus ID of a GPU, as 0000:0f:00.0; MIG partitions of one GPU have the same."""
+    # From the GPU's properties: cupy's `deviceGetPCIBusId` has no room for a domain of five digits.
     properties = cupy().cuda.runtime.getDeviceProperties(number)
     domain, bus, place = (properties[name] for name in ("pciDomainID", "pciBusID", "pciDeviceID"))
     return f"{domain:04x}:{bus:02x}:{place:02x}.0"
 
 
 def uuid(number: int) -> str:
-    """Return the UUID of a GPU or of a MIG partition, 32 hex digits that no other one has.
-
-    cupy reads it as a C string: it ends at a zero byte, and without one goes on behind the 16 bytes.
-    """
+    """Return the UUID of a GPU or of a MIG partition, 32 hex digits that no other one has."""
+    # cupy reads it as a C string: it ends at a zero byte, and without one continues after the 16 bytes.
     return bytes(cupy().cuda.runtime.getDeviceProperties(number)["uuid"])[:16].ljust(16, b"\0").hex()
 
 

@@ -8,18 +8,15 @@ from typing import Any
 from distopt.device.gpus import cupy, current_gpu
 from distopt.device.streams import current_stream
 
-CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread
+# cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread
+CAPTURE_ERRORS = range(900, 909)
 
 
 class Graph:
-    """A CUDA graph of the work that is enqueued in the context ``capture()``.
+    """A CUDA graph of the work that is enqueued in the context ``capture()``."""
 
-    In the context nothing may be uploaded or waited for, and the current stream must not be the null stream.  Memory
-    that is allocated there comes from a pool of the graph's own: every replay writes to it, even if it was freed since.
-
-    Attributes:
-        gpu: the number of the GPU.
-    """
+    # In the context nothing may be uploaded or waited for, and the current stream must not be the null stream.  Memory
+    # allocated there comes from a pool of the graph's own: every replay writes to it, even if it was freed since.
 
     def __init__(self) -> None:
         self._graph: Any = None
@@ -38,14 +35,15 @@ class Graph:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Record the work enqueued in this context, in the place of doing it."""
+        """Record the work enqueued in this context instead of doing it."""
         stream = current_stream()
         stream.begin_capture()
         try:
             with cupy().cuda.using_allocator(self._pool.malloc):
                 yield
         except BaseException:
-            with contextlib.suppress(Exception):  # the capture may be broken already
+            # The capture may be broken already.
+            with contextlib.suppress(Exception):
                 stream.end_capture()
             raise
         self._graph = stream.end_capture()

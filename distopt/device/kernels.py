@@ -14,24 +14,12 @@ Cached = Callable[[str, Callable[[], bytes], str], str]
 
 
 def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequence[str], cached: Cached) -> Any:
-    """Compile CUDA C++ for the current GPU, unless that was done before, and load it.
-
-    The compilation is not left to cupy, whose RawModule adds -ftz=true behind all options of a text: a GPU would round
-    differently than a host.  For a GPU that is newer than this NVRTC the driver translates PTX.
-
-    Args:
-        name: the program's name, for the compiler's log.
-        text: the source.
-        headers: the texts of headers, by the names under which they are included.
-        options: options of NVRTC.
-        cached: ``cached(source, compile, suffix)`` returns the path of a file with what ``compile()`` makes of it.
-
-    Returns:
-        A ``cupy.RawModule``.
-
-    Raises:
-        RuntimeError: NVRTC does not support the GPU, or the text does not compile; then it has the compiler's log.
-    """
+    """Compile CUDA C++ for the current GPU, unless that was done before, and load it as a ``cupy.RawModule``."""
+    # headers: texts, by the names under which they are included.
+    # cached: `cached(source, compile, suffix)` returns the path of a file with what `compile()` makes of it.
+    #
+    # The compilation is not left to cupy, whose RawModule adds -ftz=true after all options of a text: a GPU would round
+    # differently than a host.  For a GPU that is newer than this NVRTC the driver translates PTX.
     cuda = cupy().cuda
     nvrtc, capability = cuda.nvrtc, int(cuda.Device().compute_capability)
     supported = [a for a in nvrtc.getSupportedArchs() if a <= capability]
@@ -61,15 +49,8 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], options: Sequ
 
 
 def launch(kernel: Any, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
-    """Enqueue a kernel in the current stream.
-
-    Args:
-        kernel: a ``cupy.RawKernel`` of a module from ``compile_text``.
-        blocks: the number of thread blocks, in one dimension.
-        threads: the number of threads in a block.
-        arguments: ctypes objects, which may be structures passed by value.
-    """
-    # cupy passes an array of one element by value: its bytes
+    """Enqueue a kernel in the current stream."""
+    # cupy passes an array of one element by value: the bytes of a number, or of a whole structure.
     values = [np.frombuffer(a, _bytes_dtype(ctypes.sizeof(a))) for a in arguments]
     kernel((blocks,), (threads,), values)
 
@@ -82,12 +63,8 @@ def _bytes_dtype(nbytes: int) -> np.dtype:
 
 @functools.cache
 def resident_blocks(kernel: Any, threads: int) -> int:
-    """Return how many blocks of a kernel the current GPU runs at once; the driver is asked once for each kernel.
-
-    Args:
-        kernel: a ``cupy.RawKernel`` of a module from ``compile_text``.
-        threads: the number of threads in a block.
-    """
-    cupy().cuda.Device().use()  # the driver, unlike the runtime, does not make a context current by itself
+    """Return how many blocks of a kernel the current GPU runs at once; the driver is asked once for each kernel."""
+    # The driver, unlike the runtime, does not make a context current by itself.
+    cupy().cuda.Device().use()
     blocks = cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.kernel.ptr, threads, 0)
     return int(blocks) * multiprocessors(current_gpu())

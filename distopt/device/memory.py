@@ -19,33 +19,21 @@ _thread = threading.local()
 
 
 def zeros(n: int, dtype: Any, like: Any = None) -> np.ndarray:
-    """Return zeroed memory of shape ``(n,)``, on the current GPU if ``like`` is on a GPU, else on the host.
-
-    Host memory is aligned to 64 bytes, or to 2 MiB (huge pages) from 2 MiB on; cupy's is aligned to 512 bytes.
-
-    Args:
-        n: the number of elements.
-        dtype: their dtype.
-        like: an array in the memory that is wanted; None for the host.
-
-    Example:
-        >>> x = zeros(3, np.float32)
-        >>> x.tolist(), x.ctypes.data % 64
-        ([0.0, 0.0, 0.0], 0)
-    """
+    """Return zeroed memory of shape ``(n,)``, on the current GPU if ``like`` is on a GPU, else on the host."""
+    # Host memory is aligned to 64 bytes, or to 2 MiB (huge pages) from 2 MiB on; cupy's is aligned to 512 bytes.
     nbytes = n * np.dtype(dtype).itemsize
     if on_gpu(like):
         array: np.ndarray = gpu_zeros(n, dtype)
         return array
     align = HUGE_PAGE if nbytes >= HUGE_PAGE else 64
     if align == HUGE_PAGE:
-        pages = mmap.mmap(
-            -1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )  # shared memory gets small pages
+        # Private, as shared memory gets small pages.
+        pages = mmap.mmap(-1, nbytes + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         raw = np.frombuffer(pages, np.uint8)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages gives small ones
-                pages.madvise(mmap.MADV_HUGEPAGE, -raw.ctypes.data % align, nbytes // align * align)  # no more than n
+            # A kernel without huge pages gives small ones.  No more of them than n elements fill.
+            with contextlib.suppress(OSError):
+                pages.madvise(mmap.MADV_HUGEPAGE, -raw.ctypes.data % align, nbytes // align * align)
     else:
         raw = np.zeros(nbytes + align, np.uint8)
     start = -raw.ctypes.data % align
@@ -66,15 +54,7 @@ def gpu_zeros(n: int, dtype: Any) -> Any:
 
 
 def gpu_array_at(address: int, shape: tuple[int, ...], dtype: Any, owner: Any, gpu: int | None = None) -> Any:
-    """Return memory of a GPU that cupy did not allocate as an array.
-
-    Args:
-        address: where it starts.
-        shape: its shape.
-        dtype: its dtype.
-        owner: an object that lives as long as the array, or a view of it, does.
-        gpu: number of the GPU; None for the current one.
-    """
+    """Return memory of a GPU that cupy did not allocate as an array; ``owner`` lives as long as it or a view of it."""
     number = current_gpu() if gpu is None else gpu
     memory = cupy().cuda.UnownedMemory(address, math.prod(shape) * np.dtype(dtype).itemsize, owner, number)
     return cupy().ndarray(shape, dtype, cupy().cuda.MemoryPointer(memory, 0))
@@ -83,18 +63,17 @@ def gpu_array_at(address: int, shape: tuple[int, ...], dtype: Any, owner: Any, g
 def clear(x: Any) -> None:
     """Set all elements of a contiguous array to zero."""
     if not on_gpu(x):
-        x.reshape(-1).view(np.uint8).fill(0)  # bytes, which numpy leaves to memset
+        # as bytes, which numpy leaves to memset
+        x.reshape(-1).view(np.uint8).fill(0)
     elif x.nbytes:
         cupy().cuda.runtime.memsetAsync(x.data.ptr, 0, x.nbytes, current_stream().ptr)
 
 
 @contextlib.contextmanager
 def owned_by(stream: Any) -> Iterator[None]:
-    """Let memory that ``persistent_zeros`` allocates in this context belong to a stream of cupy's.
-
-    When it is freed, cupy's pool may reuse it for later work of that stream without waiting for other streams.  So it
-    has to be the stream that waits for all others that use the memory, whatever the current one is.
-    """
+    """Make memory that ``persistent_zeros`` allocates in this context belong to a stream of cupy's."""
+    # When it is freed, cupy's pool may reuse it for later work of that stream without waiting for other streams.  So it
+    # has to be the stream that waits for all others that use the memory, whatever the current one is.
     previous, _thread.owner = getattr(_thread, "owner", None), stream
     try:
         yield
@@ -113,11 +92,6 @@ def persistent_zeros(n: int, dtype: Any, like: Any) -> np.ndarray:
 
 
 def wait_for_last_use(x: Any, poll: Callable[[], None] = lambda: None) -> None:
-    """Wait until the current stream is done with an array on a GPU, which may then be freed in any stream's order.
-
-    Args:
-        x: the array; there is nothing to wait for if it is on the host.
-        poll: called while the host waits, and may raise to end the wait.
-    """
+    """Wait until the current stream is done with an array on a GPU, which may then be freed in any stream's order."""
     if on_gpu(x):
         synchronize(current_stream(), poll)

@@ -1,4 +1,4 @@
-"""Small messages between host and GPU without a wait: a ``DeviceMirror`` uploads, a ``AsyncReadback`` downloads."""
+"""Small messages between host and GPU without a wait: a ``DeviceMirror`` uploads, an ``AsyncReadback`` downloads."""
 
 import contextlib
 import copy
@@ -28,24 +28,14 @@ def mirrors_used() -> Iterator[dict["DeviceMirror", None]]:
 
 
 class DeviceMirror:
-    """A small host array with copies on GPUs, which are updated when their address is asked for.
-
-    Each stream has a copy of its own, so that no stream overwrites numbers that another one has still to read.
-
-    Args:
-        host: the array, whose elements may be changed between two uses.
-
-    Example:
-        >>> lengths = DeviceMirror(np.array([3, 4]))
-        >>> lengths.address(None) == lengths.host.ctypes.data
-        True
-    """
+    """A small host array with copies on GPUs, which are updated when their address is asked for."""
 
     def __init__(self, host: np.ndarray):
         self.host = host
         self._on_host = address(host)
         self._raw = host.reshape(-1).view(np.uint8)
-        self._copies: dict[tuple[int, int], tuple[Any, int, bytes]] = {}  # by stream: a copy, its address, what it has
+        # a copy, its address and what it has, by stream: none overwrites numbers that another one has still to read
+        self._copies: dict[tuple[int, int], tuple[Any, int, bytes]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceMirror":
         """Copy the host array; the copy starts without copies on GPUs."""
@@ -69,7 +59,8 @@ class DeviceMirror:
         if memory is None:
             memory = cupy().empty(self._raw.size, np.uint8)
             pointer = address(memory)
-        elif wanted == sent:  # bytes compare in a tenth of the time of arrays
+        elif wanted == sent:
+            # Bytes compare in a tenth of the time of arrays.
             return pointer
         copies.copy(memory, self._raw)
         self._copies[stream] = memory, pointer, wanted
@@ -77,25 +68,20 @@ class DeviceMirror:
 
 
 class AsyncReadback:
-    """A few int64 numbers on their way from a GPU to the host, which reads them later.
-
-    Args:
-        n: the number of elements.
-
-    Attributes:
-        pending: whether a copy is enqueued whose result was not read yet.
-    """
+    """A few int64 numbers on their way from a GPU to the host, which reads them later."""
 
     def __init__(self, n: int):
         self._pinned, self._n = pinned.pool.acquire(8 * n), n
         weakref.finalize(self, pinned.pool.release, self._pinned, current_gpu()).atexit = False
+        # whether a copy is enqueued whose result was not read yet
         self.pending = False
 
     def fetch(self, x: Any) -> None:
         """Enqueue a copy of an int64 array of ``n`` elements on the current GPU."""
         stream, to = current_stream(), self._pinned.bytes.ctypes.data
         cupy().cuda.runtime.memcpyAsync(to, x.data.ptr, x.nbytes, copies.DEVICE_TO_HOST, stream.ptr)
-        if not stream.is_capturing():  # a captured copy is not on its way
+        # A captured copy is not on its way.
+        if not stream.is_capturing():
             self.expect()
 
     def expect(self) -> None:
@@ -108,11 +94,7 @@ class AsyncReadback:
         self.pending = False
 
     def result(self, poll: Callable[[], None] = lambda: None) -> np.ndarray:
-        """Return the numbers, int64 of shape ``(n,)``, after waiting until they are there.
-
-        Args:
-            poll: called while the host waits, and may raise to end the wait.
-        """
+        """Return the numbers, int64 of shape ``(n,)``, after waiting until they are there."""
         streams.wait(self._pinned.event, poll)
         self.pending = False
         return self._pinned.bytes[: 8 * self._n].view(np.int64).copy()

@@ -8,12 +8,7 @@ from distopt.device.gpus import cupy, current_gpu
 
 
 class Pinned:
-    """A piece of pinned host memory, and the event behind its last use.
-
-    Attributes:
-        bytes: the memory as uint8 of shape ``(nbytes,)``.
-        event: a CUDA event that is done when the GPU no longer uses the memory.
-    """
+    """A piece of pinned host memory as bytes, and an event that is done when the GPU no longer uses it."""
 
     def __init__(self, nbytes: int):
         self.memory = cupy().cuda.alloc_pinned_memory(max(1, nbytes))
@@ -22,13 +17,13 @@ class Pinned:
 
 
 class Pool:
-    """A pool of unused pinned memory, by GPU; a piece is reused when the GPU is done with it, and never freed.
+    """A pool of unused pinned memory, by GPU; a piece is reused when the GPU is done with it, and never freed."""
 
-    cupy's own pool would hand a piece out again while a copy to it is still on its way.
-    """
+    # cupy's own pool would hand a piece out again while a copy to it is still on its way.
 
     def __init__(self) -> None:
-        self._idle: dict[int, list[Pinned]] = {}  # by the GPU to which their events belong
+        # by the GPU to which their events belong
+        self._idle: dict[int, list[Pinned]] = {}
         self._taking = threading.Lock()
 
     def acquire(self, nbytes: int) -> Pinned:
@@ -41,10 +36,8 @@ class Pool:
         return piece or Pinned(1 << max(0, nbytes - 1).bit_length())
 
     def release(self, piece: Pinned, gpu: int) -> None:
-        """Put a piece back, to be used again when its event is done.
-
-        Without a lock: a collection of garbage may come here in any thread, in the middle of whatever that one does.
-        """
+        """Put a piece back, to be used again when its event is done."""
+        # Without a lock: a collection of garbage may come here in any thread, in the middle of whatever that one does.
         self._idle[gpu].append(piece)
 
 

@@ -12,12 +12,7 @@ T = TypeVar("T")
 
 
 class Recording:
-    """The launches of one piece of work: enqueued as they are the first time, recorded the second time, then replayed.
-
-    Example:
-        >>> Recording().graph is None
-        True
-    """
+    """The launches of one piece of work: enqueued as they are the first time, recorded the next time, then replayed."""
 
     def __init__(self) -> None:
         self.graph: Graph | None = None
@@ -26,18 +21,15 @@ class Recording:
         self._result: Any = None
 
     def run(self, key: Hashable, work: Callable[[], T], gpu: int) -> T:
-        """Enqueue the work in the current stream, and return what it has returned when it was recorded.
-
-        Args:
-            key: equal keys promise equal launches: of the same kernels, on the same memory, with the same numbers but
-                for those in mirrors, which are brought up to date before each replay.
-            work: enqueues launches, and neither waits nor asks what is in memory.
-            gpu: the number of the current GPU.
-        """
+        """Enqueue the work in the current stream, and return what it has returned when it was recorded."""
+        # key: equal keys promise equal launches: of the same kernels, on the same memory, with the same numbers but for
+        # those in mirrors, which are brought up to date before each replay.
+        # work: enqueues launches, and neither waits nor asks what is in memory.
         if key != self._key:
             self._key, self.graph = None, None
             with mirrors_used() as self._mirrors:
-                result = work()  # compiles, allocates and uploads what it needs
+                # It compiles, allocates and uploads what it needs.
+                result = work()
             self._key = key
             return result
         for mirror in self._mirrors:
@@ -52,16 +44,10 @@ class Recording:
 
 
 class Recorder(NamedTuple):
-    """The recordings of a bucket in one step.
+    """The recordings of a bucket in one step."""
 
-    Args:
-        recordings: by name of the work, from step to step.
-        key: all that launches depend on besides arrays.
-        gpu: the number of the GPU.
-    """
-
-    recordings: dict[str, Recording]
-    key: tuple[Hashable, ...]
+    recordings: dict[str, Recording]  # by name of the work, from step to step
+    key: tuple[Hashable, ...]  # all that launches depend on besides arrays
     gpu: int
 
     def run(self, name: str, work: Callable[[], T], arrays: Sequence[Any]) -> T:

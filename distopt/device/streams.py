@@ -9,9 +9,12 @@ from typing import Any
 
 from distopt.device.gpus import cupy
 
-NOT_READY = 600  # cudaErrorNotReady
-OWN = (0, 1, 2)  # the null stream, under its three names
-FIRST = -(1 << 15)  # a priority; CUDA takes the greatest that the GPU has for one beyond its range
+# cudaErrorNotReady
+NOT_READY = 600
+# The null stream, under its three names.
+OWN = (0, 1, 2)
+# A priority; CUDA takes the greatest that the GPU has for one beyond its range.
+FIRST = -(1 << 15)
 
 _thread = threading.local()
 
@@ -22,11 +25,7 @@ def current_stream() -> Any:
 
 
 class Handle:
-    """A stream of another library, as CUDA's protocol for streams has it.
-
-    Args:
-        pointer: CUDA's handle of it.
-    """
+    """A stream of another library, as CUDA's protocol for streams has it."""
 
     def __init__(self, pointer: int):
         self._pointer = pointer
@@ -48,11 +47,8 @@ def can_capture(stream: Any) -> bool:
 
 
 def new_stream(first: bool = False) -> Any:
-    """Return a new stream, which does not wait for the null stream.
-
-    Args:
-        first: where the GPU has no room for the blocks of all kernels, those of this stream go first.
-    """
+    """Return a new stream, which does not wait for the null stream."""
+    # first: where the GPU has no room for the blocks of all kernels, those of this stream go first.
     return cupy().cuda.Stream(non_blocking=True, priority=FIRST if first else None)
 
 
@@ -64,7 +60,7 @@ class StreamEvent:
         self._set = False
 
     def __call__(self, first: Any, second: Any) -> None:
-        """Let the work that is enqueued in ``second`` from now on come after the work enqueued in ``first`` so far."""
+        """Make the work that is enqueued in ``second`` from now on wait for the work enqueued in ``first`` so far."""
         if first.ptr != second.ptr:
             self._event.record(first)
             second.wait_event(self._event)
@@ -72,12 +68,13 @@ class StreamEvent:
     def record(self) -> None:
         """Record the work enqueued in the current stream so far."""
         stream = current_stream()
-        if not stream.is_capturing():  # a graph orders itself
+        # A graph orders itself.
+        if not stream.is_capturing():
             self._event.record(stream)
             self._set = True
 
     def wait(self) -> None:
-        """Let the work enqueued in the current stream from now on come after the work that ``record`` has seen."""
+        """Make the work enqueued in the current stream from now on wait for the work that ``record`` has seen."""
         stream = current_stream()
         if self._set and not stream.is_capturing():
             stream.wait_event(self._event)
@@ -97,17 +94,12 @@ class SideStream:
         self._stream.__exit__(*error)
 
     def wait(self) -> None:
-        """Let the current stream's work from now on come after what this one has so far."""
+        """Make the current stream's work from now on wait for what this one has so far."""
         self._order(self._stream, current_stream())
 
 
 def synchronize(stream: Any, poll: Callable[[], None] = lambda: None) -> None:
-    """Wait, on the host, for all work enqueued in a stream.
-
-    Args:
-        stream: the stream.
-        poll: called while the host waits, and may raise to end the wait.
-    """
+    """Wait, on the host, for all work enqueued in a stream; ``poll`` may raise to end the wait."""
     event = cupy().cuda.Event(disable_timing=True)
     event.record(stream)
     wait(event, poll)
@@ -131,15 +123,8 @@ def await_work(stream: Any) -> None:
 
 
 def wait(event: Any, poll: Callable[[], None]) -> None:
-    """Wait, on the host, for an event.
-
-    Args:
-        event: cupy's event.
-        poll: called while the host waits, and may raise to end the wait.
-
-    Raises:
-        cupy.cuda.runtime.CUDARuntimeError: the GPU has failed; ``event.done`` would never be true then.
-    """
+    """Wait, on the host, for an event; ``poll`` may raise to end the wait."""
+    # If the GPU has failed, `event.done` would never be true.
     started, runtime = time.monotonic(), cupy().cuda.runtime
     while status := runtime.eventQuery(event.ptr):
         if status != NOT_READY:

@@ -12,22 +12,8 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T], gpu: int | None, name: str | None = None) -> "Future[T]":
-    """Do something in a thread of its own, on a GPU as this thread does: in the streams of cupy and torch current here.
-
-    A thread has a current GPU and current streams of its own, and a new one those of GPU 0 that nothing waits for.
-
-    Args:
-        work: what is done.
-        gpu: the GPU's number; None for work on the host alone.
-        name: the thread's.
-
-    Returns:
-        What ``work`` will return or raise.
-
-    Example:
-        >>> in_thread(lambda: 2 + 3, gpu=None).result()
-        5
-    """
+    """Work in a thread of its own, on a GPU (None: on the host alone) in the streams of cupy and torch current here."""
+    # A thread has a current GPU and current streams of its own, and a new one those of GPU 0 that nothing waits for.
     future = Future[T]()
     threading.Thread(target=_run, args=(_place(gpu), work, future), name=name, daemon=True).start()
     return future
@@ -44,7 +30,8 @@ def _place(gpu: int | None) -> Callable[[], object]:
         use_gpu(gpu)
         stream.use()
         if torch is not None:
-            torch.cuda.set_stream(torchs)  # which does nothing with None
+            # This does nothing with None.
+            torch.cuda.set_stream(torchs)
 
     return enter
 
@@ -55,6 +42,7 @@ def _run(enter: Callable[[], object], work: Callable[[], T], future: "Future[T]"
         result = work()
     except BaseException as error:
         future.set_exception(error)
-        del future, work  # which the error's traceback would keep, and they the error
+        # The error's traceback would keep these, and they the error.
+        del future, work
     else:
         future.set_result(result)

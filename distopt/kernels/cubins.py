@@ -24,17 +24,7 @@ PATIENCE = 60.0  # seconds to wait for another rank, which may have been stopped
 
 
 def cached(source: str, compile_source: Callable[[], bytes], suffix: str = ".cubin") -> str:
-    """Return the path of a compiled file, which is made if it is not there.
-
-    Args:
-        source: everything that the result depends on.
-        compile_source: compiles it.
-        suffix: of the file's name.
-
-    Raises:
-        Exception: what ``compile_source`` raises.
-        OSError: nothing can be written, not even to a temporary folder.
-    """
+    """Return the path of a compiled file, which is made if it is not there."""
     directory, key = folder(), hashlib.sha256(source.encode()).hexdigest()
     with _alone(directory / f"{key}.lock"):
         for path in directory.glob(f"{key}-*{suffix}"):
@@ -49,14 +39,11 @@ def cached(source: str, compile_source: Callable[[], bytes], suffix: str = ".cub
 
 @functools.cache
 def folder() -> pathlib.Path:
-    """Return the folder of compiled kernels: ``DISTOPT_CACHE``, else ``distopt`` in the user's cache.
-
-    Who may write to it decides what the GPU runs: one that others may write to is not used.  Where nothing can be
-    written it is a temporary folder, which ends with the process.
-    """
+    """Return the folder of compiled kernels: ``DISTOPT_CACHE``, else ``distopt`` in the user's cache."""
     chosen = os.environ.get("DISTOPT_CACHE")
     base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
     directory = pathlib.Path(chosen) if chosen else base / "distopt"
+    # Whoever may write to it decides what the GPU runs: a folder that others may write to is not used.
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.stat()
@@ -67,6 +54,7 @@ def folder() -> pathlib.Path:
     except OSError:
         if chosen:
             raise
+    # Nothing can be written there: the kernels of this process alone, which end with it.
     temporary = tempfile.mkdtemp(prefix="distopt-")
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     return pathlib.Path(temporary)
@@ -78,7 +66,7 @@ def _name(key: str, binary: bytes, suffix: str) -> str:
 
 @contextlib.contextmanager
 def _alone(path: pathlib.Path) -> Iterator[None]:
-    """Let one process of a host after the other come here, as far as the file system has locks."""
+    """Let one process of a host at a time come here, as far as the file system has locks."""
     with open(path, "w") as lock:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
@@ -89,4 +77,5 @@ def _alone(path: pathlib.Path) -> Iterator[None]:
                 time.sleep(0.01)
             except OSError:  # a file system without locks
                 break
-        yield  # closing the file ends the lock, and so does the end of the process
+        # Closing the file ends the lock, and so does the end of the process.
+        yield

@@ -52,20 +52,14 @@ _ARRAYS = {
     "single_t": np.float32,
     "byte_t": np.uint8,
 }
-MEMBERS, ELEMENTS, BITS = range(
-    3
-)  # what a table's kernel has a number of: a member, an element of the bucket, or a bit of it
+# What an array has a number for: each member of a bucket, each element of it, or each eight elements.
+MEMBERS, ELEMENTS, BITS = range(3)
 COUNTS = {"real": ELEMENTS, "half_t": ELEMENTS, "bfloat16_t": ELEMENTS, "byte_t": BITS}
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
-def _dtype(kind: str) -> np.dtype | None:
-    """Return the dtype of an array of this kind, None for ``real``, which each call decides."""
-    return None if kind == "real" else np.dtype(_ARRAYS[kind])
-
-
 class HostArrays(list[np.ndarray]):
-    """Arrays on the host that one kernel after the other is given: they are checked, and have addresses, once."""
+    """Arrays on the host that many kernels are given: they are checked, and their addresses found, once."""
 
     addresses: Any = None
 
@@ -79,21 +73,19 @@ class _MirrorAddress(ctypes.c_void_p):
 
 
 class Kernel:
-    """One kernel of native/.
-
-    Attributes:
-        name: its name.
-        signature: its declaration in the C text.
-        declared: all parameters in the C text.
-        parameters: the parameters that a caller gives.
-    """
+    """One kernel of native/."""
 
     def __init__(self, name: str, signature: Signature, parameters: Sequence[KernelParameter]):
         self.name, self.signature, self.parameters = name, signature, parameters
         self.declared = signature.parameters
         arrays = [p for p in parameters if p.is_array]
         self._structs = {p.name: struct(p.kind) for p in arrays if p.kind not in _ARRAYS and p.kind != "real"}
-        self._dtypes = {p.name: _dtype(p.kind) for p in arrays if p.name not in self._structs}
+        # None for `real`, which each call decides
+        self._dtypes = {
+            p.name: None if p.kind == "real" else np.dtype(_ARRAYS[p.kind])
+            for p in arrays
+            if p.name not in self._structs
+        }
         self._kinds = [ctypes.c_void_p if p.is_array else SCALARS[p.kind] for p in self.declared]
         self._functions: dict[tuple[np.dtype, int | None], Any] = {}
 
@@ -174,10 +166,7 @@ class Kernel:
 
 
 class FlatKernel(Kernel):
-    """A kernel ``KERNEL(name)(long long n, real *x, ...)``: a ``long long`` in front of arrays is their length.
-
-    In front of a list of arrays it is the list's length; the arrays in the list may have any.
-    """
+    """A kernel ``KERNEL(name)(long long n, real *x, ...)``: a ``long long`` in front of arrays is their length."""
 
     def __init__(self, name: str, signature: Signature):
         declared = signature.parameters
@@ -233,13 +222,7 @@ class TableKernel(Kernel):
         self._expected = [(p, self._dtypes.get(p.name), COUNTS.get(p.kind, MEMBERS)) for p in parameters]
 
     def __call__(self, members: BucketLayout, *values: Any) -> None:
-        """Call the kernel with a table and what follows it.
-
-        Args:
-            members: the table.
-            values: arrays of ``real`` and of 16 bits hold the bucket; arrays of bytes a bit at least for each of its
-                elements; others a number or more per member.  A list of arrays is given without its length.
-        """
+        """Call the kernel with a table and what follows it."""
         if len(values) != len(self.parameters):
             values = self._complete(values)
         real = members.dtype
@@ -252,11 +235,10 @@ class TableKernel(Kernel):
                 arguments.append(v.size if isinstance(v, DeviceMirror) else len(v))
                 v = self._list(p, v, real, gpu, least.__le__)
             elif p.is_array:
-                of_struct = type(v) is KernelStruct and v.host.dtype is self._structs.get(
-                    p.name
-                )  # which is in a mirror
+                of_struct = type(v) is KernelStruct and v.host.dtype is self._structs.get(p.name)
                 address = v.address(gpu) if of_struct else device.matching_address(v, dtype or real, gpu)
-                if address is None or not (of_struct or v.size >= least):  # the usual case is neither
+                # What is neither a struct nor an array as it should be is checked again, for the error's text.
+                if address is None or not (of_struct or v.size >= least):
                     address = self._address(p, v, real, gpu, least.__le__)
                 v = address
             elif p.kind == "SkipIf" and v is not None:

@@ -18,18 +18,16 @@ from distopt.kernels.signatures import NATIVE, library, struct
 MEMBER = struct("Member")
 _HEADER = (NATIVE / "portable.h").read_text()
 CHUNK, HALF, BFLOAT16 = (int(re.findall(rf"#define {n} (\d+)", _HEADER)[0]) for n in ("CHUNK", "HALF", "BFLOAT16"))
-CONTIGUOUS, WRITABLE = 0x1 | 0x100, 0x400  # flags of numpy's arrays (ndarraytypes.h); CONTIGUOUS includes ALIGNED
-READABLE = sys.implementation.name == "cpython"  # CPython's id is an address
-FORMATS = {np.dtype(np.float16): HALF, np.dtype(ml_dtypes.bfloat16): BFLOAT16}  # the formats of 16 bits, by dtype
+# Flags of numpy's arrays (ndarraytypes.h); CONTIGUOUS includes ALIGNED.
+CONTIGUOUS, WRITABLE = 0x1 | 0x100, 0x400
+# CPython's id is an address.
+READABLE = sys.implementation.name == "cpython"
+# The formats of 16 bits.
+FORMATS = {np.dtype(np.float16): HALF, np.dtype(ml_dtypes.bfloat16): BFLOAT16}
 
 
 def compute_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype in which numbers of a dtype are added and updated: float32 for those of 16 bits.
-
-    Example:
-        >>> [compute_dtype(dtype).name for dtype in ("float16", "float64")]
-        ['float32', 'float64']
-    """
+    """Return the dtype in which numbers of a dtype are added and updated: float32 for those of 16 bits."""
     return np.dtype(np.float32) if np.dtype(dtype) in FORMATS else np.dtype(dtype)
 
 
@@ -45,14 +43,7 @@ class Table(ctypes.Structure):
 
 
 class KernelStruct(device.DeviceMirror):
-    """A struct of a C text, for a kernel that takes a pointer to it.
-
-    Example:
-        >>> hyper = KernelStruct("Update")
-        >>> hyper.write(scale=1.0, limit=np.inf, lr=0.1, decay=0.0)
-        >>> float(hyper.host[0]["lr"])
-        0.1
-    """
+    """A struct of a C text, for a kernel that takes a pointer to it."""
 
     def __init__(self, name: str):
         super().__init__(np.zeros(1, struct(name)))
@@ -66,33 +57,15 @@ class KernelStruct(device.DeviceMirror):
 
 
 class BucketLayout:
-    """The table that a multi-tensor kernel reads: one record per array, with its place in the bucket's flat arrays.
+    """The table that a multi-tensor kernel reads: one record per array, with its place in the bucket's flat arrays."""
 
-    The arrays may change from step to step; everything else is fixed.
-
-    Attributes:
-        names: the arrays' names.
-        shapes: their shapes.
-        stored: their dtype.
-        dtype: the dtype of the bucket's flat arrays, in which kernels compute: float32 for 16 bits.
-        records: a record for each array, (n,) of ``struct Member``; offsets are in elements.
-        extent: the elements of the bucket's flat arrays.
-        chunks: the number of chunks of all arrays.
-        span: the first chunk that kernels see, and the one behind the last.
-
-    Example:
-        >>> from distopt import kernels
-        >>> layout = BucketLayout(["w", "b"], [(2, 2), (3,)], [0, 4], np.float32)
-        >>> arrays = [np.ones((2, 2), np.float32), np.zeros(3, np.float32)]
-        >>> flat, counts = np.zeros(layout.extent, np.float32), np.zeros(2, np.int64)
-        >>> kernels.pack(layout.point_to(arrays), flat, 0.5, counts, np.inf)
-        >>> flat.tolist()
-        [0.5, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0]
-    """
+    # The arrays may change from step to step; everything else is fixed.
 
     def __init__(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], offsets: Sequence[int], stored: Any):
         self.names, self.shapes = tuple(names), tuple(shapes)
+        # the arrays' dtype, and that of the flat arrays, in which kernels compute
         self.stored, self.dtype = np.dtype(stored), compute_dtype(stored)
+        # offsets are in elements
         self.records = np.zeros(len(self.names), MEMBER)
         self.records["offset"], self.records["size"] = offsets, [int(np.prod(s)) for s in shapes]
         self.records["lr"] = self.records["decay"] = self.records["adapts"] = 1.0
@@ -101,11 +74,15 @@ class BucketLayout:
         self.records["first"] = np.cumsum(chunks) - chunks
         self.extent = int((self.records["offset"] + self.records["size"]).max(initial=0))
         self.chunks = int(chunks.sum())
-        self.span = 0, self.chunks  # first chunk and end, for kernels
-        self.place = 0, self.chunks  # of what is cut into shards: the first chunk here, and how many there are
-        self.start = 0  # where the flat arrays begin, in those of the layout that this is a section of
-        self.key = object()  # the same for all shards
-        self._mirror = device.DeviceMirror(self.records)  # shared by all shards too
+        # the chunks that kernels see: the first, and the one after the last
+        self.span = 0, self.chunks
+        # of what is cut into shards: the first chunk here, and how many there are
+        self.place = 0, self.chunks
+        # where the flat arrays begin, in those of the layout that this is a section of
+        self.start = 0
+        # one key and one mirror for all shards
+        self.key = object()
+        self._mirror = device.DeviceMirror(self.records)
         self._shards: dict[tuple[int, int], BucketLayout] = {}
         self._sections: dict[tuple[int, int], BucketLayout] = {}
         self._parts: dict[bytes, BucketLayout] = {}
@@ -136,18 +113,8 @@ class BucketLayout:
         return self._shards[number, of]
 
     def section(self, begin: int, end: int) -> "BucketLayout":
-        """Return a layout of the members ``begin`` to ``end`` alone, which points where this one points now.
-
-        Its flat arrays are parts of this one's (``part_of``), and its shards are what this one's shards have of it.
-
-        Example:
-            >>> layout = BucketLayout(["a", "b", "c"], [(3,), (2, 2), (5,)], [0, 16, 32], np.float32)
-            >>> part = layout.section(1, 3)
-            >>> part.names, part.records["offset"].tolist(), part.part_of(np.arange(37)).tolist()[:4]
-            (('b', 'c'), [0, 16], [16, 17, 18, 19])
-            >>> [layout.shard(r, 3).span for r in range(3)], [part.shard(r, 3).span for r in range(3)]
-            ([(0, 1), (1, 2), (2, 3)], [(0, 0), (0, 1), (1, 2)])
-        """
+        """Return a layout of the members ``begin`` to ``end`` alone, which points where this one points now."""
+        # Its flat arrays are parts of this one's (`part_of`), and its shards are what this one's shards have of it.
         if (begin, end) not in self._sections:
             start = int(self.records["offset"][begin])
             offsets = (self.records["offset"][begin:end] - start).tolist()
@@ -173,14 +140,7 @@ class BucketLayout:
         return self._parts[chosen.tobytes()]
 
     def stretch(self, start: int, stop: int) -> "BucketLayout":
-        """Return a layout of what lies in ``flat[start:stop]``: members, or parts of them, as arrays of one dimension.
-
-        Example:
-            >>> layout = BucketLayout(["w", "b"], [(2, 2), (3,)], [0, 16], np.float32)
-            >>> part = layout.stretch(2, 18)
-            >>> part.names, part.shapes, part.records["offset"].tolist()
-            (('w', 'b'), ((2,), (2,)), [0, 14])
-        """
+        """Return a layout of what lies in ``flat[start:stop]``: members, or parts of them, each as a flat array."""
         begins = np.maximum(self.records["offset"], start)
         ends = np.minimum(self.records["offset"] + self.records["size"], stop)
         rows = np.flatnonzero(begins < ends)
@@ -201,20 +161,14 @@ class BucketLayout:
             return self._host_table
         table = Table(self._mirror.address(gpu), len(self.names), *self.span)
         if gpu is None:
-            self._host_table = table  # may be kept: the records do not move
+            # It may be kept: the records do not move.
+            self._host_table = table
         return table
 
-    def points_to(self, arrays: Sequence[np.ndarray]) -> bool:
-        """Tell whether these are the very objects of the last ``point_to``; resizing in place is not noticed."""
-        return len(arrays) == len(self._arrays) and all(map(operator.is_, arrays, self._arrays))
-
     def point_to(self, arrays: Sequence[np.ndarray]) -> "BucketLayout":
-        """Point record i to ``arrays[i]``: C-contiguous, of the table's dtype and the member's shape.
-
-        Raises:
-            TypeError: one of them is not.
-        """
-        if self.points_to(arrays):
+        """Point record i to ``arrays[i]``: C-contiguous, of the table's dtype and the member's shape."""
+        # The very objects of the last call; that one was resized in place is not noticed.
+        if len(arrays) == len(self._arrays) and all(map(operator.is_, arrays, self._arrays)):
             return self
         for name, shape, a in zip(self.names, self.shapes, arrays, strict=True):
             if a.dtype != self.stored or a.shape != shape or not a.flags.c_contiguous:
@@ -240,28 +194,22 @@ class BucketLayout:
 
 
 class ArrayMatcher:
-    """The expected dtypes and shapes of a list of arrays, to find their addresses in some nanoseconds for each.
+    """The expected dtypes and shapes of a list of arrays, to find their addresses in some nanoseconds for each."""
 
-    An array is as expected if it is exactly a numpy array, contiguous, and of the dtype and shape of the array that
-    this was made with; or such an array of cupy, where all of these are.
-
-    Example:
-        >>> arrays = [np.zeros((2, 3)), np.zeros(4)]
-        >>> matcher = ArrayMatcher(arrays)
-        >>> matcher.addresses(arrays).tolist() == [a.ctypes.data for a in arrays]
-        True
-        >>> matcher.addresses([arrays[0], np.zeros(5)]) is None
-        True
-    """
+    # An array is as expected if it is exactly a numpy array, contiguous, and of the dtype and shape of the array that
+    # this was made with; or such an array of cupy, where all of these are.
 
     def __init__(self, arrays: Sequence[np.ndarray], dtype: np.dtype | None = None):
         self._gpus = {device.gpu_of(a) for a in arrays}
         self._on_gpu = bool(self._gpus) and self._gpus != {None}
-        self._unused_addresses = np.empty(len(arrays), np.uintp)  # where ``changed`` has them written
-        self._array_ids = np.fromiter(map(id, arrays), np.uintp, len(arrays))  # valid: the caller holds the arrays
+        # `changed` has addresses written here that nobody reads.
+        self._unused_addresses = np.empty(len(arrays), np.uintp)
+        # These stay valid: the caller holds the arrays.
+        self._array_ids = np.fromiter(map(id, arrays), np.uintp, len(arrays))
         self._sizes = np.array([a.size for a in arrays], np.int64)
         self._shapes_there = [a.shape for a in arrays]
-        self._dtypes = [dtype or a.dtype for a in arrays]  # keeps the objects alive whose ids are compared
+        # keeps the objects alive whose ids are compared
+        self._dtypes = [dtype or a.dtype for a in arrays]
         self._ids = np.array([id(d) for d in self._dtypes], np.uintp)
         self._dimensions = np.array([a.ndim for a in arrays], np.int64)
         self._shapes = np.array([n for a in arrays for n in a.shape], np.int64)
@@ -269,29 +217,24 @@ class ArrayMatcher:
         self._checked_in_place = self._array_ids.ctypes.data, self._unused_addresses.ctypes.data
 
     def addresses(self, arrays: Sequence[Any], ids: np.ndarray | None = None) -> np.ndarray | None:
-        """Return each array's address, (n,) uintp; None if one of them is not as expected.
-
-        Args:
-            arrays: the arrays.
-            ids: ``id(array)`` of each, if it is known, (n,) uintp.
-        """
+        """Return each array's address, (n,) uintp; None if one of them is not as expected."""
         count = len(self._dtypes)
         if len(arrays) != count or not READABLE:
             return None
         if self._on_gpu:
-            return self._gpu_addresses(arrays)
+            if len(self._gpus) != 1:
+                return None
+            found = device.matching_addresses(arrays, self._dtypes, self._shapes_there, *self._gpus)
+            return None if found is None else np.array(found, np.uintp)
         objects = np.fromiter(map(id, arrays), np.uintp, count) if ids is None else ids
         addresses = np.empty(count, np.uintp)
         fitting = self._array_addresses(device.address(objects), device.address(addresses), id(np.ndarray), CONTIGUOUS)
         return addresses if fitting == count else None
 
     def changed(self) -> int | None:
-        """Return the index of the first array that was changed in place: made read-only, or of another dtype or shape.
+        """Return the index of the first array, of those given at first, that was made read-only, retyped or reshaped.
 
-        The arrays are those that this was made with.
-
-        Returns:
-            None if none was changed; arrays on a GPU are not checked.
+        None if there is none; arrays on a GPU are not checked.
         """
         if not READABLE or self._on_gpu:
             return None
@@ -314,10 +257,3 @@ class ArrayMatcher:
         """Write the addresses of these objects to ``target``; return how many, from the first on, are as expected."""
         count, header = len(self._dtypes), object.__basicsize__
         return int(library().array_addresses(count, objects, header, kind, flags, *self._expected, target))
-
-    def _gpu_addresses(self, arrays: Sequence[Any]) -> np.ndarray | None:
-        """Return the addresses of arrays on a GPU; None if one of them is not as expected."""
-        if len(self._gpus) != 1:
-            return None
-        addresses = device.matching_addresses(arrays, self._dtypes, self._shapes_there, *self._gpus)
-        return None if addresses is None else np.array(addresses, np.uintp)

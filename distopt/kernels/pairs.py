@@ -9,27 +9,14 @@ from distopt import device
 from distopt.kernels.layout import READABLE
 from distopt.kernels.signatures import library
 
-HEADER = object.__basicsize__  # bytes of an object's head, whose last word is its type; a container's length follows
-ITEMS = HEADER + ctypes.sizeof(ctypes.c_ssize_t)  # where a list has the address of its items (cpython/listobject.h)
+# Bytes of an object's head, whose last word is its type; a container's length follows, and after that a list has the
+# address of its items (cpython/listobject.h).
+HEADER = object.__basicsize__
+ITEMS = HEADER + ctypes.sizeof(ctypes.c_ssize_t)
 
 
 class PairMatcher:
-    """The parameters that the last step's loss gave, in their order, to recognise those of the next.
-
-    Args:
-        params: the parameters.
-        values: the array of each: the parameter itself, or its ``data``.
-
-    Example:
-        >>> from distopt import Parameter
-        >>> w, grad = Parameter("w", np.zeros(2)), np.ones(2)
-        >>> matcher = PairMatcher([w], [w.data])
-        >>> matcher.gradient_ids([(w, grad)]).tolist() == [id(grad)]
-        True
-        >>> w.data = np.zeros(2)
-        >>> matcher.gradient_ids([(w, grad)]) is None
-        True
-    """
+    """The parameters that the last step's loss gave, in their order, to recognise those of the next."""
 
     def __init__(self, params: list[Any], values: list[np.ndarray]):
         self.params, self.values = params, values
@@ -39,11 +26,7 @@ class PairMatcher:
         self._expected = device.address(self._ids)
 
     def gradient_ids(self, pairs: list[Any]) -> np.ndarray | None:
-        """Return ``id(grad)`` of each pair, (n,) uintp.
-
-        Returns:
-            None if these are not pairs with the expected parameters, or a parameter has another array.
-        """
+        """Return ``id(grad)`` of each pair, (n,) uintp; None if parameters or arrays are not the expected ones."""
         count = len(self.params)
         if len(pairs) != count or not count or not READABLE:
             return None

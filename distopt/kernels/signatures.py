@@ -25,8 +25,9 @@ CUDA_FLAGS = (
     "--device-as-default-execution-space",
 )
 
-LEVELS = ("v1", "v2", "v3", "v4")  # of the x86-64 instruction set
-SIMD_NAMES = {"v1": "x86-64 (SSE2)", "v3": "x86-64-v3 (AVX2)", "v4": "x86-64-v4 (AVX-512)"}  # the levels that are built
+# Of the x86-64 instruction set, and those of them that are built.
+LEVELS = ("v1", "v2", "v3", "v4")
+SIMD_NAMES = {"v1": "x86-64 (SSE2)", "v3": "x86-64-v3 (AVX2)", "v4": "x86-64-v4 (AVX-512)"}
 
 KERNEL = re.compile(r"^KERNEL\((\w+)\)\s*\(([^)]*)\)(?:\s*BLOCKS\((\w+)\))?", re.M)
 _PARAMETER = re.compile(r"\s*(?:const\s+)?(long long|\w+)\s*(\*?)((?:const\s*\*)?)\s*(\w+)\s*")
@@ -35,18 +36,11 @@ _BYTES = {"void *": np.uintp, "real *": np.uintp, "long long": np.int64, "double
 
 
 class KernelParameter(NamedTuple):
-    """One parameter of a kernel, as the C text declares it.
+    """One parameter of a kernel, as the C text declares it."""
 
-    Attributes:
-        kind: its C type, as ``long long``, ``double`` or ``real``.
-        is_array: whether it is a pointer.
-        is_list: whether it is a pointer to pointers: a list of arrays.
-        name: its name.
-    """
-
-    kind: str
-    is_array: bool
-    is_list: bool
+    kind: str  # its C type, as "long long", "double" or "real"
+    is_array: bool  # a pointer
+    is_list: bool  # a pointer to pointers: a list of arrays
     name: str
 
 
@@ -62,17 +56,11 @@ def source_hash() -> str:
 
 
 class Signature(NamedTuple):
-    """One kernel, as the C text declares it.
+    """One kernel, as the C text declares it."""
 
-    Attributes:
-        source: the name of the file.
-        parameters: all parameters.
-        blocks: the parameter that says how many blocks of a GPU do the work; 'members' for the members of a table; ''
-            for the usual grid.
-    """
-
-    source: str
+    source: str  # the name of the file
     parameters: list[KernelParameter]
+    # The parameter that says how many blocks of a GPU do the work; "members": those of a table; "": the usual grid.
     blocks: str
 
 
@@ -101,11 +89,7 @@ def struct(name: str) -> np.dtype:
 
 
 def simd_limit() -> str:
-    """Return the highest SIMD level that the host library may use: DISTOPT_SIMD, or the highest that there is.
-
-    Raises:
-        ValueError: DISTOPT_SIMD is no level.
-    """
+    """Return the highest SIMD level that the host library may use: DISTOPT_SIMD, or the highest that there is."""
     limit = os.environ.get("DISTOPT_SIMD", LEVELS[-1])
     if limit not in LEVELS:
         raise ValueError(f"DISTOPT_SIMD must be one of {', '.join(LEVELS)}, or not set, got {limit!r}")
@@ -135,12 +119,7 @@ def check_not_shadowing() -> None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return the host library of the highest SIMD level that this CPU has and ``simd_limit`` allows.
-
-    Raises:
-        ImportError: the package was never built.
-        ValueError: DISTOPT_SIMD is no level.
-    """
+    """Return the host library of the highest SIMD level that this CPU has and ``simd_limit`` allows."""
     limit, host = simd_limit(), _opened("")
     if host is None:
         raise ImportError("libdistopt.so is not built: pip install -e . in the project's folder (needs a C++ compiler)")

@@ -78,7 +78,8 @@ def _falling() -> ExponentialDecay:
 ALL: dict[type[Optimizer | Wrapper], Callable[[], Part]] = {
     SGD: lambda: Part(
         laws={
-            "sgd": lambda: SGD(_falling(), momentum=0.9, weight_decay=1e-3),  # all of its state
+            # all of its state
+            "sgd": lambda: SGD(_falling(), momentum=0.9, weight_decay=1e-3),
             "plain sgd": lambda: SGD(0.1),
             "nesterov": lambda: SGD(0.05, momentum=0.9, nesterov=True),
         },
@@ -94,7 +95,10 @@ ALL: dict[type[Optimizer | Wrapper], Callable[[], Part]] = {
     AdaGrad: lambda: Part(
         laws={"adagrad": lambda: AdaGrad(0.1, epsilon=1e-3)}, timed={"adagrad": Timed(lambda: AdaGrad(1e-6), 5)}
     ),
-    Signum: lambda: Part(timed={"signum": Timed(lambda: Signum(1e-6, momentum=0.9), 5)}),
+    Signum: lambda: Part(
+        laws={"signum": lambda: Signum(0.05, momentum=0.9)},
+        timed={"signum": Timed(lambda: Signum(1e-6, momentum=0.9), 5)},
+    ),
     Adam: lambda: Part(
         laws={"adam": lambda: Adam(0.01, epsilon=1e-3, weight_decay=1e-3)}, timed={"adam": Timed(lambda: Adam(1e-6), 7)}
     ),
@@ -104,7 +108,8 @@ ALL: dict[type[Optimizer | Wrapper], Callable[[], Part]] = {
     ),
     LARS: lambda: Part(
         laws={"lars": lambda: LARS(1.0, momentum=0.9, eta=0.01, weight_decay=1e-3, exclude=["3", "6"])},
-        timed={"lars": Timed(lambda: LARS(1e-6, momentum=0.9), 7)},  # of which 2 for norms
+        # of which 2 for norms
+        timed={"lars": Timed(lambda: LARS(1e-6, momentum=0.9), 7)},
     ),
     LAMB: lambda: Part(
         laws={"lamb": lambda: LAMB(0.01, epsilon=1e-3, weight_decay=1e-3, upper_bound=10.0, exclude=["3", "6"])},

@@ -12,20 +12,12 @@ from distopt.optim.optimizer import ElementwiseOptimizer, Optimizer
 from distopt.optim.schedules import Number
 
 BELOW_1 = float(np.nextafter(1.0, 0.0))
-MOMENTS = {"beta_1": (0.0, BELOW_1), "beta_2": (0.0, BELOW_1), "epsilon": (0.0, math.inf)}  # hyper-parameters
+# hyper-parameters
+MOMENTS = {"beta_1": (0.0, BELOW_1), "beta_2": (0.0, BELOW_1), "epsilon": (0.0, math.inf)}
 
 
 def moments(at: Callable[[str], float], t: int, corrects: bool = True) -> dict[str, float]:
-    """Return the kernel's numbers for the first and second moments at one update.
-
-    Args:
-        at: gives the present value of a hyper-parameter: ``beta_1``, ``beta_2`` or ``epsilon``.
-        t: the number of the update, from 1.
-        corrects: whether the moments' bias is corrected; if not, ``bias1`` and ``bias2`` are 1.
-
-    Returns:
-        ``beta1``, ``one_minus_beta1``, ``bias1`` = 1 - beta1^t, the same for ``beta2``, and ``epsilon``.
-    """
+    """Return the kernel's numbers for the first and second moments at one update."""
     b1, b2 = at("beta_1"), at("beta_2")
     first = {"beta1": b1, "one_minus_beta1": 1.0 - b1, "bias1": 1.0 - b1**t if corrects else 1.0}
     second = {"beta2": b2, "one_minus_beta2": 1.0 - b2, "bias2": 1.0 - b2**t if corrects else 1.0}

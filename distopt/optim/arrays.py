@@ -11,17 +11,7 @@ WIDE = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def check(name: str, value: Any, grad: Any) -> None:
-    """Check that an optimizer can update a parameter by a gradient.
-
-    Args:
-        name: the parameter's name, for the error's text.
-        value: an array of float16, bfloat16, float32 or float64.
-        grad: an array of the same shape and dtype, or float32 for a 16-bit ``value``, on the same host or GPU.
-
-    Raises:
-        TypeError: one of them is no array of these dtypes, or one is on the host and the other on a GPU.
-        ValueError: the gradient has another shape or dtype or is on another GPU, or the parameter is read-only.
-    """
+    """Check that an optimizer can update a parameter by a gradient."""
     for role, array in (("parameter", value), ("gradient", grad)):
         if not device.is_array(array) or array.dtype not in (*WIDE, *FORMATS):
             raise TypeError(f"{name}: a {role} must be an array of floats, got {device.describe(array)}")
@@ -34,29 +24,14 @@ def check(name: str, value: Any, grad: Any) -> None:
 
 
 def check_states(what: str, states: Any) -> None:
-    """Check that loaded states are a dict of numpy arrays of float32 or float64, by parameter name.
-
-    Args:
-        what: the name of the states, for the error's text.
-        states: the loaded object.
-
-    Raises:
-        ValueError: they are anything else.
-    """
+    """Check that loaded states are a dict of numpy arrays of float32 or float64, by parameter name."""
     arrays = states.values() if isinstance(states, dict) else [None]
     if not all(isinstance(a, np.ndarray) and a.dtype in WIDE for a in arrays):
         raise ValueError(f"{what} must be float32 or float64 arrays by parameter name, got {states!r:.200}")
 
 
 def widened(x: np.ndarray) -> np.ndarray:
-    """Return an array's elements, flat, as float32 or float64.
-
-    Args:
-        x: an array of float16, bfloat16, float32 or float64.
-
-    Returns:
-        An array of shape ``(x.size,)``: a view of x if x is contiguous and not of 16 bits, else a copy.
-    """
+    """Return an array's elements, flat, as float32 or float64."""
     flat: np.ndarray = device.contiguous(x).reshape(-1)
     if flat.dtype not in FORMATS:
         return flat

@@ -50,9 +50,12 @@ class BatchGradients(Wrapper):
         super().__init__(opt)
         self.num_batches = check_int("num_batches", num_batches, least=1)
         self.batches = 0
-        self._sums: dict[str, np.ndarray] = {}  # the open window's sums of gradients, by parameter name
-        self._values: dict[str, np.ndarray] = {}  # the arrays of their parameters; a checkpoint has none
-        self._in_batch = False  # whether a gradient was applied since the last step
+        # the open window's sums of gradients, by parameter name
+        self._sums: dict[str, np.ndarray] = {}
+        # the arrays of their parameters; a checkpoint has none
+        self._values: dict[str, np.ndarray] = {}
+        # whether a gradient was applied since the last step
+        self._in_batch = False
 
     def apply(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
         """Add one parameter's gradient to the window's sum; ``value`` and ``grad`` stay as they are.
@@ -106,7 +109,8 @@ class BatchGradients(Wrapper):
             kernels.scale(total, 1.0 / self.batches)
             self.hand_over(name, value, total)
             device.wait_for_last_use(total)
-        self._sums, self._values, self.batches = {}, {}, 0  # not cleared: the inner optimizer may keep these arrays
+        # not cleared: the inner optimizer may keep these arrays
+        self._sums, self._values, self.batches = {}, {}, 0
         super().step()
         return True
 

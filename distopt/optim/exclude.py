@@ -2,21 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-Exclude = Callable[[str], bool] | Sequence[str]  # a predicate on the name, or suffixes of names
+# a predicate on the name, or suffixes of names
+Exclude = Callable[[str], bool] | Sequence[str]
 
-SUFFIXES = ("gamma", "beta", "bias")  # the parameters of MXNet's normalization layers, and biases
+# the parameters of MXNet's normalization layers, and biases
+SUFFIXES = ("gamma", "beta", "bias")
 
 
 def predicate(exclude: Exclude) -> Callable[[str], bool]:
-    """Return the predicate on parameter names that ``exclude`` stands for.
-
-    Args:
-        exclude: a callable that takes a name and tells if it is excluded, or a list or tuple of name suffixes.
-
-    Raises:
-        TypeError: it is anything else.
-        ValueError: a suffix is empty, which would exclude every name.
-    """
+    """Return the predicate on parameter names that ``exclude`` stands for."""
     if callable(exclude):
         return exclude
     if not isinstance(exclude, list | tuple) or not all(isinstance(suffix, str) for suffix in exclude):
@@ -34,13 +28,7 @@ def described(excludes: Callable[[str], bool]) -> str:
 
 
 def left_out(previous: Iterable[str], names: Iterable[str], excludes: Callable[[str], bool]) -> tuple[str, ...]:
-    """Return the sorted names of all excluded parameters, after a predicate is asked about some.
-
-    Args:
-        previous: the names excluded so far; those that are not in ``names`` stay.
-        names: the parameters to ask about.
-        excludes: the predicate.
-    """
+    """Return the sorted names of all excluded parameters, after a predicate is asked about some."""
     answers = {name: excludes(name) for name in names}
     return tuple(sorted({n for n in previous if n not in answers} | {n for n, excluded in answers.items() if excluded}))
 

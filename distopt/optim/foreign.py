@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from distopt.device import describe
 
-PROTOCOLS = {"apply": ("name", "value", "grad"), "update": ("param", "grad")}  # the methods and their arguments
+# the methods and their arguments
+PROTOCOLS = {"apply": ("name", "value", "grad"), "update": ("param", "grad")}
 WANTED = "opt must be an object with apply(name, value, grad) or update(param, grad)"
 WRAP_OPTAX = """
     class Optax:
@@ -20,7 +21,8 @@ WRAP_OPTAX = """
 """
 
 
-TORCHS = "param_groups", "step", "zero_grad", "state_dict", "load_state_dict"  # what every optimizer of torch has
+# what every optimizer of torch has
+TORCHS = "param_groups", "step", "zero_grad", "state_dict", "load_state_dict"
 
 
 def is_torchs(opt: Any) -> bool:
@@ -40,11 +42,7 @@ def refuse_closure(opt: Any) -> None:
 
 
 def call_style(opt: Any) -> str:
-    """Return the name of the method by which an optimizer takes a gradient: 'apply' or 'update'.
-
-    Raises:
-        TypeError: the object has neither, or none that takes these arguments; the text says what to write.
-    """
+    """Return the name of the method by which an optimizer takes a gradient: 'apply' or 'update'."""
     if isinstance(opt, type):
         raise TypeError(f"{WANTED}, got the class {opt.__name__}; make an instance of it")
     if isinstance(opt, Mapping):
@@ -60,12 +58,7 @@ def call_style(opt: Any) -> str:
 
 
 class StateMethods(NamedTuple):
-    """The methods by which an optimizer returns its states and loads them, under PyTorch's names or SINGA's.
-
-    Attributes:
-        save: ``state_dict`` or ``get_states``; None if it has neither.
-        load: ``load_state_dict`` or ``set_states``; None if it has neither.
-    """
+    """The methods by which an optimizer returns its states and loads them, under PyTorch's names or SINGA's."""
 
     save: Callable[[], Any] | None
     load: Callable[[Any], Any] | None
@@ -83,7 +76,8 @@ def _takes(method: Callable[..., Any], count: int) -> bool:
     """Tell if a method can be called with so many positional arguments."""
     try:
         signature = inspect.signature(method)
-    except (TypeError, ValueError):  # a built-in has no signature
+    except (TypeError, ValueError):
+        # a built-in has no signature
         return True
     try:
         signature.bind(*range(count))

@@ -62,7 +62,8 @@ class LarsWrapper(Wrapper):
         self.ratio = check_positive("ratio", ratio)
         self.weight_decay, self.epsilon = check_float("weight_decay", weight_decay), check_float("epsilon", epsilon)
         self.excludes, self._norms = predicate(exclude), Norms()
-        self.left_out: tuple[str, ...] = ()  # the excluded names among a DistOpt's parameters
+        # the excluded names among a DistOpt's parameters
+        self.left_out: tuple[str, ...] = ()
         self._refuse_decay_inside()
 
     def apply(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:

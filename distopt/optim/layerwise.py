@@ -14,31 +14,17 @@ from distopt.optim.exclude import Exclude, described, left_out, predicate
 from distopt.optim.optimizer import Optimizer, Part, SumOverRanks, TableState
 from distopt.optim.schedules import Number
 
-Measure = Callable[
-    [BucketLayout, np.ndarray, np.ndarray], None
-]  # writes the sums of a part's chunks into its last argument
+# It writes the sums of a part's chunks into its last argument.
+Measure = Callable[[BucketLayout, np.ndarray, np.ndarray], None]
 
 
 class Layerwise(Optimizer):
-    """A base class of layer-wise optimizers: sums of squares are taken by chunk and folded in a fixed order.
+    """A base class of layer-wise optimizers, whose subclasses call ``sums_over_tensors`` in their ``update_parts``."""
 
-    So the norms, and with them the parameters, are the same bits on host and GPU, however tensors share buckets and
-    ranks share chunks (``native/reduce.cu``).
+    # Sums of squares are taken by chunk and folded in a fixed order.  So the norms, and with them the parameters, are
+    # the same bits on host and GPU, however tensors share buckets and ranks share chunks (native/reduce.cu).
 
-    A subclass sets ``kinds`` to the number of sums that it needs of a tensor at a time, and calls
-    ``sums_over_tensors`` in its ``update_parts``.
-
-    Args:
-        lr: the learning rate, a number or a schedule.
-        weight_decay: a number or a schedule.
-        exclude: parameters whose layer-wise rate is 1: a predicate on the name, or a list of suffixes.
-        **options: the keyword arguments of ``Optimizer``.
-
-    Attributes:
-        exclude: a text that describes the predicate.
-        left_out: the excluded names among the parameters seen so far.
-    """
-
+    # the sums that a subclass needs of a tensor at a time
     kinds: int
     planned = ("exclude", "left_out")
     options = (*Optimizer.options, *planned)
@@ -102,13 +88,7 @@ class Layerwise(Optimizer):
 
 
 class LayerwiseAdam(Layerwise):
-    """A base class of optimizers that scale Adam's direction by ratios of norms, tensor by tensor.
-
-    The states are ``m`` and ``v``, and ``LANS`` describes the arguments.
-
-    Attributes:
-        bounds: the bounds of |w| as the kernel's ``lower`` and ``upper``, 0 for none.
-    """
+    """A base class of optimizers that scale Adam's direction by ratios of norms; ``LANS`` describes the arguments."""
 
     slots = ("m", "v")
     options = (*Layerwise.options, "bounds")
@@ -135,12 +115,7 @@ class LayerwiseAdam(Layerwise):
 
 
 def _bounds(lower: float | None, upper: float | None) -> dict[str, float]:
-    """Return the bounds of a norm as the kernel's ``lower`` and ``upper``, 0 for none.
-
-    Raises:
-        TypeError: a bound is no number.
-        ValueError: a bound is not finite, or the lower one is above the upper one.
-    """
+    """Return the bounds of a norm as the kernel's ``lower`` and ``upper``, 0 for none."""
     arguments = {"lower": lower, "upper": upper}
     by_name = {n: 0.0 if b is None else check_float(f"{n}_bound", b, least=-math.inf) for n, b in arguments.items()}
     if 0 < by_name["upper"] < by_name["lower"]:

@@ -27,10 +27,14 @@ from distopt.optim.optimizer import (
 from distopt.optim.schedules import Number
 
 Buckets = Iterable[tuple[BucketLayout, Reduced]]
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: singular values from 0.002 to 1 come near 1 in 5 steps
-EPSILON = 1e-7  # added to the norm that is divided by
-ROOM = 64  # bytes, of which a matrix in a message takes a multiple
-COMMON: dict[str, Any] = {  # options that hold for all parameters, and what they are if nobody gives them
+# of x, x^3 and x^5: singular values from 0.002 to 1 come near 1 in 5 steps
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# added to the norm that is divided by
+EPSILON = 1e-7
+# bytes, of which a matrix in a message takes a multiple
+ROOM = 64
+# options that hold for all parameters, and what they are if nobody gives them
+COMMON: dict[str, Any] = {
     "rescale_grad": 1.0,
     "clip_gradient": math.inf,
     "lr_mult": {},
@@ -38,47 +42,29 @@ COMMON: dict[str, Any] = {  # options that hold for all parameters, and what the
 }
 
 
-@np.errstate(invalid="ignore", over="ignore")  # what is not finite stays so, as in every kernel
+# what is not finite stays so, as in every kernel
+@np.errstate(invalid="ignore", over="ignore")
 def orthogonalized(x: np.ndarray, steps: int) -> np.ndarray:
-    """Return a matrix with the singular vectors of x, and singular values between 0.5 and 1.5 where they can be.
-
-    It is Newton and Schulz's iteration, ``x <- a x + b (x x^T) x + c (x x^T)^2 x``, with the coefficients of Jordan et
-    al. (2024), which raise a singular value s of ``x / |x|_F`` to more than 0.5 in five steps if s is at least 0.002.
-    The products are those of the BLAS that numpy or cupy calls.
-
-    Args:
-        x: a matrix of float32 or float64, on the host or a GPU, of a Frobenius norm of at most 1.
-        steps: the number of iterations.
-
-    Returns:
-        A matrix of x's shape and dtype, in C order.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt.optim.muon import orthogonalized
-        >>> x = orthogonalized(np.diag([0.9, 0.1, 0.01]), steps=5)
-        >>> np.diag(x).round(2).tolist()
-        [0.68, 0.71, 0.7]
-    """
+    """Return a matrix with the singular vectors of x, and singular values between 0.5 and 1.5 where they can be."""
+    # Newton and Schulz's iteration, x <- a x + b (x x^T) x + c (x x^T)^2 x, with the coefficients of Jordan et al.
+    # (2024), which raise a singular value s of x / |x|_F to more than 0.5 in five steps if s is at least 0.002.  The
+    # products are those of the BLAS that numpy or cupy calls.
     a, b, c = COEFFICIENTS
     tall = x.shape[0] > x.shape[1]
     x = device.contiguous(x.T) if tall else x
     for _ in range(steps):
         gram = x @ x.T
-        x = a * x + (b * gram + c * (gram @ gram.T)) @ x  # times its transpose, which it equals: half of the products
+        # `gram` times its transpose, which it equals: half of the products.
+        x = a * x + (b * gram + c * (gram @ gram.T)) @ x
     return device.contiguous(x.T) if tall else x
 
 
 class Run(NamedTuple):
-    """A matrix, or neighbours in a bucket that are none.
+    """A matrix, or neighbours in a bucket that are none."""
 
-    Attributes:
-        members: its section of the bucket's table.
-        total: the sum of its gradients, in pieces.
-        is_matrix: whether it is a matrix to orthogonalize.
-    """
-
+    # its section of the bucket's table
     members: BucketLayout
+    # of its gradients
     total: Reduced
     is_matrix: bool
 
@@ -160,8 +146,10 @@ class Muon(Optimizer):
         self.steps, self.sharded = check_int("steps", steps, least=1), check_bool("sharded", sharded)
         self._excluded = predicate(exclude)
         self.exclude = described(self._excluded)
-        self._answers: dict[str, bool] = {}  # of the predicate, by name
-        self._masters: dict[object, tuple[BucketLayout, np.ndarray]] = {}  # of a bucket, by its table's key
+        # of the predicate, by name
+        self._answers: dict[str, bool] = {}
+        # of a bucket, by its table's key
+        self._masters: dict[object, tuple[BucketLayout, np.ndarray]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, of ``otherwise`` too if it holds for all parameters."""
@@ -211,10 +199,9 @@ class Muon(Optimizer):
                 self.otherwise.update_bucket(run.members, run.total, skip_flag, sum_over_ranks)
 
     def _update_own(self, buckets: Buckets, ranks: Ranks) -> None:
-        """Update this rank's matrices, and its shard of all else, in memory that all ranks share.
-
-        Momentum goes on where its matrix does; but all ranks have the tables of all, in one order, to collect it from.
-        """
+        """Update this rank's matrices, and its shard of all else, in memory that all ranks share."""
+        # A matrix's momentum is kept by the rank that updates it; but all ranks have the tables of all, in one order,
+        # to collect it from.
         for run, owner in self._owned_runs(buckets, ranks):
             if owner is None:
                 shard = local_shard(run.total, ranks.rank, ranks.size)
@@ -226,13 +213,15 @@ class Muon(Optimizer):
 
     def _update_and_gather(self, buckets: Buckets, skip_flag: np.ndarray | None, ranks: Ranks) -> None:
         """Update all parameters, along directions of which this rank computes its own, and gathers the others."""
-        matrices: list[list[BucketLayout]] = [[] for _ in range(ranks.size)]  # by owner
+        # by owner
+        matrices: list[list[BucketLayout]] = [[] for _ in range(ranks.size)]
         own: list[np.ndarray] = []
         for run, owner in self._owned_runs(buckets, ranks):
             if owner is None:
                 self.otherwise.update_bucket(run.members, run.total, skip_flag)
                 continue
-            direction = self._direction(run, skip_flag)  # the momentum goes on everywhere
+            # Every rank carries on every momentum.
+            direction = self._direction(run, skip_flag)
             matrices[owner].append(run.members)
             if owner == ranks.rank:
                 own.append(self._orthogonal(direction))
@@ -243,7 +232,7 @@ class Muon(Optimizer):
                     self._move(members, x, skip_flag)
 
     def _direction(self, run: Run, skip_flag: np.ndarray | None) -> np.ndarray:
-        """Let a matrix's momentum go on; return its update, as a matrix of Frobenius norm 1."""
+        """Carry on a matrix's momentum; return its update, as a matrix of Frobenius norm 1."""
         members, like = run.members, run.total[0][2]
         moments = self._table_state(members, like).slots["moments"]
         update = device.zeros(members.extent, members.dtype, like)
@@ -342,7 +331,7 @@ class Muon(Optimizer):
         return flat
 
     def _give_masters(self, members: BucketLayout, like: np.ndarray) -> None:
-        """Let the masters of a bucket, whichever of the two optimizers updates by them, lie in one array."""
+        """Allocate the masters of a bucket in one array, whichever of the two optimizers updates by them."""
         if not (self.multi_precision and members.narrow) or members.key in self._masters:
             return
         others = {k: m for k, m in self._masters.items() if set(m[0].names).isdisjoint(members.names)}
@@ -368,7 +357,8 @@ class Muon(Optimizer):
         yield from self.otherwise.tables()
 
     def _numbered(self) -> Iterator[tuple[TableState, int | None]]:
-        return ((state, number) for number, state in enumerate(self._table_states.values()))  # matrices, as they come
+        # matrices, as they come
+        return ((state, number) for number, state in enumerate(self._table_states.values()))
 
     def set_states(self, states: State) -> None:
         super().set_states(states)

@@ -17,14 +17,20 @@ from distopt.optim.arrays import check, check_states, widened
 from distopt.optim.schedules import Hyper, Number
 
 State = dict[str, Any]
-Part = tuple[BucketLayout, np.ndarray]  # a shard of a table, and the flat array of its gradients
-Pieces = Sequence[tuple[int, int, np.ndarray]]  # a flat sum as (number, of, array): shard ``number`` of ``of``
-SumOverRanks = Callable[[np.ndarray], None]  # adds up float64 numbers over ranks, in place
-Gather = Callable[[np.ndarray, Sequence[int]], list[np.ndarray]]  # every rank's array, given their lengths
+# a shard of a table, and the flat array of its gradients
+Part = tuple[BucketLayout, np.ndarray]
+# a flat sum as (number, of, array): shard ``number`` of ``of``
+Pieces = Sequence[tuple[int, int, np.ndarray]]
+# adds up float64 numbers over ranks, in place
+SumOverRanks = Callable[[np.ndarray], None]
+# every rank's array, given their lengths
+Gather = Callable[[np.ndarray, Sequence[int]], list[np.ndarray]]
 Unshard = Callable[[BucketLayout, np.ndarray, int | None], np.ndarray]
 MASTER = "master"
-MULTIPLIERS = ("lr_mult", "wd_mult")  # options that are dicts by parameter name
-CHECKS: dict[str, Callable[[str, Any], Any]] = {  # for options that may be assigned
+# options that are dicts by parameter name
+MULTIPLIERS = ("lr_mult", "wd_mult")
+# for options that may be assigned
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "rescale_grad": functools.partial(check_float, least=-math.inf),
     "clip_gradient": clip_limit,
     "lr_mult": check_multipliers,
@@ -33,48 +39,33 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {  # for options that may be assi
 
 
 class Ranks(NamedTuple):
-    """The ranks that make an update together, from the same sums.
-
-    Attributes:
-        rank: this rank.
-        size: the number of ranks.
-        shared: the parameters lie in memory that all ranks share, of which each updates a part.
-        sum: adds up float64 numbers over ranks, in place.  Collective.
-        gather: returns every rank's flat array, by rank, given all lengths.  Collective.
-    """
+    """The ranks that make an update together, from the same sums."""
 
     rank: int
     size: int
+    # the parameters are in memory that all ranks share, of which each updates a part
     shared: bool
     sum: SumOverRanks
     gather: Gather
 
 
 class TableState(NamedTuple):
-    """The memory that an optimizer keeps for the parameters of one table, in flat arrays of the table's size.
-
-    Attributes:
-        members: the table.
-        slots: a flat array for each slot, of float32 or float64, which updates carry on.
-        scratch: arrays by name that no update leaves to the next.
-    """
+    """The memory that an optimizer keeps for the parameters of one table, in flat arrays of the table's size."""
 
     members: BucketLayout
+    # float32 or float64, which updates carry on
     slots: dict[str, np.ndarray]
+    # what no update leaves to the next
     scratch: dict[str, np.ndarray]
 
 
 class Table(NamedTuple):
-    """What an optimizer keeps of the parameters of a table, and who updates these where ranks share them.
-
-    Attributes:
-        members: the table.
-        slots: flat arrays of the table's size, which updates carry on, in an order that all ranks have.
-        number: the rank of this number, modulo the ranks, updates all of them; None if each rank updates its shard.
-    """
+    """What an optimizer keeps of the parameters of a table, and who updates these where ranks share them."""
 
     members: BucketLayout
+    # in an order that all ranks have
     slots: Sequence[np.ndarray]
+    # the rank of this number, modulo the ranks, updates all; None if each updates its shard
     number: int | None
 
 
@@ -147,11 +138,15 @@ class Optimizer(abc.ABC):
     whole = False
     options: tuple[str, ...] = ("rescale_grad", "clip_gradient", "multi_precision", *MULTIPLIERS)
     planned: tuple[str, ...] = ()
-    clip_gradient: Any  # a number; infinity for none
-    lr_mult: Any  # dicts
+    # a number; infinity for none
+    clip_gradient: Any
+    # dicts
+    lr_mult: Any
     wd_mult: Any
-    _scheduled: frozenset[str] = frozenset()  # hyper-parameters that are schedules
-    _settings: Sequence[str] = ()  # the texts of constants and options in ``numbers``, until one is assigned
+    # hyper-parameters that are schedules
+    _scheduled: frozenset[str] = frozenset()
+    # the texts of constants and options in ``numbers``, until one is assigned
+    _settings: Sequence[str] = ()
     hypers: ClassVar[dict[str, tuple[float, float]]] = {"lr": (0.0, math.inf), "weight_decay": (0.0, math.inf)}
 
     def __init__(
@@ -175,15 +170,21 @@ class Optimizer(abc.ABC):
         self.slots = (*self.slots, MASTER) if multi_precision else self.slots
         self.step_counter = 0
         self._state: dict[str, dict[str, np.ndarray]] = {slot: {} for slot in self.slots}
-        self._table_states: dict[object, TableState] = {}  # by a table's key
-        self._adopted: dict[object, np.ndarray] = {}  # memory for masters, by the key of a table without states
-        self._wide: np.ndarray | None = None  # float32 values of 16-bit parameters without masters, in an update
+        # by a table's key
+        self._table_states: dict[object, TableState] = {}
+        # memory for masters, by the key of a table without states
+        self._adopted: dict[object, np.ndarray] = {}
+        # float32 values of 16-bit parameters without masters, in an update
+        self._wide: np.ndarray | None = None
         self._tables: dict[str, BucketLayout] = {}
         self._now = KernelStruct(self.struct)
         longer = (*MULTIPLIERS, *self.planned)
-        self._single = [n for n in self.options if n not in longer]  # options that are one number or text
-        self._own_mult: list[dict[str, float]] = [{}, {}]  # multipliers that parameters have themselves, by name
-        self._multiplied: tuple[list[dict[str, float]], list[str]] = [], []  # multipliers, and their ``numbers``
+        # options that are one number or text
+        self._single = [n for n in self.options if n not in longer]
+        # multipliers that parameters have themselves, by name
+        self._own_mult: list[dict[str, float]] = [{}, {}]
+        # multipliers, and their ``numbers``
+        self._multiplied: tuple[list[dict[str, float]], list[str]] = [], []
         self.version = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -339,7 +340,8 @@ class Optimizer(abc.ABC):
 
     def step(self) -> None:
         """Complete an update, after every parameter has been updated: ``step_counter`` grows by 1."""
-        vars(self)["step_counter"] += 1  # it needs none of the checks of __setattr__
+        # It needs none of the checks of __setattr__.
+        vars(self)["step_counter"] += 1
 
     def take_back(self) -> None:
         """Undo the last ``step``, whose update was refused."""
@@ -455,7 +457,8 @@ class Optimizer(abc.ABC):
             self._settings = settings + [f"{whose} {name}={getattr(self, name)!r}" for name in self._single]
         counters = [f"{whose} {name}={getattr(self, name)!r}" for name in self.counters]
         multipliers = [self.lr_mult | self._own_mult[0], self.wd_mult | self._own_mult[1]]
-        if self._multiplied[0] != multipliers:  # their texts are kept, since they hardly ever change
+        # their texts are kept, since they hardly ever change
+        if self._multiplied[0] != multipliers:
             fields = zip(MULTIPLIERS, multipliers, strict=True)
             texts = [f"{whose} {field} of {n}={by_name[n]!r}" for field, by_name in fields for n in sorted(by_name)]
             self._multiplied = multipliers, texts
@@ -503,32 +506,29 @@ class Optimizer(abc.ABC):
                 k: f for k, f in self._table_states.items() if set(f.members.names).isdisjoint(members.names)
             }
             slots = [slot for slot in self.slots if slot != MASTER or members.narrow]
-            state = {slot: self._memory(slot, members, like) for slot in slots}
-            self._move_in(members, state)
+            adopted, moved = self._adopted.pop(members.key, None), None
+            state = {
+                slot: device.zeros(members.extent, members.dtype, like)
+                if slot != MASTER or adopted is None
+                else adopted
+                for slot in slots
+            }
+            for slot, flat in state.items():
+                for i, name in enumerate(members.names):
+                    view = members.view(flat, i)
+                    if name in self._state[slot]:
+                        moved = self._state[slot][name]
+                        device.copy(view, moved)
+                    self._state[slot][name] = view
+            if moved is not None:
+                device.wait_for_last_use(moved)
             self._table_states[members.key] = TableState(members, state, self.allocate_scratch(members, like))
             self.version += 1
         return self._table_states[members.key]
 
     def adopt_masters(self, members: BucketLayout, flat: np.ndarray) -> None:
-        """Let the masters of a table without states, once it has some, lie in this memory of zeros."""
+        """Keep the masters of a table without states, once it has some, in this memory of zeros."""
         self._adopted[members.key] = flat
-
-    def _memory(self, slot: str, members: BucketLayout, like: np.ndarray) -> np.ndarray:
-        if slot == MASTER and members.key in self._adopted:
-            return self._adopted.pop(members.key)
-        return device.zeros(members.extent, members.dtype, like)
-
-    def _move_in(self, members: BucketLayout, state: dict[str, np.ndarray]) -> None:
-        moved = []
-        for slot, flat in state.items():
-            for i, name in enumerate(members.names):
-                view = members.view(flat, i)
-                if name in self._state[slot]:
-                    moved.append(self._state[slot][name])
-                    device.copy(view, moved[-1])
-                self._state[slot][name] = view
-        if moved:
-            device.wait_for_last_use(moved[-1])
 
     def allocate_scratch(self, members: BucketLayout, like: np.ndarray) -> dict[str, np.ndarray]:
         """Allocate the memory, other than the state, that updates of a new table need; by name."""
@@ -554,14 +554,7 @@ class ElementwiseOptimizer(Optimizer):
 
     @abc.abstractmethod
     def run_kernel(self, members: BucketLayout, grad: np.ndarray, slots: dict[str, np.ndarray], *rest: Any) -> None:
-        """Call the rule's kernel for one part of a table.
-
-        Args:
-            members: the part, which points to the parameters.
-            grad: the flat array of its gradients, of float32 or float64.
-            slots: a flat array for each slot, of the table's size.
-            *rest: what every such kernel takes last: the numbers of ``struct``, and the skip flag.
-        """
+        """Call the rule's kernel for one part of a table."""
 
 
 def _check_shapes(slot: str, arrays: Mapping[str, np.ndarray], members: BucketLayout) -> None:

@@ -8,42 +8,31 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Timed(NamedTuple):
-    """An optimizer whose update benchmarks time.
-
-    Args:
-        make: returns the optimizer.
-        arrays: of the size of the parameters, how many an update reads or writes.
-    """
+    """An optimizer whose update benchmarks time."""
 
     make: Callable[[], Any]
+    # of the parameters' size, that an update reads or writes
     arrays: int
 
 
 class Equations(NamedTuple):
-    """An optimizer, and its equations in float64 numpy with the same numbers.
-
-    Args:
-        make: returns the optimizer.
-        rule: takes the number of the call, from 1, w, the slots and the gradient; returns w and the slots.
-        slots: number of arrays that the rule keeps, zeros at first.
-    """
+    """An optimizer, and its equations in float64 numpy with the same numbers."""
 
     make: Callable[[], Any]
+    # It takes the number of the call, from 1, w, the slots and the gradient; it returns w and the slots.
     rule: Callable[..., tuple[Any, ...]]
+    # arrays that the rule keeps, zeros at first
     slots: int
 
 
 class Part(NamedTuple):
-    """All that the rest of the library is to know of an optimizer; an entry of ``distopt.optim.ALL``.
+    """All that the rest of the library is to know of an optimizer; an entry of ``distopt.optim.ALL``."""
 
-    Args:
-        laws: optimizers that all laws are tried with, by name: functions that make them.
-        timed: what benchmarks time, by the name of the row.
-        equations: what an update is held against, by name; those of distopt are in ``distopt.lab.laws.references``.
-        of_blas: its bits are those of the BLAS that numpy or cupy calls: other machines may have others.
-    """
-
+    # optimizers that all laws are tried with: functions that make them
     laws: Mapping[str, Callable[[], Any]] = NOTHING
+    # what benchmarks time, by the name of the row
     timed: Mapping[str, Timed] = NOTHING
+    # what an update is held against; those of distopt are in `distopt.lab.laws.references`
     equations: Mapping[str, Equations] = NOTHING
+    # its bits are those of the BLAS that numpy or cupy calls: other machines may have others
     of_blas: bool = False

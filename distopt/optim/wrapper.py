@@ -16,10 +16,7 @@ from distopt.optim.protocols import AnyOptimizer
 
 @dataclass(eq=False)
 class Named:
-    """A parameter for optimizers that take one.
-
-    There is one object for each name, since optimizers may use it as a key.
-    """
+    """A parameter for optimizers that take one: one object for each name, since they may use it as a key."""
 
     name: str
     data: np.ndarray
@@ -85,11 +82,7 @@ class Wrapper(abc.ABC):
         return not hasattr(self.opt, "step") or self.opt.step() is not False
 
     def __call__(self, pairs: Iterable[tuple[Any, np.ndarray]]) -> bool:
-        """Apply pairs of (parameter with ``name`` and ``data``, gradient), then make one ``step``.
-
-        Returns:
-            The result of ``step``.
-        """
+        """Apply pairs of (parameter with ``name`` and ``data``, gradient), then make one ``step``."""
         for param, grad in pairs:
             self.apply(param.name, param.data, grad)
         return self.step()
@@ -184,7 +177,7 @@ class Wrapper(abc.ABC):
         return f"{type(self).__name__}({inner}, {self.settings_text()})"
 
     def hand_over(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
-        """Let the inner optimizer update a parameter.
+        """Update a parameter by the inner optimizer.
 
         Args:
             name: the parameter's name.
@@ -197,5 +190,6 @@ class Wrapper(abc.ABC):
         param = self._params.setdefault(name, Named(name, value))
         param.data = value
         self.opt.update(param, grad)
-        if param.data is not value:  # the optimizer made a new array instead of changing this one
+        # The optimizer made a new array instead of changing this one.
+        if param.data is not value:
             device.copy(value, param.data)

@@ -15,58 +15,44 @@ from distopt.optim.adapters.first_update import FirstUpdate
 from distopt.optim.foreign import state_methods
 from distopt.optim.optimizer import Optimizer, Ranks, Table, Unshard
 
-MOMENTUM = "momentum", "beta_1", "beta1"  # attributes that hold it
+# attributes that hold it
+MOMENTUM = "momentum", "beta_1", "beta1"
 
 
 class Known(NamedTuple):
-    """A parameter as it was last seen.
+    """A parameter as it was last seen."""
 
-    Attributes:
-        param: the caller's object.
-        value: its array.
-    """
-
+    # the caller's object
     param: Any
+    # its array
     value: np.ndarray
 
 
 class OptimizerAdapter(abc.ABC):
-    """A base class of adapters, which hand means of gradients to an optimizer.
+    """A base class of adapters, which hand means of gradients to an optimizer, by default one after the other."""
 
-    By default they do so one parameter after the other.
-
-    Attributes:
-        updates_shards: whether the optimizer can update a shard of a bucket, which cuts through parameters.
-        reads_skip_flag: whether its kernels read the flag that refuses an update.
-        version: a number that grows when its states move to other memory.
-        same_each_step: whether every update calls the same kernels.
-        unrecorded: what an update calls that no CUDA graph can record; '' if there is nothing.
-        shares_work: whether each rank computes a part of an update, and the others get it.
-        whole: whether a rank updates whole parameters where ranks share them, and so reads other ranks' shards of sums.
-    """
-
+    # whether the optimizer can update a shard of a bucket, which cuts through parameters
     updates_shards = False
+    # whether its kernels read the flag that refuses an update
     reads_skip_flag = False
+    # a number that grows when its states move to other memory
     version = 0
+    # whether every update calls the same kernels
     same_each_step = True
+    # what an update calls that no CUDA graph can record; "" if there is nothing
     unrecorded = ""
+    # whether a rank updates whole parameters where ranks share them, and so reads other ranks' shards of sums
     whole = False
 
     def __init__(self, opt: Any):
         self.opt = opt
         self._first = None if isinstance(opt, Optimizer | Wrapper) else FirstUpdate(opt)
         innermost = self._innermost
+        # whether each rank computes a part of an update, and the others get it
         self.shares_work = isinstance(innermost, Optimizer) and innermost.sharded
 
     def apply(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> None:
-        """Update one parameter by the mean of its gradients.
-
-        Args:
-            name: the parameter's name.
-            param: the caller's object.
-            value: the parameter's array.
-            mean: an array like ``value``.
-        """
+        """Update one parameter by the mean of its gradients."""
         if self._first is None:
             self.update_one(name, param, value, mean)
         else:
@@ -75,27 +61,13 @@ class OptimizerAdapter(abc.ABC):
 
     @abc.abstractmethod
     def update_one(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> Any:
-        """Let the optimizer update one parameter.
-
-        Args:
-            name: the parameter's name.
-            param: the caller's object.
-            value: the parameter's array.
-            mean: an array like ``value``.
-
-        Returns:
-            What the optimizer's method has returned.
-        """
+        """Update one parameter by the optimizer, and return what its method returned."""
 
     def check(self, buckets: BucketSet) -> None:  # noqa: B027  other libraries' optimizers have no such check
         """Raise an error now that would otherwise come in the middle of an update with these buckets."""
 
     def check_step(self, some: bool) -> None:
-        """Raise ValueError if ranks that share the work of an update would have to share one that comes one by one.
-
-        Args:
-            some: the step updates some parameters only.
-        """
+        """Raise ValueError if ranks that share the work of an update would have to share one that comes one by one."""
         opt = self._innermost
         if some or opt is not self.opt:
             where = "where a step updates some parameters only" if some else "inside of a wrapper"
@@ -125,27 +97,11 @@ class OptimizerAdapter(abc.ABC):
         skip_flag: np.ndarray | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Update all parameters, in backward order.
-
-        Args:
-            buckets: the buckets.
-            order: the parameters, by name, in the order in which their gradients came.
-            sums: the sum of each bucket, in the order of the buckets.
-            scale: the factor of the sums that makes them means.
-            skip_flag: a number on the GPU that refuses the update if it is not 0; only for optimizers that look at it.
-            ranks: the ranks that make this update; None if this one makes it from gradients of its own.
-        """
+        """Update all parameters, in backward order."""
         self.one_by_one(buckets, order, sums, scale)
 
     def one_by_one(self, buckets: BucketSet, order: Mapping[str, Known], sums: Iterable[Reduced], scale: float) -> None:
-        """Update the parameters in ``order``, one after the other, and no others.
-
-        Args:
-            buckets: the buckets.
-            order: the parameters, by name.
-            sums: the sum of each bucket, which is finite.
-            scale: makes means of the sums.
-        """
+        """Update the parameters in ``order``, one after the other, and no others."""
         means: dict[str, np.ndarray] = {}
         for bucket, total in zip(buckets, sums, strict=True):
             means |= bucket.mean(total, scale)
@@ -153,11 +109,7 @@ class OptimizerAdapter(abc.ABC):
             self.apply(name, parameter.param, parameter.value, means[name])
 
     def skips(self, only: Collection[str] | None) -> bool:
-        """Tell if an update that is refused changes nothing, although the host makes it.
-
-        Args:
-            only: names of the parameters that it updates; None for all.
-        """
+        """Tell if an update that is refused changes nothing, although the host makes it."""
         return self.reads_skip_flag and only is None
 
     def momentum(self) -> str:
@@ -171,7 +123,7 @@ class OptimizerAdapter(abc.ABC):
         return ""
 
     def follow(self, order: Mapping[str, Known]) -> None:
-        """Let the next update know what parameters have to say of it themselves (``Optimizer.follow``)."""
+        """Take the multipliers that parameters have themselves for the next update (``Optimizer.follow``)."""
         if isinstance(self._innermost, Optimizer):
             self._innermost.follow([(name, known.param) for name, known in order.items()])
 
@@ -197,22 +149,13 @@ class OptimizerAdapter(abc.ABC):
             self._first = None
 
     def prepare(self, scale: float, gpu: int | None) -> None:  # noqa: B027  only kernels that look read these numbers
-        """Write the numbers of the next update where kernels read them.
-
-        Args:
-            scale: the factor of the sums.
-            gpu: the GPU on which the kernels run; None for the host.
-        """
+        """Write the numbers of the next update where kernels read them."""
 
     def take_back(self) -> None:  # noqa: B027  others are stepped only after the decision
         """Undo the last ``step``, whose update was refused on the GPU."""
 
     def state_dict(self, unshard: Unshard | None = None) -> Any:
-        """Return the optimizer's states, None if it has no ``state_dict`` or ``get_states``.
-
-        Args:
-            unshard: makes the complete flat array from this rank's, where ranks update a part each.
-        """
+        """Return the optimizer's states, None if it has no ``state_dict`` or ``get_states``."""
         save = state_methods(self.opt).save
         return save() if save else None
 
@@ -225,11 +168,8 @@ class OptimizerAdapter(abc.ABC):
         """Hand states back to the optimizer; without effect if it cannot load any, or if they are None."""
         load = state_methods(self.opt).load
         if load and state is not None:
-            load(self._typed(state))
-
-    def _typed(self, state: Any) -> Any:
-        """Return the states with named tuples of the optimizer's own classes, where it has states already."""
-        return typed(state, self.state_dict()) if has_named(state) else state
+            # Named tuples become the optimizer's own classes, where it has states already.
+            load(typed(state, self.state_dict()) if has_named(state) else state)
 
     def __repr__(self) -> str:
         return f"optimizer {type(self.opt).__name__}"

@@ -9,14 +9,12 @@ from distopt.device import array_of, is_array, is_tensor
 
 
 class FirstUpdate:
-    """A check of the first update by another library's optimizer, at one entry of each parameter.
-
-    The entry is that of the gradient with the largest magnitude.
-    """
+    """A check of the first update by another library's optimizer, at the entry of each parameter's largest gradient."""
 
     def __init__(self, opt: Any):
         self._opt = opt
-        self._seen: list[tuple[Any, int, Any]] = []  # parameters, and an entry's index and previous value
+        # parameters, and an entry's index and previous value
+        self._seen: list[tuple[Any, int, Any]] = []
 
     def look(self, param: Any, value: np.ndarray, mean: np.ndarray) -> None:
         """Remember an entry of a parameter before its update, unless its gradient is zero or it is on a GPU."""
@@ -36,13 +34,7 @@ class FirstUpdate:
             )
 
     def finish(self) -> bool:
-        """End the check of the first update.
-
-        Warns RuntimeWarning if no remembered entry has changed.
-
-        Returns:
-            True if any parameter was looked at; False if the next update is to be checked in its place.
-        """
+        """End the check, with a warning if nothing has changed; False if no parameter was looked at."""
         if self._seen and all(_array(param).flat[entry] == previous for param, entry, previous in self._seen):
             warnings.warn(
                 f"{type(self._opt).__name__} has changed no parameter in its first update, although gradients are not "

@@ -1,5 +1,6 @@
 """The adapter for distopt's own optimizers: a whole bucket in one kernel call, which also takes the mean."""
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from distopt.buckets import Bucket, BucketSet, Reduced
 from distopt.optim.adapters.base import ApplyAdapter, Known
-from distopt.optim.optimizer import Ranks, Table, Unshard
+from distopt.optim.optimizer import Optimizer, Ranks, Table, Unshard
 
 
 class FusedAdapter(ApplyAdapter):
@@ -15,12 +16,16 @@ class FusedAdapter(ApplyAdapter):
 
     updates_shards = reads_skip_flag = True
 
+    def __init__(self, opt: Optimizer):
+        super().__init__(opt)
+        self.unrecorded, self.whole = opt.unrecorded, opt.whole
+
     def check(self, buckets: BucketSet) -> None:
         for bucket in buckets:
             self.opt.check(bucket.parameters)
 
     def follow(self, order: Mapping[str, Known]) -> None:
-        self.opt.follow([(name, known.param) for name, known in order.items()])
+        self.opt.follow(zip(order, map(operator.attrgetter("param"), order.values()), strict=True))
 
     def reserve(self, buckets: BucketSet) -> None:
         for group in buckets.groups:
@@ -31,11 +36,9 @@ class FusedAdapter(ApplyAdapter):
 
     def masters(self, bucket: Bucket) -> np.ndarray | None:
         group = bucket.group
-        masters: np.ndarray | None = self.opt.masters(group.parameters, group.gradient)
-        if masters is None:
-            return None
+        masters = self.opt.masters(group.parameters, group.gradient)
         begin = group.spec.offsets[group.spec.names.index(bucket.spec.names[0])] - bucket.spec.offsets[0]
-        return masters[begin : begin + bucket.spec.size]
+        return None if masters is None else masters[begin : begin + bucket.spec.size]
 
     def numbers(self) -> list[str]:
         return list(self.opt.numbers())
@@ -50,31 +53,20 @@ class FusedAdapter(ApplyAdapter):
         ranks: Ranks | None = None,
     ) -> None:
         self.opt.prepare(scale)
-        pairs = zip(*buckets.grouped(sums), strict=True)
-        self.opt.update_buckets(((bucket.parameters, total) for bucket, total in pairs), skip_flag, ranks)
+        groups, totals = buckets.grouped(sums)
+        tables = map(operator.attrgetter("parameters"), groups)
+        self.opt.update_buckets(zip(tables, totals, strict=True), skip_flag, ranks)
 
     def prepare(self, scale: float, gpu: int | None) -> None:
         self.opt.prepare(scale, gpu)
 
     @property
     def version(self) -> int:  # type: ignore[override]
-        """The number that grows when the optimizer's states move to other memory."""
         return int(self.opt.version)
 
     @property
     def same_each_step(self) -> bool:  # type: ignore[override]
-        """Whether every update calls the same kernels."""
         return bool(self.opt.same_each_step)
-
-    @property
-    def unrecorded(self) -> str:  # type: ignore[override]
-        """Name of a function that an update calls and that a CUDA graph cannot record; '' if there is none."""
-        return str(self.opt.unrecorded)
-
-    @property
-    def whole(self) -> bool:  # type: ignore[override]
-        """Whether a rank updates whole parameters where ranks share them, and so reads other ranks' shards of sums."""
-        return bool(self.opt.whole)
 
     def take_back(self) -> None:
         self.opt.take_back()

@@ -8,10 +8,9 @@ from distopt.optim.adapters.base import ApplyAdapter
 
 
 class SingaAdapter(ApplyAdapter):
-    """An adapter that calls ``apply(name, value, grad)`` for every parameter, then ``step()`` if there is one.
+    """An adapter that calls ``apply(name, value, grad)`` for every parameter, then ``step()`` if there is one."""
 
-    Only a distopt ``Wrapper`` is also asked for checks, masters and numbers.
-    """
+    # Only a distopt `Wrapper` is also asked for checks, masters and numbers.
 
     def check(self, buckets: BucketSet) -> None:
         for bucket in buckets if isinstance(self.opt, Wrapper) else ():

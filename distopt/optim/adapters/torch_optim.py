@@ -9,20 +9,20 @@ from distopt.buckets import BucketSet, Reduced
 from distopt.device.tensors import as_tensor
 from distopt.optim.adapters.base import Known, OptimizerAdapter
 
-# hyper-parameters of torch's optimizers, which a script may change between steps
-COMPARED = "lr", "momentum", "dampening", "nesterov", "betas", "alpha", "rho", "eps", "weight_decay"
+# Hyper-parameters of torch's optimizers, which a script may change between steps, and what errors call them.
+COMPARED = {"lr": "learning rate"} | {
+    name: name for name in ("momentum", "dampening", "nesterov", "betas", "alpha", "rho", "eps", "weight_decay")
+}
 
 
 class TorchAdapter(OptimizerAdapter):
-    """An adapter that gives every parameter its mean gradient as ``grad``, and then calls ``step()``.
-
-    Parameters are those of ``engine.torch_model``, with a ``tensor``.
-    """
+    """An adapter that gives the ``tensor`` of every parameter its mean as ``grad``, and then calls ``step()``."""
 
     def one_by_one(self, buckets: BucketSet, order: Mapping[str, Known], sums: Iterable[Reduced], scale: float) -> None:
         for group in self.opt.param_groups:
             for p in group["params"]:
-                p.grad = None  # a parameter without a mean is left alone, as by one process
+                # a parameter without a mean is left alone, as by one process
+                p.grad = None
         super().one_by_one(buckets, order, sums, scale)
 
     def update_one(self, name: str, param: Any, value: np.ndarray, mean: np.ndarray) -> None:
@@ -41,10 +41,6 @@ class TorchAdapter(OptimizerAdapter):
             for k, group in enumerate(self.opt.param_groups)
             for text in (
                 f"{len(group['params'])} parameters in group {k}",
-                *(f"{_word(name)} {group[name]!r} of group {k}" for name in COMPARED if name in group),
+                *(f"{word} {group[name]!r} of group {k}" for name, word in COMPARED.items() if name in group),
             )
         ]
-
-
-def _word(name: str) -> str:
-    return "learning rate" if name == "lr" else name

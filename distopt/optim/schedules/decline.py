@@ -11,17 +11,7 @@ from distopt.optim.schedules.warmup import WarmUp
 class Decline(WarmUp):
     """A base class of schedules that decline: ``final_lr + (base_lr - final_lr) left(p)``.
 
-    p grows from 0 at the end of the warm-up to 1 at ``max_update``.  From ``max_update`` on the value is ``final_lr``.
-
-    Args:
-        base_lr: the value at the end of the warm-up, at least 0.
-        max_update: the number of the update from which on the value is ``final_lr``, above ``warmup_steps``.
-        final_lr: at least 0.
-        **warmup: the keyword arguments of ``WarmUp``.
-
-    Raises:
-        TypeError: an argument is no number, or ``max_update`` no integer.
-        ValueError: a number is out of its range or not finite.
+    p grows from 0 at the end of the warm-up to 1 at ``max_update``, from where on the value is ``final_lr``.
     """
 
     def __init__(self, base_lr: float, max_update: int, final_lr: float, **warmup: Any):

@@ -9,26 +9,19 @@ from distopt.checks import check_int
 from distopt.optim.schedules.scheduler import DecayScheduler
 
 MODES = ("linear", "exponential")
-LARGEST = 10**9  # the largest epoch or learning rate that makes sense
+# the largest epoch or learning rate that makes sense
+LARGEST = 10**9
 
 
 class Stage(NamedTuple):
-    """A stage of a strategy.
-
-    Attributes:
-        end: the number of the update at which it ends.
-        rates: one learning rate, or the first and last of a warm-up.
-    """
+    """A stage of a strategy."""
 
     end: int
     rates: list[float]
 
 
 class Ramp(NamedTuple):
-    """A warm-up from ``begin`` at k = 0 to ``end`` at k = ``steps``.
-
-    It is a straight line if ``mode`` is 'linear', and ``begin (end / begin)^(k / steps)`` if it is 'exponential'.
-    """
+    """A warm-up from ``begin`` at k = 0 to ``end`` at k = ``steps``: 'linear', or 'exponential'."""
 
     begin: float
     end: float
@@ -36,7 +29,6 @@ class Ramp(NamedTuple):
     mode: str
 
     def __call__(self, k: int) -> float:
-        """Return the value for update number k <= ``steps``."""
         if k == self.steps:
             return self.end
         if self.mode == "linear":

@@ -11,23 +11,11 @@ MODES = ("linear", "constant")
 class WarmUp(DecayScheduler):
     """A base class of schedules whose first ``warmup_steps`` updates are a warm-up; ``after(k)`` gives later values.
 
-    The steps of the warm-up count: the schedule behind it is not shifted, unless the subclass says so.
-
-    Everything is computed anew from k and the numbers given here at every call.  So calls may come in any order, and a
-    ``base_lr`` that is assigned later is that of the whole schedule, warm-up included.
-
-    Args:
-        base_lr: the value at the end of the warm-up, at least 0.
-        warmup_steps: the number of updates in the warm-up, at least 0.
-        warmup_begin_lr: the value at the first update of the warm-up, in [0, base_lr].
-        warmup_mode: 'linear' for ``warmup_begin_lr + (base_lr - warmup_begin_lr) k / warmup_steps``; 'constant' for
-            ``warmup_begin_lr``.
-
-    Raises:
-        TypeError: an argument is no number, or a count no integer.
-        ValueError: an argument, which is named, is out of its range, not finite or unknown; at a call, a k that is
-            negative.
+    The steps of the warm-up count: the schedule after it is not shifted, unless the subclass says so.
     """
+
+    # Everything is computed anew from k and the numbers given here at every call.  So calls may come in any order, and
+    # a `base_lr` that is assigned later is that of the whole schedule, warm-up included.
 
     def __init__(
         self, base_lr: float, *, warmup_steps: int = 0, warmup_begin_lr: float = 0.0, warmup_mode: str = "linear"
