@@ -378,7 +378,7 @@ class BucketSet(list[Bucket]):
         Raises:
             ValueError: a gradient lies in the memory of another parameter's that was sent already.
         """
-        if version != self._gradients_version or (addresses == 0).any():
+        if version != self._gradients_version or 0 in addresses:
             addresses = self._untangled(grads, addresses, sent)
             for bucket, places in zip(self, self.places, strict=True):
                 bucket.point_to_gradients(addresses[places])

@@ -82,10 +82,6 @@ class GradientAccumulator:
         later = self.num_batches - self.batches - 1 if self.holds_sums else 0
         self.expected = self.num_gradients + later * gradients
 
-    def withdraw(self, gradients: int) -> None:
-        """Leave out the gradients of the present call: their sums are not finite."""
-        self.num_gradients -= gradients
-
     def bound(self, ranks: int) -> None:
         """Count no gradients of ranks that were lost, whose windows nobody has; those in sums over ranks stay."""
         if self.sync_on_apply:

@@ -37,19 +37,19 @@ class Checkpointer:
     """
 
     def __init__(self, training: TrainingState, known: Callable[[Any], Iterable[Any]] | None = None):
-        self._training, self._comm = training, training.comm
+        self.training, self._comm = training, training.comm
         self.known: Callable[[Any], Iterable[Any]] = known or iter
         self._locks: tuple[lock.Held, ...] = ()  # on rank 0, of the last folders
         self._unlocked: tuple[Path, ...] = ()  # folders in which there are no locks
 
     def save(self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2) -> Path:
         """``DistOpt.save``.  Collective."""
-        self._training.check_open()
-        self._training.land()
+        self.training.check_open()
+        self.training.land()
         return self._comm.transaction(lambda: self._save(path, params, extra, keep))
 
     def _save(self, path: str | Path, params: Iterable[Any] | None, extra: Any, keep: int) -> Path:
-        self._training.settle()
+        self.training.settle()
         self._on_all_ranks("saving", self._prepared_folder, path, keep)
         names = self._on_all_ranks("saving", self._next_checkpoint, Path(path))
         name, save = json.loads(names[0])
@@ -57,7 +57,7 @@ class Checkpointer:
         about: dict[str, Any] = {"save": save}
         pending: list[Pending] = []
         try:
-            state = self._training.state() if self._training.collective else None
+            state = self.training.state() if self.training.collective else None
             self._on_all_ranks("writing", self._write, place, state, params, extra, about, pending)
             self._on_all_ranks("renaming", _commit, pending)
             self._on_all_ranks("completing", self._on_rank_0, folder.complete, place, about)
@@ -75,7 +75,7 @@ class Checkpointer:
     def _prepared_folder(self, path: str | Path, keep: int) -> None:
         """A folder for what can be saved, which is this job's alone to save in."""
         check_int("keep", keep, least=1)
-        self._training.check()
+        self.training.check()
         place = Path(path)
         place.mkdir(parents=True, exist_ok=True)
         self._on_rank_0(self._lock_folder, place)
@@ -88,11 +88,6 @@ class Checkpointer:
             self._unlocked += (place,)
             self.note(f"{place}: no locks in this file system: nothing keeps two jobs from saving there at once")
 
-    @property
-    def stop_signal(self) -> int:
-        """The number of the signal by which a rank was asked to end, as of the last vote; 0 for none."""
-        return self._comm.control.stop
-
     def close(self) -> None:
         """Let other jobs save where this one did."""
         self._locks = ()
@@ -101,7 +96,7 @@ class Checkpointer:
         """Rank 0 says what the checkpoint is called, and what only its files have in common."""
         if self._comm.rank:
             return ""
-        name = folder.next_name(path, self._training.step)
+        name = folder.next_name(path, self.training.step)
         (path / name).mkdir(mode=0o700)
         return json.dumps([name, uuid.uuid4().hex])
 
@@ -115,11 +110,11 @@ class Checkpointer:
         pending: list[Pending],
     ) -> None:
         """This rank's files, not yet under their names; ``about`` is completed."""
-        about.update(self._training.facts())
-        state = self._training.state() if state is None else state
+        about.update(self.training.facts())
+        state = self.training.state() if state is None else state
         values = None if params is None else self._arrays_by_name(params)
         parameters = values and {n: device.host_copy(v) for n, v in values.items()}
-        of_all, of_rank = self._training.divide(state, parameters)
+        of_all, of_rank = self.training.divide(state, parameters)
         of_rank["extra"] = extra() if callable(extra) else extra
         rank = self._comm.rank
         pending.append(file.prepare(folder.file_of(place, rank), of_rank, about | {"rank": rank}))
@@ -137,8 +132,8 @@ class Checkpointer:
         self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2
     ) -> None:
         """``DistOpt.save_when_stopped``.  Collective."""
-        self._training.check_open()
-        self._training.land()
+        self.training.check_open()
+        self.training.land()
 
         def prepare() -> None:
             self._on_all_ranks("preparing to save", self._prepared_folder, path, keep)
@@ -146,7 +141,7 @@ class Checkpointer:
 
         self._comm.transaction(prepare)
         job.mark(job.STOPS)
-        hooks = self._training.hooks
+        hooks = self.training.hooks
         hooks[:] = [hook for hook in hooks if not isinstance(hook, StopOnSignal)]
         hooks.append(StopOnSignal(self, path, None if params is None else list(self.known(params)), extra, keep))
 
@@ -154,8 +149,8 @@ class Checkpointer:
 
     def load(self, path: str | Path, params: Iterable[Any] | None, load_state: LoadState) -> Any:
         """``DistOpt.load``.  Collective.  ``load_state`` takes the state that was read."""
-        self._training.check_open()
-        self._training.abandon()
+        self.training.check_open()
+        self.training.abandon()
         return self._comm.transaction(lambda: self._load(path, params, load_state))
 
     def _load(self, path: str | Path, params: Iterable[Any] | None, load_state: LoadState) -> Any:
@@ -207,7 +202,7 @@ class Checkpointer:
         if saved != size:
             self.note(f"{place}: {saved} ranks saved it, {size} go on; the pending mean stays as it was")
         of_all, of_rank = read(None), read(rank % saved)
-        state, parameters = self._training.unite(place, about, of_all, of_rank, read)
+        state, parameters = self.training.unite(place, about, of_all, of_rank, read)
         return state, parameters, of_rank["extra"]
 
     def _apply_loaded(
@@ -222,12 +217,12 @@ class Checkpointer:
     def _checked(self, params: Iterable[Any] | None, state: Tree, parameters: Any) -> dict[str, np.ndarray]:
         """Return the arrays that saved parameters go to, if training can go on from them and the state."""
         values = self._matching_arrays(params, parameters)
-        self._training.check_state(state)
+        self.training.check_state(state)
         return values
 
     def _write_loaded(self, load_state: LoadState, state: Tree, values: dict[str, np.ndarray], parameters: Any) -> None:
         load_state(state)  # first, since an optimizer may refuse it
-        with self._training.writing_parameters():
+        with self.training.writing_parameters():
             for name, value in values.items():
                 device.copy(value, parameters[name])
 
@@ -237,12 +232,12 @@ class Checkpointer:
         """Return the arrays of parameters by name; None for those that a step has brought."""
         if params is not None:
             return self._arrays_by_name(params)
-        return {name: known.value for name, known in self._training.collector.order.items()}
+        return {name: known.value for name, known in self.training.collector.order.items()}
 
     def take(self, params: Iterable[Any] | None, state: Tree, parameters: Any) -> None:
         """Go on, on this rank alone, from a state and parameters that another one has; raises what ``load`` raises."""
         values = self._checked(params, state, parameters)
-        self._write_loaded(self._training.load, state, values, parameters)
+        self._write_loaded(self.training.load, state, values, parameters)
 
     def _matching_arrays(
         self, params: Iterable[Any] | None, saved: dict[str, np.ndarray] | None
@@ -272,11 +267,11 @@ class Checkpointer:
         """Return arrays by parameter name; ValueError for two of one name, or a bare array that has none yet."""
         values: dict[str, np.ndarray] = {}
         for param in self.known(params):
-            if is_array(param) and not self._training.collector.order:
+            if is_array(param) and not self.training.collector.order:
                 raise ValueError(
                     "a parameter must be named before the first step, got a bare array; use distopt.Parameter"
                 )
-            name, value = self._training.collector.identify(param)
+            name, value = self.training.collector.identify(param)
             if name in values:
                 raise ValueError(f"{name}: given twice; names must be unique")
             values[name] = value
@@ -286,7 +281,7 @@ class Checkpointer:
 
     def _on_all_ranks(self, what: str, do: Callable[..., Any], *arguments: Any) -> list[str]:
         """Call ``do`` on every rank (``Agreement.run_on_all``).  Collective."""
-        agreement, step = self._training.agreement, self._training.step
+        agreement, step = self.training.agreement, self.training.step
         return agreement.run_on_all(f"{what} a checkpoint, DistOpt {agreement.number}, step {step}", do, *arguments)
 
     def _warn(self, text: str) -> None:
@@ -309,7 +304,7 @@ class StopOnSignal(StepHook):
 
     def after_call(self, step: int, applied: bool) -> None:
         """Raise SystemExit behind a checkpoint, if the last vote has told of a signal.  Collective."""
-        number = self._checkpointer.stop_signal
+        number = self._checkpointer.training.comm.control.stop  # a signal's number, as of the last vote; 0 for none
         if number and not self._done:
             self._done = True
             place = self._checkpointer.save(*self._arguments)

@@ -11,7 +11,7 @@ from distopt import device
 from distopt.engine.accumulation import unsent
 from distopt.engine.buddies import Buddies
 from distopt.engine.parameters import Loss, iterable
-from distopt.engine.spec import StepSpec, Update
+from distopt.engine.spec import Outcome, StepSpec, Update
 from distopt.engine.undo import Undo
 from distopt.resilience import job
 
@@ -44,13 +44,23 @@ class ElasticSteps:
         shared = engine.store.sharded or engine.optimizer.shares_work
         if engine.comm.gpu is not None:
             engine.sync_with_last_step()  # which is not made again
+
+        def exchange() -> Outcome | None:
+            attempt = engine.voted(again, spec)
+            if attempt is None:
+                return None
+            with engine.progress.halfway:
+                return engine.outcome_of(attempt)  # type: ignore[no-any-return]
+
+        def apply(outcome: Outcome) -> bool:
+            with engine.progress.halfway:
+                return engine.apply(outcome, update)  # type: ignore[no-any-return]
+
         if self.buddies and shared and spec.reduced and engine.accumulator.closes:
-            outcome, applied = self.buddies.step(
-                self.run, lambda: engine.until_outcome(again, spec), lambda outcome: engine.apply(outcome, update)
-            )
+            outcome, applied = self.buddies.step(self.run, exchange, apply)
         else:
-            outcome = self.run(functools.partial(engine.until_outcome, again, spec))
-            applied = outcome is not None and engine.apply(outcome, update)
+            outcome = self.run(exchange)
+            applied = outcome is not None and apply(outcome)
         if outcome is None:
             return False
         if applied:

@@ -161,10 +161,11 @@ class Engine:
             spec: says what the step is.
             update: what is done with the sums over ranks, in the place of ``self.update``.
         """
-        outcome = self.until_outcome(loss, spec)
-        if outcome is None:
+        attempt = self.voted(loss, spec)
+        if attempt is None:
             return False
-        applied = self.apply(outcome, update)
+        with self.progress.halfway:
+            applied = self.apply(self.outcome_of(attempt), update)
         self.end_call(applied)
         return applied
 
@@ -177,19 +178,16 @@ class Engine:
         """Return what an operation returns that all ranks do together, and again if one is lost.  Collective."""
         return self.elastic.run(operation) if self.elastic else operation()
 
-    def until_outcome(self, loss: Loss, spec: StepSpec) -> Outcome | None:
-        """Make all of a step but its update; None if all ranks skip it, as it is not finite on some.  Collective."""
+    def voted(self, loss: Loss, spec: StepSpec) -> Attempt | None:
+        """Prepare a step and vote on it; None if all ranks skip it, as it is not finite on some.  Collective."""
         with self.stream_order:
             attempt = self.prepare(loss, spec)
-            if not self.vote(attempt):
-                return None
-        return self.outcome_of(attempt)
+            return attempt if self.vote(attempt) else None
 
     def outcome_of(self, attempt: Attempt) -> Outcome:
         """Return what a step that all ranks make is updated with.  Collective."""
-        with self.progress.halfway:
-            sums = self.reduce(attempt)
-            return Outcome(None, 0.0) if sums is None else self.hooked_and_clipped(sums, self.spec)
+        sums = self.reduce(attempt)
+        return Outcome(None, 0.0) if sums is None else self.hooked_and_clipped(sums, self.spec)
 
     def step_alone(self, loss: Loss, spec: StepSpec) -> bool:
         """Make one step on a communicator of this rank alone, whose own gradients are the sums; as ``step``.
@@ -223,7 +221,8 @@ class Engine:
             if missing := store.collector.missing if store.collector.allow_missing else 0:
                 spec = self._leave_alone(attempt, [missing])
             self.go_on(attempt, spec, store.check.doubts)
-        applied = self.apply(self.outcome_of(attempt))
+        with self.progress.halfway:
+            applied = self.apply(self.outcome_of(attempt))
         self.end_call(applied)
         return applied
 
@@ -231,8 +230,7 @@ class Engine:
         """Update the parameters, unless there is nothing to apply, which it tells."""
         if outcome.sums is None:
             return False
-        with self.progress.halfway:
-            (update or self.update)(outcome.sums, outcome.scale, self.spec)
+        (update or self.update)(outcome.sums, outcome.scale, self.spec)
         return True
 
     def begin(self) -> Exception | None:
@@ -251,7 +249,7 @@ class Engine:
         """Collect, check and pack this rank's gradients; what goes wrong is kept in the attempt, for the vote."""
         if spec.exchange == "nodes":
             spec = self.reducers.possible(spec)
-        attempt, overlap, store = Attempt(spec), None, self.store
+        attempt, overlap, store, failed = Attempt(spec), None, self.store, True
         attempt.error = self.begin()
         if attempt.error:
             return attempt
@@ -284,14 +282,13 @@ class Engine:
                 store.check_sizes(compressor)
             leaving = (overlap.buckets, overlap.sent) if overlap else ()
             store.pack_all(self._packing(attempt), compressor.has_hooks, *leaving)
+            failed = False
         except Exception as error:
             attempt.error = error
-        except BaseException:  # an exit; the buckets that others wait for still travel
-            if overlap:
-                self._complete(overlap, failed=True)
-            raise
-        if overlap:
-            self._complete(overlap, failed=attempt.error is not None)
+        finally:
+            if overlap:  # at an exit too: the buckets that others wait for still travel
+                self.in_backward = False
+                overlap.complete(failed)
         if self.undo and attempt.error and self.comm.lost(attempt.error):
             raise attempt.error  # the vote would make it the outcome: NCCL's own failure is not a lost vote
         return attempt
@@ -412,14 +409,16 @@ class Engine:
         sums = list(reduced)
         self.comm.wait()
         nonfinite = reducer.nonfinite(sums)
-        if nonfinite:
-            self.accumulator.reset(self.store.buckets)
-        return sums if self.nonfinite.accepts_sums(nonfinite) else None
+        if not nonfinite:
+            self.store.check.passed()
+            return sums
+        self.accumulator.reset(self.store.buckets)
+        return sums if self.nonfinite.accepts(nonfinite) else None
 
     def update(self, sums: Iterable[Reduced], scale: float, spec: StepSpec) -> None:
         """Update the parameters with ``scale`` times the sums over ranks."""
         store, comm, buckets, order = self.store, self.comm, self.store.buckets, self.store.collector.order
-        shared = store.sharded or any([len(total) > 1 for total in sums])  # other ranks read this one's memory
+        shared = store.sharded or max(map(len, sums), default=0) > 1  # other ranks read this one's memory
         try:
             if spec.only is None:
                 ranks = Ranks(comm.rank, comm.size, store.sharded, self.add_norms, self._gather_updates)
@@ -547,19 +546,15 @@ class Engine:
         has one too, or if each of several batches is reduced.
         """
         check_compressor(compressor)
-        if compressor.corrects_momentum:
-            self._check_momentum(type(compressor).__name__)
-        return compressor.at_step(self.progress.updates)
-
-    def _check_momentum(self, name: str) -> None:
-        momentum = self.optimizer.momentum()
-        if momentum:
+        name = type(compressor).__name__
+        if compressor.corrects_momentum and (momentum := self.optimizer.momentum()):
             raise ValueError(
                 f"the optimizer must be without momentum, as {name} has one on each rank, got {momentum}; "
                 "give the momentum to the compressor, and the optimizer none, as SGD(lr)"
             )
-        if self.accumulator.holds_sums:
+        if compressor.corrects_momentum and self.accumulator.holds_sums:
             raise ValueError(f"sync_on_apply must be True, as {name} has one momentum per update, got False")
+        return compressor.at_step(self.progress.updates)
 
     # -- details of a step
 
@@ -589,10 +584,6 @@ class Engine:
             pack=lambda bucket: self.store.pack(bucket, packing),
         )
 
-    def _complete(self, overlap: Overlap, failed: bool) -> None:
-        self.in_backward = False
-        overlap.complete(failed)
-
     def _reduce_call(self, reducer: Reducer) -> bool:
         """Reduce the gradients of one of several batches; False if the sums are not finite, and are left out."""
         accumulator = self.accumulator
@@ -600,7 +591,7 @@ class Engine:
         self.comm.wait()
         nonfinite = reducer.nonfinite(sums)
         if nonfinite:  # the window stays as it was before this call
-            accumulator.withdraw(self.agreement.live)
+            accumulator.num_gradients -= self.agreement.live
         return self.nonfinite.accepts(nonfinite)
 
     def settle_call(self, spec: StepSpec) -> bool:

@@ -1,6 +1,7 @@
 """Find what is not finite in a step: by the host before the step goes on, or by the GPU while the host goes on."""
 
 import math
+import operator
 from collections.abc import Iterable
 
 import numpy as np
@@ -101,7 +102,11 @@ class HostCheck(NoCheck):
     @property
     def doubts(self) -> bool:
         """Whether a gradient, or a residual, is so large that a sum of it may overflow."""
-        return self._large_states or self._steps >= self.STEPS or any([b.near_overflow for b in self._buckets])
+        return (
+            self._large_states
+            or self._steps >= self.STEPS
+            or any(map(operator.attrgetter("near_overflow"), self._buckets))
+        )
 
     def begin(self, doubted: bool, stateful: bool) -> None:
         """Keep a copy of what outlives the step, if the sums are in doubt."""

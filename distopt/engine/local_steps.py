@@ -10,6 +10,8 @@ from distopt.engine.outer_loop import Arrays, OuterLoop
 from distopt.engine.parameters import Loss
 from distopt.engine.spec import StepSpec
 
+LOCAL_STEP = StepSpec(label="a local step")
+
 
 def alone(comm: Communicator) -> Communicator:
     """Return a communicator of this rank alone, in whose errors it has its number among all."""
@@ -54,7 +56,7 @@ class LocalTraining:
         if self.calls == 0:
             self.outer.let_in()
         try:
-            applied = self.inner.step_alone(loss, StepSpec(label="a local step"))
+            applied = self.inner.step_alone(loss, LOCAL_STEP)
         except Exception as error:
             vars(error).pop("agreed", None)  # no other rank has raised it
             raise

@@ -244,12 +244,6 @@ class NonfiniteGuard:
         """Tell if the present call is to be applied; ``nonfinite`` is alike on all ranks, '' if all is finite."""
         return not nonfinite or self.policy.accepts(self._progress.name, nonfinite)
 
-    def accepts_sums(self, nonfinite: str) -> bool:
-        """Tell if the sums of the present call are to be applied."""
-        if not nonfinite:
-            self._store.check.passed()
-        return self.accepts(nonfinite)
-
     def settle_call(self, kernels_skip: bool) -> bool:
         """Begin to fetch the outcome of a call on a GPU.
 

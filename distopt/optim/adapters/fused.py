@@ -1,5 +1,6 @@
 """The adapter for distopt's own optimizers: a whole bucket in one kernel call, which also takes the mean."""
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ class FusedAdapter(ApplyAdapter):
             self.opt.check(bucket.parameters)
 
     def follow(self, order: Mapping[str, Known]) -> None:
-        self.opt.follow([(name, known.param) for name, known in order.items()])
+        self.opt.follow(zip(order, map(operator.attrgetter("param"), order.values()), strict=True))
 
     def reserve(self, buckets: BucketSet) -> None:
         for group in buckets.groups:
@@ -35,11 +36,9 @@ class FusedAdapter(ApplyAdapter):
 
     def masters(self, bucket: Bucket) -> np.ndarray | None:
         group = bucket.group
-        masters: np.ndarray | None = self.opt.masters(group.parameters, group.gradient)
-        if masters is None:
-            return None
+        masters = self.opt.masters(group.parameters, group.gradient)
         begin = group.spec.offsets[group.spec.names.index(bucket.spec.names[0])] - bucket.spec.offsets[0]
-        return masters[begin : begin + bucket.spec.size]
+        return None if masters is None else masters[begin : begin + bucket.spec.size]
 
     def numbers(self) -> list[str]:
         return list(self.opt.numbers())
@@ -54,8 +53,9 @@ class FusedAdapter(ApplyAdapter):
         ranks: Ranks | None = None,
     ) -> None:
         self.opt.prepare(scale)
-        pairs = zip(*buckets.grouped(sums), strict=True)
-        self.opt.update_buckets(((bucket.parameters, total) for bucket, total in pairs), skip_flag, ranks)
+        groups, totals = buckets.grouped(sums)
+        tables = map(operator.attrgetter("parameters"), groups)
+        self.opt.update_buckets(zip(tables, totals, strict=True), skip_flag, ranks)
 
     def prepare(self, scale: float, gpu: int | None) -> None:
         self.opt.prepare(scale, gpu)
