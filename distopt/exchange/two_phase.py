@@ -9,8 +9,10 @@ empowering distributed training with sparsity-driven data synchronization", 2025
 Adam", 2021, for codes.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -39,6 +41,117 @@ class Watch(Protocol):
         self, bucket: TravellingBucket, codec: ShardCodec, pieces: Sequence[Piece], payloads: Sequence[Payload]
     ) -> None:
         """See it afterwards, and what is sent of its pieces."""
+
+
+class Sum(NamedTuple):
+    """Asks for the sum of an array over ranks, in its place, which nobody reads before ``ToAll`` is answered.
+
+    Args:
+        x: the array.
+        tag: of the message.
+    """
+
+    x: np.ndarray
+    tag: MessageTag
+
+
+class ToOwners(NamedTuple):
+    """Asks to send payloads of pieces to their owners.
+
+    It is answered by ``Sums``.  Later, nobody reads the payloads, whose memory may be another rank's then.
+
+    Args:
+        payloads: of all pieces of all buckets, in order.
+        counts: by bucket, the entries of each part of its pieces.
+        tag: of the messages.
+    """
+
+    payloads: list[tuple[Piece, Payload]]
+    counts: list[np.ndarray]
+    tag: MessageTag
+
+
+class ToAll(NamedTuple):
+    """Asks to send what a rank has made of its pieces to all; it is answered by what all have sent, in their order.
+
+    Args:
+        results: the pieces, and the payload of each.
+        tag: of the messages.
+    """
+
+    results: list[tuple[Piece, Payload]]
+    tag: MessageTag
+
+
+# of each piece that a rank owns, when it asks for the next: a call for it, the sum, and the entries of each part
+Sums = Iterator[tuple[Piece, ExchangeContext, np.ndarray, np.ndarray]]
+Exchange = Generator[Sum | ToOwners | ToAll, Any, None]
+
+
+def program(
+    buckets: Sequence[TravellingBucket],
+    compressor: Compressor,
+    codec: ShardCodec,
+    shards: Cut,
+    comm: Communicator,
+    owned: Owned,
+    borders: Borders,
+    tag: MessageTag,
+    watches: Sequence[Watch] = (),
+) -> Exchange:
+    """What one rank does in two phases: it yields the collectives, and is sent their answers.
+
+    ``comm`` waits for a GPU, and for nothing else; all other arguments are those of ``two_phase``.
+    """
+    put_back = []
+
+    def labelled(payloads: Sequence[tuple[Piece, Payload]]) -> MessageTag:
+        return tag._replace(members=shards.members, breakdown=lambda _: codec.breakdown(payloads, shards.members))
+
+    def sent() -> Generator[Sum, None, ToOwners]:
+        selected, places = [], PlaceCounts(codec, shards, buckets[0][2])
+        for number, (bucket, pieces) in enumerate(zip(buckets, shards.of_bucket, strict=True)):
+            x, state, context, own_tag = bucket
+            for watch in watches:
+                watch.before(bucket)
+            if codec.remembers:
+                settle_moved(bucket, next((piece for piece in pieces if piece.owner == context.rank), None), owned)
+            selected.append(codec.select(x, state, context, pieces, places.of_bucket(number)))
+            mask = compressor.uncompressed(layout_of(x, context), context)
+            if mask is not None:
+                there = context.repeat("uncompressed", partial(UncompressedMembers, x, mask, context), (x,))
+                if not there.none:
+                    yield Sum(there.flat, own_tag if there.all else own_tag._replace(members=there.members))
+                if not there.none and not there.all:
+                    put_back.append((context, x, there))
+        counts = places.counts(comm)
+        packed = codec.pack_all(selected, counts, [context for _, _, context, _ in buckets], shards.of_bucket)
+        payloads = list[tuple[Piece, Payload]]()
+        for bucket, pieces, of_bucket in zip(buckets, shards.of_bucket, packed, strict=True):
+            for watch in watches:
+                watch.after(bucket, codec, pieces, of_bucket)
+            payloads += zip(pieces, of_bucket, strict=True)
+        return ToOwners(payloads, counts, labelled(payloads))
+
+    # no name holds what is sent, so that a rank that waits in one process with others keeps none of it
+    sums: Sums = yield (yield from sent())
+    results = []
+    for piece, here, total, counts in sums:
+        x, state, _, _ = buckets[piece.bucket]
+        memory = codec.owed(x, state, piece, here) if codec.remembers else None
+        results.append((piece, codec.compress_sum(total, memory, counts, piece, here)))
+    gathered: list[tuple[Piece, Payload]] = yield ToAll(results, labelled(results))
+    received: list[list[Payload]] = [[] for _ in buckets]
+    for piece, payload in gathered:
+        received[piece.bucket].append(payload)
+    if codec.ragged:
+        borders.see(shards, [payload.entries for _, payload in gathered], buckets[0][2].step)
+    of_buckets = zip(received, buckets, shards.of_bucket, strict=True)
+    cut_up = [(payloads, x, context, pieces) for payloads, (x, _, context, _), pieces in of_buckets if pieces]
+    if cut_up:
+        codec.decompress_all(*zip(*cut_up, strict=True))
+    for context, x, there in put_back:
+        context.repeat("put back", there.put_back, (x,))
 
 
 def two_phase(
@@ -83,117 +196,57 @@ def two_phase(
         ([0, 1, 64, 128], [1.0, 6.0, 2.0, 3.0])
     """
     shards, like = shards_of(buckets, codec, borders, comm.size), buckets[0][0]
-    mine = shards.of_owner[comm.rank]
-    with comm.on_comm_stream():
-        sent, counts, uncompressed = compress_all(buckets, compressor, codec, shards, comm, owned, watches)
-        itemsizes = [x.itemsize for x, _, _, _ in buckets]
+
+    def by_piece(messages: Sequence[np.ndarray], cut: Sequence[Sequence[Piece]]) -> list[tuple[Piece, list[Payload]]]:
+        """Return the payloads of each piece, in the order of ranks; each rank's message has those of its pieces."""
+        found: dict[Piece, list[Payload]] = {piece: [] for pieces in cut for piece in pieces}
+        for sender, (message, pieces) in enumerate(zip(messages, cut, strict=True)):
+            end = 0
+            for piece in pieces:
+                start = -(-end // ALIGNED) * ALIGNED
+                entries, nbytes = told.payload(sender, piece, message[start:], buckets[piece.bucket][0].itemsize)
+                end = start + nbytes
+                found[piece].append(Payload(message[start:end], entries))
+            if end != message.nbytes:
+                text = f"message {sender} of a shard must be of {end} bytes, as its headers say, got {message.nbytes}"
+                raise ValueError(f"{text}; it was damaged")
+        return list(found.items())
+
+    def sums(inbox: Sequence[np.ndarray]) -> Sums:
+        for piece, payloads in by_piece(inbox, [shards.of_owner[comm.rank]] * comm.size):
+            x, _, context, _ = buckets[piece.bucket]
+            total, here = context.scratch("shard sum", piece.size * x.itemsize).view(x.dtype), piece.context(context)
+            found, counts = codec.add(payloads, total, piece, here), told.counts(piece)
+            yield piece, here, total, found if counts is None else counts
+
+    exchange = program(buckets, compressor, codec, shards, comm, owned, borders, tag, watches)
+    answer: Any = None
+    with comm.on_comm_stream(), contextlib.suppress(StopIteration):
+        itemsizes = [bucket[0].itemsize for bucket in buckets]
         told: Headers = Headers(codec) if comm.gpu is None else Told(codec, shards, comm, itemsizes)
-        told.tell(counts)
-        outbox = [[(piece, sent[piece.bucket, piece.start]) for piece in pieces] for pieces in shards.of_owner]
-        with comm.tagged(_labelled(tag, shards, codec, [p for payloads in outbox for p in payloads])):
-            inbox = comm.all_to_all([_message(payloads, like) for payloads in outbox], ragged=told.lengths)
-        results = [
-            (piece, sum_and_compress(piece, payloads, codec, buckets[piece.bucket], told.counts(piece)))
-            for piece, payloads in by_piece(inbox, [mine] * comm.size, told, buckets)
-        ]
-        told.tell_sums([payload.entries for _, payload in results])
-        with comm.tagged(_labelled(tag, shards, codec, results)):
-            gathered = comm.all_gather(_message(results, like), ragged=told.lengths)
-        received: list[list[Payload]] = [[] for _ in buckets]
-        of_owners = by_piece(gathered, shards.of_owner, told, buckets)
-        for piece, payloads in of_owners:
-            received[piece.bucket] += payloads
-        if codec.ragged:
-            borders.see(shards, [payload.entries for _, (payload,) in of_owners], buckets[0][2].step)
-        codec.decompress_all(*_where_cut(shards, received, [b[0] for b in buckets], [b[2] for b in buckets]))
-        for (x, _, context, _), members in zip(buckets, uncompressed, strict=True):
-            if members and not members.none and not members.all:
-                context.repeat("put back", members.put_back, (x,))
-
-
-def compress_all(
-    buckets: Sequence[TravellingBucket],
-    compressor: Compressor,
-    codec: ShardCodec,
-    shards: Cut,
-    comm: Communicator,
-    owned: Owned,
-    watches: Sequence[Watch],
-) -> tuple[dict[tuple[int, int], Payload], np.ndarray, list[UncompressedMembers | None]]:
-    """Compress this rank's buckets, and sum up the members that stay as they are.  Collective.
-
-    Args:
-        buckets: as of ``two_phase``.
-        compressor: as of ``two_phase``.
-        codec: as of ``two_phase``.
-        shards: of these buckets.
-        comm: as of ``two_phase``.
-        owned: as of ``two_phase``.
-        watches: as of ``two_phase``.
-
-    Returns:
-        The payload of each piece, by bucket and start; the number of entries of each part of each piece, in order;
-        and of each bucket the members that were summed.
-    """
-    uncompressed = []
-    selected, places = [], PlaceCounts(codec, shards, buckets[0][2])
-    for number, bucket in enumerate(buckets):
-        x, state, context, tag = bucket
-        for watch in watches:
-            watch.before(bucket)
-        pieces = shards.of_bucket[number]
-        if codec.remembers:
-            settle_moved(bucket, owned_piece(pieces, comm.rank), owned)
-        selected.append(codec.select(x, state, context, pieces, places.of_bucket(number)))
-        uncompressed.append(_sum_uncompressed(x, compressor, comm, context, tag))
-    counts, sent = places.counts(comm), dict[tuple[int, int], Payload]()
-    packed = codec.pack_all(selected, counts, [context for _, _, context, _ in buckets], shards.of_bucket)
-    for number, (bucket, pieces, payloads) in enumerate(zip(buckets, shards.of_bucket, packed, strict=True)):
-        sent |= {(number, piece.start): payload for piece, payload in zip(pieces, payloads, strict=True)}
-        for watch in watches:
-            watch.after(bucket, codec, pieces, payloads)
-    return sent, np.concatenate(counts), uncompressed
-
-
-def compress_bucket(
-    bucket: TravellingBucket, codec: ShardCodec, pieces: Sequence[Piece]
-) -> tuple[list[Payload], np.ndarray]:
-    """Return the payloads of the pieces of one bucket, which is on the host, and the entries of each part of them."""
-    x, state, context, _ = bucket
-    places = np.empty(len(codec.edges(pieces)) if pieces else 0, np.int64)
-    selected = codec.select(x, state, context, pieces, places)
-    counts: np.ndarray = np.diff(places)
-    return codec.pack(selected, counts, context, pieces), counts
+        while True:
+            asked = exchange.send(answer)
+            if isinstance(asked, Sum):
+                with comm.tagged(asked.tag):
+                    answer = comm.all_reduce(asked.x)
+            elif isinstance(asked, ToOwners):
+                told.tell(np.concatenate(asked.counts))
+                sent = dict(asked.payloads)
+                messages = [_message([sent[piece] for piece in pieces], like) for pieces in shards.of_owner]
+                with comm.tagged(asked.tag):
+                    answer = sums(comm.all_to_all(messages, ragged=told.lengths))
+            else:
+                payloads = [payload for _, payload in asked.results]
+                told.tell_sums([payload.entries for payload in payloads])
+                with comm.tagged(asked.tag):
+                    gathered = comm.all_gather(_message(payloads, like), ragged=told.lengths)
+                answer = [(piece, payload) for piece, (payload,) in by_piece(gathered, shards.of_owner)]
 
 
 def shards_of(buckets: Sequence[TravellingBucket], codec: ShardCodec, borders: Borders, ranks: int) -> Cut:
     """Return the shards of these buckets, which are the same on every rank."""
     layouts = [codec.cut(layout_of(x, context), context) for x, _, context, _ in buckets]
     return cut_for(codec, layouts, ranks, borders.starts)
-
-
-def sum_and_compress(
-    piece: Piece,
-    payloads: Sequence[Payload],
-    codec: ShardCodec,
-    bucket: TravellingBucket,
-    counts: np.ndarray | None = None,
-) -> Payload:
-    """Return what the owner of a piece sends of the sum of its payloads.
-
-    Args:
-        piece: the piece.
-        payloads: of all ranks, in rank order.
-        codec: the compressor, as it takes part.
-        bucket: of the piece.
-        counts: of all ranks' entries, by part; None if they are counted here.
-    """
-    x, state, context, _ = bucket
-    total = context.scratch("shard sum", piece.size * x.itemsize).view(x.dtype)
-    here = piece.context(context)
-    found = codec.add(payloads, total, piece, here)
-    memory = codec.owed(x, state, piece, here) if codec.remembers else None
-    return codec.compress_sum(total, memory, found if counts is None else counts, piece, here)
 
 
 def settle_moved(bucket: TravellingBucket, piece: Piece | None, owned: Owned) -> None:
@@ -218,70 +271,8 @@ def settle_moved(bucket: TravellingBucket, piece: Piece | None, owned: Owned) ->
     owned[number] = state_array(state, OWED, x), *part, since
 
 
-def _message(payloads: Sequence[tuple[Piece, Payload]], like: np.ndarray) -> np.ndarray:
-    """Return the payloads of pieces as one message, where ``like`` is."""
+def _message(payloads: Sequence[Payload], like: np.ndarray) -> np.ndarray:
+    """Return payloads as one message, where ``like`` is."""
     if not payloads:
         return like[:0].view(np.uint8)
-    return device.concatenated([payload.data for _, payload in payloads], ALIGNED)
-
-
-def _where_cut(shards: Cut, *of_buckets: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield, of lists with an item for each bucket, those of buckets that have pieces; at last the pieces."""
-    for items in (*of_buckets, shards.of_bucket):
-        yield [item for item, pieces in zip(items, shards.of_bucket, strict=True) if pieces]
-
-
-def _labelled(tag: MessageTag, shards: Cut, codec: ShardCodec, payloads: Sequence[tuple[Piece, Payload]]) -> MessageTag:
-    """Return the tag of the messages of these payloads."""
-    members = shards.members
-    return tag._replace(members=members, breakdown=lambda _: codec.breakdown(payloads, members))
-
-
-def owned_piece(pieces: Sequence[Piece], rank: int) -> Piece | None:
-    """Return the piece of a bucket that a rank owns, None if it owns none."""
-    return next((piece for piece in pieces if piece.owner == rank), None)
-
-
-def _sum_uncompressed(
-    x: np.ndarray, compressor: Compressor, comm: Communicator, context: ExchangeContext, tag: MessageTag
-) -> UncompressedMembers | None:
-    """Sum up the members of a bucket that the compressor leaves as they are, if there are any.  Collective."""
-    mask = compressor.uncompressed(layout_of(x, context), context)
-    if mask is None:
-        return None
-    members = context.repeat("uncompressed", lambda: UncompressedMembers(x, mask, context), (x,))
-    if not members.none:
-        with comm.tagged(tag if members.all else tag._replace(members=members.members)):
-            comm.all_reduce(members.flat)
-    return members
-
-
-def by_piece(
-    messages: Sequence[np.ndarray],
-    shards: Sequence[Sequence[Piece]],
-    told: Headers,
-    buckets: Sequence[TravellingBucket],
-) -> list[tuple[Piece, list[Payload]]]:
-    """Return the payloads of each piece, in the order of messages.
-
-    Args:
-        messages: one of each rank.
-        shards: the pieces of which each message has a payload: always the same ones, or each its own.
-        told: how many entries they have.
-        buckets: of the plan.
-
-    Raises:
-        ValueError: a message is not as long as its payloads say.
-    """
-    found: dict[Piece, list[Payload]] = {piece: [] for pieces in shards for piece in pieces}
-    for sender, (message, pieces) in enumerate(zip(messages, shards, strict=True)):
-        end = 0
-        for piece in pieces:
-            start = -(-end // ALIGNED) * ALIGNED
-            entries, nbytes = told.payload(sender, piece, message[start:], buckets[piece.bucket][0].itemsize)
-            end = start + nbytes
-            found[piece].append(Payload(message[start:end], entries))
-        if end != message.nbytes:
-            text = f"message {sender} of a shard must be of {end} bytes, as its headers say, got {message.nbytes}"
-            raise ValueError(f"{text}; it was damaged")
-    return list(found.items())
+    return device.concatenated([payload.data for payload in payloads], ALIGNED)

@@ -1,11 +1,15 @@
 """The exchange of ranks that take turns in one process: their payloads are added up in rank order."""
 
+import contextlib
+import itertools
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from distopt import device, kernels
+from distopt.comm import LocalCommunicator
 from distopt.comm.communicator import BFLOAT16, HALVES
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
@@ -13,20 +17,12 @@ from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State, layout_of
 from distopt.compress.shards import Payload, Piece, ShardCodec, settle
 from distopt.exchange.all_reduce import TravellingBucket
-from distopt.exchange.cut import Borders, Cut
+from distopt.exchange.cut import Borders
 from distopt.exchange.mixed import UncompressedMembers
 from distopt.exchange.payload import check_payload
 from distopt.exchange.told import message_bytes
 from distopt.exchange.traffic import traffic
-from distopt.exchange.two_phase import (
-    Owned,
-    Watch,
-    compress_bucket,
-    owned_piece,
-    settle_moved,
-    shards_of,
-    sum_and_compress,
-)
+from distopt.exchange.two_phase import Exchange, Owned, Sum, Sums, ToAll, ToOwners, Watch, program, shards_of
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 
 T = TypeVar("T")
@@ -216,25 +212,28 @@ class SequentialBuckets:
 
 
 class SequentialTwoPhase:
-    """Exchange of all buckets of a step in two phases: ``add`` those of each rank, in rank order, then ``write_sums``.
+    """``two_phase.program`` of all ranks in lock step: ``add`` the buckets of each, in rank order, then ``write_sums``.
+
+    A rank's payloads are added when it sends them, so that none is kept, and one rank unpacks the sum for all.
 
     Args:
         compressor: what is sent of the buckets.
         codec: the same, as it takes part.
         owned: of each rank, what it owned of each bucket in the last step; empty at first.
         borders: of the shards, the same at every step.
+        tag: of messages of all buckets.
         watches: are shown what each rank sends.
 
     Example:
-        >>> import numpy as np
         >>> from distopt.comm.message import UNTAGGED
         >>> from distopt.compress import ExchangeContext, TopK
         >>> from distopt.exchange.cut import Borders
-        >>> exchange = SequentialTwoPhase(TopK(0.5), TopK(0.5).sharded(), [{}, {}], Borders())
-        >>> for rank, x in enumerate(np.array([[1, 2], [-3, 0]], np.float32)):
-        ...     context = ExchangeContext(rank=rank, size=2)
-        ...     exchange.add([(x, {}, context, UNTAGGED)])
-        >>> exchange.write_sums([(x, {}, context, UNTAGGED)], [[{}], [{}]])
+        >>> exchange = SequentialTwoPhase(TopK(0.5), TopK(0.5).sharded(), [{}, {}], Borders(), UNTAGGED)
+        >>> x, memory = np.empty(2, np.float32), {}
+        >>> for rank, gradient in enumerate(([1, 2], [-3, 0])):
+        ...     x[:] = gradient
+        ...     exchange.add([(x, {}, ExchangeContext(rank=rank, size=2), UNTAGGED)])
+        >>> exchange.write_sums([], [])
         >>> x
         array([-3.,  0.], dtype=float32)
     """
@@ -245,137 +244,120 @@ class SequentialTwoPhase:
         codec: ShardCodec,
         owned: Sequence[Owned],
         borders: Borders,
+        tag: MessageTag,
         watches: Sequence[Watch] = (),
     ):
-        self._compressor, self._codec, self._owned, self._rank = compressor, codec, owned, 0
-        self._borders, self._watches = borders, watches
-        self._flats: dict[int, tuple[UncompressedMembers, RunningSum]] = {}  # by bucket
-        self._totals: list[np.ndarray] = []
-        self._counts: dict[int, np.ndarray] = {}  # of entries, by bucket, of each part of its pieces in order
+        self._compressor, self._codec, self._owned = compressor, codec, owned
+        self._borders, self._tag, self._watches = borders, tag, watches
+        self._alone = LocalCommunicator()  # of no GPU, so that nobody waits for one
+        self._ranks: list[Exchange] = []
+        self._buckets: Sequence[TravellingBucket] = ()  # of the first rank
+        self._sums: list[tuple[Sum, RunningSum]] = []
+        self._totals: dict[int, np.ndarray] = {}  # of what has been sent, by bucket
+        self._counts: list[np.ndarray] = []  # of entries, by bucket, of each part of its pieces
         self._kept: dict[Piece, list[Payload]] = {}  # of all ranks, where senders are counted
         self._breakdowns: list[LazyBreakdown] = []  # of the first rank's two messages
-        self.sent: list[list[int]] = []  # bytes of messages of the first phase, by sender and owner
-        self.gathered: list[int] = []  # bytes of messages of the second phase, by owner
+        self._to_first: list[int] = []  # bytes of what each rank sends to the first one
+        self._from_first: list[int] = []  # and of what that sends to each
+        self._gathered: list[int] = []  # bytes of messages of the second phase, by owner
 
     def add(self, buckets: Sequence[TravellingBucket]) -> None:
         """Add the buckets of the next rank, and change what the compressor keeps of them."""
-        codec, rank, first, size = self._codec, self._rank, self._rank == 0, buckets[0][2].size
-        shards, sent = shards_of(buckets, codec, self._borders, size), list[tuple[Piece, Payload]]()
-        for number, bucket in enumerate(buckets):
-            x, _, context, _ = bucket
-            pieces = shards.of_bucket[number]
-            if codec.remembers:
-                settle_moved(bucket, owned_piece(pieces, rank), self._owned[rank])
-            if first:
-                self._totals.append(context.scratch("sum of entries", x.nbytes).view(x.dtype))
-            for watch in self._watches:
-                watch.before(bucket)
-            payloads, counts = compress_bucket(bucket, codec, pieces)
-            for watch in self._watches:
-                watch.after(bucket, codec, pieces, payloads)
-            sent += zip(pieces, payloads, strict=True)
-            self._add(number, bucket, payloads, pieces)
-            self._counts[number] = self._counts.get(number, 0) + counts
-            self._add_uncompressed(number, x, context, first)
-        if first:
-            self._breakdowns.append(codec.breakdown(sent, shards.members))
-        to_owner: list[list[int]] = [[] for _ in range(size)]
-        for piece, payload in sent:
+        rank, (_, _, context, _) = len(self._ranks), buckets[0]
+        shards = shards_of(buckets, self._codec, self._borders, context.size)
+        exchange = program(
+            buckets,
+            self._compressor,
+            self._codec,
+            shards,
+            self._alone,
+            self._owned[rank],
+            self._borders,
+            self._tag,
+            self._watches,
+        )
+        sums = iter(self._sums)
+        asked = next(exchange)
+        while isinstance(asked, Sum):  # which it reads at the end, so that it may go on
+            if rank == 0:
+                self._sums.append((asked, RunningSum(partial(device.empty, dtype=np.uint8, like=asked.x))))
+            _, running = self._sums[-1] if rank == 0 else next(sums)
+            running.add(asked.x, first=rank == 0)
+            asked = exchange.send(None)
+        assert isinstance(asked, ToOwners)
+        self._ranks.append(exchange)
+        to_owner: list[list[int]] = [[] for _ in range(context.size)]
+        for piece, payload in asked.payloads:
             to_owner[piece.owner].append(payload.data.nbytes)
-        self.sent.append([message_bytes(nbytes) for nbytes in to_owner])
-        self._rank += 1
+        self._to_first.append(message_bytes(to_owner[0]))
+        if rank == 0:
+            self._buckets, self._shards = buckets, shards
+            self._from_first = list(map(message_bytes, to_owner))
+            self._breakdowns.append(_breakdown(asked.tag))
+        self._counts = list(map(np.add, self._counts, asked.counts)) if rank else asked.counts
+        of_pieces = iter(asked.payloads)
+        for bucket, pieces in zip(buckets, shards.of_bucket, strict=True):
+            if pieces:
+                self._add(bucket, pieces, [payload for _, payload in itertools.islice(of_pieces, len(pieces))])
 
-    def _add(self, number: int, bucket: TravellingBucket, payloads: Sequence[Payload], pieces: Sequence[Piece]) -> None:
+    def _add(self, bucket: TravellingBucket, pieces: Sequence[Piece], payloads: Sequence[Payload]) -> None:
         """Add what the payloads of a rank stand for, which is 0 where they have no entries."""
         x, _, context, _ = bucket
-        if not pieces:
-            return
+        first, number = len(self._ranks) == 1, pieces[0].bucket
+        part = context.scratch("sum of entries" if first else "entries of a rank", x.nbytes).view(x.dtype)
+        if first:
+            self._totals[number] = part
         if context.senders:
             for piece, payload in zip(pieces, payloads, strict=True):
                 self._kept.setdefault(piece, []).append(payload._replace(data=device.copied(payload.data)))
             return
-        if self._rank == 0:
-            self._codec.decompress(payloads, self._totals[number], context, pieces, summed=False)
-            return
-        carried = context.scratch("entries of a rank", x.nbytes).view(x.dtype)
-        device.clear(carried)
-        self._codec.decompress(payloads, carried, context, pieces, summed=False)
-        kernels.accumulate(carried, self._totals[number])
-
-    def _add_uncompressed(self, number: int, x: np.ndarray, context: ExchangeContext, first: bool) -> None:
-        mask = self._compressor.uncompressed(layout_of(x, context), context)
-        if mask is None:
-            return
-        members = UncompressedMembers(x, mask, context)
-        if members.none:
-            return
-        if first:
-            running = RunningSum(lambda nbytes: context.scratch("sum over ranks", nbytes))
-        else:
-            _, running = self._flats[number]
-        running.add(members.flat, first)
-        self._flats[number] = members, running
+        if not first:
+            device.clear(part)
+        self._codec.decompress(payloads, part, context, pieces, summed=False)
+        if not first:
+            kernels.accumulate(part, self._totals[number])
 
     def write_sums(self, buckets: Sequence[TravellingBucket], states: Sequence[Sequence[State]]) -> None:
-        """Overwrite the last rank's buckets by the sums that owners send.
-
-        Args:
-            buckets: as of ``add``, of the last rank.
-            states: what compressors keep, by rank and bucket.
-        """
-        codec, size = self._codec, buckets[0][2].size
-        shards = shards_of(buckets, codec, self._borders, size)
-        payloads: list[list[Payload]] = [[] for _ in buckets]
-        entries: list[int] = []
-        counts = self._counts_by_piece(shards)
-        for owner, pieces in enumerate(shards.of_owner):
-            results = [
-                self._result(piece, buckets[piece.bucket], states[owner][piece.bucket], counts[piece])
-                for piece in pieces
-            ]
-            entries += [result.entries for result in results]
-            for piece, result in zip(pieces, results, strict=True):
-                payloads[piece.bucket].append(result._replace(data=device.copied(result.data)))
-            if owner == 0:
-                of_rank = list(zip(pieces, results, strict=True))
-                self._breakdowns.append(codec.breakdown(of_rank, shards.members))
-            self.gathered.append(message_bytes([result.data.nbytes for result in results]))
-        if codec.ragged:
-            self._borders.see(shards, entries, buckets[0][2].step)
-        for number, (x, _, context, _) in enumerate(buckets):
-            if shards.of_bucket[number]:
-                codec.decompress(payloads[number], x, context, shards.of_bucket[number])
-            if number in self._flats:
-                members, running = self._flats[number]
-                running.write_sum(members.flat)
-                if not members.all:
-                    members.put_back()
-
-    def _counts_by_piece(self, shards: Cut) -> dict[Piece, np.ndarray]:
-        """Return how many entries of each part of each piece all ranks have sent together."""
-        found: dict[Piece, np.ndarray] = {}
-        for number, pieces in enumerate(shards.of_bucket):
+        """Overwrite the buckets by the sums that owners send."""
+        counts: dict[Piece, np.ndarray] = {}
+        for pieces, of_bucket in zip(self._shards.of_bucket, self._counts, strict=True):
             ends = np.cumsum([self._codec.parts(piece) for piece in pieces])
-            found |= dict(zip(pieces, np.split(self._counts[number], ends[:-1]), strict=True)) if pieces else {}
-        return found
+            counts |= dict(zip(pieces, np.split(of_bucket, ends[:-1]), strict=True)) if pieces else {}
+        gathered = list[tuple[Piece, Payload]]()
+        for pieces, exchange in zip(self._shards.of_owner, self._ranks, strict=True):
+            asked = exchange.send(self._sums_of(pieces, counts))
+            assert isinstance(asked, ToAll)
+            if exchange is self._ranks[0]:
+                self._breakdowns.append(_breakdown(asked.tag))
+            self._gathered.append(message_bytes([payload.data.nbytes for _, payload in asked.results]))
+            gathered += [(piece, p._replace(data=device.copied(p.data))) for piece, p in asked.results]
+        for of_members, running in self._sums:
+            running.write_sum(of_members.x)
+        with contextlib.suppress(StopIteration):
+            self._ranks[0].send(gathered)
 
-    def _result(self, piece: Piece, bucket: TravellingBucket, state: State, counts: np.ndarray) -> Payload:
-        x, _, context, tag = bucket
-        if self._kept:
-            return sum_and_compress(piece, self._kept[piece], self._codec, (x, state, context, tag), counts)
-        total, here = piece.of(self._totals[piece.bucket]), piece.context(context)
-        memory = self._codec.owed(x, state, piece, here) if self._codec.remembers else None
-        return self._codec.compress_sum(total, memory, counts, piece, here)
+    def _sums_of(self, pieces: Sequence[Piece], counts: dict[Piece, np.ndarray]) -> Sums:
+        """Yield the sums that the owner of these pieces asks for."""
+        for piece in pieces:
+            here, total = piece.context(self._buckets[piece.bucket][2]), self._totals[piece.bucket]
+            if self._kept:
+                self._codec.add(self._kept[piece], piece.of(total), piece, here)
+            yield piece, here, piece.of(total), counts[piece]
 
     def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:
         """Write the messages by which rank 0 would have taken part into a ledger."""
-        for number, (members, _) in sorted(self._flats.items()):
-            x, _, _, bucket_tag = buckets[number]
-            with meter.tagged(bucket_tag if members.all else bucket_tag._replace(members=members.members)):
-                meter.all_reduce(members.flat.size, x.itemsize)
-        with meter.tagged(tag._replace(members=shards_of(buckets, self._codec, self._borders, meter.size).members)):
-            meter.all_to_all(self.sent[0], [row[0] for row in self.sent], self._breakdowns[0])
-            meter.all_gather(self.gathered, self._breakdowns[1])
+        for asked, _ in self._sums:
+            with meter.tagged(asked.tag):
+                meter.all_reduce(asked.x.size, asked.x.itemsize)
+        with meter.tagged(self._tag._replace(members=self._shards.members)):
+            meter.all_to_all(self._from_first, self._to_first, self._breakdowns[0])
+            meter.all_gather(self._gathered, self._breakdowns[1])
+
+
+def _breakdown(tag: MessageTag) -> LazyBreakdown:
+    """Read what a message consists of, while its payloads are there."""
+    assert tag.breakdown is not None
+    return tag.breakdown(np.empty(0, np.uint8))
 
 
 class SequentialChoice:

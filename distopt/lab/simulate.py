@@ -369,7 +369,9 @@ class SequentialReducers(Reducers):
         if not phases:
             return one_by_one
         watches = [watch for hook in self._engine.hooks if (watch := hook.watch_shards(compressor))]
-        together = SequentialTwoPhase(compressor, phases.codec, owned, borders, watches)
+        together = SequentialTwoPhase(
+            compressor, phases.codec, owned, borders, self._engine.step_context.tag(), watches
+        )
         return SequentialChoice(together, one_by_one, phases.buckets)
 
     def _by_nodes(self, plan: NodeExchange, buckets: Sequence[Bucket], spec: StepSpec) -> SequentialNodes:
