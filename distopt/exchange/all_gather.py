@@ -108,9 +108,7 @@ def gather_program(
 
     payload, members = context.repeat("compress", compress, (x, *state.values()))
     check_payload(payload, compressor, context)
-    summed = None
-    if members is not None and not members.none:
-        summed = Sum(members.flat, tag._replace(members=members.members))
+    summed = Sum(members.flat, tag._replace(members=members.members)) if members and not members.none else None
     yield from sum_payloads(Gather(payload, x, compressor, context, tag), summed, decompress, break_even)
 
 
