@@ -12,7 +12,7 @@ from distopt.comm.byte_counts import DIRECT
 from distopt.comm.communicator import sum_in_rank_order
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
-from distopt.compress import Compressor, ExchangeContext
+from distopt.compress import Compressor
 from distopt.compress.context import State, layout_of, state_array
 from distopt.compress.shards import settle
 from distopt.engine.hooks import StepHook
@@ -21,7 +21,6 @@ from distopt.exchange.all_gather import gather_program
 from distopt.exchange.all_reduce import TravellingBucket, reduce_program
 from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import Shares
-from distopt.exchange.program import Exchange
 from distopt.exchange.step_traffic import messages_inside
 from distopt.exchange.two_phase import Owned, program
 from distopt.kernels.layout import BucketLayout
@@ -98,7 +97,7 @@ class SequentialBuckets:
     def add(self, buckets: Sequence[TravellingBucket]) -> None:
         """Add the buckets of the next rank, and change what the compressor keeps of them."""
         numbers = self._phases.buckets if self._phases else ()
-        alone = [bucket for k, bucket in enumerate(buckets) if k not in numbers]
+        alone = [bucket for k, bucket in enumerate(buckets) if k not in numbers] if numbers else buckets
         if self._rank == 0:
             self._together = LockStep(buckets[numbers[0]][2].scratch) if numbers else None
             self._alone = [(LockStep(bucket[2].scratch), self._observed(), bucket) for bucket in alone]
@@ -109,7 +108,10 @@ class SequentialBuckets:
         for (turns, compressor, _), (x, state, context, tag) in zip(self._alone, alone, strict=True):
             if compressor.stateful:
                 settle(x, state, skip_flag=context.skip_flag)
-            turns.add(_alone(x, compressor, state, context, tag))
+            if compressor.summable:
+                turns.add(reduce_program(x, compressor, state, context))
+            else:
+                turns.add(gather_program(x, compressor, state, context, tag))
         self._rank += 1
 
     def finish(self) -> None:
@@ -135,13 +137,6 @@ class SequentialBuckets:
         """Return what compresses a bucket on its own, and tells what it sends where that is observed."""
         probes = [probe for observer in self._observers if (probe := observer.probe(self._compressor))]
         return probes[0] if probes else self._compressor
-
-
-def _alone(x: np.ndarray, compressor: Compressor, state: State, context: ExchangeContext, tag: MessageTag) -> Exchange:
-    """Return the program by which a bucket is exchanged on its own, as ``exchange.choose`` has it."""
-    if compressor.summable:
-        return reduce_program(x, compressor, state, context)
-    return gather_program(x, compressor, state, context, tag)
 
 
 class SequentialNodes:
