@@ -80,6 +80,7 @@ def tried(name, ranks=over_threads):
     return CLAIMS[name](Trial(np.random.default_rng(0), ranks, over_sockets))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CLAIMS)
 def test_the_claim_holds(name):
     """And it starts ranks over MPI if it is one of those that are said to."""
