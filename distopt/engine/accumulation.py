@@ -1,5 +1,6 @@
 """Gradient accumulation: several calls make one step."""
 
+import operator
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -99,7 +100,7 @@ class GradientAccumulator:
         Returns:
             The sum of each bucket, reduced when it is asked for; None as long as calls are missing.
         """
-        gradients = [b.gradient for b in buckets]
+        gradients = list(map(operator.attrgetter("gradient"), buckets))
         if self.num_batches == 1:
             return reduce(gradients)
         self.batches += 1

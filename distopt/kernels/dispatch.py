@@ -142,26 +142,22 @@ class Kernel:
             return on_host
         return _MirrorAddress(DeviceMirror(np.array(addresses, np.uintp)), gpu)
 
-    def _call(self, real: np.dtype, gpu: int | None, arguments: Sequence[Any], work: int) -> None:
-        """Call the function on the host, or enqueue it on a GPU: a block per chunk of work, as many as fit."""
-        if (real, gpu) not in self._functions:
-            self._functions[real, gpu] = self._function(real, gpu)
-        function = self._functions[real, gpu]
-        if gpu is None:
-            function(*arguments)
-            return
+    def _enqueue(self, function: Any, arguments: Sequence[Any], work: int) -> None:
+        """Enqueue a function on a GPU: a block per chunk of work, as many as fit."""
         blocks = max(1, min(work, device.resident_blocks(function, THREADS)))
         converted = [a if isinstance(a, kind) else kind(a) for kind, a in zip(self._kinds, arguments, strict=True)]
         device.launch(function, blocks, THREADS, converted)
 
     def _function(self, real: np.dtype, gpu: int | None) -> Any:
-        """Return the function for float32 or float64; TypeError for another dtype."""
+        """Find, at its first call, the function for float32 or float64; TypeError for another dtype."""
         if real not in _REALS:
             raise TypeError(f"{self.name}: arrays must be of float32 or float64, got {real}")
         if gpu is not None:
-            return _module(self.signature.source, _REALS[real], gpu).get_function(f"{self.name}_{_REALS[real]}")
-        function = getattr(library(), f"{self.name}_{_REALS[real]}")
-        function.argtypes, function.restype = self._kinds, None
+            function = _module(self.signature.source, _REALS[real], gpu).get_function(f"{self.name}_{_REALS[real]}")
+        else:
+            function = getattr(library(), f"{self.name}_{_REALS[real]}")
+            function.argtypes, function.restype = self._kinds, None
+        self._functions[real, gpu] = function
         return function
 
 
@@ -207,7 +203,11 @@ class FlatKernel(Kernel):
             arguments.append(value)
             if p.name == self.signature.blocks:
                 work = value
-        self._call(real, gpu, arguments, work)
+        function = self._functions.get((real, gpu)) or self._function(real, gpu)
+        if gpu is None:
+            function(*arguments)
+        else:
+            self._enqueue(function, arguments, work)
 
 
 class TableKernel(Kernel):
@@ -244,8 +244,12 @@ class TableKernel(Kernel):
             elif p.kind == "SkipIf" and v is not None:
                 v = device.address(v)
             arguments.append(v)
-        chunks = members.span[1] - members.span[0]
-        self._call(real, gpu, arguments, len(members.names) if self.signature.blocks == "members" else chunks)
+        function = self._functions.get((real, gpu)) or self._function(real, gpu)
+        if gpu is None:
+            function(*arguments)
+        else:
+            chunks = members.span[1] - members.span[0]
+            self._enqueue(function, arguments, len(members.names) if self.signature.blocks == "members" else chunks)
 
 
 @functools.cache
