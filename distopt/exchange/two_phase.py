@@ -9,10 +9,9 @@ empowering distributed training with sparsity-driven data synchronization", 2025
 Adam", 2021, for codes.
 """
 
-import contextlib
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,8 +23,9 @@ from distopt.compress.context import layout_of, state_array
 from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.cut import Borders, Cut, cut_for
-from distopt.exchange.mixed import UncompressedMembers
+from distopt.exchange.program import Exchange, Sum, run
 from distopt.exchange.told import ALIGNED, Headers, PlaceCounts, Told
+from distopt.exchange.uncompressed import UncompressedMembers
 
 # by bucket: the state OWED, the part of it that the rank owns, and the updates that were applied when that began
 Owned = dict[int | None, tuple[np.ndarray, int, int, int]]
@@ -43,18 +43,6 @@ class Watch(Protocol):
         """See it afterwards, and what is sent of its pieces."""
 
 
-class Sum(NamedTuple):
-    """Asks for the sum of an array over ranks, in its place, which nobody reads before ``ToAll`` is answered.
-
-    Args:
-        x: the array.
-        tag: of the message.
-    """
-
-    x: np.ndarray
-    tag: MessageTag
-
-
 class ToOwners(NamedTuple):
     """Asks to send payloads of pieces to their owners.
 
@@ -63,12 +51,33 @@ class ToOwners(NamedTuple):
     Args:
         payloads: of all pieces of all buckets, in order.
         counts: by bucket, the entries of each part of its pieces.
+        buckets: of the exchange.
+        shards: of these buckets.
+        told: how many entries payloads have.
         tag: of the messages.
     """
 
     payloads: list[tuple[Piece, Payload]]
     counts: list[np.ndarray]
+    buckets: Sequence[TravellingBucket]
+    shards: Cut
+    told: Headers
     tag: MessageTag
+
+    def over(self, comm: Communicator) -> "Sums":
+        sent, mine = dict(self.payloads), self.shards.of_owner[comm.rank]
+        self.told.tell(np.concatenate(self.counts))
+        messages = [_message([sent[p] for p in pieces], self.buckets) for pieces in self.shards.of_owner]
+        with comm.tagged(self.tag):
+            inbox = comm.all_to_all(messages, ragged=self.told.lengths)
+        return self._sums(self.told.by_piece(inbox, [mine] * comm.size))
+
+    def _sums(self, received: Sequence[tuple[Piece, list[Payload]]]) -> "Sums":
+        for piece, payloads in received:
+            x, _, context, _ = self.buckets[piece.bucket]
+            total, here = context.scratch("shard sum", piece.size * x.itemsize).view(x.dtype), piece.context(context)
+            found, counts = self.told.codec.add(payloads, total, piece, here), self.told.counts(piece)
+            yield piece, here, total, found if counts is None else counts
 
 
 class ToAll(NamedTuple):
@@ -76,33 +85,45 @@ class ToAll(NamedTuple):
 
     Args:
         results: the pieces, and the payload of each.
+        buckets: of the exchange.
+        shards: of these buckets.
+        told: how many entries payloads have.
         tag: of the messages.
     """
 
     results: list[tuple[Piece, Payload]]
+    buckets: Sequence[TravellingBucket]
+    shards: Cut
+    told: Headers
     tag: MessageTag
+
+    def over(self, comm: Communicator) -> list[tuple[Piece, Payload]]:
+        payloads = [payload for _, payload in self.results]
+        self.told.tell_sums([payload.entries for payload in payloads])
+        with comm.tagged(self.tag):
+            gathered = comm.all_gather(_message(payloads, self.buckets), ragged=self.told.lengths)
+        return [(piece, payload) for piece, (payload,) in self.told.by_piece(gathered, self.shards.of_owner)]
 
 
 # of each piece that a rank owns, when it asks for the next: a call for it, the sum, and the entries of each part
 Sums = Iterator[tuple[Piece, ExchangeContext, np.ndarray, np.ndarray]]
-Exchange = Generator[Sum | ToOwners | ToAll, Any, None]
 
 
 def program(
     buckets: Sequence[TravellingBucket],
     compressor: Compressor,
     codec: ShardCodec,
-    shards: Cut,
     comm: Communicator,
     owned: Owned,
     borders: Borders,
     tag: MessageTag,
     watches: Sequence[Watch] = (),
 ) -> Exchange:
-    """What one rank does in two phases: it yields the collectives, and is sent their answers.
-
-    ``comm`` waits for a GPU, and for nothing else; all other arguments are those of ``two_phase``.
-    """
+    """What one rank does in ``two_phase``; ``comm`` waits for a GPU, and tells other hosts what that has counted."""
+    layouts = [codec.cut(layout_of(x, context), context) for x, _, context, _ in buckets]
+    shards = cut_for(codec, layouts, buckets[0][2].size, borders.starts)
+    itemsizes = [x.itemsize for x, _, _, _ in buckets]
+    told = Headers(codec, itemsizes) if comm.gpu is None else Told(codec, itemsizes, shards, comm)
     put_back = []
 
     def labelled(payloads: Sequence[tuple[Piece, Payload]]) -> MessageTag:
@@ -131,7 +152,7 @@ def program(
             for watch in watches:
                 watch.after(bucket, codec, pieces, of_bucket)
             payloads += zip(pieces, of_bucket, strict=True)
-        return ToOwners(payloads, counts, labelled(payloads))
+        return ToOwners(payloads, counts, buckets, shards, told, labelled(payloads))
 
     # no name holds what is sent, so that a rank that waits in one process with others keeps none of it
     sums: Sums = yield (yield from sent())
@@ -140,7 +161,7 @@ def program(
         x, state, _, _ = buckets[piece.bucket]
         memory = codec.owed(x, state, piece, here) if codec.remembers else None
         results.append((piece, codec.compress_sum(total, memory, counts, piece, here)))
-    gathered: list[tuple[Piece, Payload]] = yield ToAll(results, labelled(results))
+    gathered: list[tuple[Piece, Payload]] = yield ToAll(results, buckets, shards, told, labelled(results))
     received: list[list[Payload]] = [[] for _ in buckets]
     for piece, payload in gathered:
         received[piece.bucket].append(payload)
@@ -195,58 +216,7 @@ def two_phase(
         >>> run_ranks(3, main)[0]
         ([0, 1, 64, 128], [1.0, 6.0, 2.0, 3.0])
     """
-    shards, like = shards_of(buckets, codec, borders, comm.size), buckets[0][0]
-
-    def by_piece(messages: Sequence[np.ndarray], cut: Sequence[Sequence[Piece]]) -> list[tuple[Piece, list[Payload]]]:
-        """Return the payloads of each piece, in the order of ranks; each rank's message has those of its pieces."""
-        found: dict[Piece, list[Payload]] = {piece: [] for pieces in cut for piece in pieces}
-        for sender, (message, pieces) in enumerate(zip(messages, cut, strict=True)):
-            end = 0
-            for piece in pieces:
-                start = -(-end // ALIGNED) * ALIGNED
-                entries, nbytes = told.payload(sender, piece, message[start:], buckets[piece.bucket][0].itemsize)
-                end = start + nbytes
-                found[piece].append(Payload(message[start:end], entries))
-            if end != message.nbytes:
-                text = f"message {sender} of a shard must be of {end} bytes, as its headers say, got {message.nbytes}"
-                raise ValueError(f"{text}; it was damaged")
-        return list(found.items())
-
-    def sums(inbox: Sequence[np.ndarray]) -> Sums:
-        for piece, payloads in by_piece(inbox, [shards.of_owner[comm.rank]] * comm.size):
-            x, _, context, _ = buckets[piece.bucket]
-            total, here = context.scratch("shard sum", piece.size * x.itemsize).view(x.dtype), piece.context(context)
-            found, counts = codec.add(payloads, total, piece, here), told.counts(piece)
-            yield piece, here, total, found if counts is None else counts
-
-    exchange = program(buckets, compressor, codec, shards, comm, owned, borders, tag, watches)
-    answer: Any = None
-    with comm.on_comm_stream(), contextlib.suppress(StopIteration):
-        itemsizes = [bucket[0].itemsize for bucket in buckets]
-        told: Headers = Headers(codec) if comm.gpu is None else Told(codec, shards, comm, itemsizes)
-        while True:
-            asked = exchange.send(answer)
-            if isinstance(asked, Sum):
-                with comm.tagged(asked.tag):
-                    answer = comm.all_reduce(asked.x)
-            elif isinstance(asked, ToOwners):
-                told.tell(np.concatenate(asked.counts))
-                sent = dict(asked.payloads)
-                messages = [_message([sent[piece] for piece in pieces], like) for pieces in shards.of_owner]
-                with comm.tagged(asked.tag):
-                    answer = sums(comm.all_to_all(messages, ragged=told.lengths))
-            else:
-                payloads = [payload for _, payload in asked.results]
-                told.tell_sums([payload.entries for payload in payloads])
-                with comm.tagged(asked.tag):
-                    gathered = comm.all_gather(_message(payloads, like), ragged=told.lengths)
-                answer = [(piece, payload) for piece, (payload,) in by_piece(gathered, shards.of_owner)]
-
-
-def shards_of(buckets: Sequence[TravellingBucket], codec: ShardCodec, borders: Borders, ranks: int) -> Cut:
-    """Return the shards of these buckets, which are the same on every rank."""
-    layouts = [codec.cut(layout_of(x, context), context) for x, _, context, _ in buckets]
-    return cut_for(codec, layouts, ranks, borders.starts)
+    run(program(buckets, compressor, codec, comm, owned, borders, tag, watches), comm)
 
 
 def settle_moved(bucket: TravellingBucket, piece: Piece | None, owned: Owned) -> None:
@@ -271,8 +241,8 @@ def settle_moved(bucket: TravellingBucket, piece: Piece | None, owned: Owned) ->
     owned[number] = state_array(state, OWED, x), *part, since
 
 
-def _message(payloads: Sequence[Payload], like: np.ndarray) -> np.ndarray:
-    """Return payloads as one message, where ``like`` is."""
+def _message(payloads: Sequence[Payload], buckets: Sequence[TravellingBucket]) -> np.ndarray:
+    """Return payloads as one message, where the buckets are."""
     if not payloads:
-        return like[:0].view(np.uint8)
+        return buckets[0][0][:0].view(np.uint8)
     return device.concatenated([payload.data for payload in payloads], ALIGNED)
