@@ -95,7 +95,10 @@ ALL: dict[type[Optimizer | Wrapper], Callable[[], Part]] = {
     AdaGrad: lambda: Part(
         laws={"adagrad": lambda: AdaGrad(0.1, epsilon=1e-3)}, timed={"adagrad": Timed(lambda: AdaGrad(1e-6), 5)}
     ),
-    Signum: lambda: Part(timed={"signum": Timed(lambda: Signum(1e-6, momentum=0.9), 5)}),
+    Signum: lambda: Part(
+        laws={"signum": lambda: Signum(0.05, momentum=0.9)},
+        timed={"signum": Timed(lambda: Signum(1e-6, momentum=0.9), 5)},
+    ),
     Adam: lambda: Part(
         laws={"adam": lambda: Adam(0.01, epsilon=1e-3, weight_decay=1e-3)}, timed={"adam": Timed(lambda: Adam(1e-6), 7)}
     ),
