@@ -9,10 +9,13 @@ from distopt.buckets import BucketSet, Reduced
 from distopt.compress.context import State
 from distopt.compress.dgc import DECAY
 
-Reduce = Callable[[list[np.ndarray]], Iterator[Reduced]]  # of a flat array per bucket
+# Reduces a flat array per bucket.
+Reduce = Callable[[list[np.ndarray]], Iterator[Reduced]]
 
-STATE = "window"  # of a bucket: the sum of the gradients so far
-APART = (STATE, DECAY)  # states that are no part of what was not sent
+# A bucket's state: the sum of the gradients so far.
+STATE = "window"
+# States that are no part of what waits to be sent.
+APART = (STATE, DECAY)
 
 
 def unsent(state: State) -> State:
@@ -43,7 +46,8 @@ class GradientAccumulator:
         missing: the parameters that none of them is of, as ``GradientCollector.missing``.
     """
 
-    CHANGES = "batches", "num_gradients", "reduced", "brought", "expected", "joined", "missing"  # what a step replaces
+    # The attributes that a step replaces (``Undo.keep_fields``).
+    CHANGES = "batches", "num_gradients", "reduced", "brought", "expected", "joined", "missing"
 
     def __init__(self, num_batches: int, sync_on_apply: bool):
         self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
@@ -106,7 +110,8 @@ class GradientAccumulator:
         closes = self.batches == self.num_batches
         for bucket in buckets:
             total = bucket.state_array(STATE)
-            if closes:  # the sum itself stays as it is until the step has been applied
+            if closes:
+                # The sum itself stays as it is until the step has been applied.
                 kernels.accumulate(total, bucket.gradient)
             else:
                 kernels.accumulate(bucket.gradient, total, skip_flag)

@@ -10,7 +10,8 @@ from distopt.comm.control import fingerprint
 class AllJoinedError(Exception):
     """No rank has batches left, which all ranks raise alike."""
 
-    agreed = False, 0.0  # as ``comm.control.agreed`` has it
+    # No vote was wrong: ``comm.control.agreed`` asks whether all ranks raise it.
+    agreed = False, 0.0
 
 
 class Agreement:
@@ -29,7 +30,8 @@ class Agreement:
     def __init__(self, comm: Communicator, kind: str):
         self._comm, self._kind = comm, kind
         comm.control.optimizers += 1
-        self.number = comm.control.optimizers  # among those that were made on this communicator, from 1
+        # Among those that were made on this communicator, from 1.
+        self.number = comm.control.optimizers
         self.joined = False
         self.live = comm.size
         self.all_joined: frozenset[int] = frozenset()
@@ -89,7 +91,8 @@ class Agreement:
                 f"enqueued collectives of the fingerprint {crc:08x} (a loss that uses the communicator must do "
                 "so between the same gradients on every rank; this run cannot go on)"
             )
-            *lines, rule = self.lines or [""]  # the whole rule last: one of its numbers says more
+            # The whole rule last: one of its numbers says more.
+            *lines, rule = self.lines or [""]
             return [optimizer, *lines, name + part, *self._numbers, rule, enqueued]
 
         reports = control.vote(name, ballot, describe, error, report, part, self.joined, doubts)

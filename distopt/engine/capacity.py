@@ -13,8 +13,10 @@ from distopt.device import AsyncReadback
 
 Count = Callable[[np.ndarray, np.ndarray], None]
 
-FIRST = 64  # one of so many entries fits in the first step
-LEAST = 256  # entries that always fit
+# One of so many entries fits in the first step.
+FIRST = 64
+# Entries that always fit.
+LEAST = 256
 
 
 class PayloadCapacity:

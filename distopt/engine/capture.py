@@ -73,19 +73,22 @@ class CapturedStep:
     def __init__(self, engine: Engine, loss: Callable[[], Any], spec: StepSpec):
         """Make one ordinary step, which counts, and record another one.  Collective."""
         self._engine, self._graph, self._order = engine, device.Graph(), device.StreamEvent()
-        self._stream = device.new_stream()  # the null stream cannot be captured
+        # The null stream cannot be captured.
+        self._stream = device.new_stream()
         caller = device.current_stream()
         self._order(caller, self._stream)
         try:
             with self._stream:
-                engine.step(loss, spec)  # makes and compiles all that it needs
+                # The ordinary step makes and compiles all that the captured one needs.
+                engine.step(loss, spec)
                 engine.resolve_last_step()
                 self._write_numbers()
                 engine.store.upload_tables(engine.step_context.travelling(engine.compressor))
                 with self._graph.capture():
                     engine.step(_recorded(loss), spec)
                 engine.nonfinite.roll_back()
-        finally:  # also without a capture, the ordinary step was made
+        finally:
+            # Also if the capture failed: the ordinary step was made.
             self._order(self._stream, caller)
         self._version, self._lines = self._current_version, ["a captured step", *engine.agreement.lines]
         self._fingerprint = fingerprint(self._lines)

@@ -55,7 +55,8 @@ class ManualCollectives:
             lambda: self._comm.control.gather_texts(lines, lambda: objects.encode(convert(x)))
         )
         numbers: Iterator[int | float] = map(objects.decode, texts)
-        return functools.reduce(operator.add, numbers)  # sum() compensates for rounding from Python 3.12 on
+        # sum() compensates for rounding from Python 3.12 on.
+        return functools.reduce(operator.add, numbers)
 
     def fused_all_reduce(self, xs: Iterable[np.ndarray], send: bool = True) -> None:
         """Replace arrays, in place, by their sums over ranks, in messages of ``buffSize`` elements.

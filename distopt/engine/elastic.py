@@ -15,7 +15,8 @@ from distopt.engine.spec import Outcome, StepSpec, Update
 from distopt.engine.undo import Undo
 from distopt.resilience import job
 
-TELL = 100  # updates from one to the next norm of what would be lost: it costs a pass over it
+# Updates between two norms of what would be lost: each costs a pass over it.
+TELL = 100
 T = TypeVar("T")
 
 
@@ -43,7 +44,8 @@ class ElasticSteps:
         engine, again = self._engine, loss if isinstance(loss, list | tuple) else Replayed(loss)
         shared = engine.store.sharded or engine.optimizer.shares_work
         if engine.comm.gpu is not None:
-            engine.sync_with_last_step()  # which is not made again
+            # The last step is not made again.
+            engine.sync_with_last_step()
 
         def exchange() -> Outcome | None:
             attempt = engine.voted(again, spec)

@@ -85,8 +85,10 @@ class HostCheck(NoCheck):
     """
 
     STEPS = 1 << 16
-    SPARE = 2.0**40  # above the square of STEPS, for a velocity that never decays: so a residual grows at most
-    LEFT = 2.0**20  # above STEPS: what a residual, or a velocity, leaves of the range when it is not in doubt
+    # What a residual grows by at most: above the square of STEPS, for a velocity that never decays.
+    SPARE = 2.0**40
+    # Above STEPS: what a residual, or a velocity, leaves of the range when it is not in doubt.
+    LEFT = 2.0**20
 
     def __init__(self, buckets: BucketSet, gradients: int):
         self._buckets = buckets
@@ -94,7 +96,8 @@ class HostCheck(NoCheck):
         self.headroom = self._sums * self.SPARE
         self.doubted = self._large_states = True
         self._steps = 0
-        self._undo: Undo | None = None  # what outlives the step, while its sums are in doubt
+        # What outlives the step, while its sums are in doubt.
+        self._undo: Undo | None = None
 
     def nonfinite_gradients(self) -> dict[str, str]:
         return self._buckets.nonfinite() if self._buckets.bad.any() else {}
@@ -144,7 +147,8 @@ class HostCheck(NoCheck):
         for bucket in self._buckets:
             bound = np.array(bucket.largest / (self._sums * self.LEFT), bucket.spec.dtype)
             for name, flat in bucket.state.items():
-                if name != ACCUMULATED:  # which ends with the step
+                if name != ACCUMULATED:
+                    # Gradients that were accumulated end with the step.
                     kernels.count_above(flat, count, int(bound.view(f"i{bound.itemsize}")))
         return bool(count[0])
 

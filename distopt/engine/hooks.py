@@ -19,7 +19,8 @@ from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.two_phase import Watch
 
 LOG = logging.getLogger("distopt")
-RECORD = "DISTOPT_RECORD"  # set by distopt record: STEPS:EVERY:FOLDER, as "10:1:/path"
+# Set by distopt record: STEPS:EVERY:FOLDER, as "10:1:/path".
+RECORD = "DISTOPT_RECORD"
 
 
 class StepHook:
@@ -81,7 +82,8 @@ class FirstGradients(StepHook):
     has another first step.
     """
 
-    ENTRIES = 4096  # of a gradient
+    # Entries that are looked at of a gradient.
+    ENTRIES = 4096
     TEXT = (
         "the first gradients are the same on all %d ranks, bit by bit: if each rank is to have data of its own, it "
         "does not (share the data out by world.rank; random numbers need a seed for each rank)"
@@ -89,7 +91,8 @@ class FirstGradients(StepHook):
 
     def __init__(self, hooks: list[StepHook], comm: Communicator):
         self._hooks, self._comm = hooks, comm
-        self._sum = 0  # checksum of what has come; 0 for nothing but zeros
+        # Checksum of what has come; 0 for nothing but zeros.
+        self._sum = 0
 
     def wrap_loss(self, pairs: Iterable[Any]) -> Iterator[Any]:
         """Pass on the pairs; each gradient is looked at before anybody else sees it."""

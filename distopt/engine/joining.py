@@ -13,7 +13,8 @@ from distopt.comm.communicator import BFLOAT16
 from distopt.engine.checkpointer import Checkpointer
 from distopt.engine.training_state import TrainingState, Tree
 
-DTYPES = {"bfloat16": BFLOAT16}  # that numpy does not know by name
+# Dtypes that numpy does not know by name.
+DTYPES = {"bfloat16": BFLOAT16}
 
 
 class Joining:

@@ -16,8 +16,10 @@ from distopt.engine.parameters import GradientCollector
 from distopt.engine.state import check_state, load_state_dict, state_dict
 from distopt.engine.training_state import TrainingState, Tree, optimizer_text
 
-Part = Callable[[Tree], Any]  # picks a part of a rank's tree
-OfRanks = Callable[[Part], Any]  # combines that part of all ranks' trees
+# Picks a part of a rank's tree.
+Part = Callable[[Tree], Any]
+# Combines that part of all ranks' trees.
+OfRanks = Callable[[Part], Any]
 ENTRIES = {"step", "inner", "fragments", "values"}
 OF_FRAGMENT = {"sent", "due", "outer"}
 

@@ -58,7 +58,8 @@ class LocalTraining:
         try:
             applied = self.inner.step_alone(loss, LOCAL_STEP)
         except Exception as error:
-            vars(error).pop("agreed", None)  # no other rank has raised it
+            # No other rank has raised it.
+            vars(error).pop("agreed", None)
             raise
         self.calls += 1
         if self.calls == self.inner.accumulator.num_batches:

@@ -12,9 +12,12 @@ from distopt.comm.control import agreed
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.spec import GradientHook
 
-EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ has it
-Vote = Callable[[Exception | None], object]  # raises on every rank what one rank brings
-SumOverRanks = Callable[[np.ndarray], None]  # replaces an array by its sum over ranks
+# Added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ has it.
+EPSILON = 1e-6
+# Raises on every rank what one rank brings.
+Vote = Callable[[Exception | None], object]
+# Replaces an array by its sum over ranks.
+SumOverRanks = Callable[[np.ndarray], None]
 
 
 class MeanGradients:
@@ -25,7 +28,8 @@ class MeanGradients:
         norm: the global norm of the last update's mean gradient, before it was clipped.
     """
 
-    CHANGES = ("norm",)  # what a step replaces
+    # The attributes that a step replaces (``Undo.keep_fields``).
+    CHANGES = ("norm",)
 
     def __init__(self, comm: Communicator, store: BucketStore, hook: GradientHook | None, clip_norm: float | None):
         self._comm, self._store = comm, store
@@ -99,14 +103,16 @@ class MeanGradients:
         self.norm = norm = total * abs(scale)
         if self.clip_norm == math.inf:
             return scale
-        if norm == math.inf and check_finite:  # dividing by it would be an update by nothing
+        if norm == math.inf and check_finite:
+            # Divided by it, the means would be an update by nothing.
             error = FloatingPointError(
                 f"{name}: the squares of the gradients must add up to at most 1.8e308, got more, "
                 "although all entries are finite: scale the loss down, or clip by value first"
             )
             raise agreed(error, comm.rank == 0) if alike else error
         factor = self.clip_norm / (norm + EPSILON)
-        return scale if factor >= 1 else scale * factor  # NaN stays NaN
+        # NaN stays NaN.
+        return scale if factor >= 1 else scale * factor
 
 
 def _count_nonfinite(flats: Iterable[np.ndarray]) -> int:

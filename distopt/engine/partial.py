@@ -67,7 +67,8 @@ class PartialSteps:
     def _update(self, averaged: Averaged, sums: Iterable[Reduced], scale: float, spec: StepSpec) -> None:
         engine = self._engine
         store, progress = engine.store, engine.progress
-        if engine.agreement.joined:  # its own parameters stay, but for what others average
+        if engine.agreement.joined:
+            # This rank's own parameters stay, but for what others average.
             engine.accumulator.reset(store.buckets, store.skip_flag)
             engine.count_update()
         else:
@@ -86,7 +87,8 @@ class PartialSteps:
             members = layout.shard(shard.number, shard.of)
             kernels.unpack(members, shard.flat, 1.0 / engine.agreement.live, engine.store.skip_flag)
         if len(total) > 1:
-            engine.comm.barrier()  # others have read this rank's shard
+            # Others have read this rank's shard.
+            engine.comm.barrier()
 
     def _sum_parameters(self, number: int) -> tuple[list[BucketLayout], Reduced]:
         """Return tables of the parameters of a bucket, and their sum over ranks.  Collective."""
@@ -94,7 +96,8 @@ class PartialSteps:
         engine.renew_plan()
         bucket = engine.store.buckets[number]
         tables, masters = [bucket.parameters], engine.optimizer.masters(bucket)
-        if masters is not None:  # from which the parameters follow
+        if masters is not None:
+            # The parameters follow from their masters.
             tables.insert(0, bucket.means.point_to(list(bucket.views(masters).values())))
         kernels.pack(tables[0], bucket.gradient, 1.0, bucket.bad, bucket.largest)
         if engine.agreement.joined:

@@ -22,7 +22,8 @@ class Progress:
         halfway: the context of the part of a step that must not be interrupted.
     """
 
-    CHANGES = "updates", "partial", "version", "failure"  # what a step replaces
+    # The attributes that a step replaces (``Undo.keep_fields``).
+    CHANGES = "updates", "partial", "version", "failure"
 
     def __init__(
         self, accumulator: GradientAccumulator, remedy: str = "load a checkpoint to go on", counted: str = "step"
@@ -31,7 +32,8 @@ class Progress:
         self._accumulator, self.remedy, self._counted = accumulator, remedy, counted
         self.updates = self.partial = self.version = 0
         self.failure = ""
-        self._undo = Undo()  # the counters before the present call, where a GPU may refuse it later
+        # The counters before the present call, where a GPU may refuse it later.
+        self._undo = Undo()
         self.halfway = Halfway(self)
 
     @property

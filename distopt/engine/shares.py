@@ -12,7 +12,8 @@ from distopt.engine.engine import Engine
 from distopt.exchange.shared_memory import sum_shard
 from distopt.kernels.layout import FORMATS, BucketLayout, compute_dtype
 
-LEAST = 1e-9  # a share of one entry in a thousand million
+# A share of one entry in a thousand million.
+LEAST = 1e-9
 NUMBERS = 1 << 63
 
 
@@ -120,7 +121,8 @@ class ShareAverage:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._made_for: tuple[int, int, list[str]] = 0, 0, []  # the ranks' epoch, ``every``, and the parameters
+        # The ranks' epoch, ``every``, and the parameters.
+        self._made_for: tuple[int, int, list[str]] = 0, 0, []
         self._samples: list[Sample] = []
         self._memory: np.ndarray | None = None
         self._peers: list[np.ndarray] | None = None
@@ -150,7 +152,8 @@ class ShareAverage:
         """Replace what every rank has taken by the sums, added in rank order in shared memory.  Collective."""
         comm, step = self._engine.comm, self._engine.progress.updates
         if self._peers is not None:
-            comm.barrier()  # all have taken
+            # All ranks have read what they take.
+            comm.barrier()
         for sample in samples:
             with comm.tagged(MessageTag("parameters", step, members=sample.layout)):
                 if sample.peers is None:
@@ -158,7 +161,8 @@ class ShareAverage:
                 else:
                     sum_shard(sample.layout, sample.peers, sample.peers, sample.nonfinite, comm)
         if self._peers is not None:
-            comm.barrier()  # all have added
+            # All ranks have added up their parts.
+            comm.barrier()
         comm.wait()
 
     def _samples_of(self, share: Share) -> list[Sample]:

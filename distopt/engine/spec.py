@@ -28,7 +28,8 @@ class Options(NamedTuple):
     sync_on_apply: bool
     clip_norm: float | None
     gradient_hook: GradientHook | None
-    nonfinite: Any  # as it was given, for ranks to compare
+    # As it was given, for ranks to compare.
+    nonfinite: Any
     buddy: bool
 
     @classmethod
@@ -136,7 +137,8 @@ class Outcome(NamedTuple):
     scale: float
 
 
-Update = Callable[[Iterable[Reduced], float, StepSpec], None]  # of the parameters, by a scale times the sums
+# Updates the parameters by a scale times the sums.
+Update = Callable[[Iterable[Reduced], float, StepSpec], None]
 
 
 def _overlaps(overlap: str | bool, comm: Communicator) -> bool:

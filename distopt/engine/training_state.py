@@ -13,9 +13,12 @@ from distopt.engine.agreement import Agreement
 from distopt.engine.hooks import StepHook
 from distopt.engine.parameters import GradientCollector
 
-Tree = dict[str, Any]  # dicts, lists, numbers, texts and arrays
-Arrays = dict[str, np.ndarray]  # by parameter name
-LONGEST = 2000  # characters of an optimizer's text
+# Dicts, lists, numbers, texts and arrays.
+Tree = dict[str, Any]
+# Arrays by parameter name.
+Arrays = dict[str, np.ndarray]
+# Characters of an optimizer's text.
+LONGEST = 2000
 
 
 class TrainingState(abc.ABC):

@@ -19,7 +19,8 @@ def enroll(engine: Engine, params: Iterable[Any], verb: str, check: Check, plann
         check: raises what forbids it, for the names.
         planned: parameters that the plan, if there is none, has before these.
     """
-    again = list(params) if engine.comm.elastic else params  # of a call that may be made again
+    # Of a call that may be made again.
+    again = list(params) if engine.comm.elastic else params
     collector = engine.store.collector
 
     def learn() -> list[str]:
