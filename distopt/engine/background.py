@@ -19,10 +19,9 @@ END = object()
 
 
 class Background:
-    """A thread that does one job after the other; after a job that failed it does no more until ``finish``.
+    """A thread that does one job after the other; after a job that failed it does no more until ``finish``."""
 
-    It starts with the first job, and ends when this object does.
-    """
+    # It starts with the first job, and ends when this object does.
 
     def __init__(self) -> None:
         self._jobs, self._results = Jobs(), Results()
@@ -33,7 +32,7 @@ class Background:
         self._items = Items()
 
     def start(self, job: Job) -> None:
-        """Let the thread do a job when those before it are done."""
+        """Do a job on the thread when those before it are done."""
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(self._jobs, self._results), daemon=True)
             self._thread.start()

@@ -107,7 +107,12 @@ class Buddies:
             self._next = None
             self._undo.on_undo(self._parameters.undo)
             outcome = exchange()
-            self._keep_state()
+            # What else this rank is about to update, which no other one can read.
+            if self._store.sharded:
+                self._undo.keep(*self._pieces(Division(self._comm.rank, self._comm.size)))
+            else:
+                self._optimizer.reserve(self._store.buckets)
+                self._undo.keep(*self._store.values.values(), *self._pieces(Division(0, 1)))
             updated = outcome is not None and update(outcome)
             if updated:
                 self._undo.on_undo(self._optimizer.take_back)
@@ -140,15 +145,10 @@ class Buddies:
             # States that were loaded have no tables yet.
             self._optimizer.reserve(self._store.buckets)
         for rank in {self._division.rank, self._division.guarded}:
-            self._parameters.keep(*self._pieces_of_parameters(self._division.of(rank)))
-
-    def _keep_state(self) -> None:
-        """Copy what else this rank is about to update, which no other one can read."""
-        if self._store.sharded:
-            self._undo.keep(*self._pieces(Division(self._comm.rank, self._comm.size)))
-        else:
-            self._optimizer.reserve(self._store.buckets)
-            self._undo.keep(*self._store.values.values(), *self._pieces(Division(0, 1)))
+            division = self._division.of(rank)
+            for table in self._optimizer.tables():
+                flat = self._store.buckets.flat_parameters(table.members)
+                self._parameters.keep(flat[_elements(table.members, *division.chunks(table))])
 
     def _send(self) -> None:
         """Send this rank's state to its buddy, and receive that of the rank before it.  Collective."""
@@ -169,24 +169,22 @@ class Buddies:
         """Share out the state anew, once the plan of the ranks that are left is made.  Collective."""
         if not self._store.sharded:
             return
-        assert self._division is not None
+        then = self._division
+        assert then is not None
         with self._comm.tagged(MessageTag("buddy", self._progress.updates)):
-            left = self._comm.lengths(self._division.rank)
-            self._check(left, self._division)
+            left = self._comm.lengths(then.rank)
+            lost = [rank for rank in range(then.size) if rank not in left]
+            gone = [f"{rank} with {then.of(rank).buddy}" for rank in lost if then.of(rank).buddy in lost]
+            if gone:
+                text = (
+                    "a rank was lost that alone had its share of the optimizer's state, and with it the next one, "
+                    f"which had the copy: rank {', rank '.join(gone)} of {then.size}; load a checkpoint to go on"
+                )
+                # Until a load every further step raises it too.
+                self._progress.fail(text)
+                raise agreed(RuntimeError(text), self._comm.rank == 0)
             if self._copy is not None:
-                self._redistribute(left, self._division, self._copy)
-
-    def _check(self, left: Sequence[int], then: Division) -> None:
-        """Raise RuntimeError if a rank was lost with its buddy; until a load every further step raises it too."""
-        lost = [rank for rank in range(then.size) if rank not in left]
-        gone = [f"{rank} with {then.of(rank).buddy}" for rank in lost if then.of(rank).buddy in lost]
-        if gone:
-            text = (
-                "a rank was lost that alone had its share of the optimizer's state, and with it the next one, which "
-                f"had the copy: rank {', rank '.join(gone)} of {then.size}; load a checkpoint to go on"
-            )
-            self._progress.fail(text)
-            raise agreed(RuntimeError(text), self._comm.rank == 0)
+                self._redistribute(left, then, self._copy)
 
     def _redistribute(self, left: Sequence[int], then: Division, copy: np.ndarray) -> None:
         """Send every rank what it is to have from now on, and did not.  Collective."""
@@ -214,20 +212,9 @@ class Buddies:
     def _pieces(self, *divisions: Division) -> Iterator[np.ndarray]:
         """Yield the pieces of the state in the shares of all these divisions: one of each slot of each table."""
         for table in self._optimizer.tables():
-            part = _elements(table.members, *_common([division.chunks(table) for division in divisions]))
+            begins, ends = zip(*(division.chunks(table) for division in divisions), strict=True)
+            part = _elements(table.members, max(begins), min(ends))
             yield from (flat[part] for flat in table.slots)
-
-    def _pieces_of_parameters(self, division: Division) -> Iterator[np.ndarray]:
-        """Yield the pieces of the parameters in a share: one of each table."""
-        for table in self._optimizer.tables():
-            flat = self._store.buckets.flat_parameters(table.members)
-            yield flat[_elements(table.members, *division.chunks(table))]
-
-
-def _common(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the chunks that all of some spans have."""
-    begin = max(begin for begin, _ in spans)
-    return begin, max(begin, min(end for _, end in spans))
 
 
 def _elements(members: BucketLayout, begin: int, end: int) -> slice:

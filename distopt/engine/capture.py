@@ -63,12 +63,11 @@ def check_capture(engine: Engine, compressor: Compressor) -> None:
 
 
 class CapturedStep:
-    """A step of which the GPU has all commands already: a call is the next step, for some microseconds of the host.
+    """A step of which the GPU has all commands already: a call is the next step, for some microseconds of the host."""
 
-    Everything that changes from step to step is read from memory: the numbers of the update, which are written there
-    before each replay, and the skip flag.  The ranks vote before each replay as before any step.  Any other step, a
-    checkpoint that is loaded, or another captured step ends its life: it raises RuntimeError from then on.
-    """
+    # Everything that changes from step to step is read from memory: the numbers of the update, which are written there
+    # before each replay, and the skip flag.  The ranks vote before each replay as before any step.  Any other step, a
+    # checkpoint that is loaded, or another captured step ends its life: it raises RuntimeError from then on.
 
     def __init__(self, engine: Engine, loss: Callable[[], Any], spec: StepSpec):
         """Make one ordinary step, which counts, and record another one.  Collective."""
@@ -95,13 +94,18 @@ class CapturedStep:
 
     def __call__(self) -> bool:
         """Make the next step; True, which the next call takes back if a gradient was not finite.  Collective."""
-        caller = device.current_stream()
+        engine, caller = self._engine, device.current_stream()
         if self._graph.dropped:
             raise RuntimeError("the communicator of this captured step was closed")
         self._agree()
         self._order(caller, self._stream)
         with self._stream:
-            self._replay()
+            with engine.progress.halfway:
+                self._write_numbers()
+                self._graph.replay()
+                engine.store.check.expect()
+                engine.count_update()
+            engine.end_call(applied=True)
         self._order(self._stream, caller)
         return True
 
@@ -138,15 +142,6 @@ class CapturedStep:
         """Write the numbers of the next update to where the graph reads them."""
         comm = self._engine.comm
         self._engine.optimizer.prepare(1.0 / comm.size, comm.gpu)
-
-    def _replay(self) -> None:
-        engine = self._engine
-        with engine.progress.halfway:
-            self._write_numbers()
-            self._graph.replay()
-            engine.store.check.expect()
-            engine.count_update()
-        engine.end_call(applied=True)
 
 
 def _recorded(loss: Callable[[], Any]) -> Iterator[Any]:

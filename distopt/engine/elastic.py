@@ -21,18 +21,12 @@ T = TypeVar("T")
 
 
 class ElasticSteps:
-    """Steps of an engine whose ranks go on without those that are lost (``comm.Elastic``).
+    """Steps of an engine whose ranks go on without those that are lost (``comm.Elastic``)."""
 
-    Until all ranks have the sums of a step, it has changed counters, residuals, what was accumulated, and gradients
-    that lie in buckets.  If a rank is lost meanwhile these are put back, the plan is made anew for the ranks that are
-    left, and they make the step again.  The update follows when all have the sums, outside of the transaction; but
-    where each rank has a share of the optimizer's state, it is a part of it (``Buddies``).
-
-    Args:
-        engine: the ``Engine``, which makes this.
-        undo: what a step changes.
-        buddy: each rank has a copy of a neighbour's share.
-    """
+    # Until all ranks have the sums of a step, it has changed counters, residuals, what was accumulated, and gradients
+    # that lie in buckets.  If a rank is lost meanwhile these are put back, the plan is made anew for the ranks that are
+    # left, and they make the step again.  The update follows when all have the sums, outside of the transaction; but
+    # where each rank has a share of the optimizer's state, it is a part of it (`Buddies`).
 
     def __init__(self, engine: Any, undo: Undo, buddy: bool):
         self._engine, self._undo = engine, undo
@@ -96,11 +90,7 @@ class ElasticSteps:
 
 
 class Replayed:
-    """A loss that gives the pairs of its first reading at every later one, or raises the same error.
-
-    Args:
-        loss: a loss that may be read once.
-    """
+    """A loss that gives the pairs of its first reading at every later one, or raises the same error."""
 
     def __init__(self, loss: Loss):
         self._read: Callable[[], Iterable[Any]] = lambda: self._first_reading(loss)

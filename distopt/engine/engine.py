@@ -534,7 +534,8 @@ class Engine:
         if not self.store.check.deferred:
             self.nonfinite.policy.passed()
             return True
-        if self.nonfinite.settle_call(kernels_skip=self.optimizer.skips(spec.only)):
+        self.store.check.fetch()
+        if self.optimizer.skips(spec.only):
             return True
         self.nonfinite.poll()
         refused = self.nonfinite.refused > 0

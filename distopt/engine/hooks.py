@@ -24,17 +24,13 @@ RECORD = "DISTOPT_RECORD"
 
 
 class StepHook:
-    """Be told of every step of a model.  The base class does nothing.
+    """Be told of every step of a model.  The base class does nothing."""
 
-    Attributes:
-        line: is compared by the ranks' votes; '' is not.
-        wants_payloads: the hook sees each bucket's exchange in the present step, so that no shortcut through shared
-            memory is taken.
-        host_only: why a step with this hook cannot be captured as a CUDA graph; '' if it can.
-    """
-
+    # What the ranks' votes compare; nothing if it is ''.
     line = ""
+    # The hook sees each bucket's exchange in the present step, so that no shortcut through shared memory is taken.
     wants_payloads = False
+    # Why a step with this hook cannot be captured as a CUDA graph; '' if it can.
     host_only = ""
 
     def begin(self, step: int, spec: StepSpec, exchanges: int) -> None:
@@ -75,12 +71,11 @@ class DivergenceCheck(StepHook):
 
 
 class FirstGradients(StepHook):
-    """Say so if all ranks bring the same gradients to the first step, bit by bit: they may read the same batches.
+    """Say so if all ranks bring the same gradients to the first step, bit by bit: they may read the same batches."""
 
-    Nothing else would: the ranks train, and all of them together do the work of one.  Looks at the beginning of each
-    gradient on the host, and is gone when all ranks have agreed on a step.  Not for elastic jobs: a process that joins
-    has another first step.
-    """
+    # Nothing else would: the ranks train, and all of them together do the work of one.  Looks at the beginning of each
+    # gradient on the host, and is gone when all ranks have agreed on a step.  Not for elastic jobs: a process that
+    # joins has another first step.
 
     # Entries that are looked at of a gradient.
     ENTRIES = 4096

@@ -20,11 +20,10 @@ Learn = Callable[[], None]
 
 
 class Policy:
-    """'raise': FloatingPointError on every rank.  What all policies have in common.
+    """'raise': FloatingPointError on every rank.  What all policies have in common."""
 
-    A *call* is one forward and backward pass; with ``num_batches`` a step has several.  Each call that comes to an end
-    is told of once, by ``passed`` or by ``refused``, on every rank alike; ``enforce`` may raise afterwards.
-    """
+    # A *call* is one forward and backward pass; with `num_batches` a step has several.  Each call that comes to an end
+    # is told of once, by `passed` or by `refused`, on every rank alike; `enforce` may raise afterwards.
 
     # The attributes that a step replaces (``Undo.keep_fields``).
     CHANGES: Sequence[str] = ("skipped", "in_a_row")
@@ -202,7 +201,7 @@ class LossScaler(Skip):
     def restore(self, state: dict[str, float]) -> None:
         """Take the scale and the count of a checkpoint."""
         if state:
-            # a window that is shorter than the one it was saved with may be full already
+            # A window that is shorter than the one it was saved with may be full already.
             self.divisor, self.clean = float(state["scale"]), min(int(state["clean"]), self.window - 1)
 
     def __repr__(self) -> str:
@@ -232,11 +231,10 @@ def _power_of_two(name: str, value: Any, least: float, most: float) -> float:
 
 
 class NonfiniteGuard:
-    """Apply a policy to what the checks of a model's buckets find.
+    """Apply a policy to what the checks of a model's buckets find."""
 
-    On the host a step that is not finite ends before its update.  On a GPU kernels skip it by a flag, and the host
-    learns of it afterwards: the counters are rolled back, and the policy applies in the next call.
-    """
+    # On the host a step that is not finite ends before its update.  On a GPU kernels skip it by a flag, and the host
+    # learns of it afterwards: the counters are rolled back, and the policy applies in the next call.
 
     # The attributes that a step replaces (``Undo.keep_fields``).
     CHANGES = ("refused",)
@@ -253,16 +251,6 @@ class NonfiniteGuard:
     def accepts(self, nonfinite: str) -> bool:
         """Tell if the present call is to be applied; ``nonfinite`` is alike on all ranks, '' if all is finite."""
         return not nonfinite or self.policy.accepts(self._progress.name, nonfinite)
-
-    def settle_call(self, kernels_skip: bool) -> bool:
-        """Begin to fetch the outcome of a call on a GPU.
-
-        Returns:
-            Whether the host goes on to the update: only where ``kernels_skip`` a refused one, else it must wait for the
-            outcome, with ``poll``.
-        """
-        self._store.check.fetch()
-        return kernels_skip
 
     def poll(self) -> None:
         """Learn from the GPU what became of the last step, and roll back one that was refused."""

@@ -18,25 +18,21 @@ from distopt.kernels.layout import BucketLayout
 
 
 class Averaged(NamedTuple):
-    """What is averaged after a partial step, as a user gave it: one bucket, or a share of all entries.
+    """What is averaged after a partial step, as a user gave it: one bucket, or a share of all entries."""
 
-    Args:
-        threshold: elements that fill a bucket; None for the usual number.
-        share: the share; None for one bucket.
-        seed: chooses the entries of a share.
-    """
-
+    # Elements that fill a bucket; None for the usual number.
     threshold: int | None = None
+    # None: one bucket.
     share: Any = None
+    # Chooses the entries of a share.
     seed: Any = 0
 
 
 class PartialSteps:
-    """Make partial steps (SINGA's ``backward_and_partial_update``).
+    """Make partial steps (SINGA's ``backward_and_partial_update``)."""
 
-    Each parameter is averaged once in as many steps as there are buckets, each entry once in as many as a share needs
-    to be all; the optimizer's state stays local.
-    """
+    # Each parameter is averaged once in as many steps as there are buckets, each entry once in as many as a share needs
+    # to be all; the optimizer's state stays local.
 
     def __init__(self, engine: Engine):
         self._engine, self._shares = engine, ShareAverage(engine)
@@ -51,11 +47,7 @@ class PartialSteps:
         return self._engine.step(loss, spec, partial(self._update, averaged))
 
     def _compressor(self, averaged: Averaged) -> Compressor:
-        """The one of a step that sends no gradients.
-
-        Raises:
-            TypeError, ValueError: the share or its seed is none, or the parameters are not this rank's own.
-        """
+        """Return that of a step that sends no gradients; raise what forbids the step."""
         if averaged.share is not None:
             Share.checked(averaged.share, averaged.seed)
         if self._engine.store.sharded:

@@ -149,7 +149,7 @@ class CollectiveReducer(Unreduced):
 
 
 class TwoPhaseReducer(Unreduced):
-    """Let the owners of shards add up what the ranks send, and send the sums, all buckets together."""
+    """Reduce all buckets together: owners of shards add up what the ranks send, and send the sums."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class TwoPhaseReducer(Unreduced):
         borders: Borders,
         otherwise: CollectiveReducer,
     ):
-        """Make one; ``otherwise`` takes the buckets that are no part of it."""
+        # otherwise: takes the buckets that are no part of the two phases.
         super().__init__(step_context.store, compressor)
         self._phases, self._compressor, self._comm, self._step_context = phases, compressor, comm, step_context
         self._owned, self._borders, self._otherwise = owned, borders, otherwise
@@ -250,7 +250,7 @@ class SharedMemoryReducer(Reducer):
         everywhere: bool,
         unchanged: Set[str],
     ):
-        """Make one; ``everywhere``: sums are written to every rank's memory; those ``unchanged`` need not be finite."""
+        # everywhere: sums are written to every rank's memory; unchanged: parameters whose sums need not be finite.
         self._comm, self._step_context, self._check_finite, self._vote = comm, step_context, check_finite, vote
         self._unchanged = unchanged
         self._reduce = reduce_everywhere if everywhere else reduce_shards
@@ -326,7 +326,7 @@ class WeighStates(Reducer):
     # fewer gradients is divided by fewer.
 
     def __init__(self, reducer: Reducer, comm: Communicator, store: BucketStore, weight: float):
-        """Make one; ``weight``: this step's divisor, relative to that of a step to which all ranks bring gradients."""
+        # weight: this step's divisor, relative to that of a step to which all ranks bring gradients.
         self._reducer, self._comm, self._store, self._weight = reducer, comm, store, weight
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
@@ -463,7 +463,7 @@ class Reducers:
         overlap: bool,
         everywhere: bool,
     ):
-        """Make one.  ``everywhere``: an update reads whole sums, and not shards where other ranks have formed them."""
+        # everywhere: an update reads whole sums, and not shards where other ranks have formed them.
         self._comm, self._step_context, self._accumulator = comm, step_context, accumulator
         self.overlap, self._everywhere, self.borders = overlap, everywhere, Borders()
         # What the last choice of an exchange depended on.

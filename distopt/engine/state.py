@@ -28,15 +28,16 @@ ENTRIES = (*COUNTS, "contributions", "loss_scale", "rooms", "borders", "states",
 def state_dict(engine: Engine) -> dict[str, Any]:
     """``DistOpt.state_dict``.  Collective if parameters are shared."""
     engine.sync_with_last_step()
-    return engine.transaction(lambda: _shared_state(engine)) if engine.store.sharded else _state(engine)
+    if not engine.store.sharded:
+        return _state(engine)
 
+    def shared() -> dict[str, Any]:
+        # What a try has declared that was interrupted is void.
+        engine.agreement.declare_numbers(engine.nonfinite.lines())
+        engine.renew_plan()
+        return _state(engine)
 
-def _shared_state(engine: Engine) -> dict[str, Any]:
-    """The state of which each rank has a share.  Collective."""
-    # What a try has declared that was interrupted is void.
-    engine.agreement.declare_numbers(engine.nonfinite.lines())
-    engine.renew_plan()
-    return _state(engine)
+    return engine.transaction(shared)
 
 
 def _state(engine: Engine) -> dict[str, Any]:
@@ -69,10 +70,8 @@ def _state(engine: Engine) -> dict[str, Any]:
 
 
 def _gathered(members: BucketLayout, flat: np.ndarray, number: int | None, comm: Communicator) -> np.ndarray:
-    """A flat array with every rank's part of one of which each rank has its own.  Collective.
-
-    That is its shard; or all on the rank of this number, modulo the ranks, and nothing on the others.
-    """
+    """A flat array with every rank's part of one of which each rank has its own.  Collective."""
+    # That is its shard; or all on the rank of this number, modulo the ranks, and nothing on the others.
     gathered = np.zeros(members.extent, members.dtype)
     views = [members.view(flat, row) for row in range(len(members.names))]
     table = BucketLayout(members.names, members.shapes, members.records["offset"].tolist(), members.dtype)
@@ -154,12 +153,7 @@ def check_state(engine: Engine, state: dict[str, Any]) -> States:
 
 
 class EngineState(TrainingState):
-    """The state of a training that one engine makes the steps of.
-
-    Args:
-        engine: the engine.
-        options: lines for a reader of checkpoints.
-    """
+    """The state of a training that one engine makes the steps of."""
 
     def __init__(self, engine: Engine, options: Sequence[str]):
         self._engine, self.options = engine, options

@@ -12,18 +12,9 @@ State = dict[str, np.ndarray]
 
 
 class Undo:
-    """Remember what is about to change, and put it back.
+    """Remember what is about to change, and put it back."""
 
-    The memory of copies is used again: what was kept before ``forget`` costs a pass over it, and no new memory.
-
-    Example:
-        >>> x, undo = np.ones(3), Undo()
-        >>> undo.keep(x)
-        >>> x[:] = 2
-        >>> undo.undo()
-        >>> x
-        array([1., 1., 1.])
-    """
+    # The memory of copies is used again: what was kept before `forget` costs a pass over it, and no new memory.
 
     def __init__(self) -> None:
         # By the address and the bytes of what they are copies of.
@@ -75,6 +66,6 @@ class Undo:
 
     def forget(self) -> None:
         """Begin anew: what has changed is to stay."""
-        # Others are of memory that has gone.
+        # Other copies are of memory that has gone.
         self._copies = {place: self._copies[place] for place in self._arrays}
         self._arrays, self._fields, self._states, self._actions = {}, [], [], []
