@@ -10,19 +10,7 @@ import numpy as np
 
 
 def check_int(name: str, value: Any, least: int) -> int:
-    """Return ``value`` as an int.
-
-    Raises:
-        TypeError: it is no integer; a bool is none.
-        ValueError: it is below ``least``.
-
-    Example:
-        >>> check_int("steps", 3, 1)
-        3
-        >>> check_int("steps", 0, 1)
-        Traceback (most recent call last):
-        ValueError: steps must be at least 1, got 0
-    """
+    """Return ``value`` as an int; TypeError if it is none, as a bool is none, ValueError if it is below ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < least:
@@ -31,12 +19,7 @@ def check_int(name: str, value: Any, least: int) -> int:
 
 
 def as_float(name: str, value: Any) -> float:
-    """Return ``value`` as a float, which may be infinite or NaN.
-
-    Raises:
-        TypeError: it is no number; a bool is none.
-        ValueError: it is too large for a float.
-    """
+    """Return ``value`` as a float, which may be infinite or NaN; TypeError for what is no number, as a bool is none."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
@@ -52,22 +35,7 @@ def check_number(name: str, value: Any) -> int | float:
 
 
 def check_float(name: str, value: Any, least: float = 0.0, most: float = math.inf) -> float:
-    """Return a value as a finite float.
-
-    Args:
-        name: of the value, for errors.
-        value: any object.
-        least: the least number that it may be.
-        most: the greatest.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is outside of the range, or not finite.
-
-    Example:
-        >>> check_float("momentum", 0.5, most=1.0)
-        0.5
-    """
+    """Return a value as a finite float; TypeError for what is no number, ValueError outside of the range."""
     number = as_float(name, value)
     if not (least <= number <= most and math.isfinite(number)):
         raise ValueError(f"{name} must be finite and in [{least}, {most}], got {value}")
@@ -98,12 +66,7 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def check_multipliers(name: str, value: Any) -> dict[str, float]:
-    """Return numbers of at least 0 by parameter name, in the order of the names; {} for None.
-
-    Raises:
-        TypeError: it is no such mapping.
-        ValueError: a number is negative or not finite.
-    """
+    """Return numbers of at least 0 by parameter name, in the order of the names; {} for None."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(n, str) for n in value):
@@ -125,18 +88,8 @@ def check_callable(name: str, value: Any, arguments: str) -> Any:
 
 
 def suggest(name: object, known: Iterable[str], most: int = 1, least: float = 0.6) -> str:
-    """Return '; did you mean ...?' with the known names that are closest; '' if none is close.
-
-    Args:
-        name: what was given.
-        known: the names that there are.
-        most: so many of them at most.
-        least: how close a name must be, from 0, anything, to 1, the same (``difflib``).
-
-    Example:
-        >>> suggest("thresold", ["threshold", "overlap"])
-        '; did you mean threshold?'
-    """
+    """Return '; did you mean ...?' with the known names that are closest; '' if none is close."""
+    # least: how close a name must be, from 0, anything, to 1, the same (difflib).
     names = {n.lower(): n for n in known}
     near = [names[n] for n in difflib.get_close_matches(str(name).lower(), names, most, least)]
     return f"; did you mean {' or '.join(near)}?" if near else ""

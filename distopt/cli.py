@@ -31,21 +31,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name that this terminal has no letters for
+            # a name that this terminal has no letters for
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = int(args.main(args))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever reads has seen enough; nothing more is to be flushed there
+    except BrokenPipeError:
+        # Whoever reads has seen enough; nothing more is to be flushed there.
         _drop_output()
         return 0
     except OSError as error:
         print(f"distopt {args.command}: {error}", file=sys.stderr)
         try:
             sys.stdout.flush()
-        except OSError:  # it was the output that failed, and would fail once more at exit
+        except OSError:
+            # It was the output that failed, and would fail once more at exit.
             _drop_output()
         return 2
 
@@ -55,5 +58,5 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-if __name__ == "__main__":  # python -m distopt.cli
+if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Average gradients over ranks, then let the wrapped optimizer use them."""
+"""Average gradients over ranks, then update by the wrapped optimizer."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def _from_id(
     communicator: Communicator | None, nccl_id: bytes | None, local_rank: int | None, world_size: int | None
 ) -> Communicator | None:
-    """A communicator for SINGA's three arguments, None without them; ValueError if they are not all that is given."""
+    """Return a communicator for SINGA's three arguments; None if none of them is given."""
     three = {"nccl_id": nccl_id, "local_rank": local_rank, "world_size": world_size}
     missing = [name for name, value in three.items() if value is None]
     if len(missing) == len(three):
@@ -165,26 +165,7 @@ class SingaModes(Facade):
         exchange: str = "auto",
         over: str = "ranks",
     ) -> bool:
-        """Make one step with any compressor.  Collective.
-
-        Args:
-            loss: as for ``backward_and_update``.
-            compressor: what is sent of a bucket; None for ``Dense()``.
-            break_even: all-reduce a bucket whose payloads would be more bytes than dense as a dense array of the same
-                entries.
-            exchange: of payloads that cannot be added on the wire: 'gather', by which sums are exact, and bytes grow
-                with the ranks; 'two_phase', by which owners of shards compress the sums again; or 'auto' for a gather
-                with two ranks and of less than 64 kB (``exchange.two_phases``).  'nodes': sums inside each node first,
-                and the same between nodes, of these sums (``exchange.hierarchical``).
-            over: what the sum of an entry is divided by: all 'ranks', which is the mean of what was sent; or its
-                'senders', as Templar does, by which an update is up to as many times larger as there are ranks.  Of a
-                window of batches it is the mean over those of the senders; zeros of a rank that has joined do not
-                count.  In two phases the owner of a shard counts, before it chooses; no bucket is all-reduced as dense
-                then.
-
-        Returns:
-            True if an update was applied.
-        """
+        """Make one step with any compressor (``DistOpt.step``).  Collective."""
         return self.run(loss, _with(compressor, break_even, exchange, over))
 
     def advise(
@@ -195,13 +176,13 @@ class SingaModes(Facade):
         backward: float = 0.0,
         measure: bool = True,
     ) -> "Advice":
-        """Find the mode that makes the exchange of this plan the fastest, and where it begins to pay (``volume``).
+        """Find the mode that makes the exchange of this plan the fastest, and where it begins to pay (``distopt.lab``).
 
         Args:
             link: a name or a rate (``cost.link``), a ``Link``, a ``lab.Network``, or a ``fit.Fit``.
             ranks: number of ranks; None for that of the communicator.
             modes: as 'half,topk=0.01' (``lab.mode``); None for all that this optimizer can be given.
-            backward: seconds of a backward pass, behind which buckets of modes without a residual travel, unless this
+            backward: seconds of a backward pass, during which buckets of modes without a residual travel, unless this
                 was made with ``overlap=False`` or accumulates batches.
             measure: time compression on this host; a GPU is faster.
 
@@ -222,7 +203,7 @@ class SingaModes(Facade):
             True
             >>> print(opt.advise("1Gbit", ranks=8, modes="half", measure=False).best)  # doctest: +SKIP
         """
-        from distopt import lab  # most trainings never ask
+        from distopt import lab
 
         network, timed = lab.wire(link), lab.compute.measure if check_bool("measure", measure) else None
         buckets = [bucket.gradients for bucket in self.engine.store.buckets]
@@ -253,7 +234,7 @@ class DistOpt(SingaModes, Checkpointed):
         communicator: the ranks; None for ``distopt.world()``, in ``run_ranks`` that of the thread.
         params: a PyTorch model, or an iterable of tensors or (name, tensor) pairs, which are updated where they are; by
             default those of an optimizer of ``torch.optim``.  Rank 0's are sent to all ranks at once, which is
-            collective.  A loss may then be a tensor, whose ``backward()`` a step calls, behind clearing ``grad``.  Each
+            collective.  A loss may then be a tensor, whose ``backward()`` a step calls after clearing ``grad``.  Each
             step asks which of them require a gradient: those of layers that were thawed, and of groups that were added
             to the optimizer, join the plan, on all ranks alike, in the order of the model.
         threshold: elements that fill a bucket (``buckets.plan``).
@@ -264,7 +245,7 @@ class DistOpt(SingaModes, Checkpointed):
         nonfinite: what to do when a gradient of any rank, or a sum, has an infinity or NaN: 'raise' FloatingPointError
             on every rank, 'skip' the step on every rank (10 in a row raise), 'propagate', or a ``LossScaler``, which
             skips too, and by whose scale the gradients are divided.
-        allow_missing: let a parameter without a gradient count as zeros on a rank, if another one has one.  A parameter
+        allow_missing: count a parameter without a gradient as zeros on a rank, if another one has one.  A parameter
             that no rank has a gradient of is left alone: no momentum, no decay, and its residual stays.  In a partial
             step each rank leaves alone what it has no gradient of.  Where ranks share the work of an update
             (``parameter_views``, ``Muon(sharded=True)``) such a step is refused.
@@ -286,11 +267,11 @@ class DistOpt(SingaModes, Checkpointed):
             for a step that turns out to be refused too, and what it leaves is not checked.  Costs one more pass over
             the means and one more vote; a hook that changes nothing changes no bit, but for the rounding of a mean
             where norms are taken (clipping, LARS, LANS) or a ``rescale_grad`` is given.
-        buddy: give the next rank a copy of what this rank alone has, so that the others can go on without it: with
+        buddy: give the next rank a copy of what this rank alone has, so that the others can continue without it: with
             ``parameter_views`` its share of the optimizer's state, one message per update.  With ``Muon(sharded=True)``
             ranks keep copies of their own, so that an update whose results not all have gathered is made again.  Only
             under ``distopt run --elastic``, where ranks may be lost; without shares it does nothing.  If a rank and
-            the next one are lost at once, all others raise RuntimeError, and go on from a checkpoint.
+            the next one are lost at once, all others raise RuntimeError, and continue from a checkpoint.
         nccl_id: with ``local_rank`` and ``world_size``, in the place of ``communicator``: SINGA's form for processes of
             one machine without MPI, each with a GPU of its own (``NcclCommunicator.from_id``); ``close()`` closes it.
         local_rank: this process's number among those of the machine.
@@ -360,8 +341,10 @@ class DistOpt(SingaModes, Checkpointed):
         super().__init__(engine, asked | {"threshold": threshold, "buffSize": buffSize, "deterministic": deterministic})
         self._partial = PartialSteps(engine)
         self._collectives = ManualCollectives(comm, capacity, engine.check_open)
-        self._last: StepSpec | Averaged | None = None  # what the last step was
-        self._updated = False  # has a parameter been updated by hand since the last step?
+        # what the last step was
+        self._last: StepSpec | Averaged | None = None
+        # whether a parameter has been updated by hand since the last step
+        self._updated = False
         if self._model is not None:
             self._model.enroll(engine)
             if options.overlap:
@@ -539,7 +522,7 @@ class DistOpt(SingaModes, Checkpointed):
         This rank's gradients are zeros, and the mean is over those ranks that bring gradients; in partial steps it only
         receives averages.  With error feedback its residual is still sent: what any rank had left of means over all
         ranks is divided by all of them, however many are left when it arrives.  All ranks have the same parameters and
-        counters afterwards, and may go on together.
+        counters afterwards, and may continue together.
 
         Raises:
             ValueError: on every rank alike, if the others' steps are not of the kind of this rank's last one, in mode,
@@ -591,8 +574,8 @@ class DistOpt(SingaModes, Checkpointed):
         Payloads are gathered, since the host takes part in two phases.  Not captured are ``Threshold``, whose payloads
         are as long as the data want, a warm-up, whose density changes, a partial step, which averages another bucket
         each time, ``clip_norm`` and ``gradient_hook``; and the optimizer is one of distopt's own.  A ``Metered``
-        communicator does not see what a replay sends.  Each rank needs a
-        process of its own: NCCL may deadlock when one process launches the graphs of several.
+        communicator does not see what a replay sends.  Each rank needs a process of its own: NCCL may deadlock when one
+        process launches the graphs of several.
 
         Args:
             loss: a callable that returns (param, grad) pairs, always with the same arrays.
@@ -613,10 +596,10 @@ class DistOpt(SingaModes, Checkpointed):
         return CapturedStep(self.engine, loss, spec)
 
     def rejoin(self, params: Iterable[Any] | None = None, extra: Any = None) -> Any:
-        """In a process that was started in the place of a lost one: wait until the others let it in, and go on as they.
+        """In a process that was started in the place of a lost one: wait until the others admit it, and do as they do.
 
         It gets the parameters, the optimizer's state, counters and schedules of the others, and begins with a residual
-        of zero.  They let it in before a step; until then its rank is 0 of 1.  In a job that begins it returns at once.
+        of zero.  They admit it before a step; until then its rank is 0 of 1.  In a job that begins it returns at once.
         A script that grows calls it on all ranks, before its loop, and starts the loop at ``step_counter``::
 
             opt.rejoin(params)
@@ -636,7 +619,7 @@ class DistOpt(SingaModes, Checkpointed):
 
         Raises:
             ValueError: it has other parameters, or in another order, or another kind of optimizer.
-            RuntimeError: the others have ended before they have let it in, or ``parameter_views`` came before.
+            RuntimeError: the others have ended before they have admitted it, or ``parameter_views`` came before.
 
         Example:
             >>> import numpy as np
@@ -736,9 +719,8 @@ class DistOpt(SingaModes, Checkpointed):
 
         Example:
             >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> from distopt import DistOpt
+            >>> opt = DistOpt()
             >>> x, y = np.ones(2), np.ones(3)
             >>> opt.fused_all_reduce([x, y])
             >>> y
@@ -751,9 +733,8 @@ class DistOpt(SingaModes, Checkpointed):
 
         Example:
             >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> from distopt import DistOpt
+            >>> opt = DistOpt()
             >>> x = np.ones(2, np.float32)
             >>> opt.all_reduce_half(x)
             >>> x
@@ -766,9 +747,8 @@ class DistOpt(SingaModes, Checkpointed):
 
         Example:
             >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> from distopt import DistOpt
+            >>> opt = DistOpt()
             >>> x = np.ones(2, np.float32)
             >>> opt.fused_all_reduce_half([x])
             >>> x
@@ -788,9 +768,8 @@ class DistOpt(SingaModes, Checkpointed):
 
         Example:
             >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> from distopt import DistOpt
+            >>> opt = DistOpt()
             >>> x, residual = np.array([1.0, 3.0]), np.zeros(2)
             >>> opt.sparsification(x, residual, spars=0.5, topK=True)
             >>> x, residual
@@ -812,9 +791,8 @@ class DistOpt(SingaModes, Checkpointed):
 
         Example:
             >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> from distopt import DistOpt
+            >>> opt = DistOpt()
             >>> x, y = np.array([1.0, 3.0]), np.array([2.0])
             >>> opt.fused_sparsification([x, y], None, spars=2.0, topK=False)
             >>> x, y
@@ -826,10 +804,8 @@ class DistOpt(SingaModes, Checkpointed):
         """Make results of collectives visible to the caller's current stream; nothing to do without a GPU.
 
         Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> from distopt import DistOpt
+            >>> opt = DistOpt()
             >>> opt.wait()
         """
         self._collectives.wait()
@@ -850,10 +826,8 @@ class DistOpt(SingaModes, Checkpointed):
         """Return rank ``root``'s plain value, as ``Communicator.broadcast_object``.  Collective.
 
         Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
+            >>> from distopt import DistOpt
+            >>> opt = DistOpt()
             >>> opt.broadcast_object({"epoch": 3})
             {'epoch': 3}
         """
@@ -867,10 +841,10 @@ class DistOpt(SingaModes, Checkpointed):
         They hold rank 0's values.  From now on there is one copy of the model on this machine, and each rank updates
         its share of it, and touches only that share of the optimizer's state (ZeRO stage 1, Rajbhandari et al., 2020,
         in shared memory); the results are the same, to the bit.  Collective; where parameters are shared already, on
-        this rank alone, the same arrays are returned.
-        ``state_dict`` is collective from then on, and complete, as the optimizer's own ``get_states`` is not; the
-        threshold is fixed, there are no partial steps and no ``update`` by hand, and what a script does to a parameter
-        itself, one rank has to do for all.  Parameters of a PyTorch model are moved there, and returned.
+        this rank alone, the same arrays are returned.  ``state_dict`` is collective from then on, and complete, as the
+        optimizer's own ``get_states`` is not; the threshold is fixed, there are no partial steps and no ``update`` by
+        hand, and what a script does to a parameter itself, one rank has to do for all.  Parameters of a PyTorch model
+        are moved there, and returned.
 
         Args:
             params: all parameters of the model, or a PyTorch model.

@@ -7,90 +7,42 @@ NONE = "-"  # stands for an unknown number
 
 
 def printable(text: str) -> str:
-    r"""Return a text in one line without control characters, which does nothing to a terminal, whoever wrote it.
-
-    Example:
-        >>> from distopt.formatting import printable
-        >>> printable("a\nb")
-        'a\\nb'
-    """
+    """Return a text in one line without control characters, which does nothing to a terminal, whoever wrote it."""
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def nbytes(n: float) -> str:
-    """Format bytes in three digits, with the decimal units of networks: 1 kB is 1000 B.
-
-    Example:
-        >>> from distopt.formatting import nbytes
-        >>> nbytes(25557032 * 4)
-        '102 MB'
-    """
+    """Format bytes in three digits, with the decimal units of networks: 1 kB is 1000 B."""
     return _scaled(n, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def seconds(t: float) -> str:
-    """Format seconds in three digits, down to ns.
-
-    Example:
-        >>> from distopt.formatting import seconds
-        >>> seconds(0.00123)
-        '1.23 ms'
-    """
+    """Format seconds in three digits, down to ns."""
     return _scaled(t * 1e9, ("ns", "us", "ms", "s"))
 
 
 def rate(bandwidth: float) -> str:
-    """Format bytes per second as bits per second, as networks are named.
-
-    Example:
-        >>> from distopt.formatting import rate
-        >>> rate(1.25e9)
-        '10.0 Gbit/s'
-    """
+    """Format bytes per second as bits per second, as networks are named."""
     return _scaled(bandwidth * 8, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
 
 
 def number(x: float) -> str:
-    """Format a number in four digits, an integer exactly.
-
-    Example:
-        >>> from distopt.formatting import number
-        >>> number(12345), number(12345.678)
-        ('12,345', '1.235e+04')
-    """
+    """Format a number in four digits, an integer exactly."""
     return f"{x:,}" if isinstance(x, int) else f"{x:.4g}"
 
 
 def counted(n: int, what: str) -> str:
-    """Format a count with its noun: 1 rank, 2 ranks.
-
-    Example:
-        >>> from distopt.formatting import counted
-        >>> counted(1, "rank"), counted(2000, "rank")
-        ('1 rank', '2,000 ranks')
-    """
+    """Format a count with its noun: 1 rank, 2 ranks."""
     return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def times(ratio: float | None) -> str:
-    """Format how many times one number is another one.
-
-    Example:
-        >>> from distopt.formatting import times
-        >>> times(12.345), times(2345), times(None)
-        ('12.3 x', '2,345 x', '-')
-    """
+    """Format how many times one number is another one."""
     return NONE if ratio is None else f"{ratio:.3g} x" if ratio < 1000 else f"{ratio:,.0f} x"
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return the lines of a table; the first ``left`` columns are aligned to the left, the others to the right.
-
-    Example:
-        >>> from distopt.formatting import table
-        >>> table([("mode", "ranks"), ("dense", "8")])
-        ['  mode   ranks', '  dense      8']
-    """
+    """Return the lines of a table; the first ``left`` columns are aligned to the left, the others to the right."""
     shown = [tuple(map(printable, cells)) for cells in rows]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     signs = ["<" if k < left else ">" for k in range(len(widths))]
@@ -101,13 +53,7 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def cell(value: object) -> object:
-    """Return a spreadsheet's cell: a text that it would take for a formula begins with an apostrophe.
-
-    Example:
-        >>> from distopt.formatting import cell
-        >>> cell("=1+1"), cell(2)
-        ("'=1+1", 2)
-    """
+    """Return a spreadsheet's cell: a text that it would take for a formula begins with an apostrophe."""
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 

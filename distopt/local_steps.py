@@ -33,12 +33,12 @@ class LocalSteps(Checkpointed):
     DiLoCo (Douillard et al., 2023): the ranks begin with the same parameters.  Each makes ``every`` steps with
     gradients of its own, which sends nothing.  Then its *pseudo-gradient* is the global parameters, which are those of
     the last exchange, minus its own.  The mean over ranks is the gradient of a step of the ``outer`` optimizer, which
-    moves the global parameters; and all ranks go on from these.  So ``every`` steps send what one step of a
+    moves the global parameters; and all ranks continue from these.  So ``every`` steps send what one step of a
     ``DistOpt`` does.  The inner optimizer's state stays local, and so do clipping and a loss scale.
 
     Making one is collective: ranks that differ in windows, or in what is sent, all raise the same error.
 
-    It is called as a ``DistOpt``, and counts by itself.  A window ends behind every ``every``-th step of a rank; all
+    It is called as a ``DistOpt``, and counts by itself.  A window ends after every ``every``-th step of a rank; all
     ranks must make as many, or ``join``.  A step that was refused as not finite counts.  Parameters differ between
     ranks inside of a window; a model's buffers, as the means of a batch normalization, are never exchanged.
 
@@ -60,7 +60,7 @@ class LocalSteps(Checkpointed):
         broadcast: begin with rank 0's parameters.
         nonfinite: what becomes of this rank's gradients that are not finite, as of ``DistOpt``.
         allow_missing: leave a parameter alone in a local step without a gradient of it, as of ``DistOpt``.
-        check_every: compare the global parameters of all ranks by checksum, at the first exchange behind so many steps.
+        check_every: compare the global parameters of all ranks by checksum, at the first exchange after so many steps.
         num_batches: this many calls are one step.
         clip_norm: bound of the norm of this rank's gradient.
         gradient_hook: is called with this rank's gradients, before each of its steps.
@@ -214,7 +214,7 @@ class LocalSteps(Checkpointed):
         return self._ranks.local_rank
 
     def observe(self, callback: Callable[[int, Mapping[str, float]], object] | None = None, every: int = 100) -> None:
-        """Call ``callback(exchange, numbers)`` behind every ``every``-th exchange, as ``DistOpt.observe`` at steps.
+        """Call ``callback(exchange, numbers)`` after every ``every``-th exchange, as ``DistOpt.observe`` at steps.
 
         The numbers are of pseudo-gradients; exchanges are counted for each fragment.  With a ``delay`` the callback is
         called in the thread in which fragments travel.
@@ -227,7 +227,7 @@ class LocalSteps(Checkpointed):
             TypeError: for what cannot be called, or for ``every`` that is no integer.
             ValueError: for ``every`` below 0, and on a GPU, where nothing is measured.
         """
-        from distopt.lab.observe import observe  # most trainings never ask
+        from distopt.lab.observe import observe
 
         for fragment in self._training.outer.fragments:
             observe(fragment.engine, callback, every)
@@ -239,7 +239,7 @@ class LocalSteps(Checkpointed):
         modes: str | Sequence[str] | None = None,
         measure: bool = True,
     ) -> "Advice":
-        """Find what makes the exchange of these windows the fastest, beside dense exchanges at each step (``volume``).
+        """Find what makes the exchange of these windows the fastest, beside dense ones at each step (``distopt.lab``).
 
         Args:
             link: as of ``DistOpt.advise``.
@@ -264,7 +264,7 @@ class LocalSteps(Checkpointed):
             True
             >>> print(opt.advise("1Gbit", ranks=8, modes="local=10+half", measure=False).best)  # doctest: +SKIP
         """
-        from distopt import lab  # most trainings never ask
+        from distopt import lab
 
         outer = self._training.outer
         buckets = [bucket.gradients for part in outer.fragments for bucket in part.engine.store.buckets]
@@ -297,9 +297,9 @@ class LocalSteps(Checkpointed):
         self._training.join()
 
     def rejoin(self, params: Iterable[Any] | None = None, extra: Any = None) -> Any:
-        """In a process that was started in the place of a lost one: wait until the others let it in, and go on as they.
+        """In a process that was started in the place of a lost one: wait until the others admit it, and do as they do.
 
-        They let it in before a step that follows an exchange.  It begins with the global parameters, the outer
+        They admit it before a step that follows an exchange.  It begins with the global parameters, the outer
         optimizer's state, counters and schedules, a residual of zero, and a copy of the first rank's inner optimizer's
         state; and it counts in the mean of the next exchange of each fragment.  Fragments that travel land before, so
         that the ranks wait for them once.  A script that grows calls it on all ranks, before its loop, and starts the
@@ -314,7 +314,7 @@ class LocalSteps(Checkpointed):
 
         Raises:
             ValueError: it has other parameters, or in another order, or another kind of optimizer.
-            RuntimeError: the others have ended before they have let it in.
+            RuntimeError: the others have ended before they have admitted it.
 
         Example:
             >>> import numpy as np

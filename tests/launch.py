@@ -76,14 +76,18 @@ def run_mpi(size, function, folder, *args, timeout=120, hosts=None):
     command, environment = [*launcher.command(size), sys.executable, __file__], launcher.environment(size)
     if hosts:
         command, environment = hosts.on(0, command), environment | hosts.environment(launcher.brand, size // 2)
-    return results(command, size, function, folder, args, timeout, environment)
-
-
-def results(command, size, function, folder, args, timeout, environment):
-    """What a function returns on the ranks of a command, which ends by a script that calls ``answer``."""
-    name = f"{function.__module__}:{function.__name__}"
-    code, output = finish([*command, name, str(folder), json.dumps(args)], timeout, env=environment)
+    code, output = finish([*command, name_of(function), str(folder), json.dumps(args)], timeout, env=environment)
     assert code == 0, output
+    return results(size, folder)
+
+
+def name_of(function):
+    """A function for the command of a script that calls ``answer``."""
+    return f"{function.__module__}:{function.__name__}"
+
+
+def results(size, folder):
+    """What the function has returned on each rank."""
     found = []
     for rank in range(size):
         with np.load(Path(folder) / f"{rank}.npz") as saved:

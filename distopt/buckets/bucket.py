@@ -15,8 +15,10 @@ from distopt.kernels.dispatch import HostArrays
 from distopt.kernels.layout import ArrayMatcher, BucketLayout
 
 Alloc = Callable[[int, Any], np.ndarray]
-States = dict[str, dict[str, np.ndarray]]  # state name -> parameter name -> array
-CONSTANTS = 64  # kept by a bucket: more than one step uses, fewer than a slowly falling density has values
+# state name -> parameter name -> array
+States = dict[str, dict[str, np.ndarray]]
+# Kept by a bucket: more than one step uses, fewer than a slowly falling density has values.
+CONSTANTS = 64
 
 
 class Allocator(Protocol):
@@ -39,49 +41,40 @@ class Allocator(Protocol):
 
 
 class Bucket:
-    """The flat arrays of one bucket, and the tables by which kernels reach its members.
-
-    Attributes:
-        number: the index of the bucket in the plan.
-        spec: its part of the plan.
-        gradient: the flat gradient, (size,) of the bucket's dtype.
-        bad: per member, how many entries of its packed gradient are not finite, int64.
-        peers: every rank's ``gradient``, if memory is shared.
-        state: flat arrays that outlive a step, by name: a compressor's residual, for example.
-        recordings: of what a compressor enqueues on a GPU at every step, by name.
-        payload: the compressor of the last exchange, and the bytes of its payload; None if they depend on the data.
-        gradients, parameters, means, sums: tables of the members' arrays.
-        near_overflow: whether the last ``pack`` saw a gradient above the headroom asked for.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt.buckets import BucketSet, plan
-        >>> values = {"a": np.zeros(2, "f4"), "b": np.zeros((1, 3), "f4")}
-        >>> (bucket,) = BucketSet(plan(list(values), [2, 3], ["f4", "f4"], threshold=100), values, np.zeros)
-        >>> bucket.gradient.shape, bucket.views(bucket.gradient)["b"].shape
-        ((19,), (1, 3))
-    """
+    """The flat arrays of one bucket, and the tables by which kernels reach its members."""
 
     def __init__(
         self, number: int, spec: BucketSpec, shapes: Sequence[tuple[int, ...]], gradient: np.ndarray, bad: np.ndarray
     ):
+        # The index in the plan; the flat gradient, `(size,)` of the bucket's dtype; and how many entries of each
+        # member's packed gradient are not finite, int64.
         self.number, self.spec, self.gradient, self.bad = number, spec, gradient, bad
-        self.peers: HostArrays | None = None  # every rank's gradient, if they are shared
-        self.own, self.peer_shards = HostArrays(), list[Shard]()  # this rank's one of these, and each rank's shard
+        # every rank's gradient, if they are shared; this rank's one of these, and each rank's shard
+        self.peers: HostArrays | None = None
+        self.own, self.peer_shards = HostArrays(), list[Shard]()
+        # flat arrays that outlive a step, by name: a compressor's residual, for example
         self.state: dict[str, np.ndarray] = {}
         kinds = (spec.stored, spec.stored, spec.dtype, spec.dtype)
         tables = (BucketLayout(spec.names, shapes, spec.offsets, kind) for kind in kinds)
         self.gradients, self.parameters, self.means, self.sums = tables
         self.layout = ArrayMatcher(list(self.views(gradient).values()), spec.stored)
-        self.wide_layout = ArrayMatcher(list(self.views(gradient).values()))  # of their sums, in the bucket's dtype
+        # of their sums, in the bucket's dtype
+        self.wide_layout = ArrayMatcher(list(self.views(gradient).values()))
         offsets = self.gradients.records["offset"] * spec.dtype.itemsize
-        self.own_addresses = (device.address(gradient) + offsets).astype(np.uintp)  # of the members' views
-        self.in_place = False  # whether all gradients lie in the flat array already
+        # of the members' views
+        self.own_addresses = (device.address(gradient) + offsets).astype(np.uintp)
+        # whether all gradients lie in the flat array already
+        self.in_place = False
         self.largest = float(np.finfo(spec.dtype).max)
-        self.near_overflow = False  # whether the last pack saw a gradient above the headroom
-        self._group: Bucket | None = None  # None for this one: a cycle would keep its memory until a collection
-        self.bad_parts = np.zeros((1, len(spec.names)), np.int64)  # a row per rank, the last one for the sum
+        # whether the last pack saw a gradient above the headroom
+        self.near_overflow = False
+        # None for this one: a cycle would keep its memory until a collection
+        self._group: Bucket | None = None
+        # a row per rank, the last one for the sum
+        self.bad_parts = np.zeros((1, len(spec.names)), np.int64)
+        # of what a compressor enqueues on a GPU at every step, by name
         self.recordings: dict[str, device.Recording] = {}
+        # the compressor of the last exchange, and the bytes of its payload; None if they depend on the data
         self.payload: tuple[object, int | None] = (None, None)
         self._scratch: dict[str, list[np.ndarray]] = {}
         self._constants: dict[str, device.DeviceMirror] = {}
@@ -102,11 +95,9 @@ class Bucket:
         return self.state[state]
 
     def scratch(self, name: str, nbytes: int) -> np.ndarray:
-        """Return scratch memory of so many bytes, the same at every step until more are wanted.
-
-        Memory that has become too small is not freed: a stream of a GPU other than the one it would go back to may
-        still use it.
-        """
+        """Return scratch memory of so many bytes, the same at every step until more are wanted."""
+        # Memory that has become too small is not freed: a stream of a GPU other than the one it would go back to may
+        # still use it.
         pieces = self._scratch.setdefault(name, [])
         if not pieces or pieces[-1].size < nbytes:
             room = max(nbytes, 2 * pieces[-1].size if pieces else 0)
@@ -116,17 +107,14 @@ class Bucket:
     def constant(self, name: str, make: Callable[[], np.ndarray]) -> device.DeviceMirror:
         """Return a few numbers for kernels on either side; ``make`` is called if they were not asked for lately."""
         mirror = self._constants.pop(name, None) or device.DeviceMirror(make())
-        self._constants[name] = mirror  # most recently used
+        # It is the most recently used one.
+        self._constants[name] = mirror
         if len(self._constants) > CONSTANTS:
             del self._constants[next(iter(self._constants))]
         return mirror
 
     def point_to_gradients(self, addresses: np.ndarray) -> None:
-        """Point the table of gradients to these addresses; a missing one, at 0, is zeros.
-
-        Args:
-            addresses: (n,), uintp, of the members' gradients.
-        """
+        """Point the table of gradients to these addresses; a missing one, at 0, is zeros."""
         missing = addresses == 0
         self.gradients.records["data"] = np.where(missing, self.own_addresses, addresses)
         for row in np.flatnonzero(missing).tolist():
@@ -134,15 +122,14 @@ class Bucket:
         self.in_place = bool(((addresses == self.own_addresses) | (self.gradients.records["size"] == 0)).all())
 
     def pack(self, check_in_place: bool, scale: float = 1.0, headroom: float = 1.0) -> None:
-        """Copy the gradients, times ``scale``, to the flat array, unless they are there already and ``scale`` is 1.
-
-        ``bad`` grows by the number of entries that are not finite.  On the host ``near_overflow`` becomes whether a
-        gradient times ``headroom`` is not finite: one pass finds both, and a second pass tells them apart if there is
-        one.
-        """
+        """Copy the gradients, times ``scale``, to the flat array, unless they are there already and ``scale`` is 1."""
+        # `bad` grows by the number of entries that are not finite.  On the host `near_overflow` becomes whether a
+        # gradient times `headroom` is not finite: one pass finds both, and a second pass tells them apart if there is
+        # one.
         if check_in_place or not self.in_place or scale != 1.0:
             kernels.pack(self.gradients, self.gradient, scale, self.bad, self.largest / headroom)
-        self.near_overflow = headroom > 1 and bool(np.count_nonzero(self.bad))  # a third of the time of any()
+        # count_nonzero takes a third of the time of any().
+        self.near_overflow = headroom > 1 and bool(np.count_nonzero(self.bad))
         if self.near_overflow:
             for row in np.flatnonzero(self.bad).tolist():
                 self.bad[row] = np.count_nonzero(~np.isfinite(self.gradients.view(self.gradient, row)))
@@ -164,44 +151,29 @@ class Bucket:
 
 
 class BucketSet(list[Bucket]):
-    """All buckets of a plan; their gradients lie in one piece of memory.
-
-    Args:
-        plan: the plan.
-        values: the parameters' arrays by name, in plan order.
-        alloc: ``alloc(n, dtype)`` returns an array of n elements.
-
-    Attributes:
-        bad: per member of all buckets, how many entries are not finite, int64; the last number is for all ranks.
-        shared: whether every rank can read the gradients of all.
-        parameters: the parameters in memory that all ranks share, by name; empty if they are not shared.
-        runs: the buckets of the plan of which each was ``merged``.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt.buckets import BucketSet, plan
-        >>> values = {"a": np.zeros(2, "f4"), "b": np.zeros(3, "f4")}
-        >>> buckets = BucketSet(plan(list(values), [2, 3], ["f4", "f4"], threshold=0), values, np.zeros)
-        >>> len(buckets), buckets.view("b")
-        (2, array([0., 0., 0.], dtype=float32))
-    """
+    """All buckets of a plan; their gradients lie in one piece of memory."""
 
     def __init__(self, plan: Plan, values: Mapping[str, np.ndarray], alloc: Alloc):
         starts, members = _starts(plan.buckets), sum(len(b.names) for b in plan.buckets)
         self._memory = alloc(max(1, starts[-1]), np.uint8)
-        self.bad = device.zeros(members + 1, np.int64, self._memory)  # per member; the last number is of all ranks
+        # per member of all buckets; the last number is of all ranks
+        self.bad = device.zeros(members + 1, np.int64, self._memory)
         self._last_step = device.StreamEvent() if device.on_gpu(self._memory) else None
-        self._shapes = {name: value.shape for name, value in values.items()}  # in plan order
+        # in plan order
+        self._shapes = {name: value.shape for name, value in values.items()}
         self.num_parameters = len(self._shapes)
-        self.shared = False  # whether every rank can read the gradients of all
-        self.parameters: dict[str, np.ndarray] = {}  # views of shared memory, by name; empty if not shared
-        self._shared_memory = self._memory[:0]  # of the parameters, if they are shared
-        self._flat_parameters: dict[str, np.ndarray] = {}  # of the parameter's bucket in that memory, by name
-        self._halves: list[np.ndarray] | None = None  # by rank; empty if not shared, None before
+        # whether every rank can read the gradients of all
+        self.shared = False
+        # Of parameters, if they are shared: their views by name, the memory, and the part of it of each one's bucket.
+        self.parameters: dict[str, np.ndarray] = {}
+        self._shared_memory = self._memory[:0]
+        self._flat_parameters: dict[str, np.ndarray] = {}
+        # by rank; empty if not shared, None before
+        self._halves: list[np.ndarray] | None = None
         self._cut(plan, starts)
 
     def _cut(self, plan: Plan, starts: list[int]) -> None:
-        """Let these be the buckets, which begin at ``starts``, in bytes of the common memory."""
+        """Make the buckets, which begin at ``starts``, in bytes of the common memory."""
         self.plan, self._starts = plan, starts
         members = np.cumsum([0, *(len(b.names) for b in plan.buckets)]).tolist()
         self[:] = [
@@ -210,10 +182,15 @@ class BucketSet(list[Bucket]):
         ]
         self._views = {name: v for b in self for name, v in b.views(b.gradient).items()}
         place = {name: k for k, name in enumerate(self._shapes)}
-        self.places = [np.array([place[n] for n in b.names]) for b in plan.buckets]  # each member's index in ``values``
-        self._gradients_version = self._parameters_version = -1  # versions of the arrays that the tables point to
-        self._copies: dict[int, np.ndarray] = {}  # copies of gradients that lie in the memory of others
-        self._groups: BucketSet | None = None  # None for these ones
+        # each member's index in `values`
+        self.places = [np.array([place[n] for n in b.names]) for b in plan.buckets]
+        # versions of the arrays that the tables point to
+        self._gradients_version = self._parameters_version = -1
+        # copies of gradients that lie in the memory of others
+        self._copies: dict[int, np.ndarray] = {}
+        # None for these ones
+        self._groups: BucketSet | None = None
+        # the buckets of the plan of which each was merged
         self.runs = [[bucket] for bucket in self]
 
     @property
@@ -222,19 +199,9 @@ class BucketSet(list[Bucket]):
         return self if self._groups is None else self._groups
 
     def merged(self, nbytes: int) -> "BucketSet":
-        """Return larger buckets over the same memory, for work that does not ask where a bucket ends.
-
-        Neighbours of one dtype are merged as long as they take up to ``nbytes`` together; a larger one stays alone.
-        What outlives a step stays with the buckets of the plan.
-
-        Example:
-            >>> import numpy as np
-            >>> from distopt.buckets import BucketSet, plan
-            >>> values = {name: np.zeros(3, "f4") for name in "abc"}
-            >>> buckets = BucketSet(plan(list(values), [3] * 3, ["f4"] * 3, threshold=0), values, np.zeros)
-            >>> [bucket.spec.names for bucket in buckets.merged(128)]
-            [('a', 'b'), ('c',)]
-        """
+        """Return larger buckets over the same memory, for work that does not ask where a bucket ends."""
+        # Neighbours of one dtype are merged as long as they take up to `nbytes` together; a larger one stays alone.
+        # What outlives a step stays with the buckets of the plan.
         runs: list[list[Bucket]] = []
         for bucket in self:
             first = runs[-1][0] if runs else bucket
@@ -252,7 +219,7 @@ class BucketSet(list[Bucket]):
         return twin
 
     def group(self, nbytes: int) -> None:
-        """Let ``groups`` be ``merged(nbytes)``: for a GPU, where every launch costs the host's time."""
+        """Make ``groups`` of ``merged(nbytes)``: for a GPU, where every launch costs the host's time."""
         self._groups = self.merged(nbytes)
         for group, run in zip(self._groups, self._groups.runs, strict=True):
             for bucket in run:
@@ -279,10 +246,7 @@ class BucketSet(list[Bucket]):
             self._last_step.record()
 
     def wait_for_last_use(self, poll: Callable[[], None]) -> None:
-        """Wait until the current stream is done with the memory of these buckets; ``poll`` is called meanwhile.
-
-        It may raise.
-        """
+        """Wait until the current stream is done with this memory; ``poll`` is called meanwhile, and may raise."""
         device.wait_for_last_use(self._memory, poll)
 
     def _flats(self, memory: np.ndarray) -> list[np.ndarray]:
@@ -318,10 +282,8 @@ class BucketSet(list[Bucket]):
         return [memory[start:end].view(dtype) for memory in self._halves or ()]
 
     def share_parameters(self, comm: Allocator) -> bool:
-        """Let all parameters be in the first rank's memory; False if memory is not shared.  Collective.
-
-        Ranks that share them already keep them where they are; others share them too from then on.
-        """
+        """Place all parameters in the first rank's memory; False if memory is not shared.  Collective."""
+        # Ranks that share them already keep them where they are; others share them too from then on.
         memory = comm.first_of_peers(
             self._shared_memory if self.parameters else comm.alloc(self._memory.size, np.uint8)
         )
@@ -336,10 +298,8 @@ class BucketSet(list[Bucket]):
         return True
 
     def adopt_parameters(self, previous: "BucketSet") -> None:
-        """Take over the memory in which other ranks have shared the parameters of the same plan.
-
-        It outlives the rank that has allocated it.
-        """
+        """Take over the memory in which other ranks have shared the parameters of the same plan."""
+        # It outlives the rank that has allocated it.
         self.parameters, self._flat_parameters = previous.parameters, previous._flat_parameters
         self._shared_memory = previous._shared_memory
 
@@ -367,29 +327,18 @@ class BucketSet(list[Bucket]):
     def point_to_gradients(
         self, grads: Sequence[np.ndarray | None], addresses: np.ndarray, version: int, sent: int = 0
     ) -> None:
-        """Point the tables to these gradients, in plan order; one that is None is zeros.
-
-        Args:
-            grads: the arrays in plan order.
-            addresses: their addresses, (n,), uintp, 0 for None.
-            version: changes when an array changes.
-            sent: the number of buckets, from the first on, that are on their way already.
-
-        Raises:
-            ValueError: a gradient lies in the memory of another parameter's that was sent already.
-        """
+        """Point the tables to these gradients, in plan order; one that is None, at address 0, is zeros."""
+        # version: changes when an array changes.
+        # sent: the number of buckets, from the first on, that are on their way already.
         if version != self._gradients_version or 0 in addresses:
             addresses = self._untangled(grads, addresses, sent)
             for bucket, places in zip(self, self.places, strict=True):
                 bucket.point_to_gradients(addresses[places])
-            self._gradients_version = -1 if self._copies else version  # copies are made anew at every step
+            # Copies are made anew at every step.
+            self._gradients_version = -1 if self._copies else version
 
     def point_to_parameters(self, addresses: np.ndarray, version: int) -> None:
-        """Point the tables to the parameters at these addresses, in plan order.
-
-        Raises:
-            ValueError: parameters are shared, and one is not the array that ``parameter_views`` returned.
-        """
+        """Point the tables to the parameters at these addresses, in plan order."""
         if version != self._parameters_version:
             for name, address in zip(self._shapes, addresses, strict=True) if self.parameters else ():
                 shared = self.parameters[name]

@@ -17,25 +17,9 @@ Check = Callable[[str, np.ndarray, Any], np.ndarray]
 def write_sums(
     buckets: BucketSet, sums: Iterable[Reduced], grads: Mapping[str, Any], skip_flag: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Write sums over ranks to the arrays of their gradients, and return these arrays by name.
-
-    A gradient that cannot hold its own sum, since it is None, read-only, not contiguous, of 16 bits, or shares memory
-    with a parameter or another gradient, gets a new array.
-
-    Args:
-        buckets: the buckets.
-        sums: the sum of each bucket.
-        grads: the gradients' arrays by name.
-        skip_flag: a flag on the device by which the write is skipped (``compress.DeviceContext``).
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt.buckets import BucketSet, unsharded, write_sums, plan
-        >>> buckets = BucketSet(plan(["w"], [2], ["f4"], 0), {"w": np.zeros(2, "f4")}, np.zeros)
-        >>> buckets[0].gradient[:] = [3, 4]
-        >>> write_sums(buckets, [unsharded(buckets[0].gradient)], {"w": np.zeros(2, "f4")})["w"]
-        array([3., 4.], dtype=float32)
-    """
+    """Write sums over ranks to the arrays of their gradients, and return these arrays by name."""
+    # A gradient that cannot hold its own sum, since it is None, read-only, not contiguous, of 16 bits, or shares memory
+    # with a parameter or another gradient, gets a new array.
     by_name = dict(grads)
     addresses = _addresses_in_place(buckets, grads) or _with_new_arrays(buckets, by_name)
     for bucket, total, targets in zip(buckets, sums, addresses, strict=True):
@@ -46,23 +30,12 @@ def write_sums(
 
 
 def read_sums(buckets: BucketSet, sums: Mapping[str, Any], check: Check) -> None:
-    """Pack sums into the buckets again, and count what is not finite, as ``Bucket.pack``; missing sums are zeros.
-
-    Args:
-        buckets: the buckets.
-        sums: the sums by name.
-        check: ``check(name, home, sum)`` returns a contiguous array of the shape and dtype of ``home``, or raises; it
-            is called for the arrays of a bucket of which one does not fit.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt.buckets import BucketSet, plan, read_sums
-        >>> buckets = BucketSet(plan(["w"], [2], ["f4"], 0), {"w": np.zeros(2, "f4")}, np.zeros)
-        >>> read_sums(buckets, {"w": np.array([3, np.inf], "f4")}, check=lambda name, home, total: total)
-        >>> buckets[0].gradient, buckets.nonfinite()
-        (array([ 3., inf], dtype=float32), {'w': '1 of 2 entries'})
-    """
-    inputs = [_disjoint(buckets, bucket, sums, check) for bucket in buckets]  # all, before packing overwrites any
+    """Pack sums into the buckets again, and count what is not finite, as ``Bucket.pack``; missing sums are zeros."""
+    # check: `check(name, home, sum)` returns a contiguous array of the shape and dtype of `home`, or raises; it is
+    # called for the arrays of a bucket of which one does not fit.
+    #
+    # All of them, before packing overwrites any.
+    inputs = [_disjoint(buckets, bucket, sums, check) for bucket in buckets]
     for bucket, arrays in zip(buckets, inputs, strict=True):
         bucket.sums.records["data"] = _addresses(bucket, arrays)
         kernels.pack(bucket.sums, bucket.gradient, 1.0, bucket.bad, bucket.largest)
@@ -114,19 +87,25 @@ def _parameters(buckets: BucketSet) -> list[np.ndarray]:
 
 
 def _with_new_arrays(buckets: BucketSet, by_name: dict[str, Any]) -> list[np.ndarray]:
-    """Return addresses for sums one by one, and put new arrays in ``by_name`` where a gradient cannot hold its sum.
-
-    Sums that nobody asked for go where the gradient lives, which changes nothing.
-    """
+    """Return addresses for sums one by one, and put new arrays in ``by_name`` where a gradient cannot hold its sum."""
+    # Sums that nobody asked for go where the gradient lives, which changes nothing.
     occupied = sorted(zip(*np.hstack([np.empty((2, 0), np.uintp), *_parameters(buckets)]).tolist(), strict=True))
     targets = [bucket.own_addresses.copy() for bucket in buckets]
     for bucket, addresses in zip(buckets, targets, strict=True):
         for row, name in enumerate(bucket.spec.names):
             if name not in by_name:
                 continue
-            home = buckets.view(name)
-            grad = by_name[name]
-            if not _can_hold_sum(grad, home) or _overlaps(occupied, grad) or _in_other_view(buckets, grad, home):
+            home, grad = buckets.view(name), by_name[name]
+            own = np.uintp(device.address(home))
+            fits = (
+                device.is_array(grad)
+                and (grad.shape, grad.dtype, device.gpu_of(grad)) == (home.shape, home.dtype, device.gpu_of(home))
+                and bool(grad.flags.c_contiguous)
+                and device.writable(grad)
+                and not _overlaps(occupied, grad)
+                and not buckets.in_other_views(np.array([device.address(grad)], np.uintp), own).any()
+            )
+            if not fits:
                 by_name[name] = device.zeros(home.size, home.dtype, home).reshape(home.shape)
             addresses[row] = device.address(by_name[name])
             if home.size:
@@ -138,21 +117,5 @@ def _overlaps(occupied: list[tuple[int, int]], grad: np.ndarray) -> bool:
     """Tell whether an array shares memory with ``occupied``: sorted pieces (start, end) that do not overlap."""
     start = device.address(grad)
     place = bisect.bisect(occupied, (start, start))
-    before, behind = occupied[:place][-1:], occupied[place:][:1]
-    return bool(grad.size) and (any(e > start for _, e in before) or any(s < start + grad.nbytes for s, _ in behind))
-
-
-def _can_hold_sum(grad: Any, home: np.ndarray) -> bool:
-    """Tell whether an array can hold a sum."""
-    return (
-        device.is_array(grad)
-        and (grad.shape, grad.dtype, device.gpu_of(grad)) == (home.shape, home.dtype, device.gpu_of(home))
-        and bool(grad.flags.c_contiguous)
-        and device.writable(grad)
-    )
-
-
-def _in_other_view(buckets: BucketSet, grad: np.ndarray, home: np.ndarray) -> bool:
-    """Tell whether an array lies where another gradient lives."""
-    address = np.array([device.address(grad)], np.uintp)
-    return bool(buckets.in_other_views(address, np.uintp(device.address(home))).any())
+    before, after = occupied[:place][-1:], occupied[place:][:1]
+    return bool(grad.size) and (any(e > start for _, e in before) or any(s < start + grad.nbytes for s, _ in after))

@@ -21,29 +21,12 @@ def global_norm(
     sum_over_ranks: SumOverRanks,
     skip: Collection[str] = (),
 ) -> float:
-    """Return the L2 norm of all sums as one vector, in float64.  Collective if a sum lies in pieces.
-
-    Squares are added in a fixed order within each parameter, and then exactly, so that every rank and every plan has
-    the same bits.  On a GPU the host waits for the norm.
-
-    Args:
-        buckets: the buckets.
-        sums: the sum of each bucket.
-        rank: this rank.
-        size: the number of ranks, each of which squares its own piece of a sum in pieces.
-        sum_over_ranks: replaces an array by its sum over ranks.
-        skip: names of parameters that do not count.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt.buckets import BucketSet, global_norm, unsharded, plan
-        >>> buckets = BucketSet(plan(["w"], [2], ["f4"], 0), {"w": np.zeros(2, "f4")}, np.zeros)
-        >>> buckets[0].gradient[:] = [3, 4]
-        >>> global_norm(buckets, [unsharded(buckets[0].gradient)], rank=0, size=1, sum_over_ranks=lambda x: None)
-        5.0
-    """
+    """Return the L2 norm of all sums as one vector, in float64.  Collective if a sum lies in pieces."""
+    # Squares are added in a fixed order within each parameter, and then exactly, so that every rank and every plan has
+    # the same bits.  On a GPU the host waits for the norm.  Where a sum lies in pieces each rank squares its own.
     tables = [b.gradients for b in buckets]
-    sizes = [max(t.chunks, len(t.names)) for t in tables]  # kernels need at least one number per member
+    # Kernels need at least one number per member.
+    sizes = [max(t.chunks, len(t.names)) for t in tables]
     bounds = list(itertools.accumulate(sizes, initial=0))
     partial = device.zeros(bounds[-1], np.float64, buckets.bad)
     parts = [partial[start:end] for start, end in itertools.pairwise(bounds)]

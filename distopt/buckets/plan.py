@@ -9,29 +9,19 @@ import numpy as np
 from distopt.formatting import printable
 from distopt.kernels.layout import compute_dtype
 
-ALIGNMENT = 64  # bytes; members start at multiples, so that vector loads of every SIMD level are aligned
+# Bytes.  Members start at multiples, so that vector loads of every SIMD level are aligned.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True, eq=False)
 class BucketSpec:
-    """Parameters that share one flat buffer.
-
-    Attributes:
-        names: the names of its members.
-        sizes: the elements of each member.
-        offsets: where each member starts in the buffer, in elements.
-        stored: the dtype of the parameters and their gradients.
-
-    Example:
-        >>> from distopt.buckets import plan
-        >>> (bucket,) = plan(["a", "b"], [3, 5], ["f4", "f4"], threshold=100).buckets
-        >>> bucket.offsets, bucket.size, bucket.nbytes
-        ((0, 16), 21, 84)
-    """
+    """Parameters that share one flat buffer."""
 
     names: tuple[str, ...]
+    # elements of each member, and where it starts in the buffer
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
+    # the dtype of the parameters and their gradients
     stored: np.dtype
 
     @property
@@ -52,35 +42,19 @@ class BucketSpec:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The buckets of a model; ``print(plan)`` shows them as a table.
+    """The buckets of a model; ``print(plan)`` shows them as a table."""
 
-    Attributes:
-        buckets: the buckets, in the order in which they are sent.
-        threshold: the number of elements that fill a bucket.
-        payload: the bytes of each bucket's payload with the compressor in use, None where they depend on the data;
-            empty when dense.
-        exchange: how payloads are exchanged that cannot be added on the wire; '' for those that can.
-
-    Example:
-        >>> from distopt.buckets import plan
-        >>> print(plan(["a", "b"], [3, 5], ["f4", "f4"], threshold=100))
-        2 tensors, 8 elements, 1 buckets (threshold 100)
-        bucket  dtype    tensors      elements     payload       dense  members
-             0  float32        2             8    0.084 kB    0.084 kB  a .. b
-    """
-
+    # in the order in which they are sent
     buckets: tuple[BucketSpec, ...]
+    # elements that fill a bucket
     threshold: int
+    # the bytes of each bucket's payload with the compressor in use, None where they depend on the data; () when dense
     payload: tuple[int | None, ...] = ()
+    # how payloads are exchanged that cannot be added on the wire; "" for those that can
     exchange: str = ""
 
     def with_payload(self, payload: Sequence[int | None], exchange: str = "") -> "Plan":
-        """Return the same plan with the bytes of each bucket's payload, None where they depend on the data.
-
-        Args:
-            payload: the bytes, one for each bucket.
-            exchange: how the payloads are exchanged.
-        """
+        """Return the same plan with the bytes of each bucket's payload, None where they depend on the data."""
         return replace(self, payload=tuple(payload), exchange=exchange)
 
     def __str__(self) -> str:
@@ -113,22 +87,12 @@ def plan(names: Sequence[str], sizes: Sequence[int], dtypes: Sequence[Any], thre
 
     An array of more than ``threshold`` elements is a bucket of its own; smaller ones queue, in order and apart for each
     dtype, until the queue holds more than ``threshold``.  So a bucket of several arrays has at most twice that, plus
-    gaps of less than 64 bytes that align its members.
-
-    Args:
-        names: the names of the arrays.
-        sizes: their elements.
-        dtypes: their dtypes.
-        threshold: the number of elements that fill a bucket; 0 makes every array its own bucket.
-
-    Example:
-        >>> from distopt.buckets import plan
-        >>> [b.names for b in plan(["a", "b", "c"], [3, 500, 4], ["f4"] * 3, threshold=100).buckets]
-        [('b',), ('a', 'c')]
+    gaps of less than 64 bytes that align its members.  A threshold of 0 makes every array its own bucket.
     """
     groups: list[list[int]] = []
     queues: dict[np.dtype, list[int]] = {}
-    filled: dict[np.dtype, int] = {}  # elements in each queue
+    # elements in each queue
+    filled: dict[np.dtype, int] = {}
     for k, size in enumerate(sizes):
         dtype = np.dtype(dtypes[k])
         if size > threshold:
@@ -144,19 +108,7 @@ def plan(names: Sequence[str], sizes: Sequence[int], dtypes: Sequence[Any], thre
 
 
 def merge(buckets: Sequence[BucketSpec], starts: Sequence[int]) -> BucketSpec:
-    """Return the bucket of all members of several ones of one dtype.
-
-    Args:
-        buckets: the buckets.
-        starts: where each begins in the merged one, in elements, ascending.
-
-    Example:
-        >>> from distopt.buckets.plan import BucketSpec, merge
-        >>> import numpy as np
-        >>> a, b = (BucketSpec((name,), (3,), (0,), np.dtype("f4")) for name in "ab")
-        >>> merge([a, b], [0, 16]).offsets
-        (0, 16)
-    """
+    """Return the bucket of all members of several ones of one dtype."""
     offsets = [start + offset for b, start in zip(buckets, starts, strict=True) for offset in b.offsets]
     names, sizes = [n for b in buckets for n in b.names], [size for b in buckets for size in b.sizes]
     return BucketSpec(tuple(names), tuple(sizes), tuple(offsets), buckets[0].stored)

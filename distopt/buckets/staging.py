@@ -8,20 +8,7 @@ from distopt import device
 
 
 class Staging:
-    """A flat memory for fused collectives.
-
-    ``fill`` copies arrays in, in order; ``send`` hands pieces of at most ``capacity`` elements to a collective, and
-    copies the results back.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt.buckets import Staging
-        >>> staging, results = Staging(capacity=4), [np.zeros(3), np.zeros(2)]
-        >>> staging.fill([np.ones(3), np.full(2, 2.0)])
-        >>> staging.send(results, lambda piece: np.multiply(piece, 10, out=piece))
-        >>> results
-        [array([10., 10., 10.]), array([20., 20.])]
-    """
+    """A flat memory for fused collectives, which are given pieces of at most ``capacity`` elements."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -34,7 +21,7 @@ class Staging:
         return not self._filled
 
     def fill(self, arrays: Sequence[np.ndarray]) -> None:
-        """Copy arrays behind those already there; TypeError if their dtypes differ."""
+        """Copy arrays after those already there; TypeError if their dtypes differ."""
         dtypes = [dtype for _, dtype in self._filled] + [x.dtype for x in arrays]
         odd = next((d for d in dtypes if d != dtypes[0]), None)
         if odd is not None:
@@ -50,9 +37,13 @@ class Staging:
         """Raise ValueError unless these are the sizes and dtypes that were filled since the last send."""
         listed = [(x.size, x.dtype) for x in arrays]
         if listed != self._filled:
+            different = next((k for k, (a, b) in enumerate(zip(self._filled, listed, strict=False)) if a != b), None)
+            where = ""
+            if different is not None:
+                (n, dtype), (got, kind) = self._filled[different], listed[different]
+                where = f"; at position {different} {n} elements of {dtype} were filled, got {got} of {kind}"
             raise ValueError(
-                f"the list must be the {len(self._filled)} arrays that were filled, got {len(listed)}"
-                + _difference(self._filled, listed)
+                f"the list must be the {len(self._filled)} arrays that were filled, got {len(listed)}{where}"
             )
 
     def send(self, arrays: Sequence[np.ndarray], collective: Callable[[np.ndarray], None]) -> None:
@@ -81,10 +72,3 @@ class Staging:
             n = min(self.capacity - at, flat.size - done)
             yield pieces[k][at : at + n], flat[done : done + n]
             done += n
-
-
-def _difference(filled: Sequence[tuple[int, np.dtype]], listed: Sequence[tuple[int, np.dtype]]) -> str:
-    for k, (a, b) in enumerate(zip(filled, listed, strict=False)):
-        if a != b:
-            return f"; at position {k} {a[0]} elements of {a[1]} were filled, got {b[0]} of {b[1]}"
-    return ""

@@ -94,7 +94,8 @@ class Meeting:
 
     def __init__(self, ranks: Sequence[int], crew: Crew):
         # ranks: numbers in `run_ranks`
-        self.ranks, self.crew, self._changed = ranks, crew, threading.Condition()
+        self.ranks, self.crew, self._lock = ranks, crew, threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._offers: list[Any] = [None] * len(ranks)
         self._verbs = [""] * len(ranks)
         self._arrived = self._meetings = 0
@@ -107,7 +108,7 @@ class Meeting:
         # verb: name of the collective, which must be the same on all ranks.
         # action: maps the arguments of all ranks to their results, both in rank order; called on one rank.
         # Raises PeerLeft: a rank has ended.
-        with self._changed:
+        with self._lock:
             if self._left:
                 raise PeerLeft(f"{self._left} before rank {rank} came to {verb}")
             self._offers[rank], self._verbs[rank] = offer, verb
@@ -116,7 +117,8 @@ class Meeting:
                 self._conclude(action)
             else:
                 meeting = self._meetings
-                self._changed.wait_for(lambda: self._meetings > meeting or self._left)
+                while self._meetings == meeting and not self._left:
+                    self._changed.wait()
                 if self._meetings == meeting:
                     raise PeerLeft(f"{self._left} while rank {rank} waits in {verb}")
             if isinstance(self._results, Exception):

@@ -31,7 +31,7 @@ class DeviceMirror:
     """A small host array with copies on GPUs, which are updated when their address is asked for."""
 
     def __init__(self, host: np.ndarray):
-        self.host = host
+        self.host, self.size = host, host.size
         self._on_host = address(host)
         self._raw = host.reshape(-1).view(np.uint8)
         # a copy, its address and what it has, by stream: none overwrites numbers that another one has still to read
@@ -42,11 +42,6 @@ class DeviceMirror:
         twin = copy.copy(self)
         DeviceMirror.__init__(twin, copy.deepcopy(self.host, memo))
         return twin
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return self.host.size
 
     def address(self, gpu: int | None) -> int:
         """Return the address of the numbers on the host (``gpu`` None), or of an up-to-date copy on the current GPU."""

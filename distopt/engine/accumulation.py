@@ -1,5 +1,6 @@
 """Gradient accumulation: several calls make one step."""
 
+import operator
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -88,7 +89,7 @@ class GradientAccumulator:
     def add(self, buckets: BucketSet, reduce: Reduce, skip_flag: np.ndarray | None = None) -> Iterator[Reduced] | None:
         """Add a call's gradients to the sum; return the sums over ranks at the last call, else None."""
         # On a GPU the sum stays as it is if the number at `skip_flag` is not 0.
-        gradients = [b.gradient for b in buckets]
+        gradients = list(map(operator.attrgetter("gradient"), buckets))
         if self.num_batches == 1:
             return reduce(gradients)
         self.batches += 1

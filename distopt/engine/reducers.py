@@ -264,9 +264,8 @@ class SharedMemoryReducer(Reducer):
     def nonfinite(self, sums: list[Reduced]) -> str:
         """Vote; when this returns all ranks have added up their shards.  Collective."""
         store = self._step_context.store
-        return describe(
-            self._vote(nonfinite(store.buckets, self._unchanged) if self._check_finite else ""), store.collector.order
-        )
+        reports = self._vote(nonfinite(store.buckets, self._unchanged) if self._check_finite else "")
+        return describe(reports, store.collector.order) if reports else ""
 
 
 class SharedHalfReducer(Unreduced):

@@ -1,6 +1,7 @@
 """The one place where a compressor meets a communicator; one file per algorithm."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -9,10 +10,9 @@ from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.base import check_compressor
 from distopt.compress.context import State
-from distopt.exchange.all_gather import gather, gather_or_reduce
+from distopt.exchange.all_gather import gather
 from distopt.exchange.all_reduce import reduce, reduce_each
 from distopt.exchange.choice import EXCHANGES, TwoPhase, two_phases
-from distopt.exchange.mixed import mixed, mixed_or_reduce
 from distopt.exchange.shared_memory import reduce_everywhere, reduce_half_shards, reduce_shards
 from distopt.exchange.two_phase import two_phase
 
@@ -31,13 +31,13 @@ def choose(compressor: Compressor, break_even: bool = False) -> Algorithm:
 
     Example:
         >>> from distopt.compress import Dense, TopK
-        >>> choose(Dense()).__name__, choose(TopK(0.1)).__name__, choose(TopK(0.1), break_even=True).__name__
-        ('reduce', 'mixed', 'mixed_or_reduce')
+        >>> choose(Dense()).__name__, choose(TopK(0.1)).__name__
+        ('reduce', 'gather')
     """
     check_compressor(compressor)
     if compressor.summable:
         return reduce
-    return mixed_or_reduce if break_even else mixed
+    return partial(gather, break_even=True) if break_even else gather
 
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "TwoPhase",
     "choose",
     "gather",
-    "gather_or_reduce",
     "reduce",
     "reduce_each",
     "reduce_everywhere",

@@ -1,13 +1,117 @@
 """Payloads that cannot be added on the wire: all of them to all ranks, and the sum is formed there, in rank order."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
 import numpy as np
 
-from distopt.comm import Communicator
+from distopt.comm import Communicator, byte_counts
 from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.context import State
+from distopt.compress.context import State, layout_of
 from distopt.exchange.payload import check_payload
-from distopt.exchange.traffic import dense_is_smaller
+from distopt.exchange.program import Exchange, Lengths, Sum, run
+from distopt.exchange.uncompressed import UncompressedMembers
+
+# writes the sum over ranks of what payloads stand for to an array; the arrays that it reads
+SumOfPayloads = tuple[Callable[[np.ndarray], None], Sequence[np.ndarray]]
+
+
+class Gather(NamedTuple):
+    """Asks for the sum of what all ranks' payloads stand for; it is answered by a ``SumOfPayloads``.
+
+    Args:
+        payload: of this rank.
+        x: the flat array that it was made of, ``(n,)``.
+        compressor: what has made it.
+        context: the call of the compressor.
+        tag: of the message, to which the make-up of the payload is added.
+    """
+
+    payload: np.ndarray
+    x: np.ndarray
+    compressor: Compressor
+    context: ExchangeContext
+    tag: MessageTag
+
+    def over(self, comm: Communicator) -> SumOfPayloads:
+        payload, x, compressor, context, tag = self
+        data = payload.reshape(-1).view(np.uint8)  # it travels as bytes, whatever its dtype is
+        with comm.tagged(tag._replace(breakdown=lambda _: compressor.breakdown(payload, x, context))):
+            if compressor.ragged and context.capacity is None:
+                payloads = comm.all_gather(data, ragged=True)
+            else:
+                payloads = comm.all_gather(data, into=context.scratch("payloads", data.size * comm.size))
+        if payload.dtype != np.uint8:
+            payloads = [part.view(payload.dtype) for part in payloads]
+        return partial(compressor.decompress_all, payloads, context=context), payloads
+
+
+def sum_payloads(
+    asked: Gather, summed: Sum | None, decompress: Callable[[SumOfPayloads], None], break_even: bool
+) -> Exchange:
+    """Write the sum over ranks of what they send of a bucket to it.
+
+    It computes only in ``decompress``, and of arrays knows nothing but their lengths, so that a forecast needs no data.
+
+    Args:
+        asked: the payload, and the bucket after it was compressed.
+        summed: the members that are summed as they are; None if there are none.
+        decompress: writes the sum of payloads, and the members beside them, to the bucket.
+        break_even: all-reduce a dense array of what is sent where that is fewer bytes.
+    """
+    payload, x, compressor, context, _ = asked
+    if summed is not None and summed.x is x:
+        yield Sum(x, last=True)
+        return
+    if break_even:
+        # all ranks learn all lengths, so that they decide alike; what is sent does not depend on it
+        ragged = compressor.ragged and context.capacity is None
+        gathered = sum((yield Lengths(payload.nbytes))) if ragged else payload.nbytes * context.size
+        sent = byte_counts.all_gather(gathered, context.size)
+        if summed is not None:
+            sent += byte_counts.all_reduce(summed.x.nbytes, context.size)
+        if sent > byte_counts.all_reduce(x.nbytes, context.size):
+            decompress((partial(compressor.decompress_all, [payload], context=context), [payload]))
+            yield Sum(x, last=True)
+            return
+    if summed is not None:
+        yield summed
+    decompress((yield asked))
+
+
+def gather_program(
+    x: np.ndarray,
+    compressor: Compressor,
+    state: State,
+    context: ExchangeContext,
+    tag: MessageTag,
+    break_even: bool = False,
+) -> Exchange:
+    """What one rank does in ``gather``."""
+    mask = compressor.uncompressed(layout_of(x, context), context)
+
+    def compress() -> tuple[np.ndarray, UncompressedMembers | None]:
+        payload = compressor.compress(x, state, context)
+        return payload, None if mask is None else UncompressedMembers(x, mask, context)
+
+    def decompress(total: SumOfPayloads) -> None:
+        write, arrays = total
+
+        def work() -> None:
+            write(x)
+            if members is not None:
+                members.put_back()
+
+        context.repeat("decompress", work, (x, *arrays))
+
+    payload, members = context.repeat("compress", compress, (x, *state.values()))
+    check_payload(payload, compressor, context)
+    summed = None
+    if members is not None and not members.none:
+        summed = Sum(members.flat, tag._replace(members=members.members))
+    yield from sum_payloads(Gather(payload, x, compressor, context, tag), summed, decompress, break_even)
 
 
 def gather(
@@ -17,16 +121,20 @@ def gather(
     state: State,
     context: ExchangeContext,
     tag: MessageTag = UNTAGGED,
+    break_even: bool = False,
 ) -> None:
     """Replace x by the sum over ranks of what each rank's compressor sends of it.  Collective.
 
+    Members that the compressor leaves as they are are summed as they are.
+
     Args:
-        x: the gradients of a bucket, ``(n,)``.
+        x: the gradients of a bucket, ``(n,)``, float32 or float64.
         compressor: what is sent of them.
         comm: the ranks.
         state: arrays of x's size that the compressor keeps.
         context: the call of the compressor.
         tag: of the messages, to which the make-up of the payload is added.
+        break_even: all-reduce a dense array of what is sent where that is fewer bytes.
 
     Example:
         >>> import numpy as np
@@ -39,86 +147,4 @@ def gather(
         >>> run_ranks(2, main)
         [[4.0, 4.0, 0.0, 0.0], [4.0, 4.0, 0.0, 0.0]]
     """
-    with comm.on_comm_stream():
-        payload = context.repeat("compress", lambda: compressor.compress(x, state, context), (x, *state.values()))
-        check_payload(payload, compressor, context)
-        payloads = gather_payloads(payload, x, compressor, comm, context, tag)
-        context.repeat("decompress", lambda: compressor.decompress_all(payloads, x, context), (x, *payloads))
-
-
-def gather_or_reduce(
-    x: np.ndarray,
-    compressor: Compressor,
-    comm: Communicator,
-    state: State,
-    context: ExchangeContext,
-    tag: MessageTag = UNTAGGED,
-) -> None:
-    """Do as ``gather``, but all-reduce a dense array of the selected entries where that is fewer bytes.  Collective.
-
-    Where lengths differ, all ranks learn all of them first (8 bytes a rank), so that they decide alike; what is sent
-    does not depend on it.
-
-    Args:
-        x: the gradients of a bucket, ``(n,)``, float32 or float64.
-        compressor: what is sent of them.
-        comm: the ranks.
-        state: arrays of x's size that the compressor keeps.
-        context: the call of the compressor.
-        tag: of the messages, to which the make-up of the payload is added.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt import run_ranks
-        >>> from distopt.compress import ExchangeContext, TopK
-        >>> def main(comm):
-        ...     x = np.arange(4, dtype=np.float32)
-        ...     gather_or_reduce(x, TopK(1.0), comm, {}, ExchangeContext(rank=comm.rank, size=comm.size))
-        ...     return x.tolist()
-        >>> run_ranks(2, main)
-        [[0.0, 2.0, 4.0, 6.0], [0.0, 2.0, 4.0, 6.0]]
-    """
-    with comm.on_comm_stream():
-        payload = context.repeat("compress", lambda: compressor.compress(x, state, context), (x, *state.values()))
-        check_payload(payload, compressor, context)
-        dense = dense_is_smaller(bytes_of_all(payload, compressor, comm, context), 0, x.nbytes, comm.size)
-        if dense:
-            payloads = [payload]
-        else:
-            payloads = gather_payloads(payload, x, compressor, comm, context, tag)
-        context.repeat("decompress", lambda: compressor.decompress_all(payloads, x, context), (x, *payloads))
-        if dense:
-            comm.all_reduce(x)
-
-
-def bytes_of_all(payload: np.ndarray, compressor: Compressor, comm: Communicator, context: ExchangeContext) -> int:
-    """Return the bytes of all ranks' payloads together, the same on every rank.  Collective if lengths differ."""
-    ragged = compressor.ragged and context.capacity is None
-    return sum(comm.lengths(payload.nbytes)) if ragged else payload.nbytes * comm.size
-
-
-def gather_payloads(
-    payload: np.ndarray,
-    x: np.ndarray,
-    compressor: Compressor,
-    comm: Communicator,
-    context: ExchangeContext,
-    tag: MessageTag,
-) -> list[np.ndarray]:
-    """Return every rank's payload, in rank order.  Collective.
-
-    Args:
-        payload: of this rank, flat; it travels as bytes, whatever its dtype is.
-        x: the flat array that it was made of, ``(n,)``.
-        compressor: what has made it.
-        comm: the ranks.
-        context: the call of the compressor.
-        tag: of the messages, to which the make-up of the payload is added.
-    """
-    dtype, data = payload.dtype, payload.reshape(-1).view(np.uint8)
-    with comm.tagged(tag._replace(breakdown=lambda _: compressor.breakdown(payload, x, context))):
-        if compressor.ragged and context.capacity is None:
-            gathered = comm.all_gather(data, ragged=True)
-        else:
-            gathered = comm.all_gather(data, into=context.scratch("payloads", data.size * comm.size))
-    return gathered if dtype == np.uint8 else [part.view(dtype) for part in gathered]
+    run(gather_program(x, compressor, state, context, tag, break_even), comm)

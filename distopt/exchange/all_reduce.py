@@ -10,8 +10,17 @@ from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State
 from distopt.exchange.payload import check_payload
+from distopt.exchange.program import Exchange, Sum, run
 
 TravellingBucket = tuple[np.ndarray, State, ExchangeContext, MessageTag]
+
+
+def reduce_program(x: np.ndarray, compressor: Compressor, state: State, context: ExchangeContext) -> Exchange:
+    """What one rank does in ``reduce``."""
+    payload = compressor.compress_copy(x, state, context)
+    check_payload(payload, compressor, context)
+    yield Sum(payload, last=True)
+    compressor.decompress(payload, x, context)
 
 
 def reduce(
@@ -45,11 +54,7 @@ def reduce(
         >>> run_ranks(2, main)
         [[3.0, 6.0], [3.0, 6.0]]
     """
-    with comm.on_comm_stream():
-        payload = compressor.compress_copy(x, state, context)
-        check_payload(payload, compressor, context)
-        comm.all_reduce(payload)
-        compressor.decompress(payload, x, context)
+    run(reduce_program(x, compressor, state, context), comm)
 
 
 def reduce_each(

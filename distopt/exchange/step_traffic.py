@@ -4,46 +4,92 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from distopt.comm import byte_counts
+from distopt.comm.message import UNTAGGED
+from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
+from distopt.exchange.all_gather import Gather, sum_payloads
 from distopt.exchange.choice import TwoPhase, two_phases
 from distopt.exchange.hierarchical import Shares, node_exchange, rounds
+from distopt.exchange.program import Exchange, Lengths, Request, Sum
 from distopt.exchange.told import message_bytes
-from distopt.exchange.traffic import Message, traffic
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
+_nothing = functools.partial(PayloadBreakdown, 0)
 
-class StepMessage(NamedTuple):
-    """A message of a step.
+
+class Message(NamedTuple):
+    """A collective of a step.
 
     Args:
+        verb: 'all_reduce', 'all_gather', 'all_to_all' or 'lengths'.
         bucket: the number of the bucket; None for a message of several.
-        message: the collective.
-        breakdown: returns what the first rank's payload consists of.
+        elements: that are summed.
+        itemsize: bytes of each of them.
+        sizes: bytes that are gathered, by rank, or that every rank sends to each.
+        breakdown: returns what the first rank's payload consists of, if it is not summed.
     """
 
+    verb: str
     bucket: int | None
-    message: Message
-    breakdown: LazyBreakdown
+    elements: int = 0
+    itemsize: int = 0
+    sizes: Sequence[int] = ()
+    breakdown: LazyBreakdown = _nothing
 
     def sent(self, ranks: int) -> float:
         """Return the mean bytes that a rank sends in it."""
-        message = self.message
-        match message.verb:
+        match self.verb:
             case "all_reduce":
-                return byte_counts.all_reduce(message.elements * message.itemsize, ranks)
+                return byte_counts.all_reduce(self.elements * self.itemsize, ranks)
             case "all_gather":
-                return byte_counts.all_gather(sum(message.sizes), ranks)
+                return byte_counts.all_gather(sum(self.sizes), ranks)
             case "all_to_all":
-                return sum(message.sizes) * (ranks - 1) / ranks
+                return sum(self.sizes) * (ranks - 1) / ranks
             case _:
                 return 8 * (ranks - 1)
+
+    def write(self, meter: Meter) -> None:
+        """Write it into a ledger."""
+        match self.verb:
+            case "all_reduce":
+                meter.all_reduce(self.elements, self.itemsize)
+            case "all_gather":
+                meter.all_gather(self.sizes, self.breakdown)
+            case "all_to_all":
+                meter.all_to_all(self.sizes, [self.sizes[meter.rank]] * meter.size, self.breakdown)
+            case "lengths":
+                meter.lengths()
+
+
+def asked(exchange: Exchange, lengths: Sequence[int]) -> list[Request]:
+    """Return what a program asks for where ranks' payloads have these lengths.
+
+    Nothing is sent, and nothing is computed, so that its arrays need no data.
+    """
+    found: list[Request] = []
+    while True:
+        try:
+            found.append(exchange.send(lengths if found else None))
+        except StopIteration:
+            return found
+
+
+def message(request: Request, bucket: int | None, lengths: Sequence[int], breakdown: LazyBreakdown) -> Message:
+    """Return the message of a request of a bucket's program, whose payloads have these lengths and this make-up."""
+    if isinstance(request, Sum):
+        return Message("all_reduce", bucket, request.x.size, request.x.itemsize)
+    if isinstance(request, Lengths):
+        return Message("lengths", bucket)
+    return Message("all_gather", bucket, sizes=lengths, breakdown=breakdown)
 
 
 def step_messages(
     plan: Sequence[BucketLayout], compressor: Compressor, ranks: int, break_even: bool = True, exchange: str = "auto"
-) -> list[StepMessage] | None:
+) -> list[Message] | None:
     """Return the messages by which a step exchanges its buckets.
 
     Args:
@@ -63,24 +109,38 @@ def step_messages(
         >>> [message.sent(4) for message in step_messages([layout], Dense(), 4)]
         [6000]
     """
-    phases, found = two_phases(exchange, compressor, plan, ranks, break_even), list[StepMessage]()
+    phases, found = two_phases(exchange, compressor, plan, ranks, break_even), list[Message]()
     for number, layout in enumerate(plan):
-        summed, elements = summed_elements(compressor, layout)
-        n, itemsize = layout.extent, layout.dtype.itemsize
-        breakdown = functools.partial(compressor.expected_breakdown, n, itemsize, layout)
+        x, itemsize = _array(layout.extent, layout.dtype.itemsize), layout.dtype.itemsize
+        mask = compressor.uncompressed(layout, ExchangeContext())
+        chosen = np.zeros(len(layout.names), bool) if mask is None else mask.host != 0
+        elements = int(layout.records["size"][chosen].sum())
+        summed = Sum(x if chosen.all() else _array(elements, itemsize)) if chosen.any() else None
         if phases and number in phases.buckets:
-            if summed is not None:
-                message = Message("all_reduce", summed, itemsize, uncompressed=summed != n)
-                found.append(StepMessage(number, message, breakdown))
+            found += [message(summed, number, (), _nothing)] if summed else []
             continue
-        payload = compressor.payload_bytes(n, itemsize, layout)
+        payload = compressor.payload_bytes(layout.extent, itemsize, layout)
         if payload is None:
             return None
-        payloads = [payload - elements * itemsize] * ranks
-        messages = traffic(compressor, n, itemsize, payloads, summed, break_even)
-        found += [StepMessage(number, message, breakdown) for message in messages]
+        if compressor.summable:
+            # it has all elements in fewer bytes each, or fewer elements of the bucket's dtype
+            all_elements = layout.extent and payload % layout.extent == 0
+            size = payload // layout.extent if all_elements else itemsize
+            found.append(Message("all_reduce", number, payload // size, size))
+            continue
+        payload -= elements * itemsize
+        context = ExchangeContext(size=ranks)
+        gather = Gather(_array(payload, 1), x, compressor, context, UNTAGGED)
+        breakdown = functools.partial(compressor.expected_breakdown, layout.extent, itemsize, layout)
+        for request in asked(sum_payloads(gather, summed, lambda _: None, break_even), [payload] * ranks):
+            found.append(message(request, number, [payload] * ranks, breakdown))
     of_phases = _phase_messages(plan, phases, ranks) if phases else []
     return None if of_phases is None else [*found, *of_phases]
+
+
+def _array(elements: int, itemsize: int) -> np.ndarray:
+    """Return an array of a length and no memory."""
+    return np.ndarray((elements,), f"V{itemsize}", bytes(itemsize), strides=(0,))
 
 
 class NodeMessages(NamedTuple):
@@ -92,9 +152,9 @@ class NodeMessages(NamedTuple):
         results: inside of a node, behind them.
     """
 
-    sums: list[StepMessage]
-    between: list[list[StepMessage]]
-    results: list[StepMessage]
+    sums: list[Message]
+    between: list[list[Message]]
+    results: list[Message]
 
 
 def node_messages(
@@ -128,7 +188,7 @@ def node_messages(
     return NodeMessages(sums, between, results)
 
 
-def messages_inside(plan: Sequence[BucketLayout], shares: Shares, verb: str) -> list[StepMessage]:
+def messages_inside(plan: Sequence[BucketLayout], shares: Shares, verb: str) -> list[Message]:
     """Return the messages inside of a node by which sums come to their ranks, or results from there.
 
     Args:
@@ -140,11 +200,11 @@ def messages_inside(plan: Sequence[BucketLayout], shares: Shares, verb: str) -> 
     for numbers in rounds(shares):
         sizes = [0 if k is None else plan[k].extent * plan[k].dtype.itemsize for k in numbers]
         payload = sum(sizes) if verb == "all_to_all" else sizes[0]
-        found.append(StepMessage(None, Message(verb, sizes=sizes), functools.partial(PayloadBreakdown, payload)))
+        found.append(Message(verb, None, sizes=sizes, breakdown=functools.partial(PayloadBreakdown, payload)))
     return found
 
 
-def _phase_messages(plan: Sequence[BucketLayout], phases: TwoPhase, ranks: int) -> list[StepMessage] | None:
+def _phase_messages(plan: Sequence[BucketLayout], phases: TwoPhase, ranks: int) -> list[Message] | None:
     """Return the messages of all buckets that are exchanged in two phases; None if they depend on the gradients."""
     shards, codec, found = phases.shards(plan, ranks), phases.codec, []
     for verb, summed in (("all_to_all", False), ("all_gather", True)):
@@ -159,16 +219,6 @@ def _phase_messages(plan: Sequence[BucketLayout], phases: TwoPhase, ranks: int) 
                 to_owner[piece.owner].append(nbytes.total)
                 if piece.owner == 0 or not summed:
                     values, indices = values + nbytes.values, indices + nbytes.indices
-        message = Message(verb, sizes=[message_bytes(payloads) for payloads in to_owner])
-        found.append(StepMessage(None, message, functools.partial(PayloadBreakdown, values, indices)))
+        breakdown = functools.partial(PayloadBreakdown, values, indices)
+        found.append(Message(verb, None, sizes=[message_bytes(nbytes) for nbytes in to_owner], breakdown=breakdown))
     return found
-
-
-def summed_elements(compressor: Compressor, layout: BucketLayout) -> tuple[int | None, int]:
-    """Return the elements that are summed as they are, as ``traffic`` takes them, and their number."""
-    mask = compressor.uncompressed(layout, ExchangeContext())
-    if mask is None:
-        return None, 0
-    chosen = mask.host != 0
-    elements = int(layout.records["size"][chosen].sum())
-    return (layout.extent if chosen.all() else elements if chosen.any() else None), elements

@@ -7,7 +7,7 @@ import numpy as np
 from distopt import device
 from distopt.comm import Communicator
 from distopt.compress import ExchangeContext
-from distopt.compress.shards import Piece, ShardCodec
+from distopt.compress.shards import Payload, Piece, ShardCodec
 from distopt.exchange.cut import Cut
 
 ALIGNED = 8  # a payload in a message begins at a multiple of so many bytes
@@ -67,6 +67,7 @@ class Headers:
 
     Args:
         codec: the compressor, as it takes part.
+        itemsizes: bytes of an element of each bucket.
 
     Attributes:
         lengths: the bytes of each rank's message, of the phase that is next; True if only the messages tell.
@@ -74,8 +75,8 @@ class Headers:
 
     lengths: bool | list[int] = True
 
-    def __init__(self, codec: ShardCodec):
-        self._codec, self._summed = codec, False
+    def __init__(self, codec: ShardCodec, itemsizes: Sequence[int]):
+        self.codec, self._itemsizes, self._summed = codec, itemsizes, False
 
     def tell(self, counts: np.ndarray) -> None:
         """Begin the first phase, in which this rank sends so many entries of each part of each piece, in order."""
@@ -88,20 +89,30 @@ class Headers:
         """Return how many entries of each part of a piece all ranks have sent together; None if nobody has told."""
         return None
 
-    def payload(self, sender: int, piece: Piece, message: np.ndarray, itemsize: int) -> tuple[int, int]:
-        """Return how many entries, and how many bytes, the payload of a piece has with which a message begins.
+    def entries(self, sender: int, piece: Piece, message: np.ndarray) -> int:
+        """Return how many entries the payload of a piece has, with which a message of this sender begins."""
+        return self.codec.entries(message, piece, self._itemsizes[piece.bucket])
 
-        Args:
-            sender: the rank that has sent it.
-            piece: the piece.
-            message: the message, from the payload on.
-            itemsize: bytes of an element of the bucket.
+    def by_piece(
+        self, messages: Sequence[np.ndarray], cut: Sequence[Sequence[Piece]]
+    ) -> list[tuple[Piece, list[Payload]]]:
+        """Return the payloads of each piece, in the order of ranks; each rank's message has those of its pieces.
 
         Raises:
-            ValueError: the payload was damaged.
+            ValueError: a payload was damaged.
         """
-        entries = self._codec.entries(message, piece, itemsize)
-        return entries, self._codec.payload_bytes(entries, piece, itemsize, self._summed)
+        found: dict[Piece, list[Payload]] = {piece: [] for pieces in cut for piece in pieces}
+        for sender, (message, pieces) in enumerate(zip(messages, cut, strict=True)):
+            end = 0
+            for piece in pieces:
+                start = -(-end // ALIGNED) * ALIGNED
+                entries = self.entries(sender, piece, message[start:])
+                end = start + self.codec.payload_bytes(entries, piece, self._itemsizes[piece.bucket], self._summed)
+                found[piece].append(Payload(message[start:end], entries))
+            if end != message.nbytes:
+                text = f"message {sender} of a shard must be of {end} bytes, as its headers say, got {message.nbytes}"
+                raise ValueError(f"{text}; it was damaged")
+        return list(found.items())
 
 
 class Told(Headers):
@@ -109,14 +120,14 @@ class Told(Headers):
 
     Args:
         codec: the compressor, as it takes part.
+        itemsizes: bytes of an element of each bucket.
         shards: of the buckets.
         comm: the ranks.
-        itemsizes: bytes of an element of each bucket.
     """
 
-    def __init__(self, codec: ShardCodec, shards: Cut, comm: Communicator, itemsizes: Sequence[int]):
-        super().__init__(codec)
-        self._shards, self._comm, self._itemsizes = shards, comm, itemsizes
+    def __init__(self, codec: ShardCodec, itemsizes: Sequence[int], shards: Cut, comm: Communicator):
+        super().__init__(codec, itemsizes)
+        self._shards, self._comm = shards, comm
         pieces = [piece for pieces in shards.of_bucket for piece in pieces]
         ends = np.cumsum([0, *(codec.parts(piece) for piece in pieces)]).tolist()
         self._rows = {piece: slice(a, b) for piece, a, b in zip(pieces, ends[:-1], ends[1:], strict=True)}
@@ -141,23 +152,19 @@ class Told(Headers):
         total: np.ndarray = self._counts[:, self._rows[piece]].sum(axis=0)
         return total
 
-    def payload(self, sender: int, piece: Piece, message: np.ndarray, itemsize: int) -> tuple[int, int]:
-        entries = self._entries(sender, piece)
-        return entries, self._codec.payload_bytes(entries, piece, itemsize, self._summed)
-
-    def _known(self) -> bool:
-        """Tell if nothing has to be told in this phase."""
-        return all(self._codec.known_entries(piece, self._summed) is not None for piece in self._rows)
-
-    def _entries(self, sender: int, piece: Piece) -> int:
-        known = self._codec.known_entries(piece, self._summed)
+    def entries(self, sender: int, piece: Piece, message: np.ndarray | None = None) -> int:
+        known = self.codec.known_entries(piece, self._summed)
         if known is not None:
             return known
         return self._sums[piece] if self._summed else int(self._counts[sender, self._rows[piece]].sum())
 
+    def _known(self) -> bool:
+        """Tell if nothing has to be told in this phase."""
+        return all(self.codec.known_entries(piece, self._summed) is not None for piece in self._rows)
+
     def _message_bytes(self, sender: int, pieces: Sequence[Piece]) -> int:
-        numbers = ((self._entries(sender, piece), piece, self._itemsizes[piece.bucket]) for piece in pieces)
-        return message_bytes([self._codec.payload_bytes(*number, self._summed) for number in numbers])
+        numbers = ((self.entries(sender, piece), piece, self._itemsizes[piece.bucket]) for piece in pieces)
+        return message_bytes([self.codec.payload_bytes(*number, self._summed) for number in numbers])
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of every rank.  Collective."""

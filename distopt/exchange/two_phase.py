@@ -9,8 +9,9 @@ empowering distributed training with sparsity-driven data synchronization", 2025
 Adam", 2021, for codes.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,8 +23,9 @@ from distopt.compress.context import layout_of, state_array
 from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.cut import Borders, Cut, cut_for
-from distopt.exchange.mixed import UncompressedMembers
+from distopt.exchange.program import Exchange, Sum, run
 from distopt.exchange.told import ALIGNED, Headers, PlaceCounts, Told
+from distopt.exchange.uncompressed import UncompressedMembers
 
 # by bucket: the state OWED, the part of it that the rank owns, and the updates that were applied when that began
 Owned = dict[int | None, tuple[np.ndarray, int, int, int]]
@@ -39,6 +41,138 @@ class Watch(Protocol):
         self, bucket: TravellingBucket, codec: ShardCodec, pieces: Sequence[Piece], payloads: Sequence[Payload]
     ) -> None:
         """See it afterwards, and what is sent of its pieces."""
+
+
+class ToOwners(NamedTuple):
+    """Asks to send payloads of pieces to their owners.
+
+    It is answered by ``Sums``.  Later, nobody reads the payloads, whose memory may be another rank's then.
+
+    Args:
+        payloads: of all pieces of all buckets, in order.
+        counts: by bucket, the entries of each part of its pieces.
+        buckets: of the exchange.
+        shards: of these buckets.
+        told: how many entries payloads have.
+        tag: of the messages.
+    """
+
+    payloads: list[tuple[Piece, Payload]]
+    counts: list[np.ndarray]
+    buckets: Sequence[TravellingBucket]
+    shards: Cut
+    told: Headers
+    tag: MessageTag
+
+    def over(self, comm: Communicator) -> "Sums":
+        sent, mine = dict(self.payloads), self.shards.of_owner[comm.rank]
+        self.told.tell(np.concatenate(self.counts))
+        messages = [_message([sent[p] for p in pieces], self.buckets) for pieces in self.shards.of_owner]
+        with comm.tagged(self.tag):
+            inbox = comm.all_to_all(messages, ragged=self.told.lengths)
+        return self._sums(self.told.by_piece(inbox, [mine] * comm.size))
+
+    def _sums(self, received: Sequence[tuple[Piece, list[Payload]]]) -> "Sums":
+        for piece, payloads in received:
+            x, _, context, _ = self.buckets[piece.bucket]
+            total, here = context.scratch("shard sum", piece.size * x.itemsize).view(x.dtype), piece.context(context)
+            found, counts = self.told.codec.add(payloads, total, piece, here), self.told.counts(piece)
+            yield piece, here, total, found if counts is None else counts
+
+
+class ToAll(NamedTuple):
+    """Asks to send what a rank has made of its pieces to all; it is answered by what all have sent, in their order.
+
+    Args:
+        results: the pieces, and the payload of each.
+        buckets: of the exchange.
+        shards: of these buckets.
+        told: how many entries payloads have.
+        tag: of the messages.
+    """
+
+    results: list[tuple[Piece, Payload]]
+    buckets: Sequence[TravellingBucket]
+    shards: Cut
+    told: Headers
+    tag: MessageTag
+
+    def over(self, comm: Communicator) -> list[tuple[Piece, Payload]]:
+        payloads = [payload for _, payload in self.results]
+        self.told.tell_sums([payload.entries for payload in payloads])
+        with comm.tagged(self.tag):
+            gathered = comm.all_gather(_message(payloads, self.buckets), ragged=self.told.lengths)
+        return [(piece, payload) for piece, (payload,) in self.told.by_piece(gathered, self.shards.of_owner)]
+
+
+# of each piece that a rank owns, when it asks for the next: a call for it, the sum, and the entries of each part
+Sums = Iterator[tuple[Piece, ExchangeContext, np.ndarray, np.ndarray]]
+
+
+def program(
+    buckets: Sequence[TravellingBucket],
+    compressor: Compressor,
+    codec: ShardCodec,
+    comm: Communicator,
+    owned: Owned,
+    borders: Borders,
+    tag: MessageTag,
+    watches: Sequence[Watch] = (),
+) -> Exchange:
+    """What one rank does in ``two_phase``; ``comm`` waits for a GPU, and tells other hosts what that has counted."""
+    layouts = [codec.cut(layout_of(x, context), context) for x, _, context, _ in buckets]
+    shards = cut_for(codec, layouts, buckets[0][2].size, borders.starts)
+    itemsizes = [x.itemsize for x, _, _, _ in buckets]
+    told = Headers(codec, itemsizes) if comm.gpu is None else Told(codec, itemsizes, shards, comm)
+    put_back = []
+
+    def labelled(payloads: Sequence[tuple[Piece, Payload]]) -> MessageTag:
+        return tag._replace(members=shards.members, breakdown=lambda _: codec.breakdown(payloads, shards.members))
+
+    def sent() -> Generator[Sum, None, ToOwners]:
+        selected, places = [], PlaceCounts(codec, shards, buckets[0][2])
+        for number, (bucket, pieces) in enumerate(zip(buckets, shards.of_bucket, strict=True)):
+            x, state, context, own_tag = bucket
+            for watch in watches:
+                watch.before(bucket)
+            if codec.remembers:
+                settle_moved(bucket, next((piece for piece in pieces if piece.owner == context.rank), None), owned)
+            selected.append(codec.select(x, state, context, pieces, places.of_bucket(number)))
+            mask = compressor.uncompressed(layout_of(x, context), context)
+            if mask is not None:
+                there = context.repeat("uncompressed", partial(UncompressedMembers, x, mask, context), (x,))
+                if not there.none:
+                    yield Sum(there.flat, own_tag if there.all else own_tag._replace(members=there.members))
+                if not there.none and not there.all:
+                    put_back.append((context, x, there))
+        counts = places.counts(comm)
+        packed = codec.pack_all(selected, counts, [context for _, _, context, _ in buckets], shards.of_bucket)
+        payloads = list[tuple[Piece, Payload]]()
+        for bucket, pieces, of_bucket in zip(buckets, shards.of_bucket, packed, strict=True):
+            for watch in watches:
+                watch.after(bucket, codec, pieces, of_bucket)
+            payloads += zip(pieces, of_bucket, strict=True)
+        return ToOwners(payloads, counts, buckets, shards, told, labelled(payloads))
+
+    # no name holds what is sent, so that a rank that waits in one process with others keeps none of it
+    sums: Sums = yield (yield from sent())
+    results = []
+    for piece, here, total, counts in sums:
+        x, state, _, _ = buckets[piece.bucket]
+        memory = codec.owed(x, state, piece, here) if codec.remembers else None
+        results.append((piece, codec.compress_sum(total, memory, counts, piece, here)))
+    gathered: list[tuple[Piece, Payload]] = yield ToAll(results, buckets, shards, told, labelled(results))
+    received: list[list[Payload]] = [[] for _ in buckets]
+    for piece, payload in gathered:
+        received[piece.bucket].append(payload)
+    if codec.ragged:
+        borders.see(shards, [payload.entries for _, payload in gathered], buckets[0][2].step)
+    of_buckets = zip(received, buckets, shards.of_bucket, strict=True)
+    cut_up = [(payloads, x, context, pieces) for payloads, (x, _, context, _), pieces in of_buckets if pieces]
+    if cut_up:
+        codec.decompress_all(*zip(*cut_up, strict=True))
+    for context, x, there in put_back:
+        context.repeat("put back", there.put_back, (x,))
 
 
 def two_phase(
@@ -82,118 +216,7 @@ def two_phase(
         >>> run_ranks(3, main)[0]
         ([0, 1, 64, 128], [1.0, 6.0, 2.0, 3.0])
     """
-    shards, like = shards_of(buckets, codec, borders, comm.size), buckets[0][0]
-    mine = shards.of_owner[comm.rank]
-    with comm.on_comm_stream():
-        sent, counts, uncompressed = compress_all(buckets, compressor, codec, shards, comm, owned, watches)
-        itemsizes = [x.itemsize for x, _, _, _ in buckets]
-        told: Headers = Headers(codec) if comm.gpu is None else Told(codec, shards, comm, itemsizes)
-        told.tell(counts)
-        outbox = [[(piece, sent[piece.bucket, piece.start]) for piece in pieces] for pieces in shards.of_owner]
-        with comm.tagged(_labelled(tag, shards, codec, [p for payloads in outbox for p in payloads])):
-            inbox = comm.all_to_all([_message(payloads, like) for payloads in outbox], ragged=told.lengths)
-        results = [
-            (piece, sum_and_compress(piece, payloads, codec, buckets[piece.bucket], told.counts(piece)))
-            for piece, payloads in by_piece(inbox, [mine] * comm.size, told, buckets)
-        ]
-        told.tell_sums([payload.entries for _, payload in results])
-        with comm.tagged(_labelled(tag, shards, codec, results)):
-            gathered = comm.all_gather(_message(results, like), ragged=told.lengths)
-        received: list[list[Payload]] = [[] for _ in buckets]
-        of_owners = by_piece(gathered, shards.of_owner, told, buckets)
-        for piece, payloads in of_owners:
-            received[piece.bucket] += payloads
-        if codec.ragged:
-            borders.see(shards, [payload.entries for _, (payload,) in of_owners], buckets[0][2].step)
-        codec.decompress_all(*_where_cut(shards, received, [b[0] for b in buckets], [b[2] for b in buckets]))
-        for (x, _, context, _), members in zip(buckets, uncompressed, strict=True):
-            if members and not members.none and not members.all:
-                context.repeat("put back", members.put_back, (x,))
-
-
-def compress_all(
-    buckets: Sequence[TravellingBucket],
-    compressor: Compressor,
-    codec: ShardCodec,
-    shards: Cut,
-    comm: Communicator,
-    owned: Owned,
-    watches: Sequence[Watch],
-) -> tuple[dict[tuple[int, int], Payload], np.ndarray, list[UncompressedMembers | None]]:
-    """Compress this rank's buckets, and sum up the members that stay as they are.  Collective.
-
-    Args:
-        buckets: as of ``two_phase``.
-        compressor: as of ``two_phase``.
-        codec: as of ``two_phase``.
-        shards: of these buckets.
-        comm: as of ``two_phase``.
-        owned: as of ``two_phase``.
-        watches: as of ``two_phase``.
-
-    Returns:
-        The payload of each piece, by bucket and start; the number of entries of each part of each piece, in order;
-        and of each bucket the members that were summed.
-    """
-    uncompressed = []
-    selected, places = [], PlaceCounts(codec, shards, buckets[0][2])
-    for number, bucket in enumerate(buckets):
-        x, state, context, tag = bucket
-        for watch in watches:
-            watch.before(bucket)
-        pieces = shards.of_bucket[number]
-        if codec.remembers:
-            settle_moved(bucket, owned_piece(pieces, comm.rank), owned)
-        selected.append(codec.select(x, state, context, pieces, places.of_bucket(number)))
-        uncompressed.append(_sum_uncompressed(x, compressor, comm, context, tag))
-    counts, sent = places.counts(comm), dict[tuple[int, int], Payload]()
-    packed = codec.pack_all(selected, counts, [context for _, _, context, _ in buckets], shards.of_bucket)
-    for number, (bucket, pieces, payloads) in enumerate(zip(buckets, shards.of_bucket, packed, strict=True)):
-        sent |= {(number, piece.start): payload for piece, payload in zip(pieces, payloads, strict=True)}
-        for watch in watches:
-            watch.after(bucket, codec, pieces, payloads)
-    return sent, np.concatenate(counts), uncompressed
-
-
-def compress_bucket(
-    bucket: TravellingBucket, codec: ShardCodec, pieces: Sequence[Piece]
-) -> tuple[list[Payload], np.ndarray]:
-    """Return the payloads of the pieces of one bucket, which is on the host, and the entries of each part of them."""
-    x, state, context, _ = bucket
-    places = np.empty(len(codec.edges(pieces)) if pieces else 0, np.int64)
-    selected = codec.select(x, state, context, pieces, places)
-    counts: np.ndarray = np.diff(places)
-    return codec.pack(selected, counts, context, pieces), counts
-
-
-def shards_of(buckets: Sequence[TravellingBucket], codec: ShardCodec, borders: Borders, ranks: int) -> Cut:
-    """Return the shards of these buckets, which are the same on every rank."""
-    layouts = [codec.cut(layout_of(x, context), context) for x, _, context, _ in buckets]
-    return cut_for(codec, layouts, ranks, borders.starts)
-
-
-def sum_and_compress(
-    piece: Piece,
-    payloads: Sequence[Payload],
-    codec: ShardCodec,
-    bucket: TravellingBucket,
-    counts: np.ndarray | None = None,
-) -> Payload:
-    """Return what the owner of a piece sends of the sum of its payloads.
-
-    Args:
-        piece: the piece.
-        payloads: of all ranks, in rank order.
-        codec: the compressor, as it takes part.
-        bucket: of the piece.
-        counts: of all ranks' entries, by part; None if they are counted here.
-    """
-    x, state, context, _ = bucket
-    total = context.scratch("shard sum", piece.size * x.itemsize).view(x.dtype)
-    here = piece.context(context)
-    found = codec.add(payloads, total, piece, here)
-    memory = codec.owed(x, state, piece, here) if codec.remembers else None
-    return codec.compress_sum(total, memory, found if counts is None else counts, piece, here)
+    run(program(buckets, compressor, codec, comm, owned, borders, tag, watches), comm)
 
 
 def settle_moved(bucket: TravellingBucket, piece: Piece | None, owned: Owned) -> None:
@@ -218,70 +241,8 @@ def settle_moved(bucket: TravellingBucket, piece: Piece | None, owned: Owned) ->
     owned[number] = state_array(state, OWED, x), *part, since
 
 
-def _message(payloads: Sequence[tuple[Piece, Payload]], like: np.ndarray) -> np.ndarray:
-    """Return the payloads of pieces as one message, where ``like`` is."""
+def _message(payloads: Sequence[Payload], buckets: Sequence[TravellingBucket]) -> np.ndarray:
+    """Return payloads as one message, where the buckets are."""
     if not payloads:
-        return like[:0].view(np.uint8)
-    return device.concatenated([payload.data for _, payload in payloads], ALIGNED)
-
-
-def _where_cut(shards: Cut, *of_buckets: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield, of lists with an item for each bucket, those of buckets that have pieces; at last the pieces."""
-    for items in (*of_buckets, shards.of_bucket):
-        yield [item for item, pieces in zip(items, shards.of_bucket, strict=True) if pieces]
-
-
-def _labelled(tag: MessageTag, shards: Cut, codec: ShardCodec, payloads: Sequence[tuple[Piece, Payload]]) -> MessageTag:
-    """Return the tag of the messages of these payloads."""
-    members = shards.members
-    return tag._replace(members=members, breakdown=lambda _: codec.breakdown(payloads, members))
-
-
-def owned_piece(pieces: Sequence[Piece], rank: int) -> Piece | None:
-    """Return the piece of a bucket that a rank owns, None if it owns none."""
-    return next((piece for piece in pieces if piece.owner == rank), None)
-
-
-def _sum_uncompressed(
-    x: np.ndarray, compressor: Compressor, comm: Communicator, context: ExchangeContext, tag: MessageTag
-) -> UncompressedMembers | None:
-    """Sum up the members of a bucket that the compressor leaves as they are, if there are any.  Collective."""
-    mask = compressor.uncompressed(layout_of(x, context), context)
-    if mask is None:
-        return None
-    members = context.repeat("uncompressed", lambda: UncompressedMembers(x, mask, context), (x,))
-    if not members.none:
-        with comm.tagged(tag if members.all else tag._replace(members=members.members)):
-            comm.all_reduce(members.flat)
-    return members
-
-
-def by_piece(
-    messages: Sequence[np.ndarray],
-    shards: Sequence[Sequence[Piece]],
-    told: Headers,
-    buckets: Sequence[TravellingBucket],
-) -> list[tuple[Piece, list[Payload]]]:
-    """Return the payloads of each piece, in the order of messages.
-
-    Args:
-        messages: one of each rank.
-        shards: the pieces of which each message has a payload: always the same ones, or each its own.
-        told: how many entries they have.
-        buckets: of the plan.
-
-    Raises:
-        ValueError: a message is not as long as its payloads say.
-    """
-    found: dict[Piece, list[Payload]] = {piece: [] for pieces in shards for piece in pieces}
-    for sender, (message, pieces) in enumerate(zip(messages, shards, strict=True)):
-        end = 0
-        for piece in pieces:
-            start = -(-end // ALIGNED) * ALIGNED
-            entries, nbytes = told.payload(sender, piece, message[start:], buckets[piece.bucket][0].itemsize)
-            end = start + nbytes
-            found[piece].append(Payload(message[start:end], entries))
-        if end != message.nbytes:
-            text = f"message {sender} of a shard must be of {end} bytes, as its headers say, got {message.nbytes}"
-            raise ValueError(f"{text}; it was damaged")
-    return list(found.items())
+        return buckets[0][0][:0].view(np.uint8)
+    return device.concatenated([payload.data for payload in payloads], ALIGNED)

@@ -22,6 +22,7 @@ import numpy as np
 
 from distopt import device
 from distopt.device import DeviceMirror
+from distopt.device.arrays import DATA, pointer
 from distopt.kernels import cubins
 from distopt.kernels.layout import CHUNK, BucketLayout, KernelStruct, Table
 from distopt.kernels.signatures import (
@@ -55,6 +56,7 @@ _ARRAYS = {
 # What an array has a number for: each member of a bucket, each element of it, or each eight elements.
 MEMBERS, ELEMENTS, BITS = range(3)
 COUNTS = {"real": ELEMENTS, "half_t": ELEMENTS, "bfloat16_t": ELEMENTS, "byte_t": BITS}
+_SINGLE = np.dtype(np.float32)
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
@@ -80,12 +82,8 @@ class Kernel:
         self.declared = signature.parameters
         arrays = [p for p in parameters if p.is_array]
         self._structs = {p.name: struct(p.kind) for p in arrays if p.kind not in _ARRAYS and p.kind != "real"}
-        # None for `real`, which each call decides
-        self._dtypes = {
-            p.name: None if p.kind == "real" else np.dtype(_ARRAYS[p.kind])
-            for p in arrays
-            if p.name not in self._structs
-        }
+        others = [p for p in arrays if p.name not in self._structs]  # each call decides what is real
+        self._dtypes = {p.name: None if p.kind == "real" else np.dtype(_ARRAYS[p.kind]) for p in others}
         self._kinds = [ctypes.c_void_p if p.is_array else SCALARS[p.kind] for p in self.declared]
         self._functions: dict[tuple[np.dtype, int | None], Any] = {}
 
@@ -99,12 +97,7 @@ class Kernel:
 
     def _gpu_of_first(self, values: Sequence[Any]) -> int | None:
         """Return the GPU of the first array, None for the host."""
-        for value in values:
-            if type(value) is np.ndarray:  # the usual case first, without a function call
-                return None
-            if device.is_array(value):
-                return device.gpu_of(value)
-        return None
+        return next((device.gpu_of(value) for value in values if device.is_array(value)), None)
 
     def _address(self, p: KernelParameter, a: Any, real: np.dtype, gpu: int | None, fits: Callable[[int], bool]) -> int:
         """Return the address of an array argument, after checking it against the C text; ``fits`` checks its size."""
@@ -142,26 +135,22 @@ class Kernel:
             return on_host
         return _MirrorAddress(DeviceMirror(np.array(addresses, np.uintp)), gpu)
 
-    def _call(self, real: np.dtype, gpu: int | None, arguments: Sequence[Any], work: int) -> None:
-        """Call the function on the host, or enqueue it on a GPU: a block per chunk of work, as many as fit."""
-        if (real, gpu) not in self._functions:
-            self._functions[real, gpu] = self._function(real, gpu)
-        function = self._functions[real, gpu]
-        if gpu is None:
-            function(*arguments)
-            return
+    def _enqueue(self, function: Any, arguments: Sequence[Any], work: int) -> None:
+        """Enqueue a function on a GPU: a block per chunk of work, as many as fit."""
         blocks = max(1, min(work, device.resident_blocks(function, THREADS)))
         converted = [a if isinstance(a, kind) else kind(a) for kind, a in zip(self._kinds, arguments, strict=True)]
         device.launch(function, blocks, THREADS, converted)
 
     def _function(self, real: np.dtype, gpu: int | None) -> Any:
-        """Return the function for float32 or float64; TypeError for another dtype."""
+        """Find, at its first call, the function for float32 or float64; TypeError for another dtype."""
         if real not in _REALS:
             raise TypeError(f"{self.name}: arrays must be of float32 or float64, got {real}")
         if gpu is not None:
-            return _module(self.signature.source, _REALS[real], gpu).get_function(f"{self.name}_{_REALS[real]}")
-        function = getattr(library(), f"{self.name}_{_REALS[real]}")
-        function.argtypes, function.restype = self._kinds, None
+            function = _module(self.signature.source, _REALS[real], gpu).get_function(f"{self.name}_{_REALS[real]}")
+        else:
+            function = getattr(library(), f"{self.name}_{_REALS[real]}")
+            function.argtypes, function.restype = self._kinds, None
+        self._functions[real, gpu] = function
         return function
 
 
@@ -176,38 +165,47 @@ class FlatKernel(Kernel):
             for p, f in zip(declared, follows, strict=True)
         ]
         super().__init__(name, signature, [p for p, is_length in zip(declared, lengths, strict=True) if not is_length])
-        self._lengths = lengths
+        dtypes = self._dtypes | self._structs
+        self._expected = [(p, n, dtypes.get(p.name)) for p, n in zip(declared, lengths, strict=True)]
+        # the parameter whose dtype decides
+        self._real = next((k for k, p in enumerate(self.parameters) if p.kind == "real" and not p.is_list), None)
 
     def __call__(self, *values: Any) -> None:
         """Call the kernel with all parameters but the lengths."""
         if len(values) != len(self.parameters):
             values = self._complete(values)
-        named = zip(values, self.parameters, strict=True)
-        real = next((v.dtype for v, p in named if p.kind == "real" and not p.is_list), np.dtype(np.float32))
-        remaining, gpu, n, work = iter(values), self._gpu_of_first(values), -1, 0
-        arguments, dtypes = list[Any](), self._dtypes
-        for p, is_length in zip(self.declared, self._lengths, strict=True):
+        real = _SINGLE if self._real is None else values[self._real].dtype
+        gpu = None if type(values[0]) is np.ndarray else self._gpu_of_first(values)
+        of_numpy, remaining, n, work, arguments = gpu is None and DATA, iter(values), -1, 0, list[Any]()
+        for p, is_length, dtype in self._expected:
             if is_length:
                 n = -1
                 arguments.append(n)
                 continue
-            value = next(remaining)
+            v = next(remaining)
             if p.is_array and n < 0:
-                n = arguments[-1] = len(value) if isinstance(value, list) else int(getattr(value, "size", 0))
+                n = arguments[-1] = len(v) if isinstance(v, list) else int(getattr(v, "size", 0))
                 work = max(work, -(-n // CHUNK))
             if p.is_list:
-                value = self._list(p, value, real, gpu, (0).__le__)
+                v = self._list(p, v, real, gpu, (0).__le__)
             elif p.is_array:
-                address = device.matching_address(value, dtypes.get(p.name) or real, gpu)  # the usual case first
-                if address is None or p.name not in dtypes or value.size != n:
-                    address = self._address(p, value, real, gpu, n.__eq__)
-                value = address
-            elif p.kind == "SkipIf" and value is not None:
-                value = device.address(value)
-            arguments.append(value)
+                # the usual case first, without a call
+                if of_numpy and type(v) is np.ndarray and v.dtype is (dtype or real) and v.flags.c_contiguous:
+                    address = pointer(id(v) + DATA).value
+                else:
+                    address = device.matching_address(v, dtype or real, gpu)
+                matches = address is not None and v.size == n
+                v = address if matches else self._address(p, v, real, gpu, n.__eq__)
+            elif p.kind == "SkipIf" and v is not None:
+                v = device.address(v)
+            arguments.append(v)
             if p.name == self.signature.blocks:
-                work = value
-        self._call(real, gpu, arguments, work)
+                work = v
+        function = self._functions.get((real, gpu)) or self._function(real, gpu)
+        if gpu is None:
+            function(*arguments)
+        else:
+            self._enqueue(function, arguments, work)
 
 
 class TableKernel(Kernel):
@@ -227,6 +225,7 @@ class TableKernel(Kernel):
             values = self._complete(values)
         real = members.dtype
         gpu = None if type(values[0]) in (np.ndarray, HostArrays) else self._gpu_of_first(values)
+        of_numpy = gpu is None and DATA
         least_counts = len(members.names), members.extent, -(-members.extent // 8)
         arguments: list[Any] = [members.table(gpu)]
         for v, (p, dtype, count) in zip(values, self._expected, strict=True):
@@ -236,16 +235,23 @@ class TableKernel(Kernel):
                 v = self._list(p, v, real, gpu, least.__le__)
             elif p.is_array:
                 of_struct = type(v) is KernelStruct and v.host.dtype is self._structs.get(p.name)
-                address = v.address(gpu) if of_struct else device.matching_address(v, dtype or real, gpu)
-                # What is neither a struct nor an array as it should be is checked again, for the error's text.
-                if address is None or not (of_struct or v.size >= least):
-                    address = self._address(p, v, real, gpu, least.__le__)
-                v = address
+                if of_struct:
+                    address = v.address(gpu)
+                elif of_numpy and type(v) is np.ndarray and v.dtype is (dtype or real) and v.flags.c_contiguous:
+                    address = pointer(id(v) + DATA).value
+                else:
+                    address = device.matching_address(v, dtype or real, gpu)
+                matches = address is not None and (of_struct or v.size >= least)
+                v = address if matches else self._address(p, v, real, gpu, least.__le__)
             elif p.kind == "SkipIf" and v is not None:
                 v = device.address(v)
             arguments.append(v)
-        chunks = members.span[1] - members.span[0]
-        self._call(real, gpu, arguments, len(members.names) if self.signature.blocks == "members" else chunks)
+        function = self._functions.get((real, gpu)) or self._function(real, gpu)
+        if gpu is None:
+            function(*arguments)
+        else:
+            chunks = members.span[1] - members.span[0]
+            self._enqueue(function, arguments, len(members.names) if self.signature.blocks == "members" else chunks)
 
 
 @functools.cache

@@ -10,10 +10,10 @@ from distopt.comm.byte_counts import DIRECT
 from distopt.comm.ledger import Ledger
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
+from distopt.compress import ExchangeContext
 from distopt.engine.outer_loop import cut
 from distopt.exchange.hierarchical import node_ranks
-from distopt.exchange.step_traffic import StepMessage, node_messages, step_messages, summed_elements
-from distopt.exchange.traffic import Message
+from distopt.exchange.step_traffic import Message, node_messages, step_messages
 from distopt.kernels.layout import BucketLayout
 from distopt.lab.modes import Mode
 
@@ -178,7 +178,8 @@ def summary(ledger: Ledger, buckets: Sequence[BucketLayout], mode: Mode, steps: 
     nbytes = [bucket.extent * bucket.dtype.itemsize for bucket in buckets]
     reduced = [row for row in rows if row["verb"] == "all_reduce"]
     summed = {row["bucket"] for row in reduced if row["payload"] >= nbytes[row["bucket"]]}
-    fallen = [k for k in summed if summed_elements(mode.compressor, buckets[k])[0] != buckets[k].extent]
+    masks = {k: mode.compressor.uncompressed(buckets[k], ExchangeContext()) for k in summed}
+    fallen = [k for k, mask in masks.items() if mask is None or not mask.host.all()]
     return Forecast(
         **{name: _mean(count, steps) for name, count in total.items()},
         between=_mean(between, steps),
@@ -261,15 +262,15 @@ def exchange_ledger(
     else:
         sent = [(Meter(0, ranks, hosts, DIRECT, ledger), messages(buckets, mode, ranks, break_even, exchange))]
     for meter, those in sent:
-        for number, message, breakdown in those:
-            with meter.tagged(MessageTag("gradients", 0, number)):
-                message.write(meter, breakdown)
+        for message in those:
+            with meter.tagged(MessageTag("gradients", 0, message.bucket)):
+                message.write(meter)
     return ledger
 
 
 def messages(
     buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even: bool = True, exchange: str = "auto"
-) -> list[StepMessage]:
+) -> list[Message]:
     """Return the messages of a step.
 
     Args:
@@ -324,8 +325,8 @@ def sendings(
     found = []
     for those in exchanges(buckets, mode):
         calls: dict[int | None, list[tuple[str, int]]] = {number: [] for number in range(len(those))}
-        for number, message, _ in messages(those, mode, ranks, break_even, exchange):
-            calls.setdefault(number, []).append(_call(message, ranks))
+        for message in messages(those, mode, ranks, break_even, exchange):
+            calls.setdefault(message.bucket, []).append(_call(message, ranks))
         found += [_sending(0 if k is None else those[k].extent, mode, sends) for k, sends in calls.items()]
     return found
 

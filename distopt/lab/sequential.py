@@ -1,7 +1,9 @@
-"""The exchange of ranks that take turns in one process: their payloads are added up in rank order."""
+"""The exchange of ranks that take turns in one process: their programs, in lock step."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -9,27 +11,15 @@ from distopt import device, kernels
 from distopt.comm.communicator import BFLOAT16, HALVES
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
-from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.context import State, layout_of
-from distopt.compress.shards import Payload, Piece, ShardCodec, settle
-from distopt.exchange.all_reduce import TravellingBucket
-from distopt.exchange.cut import Borders, Cut
-from distopt.exchange.mixed import UncompressedMembers
-from distopt.exchange.payload import check_payload
+from distopt.compress.shards import Payload, Piece
+from distopt.exchange.all_gather import Gather, SumOfPayloads, sum_payloads
+from distopt.exchange.program import Exchange, Sum
+from distopt.exchange.step_traffic import asked, message
 from distopt.exchange.told import message_bytes
-from distopt.exchange.traffic import traffic
-from distopt.exchange.two_phase import (
-    Owned,
-    Watch,
-    compress_bucket,
-    owned_piece,
-    settle_moved,
-    shards_of,
-    sum_and_compress,
-)
-from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
+from distopt.exchange.two_phase import Sums, ToAll, ToOwners
+from distopt.kernels.breakdown import LazyBreakdown
 
-T = TypeVar("T")
+Scratch = Callable[[str, int], np.ndarray]
 
 
 class RunningSum:
@@ -72,342 +62,195 @@ class RunningSum:
             device.copy(x, self.total)
 
 
-class SequentialReduce:
-    """Exchange of one bucket in one step: ``add`` what each rank sends, in rank order, then ``write_sum``.
+class LockStep:
+    """One exchange of all ranks: ``add`` the program of each, in rank order, then ``finish``.
+
+    A rank goes on until it has to wait.  What it sends is added then, so that none of it is kept, and one rank unpacks
+    the sum for all: they share the memory of the buckets.
 
     Args:
-        compressor: what is sent of the bucket.
-        scratch: memory of the bucket, by name and bytes.
+        scratch: memory, by name and bytes.
 
     Example:
-        >>> import numpy as np
+        >>> from distopt.comm.message import UNTAGGED
         >>> from distopt.compress import ExchangeContext, TopK
-        >>> memory = {}
-        >>> scratch = lambda name, nbytes: memory.setdefault(name, np.empty(nbytes, np.uint8))
-        >>> turns = SequentialReduce(TopK(0.5), scratch)
-        >>> for rank, x in enumerate(np.array([[1, 2], [-3, 0]], np.float32)):
-        ...     turns.add(x, {}, ExchangeContext(rank=rank, size=2))
-        >>> turns.write_sum(x, ExchangeContext(size=2))
+        >>> from distopt.exchange.all_gather import gather_program
+        >>> x, exchange = np.empty(2, np.float32), LockStep(lambda name, nbytes: np.empty(nbytes, np.uint8))
+        >>> for rank, gradient in enumerate(([1, 2], [-3, 0])):
+        ...     x[:] = gradient
+        ...     exchange.add(gather_program(x, TopK(0.5), {}, ExchangeContext(rank=rank, size=2), UNTAGGED))
+        >>> exchange.finish()
         >>> x
         array([-3.,  2.], dtype=float32)
     """
 
-    def __init__(self, compressor: Compressor, scratch: Callable[[str, int], np.ndarray]):
-        self._compressor, self._scratch = compressor, scratch
-        self._sum = RunningSum(lambda nbytes: scratch("sum over ranks", nbytes))
-        self._sizes: list[int] = []  # of each rank's payload
-        self._breakdown: LazyBreakdown = lambda: PayloadBreakdown(0)  # of the first one's
-        self._kept: list[np.ndarray] = []  # the payloads of all ranks, where senders are counted
-        self._summed: np.ndarray | None = None  # what the last rank brought to be summed
-        self._uncompressed: UncompressedMembers | None = None
+    def __init__(self, scratch: Scratch):
+        self._scratch = scratch
+        self._first: Exchange | None = None
+        self._sums: list[tuple[Sum, RunningSum]] = []
+        self._gathered: GatheredInTurn | None = None
+        self._owned: OwnedInTurn | None = None
 
-    def add(self, x: np.ndarray, state: State, context: ExchangeContext) -> None:
-        """Add the bucket of one rank, and change what the compressor keeps of it.
-
-        Args:
-            x: the rank's bucket, ``(n,)``.
-            state: what the compressor keeps of this rank.
-            context: the place of the exchange; ``context.rank`` is the rank.
-        """
-        compressor, first = self._compressor, not self._sizes
-        payload = compressor.compress(x, state, context)
-        check_payload(payload, compressor, context)
-        self._sizes.append(payload.nbytes)
-        if compressor.summable:
-            self._summed = payload
-        elif (mask := compressor.uncompressed(layout_of(x, context), context)) is not None:
-            self._uncompressed = UncompressedMembers(x, mask, context)
-            self._summed = None if self._uncompressed.none else self._uncompressed.flat
-        if self._summed is not None:
-            self._sum.add(self._summed, first)
-        if self._gathers:
-            total = self._entries(x)
+    def add(self, exchange: Exchange) -> None:
+        """Let the next rank go on until it has to wait for others, and add what it sends."""
+        first, sums = self._first is None, iter(self._sums)
+        if first:
+            self._first = exchange
+        found = next(exchange)
+        while isinstance(found, Sum):
             if first:
-                device.clear(total)
-                self._breakdown = compressor.breakdown(payload, x, context)
-            if context.senders:  # who has sent an entry is known when all have
-                self._kept.append(device.copied(payload))
+                running = RunningSum(partial(self._scratch, f"sum {len(self._sums)} over ranks"))
+                self._sums.append((found, running))
             else:
-                compressor.decompress(payload, total, context)
+                _, running = next(sums)
+            running.add(found.x, first)
+            if found.last:
+                return
+            found = exchange.send(None)
+        if isinstance(found, ToOwners):
+            self._owned = self._owned or OwnedInTurn(found)
+            self._owned.add(found, exchange)
+        elif isinstance(found, Gather):
+            self._gathered = self._gathered or GatheredInTurn(found)
+            self._gathered.add(found)
 
-    def write_sum(self, x: np.ndarray, context: ExchangeContext) -> None:
-        """Overwrite x, the last rank's bucket, by the sum."""
-        if self._summed is not None:
-            self._sum.write_sum(self._summed)
-        if self._compressor.summable:
-            assert self._summed is not None
-            self._compressor.decompress(self._summed, x, context)
-        if self._kept:
-            self._compressor.decompress_all(self._kept, self._entries(x), context)
-        if self._gathers:
-            device.copy(x, self._entries(x))
-        if self._gathers and self._uncompressed and not self._uncompressed.none:
-            self._uncompressed.put_back()
+    def finish(self) -> None:
+        """Let the first rank go on to the end, so that its buckets are overwritten by the sums."""
+        assert self._first is not None
+        sent = self._owned or self._gathered
+        answer = sent.answer() if sent else None
+        for wanted, running in self._sums:
+            running.write_sum(wanted.x)
+        with contextlib.suppress(StopIteration):
+            self._first.send(answer)
 
-    def write_messages(self, meter: Meter, x: np.ndarray, tag: MessageTag, break_even: bool) -> None:
-        """Write the messages by which ranks would have exchanged this bucket into a ledger."""
-        uncompressed = self._uncompressed
-        elements = uncompressed.flat.size if uncompressed and not uncompressed.none else None
-        for message in traffic(self._compressor, x.size, x.itemsize, self._sizes, elements, break_even):
-            members = uncompressed.members if uncompressed and message.uncompressed else tag.members
-            with meter.tagged(tag._replace(members=members)):
-                message.write(meter, self._breakdown)
-
-    @property
-    def _gathers(self) -> bool:
-        return not self._compressor.summable and not (self._uncompressed and self._uncompressed.all)
-
-    def _entries(self, x: np.ndarray) -> np.ndarray:
-        return self._scratch("sum of entries", x.nbytes).view(x.dtype)
-
-
-class SequentialExchange(Protocol):
-    """The exchange of all buckets of a step: ``add`` those of each rank, in rank order, then ``write_sums``."""
-
-    def add(self, buckets: Sequence[TravellingBucket]) -> None:
-        """Add the buckets of the next rank, and change what the compressor keeps of them."""
-
-    def write_sums(self, buckets: Sequence[TravellingBucket], states: Sequence[Sequence[State]]) -> None:
-        """Overwrite the buckets by the sums over ranks.
-
-        Args:
-            buckets: the arrays as the last rank has left them, with the contexts of the first one.
-            states: what compressors keep, by rank and bucket.
-        """
-
-    def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:
-        """Write the messages by which ranks would have exchanged the buckets into a ledger.
+    def write_messages(self, meter: Meter, tag: MessageTag, break_even: bool) -> None:
+        """Write the messages by which the first rank would have taken part into a ledger.
 
         Args:
             meter: writes them.
-            buckets: as of ``write_sums``.
-            tag: of messages of all buckets.
+            tag: of the messages.
+            break_even: whether a dense array is all-reduced where that is fewer bytes.
         """
-
-
-class SequentialBuckets:
-    """Exchange of one bucket after the other.
-
-    Args:
-        compressor: what is sent of them.
-        turns: the exchange of each bucket.
-        break_even: a bucket is all-reduced as dense where that is less.
-    """
-
-    def __init__(self, compressor: Compressor, turns: Sequence[SequentialReduce], break_even: bool):
-        self._compressor, self._turns, self._break_even = compressor, turns, break_even
-
-    def add(self, buckets: Sequence[TravellingBucket]) -> None:
-        """Add the buckets of the next rank, and change what the compressor keeps of them."""
-        for (x, state, context, _), turn in zip(buckets, self._turns, strict=True):
-            if self._compressor.stateful:
-                settle(x, state, skip_flag=context.skip_flag)
-            turn.add(x, state, context)
-
-    def write_sums(self, buckets: Sequence[TravellingBucket], states: Sequence[Sequence[State]]) -> None:
-        """Overwrite the buckets by the sums over ranks."""
-        for (x, _, context, _), turn in zip(buckets, self._turns, strict=True):
-            turn.write_sum(x, context)
-
-    def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:
-        """Write the messages of each bucket into a ledger."""
-        for (x, _, _, bucket_tag), turn in zip(buckets, self._turns, strict=True):
-            turn.write_messages(meter, x, bucket_tag, self._break_even)
-
-
-class SequentialTwoPhase:
-    """Exchange of all buckets of a step in two phases: ``add`` those of each rank, in rank order, then ``write_sums``.
-
-    Args:
-        compressor: what is sent of the buckets.
-        codec: the same, as it takes part.
-        owned: of each rank, what it owned of each bucket in the last step; empty at first.
-        borders: of the shards, the same at every step.
-        watches: are shown what each rank sends.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt.comm.message import UNTAGGED
-        >>> from distopt.compress import ExchangeContext, TopK
-        >>> from distopt.exchange.cut import Borders
-        >>> exchange = SequentialTwoPhase(TopK(0.5), TopK(0.5).sharded(), [{}, {}], Borders())
-        >>> for rank, x in enumerate(np.array([[1, 2], [-3, 0]], np.float32)):
-        ...     context = ExchangeContext(rank=rank, size=2)
-        ...     exchange.add([(x, {}, context, UNTAGGED)])
-        >>> exchange.write_sums([(x, {}, context, UNTAGGED)], [[{}], [{}]])
-        >>> x
-        array([-3.,  0.], dtype=float32)
-    """
-
-    def __init__(
-        self,
-        compressor: Compressor,
-        codec: ShardCodec,
-        owned: Sequence[Owned],
-        borders: Borders,
-        watches: Sequence[Watch] = (),
-    ):
-        self._compressor, self._codec, self._owned, self._rank = compressor, codec, owned, 0
-        self._borders, self._watches = borders, watches
-        self._flats: dict[int, tuple[UncompressedMembers, RunningSum]] = {}  # by bucket
-        self._totals: list[np.ndarray] = []
-        self._counts: dict[int, np.ndarray] = {}  # of entries, by bucket, of each part of its pieces in order
-        self._kept: dict[Piece, list[Payload]] = {}  # of all ranks, where senders are counted
-        self._breakdowns: list[LazyBreakdown] = []  # of the first rank's two messages
-        self.sent: list[list[int]] = []  # bytes of messages of the first phase, by sender and owner
-        self.gathered: list[int] = []  # bytes of messages of the second phase, by owner
-
-    def add(self, buckets: Sequence[TravellingBucket]) -> None:
-        """Add the buckets of the next rank, and change what the compressor keeps of them."""
-        codec, rank, first, size = self._codec, self._rank, self._rank == 0, buckets[0][2].size
-        shards, sent = shards_of(buckets, codec, self._borders, size), list[tuple[Piece, Payload]]()
-        for number, bucket in enumerate(buckets):
-            x, _, context, _ = bucket
-            pieces = shards.of_bucket[number]
-            if codec.remembers:
-                settle_moved(bucket, owned_piece(pieces, rank), self._owned[rank])
-            if first:
-                self._totals.append(context.scratch("sum of entries", x.nbytes).view(x.dtype))
-            for watch in self._watches:
-                watch.before(bucket)
-            payloads, counts = compress_bucket(bucket, codec, pieces)
-            for watch in self._watches:
-                watch.after(bucket, codec, pieces, payloads)
-            sent += zip(pieces, payloads, strict=True)
-            self._add(number, bucket, payloads, pieces)
-            self._counts[number] = self._counts.get(number, 0) + counts
-            self._add_uncompressed(number, x, context, first)
-        if first:
-            self._breakdowns.append(codec.breakdown(sent, shards.members))
-        to_owner: list[list[int]] = [[] for _ in range(size)]
-        for piece, payload in sent:
-            to_owner[piece.owner].append(payload.data.nbytes)
-        self.sent.append([message_bytes(nbytes) for nbytes in to_owner])
-        self._rank += 1
-
-    def _add(self, number: int, bucket: TravellingBucket, payloads: Sequence[Payload], pieces: Sequence[Piece]) -> None:
-        """Add what the payloads of a rank stand for, which is 0 where they have no entries."""
-        x, _, context, _ = bucket
-        if not pieces:
+        sums = [wanted for wanted, _ in self._sums]
+        if self._gathered:
+            self._gathered.write(meter, tag, sums[0] if sums else None, break_even)
             return
-        if context.senders:
-            for piece, payload in zip(pieces, payloads, strict=True):
-                self._kept.setdefault(piece, []).append(payload._replace(data=device.copied(payload.data)))
-            return
-        if self._rank == 0:
-            self._codec.decompress(payloads, self._totals[number], context, pieces, summed=False)
-            return
-        carried = context.scratch("entries of a rank", x.nbytes).view(x.dtype)
-        device.clear(carried)
-        self._codec.decompress(payloads, carried, context, pieces, summed=False)
-        kernels.accumulate(carried, self._totals[number])
+        for wanted in sums:
+            with meter.tagged(wanted.tag or tag):
+                meter.all_reduce(wanted.x.size, wanted.x.itemsize)
+        if self._owned:
+            self._owned.write(meter, tag)
 
-    def _add_uncompressed(self, number: int, x: np.ndarray, context: ExchangeContext, first: bool) -> None:
-        mask = self._compressor.uncompressed(layout_of(x, context), context)
-        if mask is None:
-            return
-        members = UncompressedMembers(x, mask, context)
-        if members.none:
-            return
-        if first:
-            running = RunningSum(lambda nbytes: context.scratch("sum over ranks", nbytes))
+
+class GatheredInTurn:
+    """The payloads of ranks that take turns, each of which is added when it comes."""
+
+    def __init__(self, first: Gather):
+        self._first, x = first, first.x
+        self._total = first.context.scratch("sum of entries", x.nbytes).view(x.dtype)
+        device.clear(self._total)
+        self._kept: list[np.ndarray] = []  # of all ranks, where senders are counted: known when all have sent
+        self._sizes: list[int] = []
+        self._breakdown = first.compressor.breakdown(first.payload, x, first.context)
+
+    def add(self, found: Gather) -> None:
+        """Add the payload of the next rank."""
+        self._sizes.append(found.payload.nbytes)
+        if found.context.senders:
+            self._kept.append(device.copied(found.payload))
         else:
-            _, running = self._flats[number]
-        running.add(members.flat, first)
-        self._flats[number] = members, running
+            found.compressor.decompress(found.payload, self._total, found.context)
 
-    def write_sums(self, buckets: Sequence[TravellingBucket], states: Sequence[Sequence[State]]) -> None:
-        """Overwrite the last rank's buckets by the sums that owners send.
-
-        Args:
-            buckets: as of ``add``, of the last rank.
-            states: what compressors keep, by rank and bucket.
-        """
-        codec, size = self._codec, buckets[0][2].size
-        shards = shards_of(buckets, codec, self._borders, size)
-        payloads: list[list[Payload]] = [[] for _ in buckets]
-        entries: list[int] = []
-        counts = self._counts_by_piece(shards)
-        for owner, pieces in enumerate(shards.of_owner):
-            results = [
-                self._result(piece, buckets[piece.bucket], states[owner][piece.bucket], counts[piece])
-                for piece in pieces
-            ]
-            entries += [result.entries for result in results]
-            for piece, result in zip(pieces, results, strict=True):
-                payloads[piece.bucket].append(result._replace(data=device.copied(result.data)))
-            if owner == 0:
-                of_rank = list(zip(pieces, results, strict=True))
-                self._breakdowns.append(codec.breakdown(of_rank, shards.members))
-            self.gathered.append(message_bytes([result.data.nbytes for result in results]))
-        if codec.ragged:
-            self._borders.see(shards, entries, buckets[0][2].step)
-        for number, (x, _, context, _) in enumerate(buckets):
-            if shards.of_bucket[number]:
-                codec.decompress(payloads[number], x, context, shards.of_bucket[number])
-            if number in self._flats:
-                members, running = self._flats[number]
-                running.write_sum(members.flat)
-                if not members.all:
-                    members.put_back()
-
-    def _counts_by_piece(self, shards: Cut) -> dict[Piece, np.ndarray]:
-        """Return how many entries of each part of each piece all ranks have sent together."""
-        found: dict[Piece, np.ndarray] = {}
-        for number, pieces in enumerate(shards.of_bucket):
-            ends = np.cumsum([self._codec.parts(piece) for piece in pieces])
-            found |= dict(zip(pieces, np.split(self._counts[number], ends[:-1]), strict=True)) if pieces else {}
-        return found
-
-    def _result(self, piece: Piece, bucket: TravellingBucket, state: State, counts: np.ndarray) -> Payload:
-        x, _, context, tag = bucket
+    def answer(self) -> SumOfPayloads:
+        """Return the sum of all."""
         if self._kept:
-            return sum_and_compress(piece, self._kept[piece], self._codec, (x, state, context, tag), counts)
-        total, here = piece.of(self._totals[piece.bucket]), piece.context(context)
-        memory = self._codec.owed(x, state, piece, here) if self._codec.remembers else None
-        return self._codec.compress_sum(total, memory, counts, piece, here)
+            self._first.compressor.decompress_all(self._kept, self._total, self._first.context)
+        return lambda x: device.copy(x, self._total), ()
 
-    def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:
-        """Write the messages by which rank 0 would have taken part into a ledger."""
-        for number, (members, _) in sorted(self._flats.items()):
-            x, _, _, bucket_tag = buckets[number]
-            with meter.tagged(bucket_tag if members.all else bucket_tag._replace(members=members.members)):
-                meter.all_reduce(members.flat.size, x.itemsize)
-        with meter.tagged(tag._replace(members=shards_of(buckets, self._codec, self._borders, meter.size).members)):
-            meter.all_to_all(self.sent[0], [row[0] for row in self.sent], self._breakdowns[0])
-            meter.all_gather(self.gathered, self._breakdowns[1])
+    def write(self, meter: Meter, tag: MessageTag, summed: Sum | None, break_even: bool) -> None:
+        """Write what the first rank asks for, once it knows the lengths of all, into a ledger."""
+        exchange = sum_payloads(self._first, summed, lambda _: None, break_even)
+        for request in asked(exchange, self._sizes):
+            own = isinstance(request, Sum) and request.tag
+            with meter.tagged(own or tag):
+                message(request, None, self._sizes, self._breakdown).write(meter)
 
 
-class SequentialChoice:
-    """Exchange of some buckets of a step in two phases, and of the others one by one.
+class OwnedInTurn:
+    """The payloads of pieces of ranks that take turns, each of which is added when it comes."""
 
-    Args:
-        phases: the exchange in two phases.
-        buckets: the others' exchange, of as many buckets.
-        numbers: which buckets take part in the first.
-    """
+    def __init__(self, first: ToOwners):
+        self._first = first
+        self._breakdowns = [_breakdown(first.tag)]  # of the first rank's two messages
+        self._ranks: list[Exchange] = []
+        self._totals: dict[int, np.ndarray] = {}  # of what has been sent, by bucket
+        self._counts: list[np.ndarray] = []  # of entries, by bucket, of each part of its pieces
+        self._kept: dict[Piece, list[Payload]] = {}  # of all ranks, where senders are counted
+        self._to_first: list[int] = []  # bytes of what each rank sends to the first one
+        self._from_first: list[int] = []  # and of what that sends to each
+        self._gathered: list[int] = []  # bytes of messages of the second phase, by owner
 
-    def __init__(self, phases: SequentialTwoPhase, buckets: SequentialBuckets, numbers: Collection[int]):
-        self._phases, self._buckets, self._numbers = phases, buckets, numbers
+    def add(self, found: ToOwners, exchange: Exchange) -> None:
+        """Add what the next rank sends."""
+        shards, first = found.shards, not self._ranks
+        self._ranks.append(exchange)
+        to_owner: list[list[int]] = [[] for _ in shards.of_owner]
+        for piece, payload in found.payloads:
+            to_owner[piece.owner].append(payload.data.nbytes)
+        self._to_first.append(message_bytes(to_owner[0]))
+        self._from_first = self._from_first or list(map(message_bytes, to_owner))
+        self._counts = found.counts if first else list(map(np.add, self._counts, found.counts))
+        of_pieces = iter(found.payloads)
+        for (x, _, context, _), pieces in zip(found.buckets, shards.of_bucket, strict=True):
+            if not pieces:
+                continue
+            payloads = [payload for _, payload in itertools.islice(of_pieces, len(pieces))]
+            number = pieces[0].bucket
+            part = context.scratch("sum of entries" if first else "entries of a rank", x.nbytes).view(x.dtype)
+            self._totals.setdefault(number, part)
+            if context.senders:
+                for piece, payload in zip(pieces, payloads, strict=True):
+                    self._kept.setdefault(piece, []).append(payload._replace(data=device.copied(payload.data)))
+                continue
+            if not first:
+                device.clear(part)
+            found.told.codec.decompress(payloads, part, context, pieces, summed=False)
+            if not first:
+                kernels.accumulate(part, self._totals[number])
 
-    def _split(self, buckets: Sequence[T]) -> tuple[list[T], list[T]]:
-        together = [bucket for k, bucket in enumerate(buckets) if k in self._numbers]
-        return together, [bucket for k, bucket in enumerate(buckets) if k not in self._numbers]
+    def answer(self) -> list[tuple[Piece, Payload]]:
+        """Let the owners of shards go on until each has sent its sums, and return what all have sent."""
+        codec, shards, counts = self._first.told.codec, self._first.shards, dict[Piece, np.ndarray]()
+        for pieces, of_bucket in zip(shards.of_bucket, self._counts, strict=True):
+            ends = np.cumsum([codec.parts(piece) for piece in pieces])
+            counts |= dict(zip(pieces, np.split(of_bucket, ends[:-1]), strict=True)) if pieces else {}
+        gathered = list[tuple[Piece, Payload]]()
+        for owner, (pieces, exchange) in enumerate(zip(shards.of_owner, self._ranks, strict=True)):
+            found = exchange.send(self._sums(pieces, counts))
+            assert isinstance(found, ToAll)
+            if owner == 0:
+                self._breakdowns.append(_breakdown(found.tag))
+            self._gathered.append(message_bytes([payload.data.nbytes for _, payload in found.results]))
+            gathered += [(piece, p._replace(data=device.copied(p.data))) for piece, p in found.results]
+        return gathered
 
-    def add(self, buckets: Sequence[TravellingBucket]) -> None:
-        """Add the buckets of the next rank, and change what the compressor keeps of them."""
-        together, alone = self._split(buckets)
-        self._phases.add(together)
-        self._buckets.add(alone)
+    def _sums(self, pieces: Sequence[Piece], counts: dict[Piece, np.ndarray]) -> Sums:
+        """Yield the sums that the owner of these pieces asks for."""
+        for piece in pieces:
+            here, total = piece.context(self._first.buckets[piece.bucket][2]), self._totals[piece.bucket]
+            if self._kept:
+                self._first.told.codec.add(self._kept[piece], piece.of(total), piece, here)
+            yield piece, here, piece.of(total), counts[piece]
 
-    def write_sums(self, buckets: Sequence[TravellingBucket], states: Sequence[Sequence[State]]) -> None:
-        """Overwrite the buckets by the sums over ranks."""
-        together, alone = self._split(buckets)
-        self._phases.write_sums(together, [self._split(of_rank)[0] for of_rank in states])
-        self._buckets.write_sums(alone, [self._split(of_rank)[1] for of_rank in states])
+    def write(self, meter: Meter, tag: MessageTag) -> None:
+        """Write the first rank's two messages into a ledger."""
+        with meter.tagged(tag._replace(members=self._first.shards.members)):
+            meter.all_to_all(self._from_first, self._to_first, self._breakdowns[0])
+            meter.all_gather(self._gathered, self._breakdowns[1])
 
-    def write_messages(self, meter: Meter, buckets: Sequence[TravellingBucket], tag: MessageTag) -> None:
-        """Write the messages of all buckets into a ledger."""
-        together, alone = self._split(buckets)
-        self._phases.write_messages(meter, together, tag)
-        self._buckets.write_messages(meter, alone, tag)
+
+def _breakdown(tag: MessageTag) -> LazyBreakdown:
+    """Read what a message consists of, while its payloads are there."""
+    assert tag.breakdown is not None
+    return tag.breakdown(np.empty(0, np.uint8))

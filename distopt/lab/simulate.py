@@ -36,19 +36,11 @@ from distopt.engine.report import describe
 from distopt.engine.spec import GradientHook, Options, StepSpec
 from distopt.engine.undo import Undo
 from distopt.exchange.all_reduce import TravellingBucket
-from distopt.exchange.choice import TwoPhase
 from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import NodeExchange, node_ranks
 from distopt.exchange.two_phase import Owned
 from distopt.lab.observe.hook import QualityHook
-from distopt.lab.sequential import (
-    SequentialBuckets,
-    SequentialChoice,
-    SequentialExchange,
-    SequentialReduce,
-    SequentialTwoPhase,
-)
-from distopt.lab.sequential_nodes import SequentialNodes, move_states
+from distopt.lab.sequential_step import SequentialBuckets, SequentialExchange, SequentialNodes, move_states
 from distopt.optim import SGD, AnyOptimizer
 
 Losses = Callable[[int], Any]
@@ -272,8 +264,8 @@ class SequentialReducer(Reducer):
         finally:
             self._ranks.set_rank(0)
         travelling = self._travelling(kept[0])
-        exchange.write_sums(travelling, kept)
-        exchange.write_messages(self._ranks.meter, travelling, engine.step_context.tag())
+        exchange.finish()
+        exchange.write_messages(self._ranks.meter, engine.step_context.tag())
         for hook in engine.hooks:
             if isinstance(hook, QualityHook):
                 hook.observer.compare(travelling, self._write_dense)
@@ -348,48 +340,23 @@ class SequentialReducers(Reducers):
         def make() -> SequentialExchange:
             if by_nodes:
                 return self._by_nodes(by_nodes, buckets, spec)
-            phases = self.two_phases(compressor, spec)
-            return self._sequential(phases, compressor, buckets, self._owned_by_rank, self.borders, spec)
+            phases, tag = self.two_phases(compressor, spec), self._engine.step_context.tag()
+            of_step = self._owned_by_rank, self.borders, spec.break_even, tag, self._engine.hooks
+            return SequentialBuckets(compressor, phases, *of_step)
 
         sent = by_nodes.compressor if by_nodes else compressor
         return SequentialReducer(self._engine, self._ranks, self.losses, sent, spec, make)
-
-    def _sequential(
-        self,
-        phases: TwoPhase | None,
-        compressor: Compressor,
-        buckets: Sequence[Bucket],
-        owned: Sequence[Owned],
-        borders: Borders,
-        spec: StepSpec,
-    ) -> SequentialExchange:
-        """Return an exchange of these buckets, for which ``phases`` was chosen."""
-        alone = [bucket for k, bucket in enumerate(buckets) if not phases or k not in phases.buckets]
-        one_by_one = SequentialBuckets(compressor, [self._turns(compressor, b) for b in alone], spec.break_even)
-        if not phases:
-            return one_by_one
-        watches = [watch for hook in self._engine.hooks if (watch := hook.watch_shards(compressor))]
-        together = SequentialTwoPhase(compressor, phases.codec, owned, borders, watches)
-        return SequentialChoice(together, one_by_one, phases.buckets)
 
     def _by_nodes(self, plan: NodeExchange, buckets: Sequence[Bucket], spec: StepSpec) -> SequentialNodes:
         """Return an exchange by nodes, once states lie where it needs them."""
         per_node, kept = len(plan.shares), self.losses.states_of(len(buckets))
         move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, (DECAY,), self._owned_by_rank)
         kept = [[plan.compressor.kept(state) for state in states] for states in kept]
-        columns = []
-        for place, (share, phases) in enumerate(zip(plan.shares, plan.phases, strict=True)):
-            owned, mine = self._owned_by_rank[place::per_node], [buckets[k] for k in share]
-            columns.append(self._sequential(phases, plan.compressor, mine, owned, Borders(), spec))
+        columns, tag = list[SequentialBuckets](), self._engine.step_context.tag()
+        for place, phases in enumerate(plan.phases):
+            owned = self._owned_by_rank[place::per_node]
+            columns.append(SequentialBuckets(plan.compressor, phases, owned, Borders(), spec.break_even, tag))
         return SequentialNodes(plan.shares, self._ranks.size // per_node, columns, kept)
-
-    def _turns(self, compressor: Compressor, bucket: Bucket) -> SequentialReduce:
-        hooks = [hook for hook in self._engine.hooks if isinstance(hook, QualityHook)]
-        return (
-            hooks[0].observer.sequential(compressor, bucket.scratch)
-            if hooks
-            else SequentialReduce(compressor, bucket.scratch)
-        )
 
 
 class Simulation(SingaModes):

@@ -15,7 +15,7 @@ from distopt.torch.synchronize import Synchronizer, is_synchronized
 
 
 def compress(model: torch.nn.Module, compressor: Compressor | None = None, **options: Any) -> GradientExchange:
-    """Let a model in DistributedDataParallel, or of ``fully_shard``, exchange gradients as distopt does.  Collective.
+    """Exchange gradients of a model in DistributedDataParallel, or of ``fully_shard``, as distopt does.  Collective.
 
     Of DistributedDataParallel the buckets are exchanged together when the last one is ready; what it calls a hook is
     registered, once.  A model of ``fully_shard`` adds up gradients inside of its mesh; then each rank exchanges those
@@ -75,22 +75,19 @@ def _check_replicas(shards: list[Any], group: Any) -> None:
 
 
 class BucketHook:
-    """The state of the hook of a DistributedDataParallel, whose buckets wait for the last one of a backward pass.
+    """The state of the hook of a DistributedDataParallel, whose buckets wait for the last one of a backward pass."""
 
-    A copy of the DistributedDataParallel is one without a hook.
-
-    Args:
-        ddp: whose buckets they are.
-        exchange: what is done with their gradients then.
-    """
+    # A copy of the DistributedDataParallel is one without a hook.
 
     def __init__(self, ddp: DistributedDataParallel, exchange: GradientExchange):
         self._ddp, self.exchange = weakref.ref(ddp), exchange
         self.names = {id(p): name for name, p in exchange.tensors.items()}
         self.buckets: list[tuple[Any, torch.futures.Future[torch.Tensor]]] = []
-        self.arrived: set[str] = set()  # gradients that were added to since the last exchange
+        # gradients that were added to since the last exchange
+        self.arrived: set[str] = set()
         for name, p in exchange.tensors.items():
-            leaf: Any = p  # torch's method has no types
+            # torch's method has no types
+            leaf: Any = p
             leaf.register_post_accumulate_grad_hook(functools.partial(self._note, name))
 
     def _note(self, name: str, p: torch.Tensor) -> None:
@@ -98,10 +95,8 @@ class BucketHook:
             self.arrived.add(name)
 
     def means(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Replace gradients by their means over ranks, zeros for those that have arrived on none.  Collective.
-
-        In a ``Join`` context a rank without batches counts as DistributedDataParallel counts it.
-        """
+        """Replace gradients by their means over ranks, zeros for those that have arrived on none.  Collective."""
+        # In a `Join` context a rank without batches counts as DistributedDataParallel counts it.
         ddp: Any = self._ddp()
         arrived, self.arrived = self.arrived, set()
         agreement, uneven = self.exchange.engine.agreement, ddp._join_config.enable
@@ -128,10 +123,7 @@ def exchange_together(
     state: BucketHook,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # which torch builds
 ) -> torch.futures.Future[torch.Tensor]:
-    """Return the mean of a bucket, as a future that is complete when the last bucket has come.
-
-    It is a hook for ``DistributedDataParallel.register_comm_hook``.
-    """
+    """Return the mean of a bucket, as a future that is complete when the last one has come: a hook for torch's DDP."""
     place = bucket.buffer()
     devices = [place.device] if on_gpu(place) else []
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)

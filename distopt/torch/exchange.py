@@ -29,15 +29,12 @@ Arrival = Callable[[], tuple[Collection[str], Exception | None]]
 
 
 class ScriptsOptimizer(TorchAdapter):
-    """The adapter of the script's own optimizer, which updates the parameters when the script says so.
-
-    Args:
-        optimizer: it, which is the script's to keep alive; None if it is not known.
-    """
+    """The adapter of the script's own optimizer, which updates the parameters when the script says so."""
 
     def __init__(self, optimizer: Any):
         super().__init__(optimizer)
-        self._first = None  # looks at updates, which are the script's
+        # It would look at updates, which are the script's.
+        self._first = None
 
     @property
     def opt(self) -> Any:
@@ -74,10 +71,10 @@ class ScriptsOptimizer(TorchAdapter):
         """Leave the update to the script."""
 
     def state_dict(self, unshard: Any = None) -> None:
-        """Return None: the script saves its optimizer."""
+        """Return None, as the script saves its optimizer."""
 
     def skips(self, only: Collection[str] | None) -> bool:
-        """Tell True: the means become infinities, which are the script's to look for."""
+        # The means become infinities, which are the script's to look for.
         return True
 
     @property
@@ -89,37 +86,32 @@ class ScriptsOptimizer(TorchAdapter):
 
 
 class InTheGradients(Policy):
-    """Gradients that are not finite are left to the script: each rank has infinities in the place of their means.
-
-    Args:
-        scaler: by whose scale the loss was multiplied, and gradients are divided while they are exchanged, so that
-            residuals are in the units of the loss itself.
-
-    Attributes:
-        parts: by which they are divided too, so that the sum of so many is their mean already.
-    """
+    """Gradients that are not finite are left to the script: each rank has infinities instead of their means."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None):
         super().__init__()
+        # Gradients are divided by the scale of the script's loss while they are exchanged, so that residuals are in the
+        # units of the loss itself; and by `parts`, where the sum of so many is then their mean already.
         self.scaler, self.parts = scaler, 1
-        self._scale, self._read = 1.0, (0, 0)  # and the tensor that it was read from, at which version
+        # and the tensor that it was read from, at which version
+        self._scale, self._read = 1.0, (0, 0)
 
     @property
     def divisor(self) -> float:  # type: ignore[override]
-        """By what gradients are divided before they are exchanged."""
         return self.parts * self.scale
 
     @property
     def scale(self) -> float:
         """The scaler's scale, for which the host waits for a GPU if it has changed since it was read."""
-        there = getattr(self.scaler, "_scale", None)  # None until a loss was scaled
+        # None until a loss was scaled
+        there = getattr(self.scaler, "_scale", None)
         read = (0, 0) if there is None else (id(there), there._version)
         if self.scaler and (there is None or read != self._read):
             self._scale, self._read = self.scaler.get_scale(), read
         return self._scale
 
     def enforce(self, name: str, nonfinite: str) -> None:
-        """Raise nothing."""
+        """Leave what is not finite to the script."""
 
     def refused(self) -> None:
         """Count an exchange whose gradients were not finite."""
@@ -189,9 +181,13 @@ class GradientExchange(Checkpointed):
         self._views: tuple[BucketSet | None, dict[str, torch.Tensor]] = (None, {})
 
     def _chosen(self) -> Compressor:
-        """Return what is sent, by the ranks that there are at each try."""
-        self._policy.parts = _exact_parts(self.compressor, self.engine.comm.size)
-        return self.compressor
+        """Return what is sent, and say by what gradients are divided, for the ranks that there are at each try."""
+        # Powers of two round nothing, so that gradients may be divided by the number of ranks before they are added up:
+        # a pass over the sums is saved.  Residuals stay in the units of the gradients.
+        size, sent = self.engine.comm.size, self.compressor
+        exact = sent.summable and not (sent.stateful or sent.may_overflow) and size & (size - 1) == 0
+        self._policy.parts = size if exact else 1
+        return sent
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -240,7 +236,7 @@ class GradientExchange(Checkpointed):
 
         Args:
             names: of the parameters whose ``grad`` is there, as they come.
-            arrival: is called behind the last one; returns the ``arrived`` and the ``error`` of
+            arrival: is called after the last one; returns the ``arrived`` and the ``error`` of
                 ``exchange_gradients``.
         """
         by_name = {p.name: p for p in self._model.parameters}
@@ -252,15 +248,8 @@ class GradientExchange(Checkpointed):
         return self._model.current_stream()
 
     def _exchange_found(self, found: Iterable[Any], arrival: Arrival, spec: StepSpec) -> set[str]:
-        """Write mean gradients to ``views``, and return the parameters of which none arrived on any rank.  Collective.
-
-        All ranks hear of these by the vote on the exchange, and bring zeros.
-
-        Args:
-            found: (parameter, gradient) pairs, as they come.
-            arrival: as of ``exchange_early``.
-            spec: what the exchange is.
-        """
+        """Write mean gradients to ``views``; return the parameters of which none arrived on any rank.  Collective."""
+        # All ranks hear of these by the vote on the exchange, and bring zeros.
         arrived: Collection[str] = ()
 
         def pairs() -> Iterator[Any]:
@@ -285,7 +274,7 @@ class GradientExchange(Checkpointed):
         return engine.reducers.may_overlap(self.compressor, self._spec, engine.threshold)
 
     def fail(self, error: Exception) -> None:
-        """Let all ranks raise an error of this one, in the place of an exchange.  Collective."""
+        """Raise an error of this rank on all ranks, instead of an exchange.  Collective."""
         progress = self.engine.progress
         self.engine.transaction(lambda: self.engine.agree(progress.name, progress.calls, error))
 
@@ -298,8 +287,8 @@ class GradientExchange(Checkpointed):
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's residuals and counters: numbers and tensors, for ``torch.save``.
 
-        Each rank has residuals of its own, and goes on to the same bits only from its own state.  For one file for all
-        ranks, or another number of them, there is ``full_state_dict``; ``save`` writes both.
+        Each rank has residuals of its own, and continues to the same bits only from its own state.  For one file for
+        all ranks, or another number of them, there is ``full_state_dict``; ``save`` writes both.
 
         Example:
             >>> import torch
@@ -320,7 +309,7 @@ class GradientExchange(Checkpointed):
         return {"rank": None, "ranks": comm.size, "state": as_tensors(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` has returned on this rank, or from a ``full_state_dict``.
+        """Continue from what ``state_dict`` has returned on this rank, or from a ``full_state_dict``.
 
         Args:
             state: the dict.
@@ -331,7 +320,7 @@ class GradientExchange(Checkpointed):
         super().load_state_dict(for_rank(self.engine.comm, state))
 
     def load(self, path: str | Path, params: Iterable[Any] | None = None) -> Any:
-        """Go on from the newest good checkpoint in a folder, as ``DistOpt.load``.  Collective.
+        """Continue from the newest good checkpoint in a folder, as ``DistOpt.load``.  Collective.
 
         Args:
             path: the folder, to which ``save`` was given it.
@@ -358,34 +347,16 @@ class GradientExchange(Checkpointed):
             engine.comm.barrier()
         for bucket, piece in read_by_others if scale != 1 else ():
             kernels.unpack(bucket.means.shard(piece.number, piece.of), piece.flat, scale)
-        if engine.store.skip_flag is not None:  # of a GPU, which knows what its host does not
+        # It is on a GPU, which knows what its host does not.
+        if engine.store.skip_flag is not None:
             for bucket in engine.store.buckets.groups:
                 kernels.overwrite(bucket.means, bucket.gradient, math.inf, engine.store.skip_flag)
         engine.accumulator.reset(engine.store.buckets)
         engine.count_update()
 
 
-def _exact_parts(compressor: Compressor, size: int) -> int:
-    """Return the number of ranks, if gradients may be divided by it before they are added up, else 1.
-
-    Powers of two round nothing, and a pass over the sums is saved; residuals stay in the units of the gradients.
-    """
-    plain_sums = compressor.summable and not (compressor.stateful or compressor.may_overflow)
-    return size if plain_sums and size & (size - 1) == 0 else 1
-
-
 def communicator(group: "dist.ProcessGroup | Communicator | None", like: torch.Tensor) -> Communicator:
-    """Return the communicator of the ranks of a process group; ``world()`` for None.  Collective of them.
-
-    Args:
-        group: the process group, or a communicator, which is returned.
-        like: a tensor that is where the gradients are.
-
-    Raises:
-        RuntimeError: it is a process group, in an elastic job.
-        TypeError: it is neither a process group nor a communicator.
-        ValueError: this rank is not one of the group's.
-    """
+    """Return the communicator of the ranks of a process group; ``world()`` for None.  Collective of them."""
     if group is None:
         comm = world()
         return comm if on_gpu(like) == (comm.gpu is not None) else world("cuda" if on_gpu(like) else "cpu")
@@ -403,12 +374,7 @@ def communicator(group: "dist.ProcessGroup | Communicator | None", like: torch.T
 
 
 def refuse_if_elastic(must: str, got: str) -> None:
-    """Raise RuntimeError under ``distopt run --elastic``, where torch's process groups die with the first lost rank.
-
-    Args:
-        must: what an argument must be there.
-        got: what it is.
-    """
+    """Raise RuntimeError under ``distopt run --elastic``, where torch's process groups die with the first lost rank."""
     if membership.wanted():
         raise RuntimeError(
             f"{must} under distopt run --elastic, {got}, which ends with the first rank that is lost; use "

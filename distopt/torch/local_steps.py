@@ -1,4 +1,4 @@
-"""Local steps of a PyTorch model, behind the steps of the script's own optimizer."""
+"""Local steps of a PyTorch model, after steps of the script's own optimizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from distopt.torch.state import for_rank, of_rank
 
 
 class OuterSteps:
-    """Exchanges of how far a model has come, behind every so many steps of an optimizer.  Making it is collective.
+    """Exchanges of how far a model has come, after every so many steps of an optimizer.  Making it is collective.
 
     The script trains as one process does.  A hook of the optimizer counts its steps, exchanges, and writes new
     parameters where the model has them; so an exchange is inside of ``optimizer.step()``.  Rank 0's parameters, and
@@ -105,14 +105,22 @@ class OuterSteps:
         self._state = LocalState(self._outer, inner, ())
         with self._model.stream():
             _, values = self._places()
-            self._outer.begin(values, self._stranger())
+            updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            error = None
+            if updated.isdisjoint(id(p.original) for p in self._model.parameters):
+                kind = type(optimizer).__name__
+                error = ValueError(
+                    f"optimizer must update parameters of the model, got a {kind} of {len(updated)} others"
+                )
+            self._outer.begin(values, error)
             self._model.broadcast_others(self.communicator, self._outer.engine.agreement)
         self._stepped = False
         self._hook = optimizer.register_step_post_hook(lambda *_: self._advance())
         self._scalers_step: Callable[..., Any] | None = None
         if scaler is not None:
+            # It has no hooks.
             self._scalers_step = scaler.step
-            scaler.step = self._scaled_step  # type: ignore[method-assign]  # it has no hooks
+            scaler.step = self._scaled_step  # type: ignore[method-assign]
 
     @property
     def step_counter(self) -> int:
@@ -140,7 +148,7 @@ class OuterSteps:
         return of_rank(self.communicator, self._state.state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` has returned on this rank; the script loads model and optimizer.
+        """Continue from what ``state_dict`` has returned on this rank; the script loads model and optimizer.
 
         Args:
             state: the dict.
@@ -165,16 +173,6 @@ class OuterSteps:
             p.follow()
         return {}, {p.name: p.data for p in self._model.parameters}
 
-    def _stranger(self) -> Exception | None:
-        """Return an error if the optimizer is that of another model."""
-        updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        if updated.isdisjoint(id(p.original) for p in self._model.parameters):
-            return ValueError(
-                f"optimizer must update parameters of the model, got a {type(self._optimizer).__name__} of "
-                f"{len(updated)} others"
-            )
-        return None
-
     def _advance(self) -> None:
         self._model.refuse_new()
         self._stepped = True
@@ -192,7 +190,7 @@ class OuterSteps:
 
 
 def local_steps(model: Any, optimizer: torch.optim.Optimizer, every: int, **options: Any) -> OuterSteps:
-    """Let ranks average how far they have come, behind every ``every`` steps of the script's optimizer.  Collective.
+    """Average over ranks how far they have come, after every ``every`` steps of the script's optimizer.  Collective.
 
     Args:
         model: the model; rank 0's parameters and buffers are sent to all ranks.

@@ -10,16 +10,12 @@ import torch
 from distopt.comm import Communicator
 from distopt.engine.engine import Engine
 
-ENTRIES = {"rank", "ranks", "state"}  # of a state_dict
+# of a state_dict
+ENTRIES = {"rank", "ranks", "state"}
 
 
 def as_tensors(tree: Any) -> Any:
-    """Return a tree of dicts and lists with tensors in the place of arrays.
-
-    Example:
-        >>> as_tensors({"w": np.ones(2, np.float32)})
-        {'w': tensor([1., 1.])}
-    """
+    """Return a tree of dicts and lists with tensors in the place of arrays."""
     if isinstance(tree, dict):
         return {name: as_tensors(leaf) for name, leaf in tree.items()}
     if isinstance(tree, list):
@@ -28,12 +24,7 @@ def as_tensors(tree: Any) -> Any:
 
 
 def as_arrays(tree: Any) -> Any:
-    """Return what ``as_tensors`` was given; tensors may have come from anywhere.
-
-    Example:
-        >>> as_arrays({"w": torch.ones(2)})
-        {'w': array([1., 1.], dtype=float32)}
-    """
+    """Return what ``as_tensors`` was given; tensors may have come from any device."""
     if isinstance(tree, dict):
         return {name: as_arrays(leaf) for name, leaf in tree.items()}
     if isinstance(tree, list):
@@ -47,15 +38,7 @@ def of_rank(comm: Communicator, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def for_rank(comm: Communicator, state: Any) -> Any:
-    """Return the state of which ``of_rank`` has made this one, or that of all ranks, whose rank is None.
-
-    Args:
-        comm: the ranks.
-        state: the dict, which may have come from anywhere.
-
-    Raises:
-        ValueError: it is no such dict, or that of another rank, or of another number of ranks.
-    """
+    """Return the state of which ``of_rank`` has made this one, or that of all ranks, whose rank is None."""
     if not isinstance(state, Mapping) or set(state) != ENTRIES:
         raise ValueError(
             f"state must be what state_dict() has returned, with {sorted(ENTRIES)}, got {type(state).__name__}"
@@ -69,14 +52,8 @@ def for_rank(comm: Communicator, state: Any) -> Any:
 
 
 def mean_over_ranks(state: dict[str, Any], engine: Engine) -> dict[str, Any]:
-    """Return a state whose arrays are the means over ranks, added in float64.  Collective.
-
-    A rank without an array, as an owner of another shard, counts as zeros.
-
-    Args:
-        state: what ``engine.state.state_dict`` has returned on this rank.
-        engine: the engine.
-    """
+    """Return a state whose arrays are the means over ranks, added in float64.  Collective."""
+    # A rank without an array, as an owner of another shard, counts as zeros.
     mine, comm = state["states"], engine.comm
     listed = {kind: {name: [a.dtype.str, a.shape] for name, a in arrays.items()} for kind, arrays in mine.items()}
     line = f"full_state_dict after {state['step_counter']} updates, {engine.kind} {engine.agreement.number}"

@@ -39,16 +39,13 @@ def is_synchronized(model: torch.nn.Module) -> bool:
     return model in _synchronized
 
 
-class Home:
-    """Where a model has the gradient of a parameter.
-
-    Args:
-        parameter: the model's parameter; of a ``DTensor`` it is this rank's shard.
-    """
+class GradientSlot:
+    """The place where a model has the gradient of a parameter, of a ``DTensor`` this rank's shard of it."""
 
     def __init__(self, parameter: TensorParameter):
         self.find, self.sharded = parameter.find, is_dtensor(parameter.original)
-        self._left: tuple[int, int] | None = None  # the memory and the version of the mean that was put last
+        # the memory and the version of the mean that was stored last
+        self._left: tuple[int, int] | None = None
 
     def gradient(self) -> torch.Tensor | None:
         """Return this rank's gradient; None if there is none, or no parameter any more."""
@@ -59,17 +56,17 @@ class Home:
 
     @property
     def changed(self) -> bool:
-        """Whether there is a gradient which is not the mean that was put last."""
+        """Whether there is a gradient which is not the mean that was stored last."""
         gradient = self.gradient()
         return gradient is not None and (gradient.data_ptr(), gradient._version) != self._left
 
     @property
     def foreign(self) -> bool:
-        """Whether there is a gradient in other memory than that of the mean that was put last."""
+        """Whether there is a gradient in other memory than that of the mean that was stored last."""
         gradient = self.gradient()
         return gradient is not None and (self._left is None or gradient.data_ptr() != self._left[0])
 
-    def put(self, view: torch.Tensor) -> None:
+    def store(self, view: torch.Tensor) -> None:
         """Give the model the mean that is in a bucket, in ``view``."""
         parameter: Any = self.find()
         if parameter is None:
@@ -105,23 +102,30 @@ class Synchronizer(GradientExchange):
             raise ValueError("model must not be synchronized twice, got one that is; close() the first Synchronizer")
         super().__init__(model, compressor, **options)
         self._module = weakref.ref(model)
-        self._homes = {p.name: Home(p) for p in self._model.parameters}
+        self._homes = {p.name: GradientSlot(p) for p in self._model.parameters}
         self._names = {id(p.original): p.name for p in self._model.parameters}
         self._sharded = any(home.sharded for home in self._homes.values())
-        self._arrived: set[str] = set()  # gradients that were added to since the last exchange
-        self._came: set[str] = set()  # and in this backward pass
+        # gradients that were added to since the last exchange
+        self._arrived: set[str] = set()
+        # and in this backward pass
+        self._came: set[str] = set()
         self._syncs, self._waits = True, False
-        self._versions: dict[str, int] = {}  # of the parameters, when this backward pass began
+        # of the parameters, when this backward pass began
+        self._versions: dict[str, int] = {}
         self._early: EarlyExchange | None = None
-        self._exchanges = self._steps = 0  # by this object, and of the optimizers that update the model
-        self._exchanges_before = weakref.WeakKeyDictionary[Any, int]()  # each optimizer's last step
+        # by this object, and of the optimizers that update the model
+        self._exchanges = self._steps = 0
+        # each optimizer's last step
+        self._exchanges_before = weakref.WeakKeyDictionary[Any, int]()
         self._told = False
         self._hooks = [
             model.register_forward_pre_hook(ModelHook(self._before_forward, _forward_of_copy)),
             model.register_forward_hook(ModelHook(self._after_forward, _forward_of_copy)),
         ]
-        for p in [] if self._sharded else self._model.parameters:  # autograd accumulates nothing into shards
-            leaf: Any = p.original  # torch's method has no types
+        # autograd accumulates nothing into shards
+        for p in [] if self._sharded else self._model.parameters:
+            # torch's method has no types
+            leaf: Any = p.original
             self._hooks.append(leaf.register_post_accumulate_grad_hook(functools.partial(self._note, p.name)))
         _synchronized.add(model)
         _stepped_for.add(self)
@@ -165,7 +169,7 @@ class Synchronizer(GradientExchange):
         self._exchange(EarlyExchange(self) if self.may_overlap else None)
 
     def rejoin(self, extra: Any = None) -> Any:
-        """In a process that was started in the place of a lost one: wait until the others let it in, and go on as they.
+        """In a process that was started in the place of a lost one: wait until the others admit it, and do as they do.
 
         It gets the model's parameters and buffers, and the state of the script's optimizer and scaler, and begins with
         a residual of zero; for the rest as ``DistOpt.rejoin``.  A script calls it on all ranks, before its loop::
@@ -196,7 +200,8 @@ class Synchronizer(GradientExchange):
         """
         if self.opt is None:
             raise ValueError("optimizer must be the script's for rejoin, got None; give it to synchronize")
-        scripts = [self.opt, *filter(None, [self._policy.scaler])]  # what has a state of its own
+        # What has a state of its own.
+        scripts = [self.opt, *filter(None, [self._policy.scaler])]
 
         def state() -> dict[str, Any]:
             more = extra() if callable(extra) else extra
@@ -232,7 +237,8 @@ class Synchronizer(GradientExchange):
     def _before_forward(self, model: torch.nn.Module, inputs: Any) -> None:
         """Tell the others of a backward pass that has raised here; refuse a DistributedDataParallel around all."""
         self._report_failure()
-        _ = self._policy.scale  # read here: a GPU is behind the host when the backward pass is enqueued
+        # Read here: a GPU is behind the host when the backward pass is enqueued.
+        _ = self._policy.scale
         ddp: Any = DistributedDataParallel._active_ddp_module
         if ddp is None:
             return
@@ -249,11 +255,8 @@ class Synchronizer(GradientExchange):
             x.register_hook(self._reach_output)  # type: ignore[no-untyped-call]
 
     def _reach_output(self, _: torch.Tensor) -> None:
-        """Begin, if the pass that has come to an output of the model will add to a gradient of it.
-
-        So that others hear of a pass that raises before it has come to a parameter.  Passes of ``autograd.grad`` add
-        to none.
-        """
+        """Begin, if the pass that has come to an output of the model will add to a gradient of it."""
+        # So others hear of a pass that raises before it has come to a parameter.  `autograd.grad` adds to none.
         if self._syncs and not self._waits and (self._sharded or self._accumulates()):
             self._begin()
 
@@ -262,7 +265,8 @@ class Synchronizer(GradientExchange):
         leaves = (p for home in self._homes.values() if (p := home.find()) is not None and p.requires_grad)
         try:
             return any(executes(get_gradient_edge(p).node) for p in leaves)
-        except (RuntimeError, AttributeError):  # autograd.grad with respect to this very parameter; torch.func
+        except (RuntimeError, AttributeError):
+            # autograd.grad with respect to this very parameter; torch.func
             return False
 
     def _note(self, name: str, p: torch.Tensor) -> None:
@@ -276,8 +280,9 @@ class Synchronizer(GradientExchange):
             self._arrived.add(name)
 
     def _begin(self) -> None:
-        """Let autograd call ``_end`` behind the backward pass that has begun."""
-        self.engine.let_in()  # here, since the thread of an exchange would run callbacks beside this pass
+        """Make autograd call ``_end`` after the backward pass that has begun."""
+        # Here, since the thread of an exchange would run callbacks beside this pass.
+        self.engine.let_in()
         self._waits, self._came = True, set()
         self._versions = self._versions_now()
         self._at_end()
@@ -286,7 +291,8 @@ class Synchronizer(GradientExchange):
 
     def _at_end(self) -> None:
         call_back = torch.autograd.Variable._execution_engine.queue_callback
-        if self._sharded:  # the callback that makes shards of the gradients may come behind this one
+        if self._sharded:
+            # The callback that makes shards of the gradients may come after this one.
             call_back(lambda: call_back(self._end))
         else:
             call_back(self._end)
@@ -310,8 +316,10 @@ class Synchronizer(GradientExchange):
         homes, views = self._homes, self.views
         gradients = {name: g for name, home in homes.items() if (g := home.gradient()) is not None}
         error = self._error({name: g for name, g in gradients.items() if name in arrived})
-        # where no rank has a new gradient, the earlier one stays, while its place in a bucket is for this exchange
-        kept = {n: (g, g.clone()) for n, g in gradients.items() if n not in arrived and _in(views[n], g)}
+        # Where no rank has a new gradient, the earlier one stays, while its place in a bucket is for this exchange.
+        kept = {
+            n: (g, g.clone()) for n, g in gradients.items() if n not in arrived and g.data_ptr() == views[n].data_ptr()
+        }
         nowhere = set(homes)
         try:
             if early:
@@ -322,10 +330,11 @@ class Synchronizer(GradientExchange):
             for name in nowhere & kept.keys():
                 gradient, value = kept[name]
                 gradient.copy_(value)
-        views = self.views  # others, if a rank was lost
+        # They are others if a rank was lost.
+        views = self.views
         for name, home in homes.items():
             if name not in nowhere:
-                home.put(views[name])
+                home.store(views[name])
         self._exchanges += 1
 
     def _report_failure(self) -> None:
@@ -334,7 +343,8 @@ class Synchronizer(GradientExchange):
             error = RuntimeError("a backward pass has raised")
             self._waits, self._arrived, self._came = False, set(), set()
             early, self._early = self._early, None
-            with contextlib.suppress(RuntimeError):  # this rank has had its own
+            # This rank has had its own error.
+            with contextlib.suppress(RuntimeError):
                 if early:
                     early.abandon(error)
                 else:
@@ -433,30 +443,24 @@ class Synchronizer(GradientExchange):
 
 
 class ModelHook:
-    """A hook of a synchronized model, which does something else in a copy of it.  A file of the model has none.
-
-    Args:
-        call: what it does.
-        in_copy: what it does in a copy.
-    """
+    """A hook of a synchronized model, which does something else in a copy of it.  A file of the model has none."""
 
     def __init__(self, call: Callable[..., None], in_copy: Callable[..., None]):
         self._call, self._in_copy = call, in_copy
 
     def __call__(self, model: torch.nn.Module, *values: Any) -> None:
-        """Be called by torch."""
         self._call(model, *values)
 
     def __deepcopy__(self, memo: Any) -> "ModelHook":
         return ModelHook(self._in_copy, self._in_copy)
 
     def __reduce__(self) -> Any:
-        # takes whatever a hook is given and returns None, so that nobody needs distopt to read the file
+        # It takes whatever a hook is given and returns None, so that nobody needs distopt to read the file.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _forward_of_copy(model: torch.nn.Module, inputs: Any, outputs: Any = ()) -> None:
-    """Let a copy of a synchronized model say so when it is trained as it is."""
+    """Warn when a copy of a synchronized model is trained as it is."""
     if not is_synchronized(model):
         for x in _outputs(outputs):
             x.register_hook(_say_in_copy)  # type: ignore[no-untyped-call]
@@ -477,7 +481,7 @@ def _outputs(outputs: Any) -> list[torch.Tensor]:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Let the synchronizers know of every step of torch's optimizers, from now on."""
+    """Tell the synchronizers of every step of torch's optimizers, from now on."""
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
         for sync in tuple(_stepped_for):
@@ -494,17 +498,8 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(after)
 
 
-def _in(view: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Tell if a gradient lies in a view of a bucket."""
-    return view.data_ptr() == gradient.data_ptr()
-
-
 class EarlyExchange:
-    """An exchange in a thread, which takes gradients as the backward pass brings them.
-
-    Args:
-        sync: whose gradients they are.
-    """
+    """An exchange in a thread, which takes gradients as the backward pass brings them."""
 
     END = object()
 
@@ -512,7 +507,8 @@ class EarlyExchange:
         self._sync, self._queue = sync, queue.SimpleQueue[Any]()
         self._arrived: Collection[str] = ()
         self._wrong: Exception | None = None
-        self._stream = sync.current_stream()  # the thread's too
+        # It is the thread's too.
+        self._stream = sync.current_stream()
         self._nowhere = device.in_thread(self._exchange, sync.engine.comm.gpu)
 
     def put(self, name: str, gradient: torch.Tensor | None, again: bool = False) -> None:
@@ -523,20 +519,14 @@ class EarlyExchange:
     def finish(
         self, missing: Mapping[str, torch.Tensor | None], arrived: Collection[str], error: Exception | None
     ) -> set[str]:
-        """Return when all means are there; return and raise what ``GradientExchange.exchange_gradients`` does.
-
-        Args:
-            missing: the gradients that have not been handed over.
-            arrived: as of ``exchange_gradients``.
-            error: as of ``exchange_gradients``.
-        """
+        """Wait for all means, and return or raise what ``exchange_gradients`` does; ``missing`` was not yet given."""
         self._arrived, self._wrong = arrived, error
         for name, gradient in missing.items():
             self.put(name, gradient)
         return self._finish(self.END)
 
     def abandon(self, error: Exception) -> None:
-        """Let all ranks raise an error."""
+        """Raise an error on all ranks."""
         self._finish(error)
 
     def _finish(self, item: object) -> set[str]:
@@ -548,17 +538,17 @@ class EarlyExchange:
         return nowhere
 
     def _exchange(self) -> set[str]:
-        return self._sync.exchange_early(self._names(), lambda: (self._arrived, self._wrong))
+        def names() -> Iterator[str]:
+            for name in iter(self._queue.get, self.END):
+                if isinstance(name, Exception):
+                    raise name
+                yield name
 
-    def _names(self) -> Iterator[str]:
-        for name in iter(self._queue.get, self.END):
-            if isinstance(name, Exception):
-                raise name
-            yield name
+        return self._sync.exchange_early(names(), lambda: (self._arrived, self._wrong))
 
 
 def synchronize(model: torch.nn.Module, compressor: Compressor | None = None, **options: Any) -> Synchronizer:
-    """Let every backward pass of a model end with gradients that are means over ranks.  Collective.
+    """Make every backward pass of a model end with gradients that are means over ranks.  Collective.
 
     The script's optimizer, its schedules, scalers and clipping see gradients of the global batch.
 

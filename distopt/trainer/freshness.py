@@ -3,12 +3,8 @@
 import json
 from collections.abc import Mapping, Sequence
 
-NAMED = 5  # parameters named in an error
-
-
-def encode_stale(stale: Sequence[str]) -> str:
-    """Return a rank's report of its stale gradients, by name; '' if there are none."""
-    return json.dumps(stale) if stale else ""
+# parameters named in an error
+NAMED = 5
 
 
 def stale_by_name(reports: Sequence[str]) -> dict[str, list[int]]:

@@ -16,19 +16,14 @@ from distopt.optim.arguments import arguments
 # all of them mean all ranks of the communicator
 KVSTORES = ("device", "local", "dist", "dist_sync", "dist_device_sync", "horovod", "byteps")
 ALIASES = {"learning_rate": "lr", "lr_scheduler": "lr", "wd": "weight_decay", "beta1": "beta_1", "beta2": "beta_2"}
-
-
-RATES = {"learning_rate", "lr_scheduler"}  # of which None is none
-IGNORED = ("aggregate_num", "use_fused_step")  # of MXNet's optimizers: how they call kernels
+# of which None is none
+RATES = {"learning_rate", "lr_scheduler"}
+# of MXNet's optimizers: how they call kernels
+IGNORED = ("aggregate_num", "use_fused_step")
 
 
 def parameters(params: Any) -> list[Parameter]:
-    """Return each parameter once: of a dict in the order of its keys, of a list or tuple in its own order.
-
-    Raises:
-        TypeError: ``params`` is anything else.
-        ValueError: two parameters have the same name.
-    """
+    """Return each parameter once: of a dict in the order of its keys, of a list or tuple in its own order."""
     if isinstance(params, dict):
         nameless = [key for key in params if not isinstance(key, str)]
         if nameless:
@@ -41,7 +36,8 @@ def parameters(params: Any) -> list[Parameter]:
     strangers = [p for p in listed if not isinstance(p, Parameter)]
     if strangers:
         raise TypeError(f"params must be distopt.Parameter, got {type(strangers[0]).__name__} among them")
-    once = {id(p): p for p in listed}.values()  # shared parameters are given more than once
+    # Shared parameters are given more than once.
+    once = {id(p): p for p in listed}.values()
     by_name: dict[str, Parameter] = {}
     for p in once:
         if by_name.setdefault(p.name, p) is not p:
@@ -50,12 +46,7 @@ def parameters(params: Any) -> list[Parameter]:
 
 
 def communicator(kvstore: Any, explicit: Communicator | None) -> Communicator | None:
-    """Return the communicator that is meant, None for ``distopt.world()``.
-
-    Raises:
-        TypeError: ``explicit`` is no communicator.
-        ValueError: ``kvstore`` is unknown, or both arguments are communicators.
-    """
+    """Return the communicator that is meant, None for ``distopt.world()``."""
     if isinstance(kvstore, Communicator):
         if explicit is not None:
             raise ValueError("communicator must be None if kvstore is one, got two communicators; give one")
@@ -71,13 +62,7 @@ def communicator(kvstore: Any, explicit: Communicator | None) -> Communicator | 
 
 
 def optimizer(choice: Any, params: Mapping[str, Any] | None) -> Any:
-    """Return an optimizer object: the given one, or one of distopt's by its name in lower case, made with ``params``.
-
-    Raises:
-        TypeError: ``params`` is no dict.
-        ValueError: the name or an argument is unknown, an argument is given under two names, or ``params`` is not empty
-            for an optimizer that is an object already.
-    """
+    """Return an optimizer: the given one, or one of distopt's by its name in lower case, made with ``params``."""
     if not isinstance(params, Mapping | None):
         raise TypeError(f"optimizer_params must be a dict or None, got {type(params).__name__}")
     params = dict(params or {})
@@ -87,14 +72,15 @@ def optimizer(choice: Any, params: Mapping[str, Any] | None) -> Any:
                 f"optimizer_params must be empty for an optimizer object, got {sorted(params)} and {choice!r}"
             )
         return choice
-    rules = {name.lower(): rule for name in optim.__all__ if _is_rule(rule := getattr(optim, name))}
+    exported = {name.lower(): getattr(optim, name) for name in optim.__all__}
+    rules = {
+        name: rule
+        for name, rule in exported.items()
+        if isinstance(rule, type) and issubclass(rule, Optimizer) and not inspect.isabstract(rule)
+    }
     if choice not in rules:
         raise ValueError(f"optimizer must be one of {sorted(rules)}, got {choice!r}{suggest(choice.lower(), rules)}")
     return rules[choice](**_arguments(choice, rules[choice], params))
-
-
-def _is_rule(candidate: Any) -> bool:
-    return isinstance(candidate, type) and issubclass(candidate, Optimizer) and not inspect.isabstract(candidate)
 
 
 def _arguments(name: str, rule: type[Optimizer], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,12 +106,7 @@ def _arguments(name: str, rule: type[Optimizer], params: Mapping[str, Any]) -> d
 
 
 def _rebase(schedule: Any, learning_rate: Any) -> None:
-    """Let a schedule, warm-up and end included, have another base, as MXNet's optimizers do.
-
-    Raises:
-        TypeError: the learning rate is no number.
-        ValueError: it is out of range, or the schedule has no ``base_lr``.
-    """
+    """Give a schedule, warm-up and end included, another base, as MXNet's optimizers do."""
     if not hasattr(schedule, "base_lr"):
         raise ValueError(
             f"lr_scheduler must have a base_lr, which becomes the learning_rate, if both are given, got {schedule!r}"
@@ -137,34 +118,17 @@ def _rebase(schedule: Any, learning_rate: Any) -> None:
 # --------------------------------------------------------------------------------------------------- compression
 
 
-def _two_bit(threshold: float = 0.5) -> Compressor:
-    return ErrorFeedback(TwoBit(threshold))
-
-
-def _one_bit(threshold: float = 0.0, scale: str = "mean") -> Compressor:
-    return ErrorFeedback(OneBit(threshold, scale))
-
-
-def _top_k(density: float) -> Compressor:
-    return ErrorFeedback(TopK(density))
-
-
 COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     "none": lambda: Dense(),
     "fp16": lambda: Half(),
-    "2bit": _two_bit,
-    "1bit": _one_bit,
-    "topk": _top_k,
+    "2bit": lambda threshold=0.5: ErrorFeedback(TwoBit(threshold)),
+    "1bit": lambda threshold=0.0, scale="mean": ErrorFeedback(OneBit(threshold, scale)),
+    "topk": lambda density: ErrorFeedback(TopK(density)),
 }
 
 
 def compressor(params: Mapping[str, Any] | None) -> Compressor:
-    """Return the compressor of ``{'type': '2bit', 'threshold': 0.5}``, with error feedback for lossy types but fp16.
-
-    Raises:
-        TypeError: ``params`` is no dict.
-        ValueError: the type is unknown, or does not have an argument.
-    """
+    """Return the compressor of ``{'type': '2bit', 'threshold': 0.5}``, with error feedback for lossy types but fp16."""
     if params is None:
         return Dense()
     if not isinstance(params, Mapping):
@@ -181,13 +145,8 @@ def compressor(params: Mapping[str, Any] | None) -> Compressor:
 
 
 def exchange(params: Mapping[str, Any] | None) -> str:
-    """Return how payloads are exchanged: as ``{'exchange': ...}`` says, or by gather.
-
-    A gather is what MXNet's servers do: they add up all that the workers have sent.
-
-    Raises:
-        ValueError: there is no such exchange.
-    """
+    """Return how payloads are exchanged: as ``{'exchange': ...}`` says, or by gather."""
+    # A gather is what MXNet's servers do: they add up all that the workers have sent.
     chosen = "gather" if params is None else params.get("exchange", "gather")
     if chosen not in EXCHANGES:
         raise ValueError(f"the exchange of compression_params must be one of {', '.join(EXCHANGES)}, got {chosen!r}")

@@ -1,5 +1,6 @@
 """Gluon's Trainer: gradients are summed over ranks and divided by the size of the global batch."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,15 @@ from distopt.engine.views import gradient_views, parameter_views
 from distopt.optim import AnyOptimizer, Optimizer, Wrapper
 from distopt.trainer import freshness, gluon
 
-LEAST, MOST = 2.0**-126, 2.0**126  # bounds of a batch size: 1 / batch_size is a normal float32
+# bounds of a batch size: 1 / batch_size is a normal float32
+LEAST, MOST = 2.0**-126, 2.0**126
 Pairs = list[tuple[Parameter, np.ndarray | None]]
 
 
 class NoLearningRateError(TypeError, AttributeError):
-    """The error for an optimizer that is not distopt's and so has no known learning rate.
+    """The error for an optimizer that is not distopt's and so has no known learning rate."""
 
-    It is an AttributeError too, so that ``hasattr`` and ``inspect.getmembers`` can ask.
-    """
+    # It is an AttributeError too, so that `hasattr` and `inspect.getmembers` can ask.
 
 
 class Trainer(Checkpointed):
@@ -43,7 +44,7 @@ class Trainer(Checkpointed):
     What raises later, as a gradient of another shape, leaves gradients fresh, but for those in ``gradient_views`` if
     there is a ``loss_scaler``, by which they may have been divided in place.
     Rank 0's parameters are broadcast at the first step.  After a step the contents of gradients in ``gradient_views``
-    are undefined; other gradients are as they were.  A rank may ``join()`` if the others go on with ``step`` and its
+    are undefined; other gradients are as they were.  A rank may ``join()`` if the others continue with ``step`` and its
     last batch size.
 
     Args:
@@ -105,17 +106,27 @@ class Trainer(Checkpointed):
             raise TypeError(f"loss_scaler must be a LossScaler or None, got {type(loss_scaler).__name__}")
         self._params = gluon.parameters(params)
         rule = gluon.optimizer(optimizer, optimizer_params)
-        _check_multipliers(rule, self._params)
+        for field in ("lr_mult", "wd_mult") if isinstance(rule, Optimizer) else ():
+            for name in set(getattr(rule, field)) - {p.name for p in self._params}:
+                raise ValueError(f"keys of {field} must be names of parameters, got {name!r}")
         self.compression_params = compression_params
         self.communicator = gluon.communicator(kvstore, communicator) or world()
-        self._active = self._params  # the parameters that are trained now
-        self._batch_size = 1.0  # of the current call
-        self._ignores = False  # whether stale gradients are allowed
-        self._touched: set[str] = set()  # names of parameters with a fresh gradient on some rank
-        self._stale: dict[str, list[int]] = {}  # the ranks of a stale gradient, by name
-        self._sums: bool | None = None  # True: sums wait for ``update``; False: they were refused
-        self._last_step: tuple[float, bool] | None = None  # arguments of the last call, if it was ``step``
-        self._stand_ins: list[tuple[Parameter, np.ndarray | None, np.ndarray]] = []  # (parameter, gradient, stand-in)
+        # the parameters that are trained now
+        self._active = self._params
+        # of the current call
+        self._batch_size = 1.0
+        # whether stale gradients are allowed
+        self._ignores = False
+        # names of parameters with a fresh gradient on some rank
+        self._touched: set[str] = set()
+        # the ranks of a stale gradient, by name
+        self._stale: dict[str, list[int]] = {}
+        # True: sums wait for ``update``; False: they were refused
+        self._sums: bool | None = None
+        # arguments of the last call, if it was ``step``
+        self._last_step: tuple[float, bool] | None = None
+        # (parameter, gradient, stand-in)
+        self._stand_ins: list[tuple[Parameter, np.ndarray | None, np.ndarray]] = []
         comm = self.communicator
         options = Options.checked(
             comm,
@@ -254,14 +265,17 @@ class Trainer(Checkpointed):
             True if an update was applied.
         """
         waits = self._sums
-        missing = (
-            None
-            if waits is not None
-            else RuntimeError("update must come after allreduce_grads, whose sums it applies; call that first")
-        )
-        self._agree("update", batch_size, ignore_stale_grad, error=missing)
+        error = None
+        if waits is None:
+            error = RuntimeError("update must come after allreduce_grads, whose sums it applies; call that first")
+        self._agree("update", batch_size, ignore_stale_grad, error=error)
         self._check_stale(self._stale)
-        return self._run_and_consume(self._update_by_sums if waits else lambda: False, self._forget_sums)
+
+        def forget() -> None:
+            self._restore_gradients()
+            self._make_stale()
+
+        return self._run_and_consume(self._update_by_sums if waits else lambda: False, forget)
 
     @property
     def _spec(self) -> StepSpec:
@@ -307,7 +321,8 @@ class Trainer(Checkpointed):
         for p, _, stand_in in self._stand_ins:
             p.grad = stand_in
         if any(len(total) > 1 for total in sums):
-            engine.comm.barrier()  # others have read this rank's shard
+            # Others have read this rank's shard.
+            engine.comm.barrier()
         engine.accumulator.reset(buckets)
         engine.store.mark_stream()
         finite = False
@@ -348,17 +363,15 @@ class Trainer(Checkpointed):
             engine.checked_threshold(spec)
             engine.step_context.resume(spec)
             engine.declare_numbers(attempt.compressor)
-            self._check_not_moved()
+            for p in self._active:
+                if engine.store.collector.order[p.name].value is not p.data:
+                    raise ValueError(
+                        f"{p.name}: data must be the array of when its gradient was summed, got another one"
+                    )
             sums = {p.name: p.grad for p in self._active if p.name in self._touched}
             read_sums(engine.store.buckets, sums, _checked_sum)
         except Exception as error:
             attempt.error = error
-
-    def _check_not_moved(self) -> None:
-        """Raise ValueError for a parameter whose array is another one than the bucket's table has."""
-        for p in self._active:
-            if self.engine.store.collector.order[p.name].value is not p.data:
-                raise ValueError(f"{p.name}: data must be the array of when its gradient was summed, got another one")
 
     # -- freshness
 
@@ -371,11 +384,13 @@ class Trainer(Checkpointed):
     def _agree_on_fresh(self, call: str, batch_size: Any, ignore: Any) -> None:
         """Vote on which gradients are fresh on which rank, before data move.  Collective."""
         self._active = [p for p in self._params if p.grad_req != "null"]
-        error = self._unplanned_error()
-        stale_names = [] if self.engine.agreement.joined else [p.name for p in self._active if not p.fresh]
-        stale = freshness.stale_by_name(
-            self._agree(call, batch_size, ignore, freshness.encode_stale(stale_names), error)
-        )
+        known, error = self.engine.store.collector.order, None
+        if late := [p.name for p in self._active if known and p.name not in known]:
+            text = f"{', '.join(late[:5])}: grad_req was 'null' at the first step; make a new Trainer with these states"
+            error = ValueError(text)
+        mine = [] if self.engine.agreement.joined else [p.name for p in self._active if not p.fresh]
+        reports = self._agree(call, batch_size, ignore, json.dumps(mine) if mine else "", error)
+        stale = freshness.stale_by_name(reports)
         touched = {p.name for p in self._active if len(stale.get(p.name, ())) < self.engine.agreement.live}
         self._check_stale(stale)
         if self.engine.store.sharded and not touched.issuperset(self.engine.store.collector.order):
@@ -386,38 +401,28 @@ class Trainer(Checkpointed):
     def _agree(
         self, call: str, batch_size: Any, ignore: Any, report: str = "", error: Exception | None = None
     ) -> list[str]:
-        """Return all ranks' reports if they make the same call; else raise on all alike.  Collective.
-
-        Nothing has been changed when it raises.
-        """
+        """Return all ranks' reports if they make the same call; else raise on all alike, unchanged.  Collective."""
         engine = self.engine
         engine.check_open()
         with engine.stream_order:
             engine.resolve_last_step()
         try:
-            self._batch_size, self._ignores = _checked_size(batch_size), _flag(ignore)
+            number = as_float("batch_size", batch_size)
+            if not LEAST <= number <= MOST:
+                raise ValueError(f"batch_size must be in [{LEAST:.2g}, {MOST:.2g}], got {batch_size!r}")
+            if not isinstance(ignore, bool | np.bool_):
+                raise TypeError(f"ignore_stale_grad must be True or False, got {ignore!r}")
+            self._batch_size, self._ignores = number, bool(ignore)
         except (TypeError, ValueError) as e:
             error = e
-        agreement = engine.agreement
-        reports = agreement.vote_on_lines(
-            engine.progress.name, [self._describe_call(call)], error, report, f", its {call}"
-        )
+        agreement, progress = engine.agreement, engine.progress
+        frozen = [p.name for p in self._params if p.grad_req == "null"]
+        options = f"batch_size={self._batch_size:.17g}, ignore_stale_grad={self._ignores}, frozen={frozen}"
+        line = f"{call} number {progress.calls + 1} of Trainer {agreement.number}, {options}"
+        reports = agreement.vote_on_lines(progress.name, [line], error, report, f", its {call}")
         if not agreement.live:
             raise AllJoinedError
         return reports
-
-    def _describe_call(self, call: str) -> str:
-        """Return a description of this rank's call, which all ranks compare."""
-        frozen = [p.name for p in self._params if p.grad_req == "null"]
-        options = f"batch_size={self._batch_size:.17g}, ignore_stale_grad={self._ignores}, frozen={frozen}"
-        return f"{call} number {self.engine.progress.calls + 1} of Trainer {self.engine.agreement.number}, {options}"
-
-    def _unplanned_error(self) -> Exception | None:
-        """Return a ValueError if parameters that are trained from now on have no place in the plan, else None."""
-        known = self.engine.store.collector.order
-        late = [p.name for p in self._active if known and p.name not in known]
-        text = f"{', '.join(late[:5])}: grad_req was 'null' at the first step; make a new Trainer with these states"
-        return ValueError(text) if late else None
 
     def _check_stale(self, stale: Mapping[str, Sequence[int]]) -> None:
         """Raise ValueError, on all ranks alike, for gradients that may not be stale."""
@@ -425,17 +430,13 @@ class Trainer(Checkpointed):
             raise agreed(ValueError(freshness.stale_message(stale)), self.engine.comm.rank == 0)
 
     def _run_and_consume(self, do: Callable[[], bool], consume: Callable[[], None]) -> bool:
-        """Run a step, and call ``consume`` if it used the gradients.
-
-        They are used if they were applied, or refused as not finite; an error before that leaves them fresh.
-        """
+        """Run a step, and call ``consume`` if it used the gradients: applied them, or refused them as not finite."""
+        # An error before that leaves them fresh; one that is raised after the update does not.
         updates = self.engine.progress.updates
         try:
             done = do()
         except BaseException as error:
-            if (
-                isinstance(error, FloatingPointError) or self.engine.progress.updates > updates
-            ):  # it raised after the update
+            if isinstance(error, FloatingPointError) or self.engine.progress.updates > updates:
                 consume()
             else:
                 self._make_overwritten_stale()
@@ -458,10 +459,6 @@ class Trainer(Checkpointed):
         for p in self._params:
             p.fresh = False
 
-    def _forget_sums(self) -> None:
-        self._restore_gradients()
-        self._make_stale()
-
     def _restore_gradients(self) -> None:
         """Give parameters their gradients back where other arrays stood in."""
         for p, gradient, stand_in in self._stand_ins:
@@ -472,7 +469,7 @@ class Trainer(Checkpointed):
     def join(self) -> None:
         """Take part in the others' steps until no rank has batches left, without own batches.  Collective in the end.
 
-        As ``DistOpt.join``; the others must go on with ``step`` and this rank's last batch size.
+        As ``DistOpt.join``; the others must continue with ``step`` and this rank's last batch size.
         """
         join(self.engine, self._shadow_step)
 
@@ -485,11 +482,11 @@ class Trainer(Checkpointed):
             self.step(*self._last_step)
 
     def rejoin(self, extra: Any = None) -> Any:
-        """In a process that was started in the place of a lost one: wait until the others let it in, and go on as they.
+        """In a process that was started in the place of a lost one: wait until the others admit it, and do as they do.
 
         As ``DistOpt.rejoin``, with the parameters of the constructor, those with ``grad_req='null'`` among them.  The
-        others let it in before a ``step`` or an ``allreduce_grads``, and its gradients are stale, as everyone's are
-        behind a step::
+        others admit it before a ``step`` or an ``allreduce_grads``, and its gradients are stale, as everyone's are
+        after a step::
 
             trainer.rejoin()
             for step in range(trainer.step_counter, steps):
@@ -504,7 +501,7 @@ class Trainer(Checkpointed):
 
         Raises:
             ValueError: it has other parameters, or another kind of optimizer.
-            RuntimeError: the others have ended before they have let it in.
+            RuntimeError: the others have ended before they have admitted it.
         """
         joins = self.communicator.outside
         others = Joining(self._state, self._checkpointer, self._params, extra).rejoin()
@@ -547,24 +544,3 @@ def _checked_sum(name: str, home: np.ndarray, total: Any) -> np.ndarray:
     if gradient is None:
         raise ValueError(f"{name}: the gradient must be the sum of allreduce_grads, got None")
     return gradient
-
-
-def _check_multipliers(rule: Any, params: Iterable[Parameter]) -> None:
-    """Raise ValueError for multipliers of parameters that do not exist."""
-    names = {p.name for p in params}
-    for field in ("lr_mult", "wd_mult") if isinstance(rule, Optimizer) else ():
-        for name in set(getattr(rule, field)) - names:
-            raise ValueError(f"keys of {field} must be names of parameters, got {name!r}")
-
-
-def _flag(ignore: Any) -> bool:
-    if not isinstance(ignore, bool | np.bool_):
-        raise TypeError(f"ignore_stale_grad must be True or False, got {ignore!r}")
-    return bool(ignore)
-
-
-def _checked_size(batch_size: Any) -> float:
-    number = as_float("batch_size", batch_size)
-    if not LEAST <= number <= MOST:
-        raise ValueError(f"batch_size must be in [{LEAST:.2g}, {MOST:.2g}], got {batch_size!r}")
-    return number

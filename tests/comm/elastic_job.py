@@ -10,6 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import forks
+
 from distopt.run.lines import Lines
 from distopt.run.memberships import Memberships
 
@@ -79,9 +81,7 @@ class GlooJob(Job):
                 "DISTOPT_JOB": self._marks.name,
             }
             log = (self.folder / f"{member}.log").open("wb")
-            self.ranks[member] = subprocess.Popen(
-                command, env=self.environment | names, pass_fds=[theirs.fileno()], stdout=log, stderr=log
-            )
+            self.ranks[member] = forks.Fork(command[1:], self.environment | names, log, pass_fds=[theirs.fileno()])
             theirs.close()
             log.close()
         self._lines.start()

@@ -162,7 +162,7 @@ def test_nobody_is_told_how_many_entries_there_are_unless_all_of_a_sum_are_sent(
     for reselect in (True, False):
         codec = Packed(Chunks(8, 64, reselect)).sharded()
         shards = cut_for(codec, layouts, 4, ())
-        told = Told(codec, shards, Silent(), [4])
+        told = Told(codec, [4], shards, Silent())
         told.tell(np.zeros(0, np.int64))
         mine = shards.of_owner[1]
         assert told.lengths == [sum(codec.payload_bytes(codec.known_entries(p, False), p, 4, False) for p in mine)] * 4

@@ -9,8 +9,7 @@ from distopt import run_ranks
 from distopt.comm.communicator import Wrapper
 from distopt.comm.message import UNTAGGED
 from distopt.compress import BucketContext, DeepGradientCompression, ExchangeContext, Half, TopK
-from distopt.exchange import choose, gather, gather_or_reduce, reduce, reduce_each
-from distopt.exchange.mixed import mixed, mixed_or_reduce
+from distopt.exchange import choose, gather, reduce, reduce_each
 from distopt.kernels.layout import BucketLayout
 
 
@@ -44,13 +43,13 @@ def largest(x, k):
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(2, 4), st.integers(1, 300), st.floats(0.01, 1.0), st.integers(0, 99))
-@pytest.mark.parametrize("algorithm", [gather, gather_or_reduce, mixed, mixed_or_reduce])
-def test_the_sum_is_that_of_the_largest_entries_of_every_rank(algorithm, size, n, density, seed):
+@pytest.mark.parametrize("break_even", [False, True])
+def test_the_sum_is_that_of_the_largest_entries_of_every_rank(break_even, size, n, density, seed):
     k = TopK(density).count(n)
 
     def main(comm):
         x = gradients(seed, comm.rank, n)
-        algorithm(x, TopK(density), comm, {}, ExchangeContext(rank=comm.rank, size=size), UNTAGGED)
+        gather(x, TopK(density), comm, {}, ExchangeContext(rank=comm.rank, size=size), break_even=break_even)
         return x
 
     expected = sum(largest(gradients(seed, rank, n), k) for rank in range(size))
@@ -59,13 +58,13 @@ def test_the_sum_is_that_of_the_largest_entries_of_every_rank(algorithm, size, n
 
 
 @pytest.mark.parametrize(("density", "collective"), [(0.01, "all_gather"), (0.9, "all_reduce")])
-@pytest.mark.parametrize("algorithm", [gather_or_reduce, mixed_or_reduce])
-def test_a_dense_sum_goes_where_it_is_fewer_bytes_and_has_the_same_numbers(algorithm, density, collective):
+def test_a_dense_sum_goes_where_it_is_fewer_bytes_and_has_the_same_numbers(density, collective):
     def main(comm):
         results = []
-        for do in (algorithm, gather):
+        for break_even in (True, False):
             counted, x = Counted(comm), gradients(1, comm.rank, 1000)
-            do(x, TopK(density), counted, {}, ExchangeContext(rank=comm.rank, size=4), UNTAGGED)
+            context = ExchangeContext(rank=comm.rank, size=4)
+            gather(x, TopK(density), counted, {}, context, break_even=break_even)
             results.append((x.tobytes(), counted.sent))
         return results
 
@@ -79,8 +78,8 @@ MEMBERS = ["w", "b", "v"], [(20, 5), (7,), (50,)], [0, 112, 128], np.float32
 PLACES = [slice(0, 100), slice(112, 119), slice(128, 178)]
 
 
-@pytest.mark.parametrize("algorithm", [mixed, mixed_or_reduce])
-def test_members_that_a_compressor_leaves_alone_are_summed_exactly_beside_the_others(algorithm):
+@pytest.mark.parametrize("break_even", [False, True])
+def test_members_that_a_compressor_leaves_alone_are_summed_exactly_beside_the_others(break_even):
     """Vectors of a bucket with gaps travel dense, in one all-reduce; of the matrix, one entry in ten."""
     dgc = DeepGradientCompression(TopK(0.1), momentum=0.0)
 
@@ -93,7 +92,7 @@ def test_members_that_a_compressor_leaves_alone_are_summed_exactly_beside_the_ot
     def main(comm):
         counted, x = Counted(comm), filled(comm.rank)
         context = ExchangeContext(rank=comm.rank, size=2, bucket=BucketContext(BucketLayout(*MEMBERS)))
-        algorithm(x, dgc, counted, {}, context, UNTAGGED)
+        gather(x, dgc, counted, {}, context, break_even=break_even)
         return x, counted.sent
 
     expected = sum(largest(filled(rank)[PLACES[0]], 10) for rank in range(2))

@@ -1,5 +1,6 @@
-"""Run real ranks of ``torchrun`` from a test, as ``launch.run_mpi`` runs those of MPI."""
+"""Run ranks of torch's process group from a test, as ``launch.run_mpi`` runs those of MPI."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -7,11 +8,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import launch
 
 
-def run_torch(size, function, folder, *args, timeout=120, environment=None):
+def run_torch(size, function, folder, *args, timeout=120):
     """Call ``function(comm, *args)`` on ``size`` ranks; returns the ranks' dicts of arrays, in rank order."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), __file__]
-    environment = {"OMP_NUM_THREADS": "1"} | (environment or {})
-    return launch.results(command, size, function, folder, args, timeout, environment)
+    import forks
+
+    command = [__file__, launch.name_of(function), folder, json.dumps(args)]
+    code, output = forks.run(forks.torchruns(), size, command, timeout)
+    assert code == 0, output
+    return launch.results(size, folder)
 
 
 if __name__ == "__main__":

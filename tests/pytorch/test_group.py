@@ -1,12 +1,15 @@
-"""Ranks of torch's process group, which torchrun or srun starts: the checks of all communicators, steps, and ends."""
+"""Ranks of torch's process group, which torchrun or srun starts: the checks of all communicators, steps, and ends.
+
+Where the launcher itself says nothing, ranks have its variables, and start sooner (forks.py).
+"""
 
 import re
 import socket
 import sys
 import textwrap
-from pathlib import Path
 
 import comm_checks
+import forks
 import numpy as np
 import pytest
 from gloo_launch import run_torch
@@ -103,24 +106,25 @@ distopt.comm.process_group._machine = lambda: os.environ["RANK"]
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 SLOW_TORCHRUN = (*TORCHRUN[:-1], "--monitor-interval", "2", TORCHRUN[-1])  # seconds until it ends all others
-STEP = (sys.executable, Path(__file__).with_name("step_launch.py"))  # as srun --mpi=none
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Start a script by torchrun; (exit code, output)."""
+    """Start a script on ranks that have the variables of torchrun, or by a launcher; (exit code, output)."""
 
-    def run(text, ranks=2, timeout=90, head=HEAD, launcher=TORCHRUN, **environment):
+    def run(text, ranks=2, head=HEAD, launcher=(), variables=None, **environment):
         script = tmp_path / "script.py"
         script.write_text(head + textwrap.dedent(text))
-        command = [*launcher, str(ranks)] + [sys.executable] * (launcher is STEP) + [script]
-        return launch.finish(list(map(str, command)), timeout, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"} | environment)
+        if launcher:
+            command = [*launcher, str(ranks), str(script)]
+            return launch.finish(command, 90, cwd=tmp_path, env=forks.ONE_THREAD | environment)
+        return forks.run(variables or forks.torchruns(), ranks, [script], 90, tmp_path, environment)
 
     return run
 
 
 def test_world_says_that_torchrun_started_the_ranks(run):
-    code, output = run("print(distopt.world())\nassert p.data[0] == -3")
+    code, output = run("print(distopt.world())\nassert p.data[0] == -3", launcher=TORCHRUN)
     assert code == 0, output
     for rank in range(2):
         who = f"<ProcessGroupCommunicator, rank {rank} of 2, numpy: the script has not imported cupy; "
@@ -141,10 +145,12 @@ def test_world_says_that_torchrun_started_the_ranks(run):
         ),
     ],
 )
-@pytest.mark.parametrize("head", [HEAD, AS_BETWEEN_HOSTS + HEAD], ids=["one host", "as between hosts"])
-def test_a_rank_that_ends_is_named_and_nobody_waits(head, end, text, run):
+@pytest.mark.parametrize(
+    ("head", "launcher"), [(HEAD, SLOW_TORCHRUN), (AS_BETWEEN_HOSTS + HEAD, ())], ids=["one host", "as between hosts"]
+)
+def test_a_rank_that_ends_is_named_and_nobody_waits(head, launcher, end, text, run):
     script = f"if rank == 1:\n    {end}\nstep()\nprint('went on')"
-    code, output = run(script, ranks=3, head=head, launcher=SLOW_TORCHRUN)
+    code, output = run(script, ranks=3, head=head, launcher=launcher)
     assert code != 0
     assert re.search(text, output), output
     assert "went on" not in output
@@ -201,7 +207,7 @@ def test_a_process_group_that_all_have_destroyed_is_named(run):
 
 
 def test_one_process_of_torchrun_is_one_rank_alone(run):
-    code, output = run("print(distopt.world())", ranks=1)
+    code, output = run("print(distopt.world())", ranks=1, launcher=TORCHRUN)
     assert code == 0, output
     assert "<LocalCommunicator, rank 0 of 1, numpy: torchrun started one process; " in output
 
@@ -241,7 +247,7 @@ def test_ranks_of_srun_without_pmi_meet_on_the_loopback_interface(run):
         assert p.data[0] == -3
         assert listens() == {"0100007F"}, listens()
         """
-    code, output = run(text, 3, head=HEAD + LISTENS, launcher=STEP)
+    code, output = run(text, 3, head=HEAD + LISTENS, variables=forks.sruns())
     assert code == 0, output
     for rank in range(3):
         assert f"<ProcessGroupCommunicator, rank {rank} of 3, numpy: the script has not imported cupy; " in output
@@ -259,17 +265,12 @@ OWN = {
 }
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 @pytest.mark.parametrize("how", OWN)
 def test_a_process_group_of_ones_own_is_used_in_a_step(how, run):
     head = f"""
 import os, sys
 import torch.distributed as dist, numpy as np, distopt
-sys.argv[1:] = ["{free_port()}"]
+sys.argv[1:] = ["{forks.free_port()}"]
 rank = int(os.environ["SLURM_PROCID"])
 {OWN[how]}
 own = dist.group.WORLD
@@ -280,18 +281,21 @@ own = dist.group.WORLD
         assert x[0] == 2 and dist.group.WORLD is own
         dist.destroy_process_group()
         """
-    assert run(text, head=head, launcher=STEP) == (0, "")
+    assert run(text, head=head, variables=forks.sruns()) == (0, "")
 
 
 def test_variables_of_a_batch_script_are_taken_in_a_step(run):
     """As many scripts for torch export them; RANK is the rank of Slurm's task."""
     head = "import os; os.environ['RANK'] = os.environ['SLURM_PROCID']\n" + HEAD
-    exported = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    assert run("assert p.data[0] == -3 and opt.world_size == 2", head=head, launcher=STEP, **exported) == (0, "")
+    exported = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(forks.free_port())}
+    assert run("assert p.data[0] == -3 and opt.world_size == 2", head=head, variables=forks.sruns(), **exported) == (
+        0,
+        "",
+    )
 
 
 def test_a_rank_that_fails_in_a_step_is_named(run):
-    code, output = run("if rank == 1: 1 / 0\nstep()\nprint('went on')", launcher=STEP)
+    code, output = run("if rank == 1: 1 / 0\nstep()\nprint('went on')", variables=forks.sruns())
     assert code != 0
     assert "ZeroDivisionError" in output
     assert "went on" not in output
@@ -299,7 +303,7 @@ def test_a_rank_that_fails_in_a_step_is_named(run):
 
 def test_a_rank_that_never_comes_is_not_waited_for_without_limit(run):
     head = "import os, time\nif os.environ['SLURM_PROCID'] == '0': time.sleep(60)\n" + HEAD
-    code, output = run("", head=head, launcher=STEP, DISTOPT_TIMEOUT="4")
+    code, output = run("", head=head, variables=forks.sruns(), DISTOPT_TIMEOUT="4")
     assert code == 75, output
     assert "rank 1 waits since" in output
     assert "the first meeting of a communicator's ranks" in output
@@ -308,7 +312,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_without_limit(run):
 def test_a_port_that_is_taken_is_named(run):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-        code, output = run("", launcher=STEP, MASTER_PORT=port)
+        code, output = run("", variables=forks.sruns(), MASTER_PORT=port)
     assert code != 0
     assert f"rank 0 of a Slurm step: ranks cannot meet at 127.0.0.1, port {port} (" in output
     assert "export MASTER_ADDR and MASTER_PORT before srun" in output
@@ -316,14 +320,14 @@ def test_a_port_that_is_taken_is_named(run):
 
 def test_a_step_without_torch_says_what_to_do(run):
     head = "import sys; sys.modules['torch'] = None; sys.modules['mpi4py'] = None\n" + HEAD
-    code, output = run("", head=head, launcher=STEP)
+    code, output = run("", head=head, variables=forks.sruns())
     assert code != 0
     assert "pip install 'distopt[mpi]', or 'distopt[torch]', with which ranks of torchrun or srun" in output
 
 
 @pytest.mark.mpi
 def test_a_step_without_torch_that_mpi_cannot_serve_is_refused(run):
-    code, output = run("", head="import sys; sys.modules['torch'] = None\n" + HEAD, launcher=STEP)
+    code, output = run("", head="import sys; sys.modules['torch'] = None\n" + HEAD, variables=forks.sruns())
     assert code != 0
     assert "(srun without PMI set SLURM_STEP_NUM_TASKS=2), but the MPI library of mpi4py, " in output
     assert "and every process would train alone. Start with: srun --mpi=pm" in output
@@ -333,7 +337,7 @@ def test_ranks_of_torchrun_in_a_step_are_torchruns(run, tmp_path):
     """Each task of the step is a torchrun, as one on each node."""
     (tmp_path / "inner.py").write_text(HEAD + "print(distopt.world())\nassert p.data[0] == -3")
     inner = [*TORCHRUN, "2", str(tmp_path / "inner.py")]
-    code, output = run(f"import subprocess\nsubprocess.run({inner}, check=True)", head="", launcher=STEP)
+    code, output = run(f"import subprocess\nsubprocess.run({inner}, check=True)", head="", variables=forks.sruns())
     assert code == 0, output
     assert output.count("gloo; torchrun set RANK=") == 4, output
 

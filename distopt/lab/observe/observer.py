@@ -11,9 +11,8 @@ from distopt.comm.message import MessageTag
 from distopt.compress import Compressor
 from distopt.exchange import Algorithm
 from distopt.exchange.all_reduce import TravellingBucket
-from distopt.lab.observe.probe import ObservedSequentialReduce, ObservedShards, observed
+from distopt.lab.observe.probe import ObservedShards, Probe, observed
 from distopt.lab.observe.quality import Quality
-from distopt.lab.sequential import SequentialReduce
 
 Callback = Callable[[int, Mapping[str, float]], object]
 
@@ -54,11 +53,9 @@ class Observer:
             self._shards.compare(buckets, add)
             self._shards = None
 
-    def sequential(self, compressor: Compressor, scratch: Callable[[str, int], np.ndarray]) -> SequentialReduce:
-        """Return the exchange of a bucket in this step, of ranks that take turns in one process."""
-        if self._quality is None or compressor.lossless:
-            return SequentialReduce(compressor, scratch)
-        return ObservedSequentialReduce(compressor, scratch, self._quality)
+    def probe(self, compressor: Compressor) -> Probe | None:
+        """Return what tells what virtual ranks send of a bucket on its own, if this step is measured."""
+        return None if self._quality is None or compressor.lossless else Probe(compressor, self._quality)
 
     def __repr__(self) -> str:
         return f"observe(every={self.every})"

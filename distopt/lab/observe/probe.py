@@ -7,7 +7,6 @@ import numpy as np
 from distopt import device
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
-from distopt.comm.meter import Meter
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import State, layout_of
 from distopt.compress.shards import Payload, Piece, ShardCodec
@@ -17,7 +16,7 @@ from distopt.exchange import Algorithm
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.kernels.layout import BucketLayout
 from distopt.lab.observe.quality import Quality
-from distopt.lab.sequential import RunningSum, SequentialReduce
+from distopt.lab.sequential import RunningSum
 
 
 class Probe(CompressorWrapper):
@@ -133,21 +132,3 @@ def observed(algorithm: Algorithm, quality: Quality) -> Algorithm:
         probe.compare(x, context)
 
     return exchange
-
-
-class ObservedSequentialReduce(SequentialReduce):
-    """A ``SequentialReduce`` that tells ``quality`` what is sent."""
-
-    def __init__(self, compressor: Compressor, scratch: Callable[[str, int], np.ndarray], quality: Quality):
-        self._probe = Probe(compressor, quality)
-        super().__init__(self._probe, scratch)
-
-    def write_sum(self, x: np.ndarray, context: ExchangeContext) -> None:
-        super().write_sum(x, context)
-        self._probe.compare(x, context)
-
-    def write_messages(self, meter: Meter, x: np.ndarray, tag: MessageTag, break_even: bool) -> None:
-        """Write the dense sum too."""
-        super().write_messages(meter, x, tag, break_even)
-        with meter.tagged(tag._replace(phase="quality")):
-            meter.all_reduce(x.size, x.itemsize)

@@ -1,0 +1,65 @@
+"""An exchange is a program: a generator that yields what it asks of the other ranks, and is sent their answer.
+
+Whoever runs it answers: a communicator here; ``distopt.lab``, which runs the programs of many ranks in one process, and
+counts bytes without data.  What a rank computes in between stands in the programs alone.
+"""
+
+from collections.abc import Generator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from distopt.comm import Communicator
+from distopt.comm.message import MessageTag
+
+
+class Request(Protocol):
+    """What a program yields."""
+
+    def over(self, comm: Communicator) -> Any:
+        """Return the answer.  Collective."""
+
+
+Exchange = Generator[Request, Any, None]
+
+
+class Sum(NamedTuple):
+    """Asks for the sum of an array over ranks, in its place, which nobody reads before the next answer.
+
+    Args:
+        x: the array.
+        tag: of the message; None for that of the caller.
+        last: nothing else is asked for, so that it is read at once.
+    """
+
+    x: np.ndarray
+    tag: MessageTag | None = None
+    last: bool = False
+
+    def over(self, comm: Communicator) -> None:
+        if self.tag is None:
+            comm.all_reduce(self.x)
+        else:
+            with comm.tagged(self.tag):
+                comm.all_reduce(self.x)
+
+
+class Lengths(NamedTuple):
+    """Asks for the bytes of all ranks' payloads, in rank order, and tells those of this one."""
+
+    nbytes: int
+
+    def over(self, comm: Communicator) -> list[int]:
+        return comm.lengths(self.nbytes)
+
+
+def run(exchange: Exchange, comm: Communicator) -> None:
+    """Let a communicator answer what a program asks for.  Collective."""
+    answer = None
+    with comm.on_comm_stream():
+        while True:
+            try:
+                asked = exchange.send(answer)
+            except StopIteration:
+                return
+            answer = asked.over(comm)
