@@ -586,11 +586,12 @@ def all_reduce_in_rank_order(comm: Communicator, x: np.ndarray) -> None:
 
 def as_flat(x: np.ndarray, writable: bool = True, gpu: int | None = None) -> np.ndarray:
     """Return x as a flat view, if a communicator can carry it."""
-    if not device.is_array(x) or x.dtype not in NUMBERS:
+    if not (type(x) is np.ndarray or device.is_array(x)) or x.dtype not in NUMBERS:
         raise TypeError(f"a communicator's array must be of {', '.join(map(str, NUMBERS))}, got {describe(x)}")
     if not x.flags.c_contiguous or (writable and not device.writable(x)):
         raise TypeError(f"a communicator's array must be C-contiguous{' and writable' * writable}, got {describe(x)}")
-    device.check_gpu("what this communicator carries", x, gpu)
+    if gpu is not None or type(x) is not np.ndarray:
+        device.check_gpu("what this communicator carries", x, gpu)
     return x.reshape(-1)
 
 
@@ -605,8 +606,7 @@ def split(memory: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
     """Cut a flat array into consecutive parts of these sizes, in elements."""
     if memory.size != sum(sizes):
         raise ValueError(f"into must be of {sum(sizes)} elements, the parts of all ranks, got {memory.size}")
-    ends = itertools.accumulate(sizes)
-    return [memory[end - n : end] for n, end in zip(sizes, ends, strict=True)]
+    return [memory[end - n : end] for n, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
 def check_root(root: int, size: int) -> int:

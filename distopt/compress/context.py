@@ -177,7 +177,7 @@ def sizes_of(n: int, layout: BucketLayout | None) -> np.ndarray:
 
 def per_payload(name: str, numbers: list[int], context: ExchangeContext) -> DeviceMirror:
     """Return an array for a kernel with a number for each payload, kept from step to step."""
-    mirror = context.constant(f"{name} of {len(numbers)}", functools.partial(np.zeros, len(numbers), np.int64))
+    mirror = context.bucket.constant(f"{name} of {len(numbers)}", functools.partial(np.zeros, len(numbers), np.int64))
     mirror.host[:] = numbers
     return mirror
 

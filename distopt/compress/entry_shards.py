@@ -1,6 +1,8 @@
 """Selected entries in a two-phase exchange (Li and Hoefler, "Near-optimal sparse allreduce", 2022: Ok-Topk)."""
 
 import copy
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -63,6 +65,7 @@ class EntryShards(ShardCodec):
         cut: Cut | None = None,
     ):
         self._selector, self._value, self._choose, self._cut = selector, value, choose, cut
+        self._part_starts = functools.lru_cache(4096)(selector.part_starts)
         self.block, self.ragged = selector.block, selector.known_entries(NOTHING, summed=False) is None
         if not selector.reselect:
             self.note = "; sums are exact, and their bytes grow with the ranks"
@@ -86,13 +89,10 @@ class EntryShards(ShardCodec):
         self, layout: BucketLayout, pieces: Sequence[Piece], edges: np.ndarray, summed: bool
     ) -> np.ndarray | None:
         """Return how many entries each piece has, if those of each part are spread evenly; None if nobody knows."""
-        known = []
-        for piece in pieces:  # thousands where many ranks are asked about, and most selectors know of none
-            entries = self.known_entries(piece, summed)
-            if entries is None:
-                break
-            known.append(entries)
-        else:
+        # no further than the first that is unknown: of thousands where many ranks are asked about
+        found = (self.known_entries(piece, summed) for piece in pieces)
+        known = list(itertools.takewhile(lambda entries: entries is not None, found))
+        if len(known) == len(pieces):
             return np.array(known, np.int64)
         parts = self._selector.expected_parts(layout)
         if parts is None:
@@ -124,11 +124,11 @@ class EntryShards(ShardCodec):
     def edges(self, pieces: Sequence[Piece]) -> np.ndarray:
         if not self.ragged:
             return np.zeros(0, np.int64)
-        starts = [piece.start + self._selector.part_starts(piece.layout) for piece in pieces]
-        return np.concatenate([*starts, [piece.stop for piece in pieces[-1:]]]).astype(np.int64)
+        starts = [piece.start + self._part_starts(piece.layout) for piece in pieces]
+        return np.concatenate([*starts, [pieces[-1].stop]]).astype(np.int64)
 
     def parts(self, piece: Piece) -> int:
-        return len(self._selector.part_starts(piece.layout)) if self.ragged else 0
+        return len(self._part_starts(piece.layout)) if self.ragged else 0
 
     def breakdown(self, payloads: Sequence[tuple[Piece, Payload]], members: BucketLayout) -> LazyBreakdown:
         """Tell values with their scales, and indices; the rest is headers, and what aligns."""
@@ -148,7 +148,7 @@ class EntryShards(ShardCodec):
         self, x: np.ndarray, state: State, context: ExchangeContext, pieces: Sequence[Piece], places: np.ndarray
     ) -> Selected:
         edges = self.edges(pieces) if pieces else places[:0]
-        mirror = context.constant(f"edges {edges.tobytes()!r}", edges.copy) if edges.size else None
+        mirror = context.bucket.constant(f"edges {edges.tobytes()!r}", edges.copy) if edges.size else None
 
         def work() -> Selected:
             planes, memory = self.choose(x, state, context)
@@ -184,20 +184,20 @@ class EntryShards(ShardCodec):
         """Return the entries of each piece of a bucket, from those of each part."""
         if not self.ragged:
             return np.array([self.known_entries(piece, summed=False) for piece in pieces], np.int64)
-        starts = np.cumsum([0, *(self.parts(piece) for piece in pieces[:-1])])
+        starts = list(itertools.accumulate(map(self.parts, pieces[:-1]), initial=0))
         return np.add.reduceat(counts, starts) if pieces else np.zeros(0, np.int64)
 
     def add(self, payloads: Sequence[Payload], total: np.ndarray, piece: Piece, context: ExchangeContext) -> np.ndarray:
         entries = np.array([payload.entries for payload in payloads], np.int64)
-        sizes, value = np.full_like(entries, piece.size), self._value
-        rows = sections.table(np.zeros_like(entries), sizes, entries, value, total.itemsize)
+        bases, sizes = np.zeros(len(payloads), np.int64), np.array([piece.size] * len(payloads))
+        rows = sections.table(bases, sizes, entries, self._value, total.itemsize)
         index, entry = sections.unpack([payload.data for payload in payloads], rows, total, context)
         cuts = [slice(a, a + n) for a, n in zip(rows["plane"].tolist(), entries.tolist(), strict=True)]
         add_planes([(index[cut], entry[cut]) for cut in cuts], total, context)
         if device.on_gpu(total) or not self.ragged:
             return np.zeros(0, np.int64)
-        starts = self._selector.part_starts(piece.layout)
-        return np.bincount(np.searchsorted(starts, index, "right") - 1, minlength=len(starts))
+        starts = self._part_starts(piece.layout)
+        return np.bincount(starts.searchsorted(index, "right") - 1, minlength=len(starts))
 
     def compress_sum(
         self, total: np.ndarray, memory: np.ndarray | None, counts: np.ndarray, piece: Piece, context: ExchangeContext
@@ -229,14 +229,14 @@ class EntryShards(ShardCodec):
         pieces: Sequence[Sequence[Piece]],
     ) -> None:
         """Unpack the entries of all buckets of a dtype at once, and write each bucket's to its array."""
-        for dtype in dict.fromkeys(x.dtype for x in arrays):
+        for dtype in {x.dtype: None for x in arrays}:
             same = [k for k, x in enumerate(arrays) if x.dtype == dtype]
             found = [payload for k in same for payload in payloads[k]]
             rows = self._table([piece for k in same for piece in pieces[k]], [n for _, n in found], dtype.itemsize)
             index, entry = sections.unpack([data for data, _ in found], rows, arrays[same[0]], contexts[same[0]])
             end = 0
             for k in same:
-                begin, end = end, end + sum(n for _, n in payloads[k])
+                begin, end = end, end + sum([n for _, n in payloads[k]])
                 device.clear(arrays[k])
                 kernels.decode_sparse(arrays[k], index[begin:end], entry[begin:end])
 
@@ -249,12 +249,15 @@ class EntryShards(ShardCodec):
         self, pieces: Sequence[Sequence[Piece]], entries: Sequence[np.ndarray], arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Return the table of each bucket, of which all the first section begins at the start of a payload."""
-        itemsizes = np.repeat([x.itemsize for x in arrays], [len(of_bucket) for of_bucket in pieces])
-        rows = self._table([p for of_bucket in pieces for p in of_bucket], np.concatenate(entries), itemsizes)
-        tables = np.split(rows, np.cumsum([len(of_bucket) for of_bucket in pieces])[:-1])
-        for table in tables:
+        itemsizes = np.array([x.itemsize for x, of_bucket in zip(arrays, pieces, strict=True) for _ in of_bucket])
+        rows = self._table(list(itertools.chain(*pieces)), np.concatenate(entries), itemsizes)
+        tables, end = list[np.ndarray](), 0
+        for of_bucket in pieces:
+            begin, end = end, end + len(of_bucket)
+            table = rows[begin:end]
             for name in ("at", "plane"):
                 table[name] -= table[name][:1]
+            tables.append(table)
         return tables
 
     def entries(self, message: np.ndarray, piece: Piece, itemsize: int) -> int:
@@ -268,7 +271,7 @@ class EntryShards(ShardCodec):
 
     def value_bytes(self, k: int, itemsize: int) -> int:
         """Return the bytes of so many values, and of their scales."""
-        return sections.value_bytes(k, self._value, itemsize)
+        return int(sections.format_of(self._value, itemsize).value_bytes(k))
 
     def payload_bytes(self, entries: int, piece: Piece, itemsize: int, summed: bool) -> int:
         return sections.section_bytes(piece.size, entries, self._value, itemsize)

@@ -24,7 +24,8 @@ SPREAD, GATHERED = 0x9E3779B1, 0x0E8B2F51  # packed.cu; their product is 1 modul
 FORMATS = ("exact", *VALUES)  # of values, the first one as they are
 
 
-def format_of(value: str, itemsize: Any) -> Format:
+@functools.cache
+def format_of(value: str, itemsize: int) -> Format:
     """Return a format of values, where an element of the array has so many bytes."""
     return Format(0, itemsize) if value == "exact" else VALUES[value]
 
@@ -34,28 +35,23 @@ def table(bases: np.ndarray, sizes: np.ndarray, places: np.ndarray, value: str, 
 
     Each has room for so many places, of a stretch of an array that begins at its base and has its size.
     """
-    form, rows = format_of(value, itemsize), np.zeros(len(bases), struct("Section"))
-    bits = np.where(places > 0, np.frexp((sizes // np.maximum(places, 1)).astype(float))[1] - 1, 0)
-    words = np.where(places > 0, -(-(places + (sizes >> bits)) // 64), 0)
+    form = Format(0, itemsize) if value == "exact" else VALUES[value]
+    rows, some = np.zeros(len(bases), struct("Section")), places > 0
+    bits = some * (np.frexp((sizes // np.maximum(places, 1)).astype(float))[1] - 1)
+    words = some * -(-(places + (sizes >> bits)) // 64)
     jumps, lower = np.maximum(-(-places // CHUNK) - 1, 0), -(-places * bits // 32)
-    rows["kind"], rows["format"], rows["n"] = _kind(form, itemsize), form.number, sizes
+    rows["kind"], rows["format"], rows["n"] = KIND + 16 * form.number + itemsize, form.number, sizes
     rows["places"], rows["bits"], rows["words"] = places, bits, words
     rows["jumps"] = HEADER
     rows["low"] = HEADER + 4 * jumps
-    rows["high"] = _aligned(rows["low"] + 4 * lower)
+    rows["high"] = -(-(rows["low"] + 4 * lower) // ALIGNED) * ALIGNED
     rows["values"] = rows["high"] + 8 * words
     rows["scales"] = rows["values"] + form.code_bytes(places)
-    rows["bytes"] = np.where(places > 0, rows["values"] + form.value_bytes(places), HEADER)
+    rows["bytes"] = HEADER + some * (rows["values"] + form.value_bytes(places) - HEADER)
     rows["base"] = bases
-    room = _aligned(rows["bytes"])
-    rows["at"], rows["plane"] = np.cumsum(room) - room, np.cumsum(places) - places
+    room = -(-rows["bytes"] // ALIGNED) * ALIGNED
+    rows["at"], rows["plane"] = room.cumsum() - room, places.cumsum() - places
     return rows
-
-
-def value_bytes(places: int, value: str, itemsize: int) -> int:
-    """Return the bytes of so many values, and of their scales."""
-    nbytes: int = format_of(value, itemsize).value_bytes(places)
-    return nbytes
 
 
 def section_bytes(n: int, places: int, value: str, itemsize: int) -> int:
@@ -65,14 +61,14 @@ def section_bytes(n: int, places: int, value: str, itemsize: int) -> int:
     bits = (n // places).bit_length() - 1
     words, jumps, lower = -(-(places + (n >> bits)) // 64), -(-places // CHUNK) - 1, -(-places * bits // 32)
     high = -(-(HEADER + 4 * jumps + 4 * lower) // ALIGNED) * ALIGNED
-    return high + 8 * words + value_bytes(places, value, itemsize)
+    return high + 8 * words + int(format_of(value, itemsize).value_bytes(places))
 
 
 def pack(x: np.ndarray, planes: np.ndarray, rows: np.ndarray, context: ExchangeContext) -> list[np.ndarray]:
     """Return the sections of an array's entries, each ``(bytes,)`` of uint8; what they cannot carry goes back to x."""
     if not len(rows):
         return []
-    payload = context.scratch("sections", int(rows["at"][-1] + rows["bytes"][-1]))
+    payload = context.bucket.scratch("sections", int(rows["at"][-1] + rows["bytes"][-1]))
     device.clear(payload)
     index, entry = unpack_entries(planes, x.dtype)
     kernels.pack_sections(x, index, entry, payload, *_launch(rows, context))
@@ -83,8 +79,8 @@ def unpack(
     payloads: Sequence[np.ndarray], rows: np.ndarray, like: np.ndarray, context: ExchangeContext
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the entries of sections: the plane of indices, and that of values; an index below 0 is no entry."""
-    places = int(rows["places"].sum())
-    planes = context.scratch("section entries", payload_size(places, like.itemsize))
+    places = int(np.add.reduce(rows["places"]))
+    planes = context.bucket.scratch("section entries", payload_size(places, like.itemsize))
     index, entry = unpack_entries(planes, like.dtype)
     index, entry = index[:places], entry[:places]
     if places:
@@ -97,8 +93,9 @@ def entries(payload: np.ndarray, n: int, value: str, itemsize: int) -> int:
     """Return how many entries a section has, as its header says; the host reads it."""
     if payload.nbytes < HEADER:
         raise ValueError(f"a section must be of at least {HEADER} bytes, its header, got {payload.nbytes}")
-    salt = (_kind(format_of(value, itemsize), itemsize) * 0xC2B2AE3D + n * 0x85EBCA77) % 2**32
-    found = (int(payload[:HEADER].view(np.uint32)[0]) ^ salt) * GATHERED % 2**32
+    # a header mixes the format of values with the number of elements
+    salt = (KIND + 16 * format_of(value, itemsize).number + itemsize) * 0xC2B2AE3D + n * 0x85EBCA77
+    found = (int(payload[:HEADER].view(np.uint32)[0]) ^ salt % 2**32) * GATHERED % 2**32
     if found > n:
         raise ValueError(
             f"a section's header must be one of {n} elements with values in {value}, got another; it was damaged on "
@@ -107,19 +104,11 @@ def entries(payload: np.ndarray, n: int, value: str, itemsize: int) -> int:
     return int(found)
 
 
-def _kind(form: Format, itemsize: Any) -> Any:
-    """Return the number of a section's format of values, which its header mixes with the number of its elements."""
-    return KIND + 16 * form.number + itemsize
-
-
-def _aligned(nbytes: np.ndarray) -> np.ndarray:
-    aligned: np.ndarray = -(-nbytes // ALIGNED) * ALIGNED
-    return aligned
-
-
 def _launch(rows: np.ndarray, context: ExchangeContext) -> tuple[device.DeviceMirror, int]:
     """Return the table where a kernel finds it, and the pieces of the largest section."""
-    cells = rows.view(np.int64)
-    mirror = context.constant(f"table of {len(rows)} sections", functools.partial(np.zeros, cells.size, np.int64))
+    cells: np.ndarray = np.frombuffer(rows, np.int64)
+    mirror = context.bucket.constant(
+        f"table of {len(rows)} sections", functools.partial(np.zeros, cells.size, np.int64)
+    )
     mirror.host[:] = cells
-    return mirror, max(1, -(-int(rows["places"].max()) // CHUNK))
+    return mirror, max(1, -(-int(np.maximum.reduce(rows["places"])) // CHUNK))

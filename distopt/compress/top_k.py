@@ -174,7 +174,7 @@ def selected_counts(density: float, sizes: np.ndarray) -> np.ndarray:
     """Return a fraction of these sizes, rounded up: one at least, if there is one."""
     exact = density * sizes
     wanted = np.ceil(exact - 1e-9 * np.maximum(1.0, exact)).astype(np.int64)
-    return np.clip(wanted, np.minimum(sizes, 1), sizes)
+    return wanted.clip(np.minimum(sizes, 1), sizes)
 
 
 def check_size(n: int) -> None:
@@ -323,17 +323,18 @@ class TopK(FixedDensity):
             offsets, sizes = members.records["offset"].astype(np.int64), members.records["size"].astype(np.int64)
         else:  # one part, in which the gaps lie, of which nothing is selected
             offsets, sizes = np.zeros(1, np.int64), np.array([x.size], np.int64)
-        payload = context.scratch("payload", payload_size(counts.sum(), x.itemsize))
+        payload = context.bucket.scratch("payload", payload_size(np.add.reduce(counts), x.itemsize))
         planes = unpack_entries(payload, x.dtype)
         if device.on_gpu(x):
             parts = mirror(lambda: select.parts_table(offsets, sizes, counts))
-            held = context.scratch("candidates", payload_size(select.candidates(parts.host), x.itemsize))
-            state = context.scratch("state", 8 * select.largest_words(parts.host, x.dtype)).view(np.int64)
+            held = context.bucket.scratch("candidates", payload_size(select.candidates(parts.host), x.itemsize))
+            state = context.bucket.scratch("state", 8 * select.largest_words(parts.host, x.dtype)).view(np.int64)
             added, candidates = add.added(members, context), unpack_entries(held, x.dtype)
             select.select_largest(members, x, added, parts, *planes, state, *candidates, context.skip_flag)
         else:
             candidates = np.minimum(sizes, counts + np.maximum(counts, sizes // SPARE))
-            held = context.scratch("candidates", payload_size(candidates.max(initial=0) + CHUNK, x.itemsize))
+            room = np.maximum.reduce(candidates, initial=0) + CHUNK
+            held = context.bucket.scratch("candidates", payload_size(room, x.itemsize))
             parts_of = members.edges.host, offsets, sizes, counts
             kernels.encode_largest(x, *add, *parts_of, *planes, *unpack_entries(held, x.dtype), None)
         return payload

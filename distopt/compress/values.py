@@ -30,7 +30,7 @@ class Format(NamedTuple):
 
     def value_bytes(self, places: Any) -> Any:
         """Return the bytes of so many values, with what their groups share."""
-        return self.code_bytes(places) + -(-places // self.group) * self.shared
+        return -(-places // self.codes) * self.word + -(-places // self.group) * self.shared
 
 
 VALUES = {

@@ -50,7 +50,7 @@ def remedy(x: Any) -> str:
 
 def gpu_of(x: Any) -> int | None:
     """Return the number of the GPU on which an array lives, None for the host."""
-    return int(x.data.device_id) if on_gpu(x) else None
+    return None if type(x) is np.ndarray or not on_gpu(x) else int(x.data.device_id)
 
 
 def address(x: Any) -> int:
@@ -60,12 +60,8 @@ def address(x: Any) -> int:
     return int(x.data.ptr if on_gpu(x) else x.ctypes.data)
 
 
-def matching_address(x: Any, dtype: np.dtype, gpu: int | None) -> int | None:
-    """Return the address of a contiguous array, in one look, as a step asks for dozens of them."""
-    if gpu is None:
-        if type(x) is not np.ndarray or x.dtype is not dtype or not x.flags.c_contiguous:
-            return None
-        return (pointer(id(x) + DATA).value or 0) if DATA else int(x.ctypes.data)
+def matching_address(x: Any, dtype: np.dtype, gpu: int) -> int | None:
+    """Return the address of a contiguous array on a GPU, in one look, as a step asks for dozens; None for others."""
     if not isinstance(x, sys.modules["cupy"].ndarray) or x.dtype is not dtype or not x.flags.c_contiguous:
         return None
     memory = x.data

@@ -186,15 +186,15 @@ class TwoPhaseReducer(Unreduced):
                 for x, state, context, _ in travelling:
                     compressor.begin(x, state, context)
         watches = [watch for hook in step.hooks if (watch := hook.watch_shards(compressor))]
-        codec = self._phases.codec
-        two_phase(travelling, compressor, codec, comm, self._owned, self._borders, step.tag(), watches)
+        two_phase(travelling, compressor, self._phases.codec, comm, self._owned, self._borders, step.tag(), watches)
         for hook in step.hooks:
             hook.after_two_phases(travelling, comm)
         if compressor.has_hooks:
             with comm.on_comm_stream():
                 for x, state, context, _ in travelling:
                     compressor.finish(x, state, context)
-        self._otherwise.exchange(alone)
+        if alone:
+            self._otherwise.exchange(alone)
 
 
 class NodeReducer(Unreduced):

@@ -1,5 +1,6 @@
 """How many entries payloads have, which tells how long they are: their headers say it, or on a GPU the ranks' hosts."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,8 +38,8 @@ class PlaceCounts:
 
     def __init__(self, codec: ShardCodec, shards: Cut, context: ExchangeContext):
         lengths = [len(codec.edges(pieces)) if pieces else 0 for pieces in shards.of_bucket]
-        self._ends = np.cumsum([0, *lengths])
-        self._places: np.ndarray = context.scratch("places", 8 * int(self._ends[-1])).view(np.int64)
+        self._ends = list(itertools.accumulate(lengths, initial=0))
+        self._places: np.ndarray = context.bucket.scratch("places", 8 * self._ends[-1]).view(np.int64)
 
     def of_bucket(self, number: int) -> np.ndarray:
         """Return where ``ShardCodec.select`` writes those of a bucket."""
@@ -59,7 +60,7 @@ class PlaceCounts:
             with comm.control.waits("the numbers of entries"):
                 device.synchronize(device.current_stream(), comm.check)
         places = device.host_copy(self._places) if self._places.size else np.zeros(0, np.int64)
-        return [np.diff(places[a:b]) for a, b in zip(self._ends[:-1], self._ends[1:], strict=True)]
+        return [places[a + 1 : b] - places[a : max(a, b - 1)] for a, b in itertools.pairwise(self._ends)]
 
 
 class Headers:

@@ -65,7 +65,7 @@ class ToOwners(NamedTuple):
     tag: MessageTag
 
     def over(self, comm: Communicator) -> "Sums":
-        sent, mine = dict(self.payloads), self.shards.of_owner[comm.rank]
+        sent, mine = {piece: payload.data for piece, payload in self.payloads}, self.shards.of_owner[comm.rank]
         self.told.tell(np.concatenate(self.counts))
         messages = [_message([sent[p] for p in pieces], self.buckets) for pieces in self.shards.of_owner]
         with comm.tagged(self.tag):
@@ -75,7 +75,8 @@ class ToOwners(NamedTuple):
     def _sums(self, received: Sequence[tuple[Piece, list[Payload]]]) -> "Sums":
         for piece, payloads in received:
             x, _, context, _ = self.buckets[piece.bucket]
-            total, here = context.scratch("shard sum", piece.size * x.itemsize).view(x.dtype), piece.context(context)
+            total, here = context.bucket.scratch("shard sum", piece.size * x.itemsize), piece.context(context)
+            total = total.view(x.dtype)
             found, counts = self.told.codec.add(payloads, total, piece, here), self.told.counts(piece)
             yield piece, here, total, found if counts is None else counts
 
@@ -98,10 +99,10 @@ class ToAll(NamedTuple):
     tag: MessageTag
 
     def over(self, comm: Communicator) -> list[tuple[Piece, Payload]]:
-        payloads = [payload for _, payload in self.results]
-        self.told.tell_sums([payload.entries for payload in payloads])
+        message = _message([payload.data for _, payload in self.results], self.buckets)
+        self.told.tell_sums([payload.entries for _, payload in self.results])
         with comm.tagged(self.tag):
-            gathered = comm.all_gather(_message(payloads, self.buckets), ragged=self.told.lengths)
+            gathered = comm.all_gather(message, ragged=self.told.lengths)
         return [(piece, payload) for piece, (payload,) in self.told.by_piece(gathered, self.shards.of_owner)]
 
 
@@ -127,7 +128,8 @@ def program(
     put_back = []
 
     def labelled(payloads: Sequence[tuple[Piece, Payload]]) -> MessageTag:
-        return tag._replace(members=shards.members, breakdown=lambda _: codec.breakdown(payloads, shards.members))
+        members = shards.members
+        return MessageTag(tag.phase, tag.step, tag.bucket, members, lambda _: codec.breakdown(payloads, members))
 
     def sent() -> Generator[Sum, None, ToOwners]:
         selected, places = [], PlaceCounts(codec, shards, buckets[0][2])
@@ -136,7 +138,7 @@ def program(
             for watch in watches:
                 watch.before(bucket)
             if codec.remembers:
-                settle_moved(bucket, next((piece for piece in pieces if piece.owner == context.rank), None), owned)
+                settle_moved(bucket, [piece for piece in pieces if piece.owner == context.rank], owned)
             selected.append(codec.select(x, state, context, pieces, places.of_bucket(number)))
             mask = compressor.uncompressed(layout_of(x, context), context)
             if mask is not None:
@@ -219,21 +221,21 @@ def two_phase(
     run(program(buckets, compressor, codec, comm, owned, borders, tag, watches), comm)
 
 
-def settle_moved(bucket: TravellingBucket, piece: Piece | None, owned: Owned) -> None:
+def settle_moved(bucket: TravellingBucket, mine: Sequence[Piece], owned: Owned) -> None:
     """Move what a rank owes of what it does not own any more to its residual.
 
     Args:
         bucket: of any exchange in two phases, so that its number in the plan counts, not its place among ``buckets``.
-        piece: the piece of the bucket that it owns; None for none.
+        mine: the piece of the bucket that it owns, if it owns one.
         owned: what it owned in the last step.
     """
     x, state, context, tag = bucket
     number = tag.bucket
-    if piece is None:
+    if not mine:
         owned.pop(number, None)
         settle(x, state, None, context.skip_flag)
         return
-    known, part, since = owned.get(number), (piece.start, piece.stop), context.step
+    known, part, since = owned.get(number), (mine[0].start, mine[0].stop), context.step
     if known is not None and known[0] is state.get(OWED) and known[1:3] == part:
         since = known[3]
     if since == context.step:  # once more if a GPU has refused that step, and left all as it was
@@ -241,8 +243,6 @@ def settle_moved(bucket: TravellingBucket, piece: Piece | None, owned: Owned) ->
     owned[number] = state_array(state, OWED, x), *part, since
 
 
-def _message(payloads: Sequence[Payload], buckets: Sequence[TravellingBucket]) -> np.ndarray:
+def _message(payloads: Sequence[np.ndarray], buckets: Sequence[TravellingBucket]) -> np.ndarray:
     """Return payloads as one message, where the buckets are."""
-    if not payloads:
-        return buckets[0][0][:0].view(np.uint8)
-    return device.concatenated([payload.data for payload in payloads], ALIGNED)
+    return device.concatenated(payloads, ALIGNED) if payloads else buckets[0][0][:0].view(np.uint8)

@@ -56,7 +56,6 @@ _ARRAYS = {
 # What an array has a number for: each member of a bucket, each element of it, or each eight elements.
 MEMBERS, ELEMENTS, BITS = range(3)
 COUNTS = {"real": ELEMENTS, "half_t": ELEMENTS, "bfloat16_t": ELEMENTS, "byte_t": BITS}
-_SINGLE = np.dtype(np.float32)
 _REALS = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
@@ -97,7 +96,7 @@ class Kernel:
 
     def _gpu_of_first(self, values: Sequence[Any]) -> int | None:
         """Return the GPU of the first array, None for the host."""
-        return next((device.gpu_of(value) for value in values if device.is_array(value)), None)
+        return device.gpu_of(next((v for v in values if type(v) is np.ndarray or device.is_array(v)), None))
 
     def _address(self, p: KernelParameter, a: Any, real: np.dtype, gpu: int | None, fits: Callable[[int], bool]) -> int:
         """Return the address of an array argument, after checking it against the C text; ``fits`` checks its size."""
@@ -174,8 +173,8 @@ class FlatKernel(Kernel):
         """Call the kernel with all parameters but the lengths."""
         if len(values) != len(self.parameters):
             values = self._complete(values)
-        real = _SINGLE if self._real is None else values[self._real].dtype
-        gpu = None if type(values[0]) is np.ndarray else self._gpu_of_first(values)
+        real = np.dtype(np.float32) if self._real is None else values[self._real].dtype
+        gpu = None if type(values[self._real or 0]) is np.ndarray else self._gpu_of_first(values)
         of_numpy, remaining, n, work, arguments = gpu is None and DATA, iter(values), -1, 0, list[Any]()
         for p, is_length, dtype in self._expected:
             if is_length:
@@ -193,9 +192,8 @@ class FlatKernel(Kernel):
                 if of_numpy and type(v) is np.ndarray and v.dtype is (dtype or real) and v.flags.c_contiguous:
                     address = pointer(id(v) + DATA).value
                 else:
-                    address = device.matching_address(v, dtype or real, gpu)
-                matches = address is not None and v.size == n
-                v = address if matches else self._address(p, v, real, gpu, n.__eq__)
+                    address = None if gpu is None else device.matching_address(v, dtype or real, gpu)
+                v = address if address is not None and v.size == n else self._address(p, v, real, gpu, n.__eq__)
             elif p.kind == "SkipIf" and v is not None:
                 v = device.address(v)
             arguments.append(v)
@@ -234,13 +232,14 @@ class TableKernel(Kernel):
                 arguments.append(v.size if isinstance(v, DeviceMirror) else len(v))
                 v = self._list(p, v, real, gpu, least.__le__)
             elif p.is_array:
+                # What is neither a struct nor an array as it should be is checked again, for the error's text.
                 of_struct = type(v) is KernelStruct and v.host.dtype is self._structs.get(p.name)
                 if of_struct:
                     address = v.address(gpu)
                 elif of_numpy and type(v) is np.ndarray and v.dtype is (dtype or real) and v.flags.c_contiguous:
                     address = pointer(id(v) + DATA).value
                 else:
-                    address = device.matching_address(v, dtype or real, gpu)
+                    address = None if gpu is None else device.matching_address(v, dtype or real, gpu)
                 matches = address is not None and (of_struct or v.size >= least)
                 v = address if matches else self._address(p, v, real, gpu, least.__le__)
             elif p.kind == "SkipIf" and v is not None:
