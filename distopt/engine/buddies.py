@@ -212,9 +212,14 @@ class Buddies:
     def _pieces(self, *divisions: Division) -> Iterator[np.ndarray]:
         """Yield the pieces of the state in the shares of all these divisions: one of each slot of each table."""
         for table in self._optimizer.tables():
-            begins, ends = zip(*(division.chunks(table) for division in divisions), strict=True)
-            part = _elements(table.members, max(begins), min(ends))
+            part = _elements(table.members, *_common([division.chunks(table) for division in divisions]))
             yield from (flat[part] for flat in table.slots)
+
+
+def _common(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the chunks that all of some spans have."""
+    begin = max(begin for begin, _ in spans)
+    return begin, max(begin, min(end for _, end in spans))
 
 
 def _elements(members: BucketLayout, begin: int, end: int) -> slice:
