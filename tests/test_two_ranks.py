@@ -49,14 +49,19 @@ def healthy(comm, folder):
     return {
         "modes": np.array(digests_of_modes(comm)),
         "unbroken": np.array(saving.train(Path(folder, "unbroken"), 20, 0)),
+        "stopped": np.array(saving.train(Path(folder, "stopped"), 10, 10)),
         "digits": np.array(printed(DIGITS, "--epochs", 4, "--mode", "topk")),
         "readme": np.array(pages.run(pages.README)),
     }
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
     return run_mpi(2, healthy, folder, str(folder))
 
 
@@ -99,15 +104,12 @@ for step in range(10):
     assert text in output
 
 
-def test_a_run_that_stopped_goes_on_with_the_bits_of_one_that_did_not(ranks, tmp_path):
-    def digests(start, steps, every):
-        code, output = distopt_run(2, saving.__file__, tmp_path, steps, every, timeout=60)
-        assert code == 0, output
-        assert f"from step {start} with" in output, output
-        return re.findall(r"digest (\w+) after", output)
-
-    digests(0, 10, 10)
-    assert digests(10, 20, 0) == [str(found["unbroken"]) for found in ranks]
+def test_a_run_that_stopped_goes_on_with_the_bits_of_one_that_did_not(ranks, folder):
+    """In other processes."""
+    code, output = distopt_run(2, saving.__file__, folder / "stopped", 20, 0, timeout=60)
+    assert code == 0, output
+    assert "from step 10 with" in output, output
+    assert re.findall(r"digest (\w+) after", output) == [str(found["unbroken"]) for found in ranks]
 
 
 def test_the_python_blocks_of_the_readme_run_on_two_ranks(ranks):

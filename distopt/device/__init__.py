@@ -1,7 +1,7 @@
 """Memory on the host and on GPUs; the only package that calls cupy's runtime.
 
 An array is numpy's, or cupy's on one GPU.  Work on a GPU is *enqueued*: it happens when the current stream comes to
-it, and the host goes on.
+it, and the host does not wait.
 """
 
 from distopt.device.arrays import (

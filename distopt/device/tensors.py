@@ -96,7 +96,7 @@ def current_torch_stream(t: torch.Tensor) -> Any:
 
 
 def hand_over(t: torch.Tensor | None, stream: Any) -> None:
-    """Let a stream of torch's, None on the CPU, read a tensor that the current one writes, if it is another one."""
+    """Make a stream of torch's (None: on the CPU) wait for the current one, which writes a tensor that it reads."""
     # The tensor may be freed before it is read.
     if t is not None and stream is not None and (here := current_torch_stream(t)) != stream:
         stream.wait_stream(here)

@@ -10,51 +10,48 @@ from distopt.buckets import BucketSet, Reduced
 from distopt.compress.context import State
 from distopt.compress.dgc import DECAY
 
-Reduce = Callable[[list[np.ndarray]], Iterator[Reduced]]  # of a flat array per bucket
+# Reduces a flat array per bucket.
+Reduce = Callable[[list[np.ndarray]], Iterator[Reduced]]
 
-STATE = "window"  # of a bucket: the sum of the gradients so far
-APART = (STATE, DECAY)  # states that are no part of what was not sent
+# A bucket's state: the sum of the gradients so far.
+STATE = "window"
+# States that are no part of what waits to be sent.
+APART = (STATE, DECAY)
 
 
 def unsent(state: State) -> State:
-    """Return what compressors keep of gradients until it is sent, by name: all but the window, and what all have alike.
-
-    Example:
-        >>> sorted(unsent({"residual": np.ones(2), "decay": np.ones(2), "frequencies of owed": np.ones(2)}))
-        ['frequencies of owed', 'residual']
-    """
+    """Return what compressors keep until it is sent, by name: all but the window, and what all have alike."""
     return {name: array for name, array in state.items() if name not in APART}
 
 
 class GradientAccumulator:
-    """Sum the gradients of ``num_batches`` calls, of which the last one makes a step.
+    """Sum the gradients of ``num_batches`` calls, of which the last one makes a step."""
 
-    With ``sync_on_apply`` the sum is reduced over ranks at the last call, else each call's gradients are.  The sum so
-    far is a state of the buckets, so that it survives a change of plan, and a checkpoint.
+    # With `sync_on_apply` the sum is reduced over ranks at the last call, else each call's gradients are.  The sum so
+    # far is a state of the buckets, so that it survives a change of plan, and a checkpoint.
 
-    Attributes:
-        exchanges: number of exchanges in a step.
-        holds_sums: every call's gradients are reduced before they are added.
-        batches: calls since the last step.
-        num_gradients: gradients in the sum, of all ranks, the present call's included.
-        reduced: are they sums over ranks?  None if that is not known.
-        brought: how many ranks have brought gradients to what is reduced next.
-        joined: the ranks that bring none to the present call.
-        expected: gradients in the sum once later calls, if sums over ranks are added, have brought as many as this one.
-        missing: the parameters that none of them is of, as ``GradientCollector.missing``.
-    """
-
-    CHANGES = "batches", "num_gradients", "reduced", "brought", "expected", "joined", "missing"  # what a step replaces
+    # The attributes that a step replaces (``Undo.keep_fields``).
+    CHANGES = "batches", "num_gradients", "reduced", "brought", "expected", "joined", "missing"
 
     def __init__(self, num_batches: int, sync_on_apply: bool):
         self.num_batches, self.sync_on_apply = num_batches, sync_on_apply
+        # Exchanges in a step.
         self.exchanges = 1 if sync_on_apply else num_batches
+        # Every call's gradients are reduced before they are added.
         self.holds_sums = self.exchanges > 1
+        # Calls since the last step.
         self.batches = 0
+        # Gradients in the sum, of all ranks, the present call's included.
         self.num_gradients = 0.0
+        # Are they sums over ranks?  None if that is not known.
         self.reduced: bool | None = None
-        self.brought, self.expected = 0, 0.0
+        # How many ranks have brought gradients to what is reduced next.
+        self.brought = 0
+        # Gradients in the sum once later calls, if sums over ranks are added, have brought as many as this one.
+        self.expected = 0.0
+        # The ranks that bring none to the present call.
         self.joined: frozenset[int] = frozenset()
+        # The parameters that none of them is of, as ``GradientCollector.missing``.
         self.missing = 0
 
     @property
@@ -90,16 +87,8 @@ class GradientAccumulator:
             self.brought = min(self.brought, ranks)
 
     def add(self, buckets: BucketSet, reduce: Reduce, skip_flag: np.ndarray | None = None) -> Iterator[Reduced] | None:
-        """Add a call's gradients to the sum; reduce it at the last call.
-
-        Args:
-            buckets: hold the gradients of this call, or their sums over ranks.
-            reduce: reduces a flat array per bucket.
-            skip_flag: the sum stays as it is if the number in it, on the GPU, is not 0.
-
-        Returns:
-            The sum of each bucket, reduced when it is asked for; None as long as calls are missing.
-        """
+        """Add a call's gradients to the sum; return the sums over ranks at the last call, else None."""
+        # On a GPU the sum stays as it is if the number at `skip_flag` is not 0.
         gradients = list(map(operator.attrgetter("gradient"), buckets))
         if self.num_batches == 1:
             return reduce(gradients)
@@ -107,7 +96,8 @@ class GradientAccumulator:
         closes = self.batches == self.num_batches
         for bucket in buckets:
             total = bucket.state_array(STATE)
-            if closes:  # the sum itself stays as it is until the step has been applied
+            if closes:
+                # The sum itself stays as it is until the step has been applied.
                 kernels.accumulate(total, bucket.gradient)
             else:
                 kernels.accumulate(bucket.gradient, total, skip_flag)

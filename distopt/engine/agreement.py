@@ -10,41 +10,34 @@ from distopt.comm.control import fingerprint
 class AllJoinedError(Exception):
     """No rank has batches left, which all ranks raise alike."""
 
-    agreed = False, 0.0  # as ``comm.control.agreed`` has it
+    # As ``comm.control.agreed`` marks what all ranks raise: no rank prints a traceback.
+    agreed = False, 0.0
 
 
 class Agreement:
-    """Let all ranks vote before data moves.
+    """Votes of all ranks before data moves."""
 
-    What a rank is about to do is declared in lines of text.  A vote compares their fingerprints, and tells which line
-    differs if they do; it also carries an error or a report of each rank.
-
-    Attributes:
-        joined: this rank has no batches left, and takes part in the others' steps.
-        live: number of ranks that had not joined, as of the last vote.
-        all_joined: those that had.
-        lines: the declaration that holds, the optimizer last; [] if there is none.
-    """
+    # What a rank is about to do is declared in lines of text.  A vote compares their fingerprints, and tells which line
+    # differs if they do; it also carries an error or a report of each rank.
 
     def __init__(self, comm: Communicator, kind: str):
         self._comm, self._kind = comm, kind
         comm.control.optimizers += 1
-        self.number = comm.control.optimizers  # among those that were made on this communicator, from 1
+        # Among those that were made on this communicator, from 1.
+        self.number = comm.control.optimizers
+        # This rank has no batches left, and takes part in the others' steps.
         self.joined = False
+        # How many ranks had not joined, and which had, as of the last vote.
         self.live = comm.size
         self.all_joined: frozenset[int] = frozenset()
+        # The declaration that holds, the optimizer last; [] if there is none.
         self.lines: list[str] = []
         self._fingerprint = 0
         self._numbers: list[str] = []
         self._numbers_fingerprint = 0
 
     def declare(self, lines: list[str], known_fingerprint: int | None = None) -> None:
-        """Declare what this rank is about to do, in lines that must be the same on all ranks.
-
-        Args:
-            lines: the lines.
-            known_fingerprint: their fingerprint, if it has been computed before.
-        """
+        """Declare what this rank is about to do, in lines that must be the same on all ranks."""
         self.lines, self._fingerprint = lines, fingerprint(lines) if known_fingerprint is None else known_fingerprint
 
     def declare_numbers(self, numbers: list[str]) -> None:
@@ -65,21 +58,9 @@ class Agreement:
         part: str = "",
         doubts: bool = False,
     ) -> list[str]:
-        """Vote on the call ``name``, the ``number``-th one.  Collective.
-
-        Args:
-            error: what went wrong on this rank.
-            report: a text for all ranks.
-            part: what of the call the vote is about, if it has several.
-            doubts: sums of what this rank brings may overflow.
-
-        Returns:
-            One report per rank, [] if none has any.
-
-        Raises:
-            Exception: on every rank alike, the error of the lowest rank that has one.
-            ValueError: the ranks are at different calls, or have declared different lines; names the first.
-        """
+        """Vote on a call; return one report per rank, [] if none has any.  Collective."""
+        # Raises, on every rank alike, the error of the lowest rank that has one, or ValueError with the first line that
+        # differs. part: what of the call the vote is about, if it has several.
         control, crc = self._comm.control, self._comm.collectives_fingerprint
         ballot = self._fingerprint ^ number ^ self.number << 40 ^ self._numbers_fingerprint ^ crc
 
@@ -89,7 +70,8 @@ class Agreement:
                 f"enqueued collectives of the fingerprint {crc:08x} (a loss that uses the communicator must do "
                 "so between the same gradients on every rank; this run cannot go on)"
             )
-            *lines, rule = self.lines or [""]  # the whole rule last: one of its numbers says more
+            # The whole rule last: one of its numbers says more.
+            *lines, rule = self.lines or [""]
             return [optimizer, *lines, name + part, *self._numbers, rule, enqueued]
 
         reports = control.vote(name, ballot, describe, error, report, part, self.joined, doubts)
@@ -109,14 +91,8 @@ class Agreement:
         return reports
 
     def run_on_all(self, line: str, do: Callable[..., Any], *arguments: Any) -> list[str]:
-        """Call ``do`` on every rank, and vote on its outcome.  Collective.
-
-        Returns:
-            What it returned on each rank, if that is a text, else ''.
-
-        Raises:
-            Exception: on every rank alike, what it raised on the lowest rank where it did.
-        """
+        """Call ``do`` on every rank; return the texts that it returned, '' for anything else.  Collective."""
+        # What it raises on the lowest rank where it does, all ranks raise.
         report, error = "", None
         try:
             returned = do(*arguments)

@@ -8,33 +8,36 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Job = Callable[[], object]
-Work = Callable[[Iterable[Any]], Iterable[object]]  # on items; what it yields does not matter
+# Work on a stream of items; what it yields does not matter.
+Work = Callable[[Iterable[Any]], Iterable[object]]
 Items = queue.SimpleQueue[Any]
 Jobs = queue.SimpleQueue[Job | None]
 Results = queue.SimpleQueue[BaseException | None]
 
-END = object()  # of a stream
+# The end of a stream.
+END = object()
 
 
 class Background:
-    """A thread that does one job after the other; after a job that failed it does no more until ``finish``.
+    """A thread that does one job after the other; after a job that failed it does no more until ``finish``."""
 
-    It starts with the first job, and ends when this object does.
-    """
+    # It starts with the first job, and ends when this object does.
 
     def __init__(self) -> None:
         self._jobs, self._results = Jobs(), Results()
-        self._started = 0  # and not yet known to be done
+        # Jobs that are not yet known to be done.
+        self._started = 0
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._items = Items()
 
     def start(self, job: Job) -> None:
-        """Let the thread do a job when those before it are done."""
+        """Do a job on the thread when those before it are done."""
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(self._jobs, self._results), daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._jobs.put, None).atexit = False  # it may still have to finish then
+            # It may still have to finish then.
+            weakref.finalize(self, self._jobs.put, None).atexit = False
         self._started += 1
         self._jobs.put(job)
 

@@ -19,8 +19,10 @@ from distopt.engine.parameters import GradientCollector
 from distopt.engine.undo import Undo
 from distopt.optim.adapters import OptimizerAdapter
 
-GROUP = 256 << 20  # bytes that one launch packs or updates: 16-bit parameters need as much to be updated in
-MESSAGE = 25_000_000  # bytes of an all-reduce between GPUs, as DDP's bucket: where NVLink comes near its bandwidth
+# Bytes that one launch packs or updates: 16-bit parameters need as much to be updated in.
+GROUP = 256 << 20
+# Bytes of an all-reduce between GPUs, as DDP's bucket: where NVLink comes near its bandwidth.
+MESSAGE = 25_000_000
 
 
 class NoPlanError(RuntimeError, AttributeError):
@@ -28,60 +30,37 @@ class NoPlanError(RuntimeError, AttributeError):
 
 
 class PlanMemory(NamedTuple):
-    """A plan with all that is made for it.
+    """A plan with all that is made for it."""
 
-    Args:
-        epoch: that of the ranks (``Communicator.epoch``).
-        buckets: those of the plan.
-        groups: larger ones over the same memory, which are packed and updated as a whole; on the host the same.
-        messages: those that leave as a whole, if neighbours may leave together; on the host the same.
-        check: for what is not finite in them.
-        capacity: of payloads on a GPU.
-    """
-
+    # Of the ranks (``Communicator.epoch``).
     epoch: int = 0
     buckets: BucketSet | None = None
+    # Larger buckets over the same memory, which are packed and updated as a whole; on the host the same.
     groups: BucketSet | None = None
+    # Those that leave as a whole, if neighbours may leave together; on the host the same.
     messages: BucketSet | None = None
     check: NoCheck = NoCheck()
+    # Of payloads whose length depends on the data; None on the host, where they need none.
     capacity: PayloadCapacity | None = None
 
 
 class Packing(NamedTuple):
-    """How gradients are packed.
-
-    Args:
-        scale: multiplies them.
-        counts: what is not finite is counted now; else it is found in the sums.
-        clip: every element is held between ``-clip`` and ``clip``; None for no bound.
-    """
+    """How gradients are packed."""
 
     scale: float
+    # Is what is not finite counted now?  Else it is found in the sums.
     counts: bool
+    # Every element is held between -clip and clip.
     clip: float | None
 
 
 class BucketStore:
-    """Hold a model's parameters and gradients in buckets.
+    """Hold a model's parameters and gradients in buckets."""
 
-    A plan is *proposed* by each rank alone, *committed* when a vote has shown that all ranks have it, and *rolled back*
-    when the vote has failed.  What outlives a step moves from plan to plan by parameter name.
+    # A plan is *proposed* by each rank alone, *committed* when a vote has shown that all ranks have it, and *rolled
+    # back* when the vote has failed.  What outlives a step moves from plan to plan by parameter name.
 
-    Attributes:
-        buckets: those of the plan; before there is one, NoPlanError.
-        messages: the buckets that leave if neighbours may leave together (``PlanMemory``); None if there is no plan.
-        check: the check for what is not finite in the buckets.
-        skip_flag: the number on the GPU by which kernels skip the step (``NoCheck``).
-        capacity: of payloads whose length depends on the data; None on the host, where it needs none.
-        sharded: parameters are shared by all ranks, of which each updates its shard.
-        collector: the parameters, in the order of the first step.
-        threshold: elements that fill a bucket, in the committed plan.
-        started: a vote has succeeded.
-        broadcast_due: rank 0's parameters are still to be sent.
-        recover: brings what a lost rank alone had to the others, once all have a plan without it, and is collective;
-            None if nobody can.
-    """
-
+    # Before there is a plan: NoPlanError.
     buckets: BucketSet
 
     def __init__(
@@ -96,19 +75,26 @@ class BucketStore:
         overlaps: bool,
         checked: int,
     ):
-        """Make an empty store.  ``checked``: gradients of a rank in a sum that must be finite, 0 if nobody checks."""
+        # checked: gradients of a rank in a sum that must be finite, 0 if nobody checks.
         self._comm, self._optimizer, self._overlaps, self._checked = comm, optimizer, overlaps, checked
         self._undo = undo
         self.collector = GradientCollector(allow_missing, comm.gpu)
+        # Elements that fill a bucket, in the committed plan.
         self.threshold = threshold
+        # Rank 0's parameters are still to be sent.
         self.broadcast_due = broadcast
+        # A vote has succeeded.
         self.started = False
+        # Brings what a lost rank alone had to the others, once all have a plan without it, and is collective; None if
+        # nobody can.
         self.recover: Callable[[], object] | None = None
         self._committed = PlanMemory()
         self._use(self._committed)
-        self._restored: States = {}  # of a checkpoint, until there are buckets
+        # States of a checkpoint, until there are buckets.
+        self._restored: States = {}
         self._restored_capacity: list[int] = []
-        self._unshared: BucketSet | None = None  # of which no two ranks have a parameter in one place
+        # The buckets of which no two ranks have a parameter in one place.
+        self._unshared: BucketSet | None = None
 
     # -- what there is
 
@@ -149,12 +135,7 @@ class BucketStore:
     # -- a plan: propose, commit or roll back
 
     def propose(self, threshold: int) -> bool:
-        """Make a plan of the collected parameters and its buckets, unless they are there; tell if it did.
-
-        Raises ValueError for another threshold once parameters are shared, and for states that do not fit; RuntimeError
-        for shared parameters if a rank was lost, which alone had its share of the optimizer's state, and nobody can
-        ``recover`` it.
-        """
+        """Make a plan of the collected parameters and its buckets, unless they are there; tell if it did."""
         previous, order = self._memory.buckets, self.collector.order
         known = previous and (previous.plan.threshold, previous.num_parameters, self._memory.epoch)
         if known == (threshold, len(order), self._comm.epoch):
@@ -184,7 +165,8 @@ class BucketStore:
             check = DeviceFlag(buckets, self._comm) if on_gpu else HostCheck(buckets, gradients)
         if on_gpu:
             capacity = PayloadCapacity(buckets, self._comm)
-            if self.stale and self.capacity:  # of the ranks before one was lost
+            if self.stale and self.capacity:
+                # These ranks were more, before one was lost.
                 capacity.restore(self.capacity.state())
             capacity.restore(self._restored_capacity)
             self._restored_capacity = []
@@ -192,7 +174,7 @@ class BucketStore:
         return True
 
     def _use(self, memory: PlanMemory) -> None:
-        """Let this be the plan of the next step."""
+        """Make this the plan of the next step."""
         self._memory = memory
         if memory.buckets is None:
             vars(self).pop("buckets", None)
@@ -203,13 +185,14 @@ class BucketStore:
         self.sharded = memory.buckets is not None and bool(memory.buckets.parameters)
 
     def commit(self) -> None:
-        """Make what a step with the proposed plan needs, which all ranks have, and let the old one go.  Collective."""
+        """Make what a step with the proposed plan needs, which all ranks have, and free the old one.  Collective."""
         if self._committed.buckets is self._memory.buckets:
             return
         buckets, error = self.buckets, None
         buckets.connect(self._comm)
         if self._overlaps:
-            _ = self._comm.duplicate()  # made where all ranks are
+            # Made here, where all ranks come by.
+            _ = self._comm.duplicate()
         if self._committed.buckets is not None:
             self._committed.buckets.wait_for_last_use(self._comm.check)
         try:
@@ -237,18 +220,15 @@ class BucketStore:
         self._use(self._committed)
 
     def share_parameters(self) -> dict[str, np.ndarray]:
-        """Let all ranks share the parameters' memory, by name; some may already.  Collective.
-
-        Raises:
-            RuntimeError: they cannot; where ranks do that share it already, those that do not raise it alone.
-        """
+        """Make all ranks share the parameters' memory, by name; some may already.  Collective."""
+        # Where they cannot, ranks that do not share it already raise RuntimeError alone.
         if not self.buckets.share_parameters(self._comm):
             raise RuntimeError(f"ranks must be able to share memory for parameter_views, got {self._comm!r}")
         self.sharded = bool(self.buckets.parameters)
         return self.buckets.parameters
 
     def unshare_parameters(self) -> None:
-        """Let every rank have its own parameters again."""
+        """Give every rank its own parameters again."""
         self.buckets.parameters, self.sharded = {}, False
 
     # -- a step
@@ -269,14 +249,9 @@ class BucketStore:
     def pack_all(
         self, packing: Packing, multipliers: bool = False, travelling: BucketSet | None = None, sent: int = 0
     ) -> None:
-        """Bring the collected gradients to their places in the buckets.
-
-        Args:
-            packing: how.
-            multipliers: write the optimizer's multipliers into the buckets' tables, for a compressor that reads them.
-            travelling: the buckets that leave one after the other.
-            sent: how many of these are on their way already.
-        """
+        """Bring the collected gradients to their places in the buckets."""
+        # multipliers: write the optimizer's multipliers into the buckets' tables, for a compressor that reads them.
+        # travelling, sent: the buckets that leave one after the other, and how many of these are on their way already.
         grads, buckets, groups = self.collector.grads, self.buckets, self._memory.groups
         assert groups is not None
         self.point_to_parameters()
@@ -288,10 +263,8 @@ class BucketStore:
             self.pack(bucket, packing)
 
     def upload_tables(self, travelling: BucketSet) -> None:
-        """Bring the tables of buckets that leave early to the GPU: a step that is recorded can upload nothing.
-
-        To where they are packed, and to where they are compressed.
-        """
+        """Bring the tables of buckets that leave early to the GPU: a step that is recorded can upload nothing."""
+        # To where they are packed, and to where they are compressed.
         grads = self.collector.grads
         travelling.point_to_gradients(grads.arrays, grads.addresses, grads.version)
         for stream in (contextlib.nullcontext(), self._comm.on_comm_stream()):
@@ -303,14 +276,15 @@ class BucketStore:
     def pack(self, bucket: Bucket, packing: Packing) -> None:
         """Bring a bucket's gradients to their places."""
         if self._undo and (bucket.gradients.records["data"] == bucket.own_addresses).any():
-            self._undo.keep(bucket.gradient)  # gradients lie there, and are scaled and summed there
+            # Gradients lie there, and are scaled and summed there.
+            self._undo.keep(bucket.gradient)
         counts = packing.counts and self._checked > 0
         bucket.pack(counts, packing.scale, self.check.headroom if packing.counts else 1.0)
         if packing.clip is not None:
             kernels.clip(bucket.gradient, packing.clip)
 
     def bring_nothing(self, names: Collection[str]) -> None:
-        """Let this rank bring zeros for parameters, after it has packed gradients of them."""
+        """Bring zeros for parameters, after gradients of them were packed."""
         buckets = self.buckets
         for bucket in buckets:
             for row, name in enumerate(bucket.spec.names):
@@ -334,21 +308,19 @@ class BucketStore:
         self.broadcast_due = False
 
     def check_values_apart(self) -> None:
-        """Raise ValueError, on all ranks alike, for a parameter in the memory of another thread's.  Collective.
-
-        Both would update it.  Looked at in the first step of a plan; ``parameter_views`` are meant to be shared.
-        """
+        """Raise ValueError, on all ranks alike, for a parameter in the memory of another thread's.  Collective."""
+        # Both would update it.  Looked at in the first step of a plan; `parameter_views` are meant to be shared.
         if self._unshared is not self._memory.buckets and not self.sharded:
             check_apart(self._comm, self.values)
             self._unshared = self._memory.buckets
 
     def follow_stream(self) -> None:
-        """Let what comes next, in any stream of the GPU, come after the last step."""
+        """Make what comes next, in any stream of the GPU, come after the last step."""
         if self._memory.buckets is not None:
             self._memory.buckets.wait_for_last_step()
 
     def mark_stream(self) -> None:
-        """Let what comes next, in any stream of the GPU, come after what was enqueued so far."""
+        """Make what comes next, in any stream of the GPU, come after what was enqueued so far."""
         if self._memory.buckets is not None:
             self._memory.buckets.end()
 
@@ -380,12 +352,7 @@ class BucketStore:
 
 
 def check_apart(comm: Communicator, values: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError, on all ranks alike, for an array in the memory of another thread's.  Collective.
-
-    Args:
-        comm: the ranks.
-        values: the parameters' arrays by name.
-    """
+    """Raise ValueError, on all ranks alike, for an array in the memory of another thread's.  Collective."""
     if not comm.shares_address_space:
         return
     lengths = [value.nbytes for value in values.values()]
@@ -397,7 +364,8 @@ def check_apart(comm: Communicator, values: Mapping[str, np.ndarray]) -> None:
     order = np.argsort(starts, kind="stable")
     overlapping = np.flatnonzero(starts[order][1:] < ends[order][:-1])
     if overlapping.size:
-        names, at = list(values), min(overlapping, key=lambda k: rows[order[k]])  # first of the plan
+        # The first ones in the plan.
+        names, at = list(values), min(overlapping, key=lambda k: rows[order[k]])
         first, second = (f"{names[rows[k]]} of rank {ranks[k]}" for k in sorted(order[at : at + 2]))
         text = f"{first} and {second} are in one memory: each rank must make parameters of its own, inside main(comm)"
         raise agreed(ValueError(text), comm.rank == 0)
@@ -414,6 +382,7 @@ class StreamOrder:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
-            with contextlib.suppress(Exception):  # the first error counts: CUDA may refuse all that follows
+            # The first error counts: CUDA may refuse all that follows.
+            with contextlib.suppress(Exception):
                 self._comm.wait()
                 self._store.mark_stream()

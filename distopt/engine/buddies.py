@@ -20,16 +20,7 @@ NOTHING = np.empty(0, np.uint8)
 
 
 class Division(NamedTuple):
-    """What a rank updates, where each of ``size`` ranks updates its share.
-
-    Attributes:
-        rank: this rank's number.
-        size: the number of ranks.
-
-    Example:
-        >>> Division(0, 4).buddy, Division(0, 4).guarded
-        (1, 3)
-    """
+    """What a rank updates, where each of ``size`` ranks updates its share."""
 
     rank: int
     size: int
@@ -49,53 +40,36 @@ class Division(NamedTuple):
         return self._replace(rank=rank)
 
     def chunks(self, table: Table) -> tuple[int, int]:
-        """Return the first chunk of a table that this rank updates, and the one behind the last.
-
-        Example:
-            >>> members = BucketLayout(["w"], [(3 * CHUNK,)], [0], np.float32)
-            >>> [Division(rank, 2).chunks(Table(members, [], None)) for rank in range(2)]
-            [(0, 1), (1, 3)]
-            >>> [Division(rank, 2).chunks(Table(members, [], 5)) for rank in range(2)]
-            [(0, 0), (0, 3)]
-        """
+        """Return the first chunk of a table that this rank updates, and the one after the last."""
         if table.number is None:
             return table.members.shard(self.rank, self.size).span
         return 0, table.members.chunks if table.number % self.size == self.rank else 0
 
 
 class Buddies:
-    """Let ranks go on without one that alone had a share of the optimizer's state.
+    """What ranks need to go on without one that alone had a share of the optimizer's state."""
 
-    With ``parameter_views`` each rank updates a share of the parameters, which lie in memory that all ranks have, and
-    it alone has the optimizer's state of them.  So behind every update it sends this state to the next rank, its
-    *buddy*: copies in a neighbour's memory, as Zheng et al. have them ("FTC-Charm++: an in-memory checkpoint-based
-    fault tolerant runtime for Charm++ and MPI", 2004), but those of the last update, so that no other step is lost.
-
-    The update and this message belong to the step's transaction, in which a rank keeps two things of what was before:
-
-    * its own share of the state, with the rest that a step changes;
-    * its own share of the parameters, and that of the rank before it.  Both are read where they lie, as long as nobody
-      updates, which is before the vote; so what a script has changed there counts.
-
-    If a rank is lost before all have the outcome, the others put these back, and share out the state anew: the buddy
-    of the lost rank takes its place, and each rank sends every other one what this is to have from now on.  Then they
-    make the step again.  If all have the outcome, nothing is put back, and the next step begins with sharing out.
-
-    Shares are those of the last update, of the ranks that made it.  Until the next one has ended, a rank's own share
-    stays as it was, whatever comes in beside it; so if another rank is lost, all this is done again from the start.
-    Copies and division change at the end of a transaction alone: only there do all ranks agree on how many they are.
-    Before the first update, and behind a load, all ranks have all the state, and none is sent.
-
-    With ``Muon(sharded=True)`` ranks share the work of an update, and gather the results.  Each has all the state then;
-    but for an update to be made again, each must keep all that it changes, as if it were the only rank.
-
-    Args:
-        comm: the ranks.
-        store: the parameters.
-        optimizer: its state.
-        progress: counts, and is told of a loss that nobody can make good.
-        undo: what the step changes.
-    """
+    # With `parameter_views` each rank updates a share of the parameters, which lie in memory that all ranks have, and
+    # it alone has the optimizer's state of them.  So after every update it sends this state to the next rank, its
+    # *buddy*: copies in a neighbour's memory, as Zheng et al. have them ("FTC-Charm++: an in-memory checkpoint-based
+    # fault tolerant runtime for Charm++ and MPI", 2004), but those of the last update, so that no other step is lost.
+    #
+    # The update and this message belong to the step's transaction, in which a rank keeps two things of what was before:
+    # * its own share of the state, with the rest that a step changes;
+    # * its own share of the parameters, and that of the rank before it.  Both are read where they lie, as long as
+    #   nobody updates, which is before the vote; so what a script has changed there counts.
+    #
+    # If a rank is lost before all have the outcome, the others put these back, and share out the state anew: the buddy
+    # of the lost rank takes its place, and each rank sends every other one what this is to have from now on.  Then they
+    # make the step again.  If all have the outcome, nothing is put back, and the next step begins with sharing out.
+    #
+    # Shares are those of the last update, of the ranks that made it.  Until the next one has ended, a rank's own share
+    # stays as it was, whatever comes in beside it; so if another rank is lost, all this is done again from the start.
+    # Copies and division change at the end of a transaction alone: only there do all ranks agree on how many they are.
+    # Before the first update, and after a load, all ranks have all the state, and none is sent.
+    #
+    # With `Muon(sharded=True)` ranks share the work of an update, and gather the results.  Each has all the state then;
+    # but for an update to be made again, each must keep all that it changes, as if it were the only rank.
 
     def __init__(
         self,
@@ -106,11 +80,16 @@ class Buddies:
         undo: Undo,
     ):
         self._comm, self._store, self._optimizer, self._progress, self._undo = comm, store, optimizer, progress, undo
-        self._division: Division | None = None  # of the last update, or by which sharing began; None before
-        self._copy: np.ndarray | None = None  # of the guarded rank's state; None while all ranks have all the state
-        self._next: tuple[Division, np.ndarray] | None = None  # both, as the present step leaves them, if it updates
-        self._parameters = Undo()  # of this rank's share and the guarded one's, in all tries of a step
-        self._message = NOTHING  # the last one; its memory is used again
+        # The division of the last update, or the one that sharing began with; None before.
+        self._division: Division | None = None
+        # A copy of the guarded rank's state; None while all ranks have all the state.
+        self._copy: np.ndarray | None = None
+        # Division and copy as the present step leaves them, if it updates.
+        self._next: tuple[Division, np.ndarray] | None = None
+        # Parameters of this rank's share and the guarded one's, in all tries of a step.
+        self._parameters = Undo()
+        # The last message; its memory is used again.
+        self._message = NOTHING
         store.recover = self._recover
 
     def step(
@@ -119,20 +98,21 @@ class Buddies:
         exchange: Callable[[], Outcome | None],
         update: Callable[[Outcome], bool],
     ) -> tuple[Outcome | None, bool]:
-        """Make a step, with its update inside of the transaction; return its outcome, and if it was applied.
-
-        Args:
-            run: makes a transaction (``ElasticSteps.run``).
-            exchange: all of the step but its update.
-            update: is called with what ``exchange`` returned, and tells if it has updated the parameters.
-        """
+        """Make a step, its update inside of the transaction; return its outcome, and if it was applied.  Collective."""
+        # run: makes a transaction (`ElasticSteps.run`).
+        # exchange: all of the step but its update, which is called with the outcome, and tells if it was applied.
         self._keep_parameters()
 
         def operation() -> tuple[Outcome | None, bool]:
             self._next = None
             self._undo.on_undo(self._parameters.undo)
             outcome = exchange()
-            self._keep_state()
+            # What else this rank is about to update, which no other one can read.
+            if self._store.sharded:
+                self._undo.keep(*self._pieces(Division(self._comm.rank, self._comm.size)))
+            else:
+                self._optimizer.reserve(self._store.buckets)
+                self._undo.keep(*self._store.values.values(), *self._pieces(Division(0, 1)))
             updated = outcome is not None and update(outcome)
             if updated:
                 self._undo.on_undo(self._optimizer.take_back)
@@ -162,17 +142,13 @@ class Buddies:
             return
         assert self._division is not None
         if self._copy is None:
-            self._optimizer.reserve(self._store.buckets)  # states that were loaded have no tables yet
-        for rank in {self._division.rank, self._division.guarded}:
-            self._parameters.keep(*self._pieces_of_parameters(self._division.of(rank)))
-
-    def _keep_state(self) -> None:
-        """Copy what else this rank is about to update, which no other one can read."""
-        if self._store.sharded:
-            self._undo.keep(*self._pieces(Division(self._comm.rank, self._comm.size)))
-        else:
+            # States that were loaded have no tables yet.
             self._optimizer.reserve(self._store.buckets)
-            self._undo.keep(*self._store.values.values(), *self._pieces(Division(0, 1)))
+        for rank in {self._division.rank, self._division.guarded}:
+            division = self._division.of(rank)
+            for table in self._optimizer.tables():
+                flat = self._store.buckets.flat_parameters(table.members)
+                self._parameters.keep(flat[_elements(table.members, *division.chunks(table))])
 
     def _send(self) -> None:
         """Send this rank's state to its buddy, and receive that of the rank before it.  Collective."""
@@ -190,39 +166,30 @@ class Buddies:
     # -- a rank is lost
 
     def _recover(self) -> None:
-        """Share out the state anew, once the plan of the ranks that are left is made.  Collective.
-
-        Raises RuntimeError, on every rank alike, if a rank was lost with its buddy.
-        """
+        """Share out the state anew, once the plan of the ranks that are left is made.  Collective."""
         if not self._store.sharded:
             return
-        assert self._division is not None
+        then = self._division
+        assert then is not None
         with self._comm.tagged(MessageTag("buddy", self._progress.updates)):
-            left = self._comm.lengths(self._division.rank)
-            self._check(left, self._division)
+            left = self._comm.lengths(then.rank)
+            lost = [rank for rank in range(then.size) if rank not in left]
+            gone = [f"{rank} with {then.of(rank).buddy}" for rank in lost if then.of(rank).buddy in lost]
+            if gone:
+                text = (
+                    "a rank was lost that alone had its share of the optimizer's state, and with it the next one, "
+                    f"which had the copy: rank {', rank '.join(gone)} of {then.size}; load a checkpoint to go on"
+                )
+                # Until a load every further step raises it too.
+                self._progress.fail(text)
+                raise agreed(RuntimeError(text), self._comm.rank == 0)
             if self._copy is not None:
-                self._redistribute(left, self._division, self._copy)
-
-    def _check(self, left: Sequence[int], then: Division) -> None:
-        """Raise RuntimeError if a rank was lost with its buddy; until a load every further step raises it too."""
-        lost = [rank for rank in range(then.size) if rank not in left]
-        gone = [f"{rank} with {then.of(rank).buddy}" for rank in lost if then.of(rank).buddy in lost]
-        if gone:
-            text = (
-                "a rank was lost that alone had its share of the optimizer's state, and with it the next one, which "
-                f"had the copy: rank {', rank '.join(gone)} of {then.size}; load a checkpoint to go on"
-            )
-            self._progress.fail(text)
-            raise agreed(RuntimeError(text), self._comm.rank == 0)
+                self._redistribute(left, then, self._copy)
 
     def _redistribute(self, left: Sequence[int], then: Division, copy: np.ndarray) -> None:
-        """Send every rank what it is to have from now on, and did not.  Collective.
-
-        Args:
-            left: the ranks that are left, as they were numbered, by their present numbers.
-            then: the last division.
-            copy: of the guarded rank's state.
-        """
+        """Send every rank what it is to have from now on, and did not.  Collective."""
+        # left: the ranks that are left, as they were numbered, by their present numbers.
+        # copy: the last one of the guarded rank's state.
         comm = self._comm
         had = [[rank] + [then.of(rank).guarded] * (then.of(rank).guarded not in left) for rank in left]
         if then.guarded not in left:
@@ -248,33 +215,15 @@ class Buddies:
             part = _elements(table.members, *_common([division.chunks(table) for division in divisions]))
             yield from (flat[part] for flat in table.slots)
 
-    def _pieces_of_parameters(self, division: Division) -> Iterator[np.ndarray]:
-        """Yield the pieces of the parameters in a share: one of each table."""
-        for table in self._optimizer.tables():
-            flat = self._store.buckets.flat_parameters(table.members)
-            yield flat[_elements(table.members, *division.chunks(table))]
-
 
 def _common(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the chunks that all of some spans have.
-
-    Example:
-        >>> _common([(0, 5), (3, 8)]), _common([(0, 2), (3, 8)])
-        ((3, 5), (3, 3))
-    """
+    """Return the chunks that all of some spans have."""
     begin = max(begin for begin, _ in spans)
     return begin, max(begin, min(end for _, end in spans))
 
 
 def _elements(members: BucketLayout, begin: int, end: int) -> slice:
-    """Return where some chunks of a table lie in its flat arrays; gaps between parameters may be among them.
-
-    Example:
-        >>> members = BucketLayout(["v", "w"], [(3,), (3 * CHUNK,)], [0, 16], np.float32)
-        >>> part = _elements(members, 0, 2)
-        >>> part.start, part.stop - CHUNK
-        (0, 16)
-    """
+    """Return where some chunks of a table lie in its flat arrays; gaps between parameters may be among them."""
     if begin >= end:
         return slice(0, 0)
     records = members.records
@@ -286,7 +235,7 @@ def _elements(members: BucketLayout, begin: int, end: int) -> slice:
 
 
 def _packed(pieces: Sequence[np.ndarray], memory: np.ndarray | None = None) -> np.ndarray:
-    """Return the bytes of some arrays, one behind the other, in ``memory`` if it is of their size."""
+    """Return the bytes of some arrays in one, in ``memory`` if it is of their size."""
     nbytes = sum(piece.nbytes for piece in pieces)
     out = np.empty(nbytes, np.uint8) if memory is None or memory.size != nbytes else memory
     return np.concatenate([NOTHING, *(piece.view(np.uint8) for piece in pieces)], out=out)

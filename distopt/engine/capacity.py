@@ -13,16 +13,17 @@ from distopt.device import AsyncReadback
 
 Count = Callable[[np.ndarray, np.ndarray], None]
 
-FIRST = 64  # one of so many entries fits in the first step
-LEAST = 256  # entries that always fit
+# One of so many entries fits in the first step.
+FIRST = 64
+# Entries that always fit.
+LEAST = 256
 
 
 class PayloadCapacity:
-    """Entries per bucket, the same on every rank: twice what the rank with most wanted to send in the last step.
+    """Entries per bucket, the same on every rank: twice what the rank with most wanted to send in the last step."""
 
-    The host learns that number one step late, so it need not wait; what does not fit stays in the residual.  Without
-    a residual entries are counted first, and the host waits once for the counts of all buckets.
-    """
+    # The host learns that number one step late, so it need not wait; what does not fit stays in the residual.  Without
+    # a residual entries are counted first, and the host waits once for the counts of all buckets.
 
     def __init__(self, buckets: BucketSet, comm: Communicator):
         self._comm, self._sizes = comm.unwrapped, [b.spec.size for b in buckets]
@@ -71,10 +72,7 @@ class PayloadCapacity:
 
     @contextlib.contextmanager
     def counted(self, compressor: Compressor, arrays: Sequence[np.ndarray]) -> Iterator[None]:
-        """Exchange these arrays, one per bucket: with their own counts, or with a residual for the next step's.
-
-        Collective.
-        """
+        """Exchange arrays, one per bucket: with their own counts, or with a residual for the next step.  Collective."""
         if not compressor.stateful:
             self.count(arrays, compressor.count_selected)
         yield

@@ -63,42 +63,49 @@ def check_capture(engine: Engine, compressor: Compressor) -> None:
 
 
 class CapturedStep:
-    """A step of which the GPU has all commands already: a call is the next step, for some microseconds of the host.
+    """A step of which the GPU has all commands already: a call is the next step, for some microseconds of the host."""
 
-    Everything that changes from step to step is read from memory: the numbers of the update, which are written there
-    before each replay, and the skip flag.  The ranks vote before each replay as before any step.  Any other step, a
-    checkpoint that is loaded, or another captured step ends its life: it raises RuntimeError from then on.
-    """
+    # Everything that changes from step to step is read from memory: the numbers of the update, which are written there
+    # before each replay, and the skip flag.  The ranks vote before each replay as before any step.  Any other step, a
+    # checkpoint that is loaded, or another captured step ends its life: it raises RuntimeError from then on.
 
     def __init__(self, engine: Engine, loss: Callable[[], Any], spec: StepSpec):
         """Make one ordinary step, which counts, and record another one.  Collective."""
         self._engine, self._graph, self._order = engine, device.Graph(), device.StreamEvent()
-        self._stream = device.new_stream()  # the null stream cannot be captured
+        # The null stream cannot be captured.
+        self._stream = device.new_stream()
         caller = device.current_stream()
         self._order(caller, self._stream)
         try:
             with self._stream:
-                engine.step(loss, spec)  # makes and compiles all that it needs
+                # The ordinary step makes and compiles all that the captured one needs.
+                engine.step(loss, spec)
                 engine.resolve_last_step()
                 self._write_numbers()
                 engine.store.upload_tables(engine.step_context.travelling(engine.compressor))
                 with self._graph.capture():
                     engine.step(_recorded(loss), spec)
                 engine.nonfinite.roll_back()
-        finally:  # also without a capture, the ordinary step was made
+        finally:
+            # Also if the capture failed: the ordinary step was made.
             self._order(self._stream, caller)
         self._version, self._lines = self._current_version, ["a captured step", *engine.agreement.lines]
         self._fingerprint = fingerprint(self._lines)
 
     def __call__(self) -> bool:
         """Make the next step; True, which the next call takes back if a gradient was not finite.  Collective."""
-        caller = device.current_stream()
+        engine, caller = self._engine, device.current_stream()
         if self._graph.dropped:
             raise RuntimeError("the communicator of this captured step was closed")
         self._agree()
         self._order(caller, self._stream)
         with self._stream:
-            self._replay()
+            with engine.progress.halfway:
+                self._write_numbers()
+                self._graph.replay()
+                engine.store.check.expect()
+                engine.count_update()
+            engine.end_call(applied=True)
         self._order(self._stream, caller)
         return True
 
@@ -135,15 +142,6 @@ class CapturedStep:
         """Write the numbers of the next update to where the graph reads them."""
         comm = self._engine.comm
         self._engine.optimizer.prepare(1.0 / comm.size, comm.gpu)
-
-    def _replay(self) -> None:
-        engine = self._engine
-        with engine.progress.halfway:
-            self._write_numbers()
-            self._graph.replay()
-            engine.store.check.expect()
-            engine.count_update()
-        engine.end_call(applied=True)
 
 
 def _recorded(loss: Callable[[], Any]) -> Iterator[Any]:

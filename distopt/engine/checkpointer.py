@@ -25,22 +25,21 @@ from distopt.resilience import job, signals
 LoadState = Callable[[Tree], None]
 
 LOG = logging.getLogger("distopt")
-MOST_LOCKS = 8  # that one DistOpt holds: each is an open file
+# Locks that one DistOpt holds: each is an open file.
+MOST_LOCKS = 8
 
 
 class Checkpointer:
-    """Save and load what of a training outlives the process.
-
-    Args:
-        training: the training.
-        known: makes parameters of a PyTorch model, or of its tensors; None if there is no model.
-    """
+    """Save and load what of a training outlives the process."""
 
     def __init__(self, training: TrainingState, known: Callable[[Any], Iterable[Any]] | None = None):
+        # known: makes parameters of a PyTorch model, or of its tensors; None if there is no model.
         self.training, self._comm = training, training.comm
         self.known: Callable[[Any], Iterable[Any]] = known or iter
-        self._locks: tuple[lock.Held, ...] = ()  # on rank 0, of the last folders
-        self._unlocked: tuple[Path, ...] = ()  # folders in which there are no locks
+        # Locks of the last folders, on rank 0.
+        self._locks: tuple[lock.Held, ...] = ()
+        # Folders in which there are no locks.
+        self._unlocked: tuple[Path, ...] = ()
 
     def save(self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2) -> Path:
         """``DistOpt.save``.  Collective."""
@@ -68,7 +67,7 @@ class Checkpointer:
             if self._comm.rank == 0:
                 folder.discard(place)
             raise
-        # only now: until all have agreed, the new one may be taken back
+        # Only now: until all have agreed, the new one may be taken back.
         self._on_all_ranks("keeping", self._on_rank_0, folder.keep, place, keep)
         return place
 
@@ -78,9 +77,8 @@ class Checkpointer:
         self.training.check()
         place = Path(path)
         place.mkdir(parents=True, exist_ok=True)
-        self._on_rank_0(self._lock_folder, place)
-
-    def _lock_folder(self, place: Path) -> None:
+        if self._comm.rank:
+            return
         held = lock.hold(place)
         if held:
             self._locks = (*(other for other in self._locks if other is not held), held)[-MOST_LOCKS:]
@@ -89,7 +87,7 @@ class Checkpointer:
             self.note(f"{place}: no locks in this file system: nothing keeps two jobs from saving there at once")
 
     def close(self) -> None:
-        """Let other jobs save where this one did."""
+        """Unlock folders: other jobs may save where this one did."""
         self._locks = ()
 
     def _next_checkpoint(self, path: Path) -> str:
@@ -155,43 +153,30 @@ class Checkpointer:
 
     def _load(self, path: str | Path, params: Iterable[Any] | None, load_state: LoadState) -> Any:
         place = Path(path)
-        names = json.loads(self._on_all_ranks("loading", self._checkpoints, place)[0])
+        names = json.loads(
+            self._on_all_ranks("loading", lambda: json.dumps([] if self._comm.rank else folder.names(place)))[0]
+        )
         for name in names:
             shards: list[Any] = []
             bad = self._on_all_ranks(f"loading {name}", self._read, place / name, shards)
             if not any(map(json.loads, bad)):
-                self._tell_of_others(place / name)
+                # In a folder that others may write to, a checkpoint may be anybody's.
+                with contextlib.suppress(OSError):
+                    owner = (place / name).stat().st_uid
+                    if owner != os.geteuid():
+                        self.note(f"loads {place / name}, which another user has written, of uid {owner}")
                 return self._apply_loaded(params, load_state, *shards[0])
-            self._warn(f"passed over the checkpoint {place / name}: {_first(bad)}")
+            if self._comm.rank == 0:
+                first = next(f"rank {r}: {text}" for r, text in enumerate(map(json.loads, bad)) if text)
+                warnings.warn(f"passed over the checkpoint {place / name}: {first}", RuntimeWarning, stacklevel=2)
         if names:
             raise agreed(CheckpointError(place, "checkpoints", "none is good"), self._comm.rank == 0)
         self.note(f"there is no checkpoint in {place}: nothing was loaded")
         return None
 
-    def _tell_of_others(self, place: Path) -> None:
-        """Say so if another user has written a checkpoint: in a folder that others may write to it may be any's."""
-        with contextlib.suppress(OSError):
-            owner = place.stat().st_uid
-            if owner != os.geteuid():
-                self.note(f"loads {place}, which another user has written, of uid {owner}")
-
-    def _checkpoints(self, path: Path) -> str:
-        return json.dumps(folder.names(path) if self._comm.rank == 0 else [])
-
     def _read(self, place: Path, into: list[Any]) -> str:
-        """All that this rank needs of a checkpoint; what is wrong with it, in JSON."""
-        try:
-            into.append(self._read_state(place))
-        except (CheckpointError, OSError) as error:
-            return json.dumps(str(error))
-        except (KeyError, TypeError, AttributeError) as error:
-            return json.dumps(f"{place}: has another structure: {type(error).__name__}: {error}")
-        return json.dumps("")
-
-    def _read_state(self, place: Path) -> tuple[Tree, Any, Any]:
-        """Read a state, parameters by name, and extra."""
-        about = folder.manifest(place)
-        saved, rank, size = about["world_size"], self._comm.rank, self._comm.size
+        """Take in all that this rank needs of a checkpoint; return what is wrong with it, in JSON."""
+        comm = self._comm
 
         def read(number: int | None) -> Any:
             path = folder.file_of(place, number)
@@ -199,11 +184,19 @@ class Checkpointer:
             folder.compare(path, said, about)
             return tree
 
-        if saved != size:
-            self.note(f"{place}: {saved} ranks saved it, {size} go on; the pending mean stays as it was")
-        of_all, of_rank = read(None), read(rank % saved)
-        state, parameters = self.training.unite(place, about, of_all, of_rank, read)
-        return state, parameters, of_rank["extra"]
+        try:
+            about = folder.manifest(place)
+            saved = about["world_size"]
+            if saved != comm.size:
+                self.note(f"{place}: {saved} ranks saved it, {comm.size} go on; the pending mean stays as it was")
+            of_all, of_rank = read(None), read(comm.rank % saved)
+            state, parameters = self.training.unite(place, about, of_all, of_rank, read)
+            into.append((state, parameters, of_rank["extra"]))
+        except (CheckpointError, OSError) as error:
+            return json.dumps(str(error))
+        except (KeyError, TypeError, AttributeError) as error:
+            return json.dumps(f"{place}: has another structure: {type(error).__name__}: {error}")
+        return json.dumps("")
 
     def _apply_loaded(
         self, params: Iterable[Any] | None, load_state: LoadState, state: Tree, parameters: Any, extra: Any
@@ -215,13 +208,27 @@ class Checkpointer:
         return {} if extra is None else extra
 
     def _checked(self, params: Iterable[Any] | None, state: Tree, parameters: Any) -> dict[str, np.ndarray]:
-        """Return the arrays that saved parameters go to, if training can go on from them and the state."""
-        values = self._matching_arrays(params, parameters)
+        """Return the arrays that saved parameters go to; ValueError if these are others, or for another state."""
+        if parameters is None and params is not None:
+            raise ValueError("params must be None, as the checkpoint was saved without parameters")
+        values = {} if parameters is None else self.values(params)
+        if parameters is not None and params is None and not values:
+            raise ValueError(
+                "params must be the model's, as the checkpoint has parameters, got None; call load(path, params)"
+            )
+        saved = parameters or {}
+        for name in saved.keys() | values.keys():
+            a, b = (f"{x[name].shape} {x[name].dtype}" if name in x else "nothing" for x in (saved, values))
+            if a != b:
+                raise ValueError(f"{name}: the checkpoint has {a}, the model has {b}")
+            if not device.writable(values[name]):
+                raise ValueError(f"{name}: its array must be writable, got a read-only one")
         self.training.check_state(state)
         return values
 
     def _write_loaded(self, load_state: LoadState, state: Tree, values: dict[str, np.ndarray], parameters: Any) -> None:
-        load_state(state)  # first, since an optimizer may refuse it
+        # First, since an optimizer may refuse it.
+        load_state(state)
         with self.training.writing_parameters():
             for name, value in values.items():
                 device.copy(value, parameters[name])
@@ -238,30 +245,6 @@ class Checkpointer:
         """Go on, on this rank alone, from a state and parameters that another one has; raises what ``load`` raises."""
         values = self._checked(params, state, parameters)
         self._write_loaded(self.training.load, state, values, parameters)
-
-    def _matching_arrays(
-        self, params: Iterable[Any] | None, saved: dict[str, np.ndarray] | None
-    ) -> dict[str, np.ndarray]:
-        """Return the arrays that saved parameters go to; ValueError if they are others."""
-        if saved is None:
-            if params is not None:
-                raise ValueError("params must be None, as the checkpoint was saved without parameters")
-            return {}
-        if params is None:
-            values = self.values(None)
-            if not values:
-                raise ValueError(
-                    "params must be the model's, as the checkpoint has parameters, got None; call load(path, params)"
-                )
-        else:
-            values = self._arrays_by_name(params)
-        for name in saved.keys() | values.keys():
-            a, b = (f"{x[name].shape} {x[name].dtype}" if name in x else "nothing" for x in (saved, values))
-            if a != b:
-                raise ValueError(f"{name}: the checkpoint has {a}, the model has {b}")
-            if not device.writable(values[name]):
-                raise ValueError(f"{name}: its array must be writable, got a read-only one")
-        return values
 
     def _arrays_by_name(self, params: Iterable[Any]) -> dict[str, np.ndarray]:
         """Return arrays by parameter name; ValueError for two of one name, or a bare array that has none yet."""
@@ -284,10 +267,6 @@ class Checkpointer:
         agreement, step = self.training.agreement, self.training.step
         return agreement.run_on_all(f"{what} a checkpoint, DistOpt {agreement.number}, step {step}", do, *arguments)
 
-    def _warn(self, text: str) -> None:
-        if self._comm.rank == 0:
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
-
     def note(self, text: str) -> None:
         """Log a text on rank 0."""
         if self._comm.rank == 0:
@@ -298,22 +277,18 @@ class StopOnSignal(StepHook):
     """Save a checkpoint and end all ranks, once a signal has asked one of them to end."""
 
     def __init__(self, checkpointer: Checkpointer, path: str | Path, params: list[Any] | None, extra: Any, keep: int):
-        """Make one; the arguments are those of ``save``."""
         self._checkpointer, self._arguments = checkpointer, (path, params, extra, keep)
         self._done = False
 
     def after_call(self, step: int, applied: bool) -> None:
-        """Raise SystemExit behind a checkpoint, if the last vote has told of a signal.  Collective."""
-        number = self._checkpointer.training.comm.control.stop  # a signal's number, as of the last vote; 0 for none
+        """Raise SystemExit after a checkpoint, if the last vote has told of a signal.  Collective."""
+        # A signal's number, as of the last vote; 0 for none.
+        number = self._checkpointer.training.comm.control.stop
         if number and not self._done:
             self._done = True
             place = self._checkpointer.save(*self._arguments)
             self._checkpointer.note(f"ended by {signal.Signals(number).name} after step {step}; saved {place}")
             raise SystemExit(128 + number)
-
-
-def _first(reports: Sequence[str]) -> str:
-    return next(f"rank {r}: {text}" for r, text in enumerate(map(json.loads, reports)) if text)
 
 
 def _commit(pending: Sequence[Pending]) -> None:

@@ -21,13 +21,12 @@ from distopt.exchange.all_reduce import reduce
 
 
 class ManualCollectives:
-    """Sums and broadcasts over a communicator that all ranks agree on before anything moves.
+    """Sums and broadcasts over a communicator that all ranks agree on before anything moves."""
 
-    Ranks that are in different verbs, or bring other shapes or dtypes, all raise the same ValueError.
-    """
+    # Ranks that are in different verbs, or bring other shapes or dtypes, all raise the same ValueError.
 
     def __init__(self, comm: Communicator, capacity: int, check_open: Callable[[], None]):
-        """Make them.  ``capacity``: elements of a message; ``check_open`` raises what forbids a call."""
+        # capacity: elements of a message; check_open: raises what forbids a call.
         self._comm, self._check_open = comm, check_open
         self._staging = Staging(capacity)
 
@@ -38,16 +37,13 @@ class ManualCollectives:
     @overload
     def all_reduce(self, x: np.ndarray) -> None: ...
     def all_reduce(self, x: Any) -> Any:
-        """Replace an array, in place, by its sum over ranks, or return the sum of numbers.
-
-        Integers have an exact sum, an int; floats are added in rank order, as float64.
-        """
-        if isinstance(x, Real) and not isinstance(x, bool | np.bool_):
-            return self._sum_of_numbers(x)
-        for array in self._agree_on_arrays("all_reduce", [x]):
-            self._comm.all_reduce(array)
-
-    def _sum_of_numbers(self, x: Any) -> int | float:
+        """Replace an array, in place, by its sum over ranks, or return the sum of numbers.  Collective."""
+        # Integers have an exact sum, an int; floats are added in rank order, as float64.
+        is_number = isinstance(x, Real) and not isinstance(x, bool | np.bool_)
+        if not is_number:
+            for array in self._agree_on_arrays("all_reduce", [x]):
+                self._comm.all_reduce(array)
+            return None
         self._check_open()
         kind, convert = ("an int", int) if isinstance(x, Integral) else ("a float", float)
         lines = ["all_reduce", f"all_reduce of {kind}"]
@@ -55,15 +51,14 @@ class ManualCollectives:
             lambda: self._comm.control.gather_texts(lines, lambda: objects.encode(convert(x)))
         )
         numbers: Iterator[int | float] = map(objects.decode, texts)
-        return functools.reduce(operator.add, numbers)  # sum() compensates for rounding from Python 3.12 on
+        # sum() compensates for rounding from Python 3.12 on.
+        return functools.reduce(operator.add, numbers)
 
     def fused_all_reduce(self, xs: Iterable[np.ndarray], send: bool = True) -> None:
-        """Replace arrays, in place, by their sums over ranks, in messages of ``buffSize`` elements.
-
-        ``send=False`` only copies them into the staging memory.  ``send=True`` fills as well if nothing was filled
-        since the last send; otherwise ``xs`` must be what was filled, in order, or ValueError is raised and what was
-        filled is dropped.
-        """
+        """Replace arrays, in place, by their sums over ranks, in messages of ``buffSize`` elements.  Collective."""
+        # `send=False` only copies them into the staging memory.  `send=True` fills as well if nothing was filled since
+        # the last send; otherwise `xs` must be what was filled, in order, or ValueError is raised and what was filled
+        # is dropped.
         self._fused("fused_all_reduce", xs, send, self._comm.all_reduce)
 
     def all_reduce_half(self, x: np.ndarray) -> None:
@@ -76,11 +71,9 @@ class ManualCollectives:
         self._fused("fused_all_reduce_half", xs, send, self._reduce_half)
 
     def sparsification(self, x: np.ndarray, accumulation: np.ndarray | None, spars: float, topK: bool) -> None:
-        """Replace an array, in place, by the sum over ranks of its largest entries.
-
-        ``topK=True``: the ``spars`` fraction; otherwise what is at least ``spars`` in magnitude.  ``accumulation``,
-        flat and of x's size and dtype, is the residual that is added first and keeps the rest; None drops the rest.
-        """
+        """Replace an array, in place, by the sum over ranks of its largest entries.  Collective."""
+        # `topK=True`: the `spars` fraction; otherwise what is at least `spars` in magnitude.  `accumulation`, flat and
+        # of x's size and dtype, is the residual that is added first and keeps the rest; None drops the rest.
         self.fused_sparsification([x], accumulation, spars, topK)
 
     def fused_sparsification(
@@ -123,16 +116,17 @@ class ManualCollectives:
                 as_flat(x, gpu=self._comm.gpu)
             self._staging.fill(arrays)
             return
+
+        def waited(piece: np.ndarray) -> None:
+            # Copies of the piece come after it.
+            collective(piece)
+            self._comm.wait()
+
         try:
             arrays = self._agree_on_arrays(f"{verb} with buffSize={self._staging.capacity}", xs, self._fill_or_match)
-            self._staging.send(arrays, lambda piece: self._waited(collective, piece))
+            self._staging.send(arrays, waited)
         finally:
             self._staging.clear()
-
-    def _waited(self, collective: Callable[[np.ndarray], None], piece: np.ndarray) -> None:
-        """Do a collective and wait for it, so that copies of the piece come after it."""
-        collective(piece)
-        self._comm.wait()
 
     def _fill_or_match(self, xs: Sequence[np.ndarray]) -> None:
         if self._staging.empty:

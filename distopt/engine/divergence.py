@@ -12,12 +12,9 @@ from distopt.comm.control import ControlChannel, agreed, fingerprint
 
 
 def check_divergence(control: ControlChannel, values: Mapping[str, np.ndarray], when: str) -> None:
-    """Compare the ranks' parameters by checksum; collective.
-
-    A memory error, a script that changes parameters on one rank, or an optimizer that rolls dice lets them differ, and
-    no gradient ever brings them together again.  Raises RuntimeError, on every rank alike, that names the first
-    parameter that differs and the ranks in the minority.  What is on a GPU is copied to the host.
-    """
+    """Compare the ranks' parameters by checksum; RuntimeError on every rank alike if they differ.  Collective."""
+    # A memory error, a script that changes parameters on one rank, or an optimizer that rolls dice makes them differ,
+    # and no gradient ever brings them together again.
     on_host = [device.host_copy(v) if device.on_gpu(v) else v for v in values.values()]
     sums = [zlib.crc32(v.reshape(-1).view(np.uint8).data) for v in on_host]
     name = f"comparing parameters {when}"

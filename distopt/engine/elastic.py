@@ -15,23 +15,18 @@ from distopt.engine.spec import Outcome, StepSpec, Update
 from distopt.engine.undo import Undo
 from distopt.resilience import job
 
-TELL = 100  # updates from one to the next norm of what would be lost: it costs a pass over it
+# Updates between two norms of what would be lost: each costs a pass over it.
+TELL = 100
 T = TypeVar("T")
 
 
 class ElasticSteps:
-    """Steps of an engine whose ranks go on without those that are lost (``comm.Elastic``).
+    """Steps of an engine whose ranks go on without those that are lost (``comm.Elastic``)."""
 
-    Until all ranks have the sums of a step, it has changed counters, residuals, what was accumulated, and gradients
-    that lie in buckets.  If a rank is lost meanwhile these are put back, the plan is made anew for the ranks that are
-    left, and they make the step again.  The update follows when all have the sums, outside of the transaction; but
-    where each rank has a share of the optimizer's state, it is a part of it (``Buddies``).
-
-    Args:
-        engine: the ``Engine``, which makes this.
-        undo: what a step changes.
-        buddy: each rank has a copy of a neighbour's share.
-    """
+    # Until all ranks have the sums of a step, it has changed counters, residuals, what was accumulated, and gradients
+    # that lie in buckets.  If a rank is lost meanwhile these are put back, the plan is made anew for the ranks that are
+    # left, and they make the step again.  The update follows when all have the sums, outside of the transaction; but
+    # where each rank has a share of the optimizer's state, it is a part of it (`Buddies`).
 
     def __init__(self, engine: Any, undo: Undo, buddy: bool):
         self._engine, self._undo = engine, undo
@@ -43,7 +38,8 @@ class ElasticSteps:
         engine, again = self._engine, loss if isinstance(loss, list | tuple) else Replayed(loss)
         shared = engine.store.sharded or engine.optimizer.shares_work
         if engine.comm.gpu is not None:
-            engine.sync_with_last_step()  # which is not made again
+            # The last step is not made again.
+            engine.sync_with_last_step()
 
         def exchange() -> Outcome | None:
             attempt = engine.voted(again, spec)
@@ -94,11 +90,7 @@ class ElasticSteps:
 
 
 class Replayed:
-    """A loss that gives the pairs of its first reading at every later one, or raises the same error.
-
-    Args:
-        loss: a loss that may be read once.
-    """
+    """A loss that gives the pairs of its first reading at every later one, or raises the same error."""
 
     def __init__(self, loss: Loss):
         self._read: Callable[[], Iterable[Any]] = lambda: self._first_reading(loss)

@@ -26,7 +26,7 @@ from distopt.engine.nonfinite import NonfiniteGuard, policy
 from distopt.engine.overlap import Overlap
 from distopt.engine.parameters import Loss
 from distopt.engine.progress import Progress
-from distopt.engine.reducers import Reducer, Reducers, StepContext, Unreduced
+from distopt.engine.reducers import CollectiveReducer, Reducer, Reducers, StepContext, Unreduced
 from distopt.engine.report import Report, decode, describe
 from distopt.engine.spec import Options, Outcome, StepSpec, Update
 from distopt.engine.undo import Undo
@@ -36,19 +36,13 @@ from distopt.optim.optimizer import Ranks
 from distopt.resilience import job
 from distopt.resilience.operation_log import recorder
 
-SUMS = zlib.crc32(b"sums")  # what ranks vote on after a step's own vote, which has compared all the rest
+# What ranks vote on after a step's own vote, which has compared all the rest.
+SUMS = zlib.crc32(b"sums")
 T = TypeVar("T")
 
 
 class Attempt:
-    """A step on its way: what this rank has prepared of it, before all ranks vote.
-
-    Attributes:
-        spec: what the step is.
-        compressor: what it sends with.
-        reducer: how its buckets are reduced; None if that is chosen after the vote.
-        error: what went wrong on this rank.
-    """
+    """A step on its way: what this rank has prepared of it, before all ranks vote."""
 
     __slots__ = ("compressor", "error", "reducer", "spec")
 
@@ -60,44 +54,13 @@ class Attempt:
 
 
 class Engine:
-    """Make steps with one model on all ranks of a communicator.
+    """Make steps with one model on all ranks of a communicator."""
 
-    A step collects the gradients and checks them, on this rank alone; then all ranks vote, and go on or raise the same
-    error; then the buckets are reduced over ranks, and the optimizer updates the parameters with the means.
+    # A step collects the gradients and checks them, on this rank alone; then all ranks vote, and go on or raise the
+    # same error; then the buckets are reduced over ranks, and the optimizer updates the parameters with the means.
 
-    Args:
-        opt: the wrapped optimizer.
-        comm: the communicator.
-        options: what a user has chosen.
-        threshold: elements that fill a bucket.
-        kind: the name of the facade, in errors.
-        remedy: what to do after a step that failed halfway, in errors.
-        counted: what an update is called, in errors.
-        make_reducers: makes other ``reducers``.
-
-    Attributes:
-        optimizer: the optimizer's adapter.
-        store: parameters and buckets.
-        agreement: votes.
-        nonfinite: what becomes of infinities and NaNs.
-        accumulator: gradient accumulation.
-        means: clipping, and the gradient hook.
-        reducers: the ways in which buckets are reduced over ranks.
-        undo: what a step has changed, where it may be made again; None where the job ends with the first lost rank.
-        elastic, buddies: make steps again, and have copies of what one rank alone has; None in such a job.
-        step_context: the facts of the present step that a bucket's exchange needs.
-        progress: counters, and whether a step failed halfway.
-        stream_order: the context of what a failed call has enqueued on a GPU.
-        hooks: are told of every step.
-        threshold: elements that fill a bucket, from the next step on.
-        compressor: the compressor of the last step.
-        spec: what the last step was.
-        missing_everywhere: the parameters of which no gradient has arrived on any rank (``StepSpec.arrived``).
-        closed: everything is refused.
-        in_backward: buckets leave while a loss yields its gradients.
-    """
-
-    CHANGES = "compressor", "spec", "in_backward", "missing_everywhere"  # what a step replaces
+    # The attributes that a step replaces (``Undo.keep_fields``).
+    CHANGES = "compressor", "spec", "in_backward", "missing_everywhere"
 
     def __init__(
         self,
@@ -111,11 +74,14 @@ class Engine:
         counted: str = "step",
         make_reducers: Callable[["Engine"], Reducers] | None = None,
     ):
+        # kind, remedy, counted: for errors: the facade, what to do after a step that failed halfway, and an update.
         nonfinite = policy(options.nonfinite)
+        # The threshold, in elements of a bucket, may be another one from the next step on.
         self.comm, self.options, self.threshold, self.kind = comm, options, threshold, kind
         self.optimizer = adapt(opt)
         self.accumulator = GradientAccumulator(options.num_batches, options.sync_on_apply)
         self.progress = Progress(self.accumulator, remedy, counted)
+        # What a step has changed, where it may be made again; None where the job ends with the first lost rank.
         self.undo = Undo() if comm.elastic else None
         self.store = BucketStore(
             comm,
@@ -135,9 +101,12 @@ class Engine:
             self.hooks.append(DivergenceCheck(options.check_every, comm, self.store, self.progress))
         self.step_context = StepContext(comm, self.store, self.progress, self.accumulator, self.hooks)
         self.agreement = Agreement(comm, kind)
-        self.compressor: Compressor = Dense()  # of the last step, as is its specification
+        # Both of the last step.
+        self.compressor: Compressor = Dense()
         self.spec = StepSpec()
+        # The parameters of which no gradient has arrived on any rank (``StepSpec.arrived``).
         self.missing_everywhere: Collection[str] = frozenset()
+        # In backward: buckets leave while a loss yields its gradients.
         self.closed = self.in_backward = False
         self._background = Background() if comm.gpu is None else Inline()
         self.reducers = (
@@ -149,18 +118,12 @@ class Engine:
         self.buddies = self.elastic.buddies if self.elastic else None
         if self.elastic:
             self.step = self.elastic.step  # type: ignore[method-assign]
-        nonfinite.attach(comm.rank, self.nonfinite.poll)  # last, since a LossScaler is attached once
+        # Last, since a LossScaler is attached once.
+        nonfinite.attach(comm.rank, self.nonfinite.poll)
 
     def step(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:
-        """Make one step with the ranks that there are; tell if an update was applied.  Collective.
-
-        In an elastic job this is ``ElasticSteps.step``, which makes it again if a rank is lost.
-
-        Args:
-            loss: gives (param, grad) pairs.
-            spec: says what the step is.
-            update: what is done with the sums over ranks, in the place of ``self.update``.
-        """
+        """Make one step with the ranks that there are; tell if an update was applied.  Collective."""
+        # `update` is done with the sums over ranks, instead of `self.update`.
         attempt = self.voted(loss, spec)
         if attempt is None:
             return False
@@ -190,10 +153,8 @@ class Engine:
         return Outcome(None, 0.0) if sums is None else self.hooked_and_clipped(sums, self.spec)
 
     def step_alone(self, loss: Loss, spec: StepSpec) -> bool:
-        """Make one step on a communicator of this rank alone, whose own gradients are the sums; as ``step``.
-
-        There is nobody to vote with, but where the plan changes, or something went wrong, whose text names the rank.
-        """
+        """Make one step as ``step`` does, on a communicator of this rank alone, whose own gradients are the sums."""
+        # There is nobody to vote with, but where the plan changes, or something went wrong, whose text names the rank.
         store, changed = self.store, False
         with self.stream_order:
             error = self.begin()
@@ -205,13 +166,15 @@ class Engine:
                     store.collector.collect(loss, *map(operator.attrgetter("wrap_loss"), self.hooks))
                     changed = store.propose(threshold)
                     self.optimizer.follow(store.collector.order)
-                    self.optimizer.numbers()  # raises for a schedule that is out of its range
+                    # They raise for a schedule that is out of its range.
+                    self.optimizer.numbers()
                     store.pack_all(Packing(1.0 / self.nonfinite.policy.divisor, True, spec.clip_value))
             except Exception as e:
                 error = e
             if error or changed:
                 self.agree(self.progress.name, self.progress.calls, error)
-            job.note(self.progress.name)  # as a vote does
+            # As a vote does.
+            job.note(self.progress.name)
             found = store.check.nonfinite_gradients()
             if found and not self.nonfinite.accepts(describe([{}] * self.comm.control.rank + [found])):
                 return False
@@ -239,7 +202,8 @@ class Engine:
         if self.comm.gpu is not None:
             try:
                 self.sync_with_last_step()
-            except Exception as error:  # the vote tells all, as it does of those in prepare
+            except Exception as error:
+                # The vote tells all ranks, as it does of errors in prepare.
                 return error
             self._refuse_last_step()
         self.progress.version += 1
@@ -272,7 +236,8 @@ class Engine:
             if store.propose(threshold):
                 self.agreement.forget()
                 self.accumulator.bound(self.comm.size)
-                self.declare_numbers(compressor, spec.clock)  # also of parameters that are new
+                # Once more: there may be new parameters.
+                self.declare_numbers(compressor, spec.clock)
             if compressor.budget is not None:
                 compressor = attempt.compressor = self.reducers.within_budget(compressor, spec, self.progress.updates)
             phases = None if compressor.summable else self.reducers.two_phases(compressor, spec)
@@ -286,11 +251,13 @@ class Engine:
         except Exception as error:
             attempt.error = error
         finally:
-            if overlap:  # at an exit too: the buckets that others wait for still travel
+            if overlap:
+                # At an exit too: the buckets that others wait for still travel.
                 self.in_backward = False
                 overlap.complete(failed)
         if self.undo and attempt.error and self.comm.lost(attempt.error):
-            raise attempt.error  # the vote would make it the outcome: NCCL's own failure is not a lost vote
+            # A lost rank is no outcome of the step, which the vote would make of NCCL's own error.
+            raise attempt.error
         return attempt
 
     def vote(self, attempt: Attempt) -> bool:
@@ -309,11 +276,13 @@ class Engine:
         doubted = self.comm.control.doubted
         if texts:
             reports = decode(texts)
-            missing_of = [report.missing for report in reports][-self.comm.size :]  # local steps have empty ones before
+            # The last ones: a rank that votes alone (local steps) has empty ones of those before it.
+            missing_of = [report.missing for report in reports][-self.comm.size :]
             if spec.arrived:
                 here = functools.reduce(operator.and_, missing_of)
                 self.missing_everywhere = {name for k, name in enumerate(store.collector.order) if here >> k & 1}
-                if not attempt.reducer:  # which has sent them; another rank may read them by now, but nobody uses that
+                if not attempt.reducer:
+                    # Otherwise they were sent, and another rank may read them by now, but nobody uses that.
                     store.bring_nothing(self.missing_everywhere)
             if not self.nonfinite.accepts(describe([r.nonfinite for r in reports], self.missing_everywhere)):
                 return False
@@ -324,34 +293,24 @@ class Engine:
         return True
 
     def go_on(self, attempt: Attempt, spec: StepSpec, doubted: bool) -> None:
-        """Go on with a step that all ranks make.  Collective.
-
-        Args:
-            attempt: the step.
-            spec: what its update is.
-            doubted: on some rank sums may overflow.
-        """
+        """Go on with a step that all ranks make; ``doubted``: on some rank sums may overflow.  Collective."""
         store, progress = self.store, self.progress
         store.check_values_apart()
-        for hook in tuple(self.hooks):  # one may take itself away
+        # A copy, as a hook may take itself away.
+        for hook in tuple(self.hooks):
             hook.after_vote(store.collector, self.optimizer.opt)
         if store.broadcast_due:
             store.broadcast_parameters(progress.updates)
-        if self.comm.gpu is not None:  # which may refuse the step later, or captures it and makes it then
+        if self.comm.gpu is not None:
+            # A GPU may refuse the step later, or captures it and makes it then.
             progress.snapshot()
         self.compressor, self.spec = attempt.compressor, spec
         store.check.begin(doubted, self.compressor.stateful)
 
     def _leave_alone(self, attempt: Attempt, missing: Sequence[int]) -> StepSpec:
-        """Let a step leave the parameters alone that no rank has a gradient of; return what its update is.
-
-        In a partial step this rank leaves those alone that it has none of; of several batches that are exchanged apart
-        each exchange leaves its own alone.
-
-        Args:
-            attempt: the step.
-            missing: of each rank, as of ``GradientCollector.missing``.
-        """
+        """Leave the parameters alone that no rank has a gradient of; return what the step's update is."""
+        # In a partial step this rank leaves those alone that it has none of; of several batches that are exchanged
+        # apart each exchange leaves its own alone.  `missing` is each rank's `GradientCollector.missing`.
         spec, accumulator = attempt.spec, self.accumulator
         if spec.only is not None or not self.reducers.all_have_voted:
             return spec
@@ -371,18 +330,20 @@ class Engine:
         return frozenset(n for k, n in enumerate(order) if not missing >> k & 1) if missing else None
 
     def reduce(self, attempt: Attempt) -> Iterable[Reduced] | None:
-        """Reduce the buckets over ranks.  Collective.
-
-        Returns:
-            The sum of each bucket; None if there is nothing to apply: more batches are to come, or a sum is not finite.
-        """
+        """Return the sum of each bucket; None if more batches are to come, or if a sum is not finite.  Collective."""
         accumulator, store, buckets = self.accumulator, self.store, self.store.buckets
         accumulator.meet(self.agreement.live, self.agreement.all_joined)
         accumulator.open(self.agreement.live, attempt.spec.reduced)
         check_finite, reducer = self.nonfinite.policy.checks_finite, self.choose_reducer(attempt)
         in_turn = store.sharded and not (check_finite or self.means.hook or self.optimizer.whole or self.elastic)
         if accumulator.holds_sums and attempt.spec.reduced:
-            if not self._reduce_call(reducer):
+            sums = list(reducer.reduce([b.gradient for b in buckets]))
+            self.comm.wait()
+            nonfinite = reducer.nonfinite(sums)
+            if nonfinite:
+                # The window stays as it was before this call.
+                accumulator.num_gradients -= self.agreement.live
+            if not self.nonfinite.accepts(nonfinite):
                 return None
             reducer = Unreduced(store, attempt.compressor)
         reduced = accumulator.add(buckets, reducer.reduce, store.skip_flag)
@@ -390,9 +351,9 @@ class Engine:
             self.settle_call(self.spec)
             return None
         if reducer.shards_are_final and in_turn:
-            return reduced  # bucket by bucket: each rank needs but its own shard
-        sums = self.finite_sums(reducer, reduced)
-        return sums if sums is not None and self.settle_call(self.spec) else None
+            return reduced
+        finite = self.finite_sums(reducer, reduced)
+        return finite if finite is not None and self.settle_call(self.spec) else None
 
     def choose_reducer(self, attempt: Attempt) -> Reducer:
         """Return the reducer of a step, on which all ranks have agreed."""
@@ -418,11 +379,13 @@ class Engine:
     def update(self, sums: Iterable[Reduced], scale: float, spec: StepSpec) -> None:
         """Update the parameters with ``scale`` times the sums over ranks."""
         store, comm, buckets, order = self.store, self.comm, self.store.buckets, self.store.collector.order
-        shared = store.sharded or max(map(len, sums), default=0) > 1  # other ranks read this one's memory
+        # Other ranks read this one's memory.
+        shared = store.sharded or max(map(len, sums), default=0) > 1
         try:
             if spec.only is None:
                 ranks = Ranks(comm.rank, comm.size, store.sharded, self.add_norms, self._gather_updates)
-                own = not (spec.reduced or store.sharded)  # these sums are this rank's
+                # Are these sums this rank's own?
+                own = not (spec.reduced or store.sharded)
                 self.optimizer.update(buckets, order, sums, scale, store.skip_flag, None if own else ranks)
             else:
                 chosen = {name: known for name, known in order.items() if name in spec.only}
@@ -451,23 +414,7 @@ class Engine:
         part: str = "",
         doubts: bool = False,
     ) -> list[str]:
-        """Vote (``Agreement.vote``); then the proposed plan is that of all ranks, or is taken back.  Collective.
-
-        Args:
-            name: the call that the vote is about.
-            number: its number, the same on all ranks.
-            error: what went wrong on this rank.
-            report: a text for all ranks.
-            part: what of the call the vote is about, if it has several.
-            doubts: sums of what this rank brings may overflow.
-
-        Returns:
-            One report per rank, [] if none has any.
-
-        Raises:
-            AllJoinedError: no rank has batches left.
-            Exception: what ``Agreement.vote`` raises.
-        """
+        """Vote (``Agreement.vote``); then the proposed plan is that of all ranks, or is taken back.  Collective."""
         try:
             reports = self.agreement.vote(name, number, error, report, part, doubts)
         except Exception:
@@ -510,7 +457,7 @@ class Engine:
         self.agreement.declare_numbers(numbers)
 
     def _vote_on_sums(self, report: str) -> list[str]:
-        """Tell all ranks what is not finite in this one's shards of sums, once all have formed theirs.  Collective."""
+        """Return what is not finite in every rank's shards of sums, once all have formed theirs.  Collective."""
         name, part, joined = self.progress.name, ", its sums", self.agreement.joined
         return self.comm.control.vote(name, SUMS, lambda: [name + part], report=report, part=part, joined=joined)
 
@@ -540,11 +487,7 @@ class Engine:
         return check_int("threshold", spec.threshold, least=0)
 
     def compressor_at_this_step(self, compressor: Compressor) -> Compressor:
-        """Return the compressor that the next update is made with.
-
-        Raises TypeError for an object that is none, and ValueError for one with a momentum of its own, if the optimizer
-        has one too, or if each of several batches is reduced.
-        """
+        """Return the compressor that the next update is made with; raise what forbids it."""
         check_compressor(compressor)
         name = type(compressor).__name__
         if compressor.corrects_momentum and (momentum := self.optimizer.momentum()):
@@ -579,30 +522,20 @@ class Engine:
             self.comm,
             self.store,
             self.step_context.travelling(compressor),
-            self.reducers.early(compressor, spec),
+            # On a communicator that a loss does not use.
+            CollectiveReducer(compressor, spec, self.comm.duplicate(), self.step_context),
             agree,
             pack=lambda bucket: self.store.pack(bucket, packing),
         )
 
-    def _reduce_call(self, reducer: Reducer) -> bool:
-        """Reduce the gradients of one of several batches; False if the sums are not finite, and are left out."""
-        accumulator = self.accumulator
-        sums = list(reducer.reduce([b.gradient for b in self.store.buckets]))
-        self.comm.wait()
-        nonfinite = reducer.nonfinite(sums)
-        if nonfinite:  # the window stays as it was before this call
-            accumulator.num_gradients -= self.agreement.live
-        return self.nonfinite.accepts(nonfinite)
-
     def settle_call(self, spec: StepSpec) -> bool:
-        """Count a call whose sums are finite; False if they are not.
-
-        On a GPU the host does not know, and kernels skip the update; where they cannot, it waits.
-        """
+        """Count a call whose sums are finite; False if they are not."""
+        # On a GPU the host does not know, and kernels skip the update; where they cannot, it waits.
         if not self.store.check.deferred:
             self.nonfinite.policy.passed()
             return True
-        if self.nonfinite.settle_call(kernels_skip=self.optimizer.skips(spec.only)):
+        self.store.check.fetch()
+        if self.optimizer.skips(spec.only):
             return True
         self.nonfinite.poll()
         refused = self.nonfinite.refused > 0
@@ -620,30 +553,29 @@ class Engine:
         return not refused
 
     def resolve_last_step(self) -> None:
-        """Learn what became of the last step on a GPU.  Collective if it was refused.
-
-        Raises, on every rank alike, what the policy for what is not finite raises.
-        """
+        """Learn what became of the last step on a GPU; raise as the policy does if it was refused.  Collective then."""
         self.sync_with_last_step()
         self._refuse_last_step()
 
     def _refuse_last_step(self) -> None:
-        """Let all ranks hear that the last step on a GPU was refused.  Collective then."""
+        """Tell all ranks that the last step on a GPU was refused.  Collective then."""
         entries = self.nonfinite.pop_refused()
         if entries:
             name, calls = self.progress.name, self.progress.calls
             nonfinite = self.store.buckets.nonfinite()
             report = Report(nonfinite).encoded() if nonfinite else ""
             texts = self.agree(name, ~calls, report=report, part=", its outcome")
-            if not texts and self.accumulator.exchanges == 1:  # the gradients were finite, and are in the window
+            if not texts and self.accumulator.exchanges == 1:
+                # The gradients were finite, and are in the window.
                 self.accumulator.reset(self.store.buckets)
             found = describe([report.nonfinite for report in decode(texts)])
             self.nonfinite.enforce(found or f"the sum over ranks ({entries} entries)")
 
     def sync_with_last_step(self) -> None:
-        """Let this stream follow the last step, in whatever stream of the GPU that was, and learn its outcome."""
+        """Make this stream follow the last step, in whatever stream of the GPU that was, and learn its outcome."""
         if self.comm.gpu is None:
-            return  # the host knew before the step was applied
+            # The host knew before the step was applied.
+            return
         self.store.follow_stream()
         self.nonfinite.poll()
 
@@ -651,7 +583,8 @@ class Engine:
         """Return the sums, and what makes means of them, after the gradient hook and clipping.  Collective."""
         means, accumulator, check_finite = self.means, self.accumulator, self.nonfinite.policy.checks_finite
         scale = 1.0 / self.step_context.divisor
-        if self.agreement.joined and not spec.reduced:  # a partial step of a rank that has no gradients
+        if self.agreement.joined and not spec.reduced:
+            # A partial step of a rank that has no gradients.
             if means.hook:
                 self.vote_on_hook(None)
             return Outcome(sums, scale)
@@ -691,10 +624,7 @@ class Engine:
         self.optimizer.step()
 
     def close(self) -> None:
-        """Refuse everything from now on.
-
-        Raises FloatingPointError, on every rank alike, if the last step on a GPU was refused, which no later step told.
-        """
+        """Refuse everything from now on; raise FloatingPointError on all ranks if a GPU's last step was refused."""
         self.closed = True
         self.nonfinite.poll()
         entries = self.nonfinite.pop_refused()

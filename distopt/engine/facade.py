@@ -20,15 +20,16 @@ from distopt.optim.foreign import is_torchs
 
 
 def record_if_asked(engine: Engine) -> None:
-    """Let ``distopt record``, if it has started this process, have the gradients of an engine's steps."""
+    """Record the gradients of an engine's steps if ``distopt record`` has started this process."""
     if os.environ.get(RECORD):
-        from distopt.lab.tape.hook import record  # no other training loads it
+        # No other training loads it.
+        from distopt.lab.tape.hook import record
 
         record(engine)
 
 
 def watch_first_gradients(engine: Engine) -> None:
-    """Let an engine say so if all ranks bring it the same gradients."""
+    """Warn if all ranks bring an engine the same gradients."""
     if engine.comm.size > 1 and engine.comm.gpu is None and not engine.comm.elastic:
         engine.hooks.append(FirstGradients(engine.hooks, engine.comm))
 
@@ -38,7 +39,8 @@ def torch_model(opt: Any, params: Any) -> Any:
     of_torch = is_torchs(opt)
     if params is None and not of_torch:
         return None
-    from distopt.engine.torch_model import TorchModel  # torch is there
+    # Torch is there.
+    from distopt.engine.torch_model import TorchModel
 
     return TorchModel(params, opt if of_torch else None)
 
@@ -49,15 +51,10 @@ def plan_of(engine: Engine) -> Plan | None:
 
 
 class Facade:
-    """Hold an engine, and what was given to make it.
+    """Hold an engine, and what was given to make it: the options by name, as the user gave them."""
 
-    Args:
-        engine: makes the steps.
-        arguments: the options by name, as the user gave them.
-        ranks: all ranks; None for those of the engine.
-    """
-
-    _model: Any = None  # the ``TorchModel``, if there is one
+    # The ``TorchModel``, if there is one.
+    _model: Any = None
 
     def __init__(self, engine: Engine, arguments: dict[str, Any], ranks: Communicator | None = None):
         self.engine, self._arguments, self._ranks = engine, arguments, ranks or engine.comm
@@ -135,7 +132,7 @@ class Facade:
         return gradient_views(self.engine, params)
 
     def observe(self, callback: Callable[[int, Mapping[str, float]], object] | None = None, every: int = 100) -> None:
-        """Call ``callback(step, numbers)`` behind every ``every``-th step, with how good what it sent is.
+        """Call ``callback(step, numbers)`` after every ``every``-th step, with how good what it sent is.
 
         A second call takes the place of the first.  Step numbers count updates; partial steps, and those that are made
         of ``all_reduce`` and ``update``, are left out.
@@ -146,7 +143,7 @@ class Facade:
         training gets the same bits as without.  A step that is measured has one dense all-reduce more, each of its
         calls with ``sync_on_apply=False``, which is the phase 'quality' of a ledger, but none of those bytes.
 
-        What a callback raises is raised behind the step, which is done.
+        What a callback raises is raised after the step, which is done.
 
         Args:
             callback: any of ``distopt.monitor``, for example; None on ranks that need not know.
@@ -166,7 +163,8 @@ class Facade:
             1 0.5
             True
         """
-        from distopt.lab.observe import observe  # most trainings never ask
+        # Most trainings never ask.
+        from distopt.lab.observe import observe
 
         observe(self.engine, callback, every)
 
@@ -175,7 +173,7 @@ class Facade:
 
         For a sampler that shares the data out anew; without it every rank keeps its share, and that of the lost one is
         left out.  Ranks are lost, and the others go on, under ``distopt run --elastic``.  It is called on every rank
-        that is left, behind the call in which the loss was found.
+        that is left, after the call in which the loss was found.
 
         Args:
             callback: is given this rank's number and how many there are.
@@ -215,13 +213,7 @@ class Facade:
 
 
 class Checkpointed(Facade):
-    """Facade whose state outlives the process, in checkpoints.
-
-    Args:
-        engine: makes the steps.
-        arguments: the options by name, as the user gave them.
-        training: what outlives the process; None for what the engine has.
-    """
+    """Facade whose state outlives the process, in checkpoints."""
 
     def __init__(self, engine: Engine, arguments: dict[str, Any], training: TrainingState | None = None):
         self._state = training or EngineState(engine, engine.options.lines(engine.comm))
@@ -362,10 +354,10 @@ class Checkpointed(Facade):
     def save_when_stopped(
         self, path: str | Path, params: Iterable[Any] | None = None, extra: Any = None, keep: int = 2
     ) -> None:
-        """Let SIGTERM or Ctrl-C on any rank end all ranks, after the same step, with a checkpoint.  Collective.
+        """Make SIGTERM or Ctrl-C on any rank end all ranks, after the same step, with a checkpoint.  Collective.
 
         The ranks' next vote makes the signal known, the step is finished, and SystemExit with 128 + the signal's number
-        is raised behind it.  A second signal does at once what the first one would have done.  Of several DistOpts in a
+        is raised after it.  A second signal does at once what the first one would have done.  Of several DistOpts in a
         process that which makes the next step saves, and none after it.
 
         ``distopt run`` passes signals on to the ranks, and so does MPICH's mpiexec.  Open MPI's mpirun kills its ranks

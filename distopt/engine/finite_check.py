@@ -15,21 +15,18 @@ from distopt.engine.undo import Undo
 
 
 class NoCheck:
-    """Check nothing: infinities and NaNs propagate.  The base of the other checks.
+    """Check nothing: infinities and NaNs propagate.  The base of the other checks."""
 
-    Attributes:
-        skip_flag: None, or an int64 on the GPU, shape (1,): if it is not 0, kernels change nothing that outlives the
-            step (the found_inf of mixed-precision training).
-        deferred: the host learns the outcome after it has enqueued the step.
-        pending: there is an outcome that the host has not asked for.
-        headroom: a gradient is multiplied by it before it is checked.
-        doubted: all ranks check the sums of the present step.
-    """
-
+    # An int64 on the GPU, shape (1,): if it is not 0, kernels change nothing that outlives the step (the found_inf of
+    # mixed-precision training).
     skip_flag: np.ndarray | None = None
+    # The host learns the outcome after it has enqueued the step.
     deferred = False
+    # There is an outcome that the host has not asked for.
     pending = False
+    # A gradient is multiplied by it before it is checked.
     headroom = 1.0
+    # All ranks check the sums of the present step.
     doubted = False
 
     def nonfinite_gradients(self) -> dict[str, str]:
@@ -42,18 +39,12 @@ class NoCheck:
         return False
 
     def begin(self, doubted: bool, stateful: bool) -> None:
-        """Prepare for the reduction of packed gradients.
-
-        Args:
-            doubted: a rank doubts that the sums are finite.
-            stateful: the compressor changes what outlives the step.
-        """
+        """Prepare for the reduction of packed gradients; ``doubted``: on some rank their sums may not be finite."""
+        # stateful: the compressor changes what outlives the step.
 
     def nonfinite_sums(self, sums: Iterable[Reduced], may_overflow: bool) -> str:
-        """Describe what is not finite in sums over ranks; '' if all is.  All ranks have the same bits, and text.
-
-        If something is not finite, what outlives the step is put back as it was.
-        """
+        """Describe what is not finite in sums over ranks; '' if all is.  All ranks have the same bits, and text."""
+        # If something is not finite, what outlives the step is put back as it was.
         return ""
 
     def passed(self) -> None:
@@ -77,16 +68,17 @@ class NoCheck:
 
 
 class HostCheck(NoCheck):
-    """Read what the kernels have counted when they return.
+    """Read what the kernels have counted when they return."""
 
-    A sum of ``gradients`` finite ones is checked where it may overflow.  In the first step that is not known;
-    afterwards it may if a gradient is above 1 / ``headroom`` of the largest number.  A residual grows with every step,
-    by no more than the sum of those before, so that after a check of it so many steps need none.
-    """
+    # A sum of `gradients` finite ones is checked where it may overflow.  In the first step that is not known;
+    # afterwards it may if a gradient is above 1 / `headroom` of the largest number.  A residual grows with every step,
+    # by no more than the sum of those before, so that after a check of it so many steps need none.
 
     STEPS = 1 << 16
-    SPARE = 2.0**40  # above the square of STEPS, for a velocity that never decays: so a residual grows at most
-    LEFT = 2.0**20  # above STEPS: what a residual, or a velocity, leaves of the range when it is not in doubt
+    # What a residual grows by at most: above the square of STEPS, for a velocity that never decays.
+    SPARE = 2.0**40
+    # Above STEPS: what a residual, or a velocity, leaves of the range when it is not in doubt.
+    LEFT = 2.0**20
 
     def __init__(self, buckets: BucketSet, gradients: int):
         self._buckets = buckets
@@ -94,7 +86,8 @@ class HostCheck(NoCheck):
         self.headroom = self._sums * self.SPARE
         self.doubted = self._large_states = True
         self._steps = 0
-        self._undo: Undo | None = None  # what outlives the step, while its sums are in doubt
+        # What outlives the step, while its sums are in doubt.
+        self._undo: Undo | None = None
 
     def nonfinite_gradients(self) -> dict[str, str]:
         return self._buckets.nonfinite() if self._buckets.bad.any() else {}
@@ -132,28 +125,24 @@ class HostCheck(NoCheck):
         """End the doubts, unless a residual is large."""
         self._steps += 1
         if self.doubted:
-            self._large_states = self._has_large_states()
-            self._steps = 0
+            self._steps, count = 0, np.zeros(1, np.int64)
+            for bucket in self._buckets:
+                bound = np.array(bucket.largest / (self._sums * self.LEFT), bucket.spec.dtype)
+                for name, flat in bucket.state.items():
+                    # Gradients that were accumulated end with the step.
+                    if name != ACCUMULATED:
+                        kernels.count_above(flat, count, int(bound.view(f"i{bound.itemsize}")))
+            self._large_states = bool(count[0])
         self.doubted, self._undo = False, None
 
     def reset(self) -> None:
         self._large_states = True
 
-    def _has_large_states(self) -> bool:
-        count = np.zeros(1, np.int64)
-        for bucket in self._buckets:
-            bound = np.array(bucket.largest / (self._sums * self.LEFT), bucket.spec.dtype)
-            for name, flat in bucket.state.items():
-                if name != ACCUMULATED:  # which ends with the step
-                    kernels.count_above(flat, count, int(bound.view(f"i{bound.itemsize}")))
-        return bool(count[0])
-
 
 class DeviceFlag(NoCheck):
-    """Let kernels on the GPU skip a step by a flag that is the same on all ranks, while the host goes on.
+    """A flag by which kernels on the GPU skip a step, the same on all ranks, while the host goes on."""
 
-    The host asks for the ``outcome`` after the next step at the latest.
-    """
+    # The host asks for the `outcome` after the next step at the latest.
 
     skip_flag: np.ndarray
     deferred = True

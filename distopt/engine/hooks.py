@@ -19,21 +19,18 @@ from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.two_phase import Watch
 
 LOG = logging.getLogger("distopt")
-RECORD = "DISTOPT_RECORD"  # set by distopt record: STEPS:EVERY:FOLDER, as "10:1:/path"
+# Set by distopt record: STEPS:EVERY:FOLDER, as "10:1:/path".
+RECORD = "DISTOPT_RECORD"
 
 
 class StepHook:
-    """Be told of every step of a model.  The base class does nothing.
+    """Be told of every step of a model.  The base class does nothing."""
 
-    Attributes:
-        line: is compared by the ranks' votes; '' is not.
-        wants_payloads: the hook sees each bucket's exchange in the present step, so that no shortcut through shared
-            memory is taken.
-        host_only: why a step with this hook cannot be captured as a CUDA graph; '' if it can.
-    """
-
+    # What the ranks' votes compare; nothing if it is ''.
     line = ""
+    # The hook sees each bucket's exchange in the present step, so that no shortcut through shared memory is taken.
     wants_payloads = False
+    # Why a step with this hook cannot be captured as a CUDA graph; '' if it can.
     host_only = ""
 
     def begin(self, step: int, spec: StepSpec, exchanges: int) -> None:
@@ -74,14 +71,14 @@ class DivergenceCheck(StepHook):
 
 
 class FirstGradients(StepHook):
-    """Say so if all ranks bring the same gradients to the first step, bit by bit: they may read the same batches.
+    """Say so if all ranks bring the same gradients to the first step, bit by bit: they may read the same batches."""
 
-    Nothing else would: the ranks train, and all of them together do the work of one.  Looks at the beginning of each
-    gradient on the host, and is gone when all ranks have agreed on a step.  Not for elastic jobs: a process that joins
-    has another first step.
-    """
+    # Nothing else would: the ranks train, and all of them together do the work of one.  Looks at the beginning of each
+    # gradient on the host, and is gone when all ranks have agreed on a step.  Not for elastic jobs: a process that
+    # joins has another first step.
 
-    ENTRIES = 4096  # of a gradient
+    # Entries that are looked at of a gradient.
+    ENTRIES = 4096
     TEXT = (
         "the first gradients are the same on all %d ranks, bit by bit: if each rank is to have data of its own, it "
         "does not (share the data out by world.rank; random numbers need a seed for each rank)"
@@ -89,7 +86,8 @@ class FirstGradients(StepHook):
 
     def __init__(self, hooks: list[StepHook], comm: Communicator):
         self._hooks, self._comm = hooks, comm
-        self._sum = 0  # checksum of what has come; 0 for nothing but zeros
+        # Checksum of what has come; 0 for nothing but zeros.
+        self._sum = 0
 
     def wrap_loss(self, pairs: Iterable[Any]) -> Iterator[Any]:
         """Pass on the pairs; each gradient is looked at before anybody else sees it."""

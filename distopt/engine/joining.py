@@ -1,6 +1,5 @@
 """The state of a training, which its ranks send to a process that joins them."""
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,35 +12,24 @@ from distopt.comm.communicator import BFLOAT16
 from distopt.engine.checkpointer import Checkpointer
 from distopt.engine.training_state import TrainingState, Tree
 
-DTYPES = {"bfloat16": BFLOAT16}  # that numpy does not know by name
+# Dtypes that numpy does not know by name.
+DTYPES = {"bfloat16": BFLOAT16}
 
 
 class Joining:
-    """Send what a training has to processes that join it; be one of them.
+    """Send what a training has to processes that join it; be one of them."""
 
-    The parameters, the optimizer's state, counters and schedules are those of the rank that is the first one then.
-    What ranks have not sent, their residuals and windows, stays with them: a process that joins begins with none.
-
-    Args:
-        training: the training.
-        checkpointer: knows the parameters.
-        params: the parameters, as of ``DistOpt.save``.
-        extra: what else a process that joins needs, or a callable that returns it.
-    """
+    # The parameters, the optimizer's state, counters and schedules are those of the rank that is the first one
+    # then.  What ranks have not sent, their residuals and windows, stays with them: a process that joins begins with
+    # none.
 
     def __init__(self, training: TrainingState, checkpointer: Checkpointer, params: Iterable[Any] | None, extra: Any):
         self._training, self._checkpointer = training, checkpointer
         self._params, self._extra = None if params is None else list(checkpointer.known(params)), extra
 
     def rejoin(self) -> Any:
-        """Be let in, and return the others' ``extra``; in a process that is one of the ranks return None at once.
-
-        From then on this rank sends what there is to those that come.
-
-        Raises:
-            ValueError: there are no parameters, or others than the other ranks have, or another optimizer.
-            RuntimeError: the others have ended before they have let it in, or parameters are shared already.
-        """
+        """Be let in, and return the others' ``extra``; None in a process that is one of the ranks.  Collective."""
+        # From then on this rank sends what there is to those that come.
         comm = self._training.comm
         if self._training.collective:
             raise RuntimeError("rejoin must come before parameter_views, which then finds what the others share")
@@ -54,10 +42,8 @@ class Joining:
         return self.receive() if comes else None
 
     def prepare(self) -> Callable[[], None]:
-        """Return a function that sends what there is now to those that have come.  Collective, as is the function.
-
-        Where each rank has a share of the state, all have all of it from now on, and share it out anew.
-        """
+        """Return a function that sends what there is now to those that have come.  Collective, as is the function."""
+        # Where each rank has a share of the state, all have all of it from now on, and share it out anew.
         training, values = self._training, self._checkpointer.values(self._params)
         state, shares = training.state(), training.collective
         sent = {
@@ -77,26 +63,10 @@ class Joining:
         return send
 
     def receive(self) -> Any:
-        """Take what the others send, and return their ``extra``.  Collective.
-
-        Raises:
-            ValueError: it belongs to other parameters, or to another optimizer.
-        """
+        """Take what the others send, and return their ``extra``.  Collective."""
         sent = send_tree(self._training.comm, None)
         self._checkpointer.take(self._params, sent["state"], sent["parameters"])
-        self._take_order(sent["order"])
-        self._training.begin_as_newcomer()
-        if sent["shares"]:
-            self._training.share_with_newcomers()
-        return {} if sent["extra"] is None else sent["extra"]
-
-    def _take_order(self, order: list[str]) -> None:
-        """Let the parameters be in the order of the others' first step.
-
-        Raises:
-            ValueError: they are in another order already.
-        """
-        collector = self._training.collector
+        collector, order = self._training.collector, sent["order"]
         if not collector.order:
             by_name = {collector.identify(param)[0]: param for param in self._params or ()}
             collector.enroll(by_name[name] for name in order)
@@ -105,18 +75,14 @@ class Joining:
                 f"params must be in the order of the other ranks' first step, {', '.join(order[:5])}, ..., got "
                 f"{', '.join(list(collector.order)[:5])}, ..."
             )
+        self._training.begin_as_newcomer()
+        if sent["shares"]:
+            self._training.share_with_newcomers()
+        return {} if sent["extra"] is None else sent["extra"]
 
 
 def send_tree(comm: Communicator, values: Tree | None) -> Any:
-    """Return the tree of the first rank on all ranks; all of it is of one rank.  Collective.
-
-    Args:
-        comm: the ranks.
-        values: the tree; None on ranks that have none.
-
-    Raises:
-        RuntimeError: the first rank has none: all that had one have ended.
-    """
+    """Return the tree of the first rank on all ranks; None on ranks that have none.  Collective."""
     arrays: dict[str, np.ndarray] = {}
     plain = None if values is None else tree.take_apart(values, arrays)
     layout = [[name, x.dtype.name, list(x.shape)] for name, x in arrays.items()]
@@ -133,10 +99,9 @@ def send_tree(comm: Communicator, values: Tree | None) -> Any:
     sent, received = comm.transaction(send)
     if sent is None:
         raise RuntimeError("all ranks that could have sent the training's state have ended")
-    return tree.put_together(sent, functools.partial(_leaf, received))
 
+    def leaf(word: str, name: str) -> Any:
+        array = received[name]
+        return array[()] if word == "scalar" else foreign.tensor(array) if word == "tensor" else array
 
-def _leaf(arrays: dict[str, np.ndarray], word: str, name: str) -> Any:
-    """Return an array of a tree, as what it was."""
-    array = arrays[name]
-    return array[()] if word == "scalar" else foreign.tensor(array) if word == "tensor" else array
+    return tree.put_together(sent, leaf)

@@ -16,29 +16,27 @@ from distopt.engine.parameters import GradientCollector
 from distopt.engine.state import check_state, load_state_dict, state_dict
 from distopt.engine.training_state import TrainingState, Tree, optimizer_text
 
-Part = Callable[[Tree], Any]  # picks a part of a rank's tree
-OfRanks = Callable[[Part], Any]  # combines that part of all ranks' trees
+# Picks a part of a rank's tree.
+Part = Callable[[Tree], Any]
+# Combines that part of all ranks' trees.
+OfRanks = Callable[[Part], Any]
 ENTRIES = {"step", "inner", "fragments", "values"}
 OF_FRAGMENT = {"sent", "due", "outer"}
 
 
 class InnerState:
-    """What a rank has of its own beside its parameters: by default nothing, as a script saves its optimizer itself.
+    """What a rank has of its own beside its parameters: by default nothing, as a script saves its optimizer itself."""
 
-    Attributes:
-        optimizer: the inner optimizer, for a reader of checkpoints.
-        engines: the engines that make the steps.
-        collector: the parameters.
-    """
-
+    # For a reader of checkpoints.
     optimizer: Any = None
+    # Those that make the steps.
     engines: Sequence[Engine] = ()
 
     def __init__(self) -> None:
         self.collector = GradientCollector()
 
     def state(self) -> Tree:
-        """Return copies of it."""
+        """Return copies of what the rank has."""
         return {}
 
     def check(self, state: Tree) -> None:
@@ -50,22 +48,14 @@ class InnerState:
         """Go on from a state."""
 
     def inherited(self, state: Tree, mean: OfRanks, heirs: OfRanks) -> Tree:
-        """Return the state of a rank of another number of ranks.
-
-        Args:
-            state: the one of the rank of this number, modulo theirs.
-            mean: returns the mean over saved ranks of a part of their states.
-            heirs: returns what this rank takes over of pending states, a part of theirs.
-        """
+        """Return the state of a rank of another number of ranks."""
+        # state: that of the rank of this number, modulo theirs.
+        # mean, heirs: return the mean of a part of the saved states, and what this rank takes over of pending ones.
         return state
 
 
 class EngineInnerState(InnerState):
-    """The state of the engine of local steps.
-
-    Args:
-        training: the training.
-    """
+    """The state of the engine of local steps."""
 
     def __init__(self, training: LocalTraining):
         self._training, engine = training, training.inner
@@ -93,31 +83,21 @@ class EngineInnerState(InnerState):
 
 
 class LocalState(TrainingState):
-    """The state of local steps: the inner one of each rank, and the outer ones, with the global parameters.
+    """The state of local steps: the inner one of each rank, and the outer ones, with the global parameters."""
 
-    Other ranks may go on than have saved it.  Their parameters and their inner optimizers' states are the means of the
-    saved ones then, so that the mean of their pseudo-gradients is what it was.
-
-    Args:
-        outer: the exchanges.
-        inner: what each rank has of its own.
-        options: lines for a reader of checkpoints.
-    """
+    # Other ranks may go on than have saved it.  Their parameters and their inner optimizers' states are the means of
+    # the saved ones then, so that the mean of their pseudo-gradients is what it was.
 
     def __init__(self, outer: OuterLoop, inner: InnerState, options: Sequence[str]):
         self._outer, self._inner, self.options = outer, inner, options
         engine = outer.engine
-        self.comm, self.agreement, self.hooks, self.collector = (
-            engine.comm,
-            engine.agreement,
-            outer.hooks,
-            inner.collector,
-        )
+        self.comm, self.agreement = engine.comm, engine.agreement
+        self.hooks, self.collector = outer.hooks, inner.collector
         self._engines = [*inner.engines, *(fragment.engine for fragment in outer.fragments)]
 
     @property
     def step(self) -> int:
-        """Steps behind this rank."""
+        """The steps so far."""
         return self._outer.step
 
     def check_open(self) -> None:
@@ -157,7 +137,7 @@ class LocalState(TrainingState):
         return state | {"inner": inner | {"engine": inner["engine"] | none}, "fragments": fragments}
 
     def begin_as_newcomer(self) -> None:
-        """Let the local parameters be the global ones, which the other ranks have come from since."""
+        """Make the local parameters the global ones, which the other ranks have come from since."""
         self._outer.go_on_from_values()
 
     def check_state(self, state: Tree) -> None:

@@ -30,26 +30,15 @@ def places(inner: Engine) -> Sequence[Arrays]:
 
 
 class LocalTraining:
-    """Steps of this rank alone, and exchanges with the others behind some of them.
-
-    Args:
-        inner: the engine of the steps, on a communicator of this rank alone.
-        outer: the exchanges.
-
-    Attributes:
-        inner: the engine of the steps.
-        outer: the exchanges.
-        calls: since the last step that counted; with ``num_batches`` several are one.
-    """
+    """Steps of this rank alone, and exchanges with the others after some of them."""
 
     def __init__(self, inner: Engine, outer: OuterLoop):
+        # Calls since the last step that counted; with ``num_batches`` several are one.
         self.inner, self.outer, self.calls = inner, outer, 0
 
     def run(self, loss: Loss) -> bool:
-        """Make a step of this rank alone, and the exchange that is due behind it; tell if the step was applied.
-
-        A step that was refused, as not finite, counts in the window, so that all ranks count alike.
-        """
+        """Make a step of this rank alone, and the exchange that is due after it; tell if the step was applied."""
+        # A step that was refused, as not finite, counts in the window, so that all ranks count alike.
         self.inner.check_open()
         if not self.outer.begun:
             loss = self.begin(loss)
@@ -58,7 +47,8 @@ class LocalTraining:
         try:
             applied = self.inner.step_alone(loss, LOCAL_STEP)
         except Exception as error:
-            vars(error).pop("agreed", None)  # no other rank has raised it
+            # No other rank has raised it.
+            vars(error).pop("agreed", None)
             raise
         self.calls += 1
         if self.calls == self.inner.accumulator.num_batches:
@@ -84,6 +74,6 @@ class LocalTraining:
         return pairs
 
     def join(self) -> None:
-        """Take part in the others' exchanges until no rank has batches left (``OuterLoop.join``)."""
+        """Take part in the others' exchanges until no rank has batches left (``OuterLoop.join``).  Collective."""
         self.inner.check_open()
         self.outer.join()

@@ -12,23 +12,23 @@ from distopt.comm.control import agreed
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.spec import GradientHook
 
-EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ has it
-Vote = Callable[[Exception | None], object]  # raises on every rank what one rank brings
-SumOverRanks = Callable[[np.ndarray], None]  # replaces an array by its sum over ranks
+# Added to the norm that is divided by, as torch.nn.utils.clip_grad_norm_ has it.
+EPSILON = 1e-6
+# Raises on every rank what one rank brings.
+Vote = Callable[[Exception | None], object]
+# Replaces an array by its sum over ranks.
+SumOverRanks = Callable[[np.ndarray], None]
 
 
 class MeanGradients:
-    """Apply ``gradient_hook`` and ``clip_norm`` of ``DistOpt``.
+    """Apply ``gradient_hook`` and ``clip_norm`` of ``DistOpt``."""
 
-    Attributes:
-        clip_norm: the bound of the global norm; None if nobody asks for the norm.
-        norm: the global norm of the last update's mean gradient, before it was clipped.
-    """
-
-    CHANGES = ("norm",)  # what a step replaces
+    # The attributes that a step replaces (``Undo.keep_fields``).
+    CHANGES = ("norm",)
 
     def __init__(self, comm: Communicator, store: BucketStore, hook: GradientHook | None, clip_norm: float | None):
         self._comm, self._store = comm, store
+        # math.inf only asks for the norm, of the last update's mean gradient before it was clipped.
         self.hook, self.clip_norm = hook, clip_norm
         self.norm: float | None = None
 
@@ -38,39 +38,33 @@ class MeanGradients:
         return "gradient_hook" if self.hook else "" if self.clip_norm is None else "clip_norm"
 
     def apply_hook(self, sums: Iterable[Reduced], scale: float, check_finite: bool, vote: Vote) -> list[Reduced]:
-        """Return ``scale`` times the sums, as the hook leaves them.  Collective.
-
-        Args:
-            sums: the sum of each bucket.
-            scale: makes means of them.
-            check_finite: what the hook leaves must be finite.
-            vote: tells all ranks what the hook has raised here.
-
-        Raises, on every rank alike, what the hook raises on one; TypeError if it returns anything, and
-        FloatingPointError if it leaves what is not finite, with ``check_finite``.
-        """
+        """Return ``scale`` times the sums, as the hook leaves them.  Collective."""
+        # What the hook raises on one rank, `vote` raises on all.
+        assert self.hook is not None
         flats: list[np.ndarray] = []
+        means: dict[str, np.ndarray] = {}
         error: Exception | None = None
         try:
             for bucket, total in zip(self._store.buckets, list(sums), strict=True):
                 flats.append(bucket.flat_mean(total, scale))
-            self._call_hook(flats, check_finite)
+                means |= bucket.views(flats[-1])
+            returned = self.hook([(known.param, means[name]) for name, known in self._store.collector.order.items()])
+            if returned is not None:
+                got = type(returned).__name__
+                raise TypeError(f"gradient_hook must return None, after changing the gradients in place, got {got}")
+            bad = np.zeros(1, np.int64)
+            # On a GPU the host does not wait.
+            for flat in flats if check_finite else ():
+                if not device.on_gpu(flat):
+                    kernels.count_nonfinite(flat, bad)
+            if bad[0]:
+                raise FloatingPointError(
+                    f"gradients must be finite after gradient_hook, got {int(bad[0])} entries that are not"
+                )
         except Exception as e:
             error = e
         vote(error)
         return [unsharded(flat) for flat in flats]
-
-    def _call_hook(self, flats: list[np.ndarray], check_finite: bool) -> None:
-        assert self.hook is not None
-        means: dict[str, np.ndarray] = {}
-        for bucket, flat in zip(self._store.buckets, flats, strict=True):
-            means |= bucket.views(flat)
-        returned = self.hook([(known.param, means[name]) for name, known in self._store.collector.order.items()])
-        if returned is not None:
-            got = type(returned).__name__
-            raise TypeError(f"gradient_hook must return None, after changing the gradients in place, got {got}")
-        if check_finite and (bad := _count_nonfinite(flats)):
-            raise FloatingPointError(f"gradients must be finite after gradient_hook, got {bad} entries that are not")
 
     def clipped_scale(
         self,
@@ -82,37 +76,22 @@ class MeanGradients:
         sum_over_ranks: SumOverRanks,
         alike: bool,
     ) -> float:
-        """The factor of the sums: ``scale``, or less, so that the global norm of the means is at most ``clip_norm``.
-
-        Args:
-            name: the step, for errors.
-            skip: parameters that are not updated, and do not count.
-            sum_over_ranks: sums squares of shards over ranks.
-            alike: all ranks have the same sums, and raise the same error.
-
-        Raises:
-            FloatingPointError: the norm is beyond float64.
-        """
+        """The factor of the sums: ``scale``, or less, so that the global norm of the means is at most ``clip_norm``."""
+        # skip: parameters that are not updated, and do not count.
+        # alike: all ranks have the same sums, and raise the same error.
         assert self.clip_norm is not None
         comm = self._comm
         total = global_norm(self._store.buckets, sums, comm.rank, comm.size, sum_over_ranks, skip)
         self.norm = norm = total * abs(scale)
         if self.clip_norm == math.inf:
             return scale
-        if norm == math.inf and check_finite:  # dividing by it would be an update by nothing
+        if norm == math.inf and check_finite:
+            # Divided by it, the means would be an update by nothing.
             error = FloatingPointError(
                 f"{name}: the squares of the gradients must add up to at most 1.8e308, got more, "
                 "although all entries are finite: scale the loss down, or clip by value first"
             )
             raise agreed(error, comm.rank == 0) if alike else error
         factor = self.clip_norm / (norm + EPSILON)
-        return scale if factor >= 1 else scale * factor  # NaN stays NaN
-
-
-def _count_nonfinite(flats: Iterable[np.ndarray]) -> int:
-    """Count entries on the host; on a GPU 0, as the host does not wait."""
-    count = np.zeros(1, np.int64)
-    for flat in flats:
-        if not device.on_gpu(flat):
-            kernels.count_nonfinite(flat, count)
-    return int(count[0])
+        # NaN stays NaN.
+        return scale if factor >= 1 else scale * factor

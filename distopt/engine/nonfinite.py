@@ -11,23 +11,28 @@ from distopt.engine.bucket_store import BucketStore
 from distopt.engine.progress import Progress
 from distopt.optim.adapters import OptimizerAdapter
 
-PATIENCE = 10  # refused calls in a row
-LARGEST = 2.0**126  # whose reciprocal is still a normal float32
+# Refused calls in a row.
+PATIENCE = 10
+# The largest power of two whose reciprocal is a normal float32.
+LARGEST = 2.0**126
 
 Learn = Callable[[], None]
 
 
 class Policy:
-    """'raise': FloatingPointError on every rank.  What all policies have in common.
+    """'raise': FloatingPointError on every rank.  What all policies have in common."""
 
-    A *call* is one forward and backward pass; with ``num_batches`` a step has several.  Each call that comes to an end
-    is told of once, by ``passed`` or by ``refused``, on every rank alike; ``enforce`` may raise afterwards.
-    """
+    # A *call* is one forward and backward pass; with `num_batches` a step has several.  Each call that comes to an end
+    # is told of once, by `passed` or by `refused`, on every rank alike; `enforce` may raise afterwards.
 
-    CHANGES: Sequence[str] = ("skipped", "in_a_row")  # what a step replaces
-    checks_finite = True  # are gradients and sums checked for what is not finite?
-    adapts = False  # does the divisor change from call to call?
-    divisor = 1.0  # of the gradients of the next call, by which they are divided while they are packed
+    # The attributes that a step replaces (``Undo.keep_fields``).
+    CHANGES: Sequence[str] = ("skipped", "in_a_row")
+    # Are gradients and sums checked for what is not finite?
+    checks_finite = True
+    # Does the divisor change from call to call?
+    adapts = False
+    # The next call's gradients are divided by it while they are packed.
+    divisor = 1.0
 
     def __init__(self) -> None:
         self.skipped = self.in_a_row = 0
@@ -136,8 +141,10 @@ class LossScaler(Skip):
         self.init_scale = self.divisor = _power_of_two("init_scale", init_scale, self.min_scale, self.max_scale)
         self.factor = _power_of_two("factor", factor, 2.0, LARGEST)
         self.window = check_int("window", window, least=1)
-        self.clean = 0  # finite calls since the scale was changed, or one was dropped
-        self._learn: weakref.WeakMethod[Learn] | None = None  # of whom it belongs to
+        # Finite calls since the scale was changed, or one was dropped.
+        self.clean = 0
+        # How the guard that it belongs to learns the last outcome.
+        self._learn: weakref.WeakMethod[Learn] | None = None
 
     @property
     def scale(self) -> float:
@@ -194,7 +201,7 @@ class LossScaler(Skip):
     def restore(self, state: dict[str, float]) -> None:
         """Take the scale and the count of a checkpoint."""
         if state:
-            # a window that is shorter than the one it was saved with may be full already
+            # A window that is shorter than the one it was saved with may be full already.
             self.divisor, self.clean = float(state["scale"]), min(int(state["clean"]), self.window - 1)
 
     def __repr__(self) -> str:
@@ -224,17 +231,18 @@ def _power_of_two(name: str, value: Any, least: float, most: float) -> float:
 
 
 class NonfiniteGuard:
-    """Apply a policy to what the checks of a model's buckets find.
+    """Apply a policy to what the checks of a model's buckets find."""
 
-    On the host a step that is not finite ends before its update.  On a GPU kernels skip it by a flag, and the host
-    learns of it afterwards: the counters are rolled back, and the policy applies in the next call.
-    """
+    # On the host a step that is not finite ends before its update.  On a GPU kernels skip it by a flag, and the host
+    # learns of it afterwards: the counters are rolled back, and the policy applies in the next call.
 
-    CHANGES = ("refused",)  # what a step replaces
+    # The attributes that a step replaces (``Undo.keep_fields``).
+    CHANGES = ("refused",)
 
     def __init__(self, policy: Policy, store: BucketStore, progress: Progress, optimizer: OptimizerAdapter):
         self.policy, self._store, self._progress, self._optimizer = policy, store, progress, optimizer
-        self.refused = 0  # entries of the last step that were not finite, as the GPU said, and no vote knows yet
+        # Entries of the last step that were not finite, as the GPU said, and no vote knows yet.
+        self.refused = 0
 
     def lines(self) -> list[str]:
         """Return the numbers that must be alike on all ranks in the next vote."""
@@ -243,16 +251,6 @@ class NonfiniteGuard:
     def accepts(self, nonfinite: str) -> bool:
         """Tell if the present call is to be applied; ``nonfinite`` is alike on all ranks, '' if all is finite."""
         return not nonfinite or self.policy.accepts(self._progress.name, nonfinite)
-
-    def settle_call(self, kernels_skip: bool) -> bool:
-        """Begin to fetch the outcome of a call on a GPU.
-
-        Returns:
-            Whether the host goes on to the update: only where ``kernels_skip`` a refused one, else it must wait for the
-            outcome, with ``poll``.
-        """
-        self._store.check.fetch()
-        return kernels_skip
 
     def poll(self) -> None:
         """Learn from the GPU what became of the last step, and roll back one that was refused."""

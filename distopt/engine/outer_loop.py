@@ -5,7 +5,7 @@ which moves the global parameters, and the rank goes on from these (Douillard et
 low-communication training of language models", 2023).  So an exchange is a step of an engine, whose gradients are
 pseudo-gradients.
 
-The model may be cut into fragments, each with an outer engine of its own, which are exchanged behind different steps,
+The model may be cut into fragments, each with an outer engine of its own, which are exchanged after different steps,
 and whose new values may be taken some steps later, while training goes on (Douillard et al., "Streaming DiLoCo with
 overlapping communication", 2025).
 """
@@ -41,35 +41,23 @@ from distopt.kernels.layout import FORMATS, BucketLayout, compute_dtype
 from distopt.optim import SGD, AnyOptimizer
 
 MADE, START = "local steps that are made", "the first local step"
-Arrays = Mapping[str, np.ndarray]  # by parameter name
+# Arrays by parameter name.
+Arrays = Mapping[str, np.ndarray]
 
 
 class Windows(NamedTuple):
-    """When fragments are exchanged: a pure function of the step, the same on all ranks.
+    """When fragments are exchanged: a pure function of the step, the same on all ranks."""
 
-    Attributes:
-        every: steps between two exchanges of a fragment.
-        fragments: their number, up to ``every``; they are sent at even distances.
-        delay: steps from sending a fragment to taking its new values, below ``every``.
-
-    Example:
-        >>> windows = Windows(every=4, fragments=2)
-        >>> [windows.sent_behind(step) for step in range(1, 9)]
-        [None, 0, None, 1, None, 0, None, 1]
-    """
-
+    # Steps between two exchanges of a fragment.
     every: int
+    # Their number, at most ``every``; they are sent at even distances.
     fragments: int = 1
+    # Steps from sending a fragment to taking its new values, below ``every``.
     delay: int = 0
 
     @classmethod
     def checked(cls, every: int, fragments: int, delay: int) -> "Windows":
-        """Check what a user gave.
-
-        Raises:
-            TypeError: an argument is no integer.
-            ValueError: there are more fragments than steps, or one would be sent again before it has come back.
-        """
+        """Check what a user gave."""
         check_int("every", every, least=1)
         if check_int("fragments", fragments, least=1) > every:
             raise ValueError(f"fragments must be at most every={every}, got {fragments}")
@@ -77,21 +65,14 @@ class Windows(NamedTuple):
             raise ValueError(f"delay must be below every={every}, got {delay}")
         return cls(every, fragments, delay)
 
-    def sent_behind(self, step: int) -> int | None:
-        """Return the number of the fragment that is sent behind a step, counted from 1; None for none."""
+    def sent_after(self, step: int) -> int | None:
+        """Return the number of the fragment that is sent after a step, counted from 1; None for none."""
         place = (step - 1) % self.every + 1
         ends = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
         return ends.index(place) if place in ends else None
 
     def spec(self, compressor: Compressor, break_even: bool, exchange: str, over: str) -> StepSpec:
-        """Return what an exchange is, as a step of an outer engine.
-
-        Args:
-            compressor: what is sent.
-            break_even: send no more bytes than dense.
-            exchange: of payloads that cannot be added on the wire.
-            over: what sums of entries are divided by.
-        """
+        """Return what an exchange is, as a step of an outer engine."""
         label = f"an exchange {self.describe()}"
         return StepSpec(lambda: compressor, break_even=break_even, exchange=exchange, over=over, label=label)
 
@@ -103,19 +84,7 @@ class Windows(NamedTuple):
 
 
 def cut(sizes: Sequence[int], fragments: int) -> list[list[int]]:
-    """Cut a list into runs of about the same sum: none is more than an item larger than their mean.
-
-    Args:
-        sizes: of the items.
-        fragments: the number of runs, of which some may be empty.
-
-    Returns:
-        The indices of each run's items.
-
-    Example:
-        >>> cut([1, 1, 2, 4], 2), cut([9, 1], 3)
-        ([[0, 1, 2], [3]], [[], [0], [1]])
-    """
+    """Return the indices of items in runs of about the same sum, none more than an item larger than their mean."""
     runs: list[list[int]] = [[] for _ in range(fragments)]
     before, total = 0, max(1, sum(sizes))
     for item, size in enumerate(sizes):
@@ -125,24 +94,16 @@ def cut(sizes: Sequence[int], fragments: int) -> list[list[int]]:
 
 
 class Fragment:
-    """Parameters that are exchanged together, and their global values, which are the same on all ranks.
-
-    Args:
-        engine: the outer engine.
-        spec: what its steps are.
-
-    Attributes:
-        engine: the outer engine.
-        values: the global parameters by name, of float32 for those of 16 bits.
-        sent: the step behind which it was sent last.
-        due: the step behind which its new values are taken; 0 if it is not in flight.
-    """
+    """Parameters that are exchanged together, and their global values, which are the same on all ranks."""
 
     def __init__(self, engine: Engine, spec: StepSpec):
         self.engine, self._spec = engine, spec
+        # By name, of float32 for those of 16 bits.
         self.values: dict[str, np.ndarray] = {}
+        # The steps after which it was sent last, and after which its new values are taken: 0 if it is not in flight.
         self.sent = self.due = 0
-        self._flats: list[np.ndarray] = []  # the global parameters of each bucket
+        # The global parameters of each bucket.
+        self._flats: list[np.ndarray] = []
         self._parameters: list[Parameter] = []
 
     def begin(self, local: Arrays) -> None:
@@ -183,22 +144,21 @@ class Fragment:
             found = tables(bucket.spec, local)
             for table in found:
                 kernels.pack(table, bucket.gradient, -1.0, bucket.bad, bucket.largest)
-            kernels.accumulate(_rounded(bucket, flat, found), bucket.gradient)
-
-    def bring_nothing(self) -> None:
-        """Bring zeros: this rank has no batches left."""
-        for bucket in self._buckets:
-            device.clear(bucket.gradient)
+            # Local parameters of 16 bits began as the global ones, rounded: what rounding has taken is no step of the
+            # inner optimizer's, and must not come back as one.
+            narrow = [table for table in found if table.stored in FORMATS]
+            began = device.copied(flat) if narrow else flat
+            for table in narrow:
+                stored = [
+                    device.empty(int(np.prod(shape)), table.stored, flat).reshape(shape) for shape in table.shapes
+                ]
+                kernels.unpack(table.point_to(stored), flat, 1.0)
+                kernels.pack(table, began, 1.0, bucket.bad, bucket.largest)
+            kernels.accumulate(began, bucket.gradient)
 
     def exchange(self, joined: bool) -> None:
-        """Exchange what was measured, and let the outer optimizer move the global parameters.  Collective.
-
-        Args:
-            joined: this rank brings nothing, and does not count in the mean.
-
-        Raises:
-            AllJoinedError: no rank brings anything.
-        """
+        """Exchange what was measured, and let the outer optimizer move the global parameters.  Collective."""
+        # A rank that has joined brings nothing, and does not count in the mean.
         self.engine.agreement.joined = joined
         try:
             self.engine.step(self.pairs, self._spec)
@@ -206,12 +166,7 @@ class Fragment:
             self.engine.agreement.joined = False
 
     def take(self, places: Sequence[Arrays], alpha: float) -> None:
-        """Move local parameters to the global ones.
-
-        Args:
-            places: the arrays that hold them: masters, and parameters.
-            alpha: the share of the local value that stays.
-        """
+        """Move local parameters to the global ones; ``alpha`` is the share of the local value that stays."""
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
             for table in itertools.chain.from_iterable(tables(bucket.spec, arrays) for arrays in places):
                 kernels.lerp(table, flat, alpha, self.engine.store.skip_flag)
@@ -225,18 +180,14 @@ def begin_all(fragments: Sequence[Fragment], local: Arrays) -> None:
 
 
 def forget_all(fragments: Sequence[Fragment]) -> None:
-    """Let the fragments be as before ``begin_all``, which a lost rank has interrupted."""
+    """Make the fragments as they were before ``begin_all``, which a lost rank has interrupted."""
     for fragment in fragments:
         fragment.forget()
 
 
 def tables(spec: BucketSpec, arrays: Arrays) -> list[BucketLayout]:
-    """Return tables that bring arrays to their places in a bucket and back: one for each dtype of its members.
-
-    Args:
-        spec: the bucket.
-        arrays: by name; a bucket may have more members, and fewer.
-    """
+    """Return tables that bring arrays to their places in a bucket and back: one for each dtype of its members."""
+    # A bucket may have more members, and fewer.
     places = {name: at for name, at in zip(spec.names, spec.offsets, strict=True) if name in arrays}
     found = []
     for dtype in dict.fromkeys(arrays[name].dtype for name in places):
@@ -246,44 +197,8 @@ def tables(spec: BucketSpec, arrays: Arrays) -> list[BucketLayout]:
     return found
 
 
-def _rounded(bucket: Bucket, flat: np.ndarray, found: Sequence[BucketLayout]) -> np.ndarray:
-    """Return a bucket's global parameters, rounded where the local ones are of 16 bits, as these began.
-
-    What rounding has taken from a global parameter is no step of the inner optimizer's, and must not come back as one.
-    """
-    narrow = [table for table in found if table.stored in FORMATS]
-    rounded = device.copied(flat) if narrow else flat
-    for table in narrow:
-        stored = [device.empty(int(np.prod(shape)), table.stored, flat).reshape(shape) for shape in table.shapes]
-        kernels.unpack(table.point_to(stored), flat, 1.0)
-        kernels.pack(table, rounded, 1.0, bucket.bad, bucket.largest)
-    return rounded
-
-
 class OuterLoop:
-    """Exchanges behind the steps of ranks that train alone.
-
-    Args:
-        comm: all ranks.
-        make_outer: makes an outer engine on a communicator.
-        spec: what an exchange is.
-        windows: when there is one.
-        alpha: the share of the local value that stays when new values are taken.
-        places: returns the arrays that hold local parameters, as they are now: first those from which others are
-            rounded.
-        line: what else all ranks must have alike.
-
-    Raises:
-        ValueError: on every rank alike, if they differ in that, or in windows.
-
-    Attributes:
-        windows: when there is an exchange.
-        fragments: the parts of the model.
-        step: steps behind this rank; those in which it had no batches left count.
-        begun: there are parameters.
-        hooks: are told when new values were taken.
-        restored: global parameters of a checkpoint, until there are parameters.
-    """
+    """Exchanges after steps of ranks that train alone."""
 
     def __init__(
         self,
@@ -295,16 +210,24 @@ class OuterLoop:
         places: Callable[[], Sequence[Arrays]],
         line: str = "",
     ):
+        # places: returns the arrays that hold local parameters now: first masters, from which the others are rounded.
+        # line: what else all ranks must have alike.
         self.comm, self.windows, self._alpha, self._places = comm, windows, alpha, places
         self._line = f"{spec.label}, alpha={alpha}, {line}"
         comm.transaction(lambda: comm.control.vote(MADE, fingerprint([self._line]), lambda: [self._line]))
-        in_flight = windows.delay > 0 and comm.may_overlap  # elsewhere an exchange ends before training goes on
-        self._own = comm.separate() if in_flight else comm  # of this loop alone, as its thread may outlive it
+        # Where nothing may overlap, an exchange ends before training goes on.
+        in_flight = windows.delay > 0 and comm.may_overlap
+        # A communicator of this loop alone, as its thread may outlive it.
+        self._own = comm.separate() if in_flight else comm
         self.fragments = [Fragment(make_outer(self._own), spec) for _ in range(windows.fragments)]
+        # Steps count also where this rank had no batches left; hooks are told when new values were taken.
         self.step, self.begun, self.hooks = 0, False, list[StepHook]()
+        # Global parameters of a checkpoint, until there are parameters.
         self.restored: dict[str, np.ndarray] = {}
-        self._awaited = False  # a process waited to be let in when new values were taken last
-        self._own_steps: int | None = None  # those with batches, once this rank has joined
+        # A process waited to be let in when new values were taken last.
+        self._awaited = False
+        # Steps with batches, once this rank has joined.
+        self._own_steps: int | None = None
         self._carrier = Background() if in_flight and comm.gpu is None else Inline()
         self._side = device.SideStream() if in_flight and comm.gpu is not None else None
         self._at_exit = functools.partial(_land_at_exit, weakref.ref(self))
@@ -317,12 +240,7 @@ class OuterLoop:
         return self.fragments[0].engine
 
     def begin(self, local: Arrays, error: Exception | None = None) -> None:
-        """Begin with these parameters; all ranks get rank 0's, unless a checkpoint was loaded.  Collective.
-
-        Args:
-            local: the parameters.
-            error: what went wrong on this rank before, which all ranks raise.
-        """
+        """Begin with these parameters; all ranks get rank 0's, unless a checkpoint was loaded.  Collective."""
         self.engine.agreement.vote_on_lines(START, [self._line], error)
         self.comm.transaction(lambda: check_apart(self.comm, local))
         self._own.transaction(lambda: begin_all(self.fragments, local), lambda: forget_all(self.fragments))
@@ -339,7 +257,7 @@ class OuterLoop:
         self.restored = {} if self.begun else dict(values)
 
     def go_on_from_values(self) -> None:
-        """Let the local parameters be the global ones."""
+        """Make the local parameters the global ones."""
         for fragment in self.fragments:
             fragment.take(self._places(), 0.0)
 
@@ -349,27 +267,22 @@ class OuterLoop:
         return {name: x for fragment in self.fragments for name, x in fragment.values.items()}
 
     def advance(self) -> None:
-        """Count a step, and do what is due behind it: take what comes back, then send.  Collective then.
-
-        Raises:
-            RuntimeError: this process waits to be let in.
-        """
+        """Count a step, and do what is due after it: take what comes back, then send.  Collective then."""
         if self._own.outside:
             raise RuntimeError(WAITS)
         self.step += 1
         taken = self._take_due()
-        number = self.windows.sent_behind(self.step)
+        number = self.windows.sent_after(self.step)
         if number is not None and self.fragments[number].values:
             self._send(self.fragments[number])
-            taken |= self._take_due()  # without a delay it is due at once
+            # Without a delay it is due at once.
+            taken |= self._take_due()
         for hook in self.hooks if taken else ():
             hook.after_call(self.step, True)
 
     def let_in(self) -> None:
-        """Let in the processes that wait, between steps, if all ranks know of one.  Collective then.
-
-        They have got to know of it when new values were taken last.  What was sent since lands first.
-        """
+        """Let in the processes that wait, between steps, if all ranks know of one.  Collective then."""
+        # They have got to know of it when new values were taken last.  What was sent since lands first.
         if self._awaited:
             self._awaited = False
             self.land()
@@ -382,7 +295,8 @@ class OuterLoop:
             fragment.due = 0
         if due:
             self.land()
-            self._awaited = self._own.control.awaited  # alike on all ranks, as nothing travels now
+            # Alike on all ranks, as nothing travels now.
+            self._awaited = self._own.control.awaited
         for fragment in due:
             fragment.take(self._places(), self._alpha)
         return bool(due)
@@ -391,7 +305,8 @@ class OuterLoop:
         """Send a fragment, which travels while training goes on."""
         joined = self._own_steps is not None and self._own_steps <= fragment.sent
         if joined:
-            fragment.bring_nothing()
+            for bucket in fragment.engine.store.buckets:
+                device.clear(bucket.gradient)
         else:
             masters, values = self._places()
             fragment.measure({**values, **masters})
@@ -407,10 +322,8 @@ class OuterLoop:
         self._own.tell_resized()
 
     def join(self) -> None:
-        """Take part in the others' exchanges until no rank has batches left; all have the global parameters then.
-
-        What this rank has changed since it sent a fragment last still counts; after that it brings nothing.
-        """
+        """Take part in the others' exchanges until no rank has batches; all get the global values.  Collective."""
+        # What this rank has changed since it sent a fragment last still counts; after that it brings nothing.
         if not self.begun:
             error = RuntimeError("join() must come after this rank's first step")
             self.engine.agreement.vote_on_lines(START, [self._line], error)
@@ -448,7 +361,7 @@ def _land_at_exit(loop: "weakref.ref[OuterLoop]") -> None:
 
 
 def outer_rule(outer: AnyOptimizer | None) -> AnyOptimizer:
-    """Return a copy of an outer optimizer, with a state of its own: None for that of DiLoCo."""
+    """Return a copy of an outer optimizer, with a state of its own; DiLoCo's for None."""
     return SGD(0.7, momentum=0.9, nesterov=True) if outer is None else copy.deepcopy(outer)
 
 
@@ -457,7 +370,9 @@ def outer_loop(
     places: Callable[[], Sequence[Arrays]],
     *,
     every: int,
+    # None: DiLoCo's, SGD(0.7, momentum=0.9, nesterov=True)
     outer: AnyOptimizer | None,
+    # None: Dense()
     compressor: Compressor | None,
     fragments: int,
     delay: int,
@@ -471,30 +386,7 @@ def outer_loop(
     over: str,
     line: str,
 ) -> OuterLoop:
-    """Make an outer loop of what a user gave, as ``LocalSteps`` describes it.
-
-    Args:
-        comm: all ranks.
-        places: as of ``OuterLoop``.
-        every: steps of a window.
-        outer: the optimizer, of which each fragment gets a copy; None for ``SGD(0.7, momentum=0.9, nesterov=True)``.
-        compressor: what is sent; None for ``Dense()``.
-        fragments: their number.
-        delay: steps until a fragment's new values are taken.
-        alpha: the share of the local value that stays.
-        threshold: elements that fill a bucket.
-        broadcast: begin with rank 0's parameters.
-        nonfinite: 'raise' or 'propagate', for pseudo-gradients.
-        check_every: steps between two comparisons of the global parameters.
-        break_even: send no more bytes than dense.
-        exchange: of payloads that cannot be added on the wire.
-        over: what sums of entries are divided by.
-        line: as of ``OuterLoop``.
-
-    Raises:
-        TypeError: an argument has the wrong type; the text names it.
-        ValueError: one is out of range.
-    """
+    """Make an outer loop of what a user gave, as ``LocalSteps`` describes it; ``places`` as of ``OuterLoop``."""
     windows = Windows.checked(every, fragments, delay)
     check_float("alpha", alpha, most=1.0)
     chosen = Dense() if compressor is None else compressor
@@ -510,7 +402,8 @@ def outer_loop(
     def make(ranks: Communicator) -> Engine:
         rule = outer_rule(outer)
         engine = Engine(rule, ranks, options, threshold=size, kind="LocalSteps", counted="exchange")
-        engine.checked_threshold(spec)  # what forbids an exchange is raised now, and not behind a window
+        # What forbids an exchange is raised now, and not after a window.
+        engine.checked_threshold(spec)
         engine.compressor_at_this_step(chosen)
         if over != "ranks":
             engine.reducers.check_senders(chosen, spec)

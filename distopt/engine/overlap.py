@@ -17,15 +17,10 @@ PATIENCE = 2e-4
 
 
 class Overlap:
-    """Pack and reduce a bucket, in plan order, as soon as its gradients came as they came in the last step.
+    """Pack and reduce a bucket, in plan order, as soon as its gradients came as they came in the last step."""
 
-    Every rank sends every bucket, whatever happens in its backward pass, so that no other rank waits for ever; what is
-    wrong comes with the vote behind the last bucket.
-
-    Attributes:
-        buckets: the buckets that leave.
-        sent: how many of them were sent.
-    """
+    # Every rank sends every bucket, whatever happens in its backward pass, so that no other rank waits for ever; what
+    # is wrong comes with the vote after the last bucket.
 
     def __init__(
         self,
@@ -37,7 +32,7 @@ class Overlap:
         agree: Callable[[], object],
         pack: Callable[[Bucket], None],
     ):
-        """Begin a step of these ``buckets``: ``agree`` votes on its start, before data moves."""
+        # buckets: those that leave; agree: votes on the start of the step, before data moves.
         self._background, self._comm, self._pack = background, comm, pack
         self._collector, self.buckets = store.collector, buckets
         self.sent = 0
@@ -46,10 +41,8 @@ class Overlap:
         background.stream(lambda buckets: reducer.stream((b, b.gradient) if b else None for b in buckets))
 
     def watch(self, pairs: Iterable[Any]) -> Iterable[Any]:
-        """Pass on the pairs of a loss as they come; send each bucket behind its last one.
-
-        If all are there already, a GPU packs them in one launch, after this.
-        """
+        """Pass on the pairs of a loss as they come; send each bucket after its last one."""
+        # If all are there already, a GPU packs them in one launch, after this.
         return pairs if self._comm.gpu is not None and isinstance(pairs, list | tuple) else self._watched(pairs)
 
     def _watched(self, pairs: Iterable[Any]) -> Iterator[Any]:
@@ -68,10 +61,7 @@ class Overlap:
                     self._send()
 
     def complete(self, failed: bool) -> None:
-        """Send what has not been sent, zeros if this rank has ``failed``; return when all sums are there.
-
-        Raises what all ranks raise if they are not in the same step.
-        """
+        """Send what was not sent, zeros if this rank has ``failed``; return when all sums are there.  Collective."""
         for bucket in self.buckets[self.sent :]:
             if failed:
                 device.clear(bucket.gradient)

@@ -17,7 +17,8 @@ from distopt.optim.adapters.base import Known
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 PARAMETERS = (*FLOATS, *FORMATS)
 NAMED_TENSORS = "give it with a name, as model.named_parameters() does"
-Watch = Callable[[Iterable[Any]], Iterable[Any]]  # passes on the pairs of a loss, as they come
+# Passes on the pairs of a loss, as they come.
+Watch = Callable[[Iterable[Any]], Iterable[Any]]
 LOSSES = (
     "loss must be an iterable of (param, grad) pairs (a generator too), a callable that returns one, "
     "or an object whose backward() yields one"
@@ -87,7 +88,7 @@ class Parameter:
 
 
 class Gradient(NamedTuple):
-    """One parameter's gradient, checked; ``grad`` is None if there is none."""
+    """One parameter's gradient, checked."""
 
     param: Any
     value: np.ndarray
@@ -116,7 +117,8 @@ class Arrays:
 
     def __init__(self) -> None:
         self.arrays: list[np.ndarray | None] = []
-        self.addresses = np.empty(0, np.uintp)  # 0 for None
+        # An array's address, 0 for None.
+        self.addresses = np.empty(0, np.uintp)
         self.version = 0
 
     def replace(self, arrays: list[np.ndarray | None], addresses: np.ndarray | None = None) -> None:
@@ -127,33 +129,32 @@ class Arrays:
 
 
 class GradientCollector:
-    """Who is who: all gradients of a loss by parameter name, the same names at every step.
+    """Who is who: all gradients of a loss by parameter name, the same names at every step."""
 
-    A name is ``param.name``; a bare array gets its position on the first step as a name, and is recognised by identity
-    afterwards.  ``order`` has the first step's parameters, in its order, as they were last seen; ``values`` and
-    ``grads`` are their arrays and gradients in that order.
-
-    A step that brings the parameters of the last one in the same order costs a tenth of a microsecond for each; any
-    other is looked at by name.
-    """
+    # A name is `param.name`; a bare array gets its position on the first step as a name, and is recognised by identity
+    # afterwards. A step that brings the parameters of the last one in the same order costs a tenth of a microsecond for
+    # each; any other is looked at by name.
 
     def __init__(self, allow_missing: bool = False, gpu: int | None = None):
         self.allow_missing, self.gpu = allow_missing, gpu
+        # The first step's parameters, in its order, as they were last seen, and their arrays and gradients.
         self.order: dict[str, Known] = {}
         self.values, self.grads = Arrays(), Arrays()
-        self._bare: dict[int, tuple[str, Any]] = {}  # holds the arrays and tensors, so that an id is not used again
-        self._last = PairMatcher([], [])  # the last step's parameters and their arrays,
-        self._arrived: list[Any] = []  # and gradients, as they arrived
-        self._arrived_ids = b""  # valid as long as these live
-        self._places: list[int] | None = None  # where each of the plan is among those that arrive, None if in order
+        # Holds the arrays and tensors, so that an id is not used again.
+        self._bare: dict[int, tuple[str, Any]] = {}
+        # The last step's parameters and their arrays, and their gradients as they arrived.
+        self._last = PairMatcher([], [])
+        self._arrived: list[Any] = []
+        # Valid as long as these live.
+        self._arrived_ids = b""
+        # Where each of the plan is among those that arrive, None if in order.
+        self._places: list[int] | None = None
         self._layout = ArrayMatcher([])
-        self._apart = -1  # the version of ``grads`` of which no two are in one place
+        # The version of ``grads`` of which no two are in one place.
+        self._apart = -1
 
     def identify(self, param: Any) -> tuple[str, np.ndarray]:
-        """Return the name and the array of a parameter.
-
-        Raises TypeError for what is no parameter, and ValueError for a bare array that comes after the first step.
-        """
+        """Return the name and the array of a parameter; raise TypeError for what is none."""
         if is_array(param) or is_tensor(param):
             if id(param) not in self._bare:
                 if self.order:
@@ -171,12 +172,7 @@ class GradientCollector:
         return param.name, device.array_of(param.data)
 
     def collect(self, loss: Any, *watches: Watch) -> None:
-        """Take in the gradients of a loss, whose pairs pass ``watches`` on their way.
-
-        Raises TypeError and ValueError that name the parameter: for a name given twice, not known or without gradient,
-        for parameters that are not writable C-contiguous float32 or float64 or that overlap, for gradients of another
-        shape or dtype, and for those of a generator that lie in each other's memory.
-        """
+        """Take in the gradients of a loss, whose pairs pass ``watches`` on their way; raise for the first wrong one."""
         arrived = self.read(loss, *watches)
         if self._recognise(arrived):
             self._refuse_changed()
@@ -215,7 +211,8 @@ class GradientCollector:
         by_name = self._read(((param, None) for param in params), known)
         self._refuse_new_overlap(by_name)
         self._learn(by_name)
-        self._last = PairMatcher([], [])  # the arrays that were there then may be others now
+        # The arrays that were there then may be others now.
+        self._last = PairMatcher([], [])
         self._places = None
         return list(by_name)
 
@@ -238,7 +235,8 @@ class GradientCollector:
         try:
             pairs = [(*pairs_so_far[k], self._last.params[k], self._last.values[k]) for k in arrived]
             same = all(p is last and (value is last or p.data is value) for p, _, last, value in pairs)
-        except (TypeError, ValueError, IndexError):  # no pairs
+        except (TypeError, ValueError, IndexError):
+            # A loss gave no pairs.
             return None
         return [grad for _, grad, _, _ in pairs] if same else None
 
@@ -324,9 +322,15 @@ class GradientCollector:
 
     def _refuse_new_overlap(self, by_name: dict[str, Gradient]) -> None:
         """Two parameters in one memory would be updated twice; looked at when an array is another than last time."""
-        if any(n not in self.order or g.value is not self.order[n].value for n, g in by_name.items()):
-            values = {n: known.value for n, known in self.order.items()} | {n: g.value for n, g in by_name.items()}
-            _refuse_overlap(values)
+        if all(n in self.order and g.value is self.order[n].value for n, g in by_name.items()):
+            return
+        values = {n: known.value for n, known in self.order.items()} | {n: g.value for n, g in by_name.items()}
+        spans = sorted((device.address(v), v.nbytes, name) for name, v in values.items() if v.nbytes)
+        for (start, nbytes, name), (other_start, _, other) in itertools.pairwise(spans):
+            if other_start < start + nbytes:
+                raise ValueError(
+                    f"{name} and {other} share memory; give tied parameters once, with the summed gradient"
+                )
 
     def _checked(self, name: str, param: Any, value: Any, grad: Any) -> Gradient:
         """The gradient of a parameter, whose array is looked at only if it is another object than last time."""
@@ -368,9 +372,8 @@ def _one_memory(first: str, second: str) -> ValueError:
 
 
 def _refuse_overwritten(names: Sequence[str], grads: Sequence[Any]) -> None:
-    """ValueError for gradients of a generator that overlap, of which the first may be gone; of strided ones, which may
-    be interleaved, the first elements count.
-    """
+    """ValueError for gradients of a generator that overlap, of which the first may be gone."""
+    # Of strided ones, which may be interleaved, the first elements count.
     arrays = [(name, g) for name, g in zip(names, grads, strict=True) if is_array(g) and g.size]
     starts = np.array([device.address(g) for _, g in arrays], np.uintp)
     lengths = np.array([g.nbytes if g.flags.c_contiguous else g.itemsize for _, g in arrays], np.uintp)
@@ -396,7 +399,8 @@ def checked_gradient(name: str, value: np.ndarray, grad: Any) -> np.ndarray | No
     if grad is None:
         return None
     if isinstance(grad, np.generic):
-        grad = np.asarray(grad)  # a 0-d parameter's gradient is often a numpy scalar
+        # A 0-d parameter's gradient is often a numpy scalar.
+        grad = np.asarray(grad)
     grad = device.array_of(grad)
     if not is_array(grad):
         raise TypeError(f"{name}: a gradient must be an array, got {describe(grad)}")
@@ -407,11 +411,3 @@ def checked_gradient(name: str, value: np.ndarray, grad: Any) -> np.ndarray | No
     device.check_gpu(f"{name}: the gradient", grad, device.gpu_of(value))
     contiguous: np.ndarray = device.contiguous(grad)
     return contiguous
-
-
-def _refuse_overlap(values: dict[str, np.ndarray]) -> None:
-    """Two parameters in one memory would be updated twice."""
-    spans = sorted((device.address(v), v.nbytes, name) for name, v in values.items() if v.nbytes)
-    for (start, nbytes, name), (other_start, _, other) in itertools.pairwise(spans):
-        if other_start < start + nbytes:
-            raise ValueError(f"{name} and {other} share memory; give tied parameters once, with the summed gradient")

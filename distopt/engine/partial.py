@@ -18,25 +18,21 @@ from distopt.kernels.layout import BucketLayout
 
 
 class Averaged(NamedTuple):
-    """What is averaged after a partial step, as a user gave it: one bucket, or a share of all entries.
+    """What is averaged after a partial step, as a user gave it: one bucket, or a share of all entries."""
 
-    Args:
-        threshold: elements that fill a bucket; None for the usual number.
-        share: the share; None for one bucket.
-        seed: chooses the entries of a share.
-    """
-
+    # Elements that fill a bucket; None for the usual number.
     threshold: int | None = None
+    # None: one bucket.
     share: Any = None
+    # Chooses the entries of a share.
     seed: Any = 0
 
 
 class PartialSteps:
-    """Make partial steps (SINGA's ``backward_and_partial_update``).
+    """Make partial steps (SINGA's ``backward_and_partial_update``)."""
 
-    Each parameter is averaged once in as many steps as there are buckets, each entry once in as many as a share needs
-    to be all; the optimizer's state stays local.
-    """
+    # Each parameter is averaged once in as many steps as there are buckets, each entry once in as many as a share needs
+    # to be all; the optimizer's state stays local.
 
     def __init__(self, engine: Engine):
         self._engine, self._shares = engine, ShareAverage(engine)
@@ -51,11 +47,7 @@ class PartialSteps:
         return self._engine.step(loss, spec, partial(self._update, averaged))
 
     def _compressor(self, averaged: Averaged) -> Compressor:
-        """The one of a step that sends no gradients.
-
-        Raises:
-            TypeError, ValueError: the share or its seed is none, or the parameters are not this rank's own.
-        """
+        """Return that of a step that sends no gradients; raise what forbids the step."""
         if averaged.share is not None:
             Share.checked(averaged.share, averaged.seed)
         if self._engine.store.sharded:
@@ -67,7 +59,8 @@ class PartialSteps:
     def _update(self, averaged: Averaged, sums: Iterable[Reduced], scale: float, spec: StepSpec) -> None:
         engine = self._engine
         store, progress = engine.store, engine.progress
-        if engine.agreement.joined:  # its own parameters stay, but for what others average
+        if engine.agreement.joined:
+            # This rank's own parameters stay, but for what others average.
             engine.accumulator.reset(store.buckets, store.skip_flag)
             engine.count_update()
         else:
@@ -86,7 +79,8 @@ class PartialSteps:
             members = layout.shard(shard.number, shard.of)
             kernels.unpack(members, shard.flat, 1.0 / engine.agreement.live, engine.store.skip_flag)
         if len(total) > 1:
-            engine.comm.barrier()  # others have read this rank's shard
+            # Others have read this rank's shard.
+            engine.comm.barrier()
 
     def _sum_parameters(self, number: int) -> tuple[list[BucketLayout], Reduced]:
         """Return tables of the parameters of a bucket, and their sum over ranks.  Collective."""
@@ -94,7 +88,8 @@ class PartialSteps:
         engine.renew_plan()
         bucket = engine.store.buckets[number]
         tables, masters = [bucket.parameters], engine.optimizer.masters(bucket)
-        if masters is not None:  # from which the parameters follow
+        if masters is not None:
+            # The parameters follow from their masters.
             tables.insert(0, bucket.means.point_to(list(bucket.views(masters).values())))
         kernels.pack(tables[0], bucket.gradient, 1.0, bucket.bad, bucket.largest)
         if engine.agreement.joined:

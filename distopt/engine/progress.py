@@ -11,27 +11,23 @@ HALF_LOADED = "loading a state ended halfway; load a checkpoint to go on"
 
 
 class Progress:
-    """Count updates, and remember what makes it impossible to go on.
+    """Count updates, and remember what makes it impossible to go on."""
 
-    Attributes:
-        updates: updates applied so far.
-        partial: partial steps among them.
-        version: grows with every call that a captured step would not know of.
-        failure: the text of the error that every further step raises; '' if training can go on.
-        remedy: what to do about a failure, in its text.
-        halfway: the context of the part of a step that must not be interrupted.
-    """
-
-    CHANGES = "updates", "partial", "version", "failure"  # what a step replaces
+    # The attributes that a step replaces (``Undo.keep_fields``).
+    CHANGES = "updates", "partial", "version", "failure"
 
     def __init__(
         self, accumulator: GradientAccumulator, remedy: str = "load a checkpoint to go on", counted: str = "step"
     ):
-        """Make one; ``counted``: what an update is called, in errors and votes."""
+        # remedy: what to do about a failure; counted: what an update is called; in errors and votes.
         self._accumulator, self.remedy, self._counted = accumulator, remedy, counted
+        # Updates so far, and partial steps among them; the version grows with every call that a captured step would not
+        # know of.
         self.updates = self.partial = self.version = 0
+        # The text of the error that every further step raises; '' if training can go on.
         self.failure = ""
-        self._undo = Undo()  # the counters before the present call, where a GPU may refuse it later
+        # The counters before the present call, where a GPU may refuse it later.
+        self._undo = Undo()
         self.halfway = Halfway(self)
 
     @property
@@ -63,7 +59,7 @@ class Progress:
             raise RuntimeError(self.failure)
 
     def fail(self, text: str) -> None:
-        """Let every further step raise RuntimeError with this text, until a state is loaded."""
+        """Make every further step raise RuntimeError with this text, until a state is loaded."""
         self.failure = self.failure or text
 
     @contextlib.contextmanager
@@ -75,11 +71,10 @@ class Progress:
 
 
 class Halfway:
-    """Context of the part of a step that follows its vote: an error in it, Ctrl-C too, ends the training.
+    """Context of the part of a step that follows its vote: an error in it, Ctrl-C too, ends the training."""
 
-    Residuals, counters or parameters may be left that only a checkpoint makes right; but for what all ranks refuse
-    alike, before anything is applied: a sum that is not finite, a gradient hook's error.
-    """
+    # Residuals, counters or parameters may be left that only a checkpoint makes right; but for what all ranks refuse
+    # alike, before anything is applied: a sum that is not finite, a gradient hook's error.
 
     def __init__(self, progress: Progress):
         self._progress, self._step = progress, 0

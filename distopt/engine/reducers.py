@@ -5,7 +5,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -51,18 +51,16 @@ from distopt.exchange.shared_memory import describe, nonfinite
 from distopt.exchange.two_phase import Owned
 
 OVER = ("ranks", "senders")
-Vote = Callable[[str], list[str]]  # on a report about the sums; returns those of all ranks
-Stream = Iterable[tuple[Bucket, np.ndarray] | None]  # None: the next bucket will take a while
-T = TypeVar("T")
+# Votes on a report about the sums, and returns those of all ranks.
+Vote = Callable[[str], list[str]]
+# None stands for a bucket that will take a while.
+Stream = Iterable[tuple[Bucket, np.ndarray] | None]
 
 
 class Reducer(abc.ABC):
-    """One way to replace the flat gradient of each bucket by its sum over ranks.
+    """One way to replace the flat gradient of each bucket by its sum over ranks."""
 
-    Attributes:
-        shards_are_final: a rank may update by its shard of a sum before it has the next bucket's.
-    """
-
+    # May a rank update by its shard of a sum before it has the next bucket's?
     shards_are_final = False
 
     @abc.abstractmethod
@@ -72,13 +70,6 @@ class Reducer(abc.ABC):
     @abc.abstractmethod
     def nonfinite(self, sums: list[Reduced]) -> str:
         """Describe what is not finite in the sums, alike on all ranks; '' if all is, or if only a GPU knows."""
-
-
-class Exchanges(Protocol):
-    """Replaces the arrays of some buckets by their sums over the ranks of a communicator."""
-
-    def exchange(self, buckets: Sequence[tuple[Bucket, np.ndarray]]) -> None:
-        """Replace the arrays of these buckets by their sums.  Collective."""
 
 
 class Unreduced(Reducer):
@@ -95,15 +86,15 @@ class Unreduced(Reducer):
 
 
 class CollectiveReducer(Unreduced):
-    """Reduce each bucket by the collective that the compressor's payloads ask for (``exchange.choose``).
+    """Reduce each bucket by the collective that the compressor's payloads ask for (``exchange.choose``)."""
 
-    On the host, between machines, a bucket may be compressed while another one is on its way.
-    """
+    # On the host, between machines, a bucket may be compressed while another one is on its way.
 
     def __init__(self, compressor: Compressor, spec: StepSpec, comm: Communicator, step_context: "StepContext"):
         super().__init__(step_context.store, compressor)
         self._compressor, self._comm, self._step_context = compressor, comm, step_context
-        self._algorithm = choose(compressor, spec.break_even and spec.over == "ranks")  # a dense sum has no senders
+        # A dense sum has no senders.
+        self._algorithm = choose(compressor, spec.break_even and spec.over == "ranks")
         self._text = repr(compressor) if comm.gpu is not None and compressor.recordable else ""
         for hook in step_context.hooks:
             self._algorithm = hook.wrap_exchange(self._algorithm, compressor)
@@ -114,7 +105,8 @@ class CollectiveReducer(Unreduced):
         with self._step_context.counted_entries(self._compressor, arrays):
             if self._comm.gpu is None:
                 yield from self.stream(zip(self._store.buckets, arrays, strict=True))
-            else:  # buckets that leave together are enqueued together
+            else:
+                # Buckets that leave together are enqueued together.
                 for _ in self.stream((b, b.gradient) for b in self._step_context.travelling(self._compressor)):
                     pass
                 yield from map(unsharded, arrays)
@@ -132,12 +124,7 @@ class CollectiveReducer(Unreduced):
         return map(unsharded, reduce_each(arriving, self._compressor, self._comm))
 
     def _travelling(self, bucket: Bucket, x: np.ndarray) -> TravellingBucket:
-        """Return a bucket as exchanges take it; nobody owns a shard of it, so that what was owed waits with the rest.
-
-        Args:
-            bucket: the bucket.
-            x: its array.
-        """
+        """Return a bucket as exchanges take it; nobody owns a shard of it, so what was owed waits with the rest."""
         compressor, step = self._compressor, self._step_context
         context = step.exchange_context(bucket, self._comm, compressor, self._text)
         state = compressor.kept(bucket.state)
@@ -162,7 +149,7 @@ class CollectiveReducer(Unreduced):
 
 
 class TwoPhaseReducer(Unreduced):
-    """Let the owners of shards add up what the ranks send, and send the sums, all buckets together."""
+    """Reduce all buckets together: owners of shards add up what the ranks send, and send the sums."""
 
     def __init__(
         self,
@@ -174,7 +161,7 @@ class TwoPhaseReducer(Unreduced):
         borders: Borders,
         otherwise: CollectiveReducer,
     ):
-        """Make one; ``otherwise`` takes the buckets that are no part of it."""
+        # otherwise: takes the buckets that are no part of the two phases.
         super().__init__(step_context.store, compressor)
         self._phases, self._compressor, self._comm, self._step_context = phases, compressor, comm, step_context
         self._owned, self._borders, self._otherwise = owned, borders, otherwise
@@ -211,16 +198,20 @@ class TwoPhaseReducer(Unreduced):
 
 
 class NodeReducer(Unreduced):
-    """Sum inside each node, and exchange the sums between nodes; each rank of a node does so for its own buckets.
+    """Sum inside each node, and exchange the sums between nodes; each rank of a node does so for its own buckets."""
 
-    Where that is in two phases, shards are always of as many elements: ranks of a node have different buckets, so that
-    borders would move differently on them, while all ranks save the same ones.
-    """
+    # Where that is in two phases, shards are always of as many elements: ranks of a node have different buckets, so
+    # that borders would move differently on them, while all ranks save the same ones.
 
-    def __init__(self, plan: NodeExchange, nodes: Nodes, step_context: "StepContext", otherwise: Exchanges):
-        """Make one; ``otherwise`` exchanges this rank's buckets between nodes."""
+    def __init__(
+        self,
+        plan: NodeExchange,
+        nodes: Nodes,
+        step_context: "StepContext",
+        between: CollectiveReducer | TwoPhaseReducer,
+    ):
         super().__init__(step_context.store, plan.compressor)
-        self._plan, self._nodes, self._step_context, self._otherwise = plan, nodes, step_context, otherwise
+        self._plan, self._nodes, self._step_context, self._between = plan, nodes, step_context, between
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
         (shares, compressor, _), (inside, between), step = self._plan, self._nodes, self._step_context
@@ -229,23 +220,24 @@ class NodeReducer(Unreduced):
             sum_inside(arrays, shares, inside)
         inside.wait()
         with step.counted_entries(compressor, arrays):
-            self._otherwise.exchange([(self._store.buckets[k], arrays[k]) for k in mine])
-            between.wait()  # before entries are told, which were counted on that stream
+            self._between.exchange([(self._store.buckets[k], arrays[k]) for k in mine])
+            # Before entries are told: they were counted on that stream.
+            between.wait()
         with inside.tagged(step.tag()):
             share_inside(arrays, shares, inside)
         inside.wait()
         for bucket in self._store.buckets:
-            if compressor.has_hooks and bucket.number not in mine:  # what all ranks have alike goes on everywhere
+            if compressor.has_hooks and bucket.number not in mine:
+                # What all ranks have alike goes on everywhere.
                 context = step.exchange_context(bucket, between, compressor)
                 compressor.begin(arrays[bucket.number], compressor.kept(bucket.state), context)
         return map(unsharded, arrays)
 
 
 class SharedMemoryReducer(Reducer):
-    """Add dense gradients up in memory that all ranks share; each rank forms its shard of the sum.
+    """Add dense gradients up in memory that all ranks share; each rank forms its shard of the sum."""
 
-    What is not finite is found in the shards, and told by a vote, so that gradients need not be checked before.
-    """
+    # What is not finite is found in the shards, and told by a vote, so that gradients need not be checked before.
 
     shards_are_final = True
 
@@ -258,7 +250,7 @@ class SharedMemoryReducer(Reducer):
         everywhere: bool,
         unchanged: Set[str],
     ):
-        """Make one; ``everywhere``: sums are written to every rank's memory; those ``unchanged`` need not be finite."""
+        # everywhere: sums are written to every rank's memory; unchanged: parameters whose sums need not be finite.
         self._comm, self._step_context, self._check_finite, self._vote = comm, step_context, check_finite, vote
         self._unchanged = unchanged
         self._reduce = reduce_everywhere if everywhere else reduce_shards
@@ -288,14 +280,14 @@ class SharedHalfReducer(Unreduced):
             return self._step_context.exchange_context(bucket, self._comm, self._compressor)
 
         sums = reduce_half_shards(self._store.buckets, self._compressor, self._comm, context, self._step_context.tag)
-        return self._otherwise.reduce(arrays) if sums is None else iter(sums)  # None: there is no such memory
+        # None: there is no such memory.
+        return self._otherwise.reduce(arrays) if sums is None else iter(sums)
 
 
 class KeepStates(Reducer):
-    """Reduce as another reducer does, but nothing of what outlives the step of parameters that the step leaves alone.
+    """Reduce as another reducer does, but keep what outlives the step of parameters that the step leaves alone."""
 
-    What would be sent of their residuals is not applied, and so stays, and takes no place of other entries.
-    """
+    # What would be sent of their residuals is not applied, and so stays, and takes no place of other entries.
 
     def __init__(
         self, reducer: Reducer, compressor: Compressor, comm: Communicator, store: BucketStore, names: Set[str]
@@ -307,7 +299,8 @@ class KeepStates(Reducer):
         for bucket in self._store.buckets:
             if not self._names.isdisjoint(bucket.spec.names) and self._compressor.stateful:
                 settle(bucket.gradient, self._compressor.kept(bucket.state), skip_flag=self._store.skip_flag)
-            known.append(set(bucket.state))  # as settled: what an owner owed may have gone, and a residual come
+            # After it was settled: what an owner owed may have gone, and a residual come.
+            known.append(set(bucket.state))
             for place in self._places(bucket, bucket.state.values()):
                 undo.keep(place)
                 device.clear(place)
@@ -326,14 +319,13 @@ class KeepStates(Reducer):
 
 
 class WeighStates(Reducer):
-    """Reduce as another reducer does, where ranks that have joined bring no gradients.
+    """Reduce as another reducer does, where ranks that have joined bring no gradients."""
 
-    What was not sent belongs to means over all ranks, and arrives as a part of those, although this step's sum of fewer
-    gradients is divided by fewer.
-    """
+    # What was not sent belongs to means over all ranks, and arrives as a part of those, although this step's sum of
+    # fewer gradients is divided by fewer.
 
     def __init__(self, reducer: Reducer, comm: Communicator, store: BucketStore, weight: float):
-        """Make one; ``weight``: this step's divisor, relative to that of a step to which all ranks bring gradients."""
+        # weight: this step's divisor, relative to that of a step to which all ranks bring gradients.
         self._reducer, self._comm, self._store, self._weight = reducer, comm, store, weight
 
     def reduce(self, arrays: list[np.ndarray]) -> Iterator[Reduced]:
@@ -399,17 +391,14 @@ class StepContext:
         return any([hook.wants_payloads for hook in self.hooks])
 
     def travelling(self, compressor: Compressor) -> BucketSet:
-        """The buckets that leave one after the other: on a GPU neighbours together, if the compressor lets them.
-
-        Those of the plan, where a hook sees each one's exchange.
-        """
+        """The buckets that leave one after the other: on a GPU neighbours together, unless a hook sees each of them."""
         messages = None if self.payloads_wanted or not compressor.elementwise else self.store.messages
         return self.store.buckets if messages is None else messages
 
     def counted_entries(
         self, compressor: Compressor, arrays: list[np.ndarray]
     ) -> contextlib.AbstractContextManager[None]:
-        """Let ranks tell each other how many entries they want to send, where a GPU must know before.  Collective."""
+        """Tell the ranks how many entries each wants to send, where a GPU must know before.  Collective."""
         capacity = self.store.capacity
         if capacity is None or not compressor.bounded:
             return contextlib.nullcontext()
@@ -424,15 +413,9 @@ class StepContext:
     def exchange_context(
         self, bucket: Bucket, comm: Communicator, compressor: Compressor, text: str = ""
     ) -> ExchangeContext:
-        """Return the context of a call of the compressor in this step.
-
-        Args:
-            bucket: what is sent.
-            comm: the communicator that it is sent on.
-            compressor: what sends it.
-            text: the compressor's ``repr`` where its launches are recorded on a GPU; else ''.
-        """
-        if bucket.payload[0] is not compressor:  # asked once, not at every step
+        """Return the context of a call of the compressor; ``text``: its ``repr`` where launches are recorded."""
+        if bucket.payload[0] is not compressor:
+            # The size is asked for once, not at every step.
             nbytes = payload_nbytes(compressor, bucket.gradient.size, bucket.gradient.itemsize, bucket.gradients)
             bucket.payload = compressor, None if compressor.ragged else nbytes
         capacity = self.store.capacity if compressor.bounded else None
@@ -444,7 +427,8 @@ class StepContext:
         )
         divisor, batches = self.divisor, accumulator.num_batches if accumulator.sync_on_apply else 1
         senders = Senders(accumulator.brought, accumulator.joined) if self._counts_senders else None
-        batches *= self._comm.size // comm.size  # between nodes a gradient is the sum of those of a node
+        # Between nodes a gradient is the sum of those of a node.
+        batches *= self._comm.size // comm.size
         if text and comm.gpu is not None:
             numbers = text, senders, comm.size, divisor, batches, on_device.capacity
             memory = [0 if a is None else device.address(a) for a in (on_device.skip_flag, on_device.wanted)]
@@ -465,13 +449,9 @@ class StepContext:
 
 
 class Reducers:
-    """Choose how a step is reduced.
+    """Choose how a step is reduced."""
 
-    Attributes:
-        borders: of the shards of exchanges in two phases.
-        all_have_voted: the vote before an exchange tells of the gradients of all ranks.
-    """
-
+    # Does the vote before an exchange tell of the gradients of all ranks?
     all_have_voted = True
 
     def __init__(
@@ -482,29 +462,29 @@ class Reducers:
         overlap: bool,
         everywhere: bool,
     ):
-        """Make one.  ``everywhere``: an update reads whole sums, and not shards where other ranks have formed them."""
+        # everywhere: an update reads whole sums, and not shards where other ranks have formed them.
         self._comm, self._step_context, self._accumulator = comm, step_context, accumulator
         self.overlap, self._everywhere, self.borders = overlap, everywhere, Borders()
-        self._asked: tuple[Any, ...] = (None,) * 4  # what the last choice of an exchange depended on
+        # What the last choice of an exchange depended on.
+        self._asked: tuple[Any, ...] = (None,) * 4
         self._phases: TwoPhase | None = None
-        self._fitted: tuple[Any, ...] = (None,) * 4  # the last compressor of a budget, and what it depended on
-        self._owned: Owned = {}  # of each bucket, what this rank owned of it in the last exchange of two phases
-        self._node_asked: tuple[Any, ...] = (None,) * 3  # what the last exchange by nodes depended on
+        # The last compressor of a budget, and what it depended on.
+        self._fitted: tuple[Any, ...] = (None,) * 4
+        # Of each bucket, what this rank owned of it in the last exchange of two phases.
+        self._owned: Owned = {}
+        # What the last exchange by nodes depended on.
+        self._node_asked: tuple[Any, ...] = (None,) * 3
         self._node_plan: NodeExchange | None = None
 
     def in_shared_memory(self, compressor: Compressor) -> bool:
-        """Tell if dense gradients are added up in shared memory, where what is not finite is found in the sums.
-
-        Not before all ranks have agreed on a plan, and opened its memory.
-        """
+        """Tell if dense gradients are added up in shared memory, where what is not finite is found in the sums."""
+        # Not before all ranks have agreed on a plan, and opened its memory.
         dense = isinstance(compressor, Dense) and self._accumulator.num_batches == 1 and not self.overlap
         return dense and self._step_context.store.buckets.shared
 
     def possible(self, spec: StepSpec) -> StepSpec:
-        """Return what a step is with the ranks that there are: by nodes only while these have as many ranks each.
-
-        Where an elastic job has lost a rank, or let one in, they may have more and fewer.
-        """
+        """Return what a step is with the ranks that there are: by nodes only while these have as many ranks each."""
+        # Where an elastic job has lost a rank, or let one in, they may have more and fewer.
         if spec.exchange != "nodes":
             return spec
         hosts = self._comm.hosts
@@ -563,11 +543,7 @@ class Reducers:
             )
 
     def by_nodes(self, compressor: Compressor, spec: StepSpec) -> NodeExchange | None:
-        """Return the exchange by nodes that a step takes; None if it takes another one.
-
-        Raises:
-            ValueError: nodes have different numbers of ranks, or a hook sees what ranks send.
-        """
+        """Return the exchange by nodes that a step takes; None if it takes another one."""
         if spec.exchange != "nodes" or not spec.reduced or self.in_shared_memory(compressor):
             return None
         if self._step_context.payloads_wanted:
@@ -599,34 +575,36 @@ class Reducers:
         plan = [bucket.gradients for bucket in self._step_context.store.buckets]
         return phases.describe(plan, self._comm.size, self.borders.starts) if phases else "gather"
 
-    def early(self, compressor: Compressor, spec: StepSpec) -> CollectiveReducer:
-        """Reduce by a collective per bucket, on a communicator of its own, which a loss does not use."""
-        return CollectiveReducer(compressor, spec, self._comm.duplicate(), self._step_context)
-
     def choose(self, compressor: Compressor, spec: StepSpec, check_finite: bool, vote: Vote) -> Reducer:
-        """Return the reducer of a step whose buckets have not left before the vote.
-
-        Args:
-            compressor: what is sent.
-            spec: what the step is.
-            check_finite: sums in shared memory are checked.
-            vote: tells all ranks what is not finite in them.
-        """
-        store = self._step_context.store
+        """Return the reducer of a step whose buckets have not left before the vote.  Collective by nodes."""
+        # Sums in shared memory are checked if `check_finite`; `vote` tells all ranks what is not finite in them.
+        step, store = self._step_context, self._step_context.store
         reducer: Reducer
         if not spec.reduced:
             return LocalGradients()
         unchanged = frozenset[str]() if spec.only is None else store.collector.order.keys() - set(spec.only)
         if self.in_shared_memory(compressor):
-            reducer = SharedMemoryReducer(
-                self._comm, self._step_context, check_finite, vote, self._everywhere, unchanged
-            )
-        elif by_nodes := self.by_nodes(compressor, spec):
-            reducer = self._node_reducer(by_nodes, spec)
+            reducer = SharedMemoryReducer(self._comm, step, check_finite, vote, self._everywhere, unchanged)
+        elif plan := self.by_nodes(compressor, spec):
+            # States must lie where the exchange needs them.
+            nodes = nodes_of(self._comm)
+            if move_states(list(store.buckets), plan.shares, nodes.inside, stay=APART):
+                # There may be debts of what a rank does not own.
+                self._owned.clear()
+            # Borders of this step alone, so that they never move.
+            phases, even = plan.phases[nodes.inside.rank], Borders()
+            between = self._exchange(phases, plan.compressor, spec, nodes.between, even)
+            reducer = NodeReducer(plan, nodes, step, between)
         else:
             reducer = self._exchange(self.two_phases(compressor, spec), compressor, spec, self._comm, self.borders)
-            if isinstance(compressor, Half) and self._halves_fit(compressor):
-                reducer = SharedHalfReducer(compressor, self._comm, self._step_context, reducer)
+            # Halves are added up in shared memory where they are neither checked nor observed.
+            if (
+                isinstance(compressor, Half)
+                and not (compressor.may_overflow or store.check.doubted or step.payloads_wanted)
+                and not (self._accumulator.num_batches > 1 or self.overlap)
+                and store.buckets.shared
+            ):
+                reducer = SharedHalfReducer(compressor, self._comm, step, reducer)
         if compressor.stateful and spec.divisor is None and spec.over == "ranks":
             weight = self._accumulator.expected / (self._comm.size * self._accumulator.num_batches)
             reducer = reducer if weight == 1 else WeighStates(reducer, self._comm, store, weight)
@@ -645,19 +623,3 @@ class Reducers:
         if phases is None:
             return collective
         return TwoPhaseReducer(phases, compressor, comm, self._step_context, self._owned, borders, collective)
-
-    def _node_reducer(self, plan: NodeExchange, spec: StepSpec) -> NodeReducer:
-        """Return the reducer of an exchange by nodes, once states lie where it needs them.  Collective."""
-        nodes, step = nodes_of(self._comm), self._step_context
-        if move_states(list(step.store.buckets), plan.shares, nodes.inside, stay=APART):
-            self._owned.clear()  # there may be debts of what a rank does not own
-        phases, even = plan.phases[nodes.inside.rank], Borders()  # of this step alone, so that they never move
-        between = self._exchange(phases, plan.compressor, spec, nodes.between, even)
-        return NodeReducer(plan, nodes, step, between)
-
-    def _halves_fit(self, compressor: Half) -> bool:
-        """Tell if halves may be added up in shared memory, where they are neither checked nor observed."""
-        store = self._step_context.store
-        if compressor.may_overflow or store.check.doubted or self._step_context.payloads_wanted:
-            return False
-        return self._accumulator.num_batches == 1 and not self.overlap and store.buckets.shared

@@ -8,14 +8,11 @@ from distopt.comm.control import by_rank
 
 
 class Report(NamedTuple):
-    """What a rank tells of its gradients.
+    """What a rank tells of its gradients."""
 
-    Args:
-        nonfinite: what is not finite, by parameter.
-        missing: the parameters without a gradient, as bits of a number.
-    """
-
+    # By parameter.
     nonfinite: Mapping[str, str] = {}
+    # The parameters without a gradient, as bits of a number.
     missing: int = 0
 
     def encoded(self) -> str:
@@ -24,25 +21,11 @@ class Report(NamedTuple):
 
 
 def decode(texts: Sequence[str]) -> list[Report]:
-    """Return the reports of all ranks.
-
-    Example:
-        >>> decode(["2 {}", "", Report({"w": "1 of 4 entries"}, 3).encoded()])[2]
-        Report(nonfinite={'w': '1 of 4 entries'}, missing=3)
-    """
+    """Return the reports of all ranks."""
     split = (text.partition(" ") for text in texts)
     return [Report(json.loads(found), int(bits, 16)) if bits else Report() for bits, _, found in split]
 
 
 def describe(nonfinite: Sequence[Mapping[str, str]], but: Collection[str] = ()) -> str:
-    """Return what is not finite on which rank, in one line; '' if all is.
-
-    Args:
-        nonfinite: of each rank, as of ``Report``.
-        but: parameters that do not count.
-
-    Example:
-        >>> describe([{}, {"v": "3 of 4 entries", "w": "1 of 2 entries"}], but=["v"])
-        'rank 1: w (1 of 2 entries)'
-    """
+    """Return what is not finite on which rank, in one line; '' if all is.  Parameters in ``but`` do not count."""
     return by_rank([", ".join(f"{n} ({text})" for n, text in found.items() if n not in but) for found in nonfinite])

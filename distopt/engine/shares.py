@@ -12,45 +12,29 @@ from distopt.engine.engine import Engine
 from distopt.exchange.shared_memory import sum_shard
 from distopt.kernels.layout import FORMATS, BucketLayout, compute_dtype
 
-LEAST = 1e-9  # a share of one entry in a thousand million
+# A share of one entry in a thousand million.
+LEAST = 1e-9
 NUMBERS = 1 << 63
 
 
 class Share(NamedTuple):
-    """Which entries a step averages: of every block of neighbours in a tensor one (Beton et al., 2025).
+    """Which entries a step averages: of every block of neighbours in a tensor one (Beton et al., 2025)."""
 
-    Args:
-        every: the number of entries of a block.
-        seed: chooses where each block begins; it goes on to the next entry at every step, and begins elsewhere after
-            ``every`` of them.
-    """
-
+    # Entries of a block.
     every: int
+    # Chooses where a block begins, which moves to the next entry at every step, and anew after ``every`` of them.
     seed: int
 
     @classmethod
     def checked(cls, share: Any, seed: Any) -> "Share":
-        """Check what a user gave.
-
-        Raises:
-            TypeError, ValueError: name the argument, its value and what it may be.
-
-        Example:
-            >>> Share.checked(0.005, seed=7)
-            Share(every=200, seed=7)
-        """
+        """Check what a user gave."""
         number = check_int("seed", seed, 0)
         if number >= NUMBERS:
             raise ValueError(f"seed must be below 2^63, got {seed}")
         return cls(round(1 / check_float("share", share, LEAST, 1.0)), number)
 
     def entries(self, sizes: np.ndarray) -> np.ndarray:
-        """Return how many numbers are sent of tensors of these sizes: one for each block, of which the last is shorter.
-
-        Example:
-            >>> Share(every=3, seed=0).entries(np.array([7, 1, 0])).tolist()
-            [3, 1, 0]
-        """
+        """Return how many numbers are sent of tensors of these sizes: one for each block; the last may be shorter."""
         return -(-sizes // self.every)
 
     def at_step(self, step: int) -> tuple[int, int, int]:
@@ -60,34 +44,24 @@ class Share(NamedTuple):
 
 
 class Sample:
-    """The entries of all parameters of one dtype that a step averages, in one flat array.
-
-    Args:
-        rows: which parameters they are, by their index in the order of the first step.
-        names: their names.
-        sizes: their numbers of elements, (n,).
-        formats: of their numbers (``Member.format``), (n,).
-        dtype: in which they are averaged.
-        share: says how many entries are sent.
-
-    Attributes:
-        layout: the table of the parameters; shapes and offsets are those of the entries that are sent.
-        sizes: a mirror of the parameters' sizes, for kernels.
-        flat: the entries that this rank sends, and then their sum over ranks.
-        peers: every rank's ``flat``, if memory is shared.
-        nonfinite: counts of ``kernels.add_parts``, which nobody reads.
-    """
+    """The entries of all parameters of one dtype that a step averages, in one flat array."""
 
     def __init__(
         self, rows: np.ndarray, names: list[str], sizes: np.ndarray, formats: np.ndarray, dtype: np.dtype, share: Share
     ):
+        # rows: which parameters they are, by their index in the order of the first step; names, sizes and formats
+        # (`Member.format`) are theirs.
         counts = share.entries(sizes)
         offsets = (np.cumsum(counts) - counts).tolist()
         self.rows, self.sizes = rows, device.DeviceMirror(sizes)
+        # Shapes and offsets are those of the entries that are sent.
         self.layout = BucketLayout(names, [(int(n),) for n in counts], offsets, dtype)
         self.layout.records["format"] = formats
+        # The entries that this rank sends, and then their sum over ranks.
         self.flat = np.empty(0, dtype)
+        # Every rank's ``flat``, if memory is shared.
         self.peers: list[np.ndarray] | None = None
+        # Counts of ``kernels.add_parts``, which nobody reads.
         self.nonfinite = np.zeros(0, np.int64)
 
     @property
@@ -96,7 +70,7 @@ class Sample:
         return -(-self.layout.extent * self.layout.dtype.itemsize // 64) * 64
 
     def place(self, start: int, memory: np.ndarray, peers: list[np.ndarray] | None) -> None:
-        """Let the flat array be in this memory, from this byte on."""
+        """Put the flat array into this memory, from this byte on."""
 
         def part(whole: np.ndarray) -> np.ndarray:
             dtype = self.layout.dtype
@@ -113,14 +87,14 @@ class Sample:
 
 
 class ShareAverage:
-    """Average what a ``Share`` chooses of all parameters, in one message for each dtype.
+    """Average what a ``Share`` chooses of all parameters, in one message for each dtype."""
 
-    Where 16-bit parameters have masters, it is these that are averaged, and the parameters follow.
-    """
+    # Where 16-bit parameters have masters, it is these that are averaged, and the parameters follow.
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._made_for: tuple[int, int, list[str]] = 0, 0, []  # the ranks' epoch, ``every``, and the parameters
+        # The ranks' epoch, ``every``, and the parameters.
+        self._made_for: tuple[int, int, list[str]] = 0, 0, []
         self._samples: list[Sample] = []
         self._memory: np.ndarray | None = None
         self._peers: list[np.ndarray] | None = None
@@ -150,7 +124,8 @@ class ShareAverage:
         """Replace what every rank has taken by the sums, added in rank order in shared memory.  Collective."""
         comm, step = self._engine.comm, self._engine.progress.updates
         if self._peers is not None:
-            comm.barrier()  # all have taken
+            # All ranks have read what they take.
+            comm.barrier()
         for sample in samples:
             with comm.tagged(MessageTag("parameters", step, members=sample.layout)):
                 if sample.peers is None:
@@ -158,7 +133,8 @@ class ShareAverage:
                 else:
                     sum_shard(sample.layout, sample.peers, sample.peers, sample.nonfinite, comm)
         if self._peers is not None:
-            comm.barrier()  # all have added
+            # All ranks have added up their parts.
+            comm.barrier()
         comm.wait()
 
     def _samples_of(self, share: Share) -> list[Sample]:

@@ -15,11 +15,9 @@ GradientHook = Callable[[list[tuple[Any, np.ndarray]]], object]
 
 
 class Options(NamedTuple):
-    """The options of ``DistOpt``, checked, as its docstring describes them.
+    """The options of ``DistOpt``, checked, as its docstring describes them."""
 
-    ``overlap`` is decided: buckets are reduced while gradients arrive, or not.
-    """
-
+    # Decided: buckets are reduced while gradients arrive, or not.
     overlap: bool
     broadcast: bool
     allow_missing: bool
@@ -28,7 +26,8 @@ class Options(NamedTuple):
     sync_on_apply: bool
     clip_norm: float | None
     gradient_hook: GradientHook | None
-    nonfinite: Any  # as it was given, for ranks to compare
+    # As it was given, for ranks to compare.
+    nonfinite: Any
     buddy: bool
 
     @classmethod
@@ -47,11 +46,7 @@ class Options(NamedTuple):
         gradient_hook: GradientHook | None = None,
         buddy: bool = False,
     ) -> "Options":
-        """Check what a user gave.
-
-        Raises:
-            TypeError, ValueError: name the option, its value and what it may be.
-        """
+        """Check what a user gave."""
         return cls(
             _overlaps(overlap, comm),
             check_bool("broadcast", broadcast),
@@ -79,44 +74,36 @@ class Options(NamedTuple):
 
 
 class StepSpec(NamedTuple):
-    """The specification of a step.
+    """The specification of a step."""
 
-    Args:
-        compressor: a factory of what is sent; it raises what forbids such a step.
-        threshold: elements that fill a bucket; None keeps the usual number.
-        clip_value: every element of the gradients is first held between ``-clip_value`` and ``clip_value``.
-        break_even: never send more bytes than a dense array has.
-        exchange: 'gather', 'two_phase', 'nodes' or 'auto' (``exchange.choice``).
-        over: 'ranks' divides the sum of an entry by all gradients, 'senders' by the ranks that have sent it.
-        reduced: gradients are reduced over ranks; False in a partial step, which updates with this rank's own.
-        divisor: divides the sums, to make a mean of them; None divides by the number of gradients.
-        only: names of the parameters that are updated; None updates all.
-        arrived: returns the names of the parameters whose gradients are new, once a loss has given them: others are of
-            an earlier pass, and count where another rank has a new one.  None: all that a loss gives are new.
-        clock: how far this rank is, which ranks compare; '' for nothing.
-        label: the step's name in errors and votes.
-    """
-
+    # Raises what forbids such a step.
     compressor: CompressorFactory = Dense
+    # Elements that fill a bucket; None keeps the usual number.
     threshold: int | None = None
+    # Every element of the gradients is first held between -clip_value and clip_value.
     clip_value: float | None = None
+    # Never send more bytes than a dense array has.
     break_even: bool = False
+    # 'gather', 'two_phase', 'nodes' or 'auto' (``exchange.choice``).
     exchange: str = "auto"
+    # 'ranks' divides the sum of an entry by all gradients, 'senders' by the ranks that have sent it.
     over: str = "ranks"
+    # False in a partial step, which updates with this rank's own gradients.
     reduced: bool = True
+    # Makes means of the sums; None divides by the number of gradients.
     divisor: float | None = None
+    # Names of the parameters that are updated; None updates all.
     only: Collection[str] | None = None
+    # Returns the names of the parameters whose gradients are new, once a loss has given them: others are of an earlier
+    # pass, and count where another rank has a new one.  None: all that a loss gives are new.
     arrived: Callable[[], Collection[str]] | None = None
+    # How far this rank is, which ranks compare; '' for nothing.
     clock: str = ""
+    # The step's name in errors and votes.
     label: str = "a step"
 
     def describe(self, compressor: Compressor, two_phase: bool = False) -> str:
-        """One line that ranks compare in the vote.
-
-        Args:
-            compressor: what is sent.
-            two_phase: owners of shards send sums again.
-        """
+        """One line that ranks compare in the vote."""
         clipped = f", clipped at {self.clip_value}" * (self.clip_value is not None)
         gathered = not (self.break_even or compressor.summable)
         exchange = ", two-phase" * two_phase + ", by nodes" * (self.exchange == "nodes")
@@ -125,18 +112,16 @@ class StepSpec(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a step is updated with, which all ranks have before one of them updates.
+    """What a step is updated with, which all ranks have before one of them updates."""
 
-    Attributes:
-        sums: the sum over ranks of each bucket; None if there is nothing to apply.
-        scale: makes means of them.
-    """
-
+    # Of each bucket; None if there is nothing to apply.
     sums: Iterable[Reduced] | None
+    # Makes means of them.
     scale: float
 
 
-Update = Callable[[Iterable[Reduced], float, StepSpec], None]  # of the parameters, by a scale times the sums
+# Updates the parameters by a scale times the sums.
+Update = Callable[[Iterable[Reduced], float, StepSpec], None]
 
 
 def _overlaps(overlap: str | bool, comm: Communicator) -> bool:

@@ -28,14 +28,16 @@ ENTRIES = (*COUNTS, "contributions", "loss_scale", "rooms", "borders", "states",
 def state_dict(engine: Engine) -> dict[str, Any]:
     """``DistOpt.state_dict``.  Collective if parameters are shared."""
     engine.sync_with_last_step()
-    return engine.transaction(lambda: _shared_state(engine)) if engine.store.sharded else _state(engine)
+    if not engine.store.sharded:
+        return _state(engine)
 
+    def shared() -> dict[str, Any]:
+        # What a try has declared that was interrupted is void.
+        engine.agreement.declare_numbers(engine.nonfinite.lines())
+        engine.renew_plan()
+        return _state(engine)
 
-def _shared_state(engine: Engine) -> dict[str, Any]:
-    """The state of which each rank has a share.  Collective."""
-    engine.agreement.declare_numbers(engine.nonfinite.lines())  # what a try has declared that was interrupted is void
-    engine.renew_plan()
-    return _state(engine)
+    return engine.transaction(shared)
 
 
 def _state(engine: Engine) -> dict[str, Any]:
@@ -68,10 +70,8 @@ def _state(engine: Engine) -> dict[str, Any]:
 
 
 def _gathered(members: BucketLayout, flat: np.ndarray, number: int | None, comm: Communicator) -> np.ndarray:
-    """A flat array with every rank's part of one of which each rank has its own.  Collective.
-
-    That is its shard; or all on the rank of this number, modulo the ranks, and nothing on the others.
-    """
+    """A flat array with every rank's part of one of which each rank has its own.  Collective."""
+    # That is its shard; or all on the rank of this number, modulo the ranks, and nothing on the others.
     gathered = np.zeros(members.extent, members.dtype)
     views = [members.view(flat, row) for row in range(len(members.names))]
     table = BucketLayout(members.names, members.shapes, members.records["offset"].tolist(), members.dtype)
@@ -80,7 +80,8 @@ def _gathered(members: BucketLayout, flat: np.ndarray, number: int | None, comm:
         table = table.shard(comm.rank, comm.size)
     if number is None or number % comm.size == comm.rank:
         kernels.pack(table.point_to(views), gathered, 1.0, np.zeros(len(views), np.int64), math.inf)
-    comm.all_reduce(gathered.view(f"i{gathered.itemsize}"))  # as integers: adding zero must not change a bit
+    # As integers: adding zero must not change a bit.
+    comm.all_reduce(gathered.view(f"i{gathered.itemsize}"))
     return gathered
 
 
@@ -95,7 +96,8 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
     with progress.loading():
         try:
             engine.optimizer.load_state_dict(state["optimizer"])
-        except Exception:  # it refuses the state, and nothing has changed
+        except Exception:
+            # The optimizer refuses the state, and nothing has changed.
             undo.undo()
             raise
         if engine.buddies:
@@ -105,7 +107,8 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
         progress.updates, progress.partial = state["step_counter"], state["partial"]
         engine.nonfinite.pop_refused()
         gradients = state["contributions"] * engine.comm.size
-        whole_gradients = float(round(gradients))  # a number of gradients, unless other ranks saved it
+        # A number of gradients, unless other ranks saved it.
+        whole_gradients = float(round(gradients))
         accumulator.batches, accumulator.reduced = state["batches"], None
         accumulator.num_gradients = whole_gradients if math.isclose(whole_gradients, gradients) else gradients
         policy.skipped, policy.in_a_row = state["skipped"], state["skips_in_a_row"]
@@ -115,7 +118,8 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
 
 def check_state(engine: Engine, state: dict[str, Any]) -> States:
     """Return copies of the buckets' states; raise ValueError for a state that training cannot go on from."""
-    if {*state, "borders"} != set(ENTRIES):  # older states have none: their shards are of as many elements
+    if {*state, "borders"} != set(ENTRIES):
+        # Older states have none: their shards are of as many elements.
         raise ValueError(f"the entries of a state must be {sorted(ENTRIES)}, got {sorted(state)}")
     for name in COUNTS:
         check_int(name, state[name], least=0)
@@ -149,12 +153,7 @@ def check_state(engine: Engine, state: dict[str, Any]) -> States:
 
 
 class EngineState(TrainingState):
-    """The state of a training that one engine makes the steps of.
-
-    Args:
-        engine: the engine.
-        options: lines for a reader of checkpoints.
-    """
+    """The state of a training that one engine makes the steps of."""
 
     def __init__(self, engine: Engine, options: Sequence[str]):
         self._engine, self.options = engine, options
@@ -206,7 +205,8 @@ class EngineState(TrainingState):
 
     def facts(self) -> Tree:
         accumulator, partial = self._engine.accumulator, self._engine.progress.partial > 0
-        own_calls = accumulator.batches > 0 and accumulator.reduced is False  # of a first partial step
+        # The first call was of a partial step.
+        own_calls = accumulator.batches > 0 and accumulator.reduced is False
         return {
             "world_size": self.comm.size,
             "step": self.step,

@@ -40,25 +40,21 @@ PARAMS = "params must be a torch.nn.Module, or an iterable of tensors or of (nam
 
 
 class TensorParameter(Parameter):
-    """A parameter in the memory of a tensor, which it does not keep alive: hooks of the tensor hold what holds this.
-
-    Args:
-        name: its name.
-        original: the model's tensor; it stays where it is.
-
-    Attributes:
-        find: returns the model's tensor, None if it is gone.
-        like: a tensor without memory that has the shape, dtype and strides of ``tensor``.
-
-    Raises:
-        TypeError: it is sparse, on the meta device, not on the CPU, or has gaps in memory.
-        ValueError: it is a ``DTensor`` with replicas in its own mesh.
-    """
+    """A parameter in the memory of a tensor, which it does not keep alive: hooks of the tensor hold what holds this."""
 
     def __init__(self, name: str, original: torch.Tensor):
         shard = _of_this_rank(name, original)
+        if shard.is_meta:
+            raise TypeError(
+                f"{name}: a parameter must have memory, got one on the meta device; use to_empty() and load it"
+            )
+        try:
+            array = as_array(shard)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        super().__init__(name, array)
         self.find, self._shard = weakref.ref(original), None if shard is original else shard
-        super().__init__(name, _array_of(name, shard))
+        # `like` has the shape, dtype and strides of `tensor`, and no memory.
         self._address, self.like = shard.data_ptr(), torch.empty_like(shard, device="meta", requires_grad=False)
 
     @property
@@ -81,38 +77,31 @@ class TensorParameter(Parameter):
 
 
 class TorchModel:
-    """The parameters of a model that require a gradient, the last ones first, as their gradients come.
-
-    Args:
-        params: a module, or an iterable of tensors or of (name, tensor) pairs; None for those of the optimizer.
-        optimizer: an optimizer of torch, whose parameters belong to the model; None if there is none.
-
-    Attributes:
-        parameters: they.
-        others: a module's buffers, and frozen parameters, by name.
-
-    Raises:
-        TypeError: ``params`` is none of these; or a tensor is sparse, not on the CPU, or has gaps in memory.
-        ValueError: there are none.
-    """
+    """The parameters of a model that require a gradient, the last ones first, as their gradients come."""
 
     def __init__(self, params: Any, optimizer: Any = None, ignored: Collection[str] = ()):
+        # params: a module, or an iterable of tensors or of (name, tensor) pairs; None for those of the optimizer, which
+        # is one of torch's.
         module = isinstance(params, torch.nn.Module)
         if isinstance(params, torch.Tensor) or not (module or params is None or isinstance(params, Iterable)):
             raise TypeError(f"{PARAMS}, got {type(params).__name__}")
         self._given = params if module else list(params or ())
         self._optimizer, self._ignored = optimizer, ignored
-        self._names: dict[int, tuple[str, torch.Tensor]] = {}  # of all tensors so far, frozen ones too, by id
+        # Names of all tensors so far, frozen ones too, by id.
+        self._names: dict[int, tuple[str, torch.Tensor]] = {}
         self._by_tensor: dict[int, TensorParameter] = {}
         self._yields = False
-        self._arrived: queue.SimpleQueue[Any] | None = None  # of the parameters whose gradients have come
-        self._stream: Any = None  # of torch, in which those are read
+        # The parameters whose gradients have come.
+        self._arrived: queue.SimpleQueue[Any] | None = None
+        # The stream of torch's in which those are read.
+        self._stream: Any = None
         trained = self._untrained()
         if not trained:
             raise ValueError("params must have a tensor that requires a gradient, got none")
         self._learn(self._with(trained))
         frozen = {n: t for n, t in self._names.values() if not t.requires_grad}
         buffers = {n: t for n, t in params.named_buffers() if n not in ignored} if module else {}
+        # A module's buffers, and frozen parameters, by name.
         self.others = {n: t.detach() for n, t in (buffers | frozen).items()}
 
     def _tensors(self) -> Iterator[tuple[str | None, torch.Tensor]]:
@@ -136,7 +125,8 @@ class TorchModel:
                 self._names[key] = name or f"parameter {len(self._names)}", tensor
             if tensor.requires_grad and key not in self._by_tensor:
                 found[key] = TensorParameter(*self._names[key])
-        return [p for p in reversed(found.values()) if p.data.size]  # a shard may be empty
+        # A shard may be empty.
+        return [p for p in reversed(found.values()) if p.data.size]
 
     def _with(self, more: Sequence[TensorParameter]) -> list[TensorParameter]:
         """Return the parameters and more, in the order of the model: as if all of them had been there at first."""
@@ -152,14 +142,8 @@ class TorchModel:
         self._given, self._optimizer, self._names = [], None, {}
 
     def enroll(self, engine: Engine, check: Callable[[], object] = lambda: None) -> None:
-        """Make the plan of the parameters, and send rank 0's to all ranks, before a loss is made of them.  Collective.
-
-        A module's buffers and frozen parameters are sent too.
-
-        Args:
-            engine: the engine.
-            check: raises what forbids it on this rank, which all ranks raise.
-        """
+        """Make the plan of the parameters, and send all that rank 0 has, before a loss is made of them.  Collective."""
+        # `check` raises what forbids it on this rank, which all ranks raise.
         with self.stream():
             enroll(engine, self.parameters, "torch's parameters", lambda names: check())
             if engine.store.broadcast_due:
@@ -167,12 +151,7 @@ class TorchModel:
                 engine.transaction(lambda: self._broadcast(engine))
 
     def take_in(self, engine: Engine) -> None:
-        """Take in the parameters that require a gradient from now on, with rank 0's values.  Collective then.
-
-        Raises:
-            ValueError: on every rank alike, if ranks have others, or none; for a tensor in the place of another one;
-                and where parameters are shared.
-        """
+        """Take in the parameters that require a gradient from now on, with rank 0's values.  Collective then."""
         if not (new := self._untrained()):
             return
         names = [p.name for p in new]
@@ -223,34 +202,35 @@ class TorchModel:
         self._take_others(others)
 
     def broadcast_others(self, comm: Communicator, agreement: Agreement) -> None:
-        """Send rank 0's buffers and frozen parameters to all ranks, if they agree on them.  Collective.
-
-        Raises:
-            TypeError, ValueError: as ``agree_on_others``.
-        """
+        """Send rank 0's buffers and frozen parameters to all ranks, if they agree on them.  Collective."""
         self.agree_on_others(agreement)
         others = self._dense_others()
         self._send_others(comm, others)
         self._take_others(others)
 
     def agree_on_others(self, agreement: Agreement) -> None:
-        """Raise an error on every rank alike if buffers and frozen parameters differ, or cannot be sent.  Collective.
-
-        Raises:
-            TypeError: one has no memory of its own that could be sent.
-            ValueError: ranks have others, or some of other shapes, dtypes or memory formats.
-        """
+        """Raise an error on every rank alike if buffers or frozen parameters differ, or cannot be sent.  Collective."""
         error = None
         try:
             self._dense_others()
         except (TypeError, ValueError) as e:
             error = e
-        lines = [_line(name, x) for name, x in self.others.items()]
+        lines = []
+        for name, x in self.others.items():
+            strides = "" if x.layout is not torch.strided or x.is_contiguous() else f", strides {x.stride()}"
+            lines.append(f"buffer or frozen parameter {name} of {tuple(x.shape)}, {x.dtype}{strides}")
         agreement.vote_on_lines("torch's buffers", lines, error)
 
     def _dense_others(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the place of each buffer and frozen parameter, and it again, or a copy of it if it has gaps."""
-        places = [_place_of(name, x) for name, x in self.others.items()]
+        places = []
+        for name, x in self.others.items():
+            if x.layout is not torch.strided or x.is_meta or x.is_quantized:
+                got = "the meta device" if x.is_meta else x.layout if x.layout is not torch.strided else x.dtype
+                raise TypeError(f"{name}: a buffer or frozen parameter must be dense and have memory, got {got}")
+            shard = _of_this_rank(name, x)
+            # One element of each that is expanded.
+            places.append(shard[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in shard.stride())])
         return [(x, x if is_dense(x) else x.contiguous()) for x in places]
 
     def _send_others(self, comm: Communicator, others: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -275,47 +255,46 @@ class TorchModel:
         return next(p.tensor for p in self.parameters if p.find() is not None)
 
     def overlap(self) -> None:
-        """Let ``gradients`` of a tensor yield pairs while its backward pass goes on in a thread of its own."""
+        """Make ``gradients`` of a tensor yield pairs while its backward pass goes on in a thread of its own."""
         for p in self.parameters:
             self._tell_of(p)
         self._yields = True
 
     def _tell_of(self, p: TensorParameter) -> None:
-        leaf: Any = p.original  # torch's method has no types
+        # Torch's method has no types.
+        leaf: Any = p.original
         leaf.register_post_accumulate_grad_hook(functools.partial(_tell, weakref.ref(self), p))
 
     def known(self, params: Any) -> Any:
-        """Return the parameters that tensors, pairs of names and tensors, or those of a module are.
-
-        A tensor of another model is a parameter if it comes with a name; what is none of these is returned as it is.
-        """
+        """Return the parameters that tensors, pairs of names and tensors, or those of a module are."""
+        # A tensor of another model is a parameter if it comes with a name; what is none of these is returned as it is.
         if isinstance(params, torch.nn.Module):
             params = params.named_parameters()
-        return [self._known(p) for p in params] if isinstance(params, Iterable) else params
-
-    def _known(self, param: Any) -> Any:
-        name, tensor = param if isinstance(param, tuple) and len(param) == 2 else (None, param)
-        found = self._by_tensor.get(id(tensor))
-        if found is not None:
-            found.follow()
-            return found
-        name = self._names[id(tensor)][0] if id(tensor) in self._names else name
-        return TensorParameter(name, tensor) if isinstance(tensor, torch.Tensor) and name else param
+        if not isinstance(params, Iterable):
+            return params
+        found: list[Any] = []
+        for param in params:
+            name, tensor = param if isinstance(param, tuple) and len(param) == 2 else (None, param)
+            parameter = self._by_tensor.get(id(tensor))
+            name = self._names[id(tensor)][0] if id(tensor) in self._names else name
+            if parameter is not None:
+                parameter.follow()
+            elif isinstance(tensor, torch.Tensor) and name:
+                parameter = TensorParameter(name, tensor)
+            found.append(param if parameter is None else parameter)
+        return found
 
     def move(self, params: Iterable[Any], views: Iterable[np.ndarray]) -> list[torch.Tensor]:
-        """Let parameters be in the memory of these arrays, and return them as tensors."""
+        """Move parameters to the memory of these arrays, and return them as tensors."""
         for p, view in zip(params, views, strict=True):
             p.tensor.data = as_tensor(view, like=p.like)
             p.follow()
         return [p.tensor for p in params]
 
     def gradients(self, loss: Any) -> Any:
-        """Return a loss as (parameter, gradient) pairs want it.
-
-        Args:
-            loss: a tensor, whose ``backward()`` is called, and which finds no gradients of an earlier one; a callable
-                that returns one; or pairs, of this model's tensors.
-        """
+        """Return a loss as (parameter, gradient) pairs want it."""
+        # A tensor's `backward()` is called, and finds no gradients of an earlier one; a callable returns a tensor or
+        # pairs.
         if isinstance(loss, torch.Tensor):
             return lambda: self._backward(loss)
         if callable(loss):
@@ -332,12 +311,7 @@ class TorchModel:
         return [(p, self._array(p, p.tensor.grad)) for p in self.parameters]
 
     def _while_backward(self, loss: torch.Tensor) -> Iterator[tuple[Parameter, Any]]:
-        """Yield the gradients as they come, and those that have not come at the end.
-
-        Raises:
-            ValueError: one came twice.
-            BaseException: what the backward pass has raised.
-        """
+        """Yield the gradients as they come, and those that have not come at the end."""
         there, arrived = self._there(), queue.SimpleQueue[Any]()
         waiting = {id(p): p for p in self.parameters}
         self._arrived, self._stream = arrived, self.current_stream()
@@ -353,13 +327,8 @@ class TorchModel:
             yield from ((p, None) for p in waiting.values())
         finally:
             self._arrived = None
-            done.exception()  # when it has ended
-
-    def note(self, p: TensorParameter) -> None:
-        """Note that a gradient came in a backward pass which yields them."""
-        if self._arrived:
-            hand_over(p.tensor.grad, self._stream)
-            self._arrived.put(p)
+            # Ask how it ended, once it has.
+            done.exception()
 
     def _of_callable(self, loss: Callable[[], Any]) -> Any:
         found = loss()
@@ -384,8 +353,10 @@ class TorchModel:
 
 
 def _tell(model: "weakref.ref[TorchModel]", p: TensorParameter, _: torch.Tensor) -> None:
-    if (there := model()) is not None:
-        there.note(p)
+    """Tell a model that a gradient came, in a backward pass which yields them."""
+    if (there := model()) is not None and there._arrived:
+        hand_over(p.tensor.grad, there._stream)
+        there._arrived.put(p)
 
 
 def _of_this_rank(name: str, t: torch.Tensor) -> torch.Tensor:
@@ -403,32 +374,3 @@ def _of_this_rank(name: str, t: torch.Tensor) -> torch.Tensor:
         )
     shard: torch.Tensor = sharded.to_local().detach()
     return shard
-
-
-def _array_of(name: str, t: torch.Tensor) -> np.ndarray:
-    """Return a parameter's memory as an array; TypeError with its name if it has none that can be."""
-    if t.is_meta:
-        raise TypeError(f"{name}: a parameter must have memory, got one on the meta device; use to_empty() and load it")
-    try:
-        return as_array(t)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from None
-
-
-def _place_of(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a buffer or frozen parameter on this rank, where it is expanded one element of each.
-
-    Raises:
-        TypeError: it is sparse, or on the meta device.
-    """
-    if x.layout is not torch.strided or x.is_meta or x.is_quantized:
-        got = "the meta device" if x.is_meta else x.layout if x.layout is not torch.strided else x.dtype
-        raise TypeError(f"{name}: a buffer or frozen parameter must be dense and have memory, got {got}")
-    shard = _of_this_rank(name, x)
-    return shard[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in shard.stride())]
-
-
-def _line(name: str, x: torch.Tensor) -> str:
-    """Describe a buffer or frozen parameter, for ranks to compare."""
-    strides = "" if x.layout is not torch.strided or x.is_contiguous() else f", strides {x.stride()}"
-    return f"buffer or frozen parameter {name} of {tuple(x.shape)}, {x.dtype}{strides}"

@@ -13,26 +13,22 @@ from distopt.engine.agreement import Agreement
 from distopt.engine.hooks import StepHook
 from distopt.engine.parameters import GradientCollector
 
-Tree = dict[str, Any]  # dicts, lists, numbers, texts and arrays
-Arrays = dict[str, np.ndarray]  # by parameter name
-LONGEST = 2000  # characters of an optimizer's text
+# Dicts, lists, numbers, texts and arrays.
+Tree = dict[str, Any]
+# Arrays by parameter name.
+Arrays = dict[str, np.ndarray]
+# Characters of an optimizer's text.
+LONGEST = 2000
 
 
 class TrainingState(abc.ABC):
-    """All that changes between steps, as a ``Checkpointer`` sees it.
-
-    Attributes:
-        comm: the ranks.
-        agreement: in whose votes they agree on a checkpoint.
-        hooks: are told of the end of calls.
-        collector: the parameters.
-        options: lines for a reader of checkpoints.
-    """
+    """All that changes between steps, as a ``Checkpointer`` sees it."""
 
     comm: Communicator
     agreement: Agreement
     hooks: list[StepHook]
     collector: GradientCollector
+    # Lines for a reader of checkpoints.
     options: Sequence[str]
 
     @property
@@ -82,13 +78,13 @@ class TrainingState(abc.ABC):
 
     @abc.abstractmethod
     def load(self, state: Tree) -> None:
-        """Go on from a state, with parameters that are written before or after."""
+        """Go on from a state; parameters are written before or after."""
 
     def begin_as_newcomer(self) -> None:  # noqa: B027
-        """Let this rank be ready for its first step, with a state that it has from others."""
+        """Make this rank ready for its first step, with a state that it has from others."""
 
     def share_with_newcomers(self) -> None:  # noqa: B027
-        """Let ranks that have come have shares too, where all ranks have all of the state now.  Collective."""
+        """Give ranks that have come shares too, where all ranks have all of the state now.  Collective."""
 
     @abc.abstractmethod
     def writing_parameters(self) -> AbstractContextManager[None]:
@@ -102,17 +98,9 @@ class TrainingState(abc.ABC):
     def unite(
         self, place: Path, facts: Tree, of_all: Tree, of_rank: Tree, read: Callable[[int], Tree]
     ) -> tuple[Tree, Arrays | None]:
-        """Return the state and the parameters of which ``divide`` has made parts.
-
-        Other ranks may have saved them than go on.
-
-        Args:
-            place: the checkpoint, for errors.
-            facts: of the checkpoint.
-            of_all: what all ranks had alike.
-            of_rank: what the rank of this number had, modulo theirs.
-            read: returns what any of them had.
-        """
+        """Return the state and the parameters of which ``divide``, on other ranks maybe, has made parts."""
+        # place: the checkpoint, for errors; of_rank: what the rank of this number had, modulo theirs; read: what any
+        # had.
 
 
 def optimizer_text(opt: Any) -> str:

@@ -7,25 +7,18 @@ import numpy as np
 
 from distopt import device
 
-State = dict[str, np.ndarray]  # flat arrays by name
+# Flat arrays by name.
+State = dict[str, np.ndarray]
 
 
 class Undo:
-    """Remember what is about to change, and put it back.
+    """Remember what is about to change, and put it back."""
 
-    The memory of copies is used again: what was kept before ``forget`` costs a pass over it, and no new memory.
-
-    Example:
-        >>> x, undo = np.ones(3), Undo()
-        >>> undo.keep(x)
-        >>> x[:] = 2
-        >>> undo.undo()
-        >>> x
-        array([1., 1., 1.])
-    """
+    # The memory of copies is used again: what was kept before `forget` costs a pass over it, and no new memory.
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, int], np.ndarray] = {}  # by the address and the bytes of what they are copies of
+        # By the address and the bytes of what they are copies of.
+        self._copies: dict[tuple[int, int], np.ndarray] = {}
         self._arrays: dict[tuple[int, int], np.ndarray] = {}
         self._fields: list[tuple[object, dict[str, Any]]] = []
         self._states: list[tuple[State, State]] = []
@@ -73,5 +66,6 @@ class Undo:
 
     def forget(self) -> None:
         """Begin anew: what has changed is to stay."""
-        self._copies = {place: self._copies[place] for place in self._arrays}  # others are of memory that has gone
+        # Other copies are of memory that has gone.
+        self._copies = {place: self._copies[place] for place in self._arrays}
         self._arrays, self._fields, self._states, self._actions = {}, [], [], []

@@ -12,14 +12,10 @@ Check = Callable[[list[str]], object]
 
 
 def enroll(engine: Engine, params: Iterable[Any], verb: str, check: Check, planned: Iterable[Any] = ()) -> list[str]:
-    """Learn the names of parameters, which all ranks have alike, and make a plan of them.  Collective.
-
-    Args:
-        verb: what this is for, in the vote.
-        check: raises what forbids it, for the names.
-        planned: parameters that the plan, if there is none, has before these.
-    """
-    again = list(params) if engine.comm.elastic else params  # of a call that may be made again
+    """Learn the names of parameters, which all ranks have alike, and make a plan of them.  Collective."""
+    # verb: what this is for, in the vote; planned: parameters that the plan, if there is none, has before these.
+    # An elastic job may make the call again.
+    again = list(params) if engine.comm.elastic else params
     collector = engine.store.collector
 
     def learn() -> list[str]:
@@ -35,13 +31,7 @@ def enroll(engine: Engine, params: Iterable[Any], verb: str, check: Check, plann
 
 
 def admit(engine: Engine, params: Sequence[Any], verb: str, check: Callable[[], object]) -> None:
-    """Add parameters to a plan, which all ranks have alike.  Collective.
-
-    Args:
-        params: those of the new plan, in its order.
-        verb: what this is for, in the vote.
-        check: raises what forbids it.
-    """
+    """Add parameters to a plan, which all ranks have alike, in its order.  Collective."""
 
     def learn() -> list[str]:
         check()
@@ -53,25 +43,25 @@ def admit(engine: Engine, params: Sequence[Any], verb: str, check: Callable[[], 
 def _plan(engine: Engine, learn: Callable[[], list[str]], verb: str) -> list[str]:
     """Make a plan of the parameters that ``learn`` learns, and return their names.  Collective."""
     engine.check_open()
-    return engine.transaction(lambda: _plan_once(engine, learn, verb))
 
+    def once() -> list[str]:
+        names: list[str] = []
+        error = None
+        engine.sync_with_last_step()
+        store = engine.store
+        try:
+            names = learn()
+            if store.propose(store.threshold):
+                engine.agreement.forget()
+            engine.declare(verb)
+            engine.agreement.declare_numbers(engine.nonfinite.lines())
+        except Exception as e:
+            error = e
+        engine.agree(verb, 0, error)
+        store.mark_stream()
+        return names
 
-def _plan_once(engine: Engine, learn: Callable[[], list[str]], verb: str) -> list[str]:
-    names: list[str] = []
-    error = None
-    engine.sync_with_last_step()
-    store = engine.store
-    try:
-        names = learn()
-        if store.propose(store.threshold):
-            engine.agreement.forget()
-        engine.declare(verb)
-        engine.agreement.declare_numbers(engine.nonfinite.lines())
-    except Exception as e:
-        error = e
-    engine.agree(verb, 0, error)
-    store.mark_stream()
-    return names
+    return engine.transaction(once)
 
 
 def gradient_views(
@@ -124,12 +114,7 @@ def parameter_views(engine: Engine, params: Iterable[Any], planned: Iterable[Any
 
 
 def share_with_newcomers(engine: Engine) -> None:
-    """Share parameters with ranks that have come, where all ranks have all of the optimizer's state.  Collective.
-
-    Raises:
-        RuntimeError: on a rank that has come and has no access to the others' memory.
-        ValueError: on every rank alike, if ranks would make other plans.
-    """
+    """Share parameters with ranks that have come, where all ranks have all of the optimizer's state.  Collective."""
 
     def share() -> None:
         store, agreement = engine.store, engine.agreement

@@ -66,7 +66,7 @@ def _name(key: str, binary: bytes, suffix: str) -> str:
 
 @contextlib.contextmanager
 def _alone(path: pathlib.Path) -> Iterator[None]:
-    """Let one process of a host at a time come here, as far as the file system has locks."""
+    """Admit one process of a host at a time, as far as the file system has locks."""
     with open(path, "w") as lock:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:

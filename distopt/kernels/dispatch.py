@@ -232,6 +232,7 @@ class TableKernel(Kernel):
                 arguments.append(v.size if isinstance(v, DeviceMirror) else len(v))
                 v = self._list(p, v, real, gpu, least.__le__)
             elif p.is_array:
+                # What is neither a struct nor an array as it should be is checked again, for the error's text.
                 of_struct = type(v) is KernelStruct and v.host.dtype is self._structs.get(p.name)
                 if of_struct:
                     address = v.address(gpu)

@@ -183,7 +183,7 @@ class BucketLayout:
         return self.stored in FORMATS
 
     def update_in(self, flat: np.ndarray, master: bool) -> None:
-        """Let kernels update 16-bit arrays in ``flat``, a wide copy; a ``master`` copy if it outlives the update."""
+        """Make kernels update 16-bit arrays in ``flat``, a wide copy; a ``master`` copy if it outlives the update."""
         self.records["wide"] = device.address(flat) + self.records["offset"] * flat.itemsize
         self.records["master"] = master
 

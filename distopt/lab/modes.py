@@ -12,9 +12,8 @@ from distopt.engine.outer_loop import Windows
 DEFAULT = "dense", "half", "int8", "2bit", "topk=0.01", "dgc=0.001", "dgc=0.001+packed"
 
 
-def words() -> dict[str, Word]:
-    """Return the kinds of modes by name."""
-    return {name: word for about in ALL.values() for name, word in about().words.items()}
+# The kinds of modes by name.  A part makes compressors to say what it is, and advice asks thousands of times.
+WORDS: dict[str, Word] = {name: word for about in ALL.values() for name, word in about().words.items()}
 
 
 class Mode(NamedTuple):
@@ -72,7 +71,7 @@ class Mode(NamedTuple):
     def _sparse(self) -> tuple[str, tuple[Any, ...]]:
         """The word, and its numbers if they are a density: that, or how many entries of how many elements."""
         kind, equals, text = _apart(self.name)[1].partition("+")[0].partition("=")
-        word = words()[kind or "dense"]
+        word = WORDS[kind or "dense"]
         return kind, _numbers(kind, word, text, self.name) if word.sparse and equals else word.numbers * word.sparse
 
     @property
@@ -118,10 +117,9 @@ def mode(text: str) -> Mode:
         return mode(rest or "dense")._replace(name=text.strip(), windows=_windows_of(local, text))
     head, *options = text.strip().split("+")
     kind, equals, number = head.partition("=")
-    known = words()
-    if kind not in known:
-        raise ValueError(unknown_name("mode", kind, (*known, "local")))
-    word = known[kind]
+    if kind not in WORDS:
+        raise ValueError(unknown_name("mode", kind, (*WORDS, "local")))
+    word = WORDS[kind]
     given = _options(kind, word, options, text)
     if equals and not word.numbers:
         raise ValueError(f"mode {kind} must be without a number, got {text!r}")

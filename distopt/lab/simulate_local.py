@@ -161,7 +161,7 @@ class LocalSimulation:
         """Do what ``OuterLoop.advance`` does, of all ranks; what is in flight is there at once."""
         self.step_counter += 1
         self._take_due()
-        number = self._windows.sent_behind(self.step_counter)
+        number = self._windows.sent_after(self.step_counter)
         if number is not None and self._fragments[number].values:
             fragment = self._fragments[number]
             run_virtual(fragment.engine, lambda rank: self._measured(fragment, rank), self._spec)

@@ -67,7 +67,7 @@ class LarsWrapper(Wrapper):
         self._refuse_decay_inside()
 
     def apply(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
-        """Let the inner optimizer update one parameter by its scaled gradient; ``grad`` stays as it is.
+        """Update one parameter by the inner optimizer and its scaled gradient; ``grad`` stays as it is.
 
         Raises:
             TypeError: value or gradient is no array of floats, or they are not on the same host or GPU.

@@ -108,16 +108,13 @@ class LayerwiseAdam(Layerwise):
     ):
         super().__init__(lr, weight_decay, exclude, **options)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
-        self.bounds = _bounds(lower_bound, upper_bound)
+        # of |w|, as the kernel's `lower` and `upper`; 0 for none
+        self.bounds = {
+            name: 0.0 if bound is None else check_float(f"{name}_bound", bound, least=-math.inf)
+            for name, bound in (("lower", lower_bound), ("upper", upper_bound))
+        }
+        if 0 < self.bounds["upper"] < self.bounds["lower"]:
+            raise ValueError(f"lower_bound must be at most upper_bound, got {lower_bound} and {upper_bound}")
 
     def rule_numbers(self) -> dict[str, float]:
         return moments(self.at, self.step_counter + 1) | self.bounds
-
-
-def _bounds(lower: float | None, upper: float | None) -> dict[str, float]:
-    """Return the bounds of a norm as the kernel's ``lower`` and ``upper``, 0 for none."""
-    arguments = {"lower": lower, "upper": upper}
-    by_name = {n: 0.0 if b is None else check_float(f"{n}_bound", b, least=-math.inf) for n, b in arguments.items()}
-    if 0 < by_name["upper"] < by_name["lower"]:
-        raise ValueError(f"lower_bound must be at most upper_bound, got {lower} and {upper}")
-    return by_name

@@ -351,27 +351,23 @@ class Trainer(Checkpointed):
         with engine.stream_order:
             attempt.error = engine.begin()
             if not attempt.error:
-                self._pack_sums(attempt, spec)
+                attempt.compressor = engine.compressor
+                # An error is kept for the vote.
+                try:
+                    engine.store.clear_counts()
+                    engine.checked_threshold(spec)
+                    engine.step_context.resume(spec)
+                    engine.declare_numbers(attempt.compressor)
+                    for p in self._active:
+                        if engine.store.collector.order[p.name].value is not p.data:
+                            raise ValueError(
+                                f"{p.name}: data must be the array of when its gradient was summed, got another one"
+                            )
+                    sums = {p.name: p.grad for p in self._active if p.name in self._touched}
+                    read_sums(engine.store.buckets, sums, _checked_sum)
+                except Exception as error:
+                    attempt.error = error
             return engine.vote(attempt)
-
-    def _pack_sums(self, attempt: Attempt, spec: StepSpec) -> None:
-        """Pack the sums as the caller has left them; an error is kept for the vote."""
-        engine = self.engine
-        attempt.compressor = engine.compressor
-        try:
-            engine.store.clear_counts()
-            engine.checked_threshold(spec)
-            engine.step_context.resume(spec)
-            engine.declare_numbers(attempt.compressor)
-            for p in self._active:
-                if engine.store.collector.order[p.name].value is not p.data:
-                    raise ValueError(
-                        f"{p.name}: data must be the array of when its gradient was summed, got another one"
-                    )
-            sums = {p.name: p.grad for p in self._active if p.name in self._touched}
-            read_sums(engine.store.buckets, sums, _checked_sum)
-        except Exception as error:
-            attempt.error = error
 
     # -- freshness
 

@@ -547,6 +547,7 @@ def test_the_error_of_a_sum_does_not_grow_with_the_ranks(kind, size):
         assert abs(found[part] - sent[part]).max() <= abs(sent[part]).max() * (0.5 / steps + 1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("exchange", ["gather", "two_phase"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_constant_gradient_is_applied_in_time(kind, exchange):

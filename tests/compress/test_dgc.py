@@ -172,7 +172,11 @@ def test_multipliers_that_change_hold_at_once():
 
 @pytest.mark.parametrize("stored", ["float16", "bfloat16"])
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("make", [lambda: SGD(0.05), lambda: SGD(0.05, multi_precision=True), None], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: SGD(0.05), lambda: SGD(0.05, multi_precision=True), None],
+    ids=["without masters", "with masters", "a custom one"],
+)
 def test_decay_of_parameters_of_16_bits(stored, nesterov, make):
     """Their values are widened, whether the optimizer has masters, or is a custom one without."""
 

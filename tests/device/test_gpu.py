@@ -96,6 +96,7 @@ def test_masters_are_averaged_on_the_device():
     assert on_gpus(2, main) == run_ranks(2, main)
 
 
+@pytest.mark.full  # five minutes
 @pytest.mark.parametrize("size", [1, 2])
 def test_all_laws_hold_on_doubles_of_gpus(size, one_warp, arithmetic):
     found = on_gpus(size, laws.all_of_them)
@@ -103,8 +104,27 @@ def test_all_laws_hold_on_doubles_of_gpus(size, one_warp, arithmetic):
     assert [r["digests"].tolist() for r in found] == [list(e) for e in expected]
 
 
-@pytest.mark.parametrize("size", [3, 4])
+def laws_in_turns(comm):
+    """Every law, and every mode, which is resumed at one call of two, by turns."""
+    laws.sums(comm)
+    laws.every_optimizer(comm)
+    laws.modes_agree(comm)
+    for k, mode in enumerate(laws.MODES):
+        laws.same_bits(comm, mode)
+        laws.resume(comm, mode, stops=[(1, 4)[k % 2]])
+        laws.resume(comm, mode, stops=[(2, 1)[k % 2]], num_batches=2)
+        laws.overlap_changes_no_bit(comm, mode)
+    laws.resume(comm, "topk", num_batches=3, sync_on_apply=False, deterministic=True)
+
+
+def test_laws_and_modes_hold_on_doubles_of_gpus(one_warp, arithmetic):
+    on_gpus(1, laws.each_once)
+    on_gpus(2, laws_in_turns)
+
+
+@pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.full) for size in (2, 3))])
 def test_more_ranks_have_the_bits_of_the_host(size, one_warp):
+    """In the next test three are processes."""
     assert on_gpus(size, laws.independence) == run_ranks(size, laws.independence)
 
 

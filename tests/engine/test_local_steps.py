@@ -197,7 +197,7 @@ def test_a_window_sends_what_one_step_sends(name):
 def test_each_fragment_is_sent_once_in_a_window(every, data):
     fragments = data.draw(st.integers(1, every))
     windows = Windows.checked(every, fragments, 0)
-    sent = [windows.sent_behind(step) for step in range(1, 2 * every + 1)]
+    sent = [windows.sent_after(step) for step in range(1, 2 * every + 1)]
     assert sent[:every] == sent[every:]
     assert [f for f in sent[:every] if f is not None] == list(range(fragments))
     assert sent[every - 1] == fragments - 1

@@ -10,7 +10,15 @@ from distopt.run.launcher import find_launcher
 
 MODES = ["dense", "top-K", "dgc", "local steps", "overlap", "three batches"]
 SHARED = "shared parameters of Adam with a buddy"
+IN_FLIGHT = "local steps in flight"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+
+
+def tried(*modes, full):
+    """Modes, those last that the tier ``full`` tries: each is tried over torch and over MPI, and where killed ranks are
+    done without over the one, other processes take their places over the other.
+    """
+    return [*modes, *(pytest.param(mode, marks=pytest.mark.full) for mode in full)]
 
 
 def lacks_open_mpi():
@@ -24,7 +32,7 @@ def lacks_open_mpi():
 
 @pytest.mark.torch
 @needs_torch
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", tried("top-K", "dgc", "overlap", "three batches", full=["dense", "local steps"]))
 def test_killed_ranks_are_done_without_over_torch(mode, tmp_path):
     assert len(losses.one(mode, "torch", 4, 2, 1, tmp_path)) == 2
 
@@ -32,12 +40,12 @@ def test_killed_ranks_are_done_without_over_torch(mode, tmp_path):
 @pytest.mark.torch
 @needs_torch
 def test_local_steps_in_flight_go_on_over_torch(tmp_path):
-    assert len(losses.one("local steps in flight", "torch", 3, 2, 1, tmp_path)) == 2
+    assert len(losses.one(IN_FLIGHT, "torch", 3, 2, 1, tmp_path)) == 2
 
 
 @pytest.mark.torch
 @needs_torch
-@pytest.mark.parametrize("mode", ["dense", "top-K", "local steps", "local steps in flight", SHARED])
+@pytest.mark.parametrize("mode", tried("dense", "local steps", SHARED, full=["top-K", IN_FLIGHT]))
 def test_other_processes_take_the_place_of_killed_ranks_over_torch(mode, tmp_path):
     assert len(losses.one(mode, "torch", 3, 2, 1, tmp_path, grow=True)) == 2
 
@@ -53,7 +61,9 @@ def test_a_host_that_vanishes_is_done_without_over_torch(mode, tmp_path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("mode", [*MODES, "local steps in flight"])
+@pytest.mark.parametrize(
+    "mode", tried("dense", "dgc", "local steps", "overlap", "three batches", full=["top-K", IN_FLIGHT])
+)
 def test_killed_ranks_are_done_without_over_mpi(mode, tmp_path):
     if lack := lacks_open_mpi():
         pytest.skip(lack)
@@ -61,7 +71,7 @@ def test_killed_ranks_are_done_without_over_mpi(mode, tmp_path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("mode", ["dense", "top-K", "local steps in flight", SHARED])
+@pytest.mark.parametrize("mode", tried("top-K", IN_FLIGHT, SHARED, full=["dense"]))
 def test_other_processes_take_the_place_of_killed_ranks_over_mpi(mode, tmp_path):
     if lack := lacks_open_mpi():
         pytest.skip(lack)

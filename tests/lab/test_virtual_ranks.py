@@ -212,6 +212,7 @@ GOES_ON = [
 ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("exchange", ["auto", "two_phase", "nodes"])
 @pytest.mark.parametrize("compressor", GOES_ON, ids=repr)
 @pytest.mark.parametrize("at", [0, 2])

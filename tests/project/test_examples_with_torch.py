@@ -53,7 +53,8 @@ def test_the_fused_optimizer_trains_as_torchs(trained):
 
 def test_every_number_of_ranks_trains_alike(trained):
     """A process alone, without a launcher, has the losses of two ranks."""
-    code, output = finish([sys.executable, EXAMPLES / "torch_digits.py", "--epochs", "6"], 60)
+    command = [sys.executable, EXAMPLES / "torch_digits.py", "--epochs", "6"]
+    code, output = finish(command, 60, env={"OMP_NUM_THREADS": "1"})
     assert code == 0, output
     assert losses(output) == pytest.approx(trained["digits: dense"][:, 0].tolist(), rel=0.02, abs=1e-4)
 

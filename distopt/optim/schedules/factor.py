@@ -67,18 +67,12 @@ class MultiFactor(WarmUp):
 
     def __init__(self, base_lr: float, step: Sequence[int], factor: float, **warmup: Any):
         super().__init__(base_lr, **warmup)
-        self.step = _increasing(step)
+        if not isinstance(step, list | tuple):
+            raise TypeError(f"step must be a list of integers, got {step!r}")
+        self.step = tuple(check_int("step", s, least=1) for s in step)
+        if not step or any(a >= b for a, b in itertools.pairwise(self.step)):
+            raise ValueError(f"step must be one or more integers, each above the one before it, got {list(step)}")
         self.factor = check_float("factor", factor, most=1.0)
 
     def after(self, k: int) -> float:
         return float(self.base_lr * self.factor ** bisect.bisect_right(self.step, k))
-
-
-def _increasing(step: Sequence[int]) -> tuple[int, ...]:
-    """Return the steps as a tuple, checked to be integers that increase."""
-    if not isinstance(step, list | tuple):
-        raise TypeError(f"step must be a list of integers, got {step!r}")
-    steps = tuple(check_int("step", s, least=1) for s in step)
-    if not steps or any(a >= b for a, b in itertools.pairwise(steps)):
-        raise ValueError(f"step must be one or more integers, each above the one before it, got {list(step)}")
-    return steps
