@@ -172,7 +172,7 @@ class Line:
                 self._lost.add(member)
 
     def _receive(self) -> bytes:
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError):
             return self._line.recv(MESSAGE)
         return b""
 
