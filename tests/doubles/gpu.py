@@ -155,12 +155,15 @@ class Machine:
         """A host that waits.
 
         What it has patience for is looks, and no seconds: where other work leaves this process no core, or a rank that
-        is at work leaves this one no turn, there are no looks either.
+        is at work leaves this one no turn, there are no looks either.  A rank that is another process may have no core
+        while this one has: after a tenth of the looks they become rare, 36 seconds for the rest.
         """
         idle = done = 0
         while not self.look(until):
             before, done = done, sum(m.done for m in list(machines))
             idle = idle + 1 if done == before else 0
+            if idle > self.patience // 10 and any(queue[0].outside for queue in self.queues.copy().values() if queue):
+                time.sleep(1e-3)
             assert idle < self.patience, f"a GPU waits for another one for ever: {self.heads()}"
 
     def heads(self):
