@@ -1,7 +1,6 @@
 """Communicator of MPI processes for numpy arrays."""
 
 import collections
-import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -102,19 +101,20 @@ class MpiCommunicator(SharingCommunicator):
         self.control: MpiControl = membership.control
         self.local_rank, self._hosts = membership.local_rank, membership.hosts
         self._comm = comm.Dup()
+        self._checked = Checked(self._comm)
         self.rank, self.size = self._comm.rank, self._comm.size
         self.may_overlap = has_thread_multiple()
         self._log = self.control.log("data")
         self.patience = 0.0
         # Where ranks go and come, it must not depend on their number.
         self.rank_ordered = self.size <= 2 and base is None
-        self._place = (
+        self._place = self.reason = (
             f"{brand()}{', ' + reason if reason else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         )
-        self.reason = self._place
         self._received = [ReceiveBuffer() for _ in range(UNDER_WAY)]
         self._why = reason
-        self._begun: dict[int, Exchange] = {}  # by identity
+        # by identity; they keep the memory alive that MPI writes to, until `_finish`
+        self._begun: dict[int, Exchange] = {}
         # of exchanges: a thread that goes on for all must not see freed requests
         self._ends = threading.Lock()
         self._newcomers = Newcomers()
@@ -164,7 +164,9 @@ class MpiCommunicator(SharingCommunicator):
             for start in range(0, x.size, self.CHUNK):
                 piece = x[start : start + self.CHUNK]
                 if self.spans_hosts:
-                    self._finish(self._kept(Exchange([self._comm.Iallreduce(mpi().IN_PLACE, piece)], [])))
+                    exchange = Exchange([self._comm.Iallreduce(mpi().IN_PLACE, piece)], [])
+                    self._begun[id(exchange)] = exchange
+                    self._finish(exchange)
                 else:
                     self._comm.Allreduce(mpi().IN_PLACE, piece)
             return
@@ -214,7 +216,7 @@ class MpiCommunicator(SharingCommunicator):
 
     def barrier(self) -> None:
         """Wait until every rank has called this.  Collective."""
-        with self._log("barrier"), Checked(self._comm):
+        with self._log("barrier"), self._checked:
             self._comm.Barrier()
 
     def set_poll_interval(self, seconds: float) -> None:
@@ -345,15 +347,15 @@ class MpiCommunicator(SharingCommunicator):
     def _lengths(self, parts: Sequence[np.ndarray]) -> list[int]:
         """Return the lengths of the parts that each rank has for this one, ``(size,)``.  Collective."""
         sizes = np.empty(self.size, np.int64)
-        with Checked(self._comm):
+        with self._checked:
             self._comm.Alltoall(np.array([x.size for x in parts], np.int64), sizes)
-        return [int(s) for s in sizes]
+        return sizes.tolist()
 
     def _sizes(self, n: int) -> list[int]:
         sizes = np.empty(self.size, np.int64)
-        with Checked(self._comm):
+        with self._checked:
             self._comm.Allgather(np.array([n], np.int64), sizes)
-        return [int(s) for s in sizes]
+        return sizes.tolist()
 
     def _swap(
         self, parts: Sequence[np.ndarray], sizes: Sequence[int], received: list[np.ndarray] | None = None
@@ -365,14 +367,9 @@ class MpiCommunicator(SharingCommunicator):
         self._finish(self._exchange(parts, received))
         return received
 
-    def _kept(self, exchange: Exchange) -> Exchange:
-        """Return the exchange; keeps the memory that MPI writes to alive until ``_finish``."""
-        self._begun[id(exchange)] = exchange
-        return exchange
-
     def _finish(self, exchange: Exchange) -> None:
         requests = [*exchange.receives, *exchange.sends]
-        with self._settled_if_lost():
+        try:
             if self._base is not None:
                 wait_while_all_live(self._comm, requests, self)
             with self._ends:
@@ -380,17 +377,15 @@ class MpiCommunicator(SharingCommunicator):
                     raise PeerLeft("another thread goes on without a rank that was lost")
                 finish(requests, self)
                 del self._begun[id(exchange)]
-
-    @contextlib.contextmanager
-    def _settled_if_lost(self) -> Iterator[None]:
-        """A context in which the loss of a rank ends all exchanges that are under way."""
-        try:
-            yield
         except Exception as error:
-            if self._base is not None and self.lost(error):
-                self.revoke()
-                self._settle()
+            self._end_if_lost(error)
             raise
+
+    def _end_if_lost(self, error: Exception) -> None:
+        """End all exchanges that are under way, if the error is the loss of a rank."""
+        if self._base is not None and self.lost(error):
+            self.revoke()
+            self._settle()
 
     def _settle(self) -> None:
         """Wait until no exchange of the revoked communicator, and of those made of it, writes to memory any more."""
@@ -402,17 +397,20 @@ class MpiCommunicator(SharingCommunicator):
 
     def _exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray], tag: int = 0) -> Exchange:
         """Begin to send ``parts[r]`` to every other rank r and to receive ``received[r]``."""
-        exchange = self._kept(Exchange([], []))
-        with self._settled_if_lost():
+        exchange = Exchange([], [])
+        self._begun[id(exchange)] = exchange
+        try:
             for rank in range(self.size):
                 if rank != self.rank:
-                    exchange.receives.extend(self._comm.Irecv(p, rank, tag) for p in self._pieces(received[rank]))
-                    exchange.sends.extend(self._comm.Isend(p, rank, tag) for p in self._pieces(parts[rank]))
+                    to, of = received[rank].view(np.uint8), parts[rank].view(np.uint8)
+                    for start in range(0, to.size, self.CHUNK):
+                        exchange.receives.append(self._comm.Irecv(to[start : start + self.CHUNK], rank, tag))
+                    for start in range(0, of.size, self.CHUNK):
+                        exchange.sends.append(self._comm.Isend(of[start : start + self.CHUNK], rank, tag))
+        except Exception as error:
+            self._end_if_lost(error)
+            raise
         return exchange
-
-    def _pieces(self, x: np.ndarray) -> list[np.ndarray]:
-        raw = x.view(np.uint8)
-        return [raw[start : start + self.CHUNK] for start in range(0, raw.size, self.CHUNK)]
 
 
 def _with_gaps(arrays: Iterable[np.ndarray | None], count: int) -> Iterator[np.ndarray | None]:

@@ -141,7 +141,7 @@ class MpiControl(ControlChannel):
         Raises:
             PeerLeft: a rank was lost.
         """
-        with Checked(self._comm):
+        with self._checked:
             if self._leaving is None:
                 self._leaving = self.start(votes)
             return bool(self._leaving.Test())
@@ -183,10 +183,10 @@ class MpiControl(ControlChannel):
 
     def _all_gather(self, payload: np.ndarray) -> list[str]:
         sizes = np.empty(self.size, np.int64)
-        with Checked(self._comm):
+        with self._checked:
             self._comm.Allgather(np.array([payload.size]), sizes)
         everyone = np.empty(int(sizes.sum()), np.uint8)
-        with Checked(self._comm):
+        with self._checked:
             self._comm.Allgatherv(payload, (everyone, sizes))
         return [part.tobytes().decode() for part in np.split(everyone, np.cumsum(sizes)[:-1])]
 
