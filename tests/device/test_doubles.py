@@ -464,3 +464,29 @@ def test_gpus_tell_what_they_did_last_and_what_they_poisoned():
     assert steps[0] == (stream.ptr, "memcpy"), "in the order in which they were done, not enqueued"
     assert ["0", "free", at, "36"] in lines
     assert ["0", "poison", at, "36"] in lines
+
+
+def test_memory_that_another_thread_frees_is_not_poisoned_under_its_next_owner(monkeypatch):
+    """The thread is held where it has to wait for the GPU, while its memory, if it is free, gets another owner."""
+    with gpu.lazily(gpu.lagging()) as machine:
+        freed, lock, comes = [cupy.empty(9, np.float32)], machine.lock, threading.Event()
+
+        class Seen:
+            def __enter__(self):
+                comes.set()
+                lock.acquire()
+
+            def __exit__(self, *error):
+                lock.release()
+
+        thread = threading.Thread(target=freed.clear)
+        with lock:
+            with monkeypatch.context() as patch:
+                patch.setattr(machine, "lock", Seen())
+                thread.start()
+                assert comes.wait(20)
+            [x], [read] = filled(1), filled(0)
+        thread.join()
+        device.copy(read, x)
+        del x  # free for the host, while the GPU has still to read it
+        assert elements(read) == {1}

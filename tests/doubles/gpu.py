@@ -317,7 +317,8 @@ class MemoryPool:
     def free(self, gpu, key, raw, owner):
         """At once for the host, as cupy's; the stream poisons it when it comes to it, unless somebody has it again.
 
-        A collection of garbage may free it when another stream has waited for this one already, and may use it.
+        A collection of garbage may free it when another stream has waited for this one already, and may use it.  In
+        any thread, and in one step: what its next owner enqueues comes after.
         """
         idle, place = self.idle.setdefault(key, []), allocations[owner]
 
@@ -327,8 +328,9 @@ class MemoryPool:
                 raw.fill(POISON)
                 gpu.did.append((key[0], "poison", place))
 
-        idle.append(raw)
-        gpu.push(Op("free", key[0], place, release), log=False)
+        with gpu.lock:
+            idle.append(raw)
+            gpu.push(Op("free", key[0], place, release), log=False)
 
 
 class Block:
