@@ -506,7 +506,8 @@ class Optimizer(abc.ABC):
                 k: f for k, f in self._table_states.items() if set(f.members.names).isdisjoint(members.names)
             }
             slots = [slot for slot in self.slots if slot != MASTER or members.narrow]
-            adopted, moved = self._adopted.pop(members.key, None), None
+            # moved: all stay alive until the last one has been copied
+            adopted, moved = self._adopted.pop(members.key, None), list[np.ndarray]()
             state = {
                 slot: device.zeros(members.extent, members.dtype, like)
                 if slot != MASTER or adopted is None
@@ -517,11 +518,11 @@ class Optimizer(abc.ABC):
                 for i, name in enumerate(members.names):
                     view = members.view(flat, i)
                     if name in self._state[slot]:
-                        moved = self._state[slot][name]
-                        device.copy(view, moved)
+                        moved.append(self._state[slot][name])
+                        device.copy(view, moved[-1])
                     self._state[slot][name] = view
-            if moved is not None:
-                device.wait_for_last_use(moved)
+            if moved:
+                device.wait_for_last_use(moved[-1])
             self._table_states[members.key] = TableState(members, state, self.allocate_scratch(members, like))
             self.version += 1
         return self._table_states[members.key]
