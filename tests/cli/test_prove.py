@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -147,11 +148,10 @@ def without_residuals(self, state, load=DistOpt.load_state_dict):
     load(self, state | {"states": {}})
 
 
-def unchecked(descriptor, start, tensor):
-    """The data of a checkpoint, whatever their checksum is."""
-    array = np.empty(tensor.shape, tensor.dtype)
-    file._fill(descriptor, start + tensor.begin, file._chunks(array))
-    return array
+def unchecked(descriptor, at, chunks, fill=file._fill):
+    """Read the data of a checkpoint; whatever their checksum is, it is equal to any."""
+    fill(descriptor, at, chunks)
+    return mock.ANY
 
 
 def one_more(self, sizes, counts=TopK.counts):
@@ -186,7 +186,7 @@ PLANTED = [  # a claim, what is replaced in what it watches, and what is said th
         keeps_too_little(TopK.compress),
         r"TopK\(0.01.*\) to the bit: .* kept and",
     ),
-    ("damage", file, "_read", unchecked, r"of (all|rank-0) was flipped, and the checkpoint was loaded"),
+    ("damage", file, "_fill", unchecked, r"of (all|rank-0) was flipped, and the checkpoint was loaded"),
     ("damage", folder, "_seal", lambda fields: "", r"of manifest.json was flipped, and the checkpoint was loaded"),
 ]
 
