@@ -267,7 +267,8 @@ class Engine:
         if not attempt.error:
             found, missing = store.check.nonfinite_gradients(), 0
             if spec.arrived:
-                missing = store.collector.all_but(spec.arrived())
+                arrived = spec.arrived()
+                missing = sum(1 << k for k, name in enumerate(store.collector.order) if name not in arrived)
             elif store.collector.allow_missing:
                 missing = store.collector.missing
             if found or missing:

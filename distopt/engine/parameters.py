@@ -221,10 +221,6 @@ class GradientCollector:
         """The parameters without a gradient in this step, as the bits of a number: the first one's is the lowest."""
         return sum(1 << k for k, grad in enumerate(self.grads.arrays) if grad is None) if self.allow_missing else 0
 
-    def all_but(self, names: Collection[str]) -> int:
-        """Return the parameters of other names, as the bits of a number."""
-        return sum(1 << k for k, name in enumerate(self.order) if name not in names)
-
     def last_arrival(self, places: Sequence[int]) -> int:
         """Return the position in the last step's loss of the last of these, by their places in the plan."""
         return max(places if self._places is None else [self._places[k] for k in places], default=-1)

@@ -31,7 +31,6 @@ from distopt.exchange import (
     reduce_everywhere,
     reduce_half_shards,
     reduce_shards,
-    two_phase,
     two_phases,
 )
 from distopt.exchange.all_reduce import TravellingBucket
@@ -47,8 +46,9 @@ from distopt.exchange.hierarchical import (
     share_inside,
     sum_inside,
 )
+from distopt.exchange.program import run
 from distopt.exchange.shared_memory import describe, nonfinite
-from distopt.exchange.two_phase import Owned
+from distopt.exchange.two_phase import Owned, two_phase_program
 
 OVER = ("ranks", "senders")
 # Votes on a report about the sums, and returns those of all ranks.
@@ -186,7 +186,8 @@ class TwoPhaseReducer(Unreduced):
                 for x, state, context, _ in travelling:
                     compressor.begin(x, state, context)
         watches = [watch for hook in step.hooks if (watch := hook.watch_shards(compressor))]
-        two_phase(travelling, compressor, self._phases.codec, comm, self._owned, self._borders, step.tag(), watches)
+        own = self._owned, self._borders
+        run(two_phase_program(travelling, compressor, self._phases.codec, comm, *own, step.tag(), watches), comm)
         for hook in step.hooks:
             hook.after_two_phases(travelling, comm)
         if compressor.has_hooks:

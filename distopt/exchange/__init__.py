@@ -14,7 +14,6 @@ from distopt.exchange.all_gather import gather
 from distopt.exchange.all_reduce import reduce, reduce_each
 from distopt.exchange.choice import EXCHANGES, TwoPhase, two_phases
 from distopt.exchange.shared_memory import reduce_everywhere, reduce_half_shards, reduce_shards
-from distopt.exchange.two_phase import two_phase
 
 Algorithm = Callable[[np.ndarray, Compressor, Communicator, State, ExchangeContext, MessageTag], None]
 
@@ -51,6 +50,5 @@ __all__ = [
     "reduce_everywhere",
     "reduce_half_shards",
     "reduce_shards",
-    "two_phase",
     "two_phases",
 ]

@@ -23,7 +23,7 @@ from distopt.compress.context import layout_of, state_array
 from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, settle
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.cut import Borders, Cut, cut_for
-from distopt.exchange.program import Exchange, Sum, run
+from distopt.exchange.program import Exchange, Sum
 from distopt.exchange.told import ALIGNED, Headers, PlaceCounts, Told
 from distopt.exchange.uncompressed import UncompressedMembers
 
@@ -110,7 +110,7 @@ class ToAll(NamedTuple):
 Sums = Iterator[tuple[Piece, ExchangeContext, np.ndarray, np.ndarray]]
 
 
-def program(
+def two_phase_program(
     buckets: Sequence[TravellingBucket],
     compressor: Compressor,
     codec: ShardCodec,
@@ -120,7 +120,38 @@ def program(
     tag: MessageTag,
     watches: Sequence[Watch] = (),
 ) -> Exchange:
-    """What one rank does in ``two_phase``; ``comm`` waits for a GPU, and tells other hosts what that has counted."""
+    """What one rank does to replace arrays by what the owners of their shards send of the sums over ranks.
+
+    On a GPU the host waits once for the numbers of entries, which it tells the other ranks' hosts, if they depend on
+    the data.
+
+    Args:
+        buckets: of each the array, the state, the context and the tag.
+        compressor: what is sent of them.
+        codec: the same, as it takes part.
+        comm: the ranks; here it only waits for a GPU, and tells other hosts what that has counted.
+        owned: empty at first; the same at every step.
+        borders: of the shards; the same at every step.
+        tag: of the messages of all buckets.
+        watches: are shown what this rank sends.
+
+    Example:
+        >>> import numpy as np
+        >>> from distopt import run_ranks
+        >>> from distopt.comm.message import UNTAGGED
+        >>> from distopt.compress import ExchangeContext, TopK
+        >>> from distopt.exchange.cut import Borders
+        >>> from distopt.exchange.program import run
+        >>> def main(comm):
+        ...     x = np.zeros(192, np.float32)
+        ...     x[64 * comm.rank] = x[1] = comm.rank + 1
+        ...     context = ExchangeContext(rank=comm.rank, size=comm.size)
+        ...     top, buckets = TopK(0.01), [(x, {}, context, UNTAGGED)]
+        ...     run(two_phase_program(buckets, top, top.sharded(), comm, {}, Borders(), UNTAGGED), comm)
+        ...     return np.flatnonzero(x).tolist(), x[x != 0].tolist()
+        >>> run_ranks(3, main)[0]
+        ([0, 1, 64, 128], [1.0, 6.0, 2.0, 3.0])
+    """
     layouts = [codec.cut(layout_of(x, context), context) for x, _, context, _ in buckets]
     shards = cut_for(codec, layouts, buckets[0][2].size, borders.starts)
     itemsizes = [x.itemsize for x, _, _, _ in buckets]
@@ -175,50 +206,6 @@ def program(
         codec.decompress_all(*zip(*cut_up, strict=True))
     for context, x, there in put_back:
         context.repeat("put back", there.put_back, (x,))
-
-
-def two_phase(
-    buckets: Sequence[TravellingBucket],
-    compressor: Compressor,
-    codec: ShardCodec,
-    comm: Communicator,
-    owned: Owned,
-    borders: Borders,
-    tag: MessageTag,
-    watches: Sequence[Watch] = (),
-) -> None:
-    """Replace arrays by what the owners of their shards send of the sums over ranks.  Collective.
-
-    On a GPU the host waits once for the numbers of entries, which it tells the other ranks' hosts, if they depend on
-    the data.
-
-    Args:
-        buckets: of each the array, the state, the context and the tag.
-        compressor: what is sent of them.
-        codec: the same, as it takes part.
-        comm: the ranks.
-        owned: empty at first; the same at every step.
-        borders: of the shards; the same at every step.
-        tag: of the messages of all buckets.
-        watches: are shown what this rank sends.
-
-    Example:
-        >>> import numpy as np
-        >>> from distopt import run_ranks
-        >>> from distopt.comm.message import UNTAGGED
-        >>> from distopt.compress import ExchangeContext, TopK
-        >>> from distopt.exchange.cut import Borders
-        >>> def main(comm):
-        ...     x = np.zeros(192, np.float32)
-        ...     x[64 * comm.rank] = x[1] = comm.rank + 1
-        ...     context = ExchangeContext(rank=comm.rank, size=comm.size)
-        ...     top, buckets = TopK(0.01), [(x, {}, context, UNTAGGED)]
-        ...     two_phase(buckets, top, top.sharded(), comm, {}, Borders(), UNTAGGED)
-        ...     return np.flatnonzero(x).tolist(), x[x != 0].tolist()
-        >>> run_ranks(3, main)[0]
-        ([0, 1, 64, 128], [1.0, 6.0, 2.0, 3.0])
-    """
-    run(program(buckets, compressor, codec, comm, owned, borders, tag, watches), comm)
 
 
 def settle_moved(bucket: TravellingBucket, mine: Sequence[Piece], owned: Owned) -> None:

@@ -22,7 +22,7 @@ from distopt.exchange.all_reduce import TravellingBucket, reduce_program
 from distopt.exchange.cut import Borders
 from distopt.exchange.hierarchical import Shares
 from distopt.exchange.step_traffic import messages_inside
-from distopt.exchange.two_phase import Owned, program
+from distopt.exchange.two_phase import Owned, two_phase_program
 from distopt.kernels.layout import BucketLayout
 from distopt.lab.observe.hook import QualityHook
 from distopt.lab.observe.probe import Probe
@@ -104,7 +104,7 @@ class SequentialBuckets:
         if self._phases and self._together:
             there, owned = [buckets[k] for k in numbers], self._owned[self._rank]
             arguments = self._phases.codec, self._here, owned, self._borders, self._tag, self._watches
-            self._together.add(program(there, self._compressor, *arguments))
+            self._together.add(two_phase_program(there, self._compressor, *arguments))
         for (turns, compressor, _), (x, state, context, tag) in zip(self._alone, alone, strict=True):
             if compressor.stateful:
                 settle(x, state, skip_flag=context.skip_flag)
