@@ -33,13 +33,14 @@ PACKAGE = Path(distopt.__file__).parent
 BOUNDS = Path(__file__).with_name("house.json")
 INTERFACES = Communicator, ControlChannel, Compressor, ShardCodec, OptimizerAdapter, StepHook
 COLUMNS = "calls", "files", "classes", "depth"
-WARM = 5  # steps before the one that is counted
+WARM = 5  # steps before those that are counted
+COUNTED = 40  # steps: of a dozen, some have none in which this thread came first to all meetings
 TOP = ErrorFeedback(Packed(TopK(0.01)))
 
 
 def counted(step):
     """The least of several steps: who comes last to a meeting of threads does what all have met for."""
-    return _least([_counted(step) for _ in range(12)])
+    return _least([_counted(step) for _ in range(COUNTED)])
 
 
 def _least(found):
@@ -111,7 +112,7 @@ def of_synchronize(comm):
     dt.synchronize(model, group=comm)
     for _ in range(WARM):
         model(torch.randn(4, 20)).sum().backward()
-    losses = iter([model(torch.randn(4, 20)).sum() for _ in range(12)])
+    losses = iter([model(torch.randn(4, 20)).sum() for _ in range(COUNTED)])
     return counted(lambda: next(losses).backward())
 
 
