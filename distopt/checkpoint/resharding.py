@@ -1,37 +1,45 @@
-"""The states of M ranks that continue from the checkpoint of N ranks."""
+"""The states of M ranks that go on from the checkpoint of N ranks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distopt.checkpoint import foreign
+from distopt.compress.state import WINDOW, shared
 
 Tree = Any
 # state name -> parameter name -> array
 States = dict[str, dict[str, np.ndarray]]
 
 
-def pending(
-    rank: int, size: int, saved: int, read: Callable[[int], States], sums: Sequence[str], equal: Sequence[str]
-) -> States:
-    """Return the pending states, such as a compressor's residuals, of one of ``size`` ranks that continue."""
-    # read: returns the states that a saved rank had.
-    # sums: names of states that are sums over ranks, alike on every rank; they are scaled by size / saved.
-    # equal: names of states that are alike on every rank and stay as they are.
-    factor = size / saved
-    states = inherited([read(r) for r in heirs(rank, size, saved)], factor)
-    alike = read(rank % saved)
-    return states | inherited([_only(alike, sums)], factor) | _only(alike, equal)
+class SavedRanks(NamedTuple):
+    """What each rank of a checkpoint had of its own, as one of ``size`` ranks goes on from it."""
 
+    saved: int  # ranks of the checkpoint
+    rank: int  # the one that goes on
+    size: int  # ranks that go on
+    mine: Tree  # of the saved rank of this rank's number, modulo theirs
+    read: Callable[[int], Tree]  # returns that of any
 
-def _only(states: States, names: Sequence[str]) -> States:
-    return {state: arrays for state, arrays in states.items() if state in names}
+    def own(self, part: Callable[[Tree], Tree]) -> Tree:
+        """Return this rank's part; of other ranks than have saved it the mean of theirs, leaf by leaf."""
+        if self.saved == self.size:
+            return part(self.mine)
+        return mean(self.saved, lambda rank: part(self.read(rank)))
 
+    def states(self, part: Callable[[Tree], States], window_of_sums: bool = False) -> States:
+        """Return what of buckets' states is this rank's: what waits to be sent, and what all ranks have alike.
 
-def heirs(rank: int, size: int, saved: int) -> range:
-    """Return the saved ranks whose states a rank takes over: every ``size``-th, so that each has one heir."""
-    return range(rank, saved, size)
+        ``window_of_sums``: a window of batches has sums over ranks, which all have alike.
+        """
+        mine, factor = part(self.mine), self.size / self.saved
+        if self.saved == self.size:
+            return mine
+        sums = {name: arrays for name, arrays in mine.items() if name == WINDOW and window_of_sums}
+        # Every ``size``-th rank, so that each has one heir.
+        left = [part(self.read(rank)) for rank in range(self.rank, self.saved, self.size)]
+        return inherited(left, factor) | inherited([sums], factor) | shared(mine)
 
 
 def inherited(states: Sequence[States], factor: float) -> States:

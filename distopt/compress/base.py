@@ -14,8 +14,9 @@ import numpy as np
 
 from distopt import device
 from distopt.checks import check_int
-from distopt.compress.context import ExchangeContext, State
+from distopt.compress.context import ExchangeContext
 from distopt.compress.shards import ShardCodec
+from distopt.compress.state import State
 from distopt.device import DeviceMirror
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout

@@ -11,8 +11,9 @@ import numpy as np
 from distopt import device, kernels
 from distopt.checks import check_int, check_one_of
 from distopt.compress.base import Lossy
-from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload, sizes_of
+from distopt.compress.context import ExchangeContext, check_fits, layout_of, per_payload, sizes_of
 from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, by_member
+from distopt.compress.state import State
 from distopt.device import DeviceMirror
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import CHUNK, BucketLayout

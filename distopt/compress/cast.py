@@ -8,7 +8,8 @@ import numpy as np
 from distopt import kernels
 from distopt.checks import check_bool
 from distopt.compress.base import Lossy
-from distopt.compress.context import ExchangeContext, State
+from distopt.compress.context import ExchangeContext
+from distopt.compress.state import State
 from distopt.kernels.layout import BucketLayout
 
 LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127")}

@@ -7,9 +7,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from distopt.compress.base import Compressor, check_compressor, payload_nbytes
-from distopt.compress.context import BucketContext, ExchangeContext, State
+from distopt.compress.context import BucketContext, ExchangeContext
 from distopt.compress.dct import DCT
 from distopt.compress.error_feedback import ErrorFeedback
+from distopt.compress.state import State
 from distopt.kernels.layout import BucketLayout
 
 SIZES = 0, 1, 7, 1000, 4097  # of buckets with one member

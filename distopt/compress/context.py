@@ -6,13 +6,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from distopt import device, kernels
+from distopt import kernels
 from distopt.device import DeviceMirror, Recorder
 from distopt.kernels.layout import BucketLayout
 
 T = TypeVar("T")
 Make = Callable[[], np.ndarray]
-State = dict[str, np.ndarray]  # by name, arrays of the bucket's size that outlive a step
 
 
 def new_scratch(name: str, nbytes: int) -> np.ndarray:
@@ -186,13 +185,6 @@ def check_fits(x: np.ndarray, add: np.ndarray) -> None:
     """Raise ValueError for a gradient that is not of its memory's size."""
     if add.size != x.size:
         raise ValueError(f"a gradient must be of {x.size} elements, as its memory, got {add.size}")
-
-
-def state_array(state: State, name: str, x: np.ndarray) -> np.ndarray:
-    """Return an array of a compressor's state, of x's size and dtype, zeros at first."""
-    if name not in state:
-        state[name] = device.persistent_zeros(x.size, x.dtype, x)
-    return state[name]
 
 
 def decayed(memory: np.ndarray, decay: float, context: ExchangeContext) -> np.ndarray:

@@ -10,9 +10,10 @@ import numpy as np
 from distopt import device, kernels
 from distopt.checks import check_int
 from distopt.compress.base import Compressor
-from distopt.compress.context import ExchangeContext, State, layout_of
+from distopt.compress.context import ExchangeContext, layout_of
 from distopt.compress.entry_shards import EntryShards
 from distopt.compress.shards import ShardCodec
+from distopt.compress.state import State
 from distopt.compress.wrapper import CompressorWrapper
 from distopt.kernels.layout import BucketLayout
 

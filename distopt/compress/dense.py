@@ -3,7 +3,8 @@
 import numpy as np
 
 from distopt.compress.base import Compressor
-from distopt.compress.context import ExchangeContext, State
+from distopt.compress.context import ExchangeContext
+from distopt.compress.state import State
 from distopt.kernels.layout import BucketLayout
 
 

@@ -9,17 +9,16 @@ import numpy as np
 from distopt import device, kernels
 from distopt.checks import as_float, check_bool, check_float, check_int
 from distopt.compress.base import Compressor
-from distopt.compress.context import BucketContext, ExchangeContext, State, layout_of, state_array
+from distopt.compress.context import BucketContext, ExchangeContext, layout_of
 from distopt.compress.elias_fano import Packed
 from distopt.compress.entry_shards import EntryShards
 from distopt.compress.planes import unpack_entries
 from distopt.compress.shards import ShardCodec
+from distopt.compress.state import DECAY, RESIDUAL, VELOCITY, State, state_array
 from distopt.compress.top_k import Increment, Sparse, TopK
 from distopt.compress.warmup import BELOW_ONE, Sparsity, Stages, geometric
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
-
-VELOCITY, DECAY = "velocity", "decay"  # states beside 'residual'; all ranks have the same decay
 
 
 class DeepGradientCompression(Compressor):
@@ -193,7 +192,7 @@ class DeepGradientCompression(Compressor):
         """
         layout = layout_of(x, context)
         summed = self.uncompressed(layout, context)
-        velocity, residual = state_array(state, VELOCITY, x), state_array(state, "residual", x)
+        velocity, residual = state_array(state, VELOCITY, x), state_array(state, RESIDUAL, x)
         self._clip(layout, x, context)
         if self.weight_decay and self.decay_in_gradient:  # of the sum, each rank's part
             kernels.add_decay(self._parameters(context), x, self.weight_decay * context.divisor / context.size)

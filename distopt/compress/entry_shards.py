@@ -10,9 +10,10 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.compress import sections
-from distopt.compress.context import ExchangeContext, State
+from distopt.compress.context import ExchangeContext
 from distopt.compress.planes import INDEX, add_planes, combination_bits, counts_by_member, unpack_entries
 from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, by_member
+from distopt.compress.state import State
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 

@@ -6,8 +6,9 @@ import numpy as np
 
 from distopt.checks import check_float
 from distopt.compress.base import Compressor, Lossy, check_compressor
-from distopt.compress.context import ExchangeContext, State, decayed, state_array
+from distopt.compress.context import ExchangeContext, decayed
 from distopt.compress.shards import ShardCodec
+from distopt.compress.state import RESIDUAL, State, state_array
 from distopt.compress.wrapper import CompressorWrapper
 
 
@@ -71,7 +72,7 @@ class ErrorFeedback(CompressorWrapper):
 
     def compress(self, x: np.ndarray, state: State, context: ExchangeContext) -> np.ndarray:
         """Add x to the residual, and move out of that what is worth sending."""
-        residual = decayed(state_array(state, "residual", x), self.decay, context)
+        residual = decayed(state_array(state, RESIDUAL, x), self.decay, context)
         return self.compressor.compress(residual, state, context, add=x)
 
     def sharded(self) -> ShardCodec | None:

@@ -10,8 +10,9 @@ import numpy as np
 from distopt import device, kernels
 from distopt.checks import as_float
 from distopt.compress.base import Lossy, threshold_of_sum
-from distopt.compress.context import ExchangeContext, State, check_fits, layout_of, per_payload
+from distopt.compress.context import ExchangeContext, check_fits, layout_of, per_payload
 from distopt.compress.shards import Payload, Piece, PieceBytes, Selected, ShardCodec, by_member
+from distopt.compress.state import State
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 

@@ -14,12 +14,10 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from distopt import kernels
-from distopt.compress.context import BucketContext, DeviceContext, ExchangeContext, State, decayed, state_array
+from distopt.compress.context import BucketContext, DeviceContext, ExchangeContext, decayed
+from distopt.compress.state import OWED, RESIDUAL, State, state_array
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
-
-OWED = "owed"  # the state of what a rank, as the owner of a shard, has not sent: in the part of it that it owns
 
 
 class Piece:
@@ -126,7 +124,7 @@ class ShardCodec(abc.ABC):
             state: arrays of x's size by name.
             context: the call for the bucket.
         """
-        return decayed(state_array(state, "residual", x), self.decay, context)
+        return decayed(state_array(state, RESIDUAL, x), self.decay, context)
 
     def owed(self, x: np.ndarray, state: State, piece: Piece, context: ExchangeContext) -> np.ndarray:
         """Return what the owner of a piece has not sent of earlier sums, decayed, ``(piece.size,)``.
@@ -314,15 +312,3 @@ def by_member(pieces: Iterable[tuple[Piece, np.ndarray]], members: BucketLayout)
     for piece, numbers in pieces:
         total[[row[name] for name in piece.layout.names]] += numbers
     return total
-
-
-def settle(x: np.ndarray, state: State, owned: slice | None = None, skip_flag: np.ndarray | None = None) -> None:
-    """Move what this rank owes as the owner of a shard to its residual, but for the part that it still owns."""
-    if OWED not in state:
-        return
-    debt, residual = state[OWED], state_array(state, "residual", x)
-    for part in (slice(0), slice(None)) if owned is None else (slice(0, owned.start), slice(owned.stop, None)):
-        kernels.accumulate(debt[part], residual[part], skip_flag)
-        kernels.clear(debt[part], skip_flag)
-    if owned is None and skip_flag is None:
-        del state[OWED]

@@ -13,7 +13,7 @@ from distopt import device, kernels
 from distopt.checks import check_bool, check_float
 from distopt.compress import select
 from distopt.compress.base import Budget, Lossy, threshold_of_sum
-from distopt.compress.context import ExchangeContext, Make, State, check_fits, layout_of, sizes_of
+from distopt.compress.context import ExchangeContext, Make, check_fits, layout_of, sizes_of
 from distopt.compress.entry_shards import EntryShards
 from distopt.compress.planes import (
     INDEX,
@@ -25,6 +25,7 @@ from distopt.compress.planes import (
     unpack_entries,
 )
 from distopt.compress.shards import ShardCodec
+from distopt.compress.state import State
 from distopt.device import DeviceMirror
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import CHUNK, BucketLayout

@@ -7,21 +7,10 @@ import numpy as np
 
 from distopt import kernels
 from distopt.buckets import BucketSet, Reduced
-from distopt.compress.context import State
-from distopt.compress.dgc import DECAY
+from distopt.compress.state import WINDOW
 
 # Reduces a flat array per bucket.
 Reduce = Callable[[list[np.ndarray]], Iterator[Reduced]]
-
-# A bucket's state: the sum of the gradients so far.
-STATE = "window"
-# States that are no part of what waits to be sent.
-APART = (STATE, DECAY)
-
-
-def unsent(state: State) -> State:
-    """Return what compressors keep until it is sent, by name: all but the window, and what all have alike."""
-    return {name: array for name, array in state.items() if name not in APART}
 
 
 class GradientAccumulator:
@@ -95,7 +84,7 @@ class GradientAccumulator:
         self.batches += 1
         closes = self.batches == self.num_batches
         for bucket in buckets:
-            total = bucket.state_array(STATE)
+            total = bucket.state_array(WINDOW)
             if closes:
                 # The sum itself stays as it is until the step has been applied.
                 kernels.accumulate(total, bucket.gradient)
@@ -109,4 +98,4 @@ class GradientAccumulator:
         if self.num_batches > 1:
             self.batches = 0
             for bucket in buckets:
-                kernels.clear(bucket.state_array(STATE), skip_flag)
+                kernels.clear(bucket.state_array(WINDOW), skip_flag)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from distopt import device
-from distopt.engine.accumulation import unsent
+from distopt.compress.state import unsent
 from distopt.engine.buddies import Buddies
 from distopt.engine.parameters import Loss, iterable
 from distopt.engine.spec import Outcome, StepSpec, Update

@@ -49,7 +49,7 @@ class Joining:
         sent = {
             "order": list(training.collector.order),
             "shares": shares,
-            "state": training.for_others(state),
+            "state": training.for_joiner(state),
             "parameters": {name: device.host_copy(x) for name, x in values.items()},
             "extra": self._extra() if callable(self._extra) else self._extra,
         }

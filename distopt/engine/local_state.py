@@ -1,14 +1,14 @@
 """What a checkpoint holds of local steps."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from distopt import device
-from distopt.checkpoint import resharding
+from distopt.checkpoint.resharding import SavedRanks, States
 from distopt.checks import check_int
-from distopt.compress.dgc import DECAY
+from distopt.compress.state import shared
 from distopt.engine.engine import Engine
 from distopt.engine.local_steps import LocalTraining
 from distopt.engine.outer_loop import OuterLoop
@@ -16,10 +16,6 @@ from distopt.engine.parameters import GradientCollector
 from distopt.engine.state import check_state, load_state_dict, state_dict
 from distopt.engine.training_state import TrainingState, Tree, optimizer_text
 
-# Picks a part of a rank's tree.
-Part = Callable[[Tree], Any]
-# Combines that part of all ranks' trees.
-OfRanks = Callable[[Part], Any]
 ENTRIES = {"step", "inner", "fragments", "values"}
 OF_FRAGMENT = {"sent", "due", "outer"}
 
@@ -47,11 +43,9 @@ class InnerState:
     def load(self, state: Tree) -> None:
         """Go on from a state."""
 
-    def inherited(self, state: Tree, mean: OfRanks, heirs: OfRanks) -> Tree:
-        """Return the state of a rank of another number of ranks."""
-        # state: that of the rank of this number, modulo theirs.
-        # mean, heirs: return the mean of a part of the saved states, and what this rank takes over of pending ones.
-        return state
+    def of_ranks(self, saved: SavedRanks) -> Tree:
+        """Return the state that this rank goes on from, of those that ranks have saved as ``inner``."""
+        return cast(Tree, saved.mine["inner"])
 
 
 class EngineInnerState(InnerState):
@@ -76,10 +70,11 @@ class EngineInnerState(InnerState):
         load_state_dict(self._training.inner, state["engine"])
         self._training.calls = state["calls"]
 
-    def inherited(self, state: Tree, mean: OfRanks, heirs: OfRanks) -> Tree:
-        pending = heirs(lambda saved: saved["engine"]["states"])
-        optimizer = mean(lambda saved: saved["engine"]["optimizer"])
-        return state | {"engine": state["engine"] | {"optimizer": optimizer, "states": pending}}
+    def of_ranks(self, saved: SavedRanks) -> Tree:
+        optimizer = saved.own(lambda tree: tree["inner"]["engine"]["optimizer"])
+        states = saved.states(lambda tree: tree["inner"]["engine"]["states"])
+        inner: Tree = saved.mine["inner"]
+        return inner | {"engine": inner["engine"] | {"optimizer": optimizer, "states": states}}
 
 
 class LocalState(TrainingState):
@@ -131,10 +126,13 @@ class LocalState(TrainingState):
             "values": {name: device.host_copy(x) for name, x in values.items()},
         }
 
-    def for_others(self, state: Tree) -> Tree:
-        inner, none = state["inner"], Tree(states={})
-        fragments = [saved | {"outer": saved["outer"] | none} for saved in state["fragments"]]
-        return state | {"inner": inner | {"engine": inner["engine"] | none}, "fragments": fragments}
+    def for_joiner(self, state: Tree) -> Tree:
+        def without(engine: Tree) -> Tree:
+            return engine | {"states": shared(engine["states"])}
+
+        inner = state["inner"]
+        fragments = [saved | {"outer": without(saved["outer"])} for saved in state["fragments"]]
+        return state | {"inner": inner | {"engine": without(inner["engine"])}, "fragments": fragments}
 
     def begin_as_newcomer(self) -> None:
         """Make the local parameters the global ones, which the other ranks have come from since."""
@@ -194,31 +192,10 @@ class LocalState(TrainingState):
         residuals = [saved["outer"].pop("states") for saved in state["fragments"]]
         return state, {"inner": state.pop("inner"), "parameters": parameters, "residuals": residuals}
 
-    def unite(
-        self, place: Path, facts: Tree, of_all: Tree, of_rank: Tree, read: Callable[[int], Tree]
-    ) -> tuple[Tree, Any]:
-        saved, rank, size = facts["world_size"], self.comm.rank, self.comm.size
-        inner, parameters, residuals = (of_rank[name] for name in ("inner", "parameters", "residuals"))
-        if saved != size:
+    def unite(self, place: Path, facts: Tree, of_all: Tree, of_ranks: SavedRanks) -> tuple[Tree, Any]:
+        def residuals(number: int) -> States:
+            return of_ranks.states(lambda tree: tree["residuals"][number])
 
-            def mean(part: Part) -> Any:
-                return resharding.mean(saved, lambda r: part(read(r)))
-
-            def heirs(part: Part) -> Any:
-                return resharding.pending(rank, size, saved, lambda r: part(read(r)), [], [DECAY])
-
-            inner = self._inner.inherited(
-                inner,
-                lambda part: mean(lambda tree: part(tree["inner"])),
-                lambda part: heirs(lambda tree: part(tree["inner"])),
-            )
-            parameters = mean(lambda tree: tree["parameters"])
-            residuals = [heirs(_residual(k)) for k in range(len(residuals))]
-        for fragment, states in zip(of_all["fragments"], residuals, strict=True):
-            fragment["outer"]["states"] = states
-        return of_all | {"inner": inner}, parameters
-
-
-def _residual(number: int) -> Part:
-    """Return the part of a rank's tree that is the residuals of a fragment."""
-    return lambda tree: tree["residuals"][number]
+        for number, fragment in enumerate(of_all["fragments"]):
+            fragment["outer"]["states"] = residuals(number)
+        return of_all | {"inner": self._inner.of_ranks(of_ranks)}, of_ranks.own(lambda tree: tree["parameters"])

@@ -17,8 +17,8 @@ from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
 from distopt.compress.base import payload_nbytes
 from distopt.compress.context import Senders
-from distopt.compress.shards import OWED, settle
-from distopt.engine.accumulation import APART, GradientAccumulator, unsent
+from distopt.compress.state import OWED, settle, unsent
+from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
 from distopt.engine.progress import Progress
@@ -589,7 +589,7 @@ class Reducers:
         elif plan := self.by_nodes(compressor, spec):
             # States must lie where the exchange needs them.
             nodes = nodes_of(self._comm)
-            if move_states(list(store.buckets), plan.shares, nodes.inside, stay=APART):
+            if move_states(list(store.buckets), plan.shares, nodes.inside):
                 # There may be debts of what a rank does not own.
                 self._owned.clear()
             # Borders of this step alone, so that they never move.

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,10 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.buckets import States
-from distopt.checkpoint import resharding
+from distopt.checkpoint.resharding import SavedRanks
 from distopt.checks import check_int
 from distopt.comm import Communicator
-from distopt.compress.dgc import DECAY
-from distopt.engine.accumulation import STATE
+from distopt.compress.state import shared
 from distopt.engine.engine import Engine
 from distopt.engine.training_state import Arrays, TrainingState, Tree, optimizer_text
 from distopt.engine.undo import Undo
@@ -185,8 +184,8 @@ class EngineState(TrainingState):
     def state(self) -> Tree:
         return state_dict(self._engine)
 
-    def for_others(self, state: Tree) -> Tree:
-        return state | {"states": {}}
+    def for_joiner(self, state: Tree) -> Tree:
+        return state | {"states": shared(state["states"])}
 
     def share_with_newcomers(self) -> None:
         share_with_newcomers(self._engine)
@@ -222,27 +221,15 @@ class EngineState(TrainingState):
         model = {"optimizer": state.pop("optimizer"), "parameters": parameters}
         return (state, of_rank | model) if self.facts()["ranks_differ"] else (state | model, of_rank)
 
-    def unite(
-        self, place: Path, facts: Tree, of_all: Tree, of_rank: Tree, read: Callable[[int], Tree]
-    ) -> tuple[Tree, Arrays | None]:
-        saved, size = facts["world_size"], self.comm.size
+    def unite(self, place: Path, facts: Tree, of_all: Tree, of_ranks: SavedRanks) -> tuple[Tree, Arrays | None]:
         if facts["ranks_differ"]:
-            of_all = of_all | (
-                model_of(of_rank) if saved == size else resharding.mean(saved, lambda r: model_of(read(r)))
-            )
+            of_all = of_all | of_ranks.own(lambda tree: {name: tree[name] for name in ("optimizer", "parameters")})
         mine = self._engine.accumulator.sync_on_apply
         if of_all["batches"] and facts["window_of_sums"] == mine and not facts["ranks_differ"]:
             raise ValueError(
                 f"sync_on_apply must be {not mine} to go on from {place}, which was saved in the middle of a window, "
                 f"got {mine}"
             )
-        sums, states = [STATE] if facts["window_of_sums"] else [], of_rank["states"]
-        if saved != size:
-            states = resharding.pending(self.comm.rank, size, saved, lambda r: read(r)["states"], sums, [DECAY])
+        states = of_ranks.states(lambda tree: tree["states"], facts["window_of_sums"])
         parameters = of_all.pop("parameters")
         return of_all | {"states": states}, parameters
-
-
-def model_of(tree: Tree) -> Tree:
-    """Return the parts of a state that ranks have of their own where they train apart."""
-    return {name: tree[name] for name in ("optimizer", "parameters")}

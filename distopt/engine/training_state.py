@@ -1,13 +1,14 @@
 """The interface of what a checkpoint holds of a training."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from distopt.checkpoint.resharding import SavedRanks
 from distopt.comm import Communicator
 from distopt.engine.agreement import Agreement
 from distopt.engine.hooks import StepHook
@@ -69,8 +70,8 @@ class TrainingState(abc.ABC):
         """Return copies of all that changes between steps, but for the parameters."""
 
     @abc.abstractmethod
-    def for_others(self, state: Tree) -> Tree:
-        """Return a state without what this rank has not sent yet: what a process that joins goes on from."""
+    def for_joiner(self, state: Tree) -> Tree:
+        """Return a state with only ``shared`` of the buckets' states: what a process that joins goes on from."""
 
     @abc.abstractmethod
     def check_state(self, state: Tree) -> None:
@@ -95,12 +96,9 @@ class TrainingState(abc.ABC):
         """Divide a state and parameters into what all ranks have alike, and what each has of its own."""
 
     @abc.abstractmethod
-    def unite(
-        self, place: Path, facts: Tree, of_all: Tree, of_rank: Tree, read: Callable[[int], Tree]
-    ) -> tuple[Tree, Arrays | None]:
+    def unite(self, place: Path, facts: Tree, of_all: Tree, of_ranks: SavedRanks) -> tuple[Tree, Arrays | None]:
         """Return the state and the parameters of which ``divide``, on other ranks maybe, has made parts."""
-        # place: the checkpoint, for errors; of_rank: what the rank of this number had, modulo theirs; read: what any
-        # had.
+        # place: the checkpoint, for errors.
 
 
 def optimizer_text(opt: Any) -> str:

@@ -9,7 +9,7 @@ from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.base import check_compressor
-from distopt.compress.context import State
+from distopt.compress.state import State
 from distopt.exchange.all_gather import gather
 from distopt.exchange.all_reduce import reduce, reduce_each
 from distopt.exchange.choice import EXCHANGES, TwoPhase, two_phases

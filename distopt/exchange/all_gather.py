@@ -9,7 +9,8 @@ import numpy as np
 from distopt.comm import Communicator, byte_counts
 from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.context import State, layout_of
+from distopt.compress.context import layout_of
+from distopt.compress.state import State
 from distopt.exchange.payload import check_payload
 from distopt.exchange.program import Exchange, Lengths, Sum, run
 from distopt.exchange.uncompressed import UncompressedMembers

@@ -8,7 +8,7 @@ import numpy as np
 from distopt.comm import Communicator
 from distopt.comm.message import UNTAGGED, MessageTag
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.context import State
+from distopt.compress.state import State
 from distopt.exchange.payload import check_payload
 from distopt.exchange.program import Exchange, Sum, run
 

@@ -7,7 +7,7 @@ same time, and compressors see as many gradients as there are nodes, each the su
 
 import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from distopt.buckets import Bucket
 from distopt.comm import Communicator
 from distopt.comm.communicator import sum_in_rank_order
 from distopt.compress import Compressor
-from distopt.compress.context import state_array
+from distopt.compress.state import state_array, unsent
 from distopt.exchange.choice import TwoPhase, two_phases
 from distopt.kernels.layout import BucketLayout
 
@@ -229,8 +229,8 @@ def _bytes_of(arrays: Sequence[np.ndarray], number: int | None) -> np.ndarray:
     return x.view(np.uint8)
 
 
-def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator, stay: Collection[str]) -> bool:
-    """Move what ranks keep of buckets to the ranks that they belong to, where it is added up.  Collective of the node.
+def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator) -> bool:
+    """Move what ranks have not sent of buckets to the ranks these belong to, and add it up.  Collective of the node.
 
     There is something to move where the last step was exchanged in another way, or where the plan has changed.
 
@@ -238,16 +238,13 @@ def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator,
         buckets: of the plan.
         shares: which rank gets which.
         inside: the ranks of the node.
-        stay: names of states that are no part of what was not sent.
 
     Returns:
         Whether anything was moved: of a shard that nobody of the node owns now, a rank may have debts then.
     """
     mine = set(shares[inside.rank])
-    moving = {name for number, bucket in enumerate(buckets) if number not in mine for name in bucket.state}
-    names = {
-        name for text in inside.control.gather(json.dumps(sorted(moving - set(stay)))) for name in json.loads(text)
-    }
+    moving = {name for number, bucket in enumerate(buckets) if number not in mine for name in unsent(bucket.state)}
+    names = {name for text in inside.control.gather(json.dumps(sorted(moving))) for name in json.loads(text)}
     for name in sorted(names):
         sum_inside([state_array(bucket.state, name, bucket.gradient) for bucket in buckets], shares, inside)
         inside.wait()

@@ -19,8 +19,9 @@ from distopt import device
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.context import layout_of, state_array
-from distopt.compress.shards import OWED, Payload, Piece, ShardCodec, settle
+from distopt.compress.context import layout_of
+from distopt.compress.shards import Payload, Piece, ShardCodec
+from distopt.compress.state import OWED, settle, state_array
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.cut import Borders, Cut, cut_for
 from distopt.exchange.program import Exchange, Sum

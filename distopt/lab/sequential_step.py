@@ -1,7 +1,7 @@
 """The exchange of all buckets of a step by ranks that take turns in one process."""
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,8 +13,8 @@ from distopt.comm.communicator import sum_in_rank_order
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
-from distopt.compress.context import State, layout_of, state_array
-from distopt.compress.shards import settle
+from distopt.compress.context import layout_of
+from distopt.compress.state import State, settle, state_array, unsent
 from distopt.engine.hooks import StepHook
 from distopt.exchange import TwoPhase
 from distopt.exchange.all_gather import gather_program
@@ -210,16 +210,13 @@ class SequentialNodes:
                 message.write(inside)
 
 
-def move_states(
-    states: States, arrays: Sequence[np.ndarray], shares: Shares, stay: Collection[str], owned: Sequence[Owned]
-) -> None:
+def move_states(states: States, arrays: Sequence[np.ndarray], shares: Shares, owned: Sequence[Owned]) -> None:
     """Move what ranks keep of buckets to the ranks that they belong to, as ``hierarchical.move_states`` does.
 
     Args:
         states: what compressors keep, by rank and bucket.
         arrays: a flat array of each bucket.
         shares: of each rank of a node the numbers of its buckets.
-        stay: names of states that are no part of what was not sent.
         owned: of each rank, what it owned of each bucket in the last step; forgotten where a rank has taken over more.
     """
     per_node = len(shares)
@@ -227,14 +224,14 @@ def move_states(
         node = states[first : first + per_node]
         for place, share in enumerate(shares):
             for number in share:
-                if _gather([of_rank[number] for of_rank in node], place, arrays[number], stay):
+                if _gather([of_rank[number] for of_rank in node], place, arrays[number]):
                     owned[first + place].clear()
 
 
-def _gather(states: Sequence[State], place: int, x: np.ndarray, stay: Collection[str]) -> bool:
+def _gather(states: Sequence[State], place: int, x: np.ndarray) -> bool:
     """Add what the ranks of a node keep of a bucket up at one of them; tell if there was anything."""
     others = [state for rank, state in enumerate(states) if rank != place]
-    names = set[str]().union(*others) - set(stay)
+    names = set[str]().union(*map(unsent, others))
     for name in sorted(names):
         total = sum_in_rank_order([state_array(state, name, x) for state in states])
         device.copy(states[place][name], total)

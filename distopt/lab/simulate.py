@@ -26,8 +26,7 @@ from distopt.comm.local import LocalControl
 from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
-from distopt.compress.context import State
-from distopt.compress.dgc import DECAY
+from distopt.compress.state import State
 from distopt.dist_opt import SingaModes
 from distopt.engine.bucket_store import Packing
 from distopt.engine.engine import Engine
@@ -350,7 +349,7 @@ class SequentialReducers(Reducers):
     def _by_nodes(self, plan: NodeExchange, buckets: Sequence[Bucket], spec: StepSpec) -> SequentialNodes:
         """Return an exchange by nodes, once states lie where it needs them."""
         per_node, kept = len(plan.shares), self.losses.states_of(len(buckets))
-        move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, (DECAY,), self._owned_by_rank)
+        move_states(kept, [bucket.gradient for bucket in buckets], plan.shares, self._owned_by_rank)
         kept = [[plan.compressor.kept(state) for state in states] for states in kept]
         columns, tag = list[SequentialBuckets](), self._engine.step_context.tag()
         for place, phases in enumerate(plan.phases):

@@ -79,7 +79,17 @@ class InTwoCalls(Gluon):
 
 
 TOP_K = {"compression_params": {"type": "topk", "density": 0.1}}
-PLAIN = "dense", "top-K", "three batches", "local steps", "local steps of top-K", "local steps in flight"
+PLAIN = (
+    "dense",
+    "top-K",
+    "dgc of weight decay",
+    "three sums",
+    "three batches of top-K",
+    "three batches",
+    "local steps",
+    "local steps of top-K",
+    "local steps in flight",
+)
 TRAININGS = {
     mode: lambda comm, params, mode=mode: Plain(mode, comm, params)
     for mode in (*PLAIN, *(mode for mode in lost.MODES if "buddy" in mode and "reloaded" not in mode))

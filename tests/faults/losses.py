@@ -35,7 +35,7 @@ launch.extend_path()  # the project comes last, or its sources would hide an ins
 
 from benchmarks.namespaces import ADDRESSES, cut, two_hosts  # noqa: E402
 from distopt.comm.keepalive import SECONDS  # noqa: E402
-from distopt.engine.accumulation import unsent  # noqa: E402  the tests are no package
+from distopt.compress.state import unsent  # noqa: E402  the tests are no package
 from laws import inputs  # noqa: E402
 from laws.lost import EVERY, made, noted, reference  # noqa: E402
 

@@ -66,6 +66,10 @@ MODES = {
     "top-K in two phases": (stepper(ErrorFeedback(Packed(TopK(0.1))), "two_phase"), sgd, SMALL, True),
     "chunks": (stepper(ErrorFeedback(Chunks(4, of=64), decay=0.9), "two_phase"), sgd, SMALL, True),
     "dgc": (stepper(DeepGradientCompression(TopK(0.1))), lambda: SGD(0.1), SMALL, True),
+    "dgc of weight decay": (
+        *(stepper(DeepGradientCompression(TopK(0.1), weight_decay=0.1)), lambda: SGD(0.1)),
+        *(SMALL, True),
+    ),
     "one bit in two phases": (stepper(OneBit(), "two_phase"), sgd, SMALL, True),
     "int8": (stepper(ErrorFeedback(Int8())), sgd, SMALL, True),
     "three batches": (stepper(), sgd, {**SMALL, "num_batches": 3}, True),

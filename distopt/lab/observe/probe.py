@@ -8,8 +8,9 @@ from distopt import device
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
-from distopt.compress.context import State, layout_of
+from distopt.compress.context import layout_of
 from distopt.compress.shards import Payload, Piece, ShardCodec
+from distopt.compress.state import State
 from distopt.compress.wrapper import CompressorWrapper
 from distopt.device import DeviceMirror
 from distopt.exchange import Algorithm

@@ -1,0 +1,51 @@
+"""What a rank keeps of a bucket between steps: by name, and by what becomes of it where ranks come and go.
+
+What waits to be sent is this rank's own: residuals, velocities, and what the owner of a shard owes.  Other ranks than
+saved it share it out, so that the mean that waits stays as it was; a rank that joins begins with none.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import numpy as np
+
+from distopt import device, kernels
+
+T = TypeVar("T")
+State = dict[str, np.ndarray]  # by name, arrays of the bucket's size that outlive a step
+
+RESIDUAL = "residual"
+OWED = "owed"  # what a rank, as the owner of a shard, has not sent: in the part of it that it owns
+VELOCITY = "velocity"
+DECAY = "decay"  # the momentum of the weight decay
+WINDOW = "window"  # the sum of the gradients of a window of batches so far, which no compressor has seen
+SHARED = frozenset({DECAY})  # all ranks have these alike
+
+
+def unsent(state: Mapping[str, T]) -> dict[str, T]:
+    """Return what waits to be sent, by name."""
+    return {name: kept for name, kept in state.items() if name not in SHARED and name != WINDOW}
+
+
+def shared(state: Mapping[str, T]) -> dict[str, T]:
+    """Return what all ranks have alike, by name."""
+    return {name: kept for name, kept in state.items() if name in SHARED}
+
+
+def state_array(state: State, name: str, x: np.ndarray) -> np.ndarray:
+    """Return an array of a state, of x's size and dtype, zeros at first."""
+    if name not in state:
+        state[name] = device.persistent_zeros(x.size, x.dtype, x)
+    return state[name]
+
+
+def settle(x: np.ndarray, state: State, owned: slice | None = None, skip_flag: np.ndarray | None = None) -> None:
+    """Move what this rank owes as the owner of a shard to its residual, but for the part that it still owns."""
+    if OWED not in state:
+        return
+    debt, residual = state[OWED], state_array(state, RESIDUAL, x)
+    for part in (slice(0), slice(None)) if owned is None else (slice(0, owned.start), slice(owned.stop, None)):
+        kernels.accumulate(debt[part], residual[part], skip_flag)
+        kernels.clear(debt[part], skip_flag)
+    if owned is None and skip_flag is None:
+        del state[OWED]
