@@ -10,8 +10,7 @@ from distopt.checkpoint import resharding
 from distopt.checks import check_int
 from distopt.compress.dgc import DECAY
 from distopt.engine.engine import Engine
-from distopt.engine.local_steps import LocalTraining
-from distopt.engine.outer_loop import OuterLoop
+from distopt.engine.outer_loop import LocalTraining, OuterLoop
 from distopt.engine.parameters import GradientCollector
 from distopt.engine.state import check_state, load_state_dict, state_dict
 from distopt.engine.training_state import TrainingState, Tree, optimizer_text
@@ -69,7 +68,7 @@ class EngineInnerState(InnerState):
             raise ValueError(f"the entries of an inner state must be calls and engine, got {sorted(state)}")
         num_batches = self._training.inner.accumulator.num_batches
         if check_int("calls", state["calls"], least=0) >= num_batches:
-            raise ValueError(f"num_batches must be above {state['calls']}, the calls behind a step, got {num_batches}")
+            raise ValueError(f"num_batches must be above {state['calls']}, the calls after a step, got {num_batches}")
         check_state(self._training.inner, state["engine"])
 
     def load(self, state: Tree) -> None:
@@ -207,18 +206,16 @@ class LocalState(TrainingState):
             def heirs(part: Part) -> Any:
                 return resharding.pending(rank, size, saved, lambda r: part(read(r)), [], [DECAY])
 
+            def residual(fragment: int) -> Any:
+                return heirs(lambda tree: tree["residuals"][fragment])
+
             inner = self._inner.inherited(
                 inner,
                 lambda part: mean(lambda tree: part(tree["inner"])),
                 lambda part: heirs(lambda tree: part(tree["inner"])),
             )
             parameters = mean(lambda tree: tree["parameters"])
-            residuals = [heirs(_residual(k)) for k in range(len(residuals))]
+            residuals = list(map(residual, range(len(residuals))))
         for fragment, states in zip(of_all["fragments"], residuals, strict=True):
             fragment["outer"]["states"] = states
         return of_all | {"inner": inner}, parameters
-
-
-def _residual(number: int) -> Part:
-    """Return the part of a rank's tree that is the residuals of a fragment."""
-    return lambda tree: tree["residuals"][number]
