@@ -13,7 +13,6 @@ from distopt.engine.capture import CapturedStep, check_capture
 from distopt.engine.collectives import ManualCollectives
 from distopt.engine.engine import Engine
 from distopt.engine.facade import Checkpointed, Facade, record_if_asked, torch_model, watch_first_gradients
-from distopt.engine.join import join
 from distopt.engine.joining import Joining
 from distopt.engine.nonfinite import Policy
 from distopt.engine.parameters import Loss, checked_gradient
@@ -538,7 +537,7 @@ class DistOpt(SingaModes, Checkpointed):
             True
             >>> opt.join()  # returns when all ranks have joined
         """
-        join(self.engine, self._shadow_step)
+        self.engine.join(self._shadow_step)
 
     def _shadow_step(self) -> None:
         """Make the last step again without gradients.  Collective."""

@@ -15,9 +15,8 @@ from distopt.engine.engine import Engine
 from distopt.engine.facade import Checkpointed, plan_of, record_if_asked, torch_model
 from distopt.engine.joining import Joining
 from distopt.engine.local_state import EngineInnerState, LocalState
-from distopt.engine.local_steps import LocalTraining, alone, places
 from distopt.engine.nonfinite import Policy
-from distopt.engine.outer_loop import outer_loop
+from distopt.engine.outer_loop import LocalTraining, alone, outer_loop, places
 from distopt.engine.parameters import Loss
 from distopt.engine.spec import GradientHook, Options
 from distopt.optim import SGD, AnyOptimizer

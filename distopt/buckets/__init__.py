@@ -1,10 +1,8 @@
 """Buckets: many small arrays fused into few flat ones; their plan, their memory, and the staging of fused verbs."""
 
-from distopt.buckets.bucket import Bucket, BucketSet, States
+from distopt.buckets.bucket import Bucket, BucketSet, Reduced, Shard, States, local_shard, sharded, unsharded
 from distopt.buckets.grad_io import read_sums, write_sums
-from distopt.buckets.norm import global_norm
 from distopt.buckets.plan import BucketSpec, Plan, plan
-from distopt.buckets.shards import Reduced, Shard, local_shard, sharded, unsharded
 from distopt.buckets.staging import Staging
 
 __all__ = [
@@ -16,7 +14,6 @@ __all__ = [
     "Shard",
     "Staging",
     "States",
-    "global_norm",
     "local_shard",
     "plan",
     "read_sums",

@@ -3,13 +3,12 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from distopt import device, kernels
 from distopt.buckets.plan import BucketSpec, Plan, merge
-from distopt.buckets.shards import Reduced, Shard, sharded, unsharded
 from distopt.device import HUGE_PAGE
 from distopt.kernels.dispatch import HostArrays
 from distopt.kernels.layout import ArrayMatcher, BucketLayout
@@ -19,6 +18,34 @@ Alloc = Callable[[int, Any], np.ndarray]
 States = dict[str, dict[str, np.ndarray]]
 # Kept by a bucket: more than one step uses, fewer than a slowly falling density has values.
 CONSTANTS = 64
+
+
+class Shard(NamedTuple):
+    """A piece of a bucket's sum."""
+
+    number: int
+    of: int
+    # of the bucket's size; only this share is valid
+    flat: np.ndarray
+
+
+# The pieces of a bucket's sum.
+Reduced = Sequence[Shard]
+
+
+def unsharded(flat: np.ndarray) -> Reduced:
+    """Return a sum that lies in one array."""
+    return [Shard(0, 1, flat)]
+
+
+def sharded(parts: Sequence[np.ndarray]) -> list[Shard]:
+    """Return a sum of which each rank has its own share in its own memory, ``parts`` by rank."""
+    return [Shard(r, len(parts), flat) for r, flat in enumerate(parts)]
+
+
+def local_shard(total: Reduced, rank: int, size: int) -> Reduced:
+    """Return the part of a sum that one rank applies if each of ``size`` ranks applies its own share."""
+    return [Shard(rank, size, total[rank if len(total) > 1 else 0].flat)]
 
 
 class Allocator(Protocol):
@@ -115,9 +142,10 @@ class Bucket:
 
     def point_to_gradients(self, addresses: np.ndarray) -> None:
         """Point the table of gradients to these addresses; a missing one, at 0, is zeros."""
-        missing = addresses == 0
-        self.gradients.records["data"] = np.where(missing, self.own_addresses, addresses)
-        for row in np.flatnonzero(missing).tolist():
+        missing = (addresses == 0).nonzero()[0].tolist()
+        self.gradients.records["data"] = addresses
+        for row in missing:
+            self.gradients.records["data"][row] = self.own_addresses[row]
             device.clear(self.gradients.view(self.gradient, row))
         self.in_place = bool(((addresses == self.own_addresses) | (self.gradients.records["size"] == 0)).all())
 
@@ -128,11 +156,10 @@ class Bucket:
         # one.
         if check_in_place or not self.in_place or scale != 1.0:
             kernels.pack(self.gradients, self.gradient, scale, self.bad, self.largest / headroom)
-        # count_nonzero takes a third of the time of any().
-        self.near_overflow = headroom > 1 and bool(np.count_nonzero(self.bad))
-        if self.near_overflow:
-            for row in np.flatnonzero(self.bad).tolist():
-                self.bad[row] = np.count_nonzero(~np.isfinite(self.gradients.view(self.gradient, row)))
+        rows = self.bad.nonzero()[0].tolist() if headroom > 1 else []
+        self.near_overflow = bool(rows)
+        for row in rows:
+            self.bad[row] = np.count_nonzero(~np.isfinite(self.gradients.view(self.gradient, row)))
 
     def mean(self, total: Reduced, scale: float) -> dict[str, np.ndarray]:
         """Return ``scale`` times a sum, by name; in place, unless other ranks may still read the sum."""
@@ -185,7 +212,7 @@ class BucketSet(list[Bucket]):
         # each member's index in `values`
         self.places = [np.array([place[n] for n in b.names]) for b in plan.buckets]
         # versions of the arrays that the tables point to
-        self._gradients_version = self._parameters_version = -1
+        self._gradients_version = self.parameters_version = -1
         # copies of gradients that lie in the memory of others
         self._copies: dict[int, np.ndarray] = {}
         # None for these ones
@@ -294,7 +321,7 @@ class BucketSet(list[Bucket]):
         self._shared_memory, flats = memory, self._flats(memory)
         self.parameters = {n: v for b, flat in zip(self, flats, strict=True) for n, v in b.views(flat).items()}
         self._flat_parameters = {n: flat for b, flat in zip(self, flats, strict=True) for n in b.spec.names}
-        self._parameters_version = -1
+        self.parameters_version = -1
         return True
 
     def adopt_parameters(self, previous: "BucketSet") -> None:
@@ -339,23 +366,22 @@ class BucketSet(list[Bucket]):
 
     def point_to_parameters(self, addresses: np.ndarray, version: int) -> None:
         """Point the tables to the parameters at these addresses, in plan order."""
-        if version != self._parameters_version:
-            for name, address in zip(self._shapes, addresses, strict=True) if self.parameters else ():
-                shared = self.parameters[name]
-                if shared.size and device.address(shared) != address:
-                    raise ValueError(
-                        f"{name}: data must be the array that parameter_views returned for it, got another one"
-                    )
-            for bucket, places in zip(self, self.places, strict=True):
-                bucket.parameters.records["data"] = addresses[places]
-            self._parameters_version = version
+        for name, address in zip(self._shapes, addresses, strict=True) if self.parameters else ():
+            shared = self.parameters[name]
+            if shared.size and device.address(shared) != address:
+                raise ValueError(
+                    f"{name}: data must be the array that parameter_views returned for it, got another one"
+                )
+        for bucket, places in zip(self, self.places, strict=True):
+            bucket.parameters.records["data"] = addresses[places]
+        self.parameters_version = version
 
     def _untangled(self, grads: Sequence[np.ndarray | None], addresses: np.ndarray, sent: int) -> np.ndarray:
         """Return the addresses; a gradient in the memory of another, which packing would overwrite, is copied first."""
         home = np.empty_like(addresses)
         for bucket, places in zip(self, self.places, strict=True):
             home[places] = bucket.own_addresses
-        overlapping = np.flatnonzero(self.in_other_views(addresses, home)).tolist()
+        overlapping = self.in_other_views(addresses, home).nonzero()[0].tolist()
         sent_until = device.address(self._memory) + self._starts[sent]
         for k in overlapping:
             if addresses[k] < sent_until:

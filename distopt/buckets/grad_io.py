@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from distopt import device, kernels
-from distopt.buckets.bucket import Bucket, BucketSet
-from distopt.buckets.shards import Reduced
+from distopt.buckets.bucket import Bucket, BucketSet, Reduced
 from distopt.kernels.layout import BucketLayout
 
 Check = Callable[[str, np.ndarray, Any], np.ndarray]

@@ -50,11 +50,11 @@ class GradientAccumulator:
 
     def check(self, reduced: bool) -> None:
         """Raise ValueError for a call whose gradients cannot be added to those of the calls since the last step."""
-        if self.batches and not self.sync_on_apply and self.reduced is not None and reduced != self.reduced:
+        if not self.sync_on_apply and self.reduced is not None and reduced != self.reduced:
             first, now = (("partial", "whole")[kind] for kind in (self.reduced, reduced))
             raise ValueError(
                 f"sync_on_apply=False: the {self.num_batches} calls of a step must be of one kind, got a {now} one "
-                f"behind a {first} one: change between steps, or use sync_on_apply=True"
+                f"after a {first} one: change between steps, or use sync_on_apply=True"
             )
 
     def meet(self, ranks: int, joined: frozenset[int]) -> None:

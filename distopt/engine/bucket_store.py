@@ -24,6 +24,9 @@ GROUP = 256 << 20
 # Bytes of an all-reduce between GPUs, as DDP's bucket: where NVLink comes near its bandwidth.
 MESSAGE = 25_000_000
 
+# Buckets that leave one after the other, and how many of these are on their way already.
+Leaving = tuple[BucketSet, int]
+
 
 class NoPlanError(RuntimeError, AttributeError):
     """There is no plan yet; an AttributeError too, so that ``hasattr`` and ``inspect.getmembers`` can ask."""
@@ -42,16 +45,6 @@ class PlanMemory(NamedTuple):
     check: NoCheck = NoCheck()
     # Of payloads whose length depends on the data; None on the host, where they need none.
     capacity: PayloadCapacity | None = None
-
-
-class Packing(NamedTuple):
-    """How gradients are packed."""
-
-    scale: float
-    # Is what is not finite counted now?  Else it is found in the sums.
-    counts: bool
-    # Every element is held between -clip and clip.
-    clip: float | None
 
 
 class BucketStore:
@@ -93,8 +86,8 @@ class BucketStore:
         # States of a checkpoint, until there are buckets.
         self._restored: States = {}
         self._restored_capacity: list[int] = []
-        # The buckets of which no two ranks have a parameter in one place.
-        self._unshared: BucketSet | None = None
+        # All ranks are still to look for parameters that two of them have in one place.
+        self.apart_due = False
 
     # -- what there is
 
@@ -176,6 +169,8 @@ class BucketStore:
     def _use(self, memory: PlanMemory) -> None:
         """Make this the plan of the next step."""
         self._memory = memory
+        # There is a plan to commit, or to roll back.
+        self.proposed = memory is not self._committed
         if memory.buckets is None:
             vars(self).pop("buckets", None)
         else:
@@ -185,9 +180,7 @@ class BucketStore:
         self.sharded = memory.buckets is not None and bool(memory.buckets.parameters)
 
     def commit(self) -> None:
-        """Make what a step with the proposed plan needs, which all ranks have, and free the old one.  Collective."""
-        if self._committed.buckets is self._memory.buckets:
-            return
+        """Make what a step with the ``proposed`` plan needs, which all ranks have, and free the old.  Collective."""
         buckets, error = self.buckets, None
         buckets.connect(self._comm)
         if self._overlaps:
@@ -200,6 +193,7 @@ class BucketStore:
         except MemoryError as e:
             error = e
         self._committed, self.threshold = self._memory, buckets.plan.threshold
+        self.proposed, self.apart_due = False, True
         if not self.started:
             self.started, self._restored = True, {}
         self._comm.control.vote("making the optimizer's state", 1, lambda: ["the optimizer's state"], error)
@@ -240,27 +234,27 @@ class BucketStore:
 
     def point_to_parameters(self) -> None:
         """Point the buckets' tables to the parameters, wherever these are now."""
-        values, buckets, groups = self.collector.values, self._memory.buckets, self._memory.groups
-        assert buckets is not None
-        buckets.point_to_parameters(values.addresses, values.version)
-        if groups is not None and groups is not buckets:
-            groups.point_to_parameters(values.addresses, values.version)
+        values = self.collector.values
+        for buckets in (self._memory.buckets, self._memory.groups):
+            assert buckets is not None
+            if buckets.parameters_version != values.version:
+                buckets.point_to_parameters(values.addresses, values.version)
 
     def pack_all(
-        self, packing: Packing, multipliers: bool = False, travelling: BucketSet | None = None, sent: int = 0
+        self, scale: float, counts: bool, clip: float | None, multipliers: bool = False, leaving: Leaving | None = None
     ) -> None:
-        """Bring the collected gradients to their places in the buckets."""
+        """Bring the collected gradients to their places in the buckets (``pack``)."""
         # multipliers: write the optimizer's multipliers into the buckets' tables, for a compressor that reads them.
-        # travelling, sent: the buckets that leave one after the other, and how many of these are on their way already.
         grads, buckets, groups = self.collector.grads, self.buckets, self._memory.groups
         assert groups is not None
         self.point_to_parameters()
         if multipliers:
             self._optimizer.multiply(buckets)
-        packed = travelling if travelling and sent else groups
+        travelling, sent = leaving or (groups, 0)
+        packed = travelling if sent else groups
         packed.point_to_gradients(grads.arrays, grads.addresses, grads.version, sent)
         for bucket in packed[sent:]:
-            self.pack(bucket, packing)
+            self.pack(bucket, scale, counts, clip)
 
     def upload_tables(self, travelling: BucketSet) -> None:
         """Bring the tables of buckets that leave early to the GPU: a step that is recorded can upload nothing."""
@@ -273,15 +267,16 @@ class BucketStore:
                     bucket.gradients.table(self._comm.gpu)
         self._comm.wait()
 
-    def pack(self, bucket: Bucket, packing: Packing) -> None:
-        """Bring a bucket's gradients to their places."""
+    def pack(self, bucket: Bucket, scale: float, counts: bool, clip: float | None) -> None:
+        """Bring a bucket's gradients, times ``scale``, to their places."""
+        # counts: what is not finite is counted now; else it is found in the sums.
+        # clip: every element is held between -clip and clip.
         if self._undo and (bucket.gradients.records["data"] == bucket.own_addresses).any():
             # Gradients lie there, and are scaled and summed there.
             self._undo.keep(bucket.gradient)
-        counts = packing.counts and self._checked > 0
-        bucket.pack(counts, packing.scale, self.check.headroom if packing.counts else 1.0)
-        if packing.clip is not None:
-            kernels.clip(bucket.gradient, packing.clip)
+        bucket.pack(counts and self._checked > 0, scale, self.check.headroom if counts else 1.0)
+        if clip is not None:
+            kernels.clip(bucket.gradient, clip)
 
     def bring_nothing(self, names: Collection[str]) -> None:
         """Bring zeros for parameters, after gradients of them were packed."""
@@ -310,9 +305,9 @@ class BucketStore:
     def check_values_apart(self) -> None:
         """Raise ValueError, on all ranks alike, for a parameter in the memory of another thread's.  Collective."""
         # Both would update it.  Looked at in the first step of a plan; `parameter_views` are meant to be shared.
-        if self._unshared is not self._memory.buckets and not self.sharded:
+        if not self.sharded:
             check_apart(self._comm, self.values)
-            self._unshared = self._memory.buckets
+            self.apart_due = False
 
     def follow_stream(self) -> None:
         """Make what comes next, in any stream of the GPU, come after the last step."""
@@ -323,6 +318,13 @@ class BucketStore:
         """Make what comes next, in any stream of the GPU, come after what was enqueued so far."""
         if self._memory.buckets is not None:
             self._memory.buckets.end()
+
+    def mark_stream_of_failure(self) -> None:
+        """Make what comes next come after what a call has enqueued that failed."""
+        # The first error counts: CUDA may refuse all that follows.
+        with contextlib.suppress(Exception):
+            self._comm.wait()
+            self.mark_stream()
 
     # -- what outlives a step
 
@@ -369,20 +371,3 @@ def check_apart(comm: Communicator, values: Mapping[str, np.ndarray]) -> None:
         first, second = (f"{names[rows[k]]} of rank {ranks[k]}" for k in sorted(order[at : at + 2]))
         text = f"{first} and {second} are in one memory: each rank must make parameters of its own, inside main(comm)"
         raise agreed(ValueError(text), comm.rank == 0)
-
-
-class StreamOrder:
-    """A context: what is enqueued after a call that failed comes after what that has enqueued."""
-
-    def __init__(self, comm: Communicator, store: BucketStore):
-        self._comm, self._store = comm, store
-
-    def __enter__(self) -> None:
-        """Nothing is to be done before."""
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
-            # The first error counts: CUDA may refuse all that follows.
-            with contextlib.suppress(Exception):
-                self._comm.wait()
-                self._store.mark_stream()

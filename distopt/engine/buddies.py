@@ -148,7 +148,7 @@ class Buddies:
             division = self._division.of(rank)
             for table in self._optimizer.tables():
                 flat = self._store.buckets.flat_parameters(table.members)
-                self._parameters.keep(flat[_elements(table.members, *division.chunks(table))])
+                self._parameters.keep(flat[_elements(table.members, [division.chunks(table)])])
 
     def _send(self) -> None:
         """Send this rank's state to its buddy, and receive that of the rank before it.  Collective."""
@@ -212,18 +212,13 @@ class Buddies:
     def _pieces(self, *divisions: Division) -> Iterator[np.ndarray]:
         """Yield the pieces of the state in the shares of all these divisions: one of each slot of each table."""
         for table in self._optimizer.tables():
-            part = _elements(table.members, *_common([division.chunks(table) for division in divisions]))
+            part = _elements(table.members, [division.chunks(table) for division in divisions])
             yield from (flat[part] for flat in table.slots)
 
 
-def _common(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the chunks that all of some spans have."""
-    begin = max(begin for begin, _ in spans)
-    return begin, max(begin, min(end for _, end in spans))
-
-
-def _elements(members: BucketLayout, begin: int, end: int) -> slice:
-    """Return where some chunks of a table lie in its flat arrays; gaps between parameters may be among them."""
+def _elements(members: BucketLayout, spans: Sequence[tuple[int, int]]) -> slice:
+    """Return where the chunks that all of some spans have lie in a table's flat arrays; gaps may be among them."""
+    begin, end = max(begin for begin, _ in spans), min(end for _, end in spans)
     if begin >= end:
         return slice(0, 0)
     records = members.records

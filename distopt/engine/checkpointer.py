@@ -7,7 +7,7 @@ import os
 import signal
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,15 @@ class Checkpointer:
         place: Path = Path(path) / name
         about: dict[str, Any] = {"save": save}
         pending: list[Pending] = []
+
+        def commit() -> None:
+            for p in pending:
+                p.commit()
+
         try:
             state = self.training.state() if self.training.collective else None
             self._on_all_ranks("writing", self._write, place, state, params, extra, about, pending)
-            self._on_all_ranks("renaming", _commit, pending)
+            self._on_all_ranks("renaming", commit)
             self._on_all_ranks("completing", self._on_rank_0, folder.complete, place, about)
         except BaseException:
             for p in pending:
@@ -160,19 +165,26 @@ class Checkpointer:
             shards: list[Any] = []
             bad = self._on_all_ranks(f"loading {name}", self._read, place / name, shards)
             if not any(map(json.loads, bad)):
-                # In a folder that others may write to, a checkpoint may be anybody's.
-                with contextlib.suppress(OSError):
-                    owner = (place / name).stat().st_uid
-                    if owner != os.geteuid():
-                        self.note(f"loads {place / name}, which another user has written, of uid {owner}")
-                return self._apply_loaded(params, load_state, *shards[0])
+                break
             if self._comm.rank == 0:
                 first = next(f"rank {r}: {text}" for r, text in enumerate(map(json.loads, bad)) if text)
                 warnings.warn(f"passed over the checkpoint {place / name}: {first}", RuntimeWarning, stacklevel=2)
-        if names:
-            raise agreed(CheckpointError(place, "checkpoints", "none is good"), self._comm.rank == 0)
-        self.note(f"there is no checkpoint in {place}: nothing was loaded")
-        return None
+        else:
+            if names:
+                raise agreed(CheckpointError(place, "checkpoints", "none is good"), self._comm.rank == 0)
+            self.note(f"there is no checkpoint in {place}: nothing was loaded")
+            return None
+        # In a folder that others may write to, a checkpoint may be anybody's.
+        with contextlib.suppress(OSError):
+            owner = (place / name).stat().st_uid
+            if owner != os.geteuid():
+                self.note(f"loads {place / name}, which another user has written, of uid {owner}")
+        state, parameters, extra = shards[0]
+        values: dict[str, np.ndarray] = {}
+        # All ranks find that they can, before one of them changes anything.
+        self._on_all_ranks("loading", lambda: values.update(self._checked(params, state, parameters)))
+        self._on_all_ranks("going on", self._write_loaded, load_state, state, values, parameters)
+        return {} if extra is None else extra
 
     def _read(self, place: Path, into: list[Any]) -> str:
         """Take in all that this rank needs of a checkpoint; return what is wrong with it, in JSON."""
@@ -198,15 +210,6 @@ class Checkpointer:
         except (KeyError, TypeError, AttributeError) as error:
             return json.dumps(f"{place}: has another structure: {type(error).__name__}: {error}")
         return json.dumps("")
-
-    def _apply_loaded(
-        self, params: Iterable[Any] | None, load_state: LoadState, state: Tree, parameters: Any, extra: Any
-    ) -> Any:
-        """Apply what was read, once all ranks find that they can."""
-        values: dict[str, np.ndarray] = {}
-        self._on_all_ranks("loading", lambda: values.update(self._checked(params, state, parameters)))
-        self._on_all_ranks("going on", self._write_loaded, load_state, state, values, parameters)
-        return {} if extra is None else extra
 
     def _checked(self, params: Iterable[Any] | None, state: Tree, parameters: Any) -> dict[str, np.ndarray]:
         """Return the arrays that saved parameters go to; ValueError if these are others, or for another state."""
@@ -290,8 +293,3 @@ class StopOnSignal(StepHook):
             place = self._checkpointer.save(*self._arguments)
             self._checkpointer.note(f"ended by {signal.Signals(number).name} after step {step}; saved {place}")
             raise SystemExit(128 + number)
-
-
-def _commit(pending: Sequence[Pending]) -> None:
-    for file_ in pending:
-        file_.commit()

@@ -122,17 +122,13 @@ class ManualCollectives:
             collective(piece)
             self._comm.wait()
 
+        staging = self._staging
         try:
-            arrays = self._agree_on_arrays(f"{verb} with buffSize={self._staging.capacity}", xs, self._fill_or_match)
-            self._staging.send(arrays, waited)
+            check = staging.fill if staging.empty else staging.check
+            arrays = self._agree_on_arrays(f"{verb} with buffSize={staging.capacity}", xs, check)
+            staging.send(arrays, waited)
         finally:
-            self._staging.clear()
-
-    def _fill_or_match(self, xs: Sequence[np.ndarray]) -> None:
-        if self._staging.empty:
-            self._staging.fill(xs)
-        else:
-            self._staging.check(xs)
+            staging.clear()
 
     def wait(self) -> None:
         """Results of the verbs are visible to the caller's current stream; nothing to do without a GPU."""

@@ -42,15 +42,18 @@ class ElasticSteps:
             engine.sync_with_last_step()
 
         def exchange() -> Outcome | None:
-            attempt = engine.voted(again, spec)
+            attempt = engine.voted(engine.prepare, again, spec)
             if attempt is None:
                 return None
             with engine.progress.halfway:
-                return engine.outcome_of(attempt)  # type: ignore[no-any-return]
+                return engine.outcome_of(attempt.spec, attempt.reducer)  # type: ignore[no-any-return]
 
         def apply(outcome: Outcome) -> bool:
+            sums, scale = outcome
             with engine.progress.halfway:
-                return engine.apply(outcome, update)  # type: ignore[no-any-return]
+                if sums is not None:
+                    (update or engine.update)(sums, scale, engine.spec)
+            return sums is not None
 
         if self.buddies and shared and spec.reduced and engine.accumulator.closes:
             outcome, applied = self.buddies.step(self.run, exchange, apply)

@@ -16,9 +16,9 @@ from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, Dense
 from distopt.compress.base import check_compressor
 from distopt.engine.accumulation import GradientAccumulator
-from distopt.engine.agreement import Agreement, AllJoinedError
+from distopt.engine.agreement import Agreement, AllJoinedError, Report, decode, describe
 from distopt.engine.background import Background, Inline
-from distopt.engine.bucket_store import BucketStore, Packing, StreamOrder
+from distopt.engine.bucket_store import BucketStore
 from distopt.engine.elastic import ElasticSteps
 from distopt.engine.hooks import DivergenceCheck, StepHook
 from distopt.engine.means import MeanGradients
@@ -27,8 +27,7 @@ from distopt.engine.overlap import Overlap
 from distopt.engine.parameters import Loss
 from distopt.engine.progress import Progress
 from distopt.engine.reducers import CollectiveReducer, Reducer, Reducers, StepContext, Unreduced
-from distopt.engine.report import Report, decode, describe
-from distopt.engine.spec import Options, Outcome, StepSpec, Update
+from distopt.engine.spec import NOTHING, Options, Outcome, StepSpec, Update
 from distopt.engine.undo import Undo
 from distopt.exchange import EXCHANGES
 from distopt.optim.adapters import adapt
@@ -95,7 +94,6 @@ class Engine:
         )
         self.nonfinite = NonfiniteGuard(nonfinite, self.store, self.progress, self.optimizer)
         self.means = MeanGradients(comm, self.store, options.gradient_hook, options.clip_norm)
-        self.stream_order = StreamOrder(comm, self.store)
         self.hooks: list[StepHook] = []
         if options.check_every:
             self.hooks.append(DivergenceCheck(options.check_every, comm, self.store, self.progress))
@@ -114,6 +112,8 @@ class Engine:
             if make_reducers
             else Reducers(comm, self.step_context, self.accumulator, options.overlap, not self.optimizer.updates_shards)
         )
+        # Of steps that are this rank's alone, whose gradients are the sums.
+        self._own = Unreduced(self.store, Dense())
         self.elastic = ElasticSteps(self, self.undo, options.buddy) if self.undo else None
         self.buddies = self.elastic.buddies if self.elastic else None
         if self.elastic:
@@ -124,13 +124,15 @@ class Engine:
     def step(self, loss: Loss, spec: StepSpec, update: Update | None = None) -> bool:
         """Make one step with the ranks that there are; tell if an update was applied.  Collective."""
         # `update` is done with the sums over ranks, instead of `self.update`.
-        attempt = self.voted(loss, spec)
+        attempt = self.voted(self.prepare, loss, spec)
         if attempt is None:
             return False
         with self.progress.halfway:
-            applied = self.apply(self.outcome_of(attempt), update)
-        self.end_call(applied)
-        return applied
+            sums, scale = self.outcome_of(attempt.spec, attempt.reducer)
+            if sums is not None:
+                (update or self.update)(sums, scale, self.spec)
+        self.end_call(sums is not None)
+        return sums is not None
 
     def let_in(self) -> None:
         """Go on with the processes that wait to be let in, unless a window of batches is open.  Collective then."""
@@ -141,22 +143,20 @@ class Engine:
         """Return what an operation returns that all ranks do together, and again if one is lost.  Collective."""
         return self.elastic.run(operation) if self.elastic else operation()
 
-    def voted(self, loss: Loss, spec: StepSpec) -> Attempt | None:
+    def voted(self, prepare: Callable[..., Attempt], *arguments: Any) -> Attempt | None:
         """Prepare a step and vote on it; None if all ranks skip it, as it is not finite on some.  Collective."""
-        with self.stream_order:
-            attempt = self.prepare(loss, spec)
+        try:
+            attempt = prepare(*arguments)
             return attempt if self.vote(attempt) else None
-
-    def outcome_of(self, attempt: Attempt) -> Outcome:
-        """Return what a step that all ranks make is updated with.  Collective."""
-        sums = self.reduce(attempt)
-        return Outcome(None, 0.0) if sums is None else self.hooked_and_clipped(sums, self.spec)
+        except BaseException:
+            self.store.mark_stream_of_failure()
+            raise
 
     def step_alone(self, loss: Loss, spec: StepSpec) -> bool:
         """Make one step as ``step`` does, on a communicator of this rank alone, whose own gradients are the sums."""
         # There is nobody to vote with, but where the plan changes, or something went wrong, whose text names the rank.
         store, changed = self.store, False
-        with self.stream_order:
+        try:
             error = self.begin()
             try:
                 if error is None:
@@ -168,7 +168,7 @@ class Engine:
                     self.optimizer.follow(store.collector.order)
                     # They raise for a schedule that is out of its range.
                     self.optimizer.numbers()
-                    store.pack_all(Packing(1.0 / self.nonfinite.policy.divisor, True, spec.clip_value))
+                    store.pack_all(1.0 / self.nonfinite.policy.divisor, True, spec.clip_value)
             except Exception as e:
                 error = e
             if error or changed:
@@ -178,27 +178,22 @@ class Engine:
             found = store.check.nonfinite_gradients()
             if found and not self.nonfinite.accepts(describe([{}] * self.comm.control.rank + [found])):
                 return False
-            attempt = Attempt(spec)
-            attempt.reducer = Unreduced(store, attempt.compressor)
             self.accumulator.missing = 0
             if missing := store.collector.missing if store.collector.allow_missing else 0:
-                spec = self._leave_alone(attempt, [missing])
-            self.go_on(attempt, spec, store.check.doubts)
+                _, spec = self._leave_alone(spec, [missing])
+            self.go_on(self.compressor, spec, store.check.doubts)
+        except BaseException:
+            store.mark_stream_of_failure()
+            raise
         with self.progress.halfway:
-            applied = self.apply(self.outcome_of(attempt))
-        self.end_call(applied)
-        return applied
-
-    def apply(self, outcome: Outcome, update: Update | None = None) -> bool:
-        """Update the parameters, unless there is nothing to apply, which it tells."""
-        if outcome.sums is None:
-            return False
-        (update or self.update)(outcome.sums, outcome.scale, self.spec)
-        return True
+            sums, scale = self.outcome_of(spec, self._own)
+            if sums is not None:
+                self.update(sums, scale, spec)
+        self.end_call(sums is not None)
+        return sums is not None
 
     def begin(self) -> Exception | None:
         """Begin a call: follow the last one, of which all ranks hear if it was refused; return an error of CUDA."""
-        self.check_open()
         if self.comm.gpu is not None:
             try:
                 self.sync_with_last_step()
@@ -213,6 +208,7 @@ class Engine:
         """Collect, check and pack this rank's gradients; what goes wrong is kept in the attempt, for the vote."""
         if spec.exchange == "nodes":
             spec = self.reducers.possible(spec)
+        self.check_open()
         attempt, overlap, store, failed = Attempt(spec), None, self.store, True
         attempt.error = self.begin()
         if attempt.error:
@@ -245,8 +241,9 @@ class Engine:
                 self.reducers.by_nodes(compressor, spec)
             if self.declare(spec.describe(compressor, phases is not None)):
                 store.check_sizes(compressor)
-            leaving = (overlap.buckets, overlap.sent) if overlap else ()
-            store.pack_all(self._packing(attempt), compressor.has_hooks, *leaving)
+            leaving = (overlap.buckets, overlap.sent) if overlap else None
+            counts = not (spec.reduced and self.reducers.in_shared_memory(compressor))
+            store.pack_all(1.0 / self.nonfinite.policy.divisor, counts, spec.clip_value, compressor.has_hooks, leaving)
             failed = False
         except Exception as error:
             attempt.error = error
@@ -287,16 +284,17 @@ class Engine:
                     store.bring_nothing(self.missing_everywhere)
             if not self.nonfinite.accepts(describe([r.nonfinite for r in reports], self.missing_everywhere)):
                 return False
-            spec = self._leave_alone(attempt, missing_of)
+            attempt.spec, spec = self._leave_alone(spec, missing_of)
         else:
             self.accumulator.missing = 0
-        self.go_on(attempt, spec, doubted)
+        self.go_on(attempt.compressor, spec, doubted)
         return True
 
-    def go_on(self, attempt: Attempt, spec: StepSpec, doubted: bool) -> None:
+    def go_on(self, compressor: Compressor, spec: StepSpec, doubted: bool) -> None:
         """Go on with a step that all ranks make; ``doubted``: on some rank sums may overflow.  Collective."""
         store, progress = self.store, self.progress
-        store.check_values_apart()
+        if store.apart_due:
+            store.check_values_apart()
         # A copy, as a hook may take itself away.
         for hook in tuple(self.hooks):
             hook.after_vote(store.collector, self.optimizer.opt)
@@ -305,16 +303,16 @@ class Engine:
         if self.comm.gpu is not None:
             # A GPU may refuse the step later, or captures it and makes it then.
             progress.snapshot()
-        self.compressor, self.spec = attempt.compressor, spec
-        store.check.begin(doubted, self.compressor.stateful)
+        self.compressor, self.spec = compressor, spec
+        store.check.begin(doubted, compressor.stateful)
 
-    def _leave_alone(self, attempt: Attempt, missing: Sequence[int]) -> StepSpec:
-        """Leave the parameters alone that no rank has a gradient of; return what the step's update is."""
+    def _leave_alone(self, spec: StepSpec, missing: Sequence[int]) -> tuple[StepSpec, StepSpec]:
+        """Leave the parameters alone that no rank has a gradient of; return what is exchanged, and what updated."""
         # In a partial step this rank leaves those alone that it has none of; of several batches that are exchanged
         # apart each exchange leaves its own alone.  `missing` is each rank's `GradientCollector.missing`.
-        spec, accumulator = attempt.spec, self.accumulator
+        accumulator = self.accumulator
         if spec.only is not None or not self.reducers.all_have_voted:
-            return spec
+            return spec, spec
         here = functools.reduce(operator.and_, missing) if spec.reduced else self.store.collector.missing
         window = accumulator.missing = here & accumulator.missing if accumulator.batches else here
         shared = self.store.sharded or self.optimizer.shares_work
@@ -322,49 +320,55 @@ class Engine:
             names = ", ".join(n for k, n in enumerate(self.store.collector.order) if window >> k & 1)
             text = f"no rank has a gradient of {names}, but where ranks share an update they update all parameters"
             raise agreed(ValueError(text), self.comm.rank == 0)
-        attempt.spec = spec._replace(only=self._but(here if accumulator.holds_sums else window))
-        return spec._replace(only=self._but(window))
+        exchanged = spec._replace(only=self._but(here if accumulator.holds_sums else window))
+        return exchanged, spec._replace(only=self._but(window))
 
     def _but(self, missing: int) -> Collection[str] | None:
         """Return the names of all parameters but those, None if that are all."""
         order = self.store.collector.order
         return frozenset(n for k, n in enumerate(order) if not missing >> k & 1) if missing else None
 
-    def reduce(self, attempt: Attempt) -> Iterable[Reduced] | None:
-        """Return the sum of each bucket; None if more batches are to come, or if a sum is not finite.  Collective."""
+    def outcome_of(self, spec: StepSpec, reducer: Reducer | None = None) -> Outcome:
+        """Return what a step that all ranks make is updated with; reducer: None to choose one.  Collective."""
         accumulator, store, buckets = self.accumulator, self.store, self.store.buckets
         accumulator.meet(self.agreement.live, self.agreement.all_joined)
-        accumulator.open(self.agreement.live, attempt.spec.reduced)
-        check_finite, reducer = self.nonfinite.policy.checks_finite, self.choose_reducer(attempt)
+        accumulator.open(self.agreement.live, spec.reduced)
+        reducer = reducer or self.choose_reducer(spec)
+        check_finite = self.nonfinite.policy.checks_finite
         in_turn = store.sharded and not (check_finite or self.means.hook or self.optimizer.whole or self.elastic)
-        if accumulator.holds_sums and attempt.spec.reduced:
-            sums = list(reducer.reduce([b.gradient for b in buckets]))
+        if accumulator.holds_sums and spec.reduced:
+            reduced = list(reducer.reduce([b.gradient for b in buckets]))
             self.comm.wait()
-            nonfinite = reducer.nonfinite(sums)
+            nonfinite = reducer.nonfinite(reduced)
             if nonfinite:
                 # The window stays as it was before this call.
                 accumulator.num_gradients -= self.agreement.live
             if not self.nonfinite.accepts(nonfinite):
-                return None
-            reducer = Unreduced(store, attempt.compressor)
-        reduced = accumulator.add(buckets, reducer.reduce, store.skip_flag)
-        if reduced is None:
+                return NOTHING
+            reducer = Unreduced(store, self.compressor)
+        sums: Iterable[Reduced] | None = accumulator.add(buckets, reducer.reduce, store.skip_flag)
+        if sums is None:
             self.settle_call(self.spec)
-            return None
-        if reducer.shards_are_final and in_turn:
-            return reduced
-        finite = self.finite_sums(reducer, reduced)
-        return finite if finite is not None and self.settle_call(self.spec) else None
+            return NOTHING
+        if not (reducer.shards_are_final and in_turn):
+            sums = self.finite_sums(reducer, sums)
+            if sums is None or not self.settle_call(self.spec):
+                return NOTHING
+        scale = 1.0 / self.step_context.divisor
+        return self.hooked_and_clipped(sums, scale, self.spec) if self.means.needs_all else (sums, scale)
 
-    def choose_reducer(self, attempt: Attempt) -> Reducer:
-        """Return the reducer of a step, on which all ranks have agreed."""
-        if self.undo and (attempt.compressor.stateful or self.accumulator.num_batches > 1):
+    def choose_reducer(self, spec: StepSpec) -> Reducer:
+        """Return the reducer of a step, on which all ranks have agreed, and whose buckets have not left yet."""
+        compressor, check_finite = self.compressor, self.nonfinite.policy.checks_finite
+        if self.undo and (compressor.stateful or self.accumulator.num_batches > 1):
             for bucket in self.store.buckets:
                 self.undo.keep_state(bucket.state)
-        check_finite = self.nonfinite.policy.checks_finite
-        return attempt.reducer or self.reducers.choose(
-            attempt.compressor, attempt.spec, check_finite, self._vote_on_sums
-        )
+
+        def vote(report: str) -> list[str]:
+            name, part, joined = self.progress.name, ", its sums", self.agreement.joined
+            return self.comm.control.vote(name, SUMS, lambda: [name + part], report=report, part=part, joined=joined)
+
+        return self.reducers.choose(compressor, spec, check_finite, vote)
 
     def finite_sums(self, reducer: Reducer, reduced: Iterable[Reduced]) -> list[Reduced] | None:
         """Wait for the sums of all buckets, and return them; None if all ranks skip them, as they are not finite."""
@@ -384,10 +388,11 @@ class Engine:
         shared = store.sharded or max(map(len, sums), default=0) > 1
         try:
             if spec.only is None:
-                ranks = Ranks(comm.rank, comm.size, store.sharded, self.add_norms, self._gather_updates)
-                # Are these sums this rank's own?
-                own = not (spec.reduced or store.sharded)
-                self.optimizer.update(buckets, order, sums, scale, store.skip_flag, None if own else ranks)
+                # None: these sums are this rank's own.
+                ranks = None
+                if store.sharded or (spec.reduced and comm.size > 1):
+                    ranks = Ranks(comm.rank, comm.size, store.sharded, self.add_norms, self._gather_updates)
+                self.optimizer.update(buckets, order, sums, scale, store.skip_flag, ranks)
             else:
                 chosen = {name: known for name, known in order.items() if name in spec.only}
                 self.optimizer.one_by_one(buckets, chosen, sums, scale)
@@ -403,6 +408,19 @@ class Engine:
             self.store.mark_stream()
         for hook in self.hooks:
             hook.after_call(self.progress.updates, applied)
+
+    def join(self, repeat: Callable[[], object]) -> None:
+        """Call ``repeat``, which makes this rank's last step again without gradients, until all ranks have joined."""
+        collector, agreement = self.store.collector, self.agreement
+        agreement.joined, missing = True, collector.allow_missing
+        collector.allow_missing = True
+        try:
+            while True:
+                repeat()
+        except AllJoinedError:
+            pass
+        finally:
+            agreement.joined, collector.allow_missing = False, missing
 
     # -- votes
 
@@ -424,7 +442,8 @@ class Engine:
             raise
         if not self.agreement.live:
             raise AllJoinedError
-        self.store.commit()
+        if self.store.proposed:
+            self.store.commit()
         return reports
 
     def renew_plan(self) -> None:
@@ -457,11 +476,6 @@ class Engine:
         ]
         self.agreement.declare_numbers(numbers)
 
-    def _vote_on_sums(self, report: str) -> list[str]:
-        """Return what is not finite in every rank's shards of sums, once all have formed theirs.  Collective."""
-        name, part, joined = self.progress.name, ", its sums", self.agreement.joined
-        return self.comm.control.vote(name, SUMS, lambda: [name + part], report=report, part=part, joined=joined)
-
     def check_open(self) -> None:
         """Raise RuntimeError if this is closed, or if a loss calls, whose vote another thread takes part in."""
         if self.closed:
@@ -476,7 +490,8 @@ class Engine:
     def checked_threshold(self, spec: StepSpec) -> int:
         """Return the threshold of a step; raise what forbids the step."""
         self.progress.check()
-        self.accumulator.check(spec.reduced)
+        if self.accumulator.batches:
+            self.accumulator.check(spec.reduced)
         if self.optimizer.shares_work:
             self.optimizer.check_step(spec.only is not None)
         if spec.exchange not in EXCHANGES:
@@ -502,17 +517,13 @@ class Engine:
 
     # -- details of a step
 
-    def _packing(self, attempt: Attempt) -> Packing:
-        in_sums = attempt.spec.reduced and self.reducers.in_shared_memory(attempt.compressor)
-        return Packing(1.0 / self.nonfinite.policy.divisor, not in_sums, attempt.spec.clip_value)
-
     def _begin_overlap(self, attempt: Attempt) -> Overlap:
         """Begin to reduce buckets as their gradients come; the vote on the step follows the last one."""
         compressor, spec, progress = attempt.compressor, attempt.spec, self.progress
         if self.declare(spec.describe(compressor)):
             self.store.check_sizes(compressor)
         attempt.reducer, self.in_backward = Unreduced(self.store, compressor), True
-        packing = self._packing(attempt)
+        scale = 1.0 / self.nonfinite.policy.divisor
 
         def agree() -> None:
             self.agree(f"the start of {progress.name}", progress.calls + (1 << 30))
@@ -526,7 +537,7 @@ class Engine:
             # On a communicator that a loss does not use.
             CollectiveReducer(compressor, spec, self.comm.duplicate(), self.step_context),
             agree,
-            pack=lambda bucket: self.store.pack(bucket, packing),
+            pack=lambda bucket: self.store.pack(bucket, scale, True, spec.clip_value),
         )
 
     def settle_call(self, spec: StepSpec) -> bool:
@@ -555,8 +566,12 @@ class Engine:
 
     def resolve_last_step(self) -> None:
         """Learn what became of the last step on a GPU; raise as the policy does if it was refused.  Collective then."""
-        self.sync_with_last_step()
-        self._refuse_last_step()
+        try:
+            self.sync_with_last_step()
+            self._refuse_last_step()
+        except BaseException:
+            self.store.mark_stream_of_failure()
+            raise
 
     def _refuse_last_step(self) -> None:
         """Tell all ranks that the last step on a GPU was refused.  Collective then."""
@@ -580,15 +595,16 @@ class Engine:
         self.store.follow_stream()
         self.nonfinite.poll()
 
-    def hooked_and_clipped(self, sums: Iterable[Reduced], spec: StepSpec) -> Outcome:
+    def hooked_and_clipped(
+        self, sums: Iterable[Reduced], scale: float, spec: StepSpec
+    ) -> tuple[Iterable[Reduced], float]:
         """Return the sums, and what makes means of them, after the gradient hook and clipping.  Collective."""
         means, accumulator, check_finite = self.means, self.accumulator, self.nonfinite.policy.checks_finite
-        scale = 1.0 / self.step_context.divisor
         if self.agreement.joined and not spec.reduced:
             # A partial step of a rank that has no gradients.
             if means.hook:
                 self.vote_on_hook(None)
-            return Outcome(sums, scale)
+            return sums, scale
         try:
             if means.hook:
                 sums, scale = means.apply_hook(sums, scale, check_finite, self.vote_on_hook), 1.0
@@ -600,7 +616,7 @@ class Engine:
         except Exception:
             accumulator.reset(self.store.buckets, self.store.skip_flag)
             raise
-        return Outcome(sums, scale)
+        return sums, scale
 
     def vote_on_hook(self, error: Exception | None) -> None:
         """Raise on every rank what the gradient hook of one has raised.  Collective."""

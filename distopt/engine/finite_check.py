@@ -90,7 +90,7 @@ class HostCheck(NoCheck):
         self._undo: Undo | None = None
 
     def nonfinite_gradients(self) -> dict[str, str]:
-        return self._buckets.nonfinite() if self._buckets.bad.any() else {}
+        return self._buckets.nonfinite() if self._buckets.bad.nonzero()[0].size else {}
 
     @property
     def doubts(self) -> bool:

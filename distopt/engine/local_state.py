@@ -10,8 +10,7 @@ from distopt.checkpoint.resharding import SavedRanks, States
 from distopt.checks import check_int
 from distopt.compress.state import shared
 from distopt.engine.engine import Engine
-from distopt.engine.local_steps import LocalTraining
-from distopt.engine.outer_loop import OuterLoop
+from distopt.engine.outer_loop import LocalTraining, OuterLoop
 from distopt.engine.parameters import GradientCollector
 from distopt.engine.state import check_state, load_state_dict, state_dict
 from distopt.engine.training_state import TrainingState, Tree, optimizer_text
@@ -63,7 +62,7 @@ class EngineInnerState(InnerState):
             raise ValueError(f"the entries of an inner state must be calls and engine, got {sorted(state)}")
         num_batches = self._training.inner.accumulator.num_batches
         if check_int("calls", state["calls"], least=0) >= num_batches:
-            raise ValueError(f"num_batches must be above {state['calls']}, the calls behind a step, got {num_batches}")
+            raise ValueError(f"num_batches must be above {state['calls']}, the calls after a step, got {num_batches}")
         check_state(self._training.inner, state["engine"])
 
     def load(self, state: Tree) -> None:

@@ -1,12 +1,13 @@
 """What is done to the mean gradients before an update: the gradient hook, and clipping by the global norm."""
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
 from distopt import device, kernels
-from distopt.buckets import Reduced, global_norm, unsharded
+from distopt.buckets import BucketSet, Reduced, local_shard, unsharded
 from distopt.comm import Communicator
 from distopt.comm.control import agreed
 from distopt.engine.bucket_store import BucketStore
@@ -31,11 +32,8 @@ class MeanGradients:
         # math.inf only asks for the norm, of the last update's mean gradient before it was clipped.
         self.hook, self.clip_norm = hook, clip_norm
         self.norm: float | None = None
-
-    @property
-    def needs_all(self) -> str:
-        """The option that needs the mean gradients of all parameters before an update; '' if none does."""
-        return "gradient_hook" if self.hook else "" if self.clip_norm is None else "clip_norm"
+        # The option that needs the mean gradients of all parameters before an update; '' if none does.
+        self.needs_all = "gradient_hook" if hook else "" if clip_norm is None else "clip_norm"
 
     def apply_hook(self, sums: Iterable[Reduced], scale: float, check_finite: bool, vote: Vote) -> list[Reduced]:
         """Return ``scale`` times the sums, as the hook leaves them.  Collective."""
@@ -95,3 +93,37 @@ class MeanGradients:
         factor = self.clip_norm / (norm + EPSILON)
         # NaN stays NaN.
         return scale if factor >= 1 else scale * factor
+
+
+def global_norm(
+    buckets: BucketSet,
+    sums: Sequence[Reduced],
+    rank: int,
+    size: int,
+    sum_over_ranks: SumOverRanks,
+    skip: Collection[str] = (),
+) -> float:
+    """Return the L2 norm of all sums as one vector, in float64.  Collective if a sum lies in pieces."""
+    # Squares are added in a fixed order within each parameter, and then exactly, so that every rank and every plan has
+    # the same bits.  On a GPU the host waits for the norm.  Where a sum lies in pieces each rank squares its own.
+    tables = [b.gradients for b in buckets]
+    # Kernels need at least one number per member.
+    sizes = [max(t.chunks, len(t.names)) for t in tables]
+    bounds = list(itertools.accumulate(sizes, initial=0))
+    partial = device.zeros(bounds[-1], np.float64, buckets.bad)
+    parts = [partial[start:end] for start, end in itertools.pairwise(bounds)]
+    for table, total, part in zip(tables, sums, parts, strict=True):
+        for piece in local_shard(total, rank, size) if len(total) > 1 else total:
+            kernels.partial_squares(table.shard(piece.number, piece.of), piece.flat, part)
+    if any(len(total) > 1 for total in sums):
+        sum_over_ranks(partial)
+    squares: list[float] = []
+    for table, part in zip(tables, parts, strict=True):
+        folded = device.zeros(len(table.names), np.float64, part)
+        kernels.fold_partials(table, part, folded, 1)
+        pairs = zip(table.names, device.host_copy(folded).tolist(), strict=True)
+        squares += [square for name, square in pairs if name not in skip]
+    try:
+        return math.sqrt(math.fsum(squares))
+    except OverflowError:
+        return math.inf

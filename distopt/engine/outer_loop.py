@@ -1,4 +1,4 @@
-"""The outer loop of local steps: what ranks have changed since the last exchange, averaged.
+"""Local steps, and their outer loop: what ranks have changed since the last exchange, averaged.
 
 A rank's *pseudo-gradient* is the global parameters minus its own.  The mean over ranks goes to an *outer* optimizer,
 which moves the global parameters, and the rank goes on from these (Douillard et al., "DiLoCo: distributed
@@ -18,15 +18,16 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distopt import device, kernels
 from distopt.buckets import Bucket, BucketSpec, plan
 from distopt.checks import check_float, check_int
-from distopt.comm import Communicator
+from distopt.comm import Communicator, LocalCommunicator
 from distopt.comm.control import fingerprint
+from distopt.comm.local import LocalControl
 from distopt.comm.outside import WAITS
 from distopt.compress import Compressor, Dense
 from distopt.engine.agreement import AllJoinedError
@@ -34,12 +35,13 @@ from distopt.engine.background import Background, Inline
 from distopt.engine.bucket_store import check_apart
 from distopt.engine.engine import Engine
 from distopt.engine.hooks import StepHook
-from distopt.engine.parameters import Parameter
+from distopt.engine.parameters import Loss, Parameter
 from distopt.engine.spec import Options, StepSpec
 from distopt.engine.views import gradient_views
 from distopt.kernels.layout import FORMATS, BucketLayout, compute_dtype
 from distopt.optim import SGD, AnyOptimizer
 
+LOCAL_STEP = StepSpec(label="a local step")
 MADE, START = "local steps that are made", "the first local step"
 # Arrays by parameter name.
 Arrays = Mapping[str, np.ndarray]
@@ -68,8 +70,8 @@ class Windows(NamedTuple):
     def sent_after(self, step: int) -> int | None:
         """Return the number of the fragment that is sent after a step, counted from 1; None for none."""
         place = (step - 1) % self.every + 1
-        ends = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
-        return ends.index(place) if place in ends else None
+        sent = -(-place * self.fragments // self.every)
+        return sent - 1 if sent * self.every // self.fragments == place else None
 
     def spec(self, compressor: Compressor, break_even: bool, exchange: str, over: str) -> StepSpec:
         """Return what an exchange is, as a step of an outer engine."""
@@ -224,8 +226,8 @@ class OuterLoop:
         self.step, self.begun, self.hooks = 0, False, list[StepHook]()
         # Global parameters of a checkpoint, until there are parameters.
         self.restored: dict[str, np.ndarray] = {}
-        # A process waited to be let in when new values were taken last.
-        self._awaited = False
+        # A process waited to be let in when new values were taken last, as all ranks know.
+        self.awaited = False
         # Steps with batches, once this rank has joined.
         self._own_steps: int | None = None
         self._carrier = Background() if in_flight and comm.gpu is None else Inline()
@@ -281,22 +283,23 @@ class OuterLoop:
             hook.after_call(self.step, True)
 
     def let_in(self) -> None:
-        """Let in the processes that wait, between steps, if all ranks know of one.  Collective then."""
-        # They have got to know of it when new values were taken last.  What was sent since lands first.
-        if self._awaited:
-            self._awaited = False
-            self.land()
-            self._own.let_in()
+        """Let in the processes that wait, between steps: where one is ``awaited``.  Collective."""
+        # What was sent since lands first.
+        self.awaited = False
+        self.land()
+        self._own.let_in()
 
     def _take_due(self) -> bool:
         """Take the new values of fragments that are due; tell if there were any."""
-        due = [fragment for fragment in self.fragments if fragment.due == self.step]
-        for fragment in due:
-            fragment.due = 0
+        due = []
+        for fragment in self.fragments:
+            if fragment.due == self.step:
+                fragment.due = 0
+                due.append(fragment)
         if due:
             self.land()
             # Alike on all ranks, as nothing travels now.
-            self._awaited = self._own.control.awaited
+            self.awaited = self._own.control.awaited
         for fragment in due:
             fragment.take(self._places(), self._alpha)
         return bool(due)
@@ -330,7 +333,8 @@ class OuterLoop:
         self._own_steps = self.step
         try:
             while True:
-                self.let_in()
+                if self.awaited:
+                    self.let_in()
                 self.advance()
         except AllJoinedError:
             pass
@@ -410,3 +414,69 @@ def outer_loop(
         return engine
 
     return OuterLoop(comm, make, spec, windows, alpha, places, line)
+
+
+def alone(comm: Communicator) -> Communicator:
+    """Return a communicator of this rank alone, in whose errors it has its number among all."""
+    local = LocalCommunicator(f"local steps of rank {comm.rank}", comm.gpu)
+    local.control = LocalControl(comm.rank)
+    return local
+
+
+def places(inner: Engine) -> Sequence[Arrays]:
+    """Return the arrays that hold parameters: the masters that an optimizer keeps, and the parameters, by name."""
+    masters: dict[str, Any] = {}
+    for bucket in inner.store.buckets_if_any or ():
+        flat = inner.optimizer.masters(bucket)
+        masters |= {} if flat is None else bucket.views(flat)
+    return masters, inner.store.values
+
+
+class LocalTraining:
+    """Steps of this rank alone, and exchanges with the others after some of them."""
+
+    def __init__(self, inner: Engine, outer: OuterLoop):
+        # Calls since the last step that counted; with ``num_batches`` several are one.
+        self.inner, self.outer, self.calls = inner, outer, 0
+
+    def run(self, loss: Loss) -> bool:
+        """Make a step of this rank alone, and the exchange that is due after it; tell if the step was applied."""
+        # A step that was refused, as not finite, counts in the window, so that all ranks count alike.
+        self.inner.check_open()
+        if not self.outer.begun:
+            loss = self.begin(loss)
+        if self.calls == 0 and self.outer.awaited:
+            self.outer.let_in()
+        try:
+            applied = self.inner.step_alone(loss, LOCAL_STEP)
+        except Exception as error:
+            # No other rank has raised it.
+            vars(error).pop("agreed", None)
+            raise
+        self.calls += 1
+        if self.calls == self.inner.accumulator.num_batches:
+            self.calls = 0
+            self.outer.advance()
+        return applied
+
+    def begin(self, loss: Loss) -> Any:
+        """Learn the parameters that a loss brings, and return its pairs.  Collective."""
+        collector, error = self.inner.store.collector, None
+        pairs: list[Any] = []
+        try:
+            pairs = collector.read(loss)
+            collector.enroll(param for param, _ in pairs)
+        except Exception as e:
+            error = e
+        try:
+            self.outer.begin(self.inner.store.values, error)
+        except Exception:
+            if not self.inner.store.started:
+                collector.forget()
+            raise
+        return pairs
+
+    def join(self) -> None:
+        """Take part in the others' exchanges until no rank has batches left (``OuterLoop.join``).  Collective."""
+        self.inner.check_open()
+        self.outer.join()

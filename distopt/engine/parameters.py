@@ -174,16 +174,23 @@ class GradientCollector:
     def collect(self, loss: Any, *watches: Watch) -> None:
         """Take in the gradients of a loss, whose pairs pass ``watches`` on their way; raise for the first wrong one."""
         arrived = self.read(loss, *watches)
-        if self._recognise(arrived):
-            self._refuse_changed()
-            if isinstance(arrived, LazyPairs):
-                self._refuse_reused()
-        else:
+        recognised = self._recognise(arrived)
+        if not recognised:
             by_name = self._read(arrived, self.order)
             if isinstance(arrived, LazyPairs):
                 _refuse_overwritten(list(by_name), [grad for _, grad in arrived])
             self._take(by_name)
-            self._refuse_changed()
+        changed = self._layout.changed()
+        if changed is not None:
+            # An array is the object that it was, but another one in place, as read-only.
+            name, known = list(self.order.items())[changed]
+            _checked_value(name, known.value, self.gpu)
+            raise ValueError(
+                f"{name}: the parameter's array must keep its dtype and shape, got {describe(known.value)} in place; "
+                "assign another array instead"
+            )
+        if recognised and isinstance(arrived, LazyPairs):
+            self._refuse_reused()
 
     def read(self, loss: Any, *watches: Watch) -> list[Any]:
         """Return the pairs of a loss; of one that yields without end, no more than show that one is given twice."""
@@ -254,17 +261,6 @@ class GradientCollector:
         self._arrived, self._arrived_ids = arrived, arrived_ids
         self.grads.replace(grads, addresses)
         return True
-
-    def _refuse_changed(self) -> None:
-        """ValueError for a parameter whose array is the object that it was, but changed in place, as to read-only."""
-        changed = self._layout.changed()
-        if changed is not None:
-            name, known = list(self.order.items())[changed]
-            _checked_value(name, known.value, self.gpu)
-            raise ValueError(
-                f"{name}: the parameter's array must keep its dtype and shape, got {describe(known.value)} in place; "
-                "assign another array instead"
-            )
 
     def _refuse_reused(self) -> None:
         """ValueError for two gradients at one address, of a loss that may have written over the first."""

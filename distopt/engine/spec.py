@@ -111,15 +111,10 @@ class StepSpec(NamedTuple):
         return f"{self.label} with {compressor!r}{clipped}{exchange}"
 
 
-class Outcome(NamedTuple):
-    """What a step is updated with, which all ranks have before one of them updates."""
-
-    # Of each bucket; None if there is nothing to apply.
-    sums: Iterable[Reduced] | None
-    # Makes means of them.
-    scale: float
-
-
+# What a step is updated with, which all ranks have before one of them updates: the sums of all buckets, None if there
+# is nothing to apply, and what makes means of them.
+Outcome = tuple[Iterable[Reduced] | None, float]
+NOTHING: Outcome = None, 0.0
 # Updates the parameters by a scale times the sums.
 Update = Callable[[Iterable[Reduced], float, StepSpec], None]
 

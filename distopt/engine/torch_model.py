@@ -293,13 +293,14 @@ class TorchModel:
 
     def gradients(self, loss: Any) -> Any:
         """Return a loss as (parameter, gradient) pairs want it."""
+
         # A tensor's `backward()` is called, and finds no gradients of an earlier one; a callable returns a tensor or
         # pairs.
-        if isinstance(loss, torch.Tensor):
-            return lambda: self._backward(loss)
-        if callable(loss):
-            return lambda: self._of_callable(loss)
-        return self._of_pairs(loss)
+        def pairs() -> Any:
+            found = loss if isinstance(loss, torch.Tensor) else loss()
+            return self._backward(found) if isinstance(found, torch.Tensor) else self._of_pairs(found)
+
+        return pairs if isinstance(loss, torch.Tensor) or callable(loss) else self._of_pairs(loss)
 
     def _backward(self, loss: torch.Tensor) -> Iterable[tuple[Parameter, Any]]:
         for p in self.parameters:
@@ -329,10 +330,6 @@ class TorchModel:
             self._arrived = None
             # Ask how it ended, once it has.
             done.exception()
-
-    def _of_callable(self, loss: Callable[[], Any]) -> Any:
-        found = loss()
-        return self._backward(found) if isinstance(found, torch.Tensor) else self._of_pairs(found)
 
     def _of_pairs(self, pairs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield the pairs as they come, with arrays in the place of tensors."""

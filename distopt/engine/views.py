@@ -126,7 +126,8 @@ def share_with_newcomers(engine: Engine) -> None:
         agreement.declare_numbers(engine.nonfinite.lines())
         agreement.vote("parameter_views", 0, part=", with ranks that have come")
         store.share_parameters()
-        store.commit()
+        if store.proposed:
+            store.commit()
 
     engine.comm.transaction(share)
 

@@ -28,10 +28,9 @@ from distopt.comm.meter import Meter
 from distopt.compress import Compressor
 from distopt.compress.state import State
 from distopt.dist_opt import SingaModes
-from distopt.engine.bucket_store import Packing
+from distopt.engine.agreement import describe
 from distopt.engine.engine import Engine
 from distopt.engine.reducers import Reducer, Reducers, Vote
-from distopt.engine.report import describe
 from distopt.engine.spec import GradientHook, Options, StepSpec
 from distopt.engine.undo import Undo
 from distopt.exchange.all_reduce import TravellingBucket
@@ -301,8 +300,8 @@ class SequentialReducer(Reducer):
         store.clear_counts()
         try:
             self._losses.collect(rank)
-            packing = Packing(1.0 / engine.nonfinite.policy.divisor, True, self._spec.clip_value)
-            store.pack_all(packing, multipliers=self._compressor.has_hooks)
+            scale, clip = 1.0 / engine.nonfinite.policy.divisor, self._spec.clip_value
+            store.pack_all(scale, True, clip, multipliers=self._compressor.has_hooks)
             return store.check.nonfinite_gradients()
         except Exception as error:
             engine.agree(engine.progress.name, engine.progress.calls, error)

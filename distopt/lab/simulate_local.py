@@ -12,8 +12,7 @@ from distopt.checks import check_float, check_int
 from distopt.comm.ledger import KEEP
 from distopt.compress import Compressor, Dense
 from distopt.engine.engine import Engine
-from distopt.engine.local_steps import alone, places
-from distopt.engine.outer_loop import Fragment, Windows, begin_all, outer_rule
+from distopt.engine.outer_loop import Fragment, Windows, alone, begin_all, outer_rule, places
 from distopt.engine.spec import GradientHook, Options, StepSpec
 from distopt.lab.simulate import Losses, VirtualRanks, checked_hosts, run_virtual, virtual_engine
 from distopt.optim import SGD, AnyOptimizer

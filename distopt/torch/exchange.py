@@ -228,7 +228,7 @@ class GradientExchange(Checkpointed):
             in their residuals stays, and their ``views`` have no means.
         """
         spec = self._spec if divisor is None else self._spec._replace(divisor=divisor)
-        found = ((p, gradients.get(p.name)) for p in self._model.parameters)
+        found = [(p, gradients.get(p.name)) for p in self._model.parameters]
         return self._exchange_found(found, lambda: (arrived, error), spec)
 
     def exchange_early(self, names: Iterable[str], arrival: Arrival) -> set[str]:

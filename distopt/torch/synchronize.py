@@ -257,17 +257,18 @@ class Synchronizer(GradientExchange):
     def _reach_output(self, _: torch.Tensor) -> None:
         """Begin, if the pass that has come to an output of the model will add to a gradient of it."""
         # So others hear of a pass that raises before it has come to a parameter.  `autograd.grad` adds to none.
-        if self._syncs and not self._waits and (self._sharded or self._accumulates()):
-            self._begin()
-
-    def _accumulates(self) -> bool:
-        executes = torch._C._will_engine_execute_node
-        leaves = (p for home in self._homes.values() if (p := home.find()) is not None and p.requires_grad)
+        if not self._syncs or self._waits:
+            return
+        adds, executes = self._sharded, torch._C._will_engine_execute_node
         try:
-            return any(executes(get_gradient_edge(p).node) for p in leaves)
+            for home in () if adds else self._homes.values():
+                p = home.find()
+                adds = adds or (p is not None and p.requires_grad and executes(get_gradient_edge(p).node))
         except (RuntimeError, AttributeError):
             # autograd.grad with respect to this very parameter; torch.func
-            return False
+            adds = False
+        if adds:
+            self._begin()
 
     def _note(self, name: str, p: torch.Tensor) -> None:
         """Note that a gradient came.  An undefined one comes too, and adds nothing."""
@@ -291,11 +292,8 @@ class Synchronizer(GradientExchange):
 
     def _at_end(self) -> None:
         call_back = torch.autograd.Variable._execution_engine.queue_callback
-        if self._sharded:
-            # The callback that makes shards of the gradients may come after this one.
-            call_back(lambda: call_back(self._end))
-        else:
-            call_back(self._end)
+        # The callback that makes shards of the gradients may come after this one.
+        call_back((lambda: call_back(self._end)) if self._sharded else self._end)
 
     def _end(self) -> None:
         """Exchange; inside of another pass, as checkpointed activations are computed in, when that one ends."""
@@ -369,7 +367,7 @@ class Synchronizer(GradientExchange):
             changed = next(name for name, version in versions.items() if now.get(name, version) != version)
             return ValueError(
                 f"{changed}: a parameter must not change before its gradient is the mean over ranks, which it is when "
-                "backward() returns, got an update inside of a backward pass; let the optimizer step behind it"
+                "backward() returns, got an update inside of a backward pass; let the optimizer step after it"
             )
         for name, gradient in arrived.items():
             if gradient.requires_grad:

@@ -15,7 +15,6 @@ from distopt.comm.control import agreed
 from distopt.engine.agreement import AllJoinedError
 from distopt.engine.engine import Attempt, Engine
 from distopt.engine.facade import Checkpointed, record_if_asked, watch_first_gradients
-from distopt.engine.join import join
 from distopt.engine.joining import Joining
 from distopt.engine.nonfinite import LossScaler
 from distopt.engine.parameters import Parameter, checked_gradient
@@ -305,12 +304,11 @@ class Trainer(Checkpointed):
     def _exchange_sums(self) -> list[Reduced] | None:
         """Return the sum over ranks of each bucket; None if it is not finite.  Collective."""
         engine = self.engine
-        with engine.stream_order:
-            attempt = engine.prepare(self._fresh_pairs(), self._spec)
-            if not engine.vote(attempt):
-                return None
+        attempt = engine.voted(engine.prepare, self._fresh_pairs(), self._spec)
+        if attempt is None:
+            return None
         with engine.progress.halfway:
-            reducer = engine.choose_reducer(attempt)
+            reducer = attempt.reducer or engine.choose_reducer(attempt.spec)
             return engine.finite_sums(reducer, reducer.reduce([b.gradient for b in engine.store.buckets]))
 
     def _write_sums(self, sums: list[Reduced]) -> bool:
@@ -336,38 +334,38 @@ class Trainer(Checkpointed):
     def _update_by_sums(self) -> bool:
         """Update by gradients that are the same on all ranks.  Collective."""
         engine, spec = self.engine, self._spec
-        if not engine.transaction(lambda: self._agree_on_sums(spec)) or not engine.settle_call(spec):
+        attempt = engine.transaction(lambda: engine.voted(self._packed_sums, spec))
+        if attempt is None or not engine.settle_call(spec):
             return False
         with engine.progress.halfway:
             engine.accumulator.open(0, reduced=True)
-            outcome = engine.hooked_and_clipped([unsharded(b.gradient) for b in engine.store.buckets], spec)
-            engine.update(outcome.sums or (), outcome.scale, spec)
+            sums: list[Reduced] = [unsharded(b.gradient) for b in engine.store.buckets]
+            engine.update(*engine.hooked_and_clipped(sums, 1.0 / engine.step_context.divisor, spec), spec)
         engine.end_call(applied=True)
         return True
 
-    def _agree_on_sums(self, spec: StepSpec) -> bool:
-        """Pack the sums as the caller has left them, and vote; False if all ranks skip them.  Collective."""
+    def _packed_sums(self, spec: StepSpec) -> Attempt:
+        """Pack the sums as the caller has left them; an error is kept for the vote."""
         engine, attempt = self.engine, Attempt(spec)
-        with engine.stream_order:
-            attempt.error = engine.begin()
-            if not attempt.error:
-                attempt.compressor = engine.compressor
-                # An error is kept for the vote.
-                try:
-                    engine.store.clear_counts()
-                    engine.checked_threshold(spec)
-                    engine.step_context.resume(spec)
-                    engine.declare_numbers(attempt.compressor)
-                    for p in self._active:
-                        if engine.store.collector.order[p.name].value is not p.data:
-                            raise ValueError(
-                                f"{p.name}: data must be the array of when its gradient was summed, got another one"
-                            )
-                    sums = {p.name: p.grad for p in self._active if p.name in self._touched}
-                    read_sums(engine.store.buckets, sums, _checked_sum)
-                except Exception as error:
-                    attempt.error = error
-            return engine.vote(attempt)
+        attempt.error = engine.begin()
+        if attempt.error:
+            return attempt
+        attempt.compressor = engine.compressor
+        try:
+            engine.store.clear_counts()
+            engine.checked_threshold(spec)
+            engine.step_context.resume(spec)
+            engine.declare_numbers(attempt.compressor)
+            for p in self._active:
+                if engine.store.collector.order[p.name].value is not p.data:
+                    raise ValueError(
+                        f"{p.name}: data must be the array of when its gradient was summed, got another one"
+                    )
+            sums = {p.name: p.grad for p in self._active if p.name in self._touched}
+            read_sums(engine.store.buckets, sums, _checked_sum)
+        except Exception as error:
+            attempt.error = error
+        return attempt
 
     # -- freshness
 
@@ -400,8 +398,7 @@ class Trainer(Checkpointed):
         """Return all ranks' reports if they make the same call; else raise on all alike, unchanged.  Collective."""
         engine = self.engine
         engine.check_open()
-        with engine.stream_order:
-            engine.resolve_last_step()
+        engine.resolve_last_step()
         try:
             number = as_float("batch_size", batch_size)
             if not LEAST <= number <= MOST:
@@ -467,7 +464,7 @@ class Trainer(Checkpointed):
 
         As ``DistOpt.join``; the others must continue with ``step`` and this rank's last batch size.
         """
-        join(self.engine, self._shadow_step)
+        self.engine.join(self._shadow_step)
 
     def _shadow_step(self) -> None:
         """Make the last step again, without gradients.  Collective."""

@@ -163,7 +163,7 @@ def mixed(opt, kinds, params, value):
 def test_a_window_with_sync_on_apply_false_has_steps_of_one_kind(kinds):
     def main(comm):
         params, opt = two(), DistOpt(SGD(1.0), comm, num_batches=2, sync_on_apply=False)
-        with pytest.raises(ValueError, match=rf"sync_on_apply=False: .* got a {kinds[1]} one behind a {kinds[0]} one"):
+        with pytest.raises(ValueError, match=rf"sync_on_apply=False: .* got a {kinds[1]} one after a {kinds[0]} one"):
             mixed(opt, kinds, params, comm.rank + 1.0)
         assert all((p.data == 0).all() for p in params)
         mixed(opt, kinds[:1], params, comm.rank + 1.0)  # the window is as it was

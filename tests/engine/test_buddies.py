@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from distopt import DistOpt, Parameter, run_ranks
 from distopt.comm import Elastic, Metered
-from distopt.engine.buddies import Division, _common, _elements
+from distopt.engine.buddies import Division, _elements
 from distopt.kernels.layout import CHUNK, BucketLayout
 from distopt.optim import SGD, Adam, Muon
 from distopt.optim.optimizer import Table
@@ -179,9 +179,9 @@ def test_each_element_is_in_one_share_and_in_one_part_of_it_that_moves(sizes, nu
     table, counts = Table(members, [], number), np.zeros((2, members.extent), int)
     for r in range(before):
         mine = Division(r, before).chunks(table)
-        counts[0, _elements(members, *mine)] += 1
+        counts[0, _elements(members, [mine])] += 1
         for s in range(after):
-            counts[1, _elements(members, *_common([mine, Division(s, after).chunks(table)]))] += 1
+            counts[1, _elements(members, [mine, Division(s, after).chunks(table)])] += 1
     for row, count in itertools.product(range(len(sizes)), counts):
         assert (members.view(count, row) == 1).all()
 
