@@ -1,8 +1,4 @@
-"""What a rank keeps of a bucket between steps: by name, and by what becomes of it where ranks come and go.
-
-What waits to be sent is this rank's own: residuals, velocities, and what the owner of a shard owes.  Other ranks than
-saved it share it out, so that the mean that waits stays as it was; a rank that joins begins with none.
-"""
+"""What a rank keeps of a bucket between steps: by name, and by what becomes of it where ranks come and go."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -10,6 +6,9 @@ from typing import TypeVar
 import numpy as np
 
 from distopt import device, kernels
+
+# What waits to be sent is this rank's own: residuals, velocities, and what the owner of a shard owes.  Other ranks than
+# saved it share it out, so that the mean that waits stays as it was; a rank that joins begins with none.
 
 T = TypeVar("T")
 State = dict[str, np.ndarray]  # by name, arrays of the bucket's size that outlive a step

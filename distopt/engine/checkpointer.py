@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from distopt import device
-from distopt.checkpoint import CheckpointError, Pending, file, folder, lock, resharding
+from distopt.checkpoint import CheckpointError, Pending, file, folder, lock
 from distopt.checks import check_int
 from distopt.comm.control import agreed
 from distopt.device import is_array
 from distopt.engine.hooks import StepHook
+from distopt.engine.resharding import SavedRanks
 from distopt.engine.training_state import TrainingState, Tree
 from distopt.resilience import job, signals
 
@@ -202,7 +203,7 @@ class Checkpointer:
             if saved != comm.size:
                 self.note(f"{place}: {saved} ranks saved it, {comm.size} go on; the pending mean stays as it was")
             of_all, of_rank = read(None), read(comm.rank % saved)
-            of_ranks = resharding.SavedRanks(saved, comm.rank, comm.size, of_rank, read)
+            of_ranks = SavedRanks(saved, comm.rank, comm.size, of_rank, read)
             state, parameters = self.training.unite(place, about, of_all, of_ranks)
             into.append((state, parameters, of_rank["extra"]))
         except (CheckpointError, OSError) as error:

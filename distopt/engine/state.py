@@ -10,11 +10,11 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.buckets import States
-from distopt.checkpoint.resharding import SavedRanks
 from distopt.checks import check_int
 from distopt.comm import Communicator
 from distopt.compress.state import shared
 from distopt.engine.engine import Engine
+from distopt.engine.resharding import SavedRanks
 from distopt.engine.training_state import Arrays, TrainingState, Tree, optimizer_text
 from distopt.engine.undo import Undo
 from distopt.engine.views import share_with_newcomers

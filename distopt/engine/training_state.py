@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from distopt.checkpoint.resharding import SavedRanks
 from distopt.comm import Communicator
 from distopt.engine.agreement import Agreement
 from distopt.engine.hooks import StepHook
 from distopt.engine.parameters import GradientCollector
+from distopt.engine.resharding import SavedRanks
 
 # Dicts, lists, numbers, texts and arrays.
 Tree = dict[str, Any]

@@ -29,10 +29,8 @@ class SavedRanks(NamedTuple):
         return mean(self.saved, lambda rank: part(self.read(rank)))
 
     def states(self, part: Callable[[Tree], States], window_of_sums: bool = False) -> States:
-        """Return what of buckets' states is this rank's: what waits to be sent, and what all ranks have alike.
-
-        ``window_of_sums``: a window of batches has sums over ranks, which all have alike.
-        """
+        """Return what of buckets' states is this rank's: what waits to be sent, and what all ranks have alike."""
+        # window_of_sums: a window of batches has sums over ranks, which all have alike.
         mine, factor = part(self.mine), self.size / self.saved
         if self.saved == self.size:
             return mine
