@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from distopt.resilience import membership
 from distopt.resilience.job import AWAITED
 from distopt.resilience.membership import Epoch, Line, Membership
-from distopt.run.lines import Lines
-from distopt.run.memberships import Memberships
+from distopt.run.rendezvous import Lines, Rendezvous
 
 # A history: each event is a member that asks, or is lost.
 EVENTS = st.lists(st.tuples(st.sampled_from(["ask", "lose"]), st.integers(0, 4)), max_size=40)
@@ -84,19 +83,19 @@ def test_a_newcomer_is_a_member_once_all_let_it_in(events):
 
 
 class Hearing:
-    """Memberships, and the lines of their members, as a launcher has them."""
+    """A rendezvous, and the lines of their members, as a launcher has them."""
 
     def __init__(self, size, folder):
-        self._lines = Lines(lambda *said: self.memberships.hear(*said))
+        self._lines = Lines(lambda *said: self.rendezvous.hear(*said))
         self.sockets = [self._lines.add(member) for member in range(size)]
-        self.memberships = Memberships(range(size), self._lines.send, folder)
+        self.rendezvous = Rendezvous(range(size), self._lines.send, folder)
         self.lines = [Line(theirs, member) for member, theirs in enumerate(self.sockets)]
         self._lines.start()
 
     def add(self):
         """One more process's line."""
         member = len(self.sockets)
-        self.memberships.add(member)
+        self.rendezvous.add(member)
         self.sockets.append(self._lines.add(member))
         return Line(self.sockets[-1], member)
 
@@ -147,33 +146,33 @@ def test_all_members_are_told_the_same_over_their_lines(hearing):
     job.end(2)
     second = Epoch(1, [0, 1, 3], ["I am 0", "I am 1", "I am 3"])
     assert ask_all([lines[0], lines[1], lines[3]]) == dict.fromkeys([0, 1, 3], second)
-    job.memberships.lose(3)  # which has forked a child that has the line too
+    job.rendezvous.hear(3, None)  # which has forked a child that has the line too
     assert ask_all(lines[:2]) == dict.fromkeys([0, 1], Epoch(2, [0, 1], ["I am 0", "I am 1"]))
 
 
 def test_a_communicator_that_is_asked_for_later_has_those_that_live(hearing):
     job = hearing(3)
-    job.memberships.lose(0)
+    job.rendezvous.hear(0, None)
     assert ask_all(job.lines[1:], "second") == dict.fromkeys([1, 2], Epoch(0, [1, 2], ["I am 1", "I am 2"]))
 
 
 def test_who_keeps_others_waiting_is_known(hearing):
     job = hearing(3)
-    memberships, lines = job.memberships, job.lines
-    assert memberships.awaited() == set()
+    rendezvous, lines = job.rendezvous, job.lines
+    assert rendezvous.awaited() == set()
     asking = threading.Thread(target=lines[1].ask, args=["world", ""])
     asking.start()
-    while memberships.awaited() != {0, 2}:
+    while rendezvous.awaited() != {0, 2}:
         assert asking.is_alive()
     ask_all([lines[0], lines[2]])
     asking.join(10)
-    assert memberships.awaited() == set()
+    assert rendezvous.awaited() == set()
 
 
 def test_what_a_lost_member_has_sent_before_is_not_heard(hearing):
     job = hearing(2)
-    job.memberships.lose(0)
-    job.memberships.hear(0, {"of": "world", "text": "late", "lets_in": False, "first": []})
+    job.rendezvous.hear(0, None)
+    job.rendezvous.hear(0, {"of": "world", "text": "late", "lets_in": False, "first": []})
     assert ask_all(job.lines[1:]) == {1: Epoch(0, [1], ["I am 1"])}
 
 
