@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distopt.resilience.job import AWAITED
-from distopt.resilience.membership import MESSAGE, Membership
+from distopt.resilience.membership import MESSAGE, Quorum
 
 WORLD = "world"  # the communicator that all ranks which were started are in
 
@@ -70,7 +70,7 @@ class Lines:
 
 
 class Rendezvous:
-    """A ``Membership`` for each communicator of a job, and what its processes tell each other."""
+    """A ``Quorum`` for each communicator of a job, and what its processes tell each other."""
 
     # The first epoch of a communicator waits for all processes that live when it is asked for first; that of `WORLD`
     # waits for all that were started.
@@ -84,7 +84,7 @@ class Rendezvous:
         self._send = send  # is given a number, and a message for that process
         self._living = set(members)
         self._awaited = folder / AWAITED
-        self._of = {WORLD: Membership(self._living)}
+        self._of = {WORLD: Quorum(self._living)}
         self._lock = threading.Lock()
 
     def add(self, member: int) -> None:
@@ -102,26 +102,26 @@ class Rendezvous:
                     self._living.remove(member)
                     for other in self._living:
                         self._send(other, {"lost": member})
-                    for name, membership in self._of.items():
-                        membership.lose(member)
+                    for name, quorum in self._of.items():
+                        quorum.lose(member)
                         self._begin(name)
                 case {"put": _, "to": to}:
                     for other in self._living.intersection(to):
                         self._send(other, message)
                 case {"of": name, "text": text, "lets_in": lets_in, "first": first}:
                     living = self._living & set(first) if first else self._living
-                    self._of.setdefault(name, Membership(living)).ask(member, text, lets_in)
+                    self._of.setdefault(name, Quorum(living)).ask(member, text, lets_in)
                     self._begin(name)
 
     def awaited(self) -> set[int]:
         """The members that have not asked for an epoch that others wait for."""
         with self._lock:
-            return set().union(*(membership.awaited() for membership in self._of.values()))
+            return set().union(*(quorum.awaited() for quorum in self._of.values()))
 
     def _begin(self, name: str) -> None:
         """Tell the members of a communicator of its next epoch, if it begins."""
         epoch = self._of[name].begin()
-        if name == WORLD and bool(self._of[name].newcomers()) != self._awaited.exists():
+        if name == WORLD and bool(self._of[name].joiners()) != self._awaited.exists():
             self._awaited.unlink() if self._awaited.exists() else self._awaited.touch(mode=0o600)
         if epoch:
             for member in epoch.members:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from distopt.resilience import membership
 from distopt.resilience.job import AWAITED
-from distopt.resilience.membership import Epoch, Line, Membership
+from distopt.resilience.membership import Epoch, MemberLine, Quorum
 from distopt.run.rendezvous import Lines, Rendezvous
 
 # A history: each event is a member that asks, or is lost.
@@ -21,7 +21,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["ask", "lose"]), st.integers(0, 4))
 
 @given(st.integers(1, 5), EVENTS)
 def test_an_epoch_begins_when_all_that_live_have_asked(size, events):
-    made, living, asked, epochs = Membership(range(size)), set(range(size)), {}, []
+    made, living, asked, epochs = Quorum(range(size)), set(range(size)), {}, []
     for moment, (what, member) in enumerate(events):
         if member not in living:
             continue
@@ -44,12 +44,12 @@ def test_an_epoch_begins_when_all_that_live_have_asked(size, events):
 
 
 def test_one_that_is_no_member_waits_until_all_members_let_it_in():
-    made = Membership([0, 1])
+    made = Quorum([0, 1])
     for member in (0, 2, 1):
         assert made.begin() is None
         made.ask(member, "", lets_in=True)
     assert made.begin().members == [0, 1], "not into the first epoch"
-    assert made.newcomers() == {2}
+    assert made.joiners() == {2}
     assert made.awaited() == set(), "nobody waits for members but a newcomer"
     made.ask(0, "", lets_in=True)
     made.ask(1, "")  # it has lost a rank, in the middle of a step
@@ -58,12 +58,12 @@ def test_one_that_is_no_member_waits_until_all_members_let_it_in():
     assert made.awaited() == {1}
     made.ask(1, "", lets_in=True)
     assert made.begin().members == [0, 1, 2]
-    assert made.newcomers() == set()
+    assert made.joiners() == set()
 
 
 @given(st.lists(st.tuples(st.sampled_from(["ask", "let in", "lose"]), st.integers(0, 5)), max_size=60))
 def test_a_newcomer_is_a_member_once_all_let_it_in(events):
-    made, members, asked, number = Membership(range(3)), {0, 1, 2}, {}, -1
+    made, members, asked, number = Quorum(range(3)), {0, 1, 2}, {}, -1
     for what, member in events:
         if what == "lose":
             members.discard(member)
@@ -79,7 +79,7 @@ def test_a_newcomer_is_a_member_once_all_let_it_in(events):
             members, number = set(asked) if whole else set(members), number + 1
             assert epoch.members == sorted(members)
             asked = {m: lets_in for m, lets_in in asked.items() if m not in members}
-        assert made.newcomers() == asked.keys() - members
+        assert made.joiners() == asked.keys() - members
 
 
 class Hearing:
@@ -89,7 +89,7 @@ class Hearing:
         self._lines = Lines(lambda *said: self.rendezvous.hear(*said))
         self.sockets = [self._lines.add(member) for member in range(size)]
         self.rendezvous = Rendezvous(range(size), self._lines.send, folder)
-        self.lines = [Line(theirs, member) for member, theirs in enumerate(self.sockets)]
+        self.lines = [MemberLine(theirs, member) for member, theirs in enumerate(self.sockets)]
         self._lines.start()
 
     def add(self):
@@ -97,7 +97,7 @@ class Hearing:
         member = len(self.sockets)
         self.rendezvous.add(member)
         self.sockets.append(self._lines.add(member))
-        return Line(self.sockets[-1], member)
+        return MemberLine(self.sockets[-1], member)
 
     def end(self, member):
         """Close a line, as the end of its process does."""
@@ -231,7 +231,7 @@ def test_the_end_of_the_launcher_is_an_error():
     with theirs:
         threading.Timer(0.05, ours.close).start()
         with pytest.raises(ConnectionError, match="the launcher has ended"):
-            Line(theirs, 0).ask("world", "")
+            MemberLine(theirs, 0).ask("world", "")
 
 
 def test_a_process_has_one_line_and_leaves_it_to_no_other(monkeypatch):
