@@ -27,7 +27,7 @@ IDENTITY = re.compile(
 )
 
 
-class Launcher(NamedTuple):
+class LauncherVariables(NamedTuple):
     """The names of a launcher's environment variables."""
 
     size: str
@@ -35,9 +35,9 @@ class Launcher(NamedTuple):
     name: str
 
 
-OPEN_MPI = Launcher("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "an Open MPI mpirun")
-MPICH = Launcher("PMI_SIZE", "PMI_RANK", "an MPICH-like mpiexec")
-SRUN = Launcher("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun")
+OPEN_MPI = LauncherVariables("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "an Open MPI mpirun")
+MPICH = LauncherVariables("PMI_SIZE", "PMI_RANK", "an MPICH-like mpiexec")
+SRUN = LauncherVariables("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun")
 
 
 class Launch(NamedTuple):

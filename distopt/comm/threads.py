@@ -18,7 +18,7 @@ from distopt.comm.communicator import (
 )
 from distopt.comm.control import ControlChannel, PeerLeft
 from distopt.comm.outside import Outside
-from distopt.resilience.membership import Epoch, Membership
+from distopt.resilience.membership import Epoch, Quorum
 
 _thread = threading.local()  # ``rank``: the communicator of a thread that run_ranks started
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Crew:
         self._meetings: list[Meeting] = []
         self._ended: set[int] = set()
         # by the members of the first epoch
-        self._memberships: dict[tuple[int, ...], Membership] = {}
+        self._quorums: dict[tuple[int, ...], Quorum] = {}
         # by these and rank
         self._epochs: dict[tuple[tuple[int, ...], int], tuple[Epoch, list[Meeting]]] = {}
 
@@ -50,8 +50,8 @@ class Crew:
         with self._changed:
             self._ended.add(rank)
             meetings = list(self._meetings)
-            for first, membership in self._memberships.items():
-                membership.lose(rank)
+            for first, quorum in self._quorums.items():
+                quorum.lose(rank)
                 self._begin(first)
         for meeting in meetings:
             meeting.leave(rank)
@@ -67,15 +67,15 @@ class Crew:
         with self._changed:
             if member in self._ended:
                 raise RuntimeError(f"rank {member} has ended")
-            if first not in self._memberships:
-                self._memberships[first] = Membership(set(first) - self._ended)
-            self._memberships[first].ask(member, text, lets_in)
+            if first not in self._quorums:
+                self._quorums[first] = Quorum(set(first) - self._ended)
+            self._quorums[first].ask(member, text, lets_in)
             self._begin(first)
             self._changed.wait_for(lambda: (first, member) in self._epochs)
             return self._epochs.pop((first, member))
 
     def _begin(self, first: tuple[int, ...]) -> None:
-        epoch = self._memberships[first].begin()
+        epoch = self._quorums[first].begin()
         if epoch:
             meetings = [Meeting(epoch.members, self) for _ in range(2)]
             self._epochs |= {(first, member): (epoch, meetings) for member in epoch.members}
@@ -84,7 +84,7 @@ class Crew:
     def awaits(self, first: tuple[int, ...]) -> bool:
         """Whether a rank that is none of these waits to join them."""
         with self._changed:
-            return first in self._memberships and bool(self._memberships[first].newcomers())
+            return first in self._quorums and bool(self._quorums[first].joiners())
 
 
 class Meeting:

@@ -1,6 +1,6 @@
 """Who takes part in a job that continues without the ranks it loses: epochs, and how a rank asks for the next one.
 
-``distopt run --elastic`` has a ``Membership`` for each communicator, and a socket to each process that it has started.
+``distopt run --elastic`` has a ``Quorum`` for each communicator, and a socket to each process that it has started.
 A process that finds that another one has ended asks for the next epoch; it begins when all that live have asked.
 """
 
@@ -38,21 +38,21 @@ class Epoch(NamedTuple):
     texts: list[str]  # what each member said when it asked, by rank
 
 
-class Membership:
+class Quorum:
     """Members of one communicator, epoch by epoch.
 
     Example:
-        >>> membership = Membership(range(3))
+        >>> quorum = Quorum(range(3))
         >>> for member in range(3):
-        ...     membership.ask(member, f"I am {member}")
-        >>> membership.begin().members
+        ...     quorum.ask(member, f"I am {member}")
+        >>> quorum.begin().members
         [0, 1, 2]
-        >>> membership.ask(2, "who is there?")
-        >>> membership.begin() is None  # until member 0 has asked too, and member 1 has asked or was lost
+        >>> quorum.ask(2, "who is there?")
+        >>> quorum.begin() is None  # until member 0 has asked too, and member 1 has asked or was lost
         True
-        >>> membership.lose(1)
-        >>> membership.ask(0, "")
-        >>> membership.begin()
+        >>> quorum.lose(1)
+        >>> quorum.ask(0, "")
+        >>> quorum.begin()
         Epoch(number=1, members=[0, 2], texts=['', 'who is there?'])
     """
 
@@ -81,7 +81,7 @@ class Membership:
         """The members that others wait for."""
         return self.members - self._asked.keys() if self.members & self._asked.keys() else set()
 
-    def newcomers(self) -> set[int]:
+    def joiners(self) -> set[int]:
         """Those that have asked and are no members yet."""
         return self._asked.keys() - self.members
 
@@ -97,7 +97,7 @@ class Membership:
         return epoch
 
 
-class Line:
+class MemberLine:
     """A process's end of its socket to the launcher, and the thread that reads it."""
 
     def __init__(self, line: socket.socket, member: int):
@@ -191,15 +191,15 @@ def joins(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(JOINS, "") == "1"
 
 
-def line(environ: MutableMapping[str, str] = os.environ) -> Line | None:
+def line(environ: MutableMapping[str, str] = os.environ) -> MemberLine | None:
     """Return this process's line to the launcher; None if it has none."""
     # Processes that this one starts are no ranks: neither the socket nor the variable that names it is left to them.
     global _line
     if LINE in environ:
         descriptor = int(environ.pop(LINE))
         os.set_inheritable(descriptor, False)
-        _line = Line(socket.socket(fileno=descriptor), int(environ[MEMBER]))
+        _line = MemberLine(socket.socket(fileno=descriptor), int(environ[MEMBER]))
     return _line
 
 
-_line: Line | None = None
+_line: MemberLine | None = None

@@ -11,7 +11,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from distopt.resilience import job
@@ -30,7 +29,6 @@ CRASHES = {  # by faulthandler's words
 }
 # frames below the script's own
 RUNNER = re.compile(r'File "(<frozen runpy>|[^"]*(/runpy|/resilience/rank)\.py)"')
-NONE: "Mapping[int, subprocess.Popen[bytes]]" = MappingProxyType({})
 SOON = 0.02  # seconds between two looks for ranks that have not entered yet
 
 
@@ -41,25 +39,35 @@ class Fault(NamedTuple):
     code: int  # the exit code, 0 if it is unknown
 
 
+class End(NamedTuple):
+    """How a rank has ended."""
+
+    rank: int
+    in_order: bool  # whether it came to the end of its script, with exit code 0
+    told: str  # in words: a line, and the traceback of a crash
+    code: int  # the exit code of a rank that failed, as a shell has it; 0 if only the launcher knows it
+
+
 class Ends:
     """The processes of a job's ranks, in the order in which they ended, even if they are checked late."""
 
     def __init__(
-        self, folder: Path, size: int, launcher: int, children: "Mapping[int, subprocess.Popen[bytes]]" = NONE
+        self, folder: Path, size: int, launcher: int, children: "Mapping[int, subprocess.Popen[bytes]] | None" = None
     ):
         # children: known before they have left a mark
-        self._folder, self._size, self._children = folder, size, children
+        self._folder, self._size, self._children = folder, size, dict(children or {})
         self._ready = select.epoll()  # tells in the order in which things happened
         # launcher: may end before all ranks are known
         self._launcher = -1 if children else self._open(launcher)
-        self._pids = {rank: child.pid for rank, child in children.items()}
+        self._pids = {rank: child.pid for rank, child in self._children.items()}
         self._handles = {rank: self._open(pid) for rank, pid in self._pids.items()}
         # ranks by pipe, which an end closes before a launcher can notice it
         self._pipes: dict[int, int] = {}
         self._closed: list[int] = []  # ranks whose pipe is closed
         self._ended: list[int] = []  # ranks
 
-    def close(self) -> None:
+    def close(self, code: int = 0) -> None:
+        """Close what is open, when all have ended, with the job's exit code."""
         self._ready.close()
         for handle in (self._launcher, *self._handles.values(), *self._pipes):
             if handle >= 0:
@@ -68,11 +76,16 @@ class Ends:
     def look(self, seconds: float) -> list[job.Rank]:
         """Return the ranks' marks after so many seconds, or as soon as a process ends."""
         self._note(seconds if len(self._pids) >= self._size else SOON)
-        ranks = job.entered(self._folder)  # after it, so that who has ended has left all its marks
+        ranks = self.marks()  # after it, so that who has ended has left all its marks
         for rank in sorted(ranks, key=lambda rank: rank.votes):  # those who came further waited
-            if rank.rank not in self._pids:
+            if rank.pid and rank.rank not in self._pids:  # 0 is a process of another machine
                 self._pids[rank.rank], self._handles[rank.rank] = rank.pid, self._open(rank.pid)
                 self._open_pipe(rank.rank)
+        return ranks
+
+    def marks(self) -> list[job.Rank]:
+        """Return the ranks' marks; of children too that have left none."""
+        ranks = job.entered(self._folder)
         unmarked = self._pids.keys() - {rank.rank for rank in ranks}
         return ranks + [job.Rank(rank, self._pids[rank], {}, 0, "", "") for rank in sorted(unmarked)]
 
@@ -81,22 +94,18 @@ class Ends:
         by_number = {rank.rank: rank for rank in ranks}
         return [by_number[number] for number in self._ended]
 
-    def in_order(self, rank: job.Rank) -> bool:
-        """Tell if a rank that has ended came to the end of its script, with exit code 0."""
-        left = rank.crash or rank.marks.keys() & {job.EXIT, job.OS_EXIT, job.SPOKEN}
-        return job.DONE in rank.marks and not left and not self._status(rank.rank)
-
     def is_stopped(self, rank: job.Rank) -> bool:
         """Tell if a signal has stopped a rank, until another one continues it."""
         return job.state(rank.pid) in "Tt"
 
-    def send(self, rank: int, number: int) -> None:
+    def send(self, rank: job.Rank, number: int) -> None:
         """Send a signal to a rank, if it has not ended."""
+        handle = self._handles.get(rank.rank, -1)
         with contextlib.suppress(ProcessLookupError):
-            if self._handles[rank] >= 0:
-                signal.pidfd_send_signal(self._handles[rank], number)
-            elif rank not in self._ended:
-                os.kill(self._pids[rank], number)
+            if handle >= 0:
+                signal.pidfd_send_signal(handle, number)
+            elif rank.rank not in self._ended:
+                os.kill(rank.pid, number)
 
     def _open(self, pid: int) -> int:
         """Return a handle that becomes readable when a process ends; -1 if it has ended, or without pidfd_open."""
@@ -137,11 +146,12 @@ class Ends:
         for rank in (by_number[number] for number in self._ended):
             if rank in by_itself or job.DONE not in rank.marks or self._status(rank.rank):
                 if spoken:
-                    return Fault("", self.code(spoken[0]))
+                    return Fault("", self.end_of(spoken[0]).code)
                 # whom a launcher ends leaves no mark, but may be gone before the kernel tells of the end that caused it
                 closed = [by_number[number] for number in self._closed if self._is_gone(number)]
                 first = rank if rank in by_itself else [*by_itself, *closed, rank][0]
-                return Fault(self.told(first), self.code(first))
+                end = self.end_of(first)
+                return Fault(end.told, end.code)
         joined = [rank.rank for rank in ranks if job.MPI in rank.marks]
         never = [rank.rank for rank in ranks if job.DONE in rank.marks and job.MPI not in rank.marks]
         if joined and never:
@@ -157,31 +167,31 @@ class Ends:
             time.sleep(0.01)
         return True
 
-    def told(self, rank: job.Rank) -> str:
-        """Describe how a rank ended: a line, and the traceback of a crash."""
+    def end_of(self, rank: job.Rank) -> End:
+        """Tell how a rank has ended."""
         status = self._status(rank.rank)
-        if rank.crash:
-            trace = [line for line in rank.crash.rstrip().splitlines() if not RUNNER.search(line)]
-            return "\n".join([f"rank {rank.rank} crashed {rank.where}", *trace])
-        for kind, name in ((job.SPOKEN, "exit code {}"), (job.OS_EXIT, "os._exit({})"), (job.EXIT, "exit code {}")):
-            if kind in rank.marks:
-                how = name.format(*sorted(rank.marks[kind]))
-                return f"rank {rank.rank} ended by {how} {rank.where}"
-        if status is None:
-            return f"rank {rank.rank} ended without a word {rank.where}: killed, or left by an exit of C's"
-        if status < 0:
-            return f"rank {rank.rank} was killed by {signal.Signals(-status).name} {rank.where}"
-        return f"rank {rank.rank} ended without a word {rank.where}: by an exit of C's, with code {status}"
-
-    def code(self, rank: job.Rank) -> int:
-        """Return the exit code of a rank that failed, as a shell has it; 0 if only the launcher knows it."""
-        kinds = (job.SPOKEN, job.OS_EXIT, job.EXIT)
-        marked = [int(code) for kind in kinds for code in rank.marks.get(kind, ())]
+        left = [
+            (kind, code) for kind in (job.SPOKEN, job.OS_EXIT, job.EXIT) for code in sorted(rank.marks.get(kind, ()))
+        ]
         crashed = [
             -number for words, number in CRASHES.items() if rank.crash.startswith(f"Fatal Python error: {words}")
         ]
-        status = [*marked, *crashed, self._status(rank.rank)][0]
-        return 0 if status is None else exit_code(status) or 1
+        known = [*(int(code) for _, code in left), *crashed, status][0]
+        code = 0 if known is None else exit_code(known) or 1
+        if rank.crash:
+            trace = [line for line in rank.crash.rstrip().splitlines() if not RUNNER.search(line)]
+            told = "\n".join([f"rank {rank.rank} crashed {rank.where}", *trace])
+        elif left:
+            how = "os._exit({})" if left[0][0] == job.OS_EXIT else "exit code {}"
+            told = f"rank {rank.rank} ended by {how.format(left[0][1])} {rank.where}"
+        elif status is None:
+            told = f"rank {rank.rank} ended without a word {rank.where}: killed, or left by an exit of C's"
+        elif status < 0:
+            told = f"rank {rank.rank} was killed by {signal.Signals(-status).name} {rank.where}"
+        else:
+            told = f"rank {rank.rank} ended without a word {rank.where}: by an exit of C's, with code {status}"
+        in_order = job.DONE in rank.marks and not (rank.crash or left or status)
+        return End(rank.rank, in_order, told, code)
 
     def _status(self, rank: int) -> int | None:
         """Return a rank's status as ``subprocess`` has it; None where the kernel does not tell."""

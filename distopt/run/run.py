@@ -1,26 +1,29 @@
 """``distopt run -n N script.py``: N ranks on this machine, started the safe way."""
 
 import argparse
-import contextlib
-import math
+import importlib.util
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from distopt.resilience import job
-from distopt.run import elastic, segments
-from distopt.run.ends import Ends, Fault, exit_code
+from distopt.resilience import job, membership
 from distopt.run.job_folder import job_folder
-from distopt.run.launcher import check_brands, find_launcher, on_loopback
-from distopt.run.processes import END_SECONDS, POLL_SECONDS, RANK, TIMED_OUT, end, handling_signals, say
-
-KILLING = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
+from distopt.run.launcher import (
+    GROWING,
+    PIP,
+    ULFM,
+    check_brands,
+    environment,
+    find_engine,
+    find_launcher,
+    on_loopback,
+)
+from distopt.run.nodes import Agent, Members, Place, meet, place
+from distopt.run.processes import RANK, say
+from distopt.run.started import Launched, Started
+from distopt.run.supervisor import Supervisor
 
 
 def add_to(commands: Any) -> None:
@@ -58,21 +61,13 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Start the job, again if it fails and may be restarted; return the script's exit code."""
-    if not args.elastic:
-        given = [f"--over {args.over}"] * bool(args.over) + [f"--nodes {args.nodes}"] * (args.nodes != 1)
-        if not given:
-            return start_given(args, {})
+    if args.elastic:
+        return start_elastic(args)
+    given = [f"--over {args.over}"] * bool(args.over) + [f"--nodes {args.nodes}"] * (args.nodes != 1)
+    if given:
         say(f"{given[0]} must be given with --elastic")
         return 2
-    script = check(args)
-    if not script:
-        return 2
-    try:
-        place = elastic.place_of(args.nodes, args.node, args.at, args.over, args.restarts)
-    except ValueError as error:
-        say(str(error))
-        return 2
-    return elastic.start(script, args.ranks, args.over, args.timeout, args.restarts, place)
+    return start_given(args, {})
 
 
 def start_given(args: argparse.Namespace, variables: Mapping[str, str]) -> int:
@@ -121,94 +116,64 @@ def start(
     except RuntimeError as error:
         say(str(error))
         return 2
-    command = [*launcher.command(ranks), sys.executable, str(RANK), *script]
+    command = [sys.executable, str(RANK), *script]
     for attempt in range(restarts + 1):
         with job_folder() as folder:
             env = launcher.environment(ranks) | dict(variables)
             env |= on_loopback(env) | {job.FOLDER: str(folder), "DISTOPT_RESTART": str(attempt)}
-            code, final = Job(command, env, folder, ranks).supervise(timeout)
-        if final or attempt == restarts:
+            started = Launched(launcher.command(ranks), command, env, ranks, folder)
+            supervisor = Supervisor(started, ranks, spare=0)
+            code = supervisor.supervise(timeout)
+        # a success, a signal or a time limit is final
+        if code == 0 or supervisor.was_ended or attempt == restarts:
             break
         say(f"exit code {code}; restart {attempt + 1} of {restarts}")
     return code
 
 
-class Job:
-    """A launcher in a session of its own, which ends with this process, and the ranks that it has started."""
-
-    def __init__(self, command: Sequence[str], env: dict[str, str], folder: Path, size: int):
-        self._folder, self._size = folder, size
-        self._asked, self._signal = 0, 0  # how often it was asked to end, and how
-        self._process = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=job.end_with_parent)
-        self._ends = Ends(folder, size, self._process.pid)
-        self._fault: Fault | None = None
-
-    def supervise(self, timeout: float | None) -> tuple[int, bool]:
-        """Wait for the end of the job, at most ``timeout`` seconds; return its exit code and whether that is final."""
-        # It is final after a success, a signal or a time limit: then there is no restart.
-        with handling_signals(self._ask):
-            done = self._wait(math.inf if timeout is None else time.monotonic() + timeout)
-        for _ in range(2):  # a rank that one check finds is seen to have ended by the next one
-            self._look()
-        self._ends.close()
-        if not done:
-            say(f"not done after {timeout:g} s; ended the job")
-        ranks = job.entered(self._folder)
-        left = job.all_left(ranks, self._size)
-        code = TIMED_OUT if not done else 0 if left else self._judge(self._process.returncode)
-        if code or left:  # without MPI's end
-            segments.sweep(ranks)
-        return code, code == 0 or self._asked > 0 or not done
-
-    def _wait(self, deadline: float) -> bool:
-        """Wait for the launcher; return False if the deadline passed and the job was ended."""
-        while self._process.poll() is None:
-            self._look()
-            if time.monotonic() > deadline:
-                end([self._process])
-                return False
-            if self._asked > 1:  # in a signal's handler nobody must wait for a process
-                end([self._process])
-        return True
-
-    def _look(self) -> None:
-        """Check whether the job can go on; end a launcher that does not notice a fault by itself."""
-        ranks = self._ends.look(POLL_SECONDS)
-        if self._fault is None and not self._asked:
-            self._fault = self._ends.fault(ranks)
-            if self._fault and self._process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(END_SECONDS)
-                end([self._process], END_SECONDS)
-
-    def _judge(self, status: int) -> int:
-        """Return the exit code, and print the fault of a rank that ended silently, which is no success."""
-        code = exit_code(status)
-        if self._fault is None:
-            return self._asked_code(code) if self._asked else code
-        if self._fault.text:
-            say(self._fault.text)
-        if code in KILLING:  # MPICH's launcher has the signal's number alone
-            code += 128
-        return self._fault.code or code or 1
-
-    def _asked_code(self, code: int) -> int:
-        """Return the exit code of a job that a signal has asked to end: launchers of MPI have codes of their own."""
-        marks = [rank.marks for rank in job.entered(self._folder)]
-        ranks = [int(text) for kinds in marks for text in (*kinds.get(job.EXIT, ()), *kinds.get(job.OS_EXIT, ()))]
-        return code and next(filter(None, ranks), 128 + self._signal)
-
-    def _ask(self, number: int) -> None:
-        """Pass a signal on: to the ranks if all of them wait for one, else to the launcher, which ends them soon."""
-        self._asked += 1
-        number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        ranks = job.entered(self._folder)
-        if self._asked > 1:
-            return
-        self._signal = number
-        if ranks and all(job.STOPS in rank.marks for rank in ranks):
-            for rank in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.pid, number)
+def start_elastic(args: argparse.Namespace) -> int:
+    """Run the script of the arguments on ranks, here and on other nodes, that go on without those that are lost."""
+    # Returns the exit code of the rank that ended last; 2, with a printed reason, if the job could not be started.
+    script, ranks = check(args), args.ranks
+    if not script:
+        return 2
+    command = [sys.executable, str(RANK), *script]
+    with job_folder() as folder:
+        variables = {membership.WANTED: "1", job.FOLDER: str(folder), "DISTOPT_RESTART": "0"}
+        try:
+            at = place_of(args)
+            membership.wanted({**os.environ, **variables})
+            launcher = None if at else find_engine(args.over)
+            env = (launcher.environment(ranks) if launcher else environment(ranks, {})) | variables
+            if at and at.node:
+                return Agent(at, command, env, ranks, folder).supervise()
+            nodes = meet(at, ranks) if at else []
+        except (OSError, RuntimeError, ValueError) as error:
+            say(str(error))
+            return 2
+        started: Started
+        if launcher:
+            env |= on_loopback(env)
+            if args.restarts:
+                env |= GROWING
+                (folder / job.REQUESTS).mkdir()
+            started = Launched(launcher.command(ranks, *ULFM), command, env, ranks, folder)
         else:
-            self._process.send_signal(number)
+            started = Members(command, env, ranks, folder, nodes)
+        size = ranks + sum(len(node.ranks) for node in nodes)
+        return Supervisor(started, size, spare=size, restarts=args.restarts).supervise(args.timeout)
+
+
+def place_of(args: argparse.Namespace) -> Place | None:
+    """Return this machine's place in a job of several; None if it is the only one."""
+    if args.nodes == 1 and args.node is None and args.at is None:
+        return None
+    if args.over == "mpi":
+        raise ValueError(
+            "--over must be torch with --nodes, got mpi: ranks of Open MPI wait for a machine that has vanished"
+        )
+    if args.restarts:
+        raise ValueError(f"--restarts must be 0 with --nodes, got {args.restarts}")
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError(f"--nodes needs torch: {PIP} install 'distopt[torch]'")
+    return place(args.nodes, args.node, args.at)

@@ -11,8 +11,8 @@ import pytest
 from elastic_script import HEAD, all_gone, told
 
 from distopt.cli import main
-from distopt.run import elastic
-from distopt.run.ends import Ends
+from distopt.run import launcher as launchers
+from distopt.run.ends import End, Ends
 from distopt.run.launcher import Launcher
 from launch import distopt_run, find_launcher, has_mpi
 
@@ -408,7 +408,7 @@ def test_ranks_that_are_children_are_known_from_the_start_and_nothing_spins_afte
     children[0].stdin.close()
     children[0].wait(20)
     (ended,) = ends.ended(ends.look(5))
-    assert (ended.rank, ends.in_order(ended), ends.code(ended)) == (0, False, 3)
+    assert ends.end_of(ended)._replace(told="") == End(0, False, "", 3)
     assert ends._ready.poll(0) == []
     children[1].stdin.close()
     children[1].wait(20)
@@ -532,9 +532,9 @@ def brand(monkeypatch):
     """Sets the brand of MPI that is here, and whether torch is."""
 
     def brand(launcher, library, torch):
-        monkeypatch.setattr(elastic, "find_launcher", lambda: Launcher("mpiexec", launcher))
-        monkeypatch.setattr(elastic, "library_brand", lambda: library)
-        monkeypatch.setattr(elastic.importlib.util, "find_spec", lambda name: object() if torch else None)
+        monkeypatch.setattr(launchers, "find_launcher", lambda: Launcher("mpiexec", launcher))
+        monkeypatch.setattr(launchers, "library_brand", lambda: library)
+        monkeypatch.setattr(launchers.importlib.util, "find_spec", lambda name: object() if torch else None)
 
     return brand
 
@@ -551,7 +551,7 @@ def brand(monkeypatch):
 )
 def test_the_engine_is_open_mpi_else_torch(brand, launcher, library, torch, over, expected):
     brand(launcher, library, torch)
-    found = elastic.find_engine(over)
+    found = launchers.find_engine(over)
     assert (found.path if found else None) == expected
 
 

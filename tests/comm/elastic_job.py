@@ -12,8 +12,7 @@ from pathlib import Path
 
 import forks
 
-from distopt.run.lines import Lines
-from distopt.run.memberships import Memberships
+from distopt.run.rendezvous import Lines, Rendezvous
 
 SCRIPT = str(Path(__file__).with_name("survivors_launch.py"))
 
@@ -70,8 +69,8 @@ class GlooJob(Job):
 
     def start(self, command):
         self._marks = tempfile.TemporaryDirectory()
-        self.ranks, self._lines = {}, Lines(lambda *said: memberships.hear(*said))
-        memberships = Memberships(range(self.size), self._lines.send, Path(self._marks.name))
+        self.ranks, self._lines = {}, Lines(lambda *said: rendezvous.hear(*said))
+        rendezvous = Rendezvous(range(self.size), self._lines.send, Path(self._marks.name))
         for member in range(self.size):
             theirs = self._lines.add(member)
             names = {

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from distopt.run.ends import Fault
-from distopt.run.run import Job
+from distopt.run.supervisor import Supervisor
 from launch import distopt_run, find_launcher, finish
 
 pytestmark = pytest.mark.faults
@@ -171,11 +171,17 @@ def test_a_job_that_succeeded_or_ran_out_of_time_is_not_restarted(run, tmp_path)
 
 def test_a_launcher_that_crashes_is_not_blamed_for_a_ranks_exception(tmp_path, capfd):
     """Open MPI's has crashed at an abort: the exit code is that of the exception."""
-    supervisor = SimpleNamespace(_fault=Fault("", 1))
-    assert Job._judge(supervisor, -signal.SIGSEGV) == 1
+
+    def code(fault, status):
+        started = SimpleNamespace(marks=list, processes=[SimpleNamespace(returncode=status)])
+        supervisor = Supervisor(started, size=2, spare=0)
+        supervisor._fault = fault
+        return supervisor._code_of_all()
+
+    assert code(Fault("", 1), -signal.SIGSEGV) == 1
     assert capfd.readouterr().err == ""
-    supervisor._fault = Fault("rank 0 ended without a word", 0)  # and the kernel does not tell how
-    assert Job._judge(supervisor, -signal.SIGSEGV) == 128 + signal.SIGSEGV
-    assert Job._judge(supervisor, signal.SIGKILL) == 128 + signal.SIGKILL  # as MPICH's launcher has it
-    assert Job._judge(supervisor, 0) == 1
+    fault = Fault("rank 0 ended without a word", 0)  # and the kernel does not tell how
+    assert code(fault, -signal.SIGSEGV) == 128 + signal.SIGSEGV
+    assert code(fault, signal.SIGKILL) == 128 + signal.SIGKILL  # as MPICH's launcher has it
+    assert code(fault, 0) == 1
     assert "distopt run: rank 0 ended without a word" in capfd.readouterr().err

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from distopt.resilience import membership
 from distopt.resilience.job import AWAITED
-from distopt.resilience.membership import Epoch, Line, Membership
-from distopt.run.lines import Lines
-from distopt.run.memberships import Memberships
+from distopt.resilience.membership import Epoch, MemberLine, Quorum
+from distopt.run.rendezvous import Lines, Rendezvous
 
 # A history: each event is a member that asks, or is lost.
 EVENTS = st.lists(st.tuples(st.sampled_from(["ask", "lose"]), st.integers(0, 4)), max_size=40)
@@ -22,7 +21,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["ask", "lose"]), st.integers(0, 4))
 
 @given(st.integers(1, 5), EVENTS)
 def test_an_epoch_begins_when_all_that_live_have_asked(size, events):
-    made, living, asked, epochs = Membership(range(size)), set(range(size)), {}, []
+    made, living, asked, epochs = Quorum(range(size)), set(range(size)), {}, []
     for moment, (what, member) in enumerate(events):
         if member not in living:
             continue
@@ -45,12 +44,12 @@ def test_an_epoch_begins_when_all_that_live_have_asked(size, events):
 
 
 def test_one_that_is_no_member_waits_until_all_members_let_it_in():
-    made = Membership([0, 1])
+    made = Quorum([0, 1])
     for member in (0, 2, 1):
         assert made.begin() is None
         made.ask(member, "", lets_in=True)
     assert made.begin().members == [0, 1], "not into the first epoch"
-    assert made.newcomers() == {2}
+    assert made.joiners() == {2}
     assert made.awaited() == set(), "nobody waits for members but a newcomer"
     made.ask(0, "", lets_in=True)
     made.ask(1, "")  # it has lost a rank, in the middle of a step
@@ -59,12 +58,12 @@ def test_one_that_is_no_member_waits_until_all_members_let_it_in():
     assert made.awaited() == {1}
     made.ask(1, "", lets_in=True)
     assert made.begin().members == [0, 1, 2]
-    assert made.newcomers() == set()
+    assert made.joiners() == set()
 
 
 @given(st.lists(st.tuples(st.sampled_from(["ask", "let in", "lose"]), st.integers(0, 5)), max_size=60))
 def test_a_newcomer_is_a_member_once_all_let_it_in(events):
-    made, members, asked, number = Membership(range(3)), {0, 1, 2}, {}, -1
+    made, members, asked, number = Quorum(range(3)), {0, 1, 2}, {}, -1
     for what, member in events:
         if what == "lose":
             members.discard(member)
@@ -80,25 +79,25 @@ def test_a_newcomer_is_a_member_once_all_let_it_in(events):
             members, number = set(asked) if whole else set(members), number + 1
             assert epoch.members == sorted(members)
             asked = {m: lets_in for m, lets_in in asked.items() if m not in members}
-        assert made.newcomers() == asked.keys() - members
+        assert made.joiners() == asked.keys() - members
 
 
 class Hearing:
-    """Memberships, and the lines of their members, as a launcher has them."""
+    """A rendezvous, and the lines of their members, as a launcher has them."""
 
     def __init__(self, size, folder):
-        self._lines = Lines(lambda *said: self.memberships.hear(*said))
+        self._lines = Lines(lambda *said: self.rendezvous.hear(*said))
         self.sockets = [self._lines.add(member) for member in range(size)]
-        self.memberships = Memberships(range(size), self._lines.send, folder)
-        self.lines = [Line(theirs, member) for member, theirs in enumerate(self.sockets)]
+        self.rendezvous = Rendezvous(range(size), self._lines.send, folder)
+        self.lines = [MemberLine(theirs, member) for member, theirs in enumerate(self.sockets)]
         self._lines.start()
 
     def add(self):
         """One more process's line."""
         member = len(self.sockets)
-        self.memberships.add(member)
+        self.rendezvous.add(member)
         self.sockets.append(self._lines.add(member))
-        return Line(self.sockets[-1], member)
+        return MemberLine(self.sockets[-1], member)
 
     def end(self, member):
         """Close a line, as the end of its process does."""
@@ -147,33 +146,33 @@ def test_all_members_are_told_the_same_over_their_lines(hearing):
     job.end(2)
     second = Epoch(1, [0, 1, 3], ["I am 0", "I am 1", "I am 3"])
     assert ask_all([lines[0], lines[1], lines[3]]) == dict.fromkeys([0, 1, 3], second)
-    job.memberships.lose(3)  # which has forked a child that has the line too
+    job.rendezvous.hear(3, None)  # which has forked a child that has the line too
     assert ask_all(lines[:2]) == dict.fromkeys([0, 1], Epoch(2, [0, 1], ["I am 0", "I am 1"]))
 
 
 def test_a_communicator_that_is_asked_for_later_has_those_that_live(hearing):
     job = hearing(3)
-    job.memberships.lose(0)
+    job.rendezvous.hear(0, None)
     assert ask_all(job.lines[1:], "second") == dict.fromkeys([1, 2], Epoch(0, [1, 2], ["I am 1", "I am 2"]))
 
 
 def test_who_keeps_others_waiting_is_known(hearing):
     job = hearing(3)
-    memberships, lines = job.memberships, job.lines
-    assert memberships.awaited() == set()
+    rendezvous, lines = job.rendezvous, job.lines
+    assert rendezvous.awaited() == set()
     asking = threading.Thread(target=lines[1].ask, args=["world", ""])
     asking.start()
-    while memberships.awaited() != {0, 2}:
+    while rendezvous.awaited() != {0, 2}:
         assert asking.is_alive()
     ask_all([lines[0], lines[2]])
     asking.join(10)
-    assert memberships.awaited() == set()
+    assert rendezvous.awaited() == set()
 
 
 def test_what_a_lost_member_has_sent_before_is_not_heard(hearing):
     job = hearing(2)
-    job.memberships.lose(0)
-    job.memberships.hear(0, {"of": "world", "text": "late", "lets_in": False, "first": []})
+    job.rendezvous.hear(0, None)
+    job.rendezvous.hear(0, {"of": "world", "text": "late", "lets_in": False, "first": []})
     assert ask_all(job.lines[1:]) == {1: Epoch(0, [1], ["I am 1"])}
 
 
@@ -232,7 +231,7 @@ def test_the_end_of_the_launcher_is_an_error():
     with theirs:
         threading.Timer(0.05, ours.close).start()
         with pytest.raises(ConnectionError, match="the launcher has ended"):
-            Line(theirs, 0).ask("world", "")
+            MemberLine(theirs, 0).ask("world", "")
 
 
 def test_a_process_has_one_line_and_leaves_it_to_no_other(monkeypatch):

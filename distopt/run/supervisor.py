@@ -1,85 +1,39 @@
-"""A job of ranks that continue without those that are lost: its supervision, its messages, and its exit code."""
+"""Supervision of a job's ranks, of which none or all may be lost: its messages, and its exit code."""
 
+import contextlib
 import math
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from distopt.resilience import job
 from distopt.resilience.report import waiting
 from distopt.resilience.timeouts import VARIABLE, limits
 from distopt.resilience.watchdog import EXIT as TOO_LATE
-from distopt.run.ends import exit_code
+from distopt.run.ends import Fault, exit_code
 from distopt.run.processes import END_SECONDS, GRACE, POLL_SECONDS, TIMED_OUT, handling_signals, say
+from distopt.run.started import Started
 
 HEARING = 0.5  # seconds for all ranks that wait for too long to say so
 # seconds for ranks that have waited for too long to notice that another one has ended meanwhile
 RECOVERY = 5.0
 MOMENT = 0.05  # seconds in which ranks raise an error that all of them have
 UNSENT = "whatever it had not sent yet"
+KILLING = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
 
 
-class AllEnds(Protocol):
-    """What ``ElasticJob`` asks of the ends of all ranks: ``Ends``, or ``EndsOfNodes``."""
+class Supervisor:
+    """Watches the ranks of a job, says what became of them, and ends those that cannot go on."""
 
-    def look(self, seconds: float) -> list[job.Rank]:
-        """Return the ranks' marks after so many seconds, or as soon as a process ends."""
-
-    def ended(self, ranks: Sequence[job.Rank]) -> list[job.Rank]: ...
-    def in_order(self, rank: job.Rank) -> bool:
-        """Tell if a rank that has ended came to the end of its script, with exit code 0."""
-
-    def told(self, rank: job.Rank) -> str: ...
-    def code(self, rank: job.Rank) -> int: ...
-    def is_stopped(self, rank: job.Rank) -> bool:
-        """Tell if a signal has stopped a rank, until another one lets it go on."""
-
-    def send(self, rank: int, number: int) -> None: ...
-    def close(self) -> None: ...
-
-
-class Started(Protocol):
-    """The processes of a job."""
-
-    meet_all: bool  # whether no rank gets through `distopt.world()` if one has ended before
-    processes: "list[subprocess.Popen[bytes]]"
-
-    @property
-    def ends(self) -> AllEnds:
-        """The ends of its ranks."""
-
-    def running(self) -> bool:
-        """Whether any process of the job runs."""
-
-    def signal(self, number: int) -> None: ...
-    def end(self, grace: float) -> None:
-        """Ask all processes to end, and kill what is left after so many seconds."""
-
-    def lose(self, rank: int) -> None:
-        """Tell the others that a rank has ended."""
-
-    def replace(self) -> int:
-        """Start a process in the place of a lost one, and return its number."""
-
-    def awaited(self) -> set[int]:
-        """The ranks that others wait for, as far as this process knows."""
-
-    def close(self, code: int) -> None:
-        """Close what is open, when all have ended, with the job's exit code."""
-
-
-class ElasticJob:
-    """Supervises ranks that continue without those that are lost, and says what became of them."""
-
-    def __init__(self, started: Started, size: int, restarts: int = 0):
+    def __init__(self, started: Started, size: int, spare: int, restarts: int = 0):
         # size: the number of ranks that begin together; those in the place of lost ones have higher numbers
+        # spare: how many ranks may be lost: none, or all, of which those that are left go on
         # restarts: how many processes are started in the place of lost ones, at most
-        self._started, self._size, self._restarts = started, size, restarts
-        self._ends = started.ends
+        self._started, self._size, self._spare, self._restarts = started, size, spare, restarts
         self._asked, self._signal = 0, 0  # how often it was asked to end, and how
         self._deadline = math.inf  # when ranks that were asked to end are ended
+        self._fault: Fault | None = None  # of a job that may lose no rank
         self._living: list[job.Rank] = []
         self._ended: list[job.Rank] = []  # in this order
         # those who came to the end of the script, while nobody has gone on so far, and the votes of the others by then
@@ -90,7 +44,12 @@ class ElasticJob:
         self._late: dict[int, str] = {}  # why this process has ended a rank
         # when MPI's start of a process began that a rank has started
         self._starts: dict[int, float] = {}
-        self._code = 0  # of the job, if it is not that of the last rank
+        self._code = 0  # of the job, if it is not that of its ranks
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether a signal or the time limit has ended the job."""
+        return self._asked > 0 or self._code == TIMED_OUT
 
     def supervise(self, timeout: float | None) -> int:
         """Wait for the end of the job, at most ``timeout`` seconds; return its exit code."""
@@ -101,32 +60,51 @@ class ElasticJob:
                 if time.monotonic() > limit:
                     self._end(TIMED_OUT, f"not done after {timeout:g} s; ended the job")
                 elif self._asked > 1 or time.monotonic() > self._deadline:  # nobody must wait in a signal's handler
-                    self._started.end(END_SECONDS)
+                    self._started.end(END_SECONDS if self._spare else GRACE)
         for _ in range(2):  # a rank that one check finds is seen to have ended by the next one
             self._look(0.0)
-        code = self._code or self._code_of_last()
+        code = self._code or (self._code_of_last() if self._spare else self._code_of_all())
         self._started.close(code)
         return code
 
     def ask(self, number: int) -> None:
         """Pass a signal on: to the ranks if all of them wait for one, else to whoever has started them."""
         self._asked += 1
-        number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         if self._asked > 1:
             return
-        self._signal = number
-        if self._living and all(job.STOPS in rank.marks for rank in self._living):
-            for rank in self._living:
-                self._ends.send(rank.rank, number)
+        self._signal = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        gone = {rank.rank for rank in self._ended}
+        ranks = [rank for rank in self._started.marks() if rank.rank not in gone]
+        if ranks and all(job.STOPS in rank.marks for rank in ranks):
+            for rank in ranks:
+                self._started.send(rank, self._signal)
         else:
-            self._deadline = time.monotonic() + GRACE
-            self._started.signal(number)
+            if self._spare:  # a launcher of MPI ends its ranks soon
+                self._deadline = time.monotonic() + GRACE
+            self._started.signal(self._signal)
 
     def _end(self, code: int, text: str) -> None:
         """End the job, and say why."""
         self._code = code
         self._started.end(GRACE)
         say(text)
+
+    def _code_of_all(self) -> int:
+        """The exit code of a job that may lose no rank; says the fault of a rank that ended silently: no success."""
+        ranks, code = self._started.marks(), exit_code(self._started.processes[0].returncode)
+        if job.all_left(ranks, self._size):
+            return 0
+        if self._fault is None:
+            if not self._asked:
+                return code
+            # launchers of MPI have codes of their own
+            codes = [int(text) for r in ranks for kind in (job.EXIT, job.OS_EXIT) for text in r.marks.get(kind, ())]
+            return code and next(filter(None, codes), 128 + self._signal)
+        if self._fault.text:
+            say(self._fault.text)
+        if code in KILLING:  # MPICH's launcher has the signal's number alone
+            code += 128
+        return self._fault.code or code or 1
 
     def _code_of_last(self) -> int:
         """The exit code of the member that ended last, so that a job which lost some ends well if others do."""
@@ -135,53 +113,60 @@ class ElasticJob:
         members = [rank for rank in self._ended if self._is_member(rank)]
         if not members:
             return launcher
-        last = members[-1]
-        return 0 if self._ends.in_order(last) else self._ends.code(last) or launcher or 1
+        last = self._started.end_of(members[-1])
+        return 0 if last.in_order else last.code or launcher or 1
 
     # ------------------------------------------------------------------------------------------- ends
 
     def _look(self, seconds: float) -> None:
         """Wait for an end for so many seconds; act on ends and complaints."""
-        ranks = self._ends.look(seconds)
-        ended = self._ends.ended(ranks)
+        ranks = self._started.look(seconds)
+        if not self._spare:
+            self._end_at_fault(ranks)
+            return
+        ended = self._started.ended(ranks)
         new, self._ended = ended[len(self._ended) :], ended
         gone = {rank.rank for rank in ended}
         self._living = [rank for rank in ranks if rank.rank not in gone]
         for rank in new:
             self._started.lose(rank.rank)
-            if self._ends.in_order(rank):
+            if self._started.end_of(rank).in_order:
                 self._done.append((rank, {other.rank: other.votes for other in self._living}))
             else:
                 self._lost_at = time.monotonic()
-                self._tell_of_the_lost(rank)
-                self._replace(rank)
-        self._end_who_waits_in_vain()
+                if not (self._asked or self._code):
+                    self._go_on_without(rank)
+        if not self._members_left():
+            for rank in self._living:
+                self._end_rank(rank, "nobody is left who could let it in")
         self._tell_of_the_done()
         if self._started.meet_all:
             self._check_start()
             self._limit_starts()
         self._hear()
 
-    def _tell_of_the_lost(self, rank: job.Rank) -> None:
-        """Say how a rank has ended, and what is lost with it."""
-        # Not if the job ends, and the rank has said why itself.
-        if self._asked or self._code:
-            return
+    def _end_at_fault(self, ranks: Sequence[job.Rank]) -> None:
+        """End a launcher that does not notice by itself that the job cannot go on."""
+        if not (self._fault or self._asked or self._code):
+            self._fault = self._started.fault(ranks)
+            if self._fault and self._started.running():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._started.processes[0].wait(END_SECONDS)
+                self._started.end(END_SECONDS)
+
+    def _go_on_without(self, rank: job.Rank) -> None:
+        """Say how a rank has ended, and what is lost with it; start a process in its place, if it may be replaced."""
         others = self._members_left() - self._ending_with(rank)
-        if not others and job.SPOKEN in rank.marks:
+        if not others and job.SPOKEN in rank.marks:  # the job ends, and the rank has said why itself
             return
-        how, *trace = (self._late.get(rank.rank) or self._ends.told(rank)).splitlines()
+        how, *trace = (self._late.get(rank.rank) or self._started.end_of(rank).told).splitlines()
         words = [how]
         if others and rank.votes:
             words.append(f"lost with it: the gradients of its batch, and {rank.told or UNSENT}")
         if (rank.votes or not self._started.meet_all) and (others or self._is_member(rank)):
-            words.append(f"{others} ranks go on" if others > 1 else "1 rank goes on" if others else "no rank is left")
+            words.append(_going_on(others) if others else "no rank is left")
         say("\n".join(["; ".join(words), *trace]))
-
-    def _replace(self, rank: job.Rank) -> None:
-        """Start a process in the place of a lost one, unless the job ends, or nobody is left whom it could join."""
-        others = self._members_left() - self._ending_with(rank)
-        if self._restarts and others and rank.votes and not (self._asked or self._code):
+        if self._restarts and others and rank.votes:  # there is somebody whom it could join
             self._restarts -= 1
             say(f"rank {self._started.replace()} is started in the place of rank {rank.rank}")
 
@@ -194,15 +179,10 @@ class ElasticJob:
         began = self._size - sum(rank.rank < self._size for rank in self._ended)
         return began + sum(rank.rank >= self._size and self._is_member(rank) for rank in self._living)
 
-    def _end_who_waits_in_vain(self) -> None:
-        """End the processes that nobody is left to admit."""
-        for rank in [] if self._members_left() else self._living:
-            self._end_rank(rank, "nobody is left who could let it in")
-
     def _end_rank(self, rank: job.Rank, why: str) -> None:
         """End one rank, and no other; its end will tell why."""
         self._late.setdefault(rank.rank, f"rank {rank.rank} was ended {rank.where}, as {why}")
-        self._ends.send(rank.rank, signal.SIGKILL)
+        self._started.send(rank, signal.SIGKILL)
 
     def _ending_with(self, rank: job.Rank) -> int:
         """The number of ranks that are about to end like one that has said why: all may have raised an error."""
@@ -210,7 +190,7 @@ class ElasticJob:
             return 0
         time.sleep(MOMENT)
         living = {rank.rank for rank in self._living}
-        return sum(rank.rank in living and job.SPOKEN in rank.marks for rank in self._ends.look(0.0))
+        return sum(rank.rank in living and job.SPOKEN in rank.marks for rank in self._started.look(0.0))
 
     def _check_start(self) -> None:
         """End the job if ranks wait in MPI's start for one that has ended."""
@@ -219,7 +199,7 @@ class ElasticJob:
         stuck = [rank for rank in stuck if rank < self._size]  # others start MPI alone
         if missing and stuck and not (self._asked or self._code):
             text = f"{waiting(stuck)} in MPI's start, to which all ranks must come; ended the job"
-            self._end(self._ends.code(missing[0]) or 1, text)
+            self._end(self._started.end_of(missing[0]).code or 1, text)
 
     def _limit_starts(self) -> None:
         """End processes that a rank has started if MPI's start takes too long: it never ends if that rank was lost."""
@@ -234,9 +214,7 @@ class ElasticJob:
         for done, votes in self._done[:]:
             if any(rank.votes > votes.get(rank.rank, rank.votes) for rank in self._living):
                 self._done.remove((done, votes))
-                others = len(self._living)
-                going_on = f"{others} ranks go on" if others > 1 else "1 rank goes on"
-                say(f"rank {done.rank} has ended its script {done.where}; {going_on}")
+                say(f"rank {done.rank} has ended its script {done.where}; {_going_on(len(self._living))}")
 
     # ------------------------------------------------------------------------------------------- time limits
 
@@ -249,7 +227,12 @@ class ElasticJob:
         self._hears_until = min(self._hears_until, now + HEARING)
         if now >= self._hears_until:
             self._heard, self._hears_until = complaints, math.inf
-            late = [rank for rank in self._living if any(at == rank.votes for at in _complained(rank))]
+            # those that have not gone on since
+            late = [
+                rank
+                for rank in self._living
+                if any(int(text.partition(".")[0]) == rank.votes for text in rank.marks.get(job.LATE, ()))
+            ]
             for rank in late:
                 if not self._is_member(rank):
                     self._end_rank(rank, "it waits for too long to be let in")
@@ -259,7 +242,7 @@ class ElasticJob:
     def _end_those_behind(self, late: Sequence[job.Rank]) -> None:
         """End the ranks for which the ranks ``late`` wait for too long; all, if it cannot be told who they are."""
         most, awaited = max(rank.votes for rank in late), self._started.awaited()
-        stopped = [rank for rank in self._living if self._ends.is_stopped(rank)]
+        stopped = [rank for rank in self._living if self._started.is_stopped(rank)]
         voting = {rank.rank for rank in self._living if rank.votes < most and self._is_member(rank)}
         behind = [rank for rank in self._living if rank not in late and rank.rank in voting | awaited]
         whom = waiting(rank.rank for rank in late)
@@ -269,6 +252,5 @@ class ElasticJob:
             self._end(TOO_LATE, f"{whom} for too long, and no rank is behind; ended the job")
 
 
-def _complained(rank: job.Rank) -> list[int]:
-    """Return the votes at which a rank has waited for too long."""
-    return [int(text.partition(".")[0]) for text in rank.marks.get(job.LATE, ())]
+def _going_on(others: int) -> str:
+    return f"{others} ranks go on" if others > 1 else "1 rank goes on"

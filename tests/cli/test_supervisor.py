@@ -1,4 +1,4 @@
-"""Whom distopt run --elastic ends when ranks have waited for too long: without processes."""
+"""Whom the supervisor of distopt run --elastic ends when ranks have waited for too long: without processes."""
 
 import time
 from types import SimpleNamespace
@@ -6,23 +6,26 @@ from types import SimpleNamespace
 import pytest
 
 from distopt.resilience import job
-from distopt.run import elastic_job
-from distopt.run.elastic_job import ElasticJob
+from distopt.run import supervisor
+from distopt.run.ends import End
+from distopt.run.supervisor import Supervisor
 
 
 @pytest.fixture
 def elastic(monkeypatch):
     """Makes a job whose ranks have come to some votes; returns whom it ends if some of them complain, and its words."""
     ended, said = [], []
-    monkeypatch.setattr(elastic_job, "say", said.append)
-    monkeypatch.setattr(elastic_job, "HEARING", 0.0)
+    monkeypatch.setattr(supervisor, "say", said.append)
+    monkeypatch.setattr(supervisor, "HEARING", 0.0)
 
     def elastic(votes, late, stopped=(), awaited=(), lost_before=60.0):
-        ends = SimpleNamespace(
-            send=lambda rank, number: ended.append(rank), is_stopped=lambda rank: rank.rank in stopped
+        started = SimpleNamespace(
+            send=lambda rank, number: ended.append(rank.rank),
+            is_stopped=lambda rank: rank.rank in stopped,
+            awaited=lambda: set(awaited),
+            end=lambda grace: ended.append("all"),
         )
-        started = SimpleNamespace(ends=ends, awaited=lambda: set(awaited), end=lambda grace: ended.append("all"))
-        made = ElasticJob(started, len(votes))
+        made = Supervisor(started, len(votes), spare=len(votes))
         made._lost_at = time.monotonic() - lost_before
         marks = [{job.LATE: {f"{late[rank]}.0"}} if rank in late else {} for rank in range(len(votes))]
         made._living = [
@@ -74,8 +77,8 @@ def test_if_a_rank_has_just_been_lost_others_have_the_time_to_notice(elastic):
 def growing(monkeypatch):
     """Makes a job of two ranks whose marks are given look by look; returns whom it ends, its words and its code."""
     killed, said = [], []
-    monkeypatch.setattr(elastic_job, "say", said.append)
-    monkeypatch.setattr(elastic_job, "HEARING", 0.0)
+    monkeypatch.setattr(supervisor, "say", said.append)
+    monkeypatch.setattr(supervisor, "HEARING", 0.0)
 
     def growing(*looks, meet_all=True):
         """A look: the ranks' marks, and the codes of those that have ended."""
@@ -87,17 +90,12 @@ def growing(monkeypatch):
             seen.update(marks)
             return [job.Rank(r, 100 + r, m, int(r < 2), "step 1", "") for r, m in seen.items()]
 
-        ends = SimpleNamespace(
+        started = SimpleNamespace(
             look=look,
             ended=lambda ranks: sorted((r for r in ranks if r.rank in codes), key=lambda r: list(codes).index(r.rank)),
-            in_order=lambda rank: codes[rank.rank] == 0,
-            told=lambda rank: f"rank {rank.rank} ended",
-            code=lambda rank: codes[rank.rank],
+            end_of=lambda rank: End(rank.rank, codes[rank.rank] == 0, f"rank {rank.rank} ended", codes[rank.rank]),
             is_stopped=lambda rank: False,
-            send=lambda rank, number: killed.append(rank),
-        )
-        started = SimpleNamespace(
-            ends=ends,
+            send=lambda rank, number: killed.append(rank.rank),
             meet_all=meet_all,
             lose=lambda rank: None,
             replace=lambda: 2,
@@ -105,7 +103,7 @@ def growing(monkeypatch):
             processes=[SimpleNamespace(returncode=3)],
             end=lambda grace: killed.append("all"),
         )
-        made = ElasticJob(started, 2, 1)
+        made = Supervisor(started, 2, spare=2, restarts=1)
         for _ in looks:
             made._look(0.0)
         return sorted(set(killed)), said, made._code_of_last()
