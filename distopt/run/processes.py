@@ -40,9 +40,12 @@ def asking() -> list[signal.Signals]:
 
 
 def say(text: str) -> None:
-    """Print a line of this command."""
-    sys.stderr.write(f"distopt run: {text}\n")  # at once: print writes the end of the line apart
-    sys.stderr.flush()
+    """Print a line of this command, if somebody still reads: a job must end too where nobody does."""
+    try:
+        sys.stderr.write(f"distopt run: {text}\n")  # at once: print writes the end of the line apart
+        sys.stderr.flush()
+    except OSError:
+        sys.stderr = open(os.devnull, "w")  # what is left of the old one would fail at the end again
 
 
 def end(processes: "Sequence[subprocess.Popen[Any]]", grace: float = GRACE) -> None:

@@ -1,6 +1,7 @@
 """distopt run --elastic: ranks are lost, in every way, and the others go on: real processes."""
 
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -396,6 +397,23 @@ def train(is_done):
 
 
 """
+
+
+@faults
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is missing: pip install torch")
+def test_a_job_of_whose_launcher_nobody_reads_any_more_ends_with_its_ranks_code(tmp_path):
+    """What the launcher says of a lost rank must not end it, or a thread of it, on the way."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "distopt", "run", "-n", "2", "--elastic", "--over", "torch", str(script)]
+    process = subprocess.Popen(command, stdout=write, stderr=write)
+    os.close(write)
+    try:
+        assert process.wait(60) == 128 + signal.SIGKILL
+    finally:
+        process.kill()
 
 
 @faults
