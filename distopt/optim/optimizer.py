@@ -296,15 +296,17 @@ class Optimizer(abc.ABC):
             TypeError: an attribute ``lr_mult`` or ``wd_mult`` is no number.
             ValueError: one is negative or not finite.
         """
-        found: list[dict[str, Any]] = [{}, {}]
-        for name, param in params:
+        # One pass, which is what a step pays for each parameter; a loop of statements takes twice as long.
+        given = [
+            (name, lr, decay)
+            for name, param in params
+            if ((lr := getattr(param, "lr_mult", 1.0)) != 1.0) | ((decay := getattr(param, "wd_mult", 1.0)) != 1.0)
+        ]
+        if given or self._own_mult != [{}, {}]:
             for k, field in enumerate(MULTIPLIERS):
-                own = getattr(param, field, 1.0)
-                if own != 1.0:
-                    found[k][name] = own
-        for k, field in enumerate(MULTIPLIERS):
-            if found[k] != self._own_mult[k]:
-                self._own_mult[k] = check_multipliers(field, found[k])
+                found = {name: own[k] for name, *own in given if own[k] != 1.0}
+                if found != self._own_mult[k]:
+                    self._own_mult[k] = check_multipliers(field, found)
 
     def multiply(self, members: BucketLayout) -> None:
         """Write each parameter's factors of learning rate and weight decay into its record of the table."""
