@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # a name that this terminal has no letters for
             stream.reconfigure(errors="backslashreplace")
+    code = 0
     try:
         code = int(args.main(args))
         sys.stdout.flush()
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever reads has seen enough; nothing more is to be flushed there.
         _drop_output()
-        return 0
+        return code
     except OSError as error:
         print(f"distopt {args.command}: {error}", file=sys.stderr)
         try:

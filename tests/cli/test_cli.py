@@ -263,6 +263,20 @@ def test_a_reader_of_standard_output_may_close_it_early():
 
 
 @pytest.mark.thorough
+def test_a_command_that_fails_does_so_where_nobody_reads_what_it_says():
+    read, write = os.pipe()
+    os.close(read)
+    script = (
+        "import sys; from distopt import cli; from distopt.run import trace\n"
+        "trace.main = lambda args: print('said') or 3\n"
+        "sys.exit(cli.main(['trace', '.']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, timeout=60)
+    os.close(write)
+    assert (done.stderr, done.returncode) == (b"", 3)
+
+
+@pytest.mark.thorough
 def test_a_full_disk_is_an_error_of_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run(ADVISE, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
