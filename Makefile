@@ -4,7 +4,7 @@ help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 run: .venv ## train the digits on two ranks
 	.venv/bin/distopt run -n 2 examples/digits.py
-test: .venv ## the default tier: in process, and four runs of two ranks; 90 s on two cores
+test: .venv ## the default tier: in process, and four runs of two ranks; 70 s on two cores
 	$(PYTHON) -m pytest -q
 test-mpi: .venv ## the tiers of MPI processes and of faults
 	$(PYTHON) -m pytest -q -m "(mpi or faults) and not (device or torch or slow or gpu)"
