@@ -43,9 +43,14 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(mark)
 
 
+def pytest_collection():
+    gc.disable()  # thousands of tests stay until the end, and need not be looked at again and again
+
+
 def pytest_collection_finish():
-    gc.freeze()  # thousands of tests stay until the end, and need not be looked at again and again
+    gc.freeze()
     gc.set_threshold(20_000)
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -73,7 +73,8 @@ def test_examples_of_docstrings_pass(name, tmp_path, monkeypatch):
     report = []
     runner = doctest.DocTestRunner(verbose=False)
     for test in doctest.DocTestFinder().find(module, name):
-        runner.run(test, out=report.append)
+        if test.examples:
+            runner.run(test, out=report.append)
     assert not runner.failures, "".join(report)
 
 

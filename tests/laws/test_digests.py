@@ -6,8 +6,8 @@ import digests
 import tiers
 from launch import needs_mpi, run_mpi
 
-WIDE = [name for name in digests.cases() if name not in digests.cases(optimizers=False)]
 NARROW = list(digests.cases(optimizers=False))
+WIDE = [name for name in digests.cases() if name not in NARROW]
 
 
 def in_pairs():

@@ -3,6 +3,7 @@
 import ast
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import distopt
 
@@ -33,25 +34,32 @@ LEVEL = {name: row for row, names in enumerate(ROWS.values()) for name in names.
 PACKAGE = Path(distopt.__file__).parent
 
 
-@functools.cache
-def trees():
-    """The syntax tree of each file of the package."""
-    return {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
+class Source(NamedTuple):
+    """What a file takes from elsewhere."""
 
-
-def imports(tree):
-    """(module, name) of every import in a tree, those inside functions too."""
-    return [found for statement in tree.body for found in _imports_in(statement)]
+    imports: list[tuple[str, str]]  # (module, name), inside functions too
+    for_types: list[tuple[str, str]]  # those that only a type checker reads
+    attributes: set[str]  # the names that it takes of something, as ``x.name``
 
 
 @functools.cache
-def _imports_in(statement):
-    found = []
-    for node in ast.walk(statement):
-        if isinstance(node, ast.ImportFrom):
-            found += [(node.module, alias.name) for alias in node.names]
-        elif isinstance(node, ast.Import):
-            found += [(alias.name, "") for alias in node.names]
+def sources():
+    """Each file of the package; its syntax tree is let go, as all of them are half a million objects."""
+    return {file: _source(ast.parse(file.read_text())) for file in PACKAGE.rglob("*.py")}
+
+
+def _source(tree):
+    found = Source([], [], set())
+    for statement in tree.body:
+        typing = isinstance(statement, ast.If) and getattr(statement.test, "id", "") == "TYPE_CHECKING"
+        imports = found.for_types if typing else found.imports
+        for node in ast.walk(statement):
+            if isinstance(node, ast.ImportFrom):
+                imports += [(node.module or "", alias.name) for alias in node.names]
+            elif isinstance(node, ast.Import):
+                imports += [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                found.attributes.add(node.attr)
     return found
 
 
@@ -67,26 +75,18 @@ def owner(path):
     return "cli" if entry == "__main__" else "__init__" if entry in DOORS else entry
 
 
-def without_typing(tree):
-    """The tree without the imports that only a type checker reads."""
-    body = [n for n in tree.body if not (isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING")]
-    return ast.Module(body, [])
-
-
 @functools.cache
 def arrows():
-    """(file, entry, imported entry, module, name) of every import of another entry."""
-    return list(_arrows())
-
-
-def _arrows():
-    for file, tree in trees().items():
+    """(file, entry, imported entry, module, name) of every import of another entry, but for those of types."""
+    found = []
+    for file, source in sources().items():
         path = file.relative_to(PACKAGE)
         own = owner(path)
-        for module, name in imports(without_typing(tree)):
-            other = place(module or "", name)
+        for module, name in source.imports:
+            other = place(module, name)
             if other not in (None, own):
-                yield str(path), own, other, module, name
+                found.append((str(path), own, other, module, name))
+    return found
 
 
 @functools.cache

@@ -1,24 +1,16 @@
 """Imports only go down, and siblings do not know each other."""
 
-import ast
-import functools
 import graphlib
 
 import drawing
 import layers
-from layers import HEAVY, LEVEL, PACKAGE, ROWS, arrows, imports, owner, trees
+from layers import HEAVY, LEVEL, PACKAGE, ROWS, arrows, owner, sources
 
 from distopt.kernels.signatures import NATIVE
 
 # Imports that go up, inside functions that most programs never call: opt.advise, opt.observe, and for distopt record.
 LATE = {(path, "distopt.lab") for path in ("dist_opt.py", "local_steps.py", "engine/facade.py")}
 UP = {path for path, _ in LATE}
-
-
-@functools.cache
-def attributes(file):
-    """The names that a file takes of something, as ``x.name``."""
-    return {node.attr for node in ast.walk(trees()[file]) if isinstance(node, ast.Attribute)}
 
 
 def test_there_are_twenty_entries_in_eight_layers():
@@ -60,36 +52,36 @@ def module_name(file):
 
 def test_there_are_no_import_cycles():
     """Within a package too; its modules do not import the package itself."""
-    files = {module_name(file): tree for file, tree in trees().items()}
+    files = {module_name(file): source for file, source in sources().items()}
     graph = {
-        name: {f"{m}.{n}" if f"{m}.{n}" in files else m for m, n in imports(tree)}
-        for name, tree in files.items()
+        name: {f"{m}.{n}" if f"{m}.{n}" in files else m for m, n in source.imports + source.for_types}
+        for name, source in files.items()
         if name != "distopt.kernels.signatures"  # as above
     }
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_heavy_packages_stay_in_the_one_file_that_needs_them():
-    for file, tree in trees().items():
+    for file, source in sources().items():
         path = str(file.relative_to(PACKAGE))
-        for module, _ in imports(tree):
+        for module, _ in source.imports + source.for_types:
             for heavy, homes in HEAVY.items():
-                assert (module or "").split(".")[0] != heavy or path in homes, f"{path} imports {module}"
+                assert module.split(".")[0] != heavy or path in homes, f"{path} imports {module}"
 
 
 def test_cupys_runtime_has_one_owner():
     """What is enqueued, and in which stream, is for device/ alone to say."""
-    for file in trees():
+    for file, source in sources().items():
         if PACKAGE / "device" not in file.parents:
-            assert not {"cuda", "runtime"} & attributes(file), file
+            assert not {"cuda", "runtime"} & source.attributes, file
 
 
 def test_collectives_have_one_owner():
     """No bare MPI call outside the two files: every message belongs to a communicator, and so to a vote."""
     bare = {"Allreduce", "Iallreduce", "Bcast", "Allgather", "Isend", "COMM_WORLD"}
-    for file in trees():
+    for file, source in sources().items():
         if file.name not in ("mpi.py", "mpi_control.py", "mpi_start.py"):
-            assert not bare & attributes(file), file
+            assert not bare & source.attributes, file
 
 
 def test_kernel_texts_know_no_compiler():
