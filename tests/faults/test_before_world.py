@@ -1,6 +1,7 @@
 """Ranks that end, stop or sleep before they have met the others in ``distopt.world()``: real processes."""
 
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -233,6 +234,8 @@ def test_a_rank_whose_python_fails_at_its_start_is_named(tmp_path):
     (tmp_path / "script.py").write_text("import distopt; distopt.world()")
     environment = {"PYTHONPATH": str(tmp_path), "DISTOPT_TIMEOUT": "5", "DISTOPT_FLIGHT": str(tmp_path)}
     code, output = distopt_run(2, tmp_path / "script.py", timeout=60, env=environment)
+    if code == 128 + signal.SIGSEGV and "PMIX ERROR" in output:
+        pytest.skip("Open MPI's prterun has crashed while rank 0 was still connecting to it")
     assert code in (3, 75), output
     assert code == 3 or "  rank 1: has not come to it (it has not begun its script)" in output, output
 
