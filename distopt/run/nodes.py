@@ -53,7 +53,7 @@ def place(nodes: int, node: int | None, at: str | None, environ: Mapping[str, st
     """Return this machine's place in a job of several; ValueError if something is missing, or is out of range.
 
     Example:
-        >>> place(2, 1, "10.0.0.1:29400", {})
+        >>> place(2, 1, "10.0.0.1:29400", {"DISTOPT_SECRET": "9f3c51e0"})
         Place(nodes=2, node=1, host='10.0.0.1', port=29400)
     """
     # node: this one's number; None if Slurm tells it.

@@ -3,19 +3,12 @@
 import doctest
 import importlib
 import inspect
-import pkgutil
 
 import pytest
+from layers import PACKAGE, module_name
 
 from distopt import DistOpt
 
-PACKAGES = [
-    f"distopt.{name}"
-    for name in (
-        *"buckets checkpoint comm compress device engine exchange".split(),
-        *"kernels lab optim resilience trainer".split(),
-    )
-]
 EXPORTING = [
     "distopt.lab",
     "distopt.lab.cost",
@@ -29,27 +22,16 @@ EXPORTING = [
     "distopt.optim.schedules",
     "distopt.trainer",
 ]
-# An example is asked for where a name is defined; these packages export names of other ones too.
-LISTED = (*PACKAGES, "distopt.formatting")
-
-
-OF_TORCH = (  # which import it
-    *("distopt.comm.epoch_ranks", "distopt.comm.gloo"),
-    *("distopt.comm.process_group", "distopt.device.tensors", "distopt.engine.torch_model"),
-    *("distopt.optim.adapters.torch_optim", "distopt.torch", "distopt.torch.exchange", "distopt.torch.synchronize"),
-)
-
-
 LONG = ("distopt.lab", "distopt.lab.advice", "distopt.lab.break_even")  # they search for break-evens
 
 
 def modules():
-    for name in PACKAGES:
-        package = importlib.import_module(name)
-        for module in (name, *(found.name for found in pkgutil.walk_packages(package.__path__, f"{name}."))):
-            if module not in OF_TORCH:
-                yield pytest.param(module, marks=pytest.mark.thorough) if module in LONG else module
-    yield from (pytest.param(name, marks=pytest.mark.torch) for name in OF_TORCH)
+    """Those with an example."""
+    for file in sorted(PACKAGE.rglob("*.py")):
+        name, text = module_name(file), file.read_text()
+        if ">>> " in text:
+            torch = [pytest.mark.torch] if "import torch" in text else []
+            yield pytest.param(name, marks=[pytest.mark.thorough] if name in LONG else torch)
 
 
 def exported():
@@ -59,14 +41,10 @@ def exported():
         for name in module.__all__:
             thing = getattr(module, name)
             if inspect.isclass(thing) or inspect.isfunction(thing):
-                home = thing.__module__
-                if home.startswith(LISTED):
-                    yield package, name
+                yield package, name
 
 
-@pytest.mark.parametrize(
-    "name", [*modules(), "distopt.checks", "distopt.dist_opt", "distopt.formatting", "distopt.local_steps"]
-)
+@pytest.mark.parametrize("name", list(modules()))
 def test_examples_of_docstrings_pass(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # an example may write a file
     module = importlib.import_module(name)

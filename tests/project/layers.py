@@ -63,6 +63,11 @@ def _source(tree):
     return found
 
 
+def module_name(file):
+    """A package's ``__init__`` has the package's."""
+    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
 def place(module, name):
     """The entry of this package that an import enters, None for other packages."""
     parts = [*module.split("."), name]

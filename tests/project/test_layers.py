@@ -4,7 +4,7 @@ import graphlib
 
 import drawing
 import layers
-from layers import HEAVY, LEVEL, PACKAGE, ROWS, arrows, owner, sources
+from layers import HEAVY, LEVEL, PACKAGE, ROWS, arrows, module_name, owner, sources
 
 from distopt.kernels.signatures import NATIVE
 
@@ -43,11 +43,6 @@ def test_the_drawing_of_the_layers_is_true():
 
 def test_the_allowed_upward_imports_are_still_needed():
     assert {(path, f"distopt.{other}") for path, _, other, *_ in arrows() if other == "lab" and path in UP} == LATE
-
-
-def module_name(file):
-    """A package's ``__init__`` has the package's."""
-    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def test_there_are_no_import_cycles():
