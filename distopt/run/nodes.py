@@ -132,23 +132,25 @@ class Node:
     def hear(self, tell: Callable[[int, Mapping[str, Any] | None], object]) -> None:
         """Act on what its launcher says, until that is gone."""
         # tell: is given a rank, and what it says; None when it has ended.
-        while told := self.trunk.receive():
-            match told:
-                case {"of": member, "message": message}:
-                    tell(member, message)
-                case {"ranks": ranks, "stopped": stopped, "ended": ended}:
-                    for rank, _, marks, *more in ranks:
-                        self.marks[rank] = job.Rank(rank, 0, {kind: set(of) for kind, of in marks.items()}, *more)
-                    self.stopped = set(stopped)
-                    self.ended |= {end.rank: end for end in (End(*end) for end in ended)}
-                case {"asked": number}:
-                    os.kill(os.getpid(), number)  # as if this launcher were asked
-        self.reached = False
-        for rank in self.ranks:
-            if rank not in self.ended:
-                how = f"rank {rank} is lost with node {self.number}, which cannot be reached, {self.marks[rank].where}"
-                self.ended[rank] = End(rank, False, how, KILLED)
-                tell(rank, None)
+        try:
+            while told := self.trunk.receive():
+                match told:
+                    case {"of": member, "message": message}:
+                        tell(member, message)
+                    case {"ranks": ranks, "stopped": stopped, "ended": ended}:
+                        for rank, _, marks, *more in ranks:
+                            self.marks[rank] = job.Rank(rank, 0, {kind: set(of) for kind, of in marks.items()}, *more)
+                        self.stopped = set(stopped)
+                        self.ended |= {end.rank: end for end in (End(*end) for end in ended)}
+                    case {"asked": number}:
+                        os.kill(os.getpid(), number)  # as if this launcher were asked
+        finally:  # whatever has ended this thread: the others must not wait for ranks that nobody hears of any more
+            self.reached = False
+            for rank in self.ranks:
+                if rank not in self.ended:
+                    how = f"rank {rank} is lost with node {self.number}, which cannot be reached"
+                    self.ended[rank] = End(rank, False, f"{how}, {self.marks[rank].where}", KILLED)
+                    tell(rank, None)
 
 
 def meet(at: Place, ranks: int) -> list[Node]:
@@ -293,13 +295,14 @@ class Agent:
         self._grace: float | None = None  # in which ranks are to end
 
     def supervise(self) -> int:
-        """Tell node 0 of the ranks until the job ends, and return its exit code."""
+        """Tell node 0 of the ranks until the job ends, or node 0 is gone; return the job's exit code."""
         ranks = self._children
         ranks.lines.start()
-        threading.Thread(target=self._hear, name="node 0", daemon=True).start()
+        node_0 = threading.Thread(target=self._hear, name="node 0", daemon=True)
+        node_0.start()
         before: dict[str, Any] = {}  # the last that node 0 has heard of them
         with handling_signals(self._ask):
-            while self._code is None:
+            while node_0.is_alive():
                 marks = ranks.look(POLL_SECONDS)
                 told = {
                     "ranks": marks,
@@ -314,11 +317,14 @@ class Agent:
                 elif self._grace is not None:
                     ranks.end(self._grace)
                     self._grace = None
+            if self._code is None:
+                say("node 0 cannot be reached; ended the ranks of this node")
+                ranks.end(END_SECONDS)
         ranks.close()
-        return self._code
+        return 1 if self._code is None else self._code
 
     def _hear(self) -> None:
-        """Do what node 0 says, until its connection ends."""
+        """Do what node 0 says, until the job is over, or its connection ends."""
         while told := self._trunk.receive():
             match told:
                 case {"to": member, "message": message}:
@@ -330,9 +336,6 @@ class Agent:
                 case {"over": code}:
                     self._code = code
                     return
-        say("node 0 cannot be reached; ended the ranks of this node")
-        self._children.end(END_SECONDS)
-        self._code = 1
 
     def _ask(self, number: int) -> None:
         self._asked += 1

@@ -45,7 +45,9 @@ def say(text: str) -> None:
         sys.stderr.write(f"distopt run: {text}\n")  # at once: print writes the end of the line apart
         sys.stderr.flush()
     except OSError:
-        sys.stderr = open(os.devnull, "w")  # what is left of the old one would fail at the end again
+        # What is left of the old one would fail at the end again.  Its descriptor stays: ranks whose lines are copied
+        # to it must learn that nobody reads them (``Tagged``).
+        sys.stderr = open(os.devnull, "w")
 
 
 def end(processes: "Sequence[subprocess.Popen[Any]]", grace: float = GRACE) -> None:

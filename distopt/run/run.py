@@ -122,7 +122,7 @@ def start(
             env = launcher.environment(ranks) | dict(variables)
             env |= on_loopback(env) | {job.FOLDER: str(folder), "DISTOPT_RESTART": str(attempt)}
             started = Launched(launcher.command(ranks), command, env, ranks, folder)
-            supervisor = Supervisor(started, ranks, spare=0)
+            supervisor = Supervisor(started, ranks, elastic=False)
             code = supervisor.supervise(timeout)
         # a success, a signal or a time limit is final
         if code == 0 or supervisor.was_ended or attempt == restarts:
@@ -161,7 +161,7 @@ def start_elastic(args: argparse.Namespace) -> int:
         else:
             started = Members(command, env, ranks, folder, nodes)
         size = ranks + sum(len(node.ranks) for node in nodes)
-        return Supervisor(started, size, spare=size, restarts=args.restarts).supervise(args.timeout)
+        return Supervisor(started, size, elastic=True, restarts=args.restarts).supervise(args.timeout)
 
 
 def place_of(args: argparse.Namespace) -> Place | None:

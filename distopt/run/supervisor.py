@@ -26,11 +26,11 @@ KILLING = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.S
 class Supervisor:
     """Watches the ranks of a job, says what became of them, and ends those that cannot go on."""
 
-    def __init__(self, started: Started, size: int, spare: int, restarts: int = 0):
+    def __init__(self, started: Started, size: int, elastic: bool, restarts: int = 0):
         # size: the number of ranks that begin together; those in the place of lost ones have higher numbers
-        # spare: how many ranks may be lost: none, or all, of which those that are left go on
+        # elastic: ranks may be lost, and those that are left go on
         # restarts: how many processes are started in the place of lost ones, at most
-        self._started, self._size, self._spare, self._restarts = started, size, spare, restarts
+        self._started, self._size, self._elastic, self._restarts = started, size, elastic, restarts
         self._asked, self._signal = 0, 0  # how often it was asked to end, and how
         self._deadline = math.inf  # when ranks that were asked to end are ended
         self._fault: Fault | None = None  # of a job that may lose no rank
@@ -60,10 +60,10 @@ class Supervisor:
                 if time.monotonic() > limit:
                     self._end(TIMED_OUT, f"not done after {timeout:g} s; ended the job")
                 elif self._asked > 1 or time.monotonic() > self._deadline:  # nobody must wait in a signal's handler
-                    self._started.end(END_SECONDS if self._spare else GRACE)
+                    self._started.end(END_SECONDS if self._elastic else GRACE)
         for _ in range(2):  # a rank that one check finds is seen to have ended by the next one
             self._look(0.0)
-        code = self._code or (self._code_of_last() if self._spare else self._code_of_all())
+        code = self._code or (self._code_of_last() if self._elastic else self._code_of_all())
         self._started.close(code)
         return code
 
@@ -79,7 +79,7 @@ class Supervisor:
             for rank in ranks:
                 self._started.send(rank, self._signal)
         else:
-            if self._spare:  # a launcher of MPI ends its ranks soon
+            if self._elastic:  # a launcher of MPI ends its ranks soon
                 self._deadline = time.monotonic() + GRACE
             self._started.signal(self._signal)
 
@@ -121,7 +121,7 @@ class Supervisor:
     def _look(self, seconds: float) -> None:
         """Wait for an end for so many seconds; act on ends and complaints."""
         ranks = self._started.look(seconds)
-        if not self._spare:
+        if not self._elastic:
             self._end_at_fault(ranks)
             return
         ended = self._started.ended(ranks)

@@ -25,7 +25,7 @@ def elastic(monkeypatch):
             awaited=lambda: set(awaited),
             end=lambda grace: ended.append("all"),
         )
-        made = Supervisor(started, len(votes), spare=len(votes))
+        made = Supervisor(started, len(votes), elastic=True)
         made._lost_at = time.monotonic() - lost_before
         marks = [{job.LATE: {f"{late[rank]}.0"}} if rank in late else {} for rank in range(len(votes))]
         made._living = [
@@ -103,7 +103,7 @@ def growing(monkeypatch):
             processes=[SimpleNamespace(returncode=3)],
             end=lambda grace: killed.append("all"),
         )
-        made = Supervisor(started, 2, spare=2, restarts=1)
+        made = Supervisor(started, 2, elastic=True, restarts=1)
         for _ in looks:
             made._look(0.0)
         return sorted(set(killed)), said, made._code_of_last()

@@ -174,7 +174,7 @@ def test_a_launcher_that_crashes_is_not_blamed_for_a_ranks_exception(tmp_path, c
 
     def code(fault, status):
         started = SimpleNamespace(marks=list, processes=[SimpleNamespace(returncode=status)])
-        supervisor = Supervisor(started, size=2, spare=0)
+        supervisor = Supervisor(started, size=2, elastic=False)
         supervisor._fault = fault
         return supervisor._code_of_all()
 
