@@ -10,7 +10,7 @@ from distopt.compress.base import Compressor, check_compressor, payload_nbytes
 from distopt.compress.context import BucketContext, ExchangeContext
 from distopt.compress.dct import DCT
 from distopt.compress.error_feedback import ErrorFeedback
-from distopt.compress.state import State
+from distopt.compress.state import RESIDUAL, State
 from distopt.kernels.layout import BucketLayout
 
 SIZES = 0, 1, 7, 1000, 4097  # of buckets with one member
@@ -129,7 +129,7 @@ class _Trial:
         if compressor.summable and returned.dtype.name not in SUMMED:
             text = f"must return numbers that are summed on the wire ({', '.join(SUMMED)}), got {returned.dtype}"
             self._refuse("compress", text)
-        payload, kept, expected = returned.copy(), state.get("residual", x).copy(), self._expected_bytes()
+        payload, kept, expected = returned.copy(), state.get(RESIDUAL, x).copy(), self._expected_bytes()
         if expected not in (None, payload.nbytes):
             self._refuse("compress", f"returned {payload.nbytes} bytes, payload_bytes says {expected}")
         summed = compressor.uncompressed(self._layout, context)

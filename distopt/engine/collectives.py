@@ -15,6 +15,7 @@ from distopt.comm import Communicator, objects
 from distopt.comm.communicator import as_flat
 from distopt.comm.control import fingerprint
 from distopt.compress import BucketContext, ErrorFeedback, ExchangeContext, Half, Threshold, TopK
+from distopt.compress.state import RESIDUAL
 from distopt.engine.parameters import FLOATS
 from distopt.exchange.all_gather import gather
 from distopt.exchange.all_reduce import reduce
@@ -94,7 +95,7 @@ class ManualCollectives:
             device.copy(part, a)
         selector = TopK(spars) if topK else Threshold(spars)
         compressor = selector if accumulation is None else ErrorFeedback(selector)
-        state = {} if accumulation is None else {"residual": accumulation}
+        state = {} if accumulation is None else {RESIDUAL: accumulation}
         gather(flat, compressor, self._comm, state, self._context(flat))
         self._comm.wait()
         for a, part in zip(arrays, parts, strict=True):

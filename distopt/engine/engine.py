@@ -222,9 +222,7 @@ class Engine:
             self.step_context.begin(spec)
             self.reducers.borders.settle(self.progress.updates)
             self.declare_numbers(compressor, spec.clock)
-            watches = list[Any]()
-            for hook in self.hooks:
-                watches.append(hook.wrap_loss)
+            watches = list[Any](map(operator.attrgetter("wrap_loss"), self.hooks))
             if self.reducers.may_overlap(compressor, spec, threshold):
                 overlap = self._begin_overlap(attempt)
                 watches.append(overlap.watch)

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from distopt import device
+from distopt.buckets import States
 from distopt.checks import check_int
 from distopt.compress.state import shared
 from distopt.engine.engine import Engine
 from distopt.engine.outer_loop import LocalTraining, OuterLoop
 from distopt.engine.parameters import GradientCollector
-from distopt.engine.resharding import SavedRanks, States
+from distopt.engine.resharding import SavedRanks
 from distopt.engine.state import check_state, load_state_dict, state_dict
 from distopt.engine.training_state import TrainingState, Tree, optimizer_text
 

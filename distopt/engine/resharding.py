@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from distopt.buckets import States
 from distopt.checkpoint import foreign
 from distopt.compress.state import WINDOW, shared
 
 Tree = Any
-# state name -> parameter name -> array
-States = dict[str, dict[str, np.ndarray]]
 
 
 class SavedRanks(NamedTuple):

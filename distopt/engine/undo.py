@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 
 from distopt import device
-
-# Flat arrays by name.
-State = dict[str, np.ndarray]
+from distopt.compress.state import State
 
 
 class Undo:

@@ -10,7 +10,7 @@ from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, ExchangeContext
 from distopt.compress.context import layout_of
 from distopt.compress.shards import Payload, Piece, ShardCodec
-from distopt.compress.state import State
+from distopt.compress.state import RESIDUAL, State
 from distopt.compress.wrapper import CompressorWrapper
 from distopt.device import DeviceMirror
 from distopt.exchange import Algorithm
@@ -73,7 +73,7 @@ def left_behind(compressor: Compressor, x: np.ndarray, spent: bool, state: State
     """Return what has not left x, nothing if it is ``spent`` and was sent; NaN if only the compressor knows."""
     if not compressor.stateful:
         return np.zeros_like(x) if spent else x
-    return state["residual"] if "residual" in state else np.full_like(x, np.nan)
+    return state[RESIDUAL] if RESIDUAL in state else np.full_like(x, np.nan)
 
 
 class ObservedShards:
