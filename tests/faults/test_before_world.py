@@ -1,7 +1,6 @@
 """Ranks that end, stop or sleep before they have met the others in ``distopt.world()``: real processes."""
 
 import re
-import signal
 import subprocess
 import sys
 import sysconfig
