@@ -1,14 +1,12 @@
 """Interface of communicators, base class of wrappers, and sums in rank order."""
 
-import abc
 import contextlib
 import copy
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType, ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -16,9 +14,11 @@ import numpy as np
 from distopt import device, kernels
 from distopt.comm import objects
 from distopt.comm.byte_counts import DIRECT, Algorithm
-from distopt.comm.control import ControlChannel, PeerLeft
+from distopt.comm.control import ControlChannel, PeerLeft, Waits
 from distopt.comm.message import MessageTag, Tagging
+from distopt.comm.receive_buffer import ReceiveBuffer
 from distopt.device import describe
+from distopt.resilience.operation_log import silent
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
@@ -26,11 +26,10 @@ NUMBERS = (*map(np.dtype, (np.float32, np.float64, np.int32, np.int64, np.uint8)
 Groups = tuple[tuple[int, ...], ...]  # of ranks
 # whether lengths differ, or the elements from each rank, if they are known
 Ragged = bool | Sequence[int]
-F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-class Communicator(abc.ABC):
+class Communicator:
     """One of ``size`` ranks that exchange arrays by collectives.
 
     All ranks must call the same collectives in the same order, or they wait for ever; only ``DistOpt`` lets ranks vote
@@ -42,9 +41,9 @@ class Communicator(abc.ABC):
     On a GPU a collective is only enqueued.  Its results may be used on the caller's stream after ``wait()``; until then
     its arguments must not be written to.
 
-    A subclass defines ``all_reduce``, ``all_gather``, ``all_to_all``, ``broadcast``, ``barrier`` and
-    ``make_duplicate``, and the attributes without a default: ``rank``, ``size``, ``local_rank`` and ``control``;
-    for the exchange by nodes it also defines ``make_subgroup``.
+    A transport defines ``rank``, ``size``, ``local_rank`` and ``control``, and ``exchange``, over which all collectives
+    are written here; one that has a better way for some overrides these.  For threads that exchange concurrently it
+    defines ``make_duplicate``, for the exchange by nodes ``make_subgroup``.
 
     Attributes:
         rank: this rank's number, from 0.
@@ -90,7 +89,9 @@ class Communicator(abc.ABC):
     elastic = outside = False
     epoch = 0
     _hosts: Sequence[int] = ()
-    _tag = ""  # of the operation in progress, for the report of a time limit
+    _log: Waits = staticmethod(silent)  # of operations, for the report of a time limit
+    _tag = ""  # of the operation in progress
+    _received: ReceiveBuffer | None = None
     _second: "Communicator | None" = None  # the result of duplicate()
     _subgroups: Mapping[Groups, "Communicator"] = MappingProxyType({})  # the results of subgroup()
     _made_in = 0  # the epoch of these
@@ -114,9 +115,28 @@ class Communicator(abc.ABC):
         """Whether ``all_reduce_each`` asks for an array while others are under way."""
         return False
 
-    @abc.abstractmethod
+    def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``.  Collective.
+
+        Args:
+            parts: flat arrays, one per rank; an empty one is no message.
+            received: memory of the length that the part of each other rank has, which both ends know.
+        """
+        raise NotImplementedError(f"a {type(self).__name__} must define exchange, or each collective")
+
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks, the same bits on every rank.  Collective."""
+        # Each slice goes to the rank that owns it, is added up there in rank order, and comes back.
+        flat = as_flat(x)
+        with self._log("all_reduce", flat.nbytes, self._tag):
+            parts = [flat[s] for s in slices(flat.size, self.size)]
+            mine = parts[self.rank]
+            self._received = self._received or ReceiveBuffer()
+            received = split(self._received.view(flat.dtype, self.size * mine.size), [mine.size] * self.size)
+            received[self.rank] = mine
+            self.exchange(parts, received)
+            mine[...] = sum_in_rank_order(received)
+            self.exchange([mine] * self.size, parts)
 
     def all_reduce_each(self, arrays: Iterable[np.ndarray | None]) -> Iterator[np.ndarray]:
         """Yield the sums over ranks of several arrays, formed in place and in order.  Collective.
@@ -131,7 +151,6 @@ class Communicator(abc.ABC):
                 self.all_reduce(x)
                 yield x
 
-    @abc.abstractmethod
     def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
         """Return every rank's x, flat, in rank order.  Collective.
 
@@ -141,8 +160,10 @@ class Communicator(abc.ABC):
             into: memory for the results, ``(size * n,)`` of x's dtype; only used without ``ragged``.  Default: new
                 memory.
         """
+        flat = as_flat(x, writable=False)
+        with self._log("ragged all_gather" if ragged else "all_gather", flat.nbytes, self._tag):
+            return self._swap([flat] * self.size, ragged, into)
 
-    @abc.abstractmethod
     def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
         """Send ``parts[r]`` to rank r, and return the parts for this rank, flat, in rank order.  Collective.
 
@@ -151,14 +172,49 @@ class Communicator(abc.ABC):
             ragged: whether lengths may differ; or those of the parts for this rank, where they are known.  If not,
                 every rank's part for this rank has the length of ``parts[rank]``.
         """
+        flats = flat_parts(parts, self.size)
+        with self._log("ragged all_to_all" if ragged else "all_to_all", 0, self._tag):
+            return self._swap(flats, ragged)
 
-    @abc.abstractmethod
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         """Replace x, in place, by the x of rank ``root``.  Collective."""
+        # Each slice goes to the rank that owns it, and from there to all that do not have it.
+        flat, root = as_flat(x), check_root(root, self.size)
+        parts, none, is_root = [flat[s] for s in slices(flat.size, self.size)], flat[:0], self.rank == root
+        mine = parts[self.rank]
+        with self._log("broadcast", flat.nbytes, self._tag):
+            self.exchange(
+                parts if is_root else [none] * self.size,
+                [none if is_root or r != root else mine for r in range(self.size)],
+            )
+            self.exchange(
+                [none if r == root else mine for r in range(self.size)], [none] * self.size if is_root else parts
+            )
 
-    @abc.abstractmethod
     def barrier(self) -> None:
         """Wait until every rank has called this.  Collective."""
+        with self._log("barrier"):
+            self._lengths([0] * self.size)
+
+    def _lengths(self, sent: Sequence[int]) -> list[int]:
+        """Return the number that each rank has for this one, ``(size,)``.  Collective."""
+        numbers = np.array(sent, np.int64).reshape(-1, 1)
+        received = numbers.copy()
+        self.exchange(list(numbers), list(received))
+        lengths: list[int] = received.reshape(-1).tolist()
+        return lengths
+
+    def _swap(self, parts: Sequence[np.ndarray], ragged: Ragged, into: np.ndarray | None = None) -> list[np.ndarray]:
+        """Send ``parts[r]`` to rank r, and return what each rank sent.  Collective."""
+        mine = parts[self.rank]
+        if into is not None and not ragged:
+            received = split(into, [mine.size] * self.size)
+        else:
+            lengths = self._lengths([x.size for x in parts]) if ragged is True else ragged or [mine.size] * self.size
+            received = [np.empty(n, mine.dtype) for n in lengths]
+        received[self.rank][...] = mine
+        self.exchange(parts, received)
+        return received
 
     def reduce_scatter(self, x: np.ndarray) -> np.ndarray:
         """Return this rank's slice of the sum over ranks of x, added in rank order.  Collective.
@@ -198,7 +254,7 @@ class Communicator(abc.ABC):
         """Return every rank's n, in rank order.  Collective."""
         return [int(x[0]) for x in self.all_gather(np.array([n]))]
 
-    def wait(self) -> None:  # noqa: B027  host collectives have nothing to wait for
+    def wait(self) -> None:
         """Make the caller's current stream wait for all collectives so far, without blocking the host."""
 
     def on_comm_stream(self) -> AbstractContextManager[None]:
@@ -208,10 +264,10 @@ class Communicator(abc.ABC):
         """
         return contextlib.nullcontext()
 
-    def check(self) -> None:  # noqa: B027  host collectives raise by themselves
+    def check(self) -> None:
         """Raise RuntimeError if an enqueued collective can never end; to be called while a GPU is polled."""
 
-    def set_poll_interval(self, seconds: float) -> None:  # noqa: B027  most wait without taking a core
+    def set_poll_interval(self, seconds: float) -> None:
         """Set the seconds of sleep between two polls of an exchange, which leave a core free; 0 for busy waiting."""
 
     def alloc(self, n: int, dtype: Any) -> np.ndarray:
@@ -221,7 +277,7 @@ class Communicator(abc.ABC):
         """
         return device.zeros(n, dtype)
 
-    def register(self, x: np.ndarray) -> None:  # noqa: B027  most need not know
+    def register(self, x: np.ndarray) -> None:
         """Tell the network of an array that ``alloc`` returned and collectives will use, at once or in parts.
 
         Collective: each rank gives an array of the same size.
@@ -248,7 +304,7 @@ class Communicator(abc.ABC):
         peers = self.peers(x)
         return None if peers is None else peers[0]
 
-    def count_all_reduce(self, x: np.ndarray) -> None:  # noqa: B027  most do not count
+    def count_all_reduce(self, x: np.ndarray) -> None:
         """Count a sum that was formed in shared memory as an all-reduce of x."""
 
     @property
@@ -277,9 +333,12 @@ class Communicator(abc.ABC):
         """The duplicate and the subgroups, as far as they have been made."""
         return [made for made in (self._second, *self._subgroups.values()) if made is not None]
 
-    @abc.abstractmethod
     def make_duplicate(self) -> "Communicator":
-        """Make what ``duplicate`` returns, which calls this once.  Collective."""
+        """Make what ``duplicate`` returns, which calls this once.  Collective.
+
+        Here it is this communicator, as one thread alone may exchange; then ``may_overlap`` is False.
+        """
+        return self
 
     def separate(self) -> "Communicator":
         """Return a communicator as ``duplicate`` does, but another one at each call, for the caller alone.  Collective.
@@ -348,10 +407,10 @@ class Communicator(abc.ABC):
         """Return what a collective returns that writes to x, which is put back before it is done again.  Collective."""
         return operation()
 
-    def on_resize(self, callback: Callable[[int, int], object]) -> None:  # noqa: B027  where no rank can be lost
+    def on_resize(self, callback: Callable[[int, int], object]) -> None:
         """Call ``callback(rank, size)`` whenever they have changed (``comm.Elastic``)."""
 
-    def tell_resized(self) -> None:  # noqa: B027
+    def tell_resized(self) -> None:
         """Call the callbacks of ``on_resize``, if the ranks have changed since."""
 
     @property
@@ -359,13 +418,13 @@ class Communicator(abc.ABC):
         """Whether a process waits to be admitted, as far as this rank knows."""
         return False
 
-    def start_newcomer(self) -> None:  # noqa: B027  where the launcher starts it, or nobody
+    def start_newcomer(self) -> None:
         """Start a process in the place of a lost rank, if ``distopt run`` asks this rank to."""
 
-    def on_join(self, prepare: Callable[[], Callable[[], object]]) -> None:  # noqa: B027  where nobody comes
+    def on_join(self, prepare: Callable[[], Callable[[], object]]) -> None:
         """Call ``prepare`` before others come, and what it returns when they have (``comm.Elastic``)."""
 
-    def let_in(self) -> None:  # noqa: B027
+    def let_in(self) -> None:
         """Admit the processes that wait; between steps.  Collective then."""
 
     def join_others(self) -> None:
@@ -380,14 +439,14 @@ class Communicator(abc.ABC):
         """Tell if an error means that a rank has ended, or that another rank has called ``revoke``."""
         return isinstance(error, PeerLeft)
 
-    def settle(self) -> None:  # noqa: B027  collectives return with their results
+    def settle(self) -> None:
         """Wait on the host until all collectives so far have their results.
 
         Raises:
             PeerLeft: a rank was lost meanwhile.
         """
 
-    def revoke(self) -> None:  # noqa: B027  where no rank can be lost
+    def revoke(self) -> None:
         """Let all that any rank waits for on this communicator raise what ``lost`` knows, now and from now on.
 
         Its duplicate, its subgroups and its votes too.  Not collective.
@@ -408,7 +467,7 @@ class Communicator(abc.ABC):
         """
         raise ValueError(f"a lost rank needs a communicator that defines survivors, got a {type(self).__name__}")
 
-    def close(self) -> None:  # noqa: B027  most hold nothing
+    def close(self) -> None:
         """Release the resources of the communicator."""
 
     def __repr__(self) -> str:
@@ -416,88 +475,31 @@ class Communicator(abc.ABC):
         return f"<{type(self).__name__}, rank {self.rank} of {self.size}, {self.xp.__name__}{reason}>"
 
 
-def _forwarded(method: F) -> F:
-    """Return a method that calls the method of the same name of the wrapped communicator."""
-    name = method.__name__
+class _OfWrapped:
+    """A name that is read of the wrapped communicator, whose ranks may change, unless it is assigned."""
 
-    @functools.wraps(method)
-    def forward(self: "Wrapper", *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.comm, name)(*args, **kwargs)
-
-    forward.__isabstractmethod__ = False  # type: ignore[attr-defined]  # wraps() has copied True
-    return cast(F, forward)
-
-
-class _Forwarded:
-    """An attribute that reads the wrapped communicator's, since its ranks may change, unless it is assigned."""
-
-    def __init__(self, default: Any = None):
-        self._default = default
-
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __init__(self, name: str):
         self._name = name
 
     def __get__(self, wrapper: Any, owner: type) -> Any:
-        return self._default if wrapper is None else getattr(wrapper.comm, self._name)
+        return self if wrapper is None else getattr(wrapper.comm, self._name)
 
 
 class Wrapper(Communicator):
-    """Communicator around another one, to which it forwards every call that a subclass does not define."""
+    """Communicator around another one, of which it has every public name but those that a subclass defines."""
 
-    # `all_reduce_each` and `broadcast_object` are not forwarded: they call the methods of the subclass.
+    # And but these, which call the wrapper's own verbs, or keep what is of its own.
+    KEPT = "all_reduce_each pipelines broadcast_object reason spans_hosts duplicate subgroup survivors".split()
+    for _name in {*Communicator.__annotations__, *vars(Communicator)}.difference(KEPT):
+        if not _name.startswith("_"):
+            locals()[_name] = _OfWrapped(_name)
 
     def __init__(self, comm: Communicator):
         self.comm = comm
 
-    rank: Any = _Forwarded()
-    size: Any = _Forwarded()
-    local_rank: Any = _Forwarded()
-    control: Any = _Forwarded()
-    xp: Any = _Forwarded(Communicator.xp)
-    gpu: Any = _Forwarded(Communicator.gpu)
-    shares_address_space: Any = _Forwarded(Communicator.shares_address_space)
-    rank_ordered: Any = _Forwarded(Communicator.rank_ordered)
-    may_overlap: Any = _Forwarded(Communicator.may_overlap)
-    algorithm: Any = _Forwarded(Communicator.algorithm)
-    epoch: Any = _Forwarded(Communicator.epoch)
-    elastic: Any = _Forwarded(Communicator.elastic)
-    outside: Any = _Forwarded(Communicator.outside)
-    awaited: Any = _Forwarded(False)
-    collectives_fingerprint: Any = _Forwarded(0)
-    transaction = _forwarded(Communicator.transaction)
-    transaction_on = _forwarded(Communicator.transaction_on)
-    start_newcomer = _forwarded(Communicator.start_newcomer)
-    on_join = _forwarded(Communicator.on_join)
-    let_in = _forwarded(Communicator.let_in)
-    join_others = _forwarded(Communicator.join_others)
-    on_resize = _forwarded(Communicator.on_resize)
-    tell_resized = _forwarded(Communicator.tell_resized)
-    lost = _forwarded(Communicator.lost)
-    settle = _forwarded(Communicator.settle)
-    revoke = _forwarded(Communicator.revoke)
-
     @property
     def hosts(self) -> Sequence[int]:
         return self._hosts or self.comm.hosts
-
-    tagged = _forwarded(Communicator.tagged)
-    all_reduce = _forwarded(Communicator.all_reduce)
-    all_gather = _forwarded(Communicator.all_gather)
-    all_to_all = _forwarded(Communicator.all_to_all)
-    reduce_scatter = _forwarded(Communicator.reduce_scatter)
-    broadcast = _forwarded(Communicator.broadcast)
-    barrier = _forwarded(Communicator.barrier)
-    lengths = _forwarded(Communicator.lengths)
-    wait = _forwarded(Communicator.wait)
-    on_comm_stream = _forwarded(Communicator.on_comm_stream)
-    check = _forwarded(Communicator.check)
-    set_poll_interval = _forwarded(Communicator.set_poll_interval)
-    alloc = _forwarded(Communicator.alloc)
-    register = _forwarded(Communicator.register)
-    peers = _forwarded(Communicator.peers)
-    first_of_peers = _forwarded(Communicator.first_of_peers)
-    count_all_reduce = _forwarded(Communicator.count_all_reduce)
-    close = _forwarded(Communicator.close)
 
     @property
     def unwrapped(self) -> Communicator:

@@ -12,10 +12,8 @@ from distopt.comm.communicator import (
     HALVES,
     Communicator,
     Groups,
-    Ragged,
     as_flat,
     check_root,
-    flat_parts,
     group_of,
     slices,
     split,
@@ -45,6 +43,7 @@ from distopt.comm.mpi_newcomers import Newcomers, come_in, let_in
 from distopt.comm.outside import Outside
 from distopt.comm.receive_buffer import ReceiveBuffer
 from distopt.comm.shared_memory import SharingCommunicator
+from distopt.resilience.operation_log import OperationLog
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -83,6 +82,8 @@ class MpiCommunicator(SharingCommunicator):
 
     wire = "MPI"
 
+    control: MpiControl
+    _log: OperationLog
     _revoked = False
 
     CHUNK = 1 << 30  # elements or bytes per MPI call: Open MPI counts in 32 bits
@@ -98,7 +99,7 @@ class MpiCommunicator(SharingCommunicator):
         # for one that begins at a younger communicator waits for ever.
         self._base = base
         membership = join(comm)
-        self.control: MpiControl = membership.control
+        self.control = membership.control
         self.local_rank, self._hosts = membership.local_rank, membership.hosts
         self._comm = comm.Dup()
         self._checked = Checked(self._comm)
@@ -111,7 +112,7 @@ class MpiCommunicator(SharingCommunicator):
         self._place = self.reason = (
             f"{brand()}{', ' + reason if reason else ''}; {'several hosts' if self.spans_hosts else 'one host'}"
         )
-        self._received = [ReceiveBuffer() for _ in range(UNDER_WAY)]
+        self._rooms = [ReceiveBuffer() for _ in range(UNDER_WAY)]
         self._why = reason
         # by identity; they keep the memory alive that MPI writes to, until `_finish`
         self._begun: dict[int, Exchange] = {}
@@ -172,7 +173,7 @@ class MpiCommunicator(SharingCommunicator):
             return
         parts = [x[s] for s in slices(x.size, self.size)]
         local = parts[self.rank]
-        received = split(self._received[room].view(x.dtype, self.size * local.size), [local.size] * self.size)
+        received = split(self._rooms[room].view(x.dtype, self.size * local.size), [local.size] * self.size)
         received[self.rank] = local
         exchange = self._exchange(parts, received, SLICES)
         yield
@@ -185,39 +186,31 @@ class MpiCommunicator(SharingCommunicator):
         yield
         self._finish(exchange)
 
-    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
-        """Return every rank's x, flat, in rank order.  Collective."""
-        flat = as_flat(x, writable=False)
-        with self._log("ragged all_gather" if ragged else "all_gather", flat.nbytes, self._tag):
-            sizes = self._sizes(flat.size) if ragged is True else list(ragged or [flat.size] * self.size)
-            return self._swap([flat] * self.size, sizes, None if into is None or ragged else split(into, sizes))
-
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
-        """Send ``parts[r]`` to rank r, and return the parts for this rank, flat, in rank order.  Collective."""
-        flats = flat_parts(parts, self.size)
-        with self._log("ragged all_to_all" if ragged else "all_to_all", 0, self._tag):
-            sizes = self._lengths(flats) if ragged is True else list(ragged or [flats[self.rank].size] * self.size)
-            return self._swap(flats, sizes)
+    def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``.  Collective."""
+        self._finish(self._exchange(parts, received))
 
     def broadcast(self, x: np.ndarray, root: int = 0) -> None:
         """Replace x, in place, by the x of rank ``root``.  Collective."""
+        if self._base is not None:
+            super().broadcast(x, root)
+            return
         raw, root = as_flat(x).view(np.uint8), check_root(root, self.size)
         with self._log("broadcast", raw.size, self._tag):
-            if self._base is None:
-                for start in range(0, raw.size, self.CHUNK):
-                    self._comm.Bcast(raw[start : start + self.CHUNK], root)
-                return
-            # they go to their owners, and from these to all
-            parts = [raw[s] for s in slices(raw.size, self.size)]
-            local, none = parts[self.rank], raw[:0]
-            sent = parts if self.rank == root else [none] * self.size
-            self._finish(self._exchange(sent, [local if r == root else none for r in range(self.size)], SLICES))
-            self._finish(self._exchange([local] * self.size, parts, SUMS))
+            for start in range(0, raw.size, self.CHUNK):
+                self._comm.Bcast(raw[start : start + self.CHUNK], root)
 
     def barrier(self) -> None:
         """Wait until every rank has called this.  Collective."""
         with self._log("barrier"), self._checked:
             self._comm.Barrier()
+
+    def _lengths(self, sent: Sequence[int]) -> list[int]:
+        """Return the number that each rank has for this one, ``(size,)``.  Collective."""
+        received = np.empty(self.size, np.int64)
+        with self._checked:
+            self._comm.Alltoall(np.array(sent, np.int64), received)
+        return received.tolist()
 
     def set_poll_interval(self, seconds: float) -> None:
         self.patience = self.control.patience = seconds
@@ -343,29 +336,6 @@ class MpiCommunicator(SharingCommunicator):
             self._comm.Free()
             if self._base is not None:
                 self._base.Free()
-
-    def _lengths(self, parts: Sequence[np.ndarray]) -> list[int]:
-        """Return the lengths of the parts that each rank has for this one, ``(size,)``.  Collective."""
-        sizes = np.empty(self.size, np.int64)
-        with self._checked:
-            self._comm.Alltoall(np.array([x.size for x in parts], np.int64), sizes)
-        return sizes.tolist()
-
-    def _sizes(self, n: int) -> list[int]:
-        sizes = np.empty(self.size, np.int64)
-        with self._checked:
-            self._comm.Allgather(np.array([n], np.int64), sizes)
-        return sizes.tolist()
-
-    def _swap(
-        self, parts: Sequence[np.ndarray], sizes: Sequence[int], received: list[np.ndarray] | None = None
-    ) -> list[np.ndarray]:
-        """Send ``parts[r]`` to rank r, and return what each rank sent: ``sizes`` elements, in ``received`` if given."""
-        received = [np.empty(n, parts[0].dtype) for n in sizes] if received is None else received
-        if received[self.rank] is not parts[self.rank]:
-            received[self.rank][...] = parts[self.rank]
-        self._finish(self._exchange(parts, received))
-        return received
 
     def _finish(self, exchange: Exchange) -> None:
         requests = [*exchange.receives, *exchange.sends]

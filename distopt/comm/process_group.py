@@ -23,25 +23,13 @@ import torch
 import torch.distributed as dist
 
 from distopt.comm.board import Board, RankEnded
-from distopt.comm.communicator import (
-    Communicator,
-    Groups,
-    Ragged,
-    as_flat,
-    check_root,
-    flat_parts,
-    group_of,
-    slices,
-    split,
-    sum_in_rank_order,
-)
+from distopt.comm.communicator import Communicator, Groups, group_of
 from distopt.comm.control import LEAVE, ControlChannel, PeerLeft, agreed
 from distopt.comm.epoch_ranks import EpochRanks
 from distopt.comm.gloo import NO_LIMIT, Messages, Ranks, TorchRanks, Works
 from distopt.comm.launchers import LOOPBACK, Meeting, meeting
 from distopt.comm.outbox import Outboxes
 from distopt.comm.outside import Outside
-from distopt.comm.receive_buffer import ReceiveBuffer
 from distopt.comm.shared_memory import SharingCommunicator
 from distopt.comm.sockets import watch
 from distopt.resilience import job
@@ -53,7 +41,6 @@ from distopt.resilience.report import names
 # int64 numbers of a message of votes: a vote, the bytes of a text, and room for words of farewell
 FRAME = 32
 LENGTH, WORDS = 9, 10
-NOTHING = np.empty(0, np.int64)
 TRIALS = 3  # to make a communicator of the same ranks
 PAGE = 512  # numbers of a text that are written at once
 
@@ -368,46 +355,10 @@ class ProcessGroupCommunicator(SharingCommunicator):
         self._log = self.control.log("data")
         places = "several hosts" if self.spans_hosts else "one host"
         self.reason = self._place = "; ".join(filter(None, (f"torch {torch.__version__}, gloo", reason, places)))
-        self._received = ReceiveBuffer()
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
-        flat = as_flat(x)
-        with self._log("all_reduce", flat.nbytes, self._tag):
-            parts = [flat[s] for s in slices(flat.size, self.size)]
-            mine = parts[self.rank]
-            received = split(self._received.view(flat.dtype, self.size * mine.size), [mine.size] * self.size)
-            received[self.rank] = mine
-            self._messages.exchange(parts, received)
-            mine[...] = sum_in_rank_order(received)
-            self._messages.exchange([mine] * self.size, parts)
-
-    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
-        """Return every rank's x, flat, in rank order.  Collective."""
-        flat = as_flat(x, writable=False)
-        with self._log("ragged all_gather" if ragged else "all_gather", flat.nbytes, self._tag):
-            sizes = list(ragged or [flat.size] * self.size) if ragged is not True else self._lengths([flat] * self.size)
-            return self._swap([flat] * self.size, sizes, None if into is None or ragged else split(into, sizes))
-
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
-        """Send ``parts[r]`` to rank r, and return the parts for this rank, flat, in rank order.  Collective."""
-        flats = flat_parts(parts, self.size)
-        with self._log("ragged all_to_all" if ragged else "all_to_all", 0, self._tag):
-            sizes = list(ragged or [flats[self.rank].size] * self.size) if ragged is not True else self._lengths(flats)
-            return self._swap(flats, sizes)
-
-    def broadcast(self, x: np.ndarray, root: int = 0) -> None:
-        """Replace x, in place, by the x of rank ``root``.  Collective."""
-        flat, root = as_flat(x), check_root(root, self.size)
-        none = flat[:0]
-        with self._log("broadcast", flat.nbytes, self._tag):
-            sent = [flat if self.rank == root else none] * self.size
-            self._messages.exchange(sent, [flat if r == root else none for r in range(self.size)])
-
-    def barrier(self) -> None:
-        """Wait until every rank has called this.  Collective."""
-        with self._log("barrier"):
-            self._lengths([NOTHING] * self.size)
+    def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``.  Collective."""
+        self._messages.exchange(parts, received)
 
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same ranks over messages of its own.  Collective."""
@@ -491,23 +442,6 @@ class ProcessGroupCommunicator(SharingCommunicator):
         comm = cls.__new__(cls)
         comm._make(ranks, members, reason)
         return comm
-
-    def _lengths(self, parts: Sequence[np.ndarray]) -> list[int]:
-        """Return the lengths of the parts that each rank has for this one, ``(size,)``.  Collective."""
-        mine = np.array([part.size for part in parts], np.int64).reshape(-1, 1)
-        lengths = mine.copy()
-        self._messages.exchange(list(mine), list(lengths))
-        return lengths.reshape(-1).tolist()
-
-    def _swap(
-        self, parts: Sequence[np.ndarray], sizes: Sequence[int], received: list[np.ndarray] | None = None
-    ) -> list[np.ndarray]:
-        """Send ``parts[r]`` to rank r, and return what each rank sent, ``sizes`` elements, into ``received`` if any."""
-        received = [np.empty(n, parts[0].dtype) for n in sizes] if received is None else received
-        if received[self.rank] is not parts[self.rank]:
-            received[self.rank][...] = parts[self.rank]
-        self._messages.exchange(parts, received)
-        return received
 
 
 def _machine() -> str:
