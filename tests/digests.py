@@ -231,9 +231,9 @@ def of(comm, names=None, **chosen):
     return {name: case(comm) for name, case in cases(**chosen).items() if names is None or name in names}
 
 
-def on_threads(size, names=None):
+def on_threads(size, names=None, run=run_ranks):
     """Per case the digests of all ranks, joined by '/'."""
-    return joined_digests(run_ranks(size, lambda comm: of(comm, names)))
+    return joined_digests(run(size, lambda comm: of(comm, names)))
 
 
 def joined_digests(ranks):

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -218,6 +218,49 @@ class ControlChannel(abc.ABC):
             "needs beside that, such as gradient_views, comes before rejoin; it ends alone"
         )
         raise self._gone
+
+
+class Messages(Protocol):
+    """What some ranks send each other."""
+
+    rank: int
+    size: int
+
+    def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``.  Collective."""
+
+    def among(self, members: Sequence[int]) -> "Messages":
+        """Return the messages between some of the ranks, this one among them."""
+
+    def close(self) -> None: ...
+
+
+class MessageControl(ControlChannel):
+    """Votes over messages that nothing else uses meanwhile."""
+
+    def __init__(self, messages: Messages):
+        self.rank, self.size, self._messages = messages.rank, messages.size, messages
+        self.vote_on_version()
+
+    def maximum(self, votes: np.ndarray) -> None:
+        found = np.tile(votes, (self.size, 1))
+        self._messages.exchange([votes] * self.size, list(found))
+        found.max(axis=0, out=votes)
+
+    def gather_strings(self, text: str) -> list[str]:
+        mine = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
+        lengths = np.full((self.size, 1), mine.size)
+        self._messages.exchange([lengths[self.rank]] * self.size, list(lengths))
+        texts = [np.empty(n, np.uint8) for n in lengths.reshape(-1).tolist()]
+        texts[self.rank] = mine
+        self._messages.exchange([mine] * self.size, texts)
+        return [part.tobytes().decode() for part in texts]
+
+    def subgroup(self, members: tuple[int, ...]) -> "MessageControl":
+        return MessageControl(self._messages.among(members))
+
+    def close(self) -> None:
+        self._messages.close()
 
 
 def _encode(error: Exception) -> str:

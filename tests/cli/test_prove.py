@@ -17,7 +17,7 @@ from distopt.compress import TopK
 from distopt.lab.commands import prove, prove_jobs
 from distopt.lab.commands.prove import CLAIMS, Trial
 from distopt.lab.commands.prove_jobs import Ended
-from distopt.lab.commands.prove_socket import SocketPair, connection
+from distopt.lab.commands.prove_socket import SocketRanks, connected
 from distopt.lab.laws import modes, references, runs
 from distopt.optim import adam
 from distopt.optim.adam import moments
@@ -42,10 +42,9 @@ def over_threads(function, *arguments, over=lambda comm: comm):
 
 def over_sockets(function, *arguments):
     """As ``prove_jobs.over_sockets``, with a connection between two threads."""
-    with connection() as ends:
-        return over_threads(
-            function, *arguments, over=lambda comm: SocketPair(ends[comm.rank], comm.rank, comm.control)
-        )
+    with connected() as ends:
+        over = lambda comm: SocketRanks(comm.rank, ends[comm.rank], comm.control)  # noqa: E731
+        return over_threads(function, *arguments, over=over)
 
 
 def killed():
@@ -167,7 +166,13 @@ def one_byte_more(self, report=Ledger.report):
 PLANTED = [  # a claim, what is replaced in what it watches, and what is said then
     ("bytes", Ledger, "write", forgets(7), r"[\d,]+ bytes of data were written to the socket, the ledger has .* wire"),
     ("bytes", Ledger, "report", one_byte_more, r"were written to the socket, the ledger has [\d,]+ of payload"),
-    ("bytes", SocketPair, "received_by_kernel", 5, r"rank \d wrote [\d,]+ bytes, the kernel of the other end counts 5"),
+    (
+        "bytes",
+        SocketRanks,
+        "received_by_kernel",
+        lambda *_: 5,
+        r"rank \d wrote [\d,]+ bytes, the kernel of the other end counts 5",
+    ),
     ("resume", DistOpt, "load_state_dict", without_residuals, r"rank 0 ended with sha256 .*, without a stop it is"),
     ("resume", DistOpt, "load", lambda *_: None, r"rank 0 went on from step 0, the last checkpoint was of step \d"),
     ("resume", prove, "kill", lambda: None, r"rank \d was killed in step \d+, and the job ended with 0"),

@@ -15,6 +15,7 @@ from distopt.comm import LocalCommunicator, Metered, MpiCommunicator, ThreadComm
 from distopt.comm.control import PeerLeft
 from distopt.device import gpu_state
 from launch import finish, needs_mpi, run_mpi
+from transports import RUN
 
 
 def test_the_local_communicator_passes_all_checks():
@@ -24,9 +25,10 @@ def test_the_local_communicator_passes_all_checks():
     assert comm.peers(x)[0] is x
 
 
+@pytest.mark.parametrize("transport", RUN)
 @pytest.mark.parametrize("size", tiers.one_by_default(3, of=(1, 2, 3, 4, 8)))
-def test_thread_communicators_pass_all_checks(size):
-    run_ranks(size, comm_checks.everything)
+def test_ranks_of_one_process_pass_all_checks(transport, size):
+    RUN[transport](size, comm_checks.everything)
 
 
 @needs_mpi

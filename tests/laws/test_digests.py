@@ -5,6 +5,7 @@ import pytest
 import digests
 import tiers
 from launch import needs_mpi, run_mpi
+from transports import RUN
 
 NARROW = list(digests.cases(optimizers=False))
 WIDE = [name for name in digests.cases() if name not in NARROW]
@@ -18,16 +19,18 @@ def in_pairs():
     return {size: [turns[k][0] for k in sorted(chosen) if turns[k][1] == size] for size in sizes}
 
 
+@pytest.mark.parametrize("transport", RUN)
 @pytest.mark.parametrize("case", [*NARROW, *WIDE][::101])
-def test_training_on_two_threads_has_the_recorded_bits(case):
-    assert not digests.differences("2 threads", digests.on_threads(2, [case]))
+def test_training_on_two_ranks_has_the_recorded_bits(transport, case):
+    assert not digests.differences("2 threads", digests.on_threads(2, [case], RUN[transport]))
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("transport", RUN)
 @pytest.mark.parametrize("size", digests.SIZES)
-def test_training_on_many_threads_has_the_recorded_bits(size):
-    """Every case, on one number of threads at the least."""
-    assert not digests.differences(f"{size} threads", digests.on_threads(size, in_pairs()[size]))
+def test_training_on_many_ranks_has_the_recorded_bits(transport, size):
+    """Every case, on one number of ranks at the least."""
+    assert not digests.differences(f"{size} threads", digests.on_threads(size, in_pairs()[size], RUN[transport]))
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from distopt import run_ranks
 from distopt.buckets import plan
 from distopt.compress import Dense, Half, Int4, Int8, OneBit, Packed, Threshold, TopK, TwoBit
 from launch import needs_mpi, run_mpi
+from transports import RUN
 
 COMPRESSORS = [
     Dense(),
@@ -72,8 +73,9 @@ def test_two_bit_codes_lose_nothing_if_the_threshold_is_a_power_of_two(dtype, x,
     laws.conservation(TwoBit(2.0**power), x.astype(dtype) * 2.0 ** (power + multiple))
 
 
-def test_each_law_holds_once_on_three_threads():
-    run_ranks(3, laws.each_once)
+@pytest.mark.parametrize("transport", RUN)
+def test_each_law_holds_once_on_three_ranks(transport):
+    RUN[transport](3, laws.each_once)
 
 
 @pytest.mark.thorough
@@ -84,8 +86,9 @@ def test_each_law_holds_once_on_other_numbers_of_threads(size):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4, 8))])
-def test_all_laws_hold_on_threads(size):
-    run_ranks(size, laws.all_of_them)
+@pytest.mark.parametrize("transport", RUN)
+def test_all_laws_hold(transport, size):
+    RUN[transport](size, laws.all_of_them)
 
 
 @needs_mpi

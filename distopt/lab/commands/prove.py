@@ -28,7 +28,7 @@ from distopt.checkpoint import CheckpointError
 from distopt.comm import Communicator, LocalCommunicator, Metered
 from distopt.lab.commands import prove_jobs
 from distopt.lab.commands.prove_jobs import Start
-from distopt.lab.commands.prove_socket import FRAME, SocketPair
+from distopt.lab.commands.prove_socket import FRAME, SocketRanks
 from distopt.lab.laws import arrays, ranks, references
 from distopt.lab.laws.inputs import KINDS, pairs
 from distopt.lab.laws.modes import EXACT, MODES, OPTIMIZERS, ROUNDED
@@ -124,7 +124,7 @@ def bytes_are_counted(trial: Trial) -> str:
     )
 
 
-def exchange(pair: SocketPair, seed: int, steps: int) -> dict[str, Any]:
+def exchange(pair: SocketRanks, seed: int, steps: int) -> dict[str, Any]:
     """Train in each mode, and compare the ledger with what was written to the socket."""
     payloads = {}
     for mode in TRIED:
@@ -138,8 +138,8 @@ def exchange(pair: SocketPair, seed: int, steps: int) -> dict[str, Any]:
             payloads[mode] = sum(line[amount] for line in lines.values())
             require(payloads[mode] + start == data, f"{text} {payloads[mode] + start:,} {where}")
     other = int(pair.control.gather(str(pair.written))[1 - pair.rank])  # all that it has written is here
-    came = pair.received_by_kernel
-    pair.barrier()  # nobody has closed the connection yet, which counts as a byte
+    came = pair.received_by_kernel(1 - pair.rank)
+    pair.control.gather("")  # nobody has closed the connection yet, which counts as a byte
     text = f"rank {1 - pair.rank} wrote {other:,} bytes, the kernel of the other end counts {came}"
     require(came in (None, other), text)
     return {"payloads": payloads, "written": pair.written, "messages": pair.messages}

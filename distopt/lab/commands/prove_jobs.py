@@ -8,7 +8,6 @@ import functools
 import importlib
 import json
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -19,12 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import distopt
-from distopt.comm.sockets import SocketControl
-from distopt.lab.commands.prove_socket import SocketPair, connection
+from distopt.lab.commands.prove_socket import SocketRanks, connected
 from distopt.resilience import job
 from distopt.run.processes import TIMED_OUT, end
 
-SOCKET = "DISTOPT_PROVE_SOCKET"  # the environment variable that has a rank's number, its socket, and the pair's secret
+SOCKET = (
+    "DISTOPT_PROVE_SOCKET"  # the environment variable that has a rank's number, and its sockets for data and for votes
+)
 SECONDS = 120.0  # for a job, which takes two or three where nothing else runs
 RANKS = 2
 
@@ -60,18 +60,19 @@ def over_mpi(function: Callable[..., Any], *arguments: Any) -> Ended:
 
 def over_sockets(function: Callable[..., Any], *arguments: Any) -> Ended:
     """Call a function on two processes with a TCP connection between them, and wait for their ends."""
-    secret = secrets.token_hex(16)
 
     def start(popen: Callable[..., Process], module: list[str]) -> list[Process]:
-        with connection() as ends:  # closed here once the processes have them, or none would notice the other's end
+        # closed here once the processes have them, or none would notice the other's end
+        with connected(RANKS) as data, connected(RANKS) as votes:
+            numbers = [[ends[rank][1 - rank].fileno() for ends in (data, votes)] for rank in range(RANKS)]
             return [
                 popen(
                     [sys.executable, *module],
-                    env=os.environ | {SOCKET: f"{rank} {own.fileno()} {secret}"},
-                    pass_fds=[own.fileno()],
+                    env=os.environ | {SOCKET: f"{rank} {own[0]} {own[1]}"},
+                    pass_fds=own,
                     preexec_fn=job.end_with_parent,
                 )
-                for rank, own in enumerate(ends)
+                for rank, own in enumerate(numbers)
             ]
 
     return _ended(start, function, arguments)
@@ -111,9 +112,9 @@ def main() -> int:
     folder, name, arguments = sys.argv[1:]
     module, _, function = name.partition(":")
     if SOCKET in os.environ:
-        rank, descriptor, secret = os.environ[SOCKET].split()
-        control = SocketControl(bytes.fromhex(secret), int(rank), RANKS)
-        comm: Any = SocketPair(socket.socket(fileno=int(descriptor)), int(rank), control)
+        rank, *numbers = map(int, os.environ[SOCKET].split())
+        data, votes = ([socket.socket(fileno=number)] * RANKS for number in numbers)
+        comm: Any = SocketRanks(rank, data, SocketRanks(rank, votes).control)
     else:
         comm = distopt.world()
     left = found(getattr(importlib.import_module(module), function), comm, *json.loads(arguments))

@@ -1,112 +1,107 @@
-"""Two ranks with one TCP connection between them, whose every byte is counted, for ``distopt prove``."""
+"""Ranks with a socket between each two of them: a whole transport, of which ``distopt prove`` counts every byte."""
 
 import contextlib
+import itertools
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from distopt.comm.communicator import (
-    Communicator,
-    Ragged,
-    all_reduce_in_rank_order,
-    as_flat,
-    check_root,
-    flat_parts,
-)
-from distopt.comm.control import ControlChannel, PeerLeft
+from distopt.comm.communicator import Communicator, Groups, group_of
+from distopt.comm.control import ControlChannel, MessageControl, PeerLeft
 
 FRAME = struct.Struct("<Q")  # precedes each message: the length of its data in bytes
 BYTES_RECEIVED = struct.Struct("<Q"), 128  # tcpi_bytes_received of Linux's struct tcp_info, and its offset
 
 
-@contextlib.contextmanager
-def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Return a context with both ends of a TCP connection through the loopback interface; it closes them."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as one,
-        server.accept()[0] as other,
-    ):
-        for end in (one, other):
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        yield one, other
+class SocketRanks(Communicator):
+    """Communicator over a socket between each two ranks, for one thread.
 
-
-class SocketPair(Communicator):
-    """Communicator of two ranks that send each other arrays, and nothing else, over a TCP connection.
-
-    Each message is a frame of 8 bytes, the length, and the array's bytes.  Sums are formed in rank order: each rank
-    sends the slice that the other one owns, and the sum of its own.  ``written`` and ``messages`` count what this rank
-    has written, in bytes, frames included.  Votes take another way, ``control``.
+    Each message is a frame of 8 bytes, the length, and the array's bytes.  ``written`` and ``messages`` count what this
+    rank has written, in bytes, frames included.  Votes go over the same sockets, or take another way, ``control``.
     """
 
-    size, may_overlap, rank_ordered = 2, False, True
+    may_overlap, rank_ordered = False, True
 
-    def __init__(self, end: socket.socket, rank: int, control: ControlChannel):
+    def __init__(self, rank: int, ends: Sequence[Any], control: ControlChannel | None = None):
+        # ends: a connected socket for each rank but this one
         self.rank = self.local_rank = rank
-        self.control, self._end = control, end
+        self.size, self.ends = len(ends), ends
         self.written = self.messages = 0
+        self.control = control or MessageControl(self)
 
-    @property
-    def received_by_kernel(self) -> int | None:
-        """Bytes that have come over the connection, as the kernel counts them; None where it does not."""
-        field, offset = BYTES_RECEIVED
-        state = self._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        return field.unpack_from(state, offset)[0] if len(state) >= offset + field.size else None
+    def exchange(self, parts: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
+        """Send ``parts[r]`` to every other rank r, and receive ``received[r]``.  Collective."""
+        for other in range(self.size):  # the two of a pair come to it when all pairs before it are done
+            if self.rank < other:
+                self._write(other, parts[other])
+            if self.rank != other and received[other].size:
+                self._read(other, received[other])
+            if self.rank > other:
+                self._write(other, parts[other])
 
-    def all_reduce(self, x: np.ndarray) -> None:
-        all_reduce_in_rank_order(self, x)
+    def among(self, members: Sequence[int], control: ControlChannel | None = None) -> "SocketRanks":
+        """Make a communicator of some ranks, over the same sockets."""
+        return SocketRanks(members.index(self.rank), [self.ends[member] for member in members], control)
 
-    def all_gather(self, x: np.ndarray, ragged: Ragged = False, into: np.ndarray | None = None) -> list[np.ndarray]:
-        """Return both ranks' x, flat; a message has its length, and ``into`` is not used.  Collective."""
-        return self.all_to_all([x, x])
-
-    def all_to_all(self, parts: Sequence[np.ndarray], ragged: Ragged = False) -> list[np.ndarray]:
-        flat = flat_parts(parts, self.size)
-        own, to_other = flat[self.rank].copy(), flat[1 - self.rank]
-        if self.rank == 0:  # who writes first, so that neither waits for the other
-            self._write(to_other)
-            return [own, self._read(own.dtype)]
-        other = self._read(own.dtype)
-        self._write(to_other)
-        return [other, own]
-
-    def broadcast(self, x: np.ndarray, root: int = 0) -> None:
-        flat = as_flat(x)
-        if self.rank == check_root(root, self.size):
-            self._write(flat)
-        else:
-            flat[:] = self._read(flat.dtype)
-
-    def barrier(self) -> None:
-        """Wait for the other rank by a vote, which sends nothing over the connection.  Collective."""
-        self.control.gather("")
-
-    def make_duplicate(self) -> Communicator:
-        """Return this communicator: one thread alone may exchange."""
-        return self
+    def make_subgroup(self, groups: Groups) -> Communicator:
+        members = group_of(self.rank, groups)
+        return self.among(members, self.control.subgroup(members))
 
     def close(self) -> None:
-        self._end.close()
+        for end in filter(None, self.ends):
+            end.close()
 
-    def _write(self, x: np.ndarray) -> None:
-        data = FRAME.pack(x.nbytes) + x.tobytes()
-        self._end.sendall(data)
-        self.written += len(data)
-        self.messages += 1
+    def _write(self, other: int, x: np.ndarray) -> None:
+        if x.size:
+            data = FRAME.pack(x.nbytes) + x.tobytes()
+            with _heard_of(other):
+                self.ends[other].sendall(data)
+            self.written += len(data)
+            self.messages += 1
 
-    def _read(self, dtype: np.dtype) -> np.ndarray:
-        (nbytes,) = FRAME.unpack(self._receive(FRAME.size))
-        return np.frombuffer(self._receive(nbytes), dtype)
+    def _read(self, other: int, x: np.ndarray) -> None:
+        frame = bytearray(FRAME.size)
+        self._fill(memoryview(frame), other)
+        if FRAME.unpack(frame) != (x.nbytes,):
+            text = f"rank {other} sends {FRAME.unpack(frame)[0]} bytes, rank {self.rank} expects {x.nbytes}"
+            raise ValueError(f"ranks differ: {text}")
+        self._fill(x.view(np.uint8).data, other)
 
-    def _receive(self, nbytes: int) -> bytearray:
-        data = bytearray(nbytes)
-        rest = memoryview(data)
+    def _fill(self, rest: memoryview, other: int) -> None:
         while rest:
-            count = self._end.recv_into(rest)
-            if not count:
-                raise PeerLeft(f"rank {1 - self.rank} closed the connection")
+            with _heard_of(other):
+                count = self.ends[other].recv_into(rest)
+                if not count:
+                    raise ConnectionResetError
             rest = rest[count:]
-        return data
+
+    def received_by_kernel(self, other: int) -> int | None:
+        """Return the bytes that have come from a rank, as the kernel counts them over TCP; None where it does not."""
+        field, offset = BYTES_RECEIVED
+        state = self.ends[other].getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        return field.unpack_from(state, offset)[0] if len(state) >= offset + field.size else None
+
+
+@contextlib.contextmanager
+def _heard_of(rank: int) -> Iterator[None]:
+    """A context that raises PeerLeft if a rank has closed its sockets."""
+    try:
+        yield
+    except OSError:
+        raise PeerLeft(f"rank {rank} closed the connection") from None
+
+
+@contextlib.contextmanager
+def connected(size: int = 2) -> Iterator[list[list[Any]]]:
+    """Return a context with each rank's sockets, TCP connections through the loopback interface; it closes them."""
+    ends: list[list[Any]] = [[None] * size for _ in range(size)]
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+        for low, high in itertools.combinations(range(size), 2):
+            ends[low][high] = stack.enter_context(socket.create_connection(server.getsockname()))
+            ends[high][low] = stack.enter_context(server.accept()[0])
+            for end in (ends[low][high], ends[high][low]):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield ends
