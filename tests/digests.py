@@ -74,7 +74,9 @@ def pairs(comm, params, step):
 
 
 def train(comm, mode="dense", make=laws.sgd, dtype="float32", views=False, sharded=False, **options):
-    """Four steps of one mode; the digest on this rank."""
+    """Four steps of one mode; the digest on this rank, which is the same where ranks cannot overlap or share memory."""
+    options["overlap"] = options.get("overlap", "auto") if comm.may_overlap else False
+    sharded = sharded and comm.peers(comm.alloc(1, np.uint8)) is not None
     params = laws.move_to_device(comm, model(comm.rank, dtype))
     opt = DistOpt(laws.maker_for(mode, make)(), comm, **{"threshold": 60} | options)
     if sharded:

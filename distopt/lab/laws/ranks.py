@@ -197,6 +197,8 @@ def resume(
 
 def sharding_changes_no_bit(comm: Communicator, mode: str = "dense", make: Make = sgd, **options: Any) -> None:
     """Law 6 once more: each rank updates its share of parameters that all share; stopped and resumed in the middle."""
+    if comm.peers(comm.alloc(1, np.uint8)) is None:
+        return  # ranks share no memory
     options |= {"mode": mode, "make": make}
     expected, plain = train(comm, steps=5, **options)
     params, opt = share(*train(comm, steps=0, **options))
@@ -250,8 +252,7 @@ def each_once(comm: Communicator, seed: int = 0) -> float:
         same_bits(comm, mode, seed=seed)
         resume(comm, mode, stops=(3,), seed=seed)
         overlap_changes_no_bit(comm, mode, seed)
-    if comm.peers(comm.alloc(1, np.uint8)):  # ranks share memory
-        sharding_changes_no_bit(comm, seed=seed)
+    sharding_changes_no_bit(comm, seed=seed)
     independence(comm, seed)
     return largest
 
@@ -270,8 +271,7 @@ def every_optimizer(comm: Communicator) -> None:
         ranks_agree_with_one(comm, make)
         same_bits(comm, make=make)
         resume(comm, make=make, stops=(3,))
-        if comm.gpu is None:
-            sharding_changes_no_bit(comm, make=make)
+        sharding_changes_no_bit(comm, make=make)
 
 
 def every_mode(comm: Communicator, modes: Iterable[str] = tuple(MODES)) -> None:
@@ -280,7 +280,7 @@ def every_mode(comm: Communicator, modes: Iterable[str] = tuple(MODES)) -> None:
         same_bits(comm, mode)
         resume(comm, mode)
         resume(comm, mode, stops=(1, 2), num_batches=2)
-        if mode not in APART and comm.gpu is None:
+        if mode not in APART:
             every = SHARDED if mode in ("dense", "topk") else SHARDED[list(MODES).index(mode) % len(SHARDED) :][:1]
             for options in every:
                 sharding_changes_no_bit(comm, mode, **options)
