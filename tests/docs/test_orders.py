@@ -28,7 +28,7 @@ def order_of(page):
 
 
 def calls_of(step):
-    """The calls of distopt's functions on this thread, in order, each as the names of those it is made by and its own."""
+    """The calls of distopt's functions on this thread, in order: the names of those that make one, and its own."""
     found, start = [], sys._getframe()
 
     def note(frame, event, _):
