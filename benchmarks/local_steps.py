@@ -4,7 +4,7 @@ The digits, the wide network, the batch of 128 and the inner SGD of examples/vol
 ranks that share out the batch, so that all modes see the same samples as often.  H is the steps of a window.  *Mean*
 averages parameters (an outer SGD with rate 1 and no momentum); the others have DiLoCo's outer SGD, with rate 0.7 and
 Nesterov's momentum 0.9.  SparseLoCo sends 64 of each 4,096 entries in two bits, with a residual that decays by 0.95.
-SPARTA averages a share of all parameters behind each step; its ranks are threads.  Muon has three seeds, on the fewest
+SPARTA averages a share of all parameters after each step; its ranks are threads.  Muon has three seeds, on the fewest
 ranks alone, since its matrix products are slow on a CPU.
 
 Accuracies are of 360 test images, of which one is 0.28 points, and of the parameters that all ranks have alike in the

@@ -24,7 +24,7 @@ SPARSITIES = "0.75,0.9375,0.984375,0.996,0.999"
 
 
 class Epoch(NamedTuple):
-    """What is known behind an epoch; bytes are those that one rank has sent in it."""
+    """What is known after an epoch; bytes are those that one rank has sent in it."""
 
     accuracy: float
     payload: int
@@ -66,7 +66,7 @@ def deep_gradient_compression(given, ranks):
 
 
 def describe(arrays, compressor):
-    """The model, and what of it is sent behind the warm-up."""
+    """The model, and what of it is sent after the warm-up."""
     total, weights = sum(a.size for a in arrays), np.array([a.size for a in arrays if a.ndim > 1])
     text = f"{total:,} parameters"
     if isinstance(compressor, DeepGradientCompression):

@@ -19,7 +19,7 @@ from distopt.optim.schedules import resnet50_32k
 
 
 def schedule(given, base_lr, updates_per_epoch, warmup_epochs):
-    """--lr-step-epochs, behind a warm-up."""
+    """--lr-step-epochs, after a warm-up."""
     warmup = {"warmup_steps": int(warmup_epochs * updates_per_epoch)}
     if given.lr_step_epochs.startswith("pow"):
         power = float(given.lr_step_epochs.removeprefix("pow"))

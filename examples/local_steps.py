@@ -37,7 +37,7 @@ def train(world, every, epochs, seed):
             _, slope = loss_and_slope(forward(layers, images[mine]), labels[mine])
             opt(backward(layers, slope))
         points.append((world.ledger.total_of_steps()["sent"], accuracy(layers, *test)))
-    opt.join()  # the last window may be open: all ranks have the same parameters behind this
+    opt.join()  # the last window may be open: all ranks have the same parameters after this
     points[-1] = world.ledger.total_of_steps()["sent"], accuracy(layers, *test)
     return points
 

@@ -25,7 +25,7 @@ def lines(study, rates):
         yield from grid(study)
     if loads := study.steps.loads + study.grid.loads:
         rounds = formatting.counted(len(study.steps.loads) // len(study.steps.rates), "round")
-        yield f"Steps of {rounds}; behind these the machine's load average was {min(loads):.1f} to {max(loads):.1f}."
+        yield f"Steps of {rounds}; after these the machine's load average was {min(loads):.1f} to {max(loads):.1f}."
 
 
 def markdown(head, rows):
