@@ -7,8 +7,10 @@ import numpy as np
 
 from distopt import device, kernels
 
-# What waits to be sent is this rank's own: residuals, velocities, and what the owner of a shard owes.  Other ranks than
-# saved it share it out, so that the mean that waits stays as it was; a rank that joins begins with none.
+# What all ranks have the same is *shared*: a rank that joins is given it.  A rank's *own* is what no compressor has
+# seen yet.  All the rest is *pending*, it waits to be sent: residuals, velocities, and what the owner of a shard owes.
+# Other ranks than saved it share it out, so that the mean that waits stays as it was; a rank that joins begins with
+# none.
 
 T = TypeVar("T")
 State = dict[str, np.ndarray]  # by name, arrays of the bucket's size that outlive a step
@@ -17,18 +19,23 @@ RESIDUAL = "residual"
 OWED = "owed"  # what a rank, as the owner of a shard, has not sent: in the part of it that it owns
 VELOCITY = "velocity"
 DECAY = "decay"  # the momentum of the weight decay
-WINDOW = "window"  # the sum of the gradients of a window of batches so far, which no compressor has seen
-SHARED = frozenset({DECAY})  # all ranks have these alike
-
-
-def unsent(state: Mapping[str, T]) -> dict[str, T]:
-    """Return what waits to be sent, by name."""
-    return {name: kept for name, kept in state.items() if name not in SHARED and name != WINDOW}
+WINDOW = "window"  # the sum of the gradients of a window of batches so far
+SHARED, OWN = frozenset({DECAY}), frozenset({WINDOW})
 
 
 def shared(state: Mapping[str, T]) -> dict[str, T]:
-    """Return what all ranks have alike, by name."""
+    """Return what all ranks have the same, by name."""
     return {name: kept for name, kept in state.items() if name in SHARED}
+
+
+def own(state: Mapping[str, T]) -> dict[str, T]:
+    """Return what is this rank's own, by name; sums over ranks, if these are what it adds up."""
+    return {name: kept for name, kept in state.items() if name in OWN}
+
+
+def pending(state: Mapping[str, T]) -> dict[str, T]:
+    """Return what waits to be sent, by name."""
+    return {name: kept for name, kept in state.items() if name not in SHARED | OWN}
 
 
 def state_array(state: State, name: str, x: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from distopt import device
-from distopt.compress.state import unsent
+from distopt.compress.state import pending
 from distopt.engine.buddies import Buddies
 from distopt.engine.parameters import Loss, iterable
 from distopt.engine.spec import Outcome, StepSpec, Update
@@ -87,7 +87,7 @@ class ElasticSteps:
         """Say from time to time, where the launcher can read it, what would be lost with this rank."""
         updates = self._engine.progress.updates
         if updates % TELL == 0 and job.is_rank():
-            held = [x for bucket in self._engine.store.buckets for x in unsent(bucket.state).values()]
+            held = [x for bucket in self._engine.store.buckets for x in pending(bucket.state).values()]
             norm = math.sqrt(sum(float(np.vdot(x, x)) for x in map(device.host_copy, held)))
             job.tell(f"its residual (norm {norm:.3g} after step {updates})" if norm else "no residual")
 

@@ -9,7 +9,7 @@ import numpy as np
 from distopt import kernels
 from distopt.buckets import BucketSet, Reduced
 from distopt.comm import Communicator
-from distopt.compress.state import WINDOW
+from distopt.compress.state import OWN
 from distopt.device import AsyncReadback
 from distopt.engine.undo import Undo
 
@@ -130,7 +130,7 @@ class HostCheck(NoCheck):
                 bound = np.array(bucket.largest / (self._sums * self.LEFT), bucket.spec.dtype)
                 for name, flat in bucket.state.items():
                     # Gradients that were accumulated end with the step.
-                    if name != WINDOW:
+                    if name not in OWN:
                         kernels.count_above(flat, count, int(bound.view(f"i{bound.itemsize}")))
             self._large_states = bool(count[0])
         self.doubted, self._undo = False, None

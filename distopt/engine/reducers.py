@@ -17,7 +17,7 @@ from distopt.comm.message import MessageTag
 from distopt.compress import BucketContext, Compressor, Dense, DeviceContext, ExchangeContext, Half
 from distopt.compress.base import payload_nbytes
 from distopt.compress.context import Senders
-from distopt.compress.state import OWED, settle, unsent
+from distopt.compress.state import OWED, pending, settle
 from distopt.engine.accumulation import GradientAccumulator
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.hooks import StepHook
@@ -337,7 +337,7 @@ class WeighStates(Reducer):
 
     def _scale(self, factor: float) -> None:
         for bucket in self._store.buckets:
-            for x in unsent(bucket.state).values():
+            for x in pending(bucket.state).values():
                 kernels.scale(x, factor)
 
     def nonfinite(self, sums: list[Reduced]) -> str:

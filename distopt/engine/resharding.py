@@ -7,7 +7,7 @@ import numpy as np
 
 from distopt.buckets import States
 from distopt.checkpoint import foreign
-from distopt.compress.state import WINDOW, shared
+from distopt.compress.state import own, shared
 
 Tree = Any
 
@@ -28,15 +28,15 @@ class SavedRanks(NamedTuple):
         return mean(self.saved, lambda rank: part(self.read(rank)))
 
     def states(self, part: Callable[[Tree], States], window_of_sums: bool = False) -> States:
-        """Return what of buckets' states is this rank's: what waits to be sent, and what all ranks have alike."""
-        # window_of_sums: a window of batches has sums over ranks, which all have alike.
+        """Return what of the states of buckets, with which all ranks make steps together, is this rank's."""
+        # window_of_sums: a window of batches has sums over ranks, which are the same on all.
         mine, factor = part(self.mine), self.size / self.saved
         if self.saved == self.size:
             return mine
-        sums = {name: arrays for name, arrays in mine.items() if name == WINDOW and window_of_sums}
         # Every ``size``-th rank, so that each has one heir.
         left = [part(self.read(rank)) for rank in range(self.rank, self.saved, self.size)]
-        return inherited(left, factor) | inherited([sums], factor) | shared(mine)
+        sums = inherited([own(mine)], factor) if window_of_sums else {}
+        return inherited(left, factor) | sums | shared(mine)
 
 
 def inherited(states: Sequence[States], factor: float) -> States:
@@ -52,18 +52,20 @@ def inherited(states: Sequence[States], factor: float) -> States:
 
 
 def mean(count: int, read: Callable[[int], Tree]) -> Tree:
-    """Return the mean over saved ranks of trees that were not kept equal, leaf by leaf."""
-    total = read(0)
+    """Return the mean over saved ranks of trees that were not kept equal, leaf by leaf; one that is missing is zero."""
+    like = total = read(0)
     for rank in range(1, count):
-        total = _zipped(total, read(rank), lambda a, b: np.asarray(a + b.astype(np.float64)))
-    first = read(0)
-    return _zipped(first, total, lambda a, b: np.asarray(b / count, a.dtype))
+        tree = read(rank)
+        like = _zipped(like, tree, lambda a, b: a)
+        total = _zipped(total, tree, lambda a, b: np.asarray(a + b.astype(np.float64)))
+    return _zipped(like, total, lambda a, b: np.asarray(b / count, a.dtype))
 
 
 def _zipped(a: Tree, b: Tree, combine: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Tree:
     """Combine the float arrays at the same place in two trees of one shape; all other leaves are those of ``a``."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return {key: _zipped(value, b[key], combine) if key in b else value for key, value in a.items()}
+        both = {key: _zipped(a[key], b[key], combine) for key in a.keys() & b.keys()}
+        return {key: both.get(key, value) for key, value in (a | b).items()}
     if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
         values = [_zipped(x, y, combine) for x, y in zip(a, b, strict=True)]
         return type(a)(*values) if foreign.is_named(a) else type(a)(values)

@@ -17,7 +17,7 @@ from distopt.buckets import Bucket
 from distopt.comm import Communicator
 from distopt.comm.communicator import sum_in_rank_order
 from distopt.compress import Compressor
-from distopt.compress.state import state_array, unsent
+from distopt.compress.state import pending, state_array
 from distopt.exchange.choice import TwoPhase, two_phases
 from distopt.kernels.layout import BucketLayout
 
@@ -243,7 +243,7 @@ def move_states(buckets: Sequence[Bucket], shares: Shares, inside: Communicator)
         Whether anything was moved: of a shard that nobody of the node owns now, a rank may have debts then.
     """
     mine = set(shares[inside.rank])
-    moving = {name for number, bucket in enumerate(buckets) if number not in mine for name in unsent(bucket.state)}
+    moving = {name for number, bucket in enumerate(buckets) if number not in mine for name in pending(bucket.state)}
     names = {name for text in inside.control.gather(json.dumps(sorted(moving))) for name in json.loads(text)}
     for name in sorted(names):
         sum_inside([state_array(bucket.state, name, bucket.gradient) for bucket in buckets], shares, inside)

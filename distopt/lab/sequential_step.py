@@ -14,7 +14,7 @@ from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
 from distopt.compress.context import layout_of
-from distopt.compress.state import State, settle, state_array, unsent
+from distopt.compress.state import State, pending, settle, state_array
 from distopt.engine.hooks import StepHook
 from distopt.exchange import TwoPhase
 from distopt.exchange.all_gather import gather_program
@@ -231,7 +231,7 @@ def move_states(states: States, arrays: Sequence[np.ndarray], shares: Shares, ow
 def _gather(states: Sequence[State], place: int, x: np.ndarray) -> bool:
     """Add what the ranks of a node keep of a bucket up at one of them; tell if there was anything."""
     others = [state for rank, state in enumerate(states) if rank != place]
-    names = set[str]().union(*map(unsent, others))
+    names = set[str]().union(*map(pending, others))
     for name in sorted(names):
         total = sum_in_rank_order([state_array(state, name, x) for state in states])
         device.copy(states[place][name], total)

@@ -35,7 +35,7 @@ launch.extend_path()  # the project comes last, or its sources would hide an ins
 
 from benchmarks.namespaces import ADDRESSES, cut, two_hosts  # noqa: E402
 from distopt.comm.keepalive import SECONDS  # noqa: E402
-from distopt.compress.state import unsent  # noqa: E402  the tests are no package
+from distopt.compress.state import pending  # noqa: E402  the tests are no package
 from laws import inputs  # noqa: E402
 from laws.lost import EVERY, made, noted, reference  # noqa: E402
 
@@ -188,7 +188,7 @@ def check(mode, ranks, ended, logs, folder):
         values, state = expected[member]
         for name, value in values.items():
             np.testing.assert_array_equal(found[name], value, err_msg=f"{mode}: {name} of rank {member}")
-        for kind in unsent(state.get("states", {})):
+        for kind in pending(state.get("states", {})):
             for name, value in state["states"][kind].items():
                 np.testing.assert_array_equal(found[f"{kind} {name}"], value, err_msg=f"{mode}: {kind} of {name}")
 
@@ -233,10 +233,10 @@ def train(mode, folder, between=lambda opt, params, member: None):
         if x[0]:
             break
     state = opt.state_dict()
-    pending = {f"{kind} {n}": a for kind in unsent(state.get("states", {})) for n, a in state["states"][kind].items()}
+    waiting = {f"{kind} {n}": a for kind in pending(state.get("states", {})) for n, a in state["states"][kind].items()}
     everyones = opt.global_parameters if local else {p.name: p.data for p in params}
     everyones = {f"{EVERYONES}{name}": value for name, value in everyones.items()}
-    np.savez(folder / f"{member}.npz", **{p.name: p.data for p in params}, **pending, **everyones)
+    np.savez(folder / f"{member}.npz", **{p.name: p.data for p in params}, **waiting, **everyones)
     (folder / f"{member}.json").write_text(json.dumps({"sizes": sizes, "steps": steps, "epochs": epochs}))
 
 
