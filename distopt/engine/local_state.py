@@ -71,10 +71,9 @@ class EngineInnerState(InnerState):
         self._training.calls = state["calls"]
 
     def of_ranks(self, saved: SavedRanks) -> Tree:
-        optimizer = saved.own(lambda tree: tree["inner"]["engine"]["optimizer"])
-        states = saved.states(lambda tree: tree["inner"]["engine"]["states"])
+        means = saved.own(lambda tree: {name: tree["inner"]["engine"][name] for name in ("optimizer", "states")})
         inner: Tree = saved.mine["inner"]
-        return inner | {"engine": inner["engine"] | {"optimizer": optimizer, "states": states}}
+        return inner | {"engine": inner["engine"] | means}
 
 
 class LocalState(TrainingState):

@@ -222,14 +222,18 @@ class EngineState(TrainingState):
         return (state, of_rank | model) if self.facts()["ranks_differ"] else (state | model, of_rank)
 
     def unite(self, place: Path, facts: Tree, of_all: Tree, of_ranks: SavedRanks) -> tuple[Tree, Arrays | None]:
-        if facts["ranks_differ"]:
-            of_all = of_all | of_ranks.own(lambda tree: {name: tree[name] for name in ("optimizer", "parameters")})
         mine = self._engine.accumulator.sync_on_apply
         if of_all["batches"] and facts["window_of_sums"] == mine and not facts["ranks_differ"]:
             raise ValueError(
                 f"sync_on_apply must be {not mine} to go on from {place}, which was saved in the middle of a window, "
                 f"got {mine}"
             )
-        states = of_ranks.states(lambda tree: tree["states"], facts["window_of_sums"])
+        differ, sums = facts["ranks_differ"], facts["window_of_sums"]
+        if differ:
+            # The states too, as a window's gradients may be for a step of each rank's own.
+            means = ("optimizer", "parameters", "states")
+            of_all = of_all | of_ranks.own(lambda tree: {name: tree[name] for name in means})
+        if sums or not differ:
+            of_all = of_all | {"states": of_ranks.states(lambda tree: tree["states"], sums)}
         parameters = of_all.pop("parameters")
-        return of_all | {"states": states}, parameters
+        return of_all, parameters

@@ -293,6 +293,35 @@ def test_a_training_goes_on_to_the_bit_from_any_step(streams, name, at, tmp_path
         assert all(np.array_equal(x, y) for x, y in zip(mine, wanted, strict=True))
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (3, 1), (1, 3)])
+@pytest.mark.parametrize("local", [True, False])
+def test_other_ranks_go_on_in_the_middle_of_a_window_of_batches(local, before, after, tmp_path):
+    """Each rank with the mean of the saved windows, for a step of its own: here all of them had the same one."""
+
+    def trained(comm, steps, start=0):
+        params = parameters()
+        if local:
+            step = opt = LocalSteps(Adam(0.01), comm, every=3, num_batches=2)
+        else:
+            opt = DistOpt(Adam(0.01), comm, num_batches=2)
+            step = opt.backward_and_partial_update
+        if start:
+            opt.load(tmp_path, params)
+        for number in range(start, steps):
+            step(list(loss(params, 0, number)))
+        return opt, params
+
+    def saved(comm):
+        opt, params = trained(comm, 3)
+        opt.save(tmp_path, params)
+
+    run_ranks(before, saved)
+    expected = data(run_ranks(1, lambda comm: trained(comm, 5))[0][1])
+    for mine in run_ranks(after, lambda comm: data(trained(comm, 5, 3)[1])):
+        for x, wanted in zip(mine, expected, strict=True):
+            np.testing.assert_allclose(x, wanted, rtol=1e-6)
+
+
 @pytest.mark.parametrize("streams", [{}, {"fragments": 2, "delay": 1}, {"fragments": 3, "delay": 3, "alpha": 0.5}])
 def test_ranks_without_batches_join(streams):
     def main(comm):
