@@ -24,11 +24,11 @@ import numpy as np
 import distopt
 from benchmarks.measure import interleaved, ratios, report, table, versions
 from benchmarks.namespaces import ADDRESSES, bits_per_second, measured, missing, shape
-from distopt.comm.launchers import launched
 from distopt.comm.mpi_control import brand
 from distopt.compress import ALL, Dense, Half
 from distopt.lab.models import resnet50
 from distopt.optim import SGD
+from distopt.resilience.environment import launched
 
 FLOOR = "line floor, dense, by formula"
 BUDGETS = {(2, "1gbit"): {"distopt, top-K 0.1 %, gather": 0.045, "distopt, DGC 0.1 %, gather": 0.045}}  # seconds a step

@@ -17,11 +17,11 @@ import numpy as np
 import distopt
 from benchmarks.measure import interleaved, ratios, report, versions
 from benchmarks.namespaces import measured, missing, shape_closely
-from distopt.comm.launchers import launched
 from distopt.comm.mpi_control import brand
 from distopt.compress import ErrorFeedback, Int8, OneBit, Packed, TopK
 from distopt.exchange.choice import GATHER_BELOW
 from distopt.optim import SGD
+from distopt.resilience.environment import launched
 
 BYTES = (4_000, 16_000, 60_000, 70_000, 130_000, 260_000, 1_000_000)
 DIGITS = {"w0": (64, 512), "b0": (512,), "w1": (512, 512), "b1": (512,), "w2": (512, 10), "b2": (10,)}

@@ -25,12 +25,12 @@ from benchmarks.measure import report, versions
 from benchmarks.namespaces import missing, shape_closely, two_hosts
 from distopt import lab
 from distopt.comm import LocalCommunicator
-from distopt.comm.launchers import launched
 from distopt.comm.mpi_control import brand
 from distopt.compress import Dense
 from distopt.lab.fit import fit
 from distopt.lab.fit.measure import VERBS, case_of, take_turns, timed
 from distopt.lab.models import MODELS
+from distopt.resilience.environment import launched
 from distopt.run.launcher import find_launcher
 
 SIZES = (100, 3_000, 12_000, 48_000, 100_000, 400_000, 1_500_000, 6_000_000)  # bytes

@@ -22,7 +22,8 @@ from distopt.comm.control import PeerLeft
 from distopt.comm.gloo import Revocable
 from distopt.comm.keepalive import keep_alive
 from distopt.comm.launchers import LOOPBACK
-from distopt.resilience.membership import ADDRESS, Epoch, MemberLine
+from distopt.resilience.environment import ADDRESS
+from distopt.resilience.membership import Epoch, MemberLine
 from distopt.resilience.operation_log import meeting_of
 
 CONNECT = timedelta(seconds=5)  # for sockets between ranks that have all come to make them

@@ -1,4 +1,4 @@
-"""Launchers: which one started this process, and over what its ranks meet.  It reads the environment, and imports none.
+"""Over what the ranks meet that a launcher has started with this process.
 
 ``transport`` decides; ``distopt.world()`` and ``distopt doctor`` ask it.
 """
@@ -6,81 +6,15 @@
 import importlib.util
 import os
 import re
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from distopt.resilience import membership
+from distopt.resilience.environment import LINE, RUN_ID, SRUN, launched, torchs
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(20000, 32000)  # below those that the kernel gives away
-# Steps of Slurm that are a shell, in which one process runs: of sbatch, and of salloc.
-SHELLS = {"4294967291", "4294967290", "batch", "interactive"}
-MPI_OF_SRUN = {"MPICH": "pmi2", "Open MPI": "pmix"}  # option --mpi of srun for each MPI library
-# by which an MPI finds its ranks
-PMI = {"PMI_RANK", "PMI_FD", "PMIX_RANK", "PMI_CONTROL_PORT", "I_MPI_PMI_LIBRARY"}
-# By which a launcher of MPI tells a process which of its ranks it is, and what it must talk to.
-IDENTITY = re.compile(
-    r"(OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|FIRST|FILE|NUM_APP)|PMI|MV2_COMM_WORLD|PMIX_(RANK|NAMESPACE|ID|SERVER))(_|$)"
-    r"|MPI_LOCALN?RANK"
-)
-
-
-class LauncherVariables(NamedTuple):
-    """The names of a launcher's environment variables."""
-
-    size: str
-    rank: str
-    name: str
-
-
-OPEN_MPI = LauncherVariables("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "an Open MPI mpirun")
-MPICH = LauncherVariables("PMI_SIZE", "PMI_RANK", "an MPICH-like mpiexec")
-SRUN = LauncherVariables("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun")
-
-
-class Launch(NamedTuple):
-    """What a launcher of MPI, or srun, announced."""
-
-    by: str
-    size: int
-    rank: int
-    # whether an MPI library can learn from the launcher where the ranks are; srun does not always tell
-    pmi: bool
-    reason: str
-
-
-def launched(environ: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return what a launcher of MPI, or srun, announced in the environment; None without one.
-
-    Example:
-        >>> launched({"PMI_SIZE": "2", "PMI_RANK": "0"}).reason
-        'an MPICH-like mpiexec set PMI_SIZE=2'
-        >>> launched({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}).reason
-        'srun without PMI set SLURM_STEP_NUM_TASKS=2'
-    """
-    tasks = "" if environ.get("SLURM_STEP_ID") in SHELLS else environ.get(SRUN.size, "")
-    # one around the other
-    of_mpi = (MPICH, OPEN_MPI) if has_pmi_line(environ) else (OPEN_MPI, MPICH)
-    for launcher in (*of_mpi, SRUN):
-        size = tasks if launcher is SRUN else environ.get(launcher.size, "")
-        if size.isdigit():
-            # which set PMI_SIZE too
-            by = SRUN if launcher is MPICH and size == tasks != "1" else launcher
-            pmi = launcher is not SRUN or not PMI.isdisjoint(environ)
-            name = f"srun with{'' if pmi else 'out'} PMI" if by is SRUN else by.name
-            reason = f"{name} set {launcher.size}={size}"
-            return Launch(by.name, int(size), int(environ.get(launcher.rank) or 0), pmi, reason)
-    return None
-
-
-def has_pmi_line(environ: Mapping[str, str]) -> bool:
-    """Tell if this process has the connection to MPICH's launcher that PMI_FD names; its children do not have it."""
-    try:
-        return stat.S_ISSOCK(os.fstat(int(environ["PMI_FD"])).st_mode)
-    except (KeyError, ValueError, OSError):
-        return False
 
 
 class Process(NamedTuple):
@@ -133,14 +67,12 @@ def transport(environ: Mapping[str, str], process: Process) -> Transport:
 def _transports(environ: Mapping[str, str], process: Process) -> Iterator[Transport]:
     """Yield what fits, best first."""
     # The innermost launcher comes first: torchrun, then those of MPI and srun.
-    if process.has_line or membership.LINE in environ:
+    if process.has_line or LINE in environ:
         yield Transport("gloo", "distopt run --elastic started this rank")
-    rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
-    by_torch = rank.isdigit() and size.isdigit() and bool(environ.keys() & {"LOCAL_RANK", "MASTER_ADDR"})
-    torchrun = Transport("gloo", f"torchrun set RANK={rank}, WORLD_SIZE={size}")
-    if rank.isdigit() and size.isdigit() and "TORCHELASTIC_RUN_ID" in environ:
-        if int(size) > 1 or process.group_made:
-            yield torchrun
+    torch = torchs(environ)
+    if torch and RUN_ID in environ:
+        if torch.size > 1 or process.group_made:
+            yield Transport("gloo", torch.reason)
         yield Transport("", "torchrun started one process")
     launch = launched(environ)
     if launch:
@@ -151,8 +83,8 @@ def _transports(environ: Mapping[str, str], process: Process) -> Iterator[Transp
             if process.group_made or (by_srun and process.torch):
                 yield Transport("gloo", launch.reason)
             yield Transport("MPI", launch.reason)  # which raises, and says what to do
-    if by_torch and int(size) > 1:
-        yield torchrun
+    if torch and torch.size > 1 and environ.keys() & {"LOCAL_RANK", "MASTER_ADDR"}:
+        yield Transport("gloo", torch.reason)
     if process.group_made:
         yield Transport("gloo", "the process group was initialized")
     if process.mpi_imported:

@@ -29,8 +29,9 @@ from distopt.comm.mpi_start import (
     number,
     start_watchdog,
 )
-from distopt.resilience import job, membership
+from distopt.resilience import job
 from distopt.resilience.abort import abort_on_exception, announce_exit
+from distopt.resilience.environment import SPAWNED
 from distopt.resilience.operation_log import OperationLog, log_of_one, meeting_of, recorder
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ def _join(rank: int) -> None:
     start_watchdog(rank)
     for segment in job.segments():
         job.mark(job.SEGMENT, segment)
-    if membership.SPAWNED in os.environ:
+    if SPAWNED in os.environ:
         atexit.register(leave_quietly)  # after what is registered from here on
     atexit.register(_leave)
     MPI = mpi()

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, cast
 
 from distopt.comm.mpi_losses import Checked, agree, has_losses, is_loss, is_loss_on
 from distopt.comm.mpi_start import mpi
-from distopt.resilience import job, membership
+from distopt.resilience import job
+from distopt.resilience.environment import JOINS, SPAWNED
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,7 +36,7 @@ class Newcomer:
 
     def __init__(self, request: str):
         asked = json.loads(request)
-        variables = {membership.JOINS: "1", membership.SPAWNED: str(asked["member"])}
+        variables = {JOINS: "1", SPAWNED: str(asked["member"])}
         info = mpi().Info.Create()
         info.Set("wdir", asked["folder"])
         info.Set("PMIX_ENVAR", "\n".join(f"{name}={value}" for name, value in variables.items()))

@@ -16,17 +16,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distopt.comm.launchers import MPI_OF_SRUN, SRUN, has_pmi_line, launched
 from distopt.kernels import signatures
 from distopt.resilience import job, membership
 from distopt.resilience.abort import abort_on_exception, announce_exit, ending, wait_until_read
+from distopt.resilience.environment import MPI_OF_SRUN, SPAWNED, SRUN, STARTERS, has_pmi_line, launched
 from distopt.resilience.operation_log import START, OperationLog, recorder
 from distopt.resilience.report import waiting
 from distopt.resilience.timeouts import Limits, limits
 from distopt.resilience.watchdog import Mailbox, Watchdog, say
 
-# Kernel names of the processes that start ranks; a process with another parent was started by a rank, or by a script.
-STARTERS = ("hydra_pmi_proxy", "pmi_proxy", "prterun", "prted", "orted", "mpirun", "mpiexec", "slurmstepd")
 # thread levels, in the order of MPI's constants
 LEVELS = ("single", "funneled", "serialized", "multiple")
 LEAVING = 4711  # MPI tag of ranks that end before they have met the others
@@ -63,7 +61,7 @@ def brand() -> str:
 
 def number() -> int:
     """This process's number in its job: in COMM_WORLD, unless ranks have started it later."""
-    return int(os.environ.get(membership.SPAWNED) or mpi().COMM_WORLD.rank)
+    return int(os.environ.get(SPAWNED) or mpi().COMM_WORLD.rank)
 
 
 def check_launcher(size: int, environ: Mapping[str, str] = os.environ) -> None:

@@ -8,12 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping, MutableMapping
 
-from distopt.comm.launchers import IDENTITY, MPICH, has_pmi_line, launched
-
-# environment variable: the process that has become a rank, and a digest of what made it one
-OWNER = "DISTOPT_OWNER"
-# As IDENTITY, for ranks that meet by torch.
-TORCHS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"}
+from distopt.resilience.environment import IDENTITY, MPICH, OWNER, TORCHS, has_pmi_line, launched
 
 
 def claim(over: str, environ: MutableMapping[str, str] = os.environ) -> None:

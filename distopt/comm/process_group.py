@@ -34,6 +34,7 @@ from distopt.comm.shared_memory import SharingCommunicator
 from distopt.comm.sockets import watch
 from distopt.resilience import job
 from distopt.resilience.abort import abort_on_exception
+from distopt.resilience.environment import torchs
 from distopt.resilience.membership import MemberLine, line
 from distopt.resilience.operation_log import OperationLog, meeting_of, recorder
 from distopt.resilience.report import names
@@ -214,9 +215,10 @@ def meet() -> None:
     """Initialize the default process group, as the environment tells.  Collective."""
     # torchrun has made a store.  In a Slurm step rank 0 listens for the others: if all are on one machine, on its
     # loopback interface alone, as gloo's sockets do then; else on all interfaces, as torch's store does everywhere.
-    at, told = meeting(), os.environ
-    rank, size = (at.rank, at.size) if at else (int(told.get("RANK") or 0), int(told.get("WORLD_SIZE") or 1))
-    if size > 1:
+    at = meeting()
+    launch = at or torchs()
+    rank = launch.rank if launch else 0
+    if launch and launch.size > 1:
         watch(rank)
     with meeting_of(rank, functools.partial(_place, at)):
         if at is None:

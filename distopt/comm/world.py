@@ -17,6 +17,7 @@ from distopt.comm.nccl_library import nccl_state
 from distopt.comm.shared_memory import SharingCommunicator
 from distopt.comm.threads import current_rank
 from distopt.resilience import membership
+from distopt.resilience.environment import SPAWNED
 
 _worlds: dict[str, Communicator] = {}
 
@@ -74,7 +75,7 @@ def world(device: str = "auto") -> Communicator:
 def _waiting() -> Communicator:
     """Return the communicator of a process that takes the place of a lost rank."""
     reason = "distopt run --elastic started this rank in the place of a lost one"
-    if membership.SPAWNED in os.environ:
+    if SPAWNED in os.environ:
         return MpiCommunicator.waiting(reason)
     from distopt.comm.process_group import ProcessGroupCommunicator
 

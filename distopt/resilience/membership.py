@@ -12,17 +12,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
-# environment variable: '1' in a job that goes on without the ranks it loses
-WANTED = "DISTOPT_ELASTIC"
-# environment variable: number of the file descriptor of the socket to the launcher
-LINE = "DISTOPT_LINE"
-# environment variable: number of this process among all that the launcher has started
-MEMBER = "DISTOPT_MEMBER"
-# environment variable: address of this machine by which ranks of others reach it
-ADDRESS = "DISTOPT_ADDRESS"
-SPAWNED = "DISTOPT_SPAWNED"  # environment variable: the same of one that ranks of MPI have started
-# environment variable: '1' for a process that takes the place of a lost rank
-JOINS = "DISTOPT_JOINS"
+from distopt.resilience.environment import JOINS, LINE, MEMBER, RUN_ID, WANTED, torchs
+
 MESSAGE = 1 << 16  # bytes of a message at most
 TORCHRUN = (
     "torchrun ends all of its workers when one of them dies; start the script without it: "
@@ -181,7 +172,8 @@ def wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell if this job continues without the ranks it loses; RuntimeError if it should, but torchrun would end it."""
     if environ.get(WANTED, "") != "1":
         return False
-    if "TORCHELASTIC_RUN_ID" in environ and environ.get("WORLD_SIZE", "1") != "1":
+    torch = torchs(environ)
+    if RUN_ID in environ and torch and torch.size > 1:
         raise RuntimeError(f"{WANTED} is 1, but {TORCHRUN}")
     return True
 

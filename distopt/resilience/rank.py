@@ -16,12 +16,19 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-# set where distopt run starts the ranks itself, maybe under another launcher
-MEMBER = "DISTOPT_MEMBER"
-# set where ranks of MPI have started this one in the place of a lost one
-SPAWNED = "DISTOPT_SPAWNED"
-RANK = (MEMBER, SPAWNED, "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # each launcher's environment variable
-ELASTIC = os.environ.get("DISTOPT_ELASTIC") == "1"  # the others go on without this rank
+
+def _load(name: str) -> ModuleType:
+    """Return ``distopt.resilience.name``, loaded without the rest of the package; later imports get the same module."""
+    spec = importlib.util.spec_from_file_location(f"distopt.resilience.{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec
+    assert spec.loader
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+environment, job = _load("environment"), _load("job")
+ELASTIC = os.environ.get(environment.WANTED) == "1"  # the others go on without this rank
 
 
 def main() -> None:
@@ -31,16 +38,14 @@ def main() -> None:
     # a shell's, of its background jobs; distopt run passes it on
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    job = _job()
-    rank = next(int(os.environ[name]) for name in RANK if name in os.environ)
     job.end_with_parent()
     # processes that the script starts are no ranks
-    job.enter(rank, Path(os.environ.pop(job.FOLDER)))
+    job.enter(environment.number_in_job(), Path(os.environ.pop(job.FOLDER)))
     _drop_preload(job.LOOPBACK)
-    _mark_exits(job)
+    _mark_exits()
     job.write_whole_lines()
-    sys.meta_path.insert(0, _MpiIsWanted(job))
-    if SPAWNED in os.environ:
+    sys.meta_path.insert(0, _MpiIsWanted())
+    if environment.SPAWNED in os.environ:
         setattr(job, "starter", _start_mpi())  # noqa: B010  a module loaded by its path has no known names
         job.mark(job.STARTED)
     try:
@@ -48,26 +53,16 @@ def main() -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if code:
-            _fail(job, code)
+            _fail(code)
         raise
     except BaseException as error:
         error.__traceback__ = _of_the_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        _fail(job, code)
+        _fail(code)
         if ELASTIC:
-            _end_alone(job, code)
+            _end_alone(code)
         sys.exit(code)
-
-
-def _job() -> ModuleType:
-    """Return ``distopt.resilience.job``, loaded without the rest of the package; later imports get the same module."""
-    spec = importlib.util.spec_from_file_location("distopt.resilience.job", Path(__file__).with_name("job.py"))
-    assert spec
-    assert spec.loader
-    job = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(job)
-    return job
 
 
 def _drop_preload(suffix: str) -> None:
@@ -112,14 +107,14 @@ def _run(command: Sequence[str]) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-def _fail(job: ModuleType, code: int) -> None:
+def _fail(code: int) -> None:
     """Mark the code with which this rank ends; MPI, if it runs, ends the others at the very end of this process."""
     job.mark(job.EXIT, code)
     if job.is_rank() and "mpi4py.MPI" in sys.modules and not ELASTIC:  # and no forked child
         sys.modules["mpi4py.MPI"]._set_abort_status(code)
 
 
-def _end_alone(job: ModuleType, code: int) -> None:
+def _end_alone(code: int) -> None:
     """End this rank where it is: in MPI's end it would wait for the others, which train on."""
     if job.is_rank():
         job.mark(job.SPOKEN, code)
@@ -129,7 +124,7 @@ def _end_alone(job: ModuleType, code: int) -> None:
         os._exit(code)
 
 
-def _mark_exits(job: ModuleType) -> None:
+def _mark_exits() -> None:
     """From now on ``os._exit`` leaves a mark; C's ``exit`` leaves none."""
     # Open MPI's launcher tells the remaining ranks of one that ends by a signal, or with code 0 but not in MPI's end;
     # if the code is another one, they would wait for ever.  `distopt run` has it from the mark.
@@ -139,7 +134,7 @@ def _mark_exits(job: ModuleType) -> None:
         job.mark(job.OS_EXIT, status)
         if not (status or ELASTIC):
             job.leave_together()
-        leave(0 if ELASTIC and MEMBER not in os.environ and job.is_rank() else status)
+        leave(0 if ELASTIC and environment.MEMBER not in os.environ and job.is_rank() else status)
 
     os._exit = marked
 
@@ -147,12 +142,9 @@ def _mark_exits(job: ModuleType) -> None:
 class _MpiIsWanted(MetaPathFinder):
     """Finds no module, but marks the moment when MPI is about to start, where ranks wait for others."""
 
-    def __init__(self, job: ModuleType):
-        self._job = job
-
     def find_spec(self, name: str, path: object, target: object = None) -> None:
         if name == "mpi4py.MPI":
-            self._job.mark(self._job.MPI)
+            job.mark(job.MPI)
 
 
 def _of_the_script(trace: TracebackType | None) -> TracebackType | None:

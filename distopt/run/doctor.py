@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import distopt
-from distopt.comm.launchers import MPI_OF_SRUN, Process, transport
+from distopt.comm.launchers import Process, transport
 from distopt.kernels import signatures
 from distopt.resilience import job
+from distopt.resilience.environment import MPI_OF_SRUN
 from distopt.run import segments
 from distopt.run.doctor_gpu import gpu_count, gpus, nccls, trial
 from distopt.run.finding import Finding

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from distopt.comm.launchers import IDENTITY
-from distopt.comm.owner import OWNER
 from distopt.kernels import signatures
-from distopt.resilience import job, membership
+from distopt.resilience import job
+from distopt.resilience.environment import of_no_rank
 
 VERSION_SECONDS = 120.0  # for a launcher to tell its version
 INSTALL = "pip install 'distopt[mpi]'"
@@ -55,10 +54,8 @@ def environment(ranks: int, defaults: Mapping[str, str]) -> dict[str, str]:
         env["DISTOPT_TTY"] = "1"  # ranks write to pipes, but somebody is watching
     # it writes each argument of print apart, so that lines of ranks mix
     env.pop("PYTHONUNBUFFERED", None)
-    mine = membership.WANTED, membership.LINE, membership.MEMBER, membership.ADDRESS, membership.SPAWNED
     # a launcher around this one, or before it in this shell, has not started the ranks
-    outer = {"TORCHELASTIC_RUN_ID", OWNER, membership.JOINS, *mine, *filter(IDENTITY.match, env)}
-    return {name: value for name, value in env.items() if name not in outer}
+    return of_no_rank(env)
 
 
 # By default the two directions of a network wait for each other: large messages of two ranks share one socket, and a

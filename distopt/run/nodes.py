@@ -23,7 +23,7 @@ from distopt.comm.keepalive import keep_alive
 from distopt.comm.launchers import LOOPBACK, meeting
 from distopt.comm.listener import ACCEPTED, TIMEVAL, RankListener, Words, connect
 from distopt.resilience import job
-from distopt.resilience.membership import ADDRESS
+from distopt.resilience.environment import ADDRESS
 from distopt.run.ends import End
 from distopt.run.processes import END_SECONDS, POLL_SECONDS, handling_signals, say
 from distopt.run.rendezvous import Rendezvous

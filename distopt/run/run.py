@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from distopt.resilience import job, membership
+from distopt.resilience.environment import WANTED
 from distopt.run.job_folder import job_folder
 from distopt.run.launcher import (
     GROWING,
@@ -139,7 +140,7 @@ def start_elastic(args: argparse.Namespace) -> int:
         return 2
     command = [sys.executable, str(RANK), *script]
     with job_folder() as folder:
-        variables = {membership.WANTED: "1", job.FOLDER: str(folder), "DISTOPT_RESTART": "0"}
+        variables = {WANTED: "1", job.FOLDER: str(folder), "DISTOPT_RESTART": "0"}
         try:
             at = place_of(args)
             membership.wanted({**os.environ, **variables})

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from distopt.resilience import job, membership
+from distopt.resilience import job
+from distopt.resilience.environment import JOINS, LINE, MEMBER
 from distopt.run import segments
 from distopt.run.ends import Ends
 from distopt.run.processes import end
@@ -101,11 +102,11 @@ class Children(Started):
     def _start(self, member: int, before: Callable[[], object] | None = None) -> "subprocess.Popen[bytes]":
         """Start a rank; ``before`` is called in it first, which only a process without threads may ask for."""
         line = self.lines.add(member)
-        variables = {membership.LINE: str(line.fileno()), membership.MEMBER: str(member)}
+        variables = {LINE: str(line.fileno()), MEMBER: str(member)}
         with line:
             child = subprocess.Popen(
                 self._command,
-                env={**self._env, **variables, **({} if before else {membership.JOINS: "1"})},
+                env={**self._env, **variables, **({} if before else {JOINS: "1"})},
                 stdin=subprocess.DEVNULL if member else None,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

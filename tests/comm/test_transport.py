@@ -5,7 +5,8 @@ import types
 
 import pytest
 
-from distopt.comm.launchers import Meeting, Process, first_host, launched, meeting, transport
+from distopt.comm.launchers import Meeting, Process, first_host, meeting, transport
+from distopt.resilience.environment import launched
 
 ELASTIC = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TORCHRUN = ELASTIC | {"TORCHELASTIC_RUN_ID": "none"}

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install 'dist
 import distopt.torch as dt  # noqa: E402
 from distopt.comm import Elastic, ThreadCommunicator  # noqa: E402
 from distopt.comm.outside import Outside  # noqa: E402
-from distopt.resilience import membership  # noqa: E402
+from distopt.resilience.environment import WANTED  # noqa: E402
 from faults import losses  # noqa: E402
 from launch import distopt_run  # noqa: E402
 from laws.fate import instants, present_fates  # noqa: E402
@@ -123,7 +123,7 @@ def group():
 
 def test_groups_of_torch_are_refused_where_ranks_may_be_lost(group, monkeypatch):
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
-    monkeypatch.setenv(membership.WANTED, "1")
+    monkeypatch.setenv(WANTED, "1")
     with pytest.raises(RuntimeError, match=r"got a DistributedDataParallel .* use distopt.torch.synchronize\(model\)"):
         dt.compress(ddp)
     with pytest.raises(RuntimeError, match=r"group must be None under distopt run --elastic"):

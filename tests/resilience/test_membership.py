@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distopt.resilience import membership
+from distopt.resilience.environment import LINE, MEMBER
 from distopt.resilience.job import AWAITED
 from distopt.resilience.membership import Epoch, MemberLine, Quorum
 from distopt.run.rendezvous import Lines, Rendezvous
@@ -240,16 +241,16 @@ def test_a_process_has_one_line_and_leaves_it_to_no_other(monkeypatch):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptor = theirs.detach()
     os.set_inheritable(descriptor, True)
-    environ = {membership.LINE: str(descriptor), membership.MEMBER: "7"}
+    environ = {LINE: str(descriptor), MEMBER: "7"}
     line = membership.line(environ)
     assert (line.member, membership.line(environ)) == (7, line)
-    assert membership.LINE not in environ
+    assert LINE not in environ
     assert not os.get_inheritable(descriptor)
     ours.close()
 
 
 def test_torchrun_cannot_lose_a_rank():
-    torchrun = {"DISTOPT_ELASTIC": "1", "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
+    torchrun = {"DISTOPT_ELASTIC": "1", "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}
     with pytest.raises(RuntimeError, match="torchrun ends all of its workers when one of them dies; start the script"):
         membership.wanted(torchrun)
     assert membership.wanted(torchrun | {"WORLD_SIZE": "1"})
