@@ -19,7 +19,7 @@ import distopt
 from benchmarks import measure
 from benchmarks.models import MODELS
 from distopt.comm import mpi_control, mpi_start
-from distopt.resilience.operation_log import OperationLog, Recorder, recorder, silent
+from distopt.resilience.operation_log import OperationLog, OperationRecorder, recorder, silent
 from distopt.resilience.timeouts import Limits
 from distopt.resilience.watchdog import Watchdog
 
@@ -75,7 +75,7 @@ def unrecorded():
 
 def an_operation():
     """Nanoseconds to record one."""
-    log, begin = OperationLog(Recorder(), "an operation", [0]), time.perf_counter()
+    log, begin = OperationLog(OperationRecorder(), "an operation", [0]), time.perf_counter()
     for _ in range(100_000):
         with log("all_reduce", 4096, "bucket 3"):
             pass

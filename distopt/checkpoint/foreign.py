@@ -45,7 +45,7 @@ def tensor(x: np.ndarray) -> Any:
     return torch.from_numpy(x)
 
 
-class Named(tuple[Any, ...]):
+class LoadedTuple(tuple[Any, ...]):
     """A named tuple that was read from a file; its class has the name and the fields of the one that was written."""
 
     __slots__ = ()
@@ -71,12 +71,12 @@ class Named(tuple[Any, ...]):
 
 
 @functools.lru_cache(maxsize=256)
-def named(name: str, fields: tuple[str, ...]) -> type[Named]:
+def named(name: str, fields: tuple[str, ...]) -> type[LoadedTuple]:
     """Return the class of named tuples with this name and these fields."""
     if not all(word.isidentifier() for word in (name, *fields)) or any(field[0] == "_" for field in fields):
         raise ValueError(f"fields of a named tuple must be names that do not begin with _, got {fields!r:.60}")
     getters = {field: property(operator.itemgetter(k)) for k, field in enumerate(fields)}
-    return type(name, (Named,), {"__slots__": (), "_fields": fields, **getters})
+    return type(name, (LoadedTuple,), {"__slots__": (), "_fields": fields, **getters})
 
 
 def is_named(x: Any) -> bool:

@@ -97,7 +97,7 @@ def _transports(environ: Mapping[str, str], process: Process) -> Iterator[Transp
     yield Transport("", "no launcher")
 
 
-class Meeting(NamedTuple):
+class SlurmStep(NamedTuple):
     """Where the ranks of a Slurm step meet, if neither MPI nor torchrun tells them."""
 
     rank: int
@@ -107,13 +107,13 @@ class Meeting(NamedTuple):
     name: str  # name of the step
 
 
-def meeting(environ: Mapping[str, str] = os.environ) -> Meeting | None:
+def meeting(environ: Mapping[str, str] = os.environ) -> SlurmStep | None:
     """Return where the ranks of a Slurm step meet; None if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell torch.
 
     Example:
         >>> step = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "2"}
         >>> meeting(step | {"SLURM_STEP_NODELIST": "gpu[07-08,11]"})
-        Meeting(rank=3, size=4, host='gpu07', port=20570, name='71.2')
+        SlurmStep(rank=3, size=4, host='gpu07', port=20570, name='71.2')
         >>> meeting(step | {"SLURM_STEP_NODELIST": "gpu07"}).host
         '127.0.0.1'
     """
@@ -129,7 +129,7 @@ def meeting(environ: Mapping[str, str] = os.environ) -> Meeting | None:
         raise RuntimeError(f"{launch.reason}, and neither SLURM_STEP_NODELIST nor MASTER_ADDR tells where rank 0 is")
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
     port = PORTS[(8 * int(job) + int(step)) % len(PORTS)]
-    return Meeting(launch.rank, launch.size, host, int(environ.get("MASTER_PORT") or port), f"{job}.{step}")
+    return SlurmStep(launch.rank, launch.size, host, int(environ.get("MASTER_PORT") or port), f"{job}.{step}")
 
 
 def first_host(nodes: str) -> str:

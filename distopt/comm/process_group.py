@@ -27,7 +27,7 @@ from distopt.comm.communicator import Communicator, Groups, group_of
 from distopt.comm.control import LEAVE, ControlChannel, PeerLeft, agreed
 from distopt.comm.epoch_ranks import EpochRanks
 from distopt.comm.gloo import NO_LIMIT, Messages, Ranks, TorchRanks, Works
-from distopt.comm.launchers import LOOPBACK, Meeting, meeting
+from distopt.comm.launchers import LOOPBACK, SlurmStep, meeting
 from distopt.comm.outbox import Outboxes
 from distopt.comm.outside import Outside
 from distopt.comm.shared_memory import SharingCommunicator
@@ -236,7 +236,7 @@ def meet() -> None:
         dist.init_process_group("gloo", store=store, rank=at.rank, world_size=at.size)
 
 
-def _place(at: Meeting | None) -> str:
+def _place(at: SlurmStep | None) -> str:
     """Return a line on where ranks meet for the first time, and who has said so."""
     if at:
         return f"  all {at.size} ranks of the Slurm step {at.name} must come to {at.host}, port {at.port}"
@@ -245,7 +245,7 @@ def _place(at: Meeting | None) -> str:
     return f"  all ranks must come to rank 0's address: {told}; unset RANK and WORLD_SIZE if there are no others"
 
 
-def _store(at: Meeting) -> Any:
+def _store(at: SlurmStep) -> Any:
     """Return the store over which the ranks of a Slurm step learn each other's addresses; rank 0 has it."""
     socket.getaddrinfo(at.host, at.port)  # torch's store would try again and again
     listener = None

@@ -105,7 +105,7 @@ class Agreement:
         return reports or [""] * self._comm.size
 
 
-class Report(NamedTuple):
+class GradientReport(NamedTuple):
     """What a rank tells of its gradients, in the vote on a step."""
 
     # By parameter.
@@ -118,10 +118,10 @@ class Report(NamedTuple):
         return f"{self.missing:x} {json.dumps(self.nonfinite)}"
 
 
-def decode(texts: Sequence[str]) -> list[Report]:
+def decode(texts: Sequence[str]) -> list[GradientReport]:
     """Return the reports of all ranks."""
     split = (text.partition(" ") for text in texts)
-    return [Report(json.loads(found), int(bits, 16)) if bits else Report() for bits, _, found in split]
+    return [GradientReport(json.loads(found), int(bits, 16)) if bits else GradientReport() for bits, _, found in split]
 
 
 def describe(nonfinite: Sequence[Mapping[str, str]], but: Collection[str] = ()) -> str:

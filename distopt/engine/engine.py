@@ -16,7 +16,7 @@ from distopt.comm.message import MessageTag
 from distopt.compress import Compressor, Dense
 from distopt.compress.base import check_compressor
 from distopt.engine.accumulation import GradientAccumulator
-from distopt.engine.agreement import Agreement, AllJoinedError, Report, decode, describe
+from distopt.engine.agreement import Agreement, AllJoinedError, GradientReport, decode, describe
 from distopt.engine.background import Background, Inline
 from distopt.engine.bucket_store import BucketStore
 from distopt.engine.elastic import ElasticSteps
@@ -267,7 +267,7 @@ class Engine:
             elif store.collector.allow_missing:
                 missing = store.collector.missing
             if found or missing:
-                report = Report(found, missing).encoded()
+                report = GradientReport(found, missing).encoded()
         texts = self.agree(progress.name, progress.calls, attempt.error, report, doubts=store.check.doubts)
         doubted = self.comm.control.doubted
         if texts:
@@ -577,7 +577,7 @@ class Engine:
         if entries:
             name, calls = self.progress.name, self.progress.calls
             nonfinite = self.store.buckets.nonfinite()
-            report = Report(nonfinite).encoded() if nonfinite else ""
+            report = GradientReport(nonfinite).encoded() if nonfinite else ""
             texts = self.agree(name, ~calls, report=report, part=", its outcome")
             if not texts and self.accumulator.exchanges == 1:
                 # The gradients were finite, and are in the window.

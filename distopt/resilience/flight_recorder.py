@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distopt.resilience import files, pending, strict_json
-from distopt.resilience.operation_log import Recorder
+from distopt.resilience.operation_log import OperationRecorder
 from distopt.resilience.script_line import script_line, stack
 
 VARIABLE = "DISTOPT_FLIGHT"  # the folder; the current one by default
@@ -25,7 +25,7 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get(VARIABLE) or ".").absolute()
 
 
-def record(recorder: Recorder, rank: int, reason: str) -> dict[str, Any]:
+def record(recorder: OperationRecorder, rank: int, reason: str) -> dict[str, Any]:
     """Return this rank's record as plain numbers and texts."""
     # Times are seconds of this rank's monotonic clock, which shows `now` when the wall clock shows `wall`.
     # rank: the number of this process in the job.
@@ -46,7 +46,7 @@ def record(recorder: Recorder, rank: int, reason: str) -> dict[str, Any]:
     }
 
 
-def write(recorder: Recorder, rank: int, reason: str) -> Path:
+def write(recorder: OperationRecorder, rank: int, reason: str) -> Path:
     """Write this rank's record, whole or not at all, to a file that only its owner can read; return its path."""
     # No disk is waited for.
     path = folder() / f"distopt-flight.{rank}.json"
@@ -57,7 +57,7 @@ def write(recorder: Recorder, rank: int, reason: str) -> Path:
     return path
 
 
-def write_if_wanted(recorder: Recorder, rank: int, reason: str) -> None:
+def write_if_wanted(recorder: OperationRecorder, rank: int, reason: str) -> None:
     """Write a record at the end by an exception, if ``DISTOPT_FLIGHT`` names a folder; errors are ignored."""
     # Without the variable there is none, since most exceptions have nothing to do with waiting.
     if os.environ.get(VARIABLE):

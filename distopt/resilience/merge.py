@@ -10,7 +10,7 @@ Entries = dict[int, dict[str, Any]]  # operations by number
 STALE = 60.0  # seconds after which a rank's record is an earlier job's
 
 
-class Finding(NamedTuple):
+class Difference(NamedTuple):
     """A place where ranks differ."""
 
     # the time at which the operation began, in seconds, by the wall clock of the rank that was first
@@ -24,8 +24,8 @@ def tell(records: Sequence[Record]) -> list[str]:
     stale = [r["rank"] for r in records if r["wall"] < newest - STALE]
     fresh = {r["rank"]: r for r in sorted(records, key=lambda r: r["rank"]) if r["rank"] not in stale}
     lines = [f"left out, since of an earlier job: {names(stale)}"] if stale else []
-    findings = sorted(finding for log in _logs(fresh) for finding in _part(log, fresh))
-    lines += [f.text for f in findings] or ["the ranks do not part: all have completed what any has begun"]
+    differences = sorted(difference for log in _logs(fresh) for difference in _part(log, fresh))
+    lines += [f.text for f in differences] or ["the ranks do not part: all have completed what any has begun"]
     absent = sorted({m for r in fresh.values() for members in r["logs"].values() for m in members} - set(fresh))
     if absent:
         lines.append(f"no record of {names(absent)}: stopped, ended too early, or holding the interpreter lock")
@@ -37,7 +37,7 @@ def _logs(records: Mapping[int, Record]) -> list[str]:
     return list({log: None for r in records.values() for log, members in r["logs"].items() if len(members) > 1})
 
 
-def _part(log: str, records: Mapping[int, Record]) -> Iterator[Finding]:
+def _part(log: str, records: Mapping[int, Record]) -> Iterator[Difference]:
     """Yield the first operation in which the ranks differ in one log, if they do."""
     ranks = {rank: _entries(r, log) for rank, r in records.items() if any(rank in m for m in _members(r, log))}
     numbers = sorted({n for entries in ranks.values() for n in entries})
@@ -48,14 +48,14 @@ def _part(log: str, records: Mapping[int, Record]) -> Iterator[Finding]:
             texts.setdefault(entry["text"], []).append(rank)
         if len(texts) > 1:
             parts = "; ".join(f"{names(group)} in {text}" for text, group in texts.items())
-            yield Finding(_when(entries_by_rank, records), f"the ranks differ: {parts}")
+            yield Difference(_when(entries_by_rank, records), f"the ranks differ: {parts}")
             return
     yield from _first_missed(ranks, numbers, records)
 
 
 def _first_missed(
     ranks: Mapping[int, Entries], numbers: Sequence[int], records: Mapping[int, Record]
-) -> Iterator[Finding]:
+) -> Iterator[Difference]:
     """Yield the first operation that some ranks have begun and others not, or that not all ranks have ended."""
     done = min((_last(entries, lambda e: e["ended"] > 0) for entries in ranks.values()), default=0)
     number = next((n for n in numbers if n > done), None)
@@ -70,7 +70,7 @@ def _first_missed(
     else:
         sentence = f"{names(came)} began {text}, which not all ended"
     previous = next((e[done]["text"] for e in ranks.values() if done in e), "")
-    yield Finding(
+    yield Difference(
         _when(entries_by_rank, records), sentence + f" (the last that all completed: {previous})" * bool(previous)
     )
 

@@ -72,7 +72,7 @@ class OperationLog:
 
     def __init__(
         self,
-        recorder: "Recorder",
+        recorder: "OperationRecorder",
         name: str,
         ranks: Sequence[int],
         mailbox: Any = None,
@@ -110,7 +110,7 @@ class OperationLog:
         self.ended = monotonic()
 
 
-class Recorder:
+class OperationRecorder:
     """Records the last ``KEPT`` operations of all logs, and those that have not ended."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ def silent(verb: str, nbytes: int = 0, purpose: str = "") -> AbstractContextMana
     return NOTHING
 
 
-recorder = Recorder()  # one for the process, which hangs as a whole and writes one flight record
+recorder = OperationRecorder()  # one for the process, which hangs as a whole and writes one flight record
 _numbers = itertools.count()
 
 

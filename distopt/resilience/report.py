@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from distopt.resilience.operation_log import Operation, Recorder
+from distopt.resilience.operation_log import Operation, OperationRecorder
 from distopt.resilience.script_line import script_line
 
 NO_ANSWER = "no answer (stopped, dead, or holding the interpreter lock)"
@@ -12,7 +12,7 @@ NO_ANSWER = "no answer (stopped, dead, or holding the interpreter lock)"
 Answer = dict[str, Any]
 
 
-def answer(recorder: Recorder) -> Answer:
+def answer(recorder: OperationRecorder) -> Answer:
     """Return this rank's present state."""
     # Returns `waits`, a list of (log, number, text, seconds) of the operations that last; `last`, a list with the
     # (text, seconds since its end) of the last that has ended, if there is one; and `at`, the script's line.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 from distopt.resilience import flight_recorder, job, membership
-from distopt.resilience.operation_log import Operation, Recorder
+from distopt.resilience.operation_log import Operation, OperationRecorder
 from distopt.resilience.report import Answer, answer, names, report
 from distopt.resilience.timeouts import VARIABLE, Limits
 
@@ -53,7 +53,7 @@ class Watchdog:
     def __init__(
         self,
         rank: int,
-        recorder: Recorder,
+        recorder: OperationRecorder,
         limits: Limits,
         abort: Callable[[int], Any] | None,
         mailboxes: Sequence[Mailbox] = (),

@@ -18,7 +18,7 @@ from distopt.comm import mpi_start
 from distopt.comm.world import _pick_group
 from distopt.resilience import abort as job_end
 from distopt.resilience import job, watchdog
-from distopt.resilience.operation_log import OperationLog, Recorder
+from distopt.resilience.operation_log import OperationLog, OperationRecorder
 from distopt.resilience.timeouts import Limits
 from distopt.run import doctor, job_folder, processes, segments
 from distopt.run.ends import Ends, exit_code
@@ -141,7 +141,7 @@ def test_messages_go_to_the_standard_error_file_and_not_to_its_replacement(capfd
 def test_a_rank_that_does_not_answer_is_named_in_a_wait_without_a_limit(monkeypatch):
     said = []
     monkeypatch.setattr(watchdog, "say", said.append)
-    recorder, boxes = Recorder(), [[], []]
+    recorder, boxes = OperationRecorder(), [[], []]
     mailbox = Mail(0, boxes)
     watched = Watched(0, recorder, Limits(0.05, 0.05), [mailbox])
     with OperationLog(recorder, "the end", [0], mailbox, limited=False)("the end of the others"):

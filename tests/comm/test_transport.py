@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from distopt.comm.launchers import Meeting, Process, first_host, meeting, transport
+from distopt.comm.launchers import Process, SlurmStep, first_host, meeting, transport
 from distopt.resilience.environment import launched
 
 ELASTIC = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -112,12 +112,12 @@ def test_what_the_script_has_imported_counts(monkeypatch):
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ({}, Meeting(1, 2, "127.0.0.1", 20571, "71.3")),
-        ({"SLURM_STEP_NODELIST": "gpu[07-08]"}, Meeting(1, 2, "gpu07", 20571, "71.3")),
-        ({"SLURM_STEP_NODELIST": "a1,a2", "SLURM_STEP_NUM_NODES": "1"}, Meeting(1, 2, "127.0.0.1", 20571, "71.3")),
-        ({"SLURM_STEP_NODELIST": ""}, Meeting(1, 2, "gpu07", 20571, "71.3")),  # the job's
-        ({"MASTER_ADDR": "a", "MASTER_PORT": "29500"}, Meeting(1, 2, "a", 29500, "71.3")),
-        ({"SLURM_JOB_ID": "12345678"}, Meeting(1, 2, "127.0.0.1", 25427, "12345678.3")),
+        ({}, SlurmStep(1, 2, "127.0.0.1", 20571, "71.3")),
+        ({"SLURM_STEP_NODELIST": "gpu[07-08]"}, SlurmStep(1, 2, "gpu07", 20571, "71.3")),
+        ({"SLURM_STEP_NODELIST": "a1,a2", "SLURM_STEP_NUM_NODES": "1"}, SlurmStep(1, 2, "127.0.0.1", 20571, "71.3")),
+        ({"SLURM_STEP_NODELIST": ""}, SlurmStep(1, 2, "gpu07", 20571, "71.3")),  # the job's
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "29500"}, SlurmStep(1, 2, "a", 29500, "71.3")),
+        ({"SLURM_JOB_ID": "12345678"}, SlurmStep(1, 2, "127.0.0.1", 25427, "12345678.3")),
         (ELASTIC, None),  # torch knows
     ],
 )

@@ -19,7 +19,7 @@ from distopt.cli import main
 from distopt.lab.experiment import Experiment, read
 from distopt.optim import SGD
 from distopt.resilience import files, flight_recorder, pending, strict_json
-from distopt.resilience.operation_log import Recorder
+from distopt.resilience.operation_log import OperationRecorder
 from launch import finish, needs_mpi
 
 # ------------------------------------------------------------------------------------------------- what is no file
@@ -279,6 +279,6 @@ def test_a_flight_record_replaces_what_a_rank_has_left_that_ended_while_it_wrote
     monkeypatch.setenv(flight_recorder.VARIABLE, str(tmp_path))
     for name in ("distopt-flight.0.json.tmp.1", "distopt-flight.1.json.tmp.1", "mine.json.tmp.1"):
         (tmp_path / name).touch()
-    flight_recorder.write(Recorder(), 0, "a test")
+    flight_recorder.write(OperationRecorder(), 0, "a test")
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"distopt-flight.0.json", "distopt-flight.1.json.tmp.1", "mine.json.tmp.1"}

@@ -10,7 +10,7 @@ import pytest
 from distopt.cli import main
 from distopt.resilience import flight_recorder, watchdog
 from distopt.resilience.merge import tell
-from distopt.resilience.operation_log import OperationLog, Recorder
+from distopt.resilience.operation_log import OperationLog, OperationRecorder
 from distopt.resilience.report import names
 from distopt.resilience.timeouts import Limits, limits
 from distopt.resilience.watchdog import Watchdog
@@ -51,7 +51,7 @@ class Watched(Watchdog):
 
 
 def test_the_log_knows_open_and_ended_operations():
-    recorder = Recorder()
+    recorder = OperationRecorder()
     votes, data = (OperationLog(recorder, name, [0, 1]) for name in ("votes", "data"))
     recorder.step = "step 3"
     with votes("vote", 0, "step 3, its sums"):
@@ -70,7 +70,7 @@ def test_the_log_knows_open_and_ended_operations():
 
 
 def test_the_ring_of_operations_keeps_the_open_ones():
-    recorder = Recorder()
+    recorder = OperationRecorder()
     slow, fast = (OperationLog(recorder, name, [0, 1]) for name in ("slow", "fast"))
     with slow("barrier"):
         for _ in range(1000):
@@ -84,7 +84,7 @@ def test_the_ring_of_operations_keeps_the_open_ones():
 
 
 def test_logs_of_several_threads_are_read_consistently():
-    recorder, count = Recorder(), 20_000
+    recorder, count = OperationRecorder(), 20_000
     logs = [OperationLog(recorder, f"log {k}", [0, 1]) for k in range(4)]
 
     def work(log):
@@ -105,7 +105,7 @@ def test_logs_of_several_threads_are_read_consistently():
 
 def test_a_name_of_a_log_is_given_once():
     """Or nobody would look at the waits of the first one any more."""
-    recorder = Recorder()
+    recorder = OperationRecorder()
     first = OperationLog(recorder, "votes", [0, 1])
     with first("barrier"):
         with pytest.raises(ValueError, match="a log's name must be its own, got 'votes' twice"):
@@ -114,7 +114,7 @@ def test_a_name_of_a_log_is_given_once():
 
 
 def test_a_log_is_forgotten_with_its_owner():
-    recorder = Recorder()
+    recorder = OperationRecorder()
     log = OperationLog(recorder, "data", [0, 1])
     assert recorder.known() == [log]
     del log
@@ -139,7 +139,7 @@ def test_wrong_time_limits_are_refused(given):
 @pytest.mark.thorough
 def test_the_first_step_may_take_longer(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTOPT_FLIGHT", str(tmp_path / "new"))
-    recorder = Recorder()
+    recorder = OperationRecorder()
     log = OperationLog(recorder, "data", [0, 1])
     watched = Watched(0, recorder, Limits(0.3, 60))
     with log("barrier"):
@@ -155,7 +155,7 @@ def test_the_first_step_may_take_longer(tmp_path, monkeypatch):
 
 @pytest.mark.thorough
 def test_what_is_not_limited_may_last():
-    recorder = Recorder()
+    recorder = OperationRecorder()
     with OperationLog(recorder, "the end", [0], limited=False)("the end of the others"):
         watched = Watched(0, recorder, Limits(0.2, 0.2))
         assert not watched.ended.wait(1)
@@ -169,7 +169,7 @@ def test_where_others_go_on_a_wait_over_the_limit_is_told_again_and_again_but_en
     monkeypatch.setattr(watchdog.job, "is_rank", lambda: True)
     monkeypatch.setattr(watchdog.job, "complain", complained.release)
     monkeypatch.setattr(watchdog, "say", said.append)
-    recorder, boxes = Recorder(), [[], []]
+    recorder, boxes = OperationRecorder(), [[], []]
     mailbox = Mail(0, boxes)
     watched = Watched(0, recorder, Limits(0.2, 0.2), [mailbox])
     with OperationLog(recorder, "votes", [0, 1], mailbox)("vote", 0, "step 3"):
@@ -189,7 +189,7 @@ def test_one_of_several_waiting_ranks_reports(tmp_path, monkeypatch):
     monkeypatch.setenv("DISTOPT_FLIGHT", str(tmp_path))
     boxes, kept, watched = [[] for _ in range(4)], [], []
     for rank in range(4):
-        recorder = Recorder()
+        recorder = OperationRecorder()
         mailbox = Mail(rank, boxes, deaf=rank == 2)
         log = OperationLog(recorder, "votes", range(4), mailbox)
         kept.append(log)
@@ -212,7 +212,7 @@ def test_a_long_wait_is_warned_about_once(monkeypatch):
     said = []
     monkeypatch.setattr(watchdog, "WARN_FROM", 2.0)
     monkeypatch.setattr(watchdog, "say", said.append)
-    recorder, boxes = Recorder(), [[], []]
+    recorder, boxes = OperationRecorder(), [[], []]
     watched = Watched(0, recorder, Limits(4, 4), [Mail(0, boxes)])
     with OperationLog(recorder, "data", [0, 1], Mail(0, boxes))("all_reduce", 8):
         time.sleep(2)

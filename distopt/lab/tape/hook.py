@@ -6,7 +6,7 @@ from typing import Any
 from distopt.engine.engine import Engine
 from distopt.engine.hooks import StepHook
 from distopt.engine.parameters import GradientCollector
-from distopt.lab.tape.recorder import Recorder, recorder
+from distopt.lab.tape.recorder import TapeRecorder, recorder
 
 
 class TapeHook(StepHook):
@@ -14,7 +14,7 @@ class TapeHook(StepHook):
 
     host_only = "distopt record: the gradients of a captured step are seen by the GPU alone"
 
-    def __init__(self, hooks: list[StepHook], tape: Recorder):
+    def __init__(self, hooks: list[StepHook], tape: TapeRecorder):
         self._hooks, self._recorder = hooks, tape
 
     def wrap_loss(self, pairs: Iterable[Any]) -> Iterable[Any]:

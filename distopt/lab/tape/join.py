@@ -15,7 +15,7 @@ from distopt.resilience import pending
 Offsets = list[int | None]  # byte offsets of a step's gradients, in plan order
 
 
-class Part(NamedTuple):
+class RankFiles(NamedTuple):
     """The files of one rank."""
 
     head: dict[str, Any]  # what the recorder said at the start: ranks, optimizer, and parameters in plan order
@@ -68,14 +68,14 @@ def _check_tape(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{path} must be a tape, got another checkpoint; record one with distopt record")
 
 
-def _read(file: Path) -> Part:
+def _read(file: Path) -> RankFiles:
     lines = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
     data = file.with_suffix(".bytes")
     mapped = np.memmap(data, np.uint8, "r") if data.stat().st_size else np.empty(0, np.uint8)
-    return Part(lines[0] if lines else {}, {line["step"]: line["at"] for line in lines[1:]}, mapped)
+    return RankFiles(lines[0] if lines else {}, {line["step"]: line["at"] for line in lines[1:]}, mapped)
 
 
-def _gradients(part: Part, step: int) -> dict[str, np.ndarray]:
+def _gradients(part: RankFiles, step: int) -> dict[str, np.ndarray]:
     """Return the gradients of one step by name; zeros where the loss had none."""
     gradients = {}
     for (name, shape, code), offset in zip(part.head["order"], part.steps[step], strict=True):

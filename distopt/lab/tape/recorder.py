@@ -25,7 +25,7 @@ def request(folder: Path, steps: int, every: int) -> dict[str, str]:
     return {RECORD: f"{check_int('steps', steps, least=1)}:{check_int('every', every, least=1)}:{folder.absolute()}"}
 
 
-def recorder(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> "Recorder | None":
+def recorder(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> "TapeRecorder | None":
     """Return the recorder of a rank, None if the environment asks for none; ValueError for a malformed request."""
     asked = environ.get(RECORD)
     if not asked:
@@ -34,10 +34,10 @@ def recorder(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> "
     every, _, folder = rest.partition(":")
     if not (steps.isdecimal() and every.isdecimal() and int(steps) and int(every) and folder):
         raise ValueError(f"{RECORD} must be STEPS:EVERY:FOLDER, as distopt record sets it, got {asked!r}")
-    return Recorder(Path(folder), rank, size, int(steps), int(every))
+    return TapeRecorder(Path(folder), rank, size, int(steps), int(every))
 
 
-class Recorder:
+class TapeRecorder:
     """A recorder of one rank's steps, one of ``every`` up to ``steps`` of them; ``over``: nothing is left to do.
 
     Of several optimizers the first that makes a step is recorded.
