@@ -23,7 +23,7 @@ from distopt.comm.gloo import Revocable
 from distopt.comm.keepalive import keep_alive
 from distopt.comm.launchers import LOOPBACK
 from distopt.resilience.environment import ADDRESS
-from distopt.resilience.membership import Epoch, MemberLine
+from distopt.resilience.membership import Epoch, LauncherLink
 from distopt.resilience.operation_log import meeting_of
 
 CONNECT = timedelta(seconds=5)  # for sockets between ranks that have all come to make them
@@ -34,7 +34,7 @@ REVOKED = "revoked"  # the key under which a rank says so
 class LineStore(dist.Store):  # type: ignore[misc,name-defined]
     """Addresses of ranks, for gloo: each rank has what any has put, sent over the launcher."""
 
-    def __init__(self, ranks: "EpochRanks", line: MemberLine, place: str):
+    def __init__(self, ranks: "EpochRanks", line: LauncherLink, place: str):
         super().__init__()
         # place: the beginning of all keys
         self._ranks, self._line, self._place = ranks, line, place
@@ -66,7 +66,7 @@ class LineStore(dist.Store):  # type: ignore[misc,name-defined]
 class EpochRanks:
     """The members of a communicator in one epoch."""
 
-    def __init__(self, line: MemberLine, name: str, epoch: Epoch):
+    def __init__(self, line: LauncherLink, name: str, epoch: Epoch):
         self.place = f"in epoch {epoch.number}"  # the epoch in words
         # rank: this process's number among all that the launcher has started
         self.rank, self.all, self.name, self.epoch = line.member, list(epoch.members), name, epoch
@@ -77,7 +77,9 @@ class EpochRanks:
         self._store = LineStore(self, line, f"{name} {epoch.number}/")
 
     @classmethod
-    def next(cls, line: MemberLine, name: str, text: str, lets_in: bool = False, limited: bool = True) -> "EpochRanks":
+    def next(
+        cls, line: LauncherLink, name: str, text: str, lets_in: bool = False, limited: bool = True
+    ) -> "EpochRanks":
         """Ask the launcher for the next epoch of a communicator, and return its members.  Collective of these."""
         # text: for all members.
         # limited: whether the time limit holds.

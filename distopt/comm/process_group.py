@@ -35,7 +35,7 @@ from distopt.comm.sockets import watch
 from distopt.resilience import job
 from distopt.resilience.abort import abort_on_exception
 from distopt.resilience.environment import torchs
-from distopt.resilience.membership import MemberLine, line
+from distopt.resilience.membership import LauncherLink, line
 from distopt.resilience.operation_log import OperationLog, meeting_of, recorder
 from distopt.resilience.report import names
 
@@ -322,7 +322,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
             self._enter(launcher, "world", "", reason)
 
     def _enter(
-        self, launcher: MemberLine, name: str, text: str, reason: str, lets_in: bool = False, limited: bool = True
+        self, launcher: LauncherLink, name: str, text: str, reason: str, lets_in: bool = False, limited: bool = True
     ) -> list[str]:
         """Become a member of a communicator's next epoch, of which no rank is lost meanwhile.  Collective of these."""
         # All members return with the same epoch, since the launcher decides if all have come as far.
@@ -394,7 +394,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
         if not isinstance(self._among, EpochRanks) or self._ranks != self._among.all:
             return super().survivors(text, lets_in)
         self._forget()
-        new, launcher = type(self).__new__(type(self)), cast(MemberLine, line())
+        new, launcher = type(self).__new__(type(self)), cast(LauncherLink, line())
         return new, new._enter(launcher, self._among.name, text, self._why, lets_in)
 
     @property
@@ -404,7 +404,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
     @classmethod
     def waiting(cls, reason: str = "") -> Outside:
         """Return a communicator of this process alone, which waits until it is admitted by the ranks of a job."""
-        launcher = cast(MemberLine, line())
+        launcher = cast(LauncherLink, line())
         _join(launcher.member)
 
         def enter(text: str) -> tuple[Communicator, list[str]]:

@@ -88,7 +88,7 @@ class Quorum:
         return epoch
 
 
-class MemberLine:
+class LauncherLink:
     """A process's end of its socket to the launcher, and the thread that reads it."""
 
     def __init__(self, line: socket.socket, member: int):
@@ -183,15 +183,15 @@ def joins(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(JOINS, "") == "1"
 
 
-def line(environ: MutableMapping[str, str] = os.environ) -> MemberLine | None:
+def line(environ: MutableMapping[str, str] = os.environ) -> LauncherLink | None:
     """Return this process's line to the launcher; None if it has none."""
     # Processes that this one starts are no ranks: neither the socket nor the variable that names it is left to them.
     global _line
     if LINE in environ:
         descriptor = int(environ.pop(LINE))
         os.set_inheritable(descriptor, False)
-        _line = MemberLine(socket.socket(fileno=descriptor), int(environ[MEMBER]))
+        _line = LauncherLink(socket.socket(fileno=descriptor), int(environ[MEMBER]))
     return _line
 
 
-_line: MemberLine | None = None
+_line: LauncherLink | None = None

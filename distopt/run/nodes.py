@@ -24,17 +24,17 @@ from distopt.comm.launchers import LOOPBACK, meeting
 from distopt.comm.listener import ACCEPTED, TIMEVAL, RankListener, Words, connect
 from distopt.resilience import job
 from distopt.resilience.environment import ADDRESS
-from distopt.run.ends import End
+from distopt.run.exit_watch import End
 from distopt.run.processes import END_SECONDS, POLL_SECONDS, handling_signals, say
 from distopt.run.rendezvous import Rendezvous
-from distopt.run.started import Children
+from distopt.run.supervised import Children
 
 # environment variable: the same text on all machines, known to nobody else
 SECRET = "DISTOPT_SECRET"
 # Seconds without a sign of life.  Less than for connections between ranks: what they say when they notice would begin
 # the time anew.
 SILENCE = 3
-GRACE = 5  # seconds for another launcher to read what it is told
+GRACE = 5  # seconds for another launcher to read what it is sent
 PATIENCE = 60.0  # seconds for all nodes to come
 NODES = Words("node", "--node ", "--nodes ")
 KILLED = 137  # exit code of a rank that was lost with its machine
@@ -77,7 +77,7 @@ def place(nodes: int, node: int | None, at: str | None, environ: Mapping[str, st
     return Place(nodes, node, host, int(port))
 
 
-class Trunk:
+class NodeLink:
     """The connection between the launchers of two nodes."""
 
     def __init__(self, connection: Connection):
@@ -116,8 +116,8 @@ def key() -> bytes:
 class Node:
     """What node 0 knows of the ranks of another node."""
 
-    def __init__(self, number: int, trunk: Trunk, ranks: range):
-        self.number, self.trunk, self.ranks = number, trunk, ranks
+    def __init__(self, number: int, link: NodeLink, ranks: range):
+        self.number, self.link, self.ranks = number, link, ranks
         # marks of its ranks, as far as they have come; their process ids mean nothing here
         self.marks = {rank: job.Rank(rank, 0, {}, 0, "", "") for rank in ranks}
         # ended: the ends of its ranks, in this order
@@ -133,8 +133,8 @@ class Node:
         """Act on what its launcher says, until that is gone."""
         # tell: is given a rank, and what it says; None when it has ended.
         try:
-            while told := self.trunk.receive():
-                match told:
+            while heard := self.link.receive():
+                match heard:
                     case {"of": member, "message": message}:
                         tell(member, message)
                     case {"ranks": ranks, "stopped": stopped, "ended": ended}:
@@ -162,12 +162,12 @@ def meet(at: Place, ranks: int) -> list[Node]:
     listener = RankListener((address, at.port), key(), at.nodes, PATIENCE, NODES)
     others, first = [], ranks
     for number, line in listener.connections(time.monotonic() + PATIENCE).items():
-        trunk = Trunk(line)
-        count = (trunk.receive() or {"ranks": 0})["ranks"]
-        others.append(Node(number, trunk, range(first, first + count)))
+        link = NodeLink(line)
+        count = (link.receive() or {"ranks": 0})["ranks"]
+        others.append(Node(number, link, range(first, first + count)))
         first += count
     for node in others:
-        node.trunk.send(first=node.ranks.start)
+        node.link.send(first=node.ranks.start)
     return others
 
 
@@ -181,7 +181,7 @@ class Members(Children):
         self._count = ranks + sum(len(node.ranks) for node in nodes)
         self._rendezvous = Rendezvous(range(self._count), self._send, folder)
         self._order: list[int] = []  # in which ranks ended, as far as it is known here
-        env = {**env, ADDRESS: nodes[0].trunk.address if nodes else LOOPBACK}
+        env = {**env, ADDRESS: nodes[0].link.address if nodes else LOOPBACK}
         super().__init__(command, env, range(ranks), folder, self._rendezvous.hear)
         self.lines.start()
         self._threads = [
@@ -197,7 +197,7 @@ class Members(Children):
 
     def _send(self, member: int, message: Mapping[str, Any]) -> None:
         node = self._node(member)
-        node.trunk.send(to=member, message=message) if node else self.lines.send(member, message)
+        node.link.send(to=member, message=message) if node else self.lines.send(member, message)
 
     def marks(self) -> list[job.Rank]:
         return super().marks() + [rank for node in self._nodes for rank in list(node.marks.values())]
@@ -218,7 +218,7 @@ class Members(Children):
 
     def send(self, rank: job.Rank, number: int) -> None:
         node = self._node(rank.rank)
-        node.trunk.send(signal=number, rank=rank.rank) if node else super().send(rank, number)
+        node.link.send(signal=number, rank=rank.rank) if node else super().send(rank, number)
 
     def lose(self, rank: int) -> None:
         self._rendezvous.hear(rank, None)
@@ -240,27 +240,27 @@ class Members(Children):
         super().signal(number)
         for node in self._nodes:
             for rank in node.ranks:
-                node.trunk.send(signal=number, rank=rank)
+                node.link.send(signal=number, rank=rank)
 
     def end(self, grace: float) -> None:
         """Let the launchers of all nodes end their ranks within so many seconds."""
         for node in self._nodes:
-            node.trunk.send(end=grace)
+            node.link.send(end=grace)
         deadline = time.monotonic() + grace + END_SECONDS
         while any(node.running() for node in self._nodes) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         for node in self._nodes:
             if node.running():
-                node.trunk.shut()
+                node.link.shut()
         super().end(grace)
 
     def close(self, code: int = 0) -> None:
         super().close(code)
         for node in self._nodes:
-            node.trunk.send(over=code)
+            node.link.send(over=code)
         for node, thread in zip(self._nodes, self._threads, strict=True):
             thread.join(GRACE)
-            node.trunk.shut()
+            node.link.shut()
 
 
 class Agent:
@@ -277,18 +277,18 @@ class Agent:
             raise RuntimeError(f"who listens at {at.host}:{at.port} has not the same {SECRET}") from None
         if answer[:1] != ACCEPTED:
             raise RuntimeError(answer[1:].decode())
-        self._trunk = Trunk(line)  # to node 0's launcher
-        self._trunk.send(ranks=ranks)
-        told = self._trunk.receive()
-        if told is None:
+        self._link = NodeLink(line)  # to node 0's launcher
+        self._link.send(ranks=ranks)
+        heard = self._link.receive()
+        if heard is None:
             raise RuntimeError("node 0 has ended before the job began")
-        self._first = told["first"]  # the number of the first of its ranks
+        self._first = heard["first"]  # the number of the first of its ranks
         self._children = Children(
             command,
-            {**env, ADDRESS: self._trunk.address},
+            {**env, ADDRESS: self._link.address},
             range(self._first, self._first + ranks),
             folder,
-            lambda member, message: self._trunk.send(of=member, message=message),
+            lambda member, message: self._link.send(of=member, message=message),
         )
         self._asked = 0
         self._code: int | None = None  # of the job
@@ -304,14 +304,14 @@ class Agent:
         with handling_signals(self._ask):
             while node_0.is_alive():
                 marks = ranks.look(POLL_SECONDS)
-                told = {
+                news = {
                     "ranks": marks,
                     "stopped": [rank.rank for rank in marks if ranks.is_stopped(rank)],
                     "ended": [ranks.end_of(rank) for rank in ranks.ended(marks)],
                 }
-                if told != before:
-                    self._trunk.send(**told)
-                    before = told
+                if news != before:
+                    self._link.send(**news)
+                    before = news
                 if self._asked > 1:
                     ranks.end(END_SECONDS)
                 elif self._grace is not None:
@@ -325,8 +325,8 @@ class Agent:
 
     def _hear(self) -> None:
         """Do what node 0 says, until the job is over, or its connection ends."""
-        while told := self._trunk.receive():
-            match told:
+        while heard := self._link.receive():
+            match heard:
                 case {"to": member, "message": message}:
                     self._children.lines.send(member, message)
                 case {"signal": number, "rank": rank}:
@@ -339,4 +339,4 @@ class Agent:
 
     def _ask(self, number: int) -> None:
         self._asked += 1
-        self._trunk.send(asked=number)
+        self._link.send(asked=number)

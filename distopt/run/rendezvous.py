@@ -14,7 +14,7 @@ from distopt.resilience.membership import MESSAGE, Quorum
 WORLD = "world"  # the communicator that all ranks which were started are in
 
 
-class Lines:
+class RankLinks:
     """A socket to each process that this one has started, by its number, and a thread that reads it."""
 
     def __init__(self, hear: Callable[[int, dict[str, Any] | None], object]):

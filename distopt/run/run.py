@@ -23,7 +23,7 @@ from distopt.run.launcher import (
 )
 from distopt.run.nodes import Agent, Members, Place, meet, place
 from distopt.run.processes import RANK, say
-from distopt.run.started import Launched, Started
+from distopt.run.supervised import Launched, Supervised
 from distopt.run.supervisor import Supervisor
 
 
@@ -152,7 +152,7 @@ def start_elastic(args: argparse.Namespace) -> int:
         except (OSError, RuntimeError, ValueError) as error:
             say(str(error))
             return 2
-        started: Started
+        started: Supervised
         if launcher:
             env |= on_loopback(env)
             if args.restarts:

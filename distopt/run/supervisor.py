@@ -11,9 +11,9 @@ from distopt.resilience import job
 from distopt.resilience.report import waiting
 from distopt.resilience.timeouts import VARIABLE, limits
 from distopt.resilience.watchdog import EXIT as TOO_LATE
-from distopt.run.ends import Fault, exit_code
+from distopt.run.exit_watch import Fault, exit_code
 from distopt.run.processes import END_SECONDS, GRACE, POLL_SECONDS, TIMED_OUT, handling_signals, say
-from distopt.run.started import Started
+from distopt.run.supervised import Supervised
 
 HEARING = 0.5  # seconds for all ranks that wait for too long to say so
 # seconds for ranks that have waited for too long to notice that another one has ended meanwhile
@@ -26,7 +26,7 @@ KILLING = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.S
 class Supervisor:
     """Watches the ranks of a job, says what became of them, and ends those that cannot go on."""
 
-    def __init__(self, started: Started, size: int, elastic: bool, restarts: int = 0):
+    def __init__(self, started: Supervised, size: int, elastic: bool, restarts: int = 0):
         # size: the number of ranks that begin together; those in the place of lost ones have higher numbers
         # elastic: ranks may be lost, and those that are left go on
         # restarts: how many processes are started in the place of lost ones, at most

@@ -13,7 +13,7 @@ from elastic_script import HEAD, all_gone, told
 
 from distopt.cli import main
 from distopt.run import launcher as launchers
-from distopt.run.ends import End, Ends
+from distopt.run.exit_watch import End, ExitWatch
 from distopt.run.launcher import Launcher
 from launch import distopt_run, find_launcher, has_mpi
 
@@ -419,7 +419,7 @@ def test_a_job_of_whose_launcher_nobody_reads_any_more_ends_with_its_ranks_code(
 @faults
 def test_ranks_that_are_children_are_known_from_the_start_and_nothing_spins_after_an_end(tmp_path):
     children = [subprocess.Popen(["sh", "-c", "read x; exit 3"], stdin=subprocess.PIPE) for _ in range(2)]
-    ends = Ends(tmp_path, 2, children[0].pid, dict(enumerate(children)))
+    ends = ExitWatch(tmp_path, 2, children[0].pid, dict(enumerate(children)))
     assert [(rank.rank, rank.pid, rank.votes) for rank in ends.look(0)] == [
         (rank, child.pid, 0) for rank, child in enumerate(children)
     ]

@@ -21,7 +21,7 @@ from distopt.resilience import job, watchdog
 from distopt.resilience.operation_log import OperationLog, OperationRecorder
 from distopt.resilience.timeouts import Limits
 from distopt.run import doctor, job_folder, processes, segments
-from distopt.run.ends import Ends, exit_code
+from distopt.run.exit_watch import ExitWatch, exit_code
 from distopt.run.launcher import Launcher
 from launch import distopt_run, needs_mpi
 
@@ -209,7 +209,7 @@ def test_the_first_of_several_ended_ranks_is_named(tmp_path, monkeypatch, handle
     for rank, process in enumerate(processes):
         (tmp_path / f"{rank}.{job.PID}.{process.pid}").touch()
         (tmp_path / f"{rank}.{job.VOTES}").write_bytes(bytes(job.PAGE))
-    ends = Ends(tmp_path, 3, os.getpid())
+    ends = ExitWatch(tmp_path, 3, os.getpid())
     assert ends.fault(ends.look(0)) is None
     for rank in (2, 0, 1):
         processes[rank].stdin.close()
@@ -235,7 +235,7 @@ def test_a_rank_that_ended_before_it_was_seen_is_named(tmp_path, late):
         assert processes[rank].stdout.readline() == b"ready\n"
         (tmp_path / f"{rank}.{job.PID}.{processes[rank].pid}").touch()
         (tmp_path / f"{rank}.{job.VOTES}").write_bytes(job.HEAD.pack(votes, 0).ljust(job.PAGE, b"\0"))
-    ends = Ends(tmp_path, 2, os.getpid())
+    ends = ExitWatch(tmp_path, 2, os.getpid())
     processes[1].communicate()
     if late:  # both are gone when they are seen
         processes[0].communicate()
@@ -254,7 +254,7 @@ def test_a_rank_that_crashed_is_named_although_another_was_seen_to_end_first(tmp
         (tmp_path / f"{rank}.{job.PID}.{process.pid}").touch()
         (tmp_path / f"{rank}.{job.VOTES}").write_bytes(bytes(job.PAGE))
         (tmp_path / f"{rank}.{job.CRASH}").touch()
-    ends = Ends(tmp_path, 2, os.getpid())
+    ends = ExitWatch(tmp_path, 2, os.getpid())
     assert ends.fault(ends.look(0)) is None
     (tmp_path / f"1.{job.CRASH}").write_text("Fatal Python error: Bus error\n\nStack (most recent call first):\n")
     processes[0].kill()

@@ -212,13 +212,13 @@ def test_an_end_that_does_not_read_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
-    trunk, other = nodes.Trunk(Connection(os.dup(ours.fileno()))), nodes.Trunk(Connection(theirs.detach()))
+    link, other = nodes.NodeLink(Connection(os.dup(ours.fileno()))), nodes.NodeLink(Connection(theirs.detach()))
     other.send(ranks=2)
-    assert trunk.receive() == {"ranks": 2}
+    assert link.receive() == {"ranks": 2}
     limit = socket.SOL_SOCKET, socket.SO_SNDTIMEO
     assert ours.getsockopt(*limit, TIMEVAL.size) == TIMEVAL.pack(nodes.GRACE, 0)
     ours.setsockopt(*limit, TIMEVAL.pack(0, 100_000))  # so that this test need not wait as long
     for _ in range(20):  # more than the buffers of a connection hold
-        trunk.send(message="x" * 1_000_000)
-    assert trunk.receive() is None
+        link.send(message="x" * 1_000_000)
+    assert link.receive() is None
     ours.close()

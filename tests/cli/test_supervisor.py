@@ -7,7 +7,7 @@ import pytest
 
 from distopt.resilience import job
 from distopt.run import supervisor
-from distopt.run.ends import End
+from distopt.run.exit_watch import End
 from distopt.run.supervisor import Supervisor
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import forks
 
-from distopt.run.rendezvous import Lines, Rendezvous
+from distopt.run.rendezvous import RankLinks, Rendezvous
 
 SCRIPT = str(Path(__file__).with_name("survivors_launch.py"))
 
@@ -69,7 +69,7 @@ class GlooJob(Job):
 
     def start(self, command):
         self._marks = tempfile.TemporaryDirectory()
-        self.ranks, self._lines = {}, Lines(lambda *said: rendezvous.hear(*said))
+        self.ranks, self._lines = {}, RankLinks(lambda *said: rendezvous.hear(*said))
         rendezvous = Rendezvous(range(self.size), self._lines.send, Path(self._marks.name))
         for member in range(self.size):
             theirs = self._lines.add(member)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from distopt.run.ends import Fault
+from distopt.run.exit_watch import Fault
 from distopt.run.supervisor import Supervisor
 from launch import distopt_run, find_launcher, finish
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from distopt.resilience import membership
 from distopt.resilience.environment import LINE, MEMBER
 from distopt.resilience.job import AWAITED
-from distopt.resilience.membership import Epoch, MemberLine, Quorum
-from distopt.run.rendezvous import Lines, Rendezvous
+from distopt.resilience.membership import Epoch, LauncherLink, Quorum
+from distopt.run.rendezvous import RankLinks, Rendezvous
 
 # A history: each event is a member that asks, or is lost.
 EVENTS = st.lists(st.tuples(st.sampled_from(["ask", "lose"]), st.integers(0, 4)), max_size=40)
@@ -87,10 +87,10 @@ class Hearing:
     """A rendezvous, and the lines of their members, as a launcher has them."""
 
     def __init__(self, size, folder):
-        self._lines = Lines(lambda *said: self.rendezvous.hear(*said))
+        self._lines = RankLinks(lambda *said: self.rendezvous.hear(*said))
         self.sockets = [self._lines.add(member) for member in range(size)]
         self.rendezvous = Rendezvous(range(size), self._lines.send, folder)
-        self.lines = [MemberLine(theirs, member) for member, theirs in enumerate(self.sockets)]
+        self.lines = [LauncherLink(theirs, member) for member, theirs in enumerate(self.sockets)]
         self._lines.start()
 
     def add(self):
@@ -98,7 +98,7 @@ class Hearing:
         member = len(self.sockets)
         self.rendezvous.add(member)
         self.sockets.append(self._lines.add(member))
-        return MemberLine(self.sockets[-1], member)
+        return LauncherLink(self.sockets[-1], member)
 
     def end(self, member):
         """Close a line, as the end of its process does."""
@@ -215,7 +215,7 @@ def test_who_has_ended_is_known_to_those_who_wait(hearing):
 
 def test_who_reads_nothing_is_given_up_and_holds_nobody_up(tmp_path):
     said = []
-    lines = Lines(lambda *heard: said.append(heard))
+    lines = RankLinks(lambda *heard: said.append(heard))
     theirs = lines.add(5)
     for _ in range(1000):
         lines.send(5, {"put": "x" * 10000})
@@ -232,7 +232,7 @@ def test_the_end_of_the_launcher_is_an_error():
     with theirs:
         threading.Timer(0.05, ours.close).start()
         with pytest.raises(ConnectionError, match="the launcher has ended"):
-            MemberLine(theirs, 0).ask("world", "")
+            LauncherLink(theirs, 0).ask("world", "")
 
 
 def test_a_process_has_one_line_and_leaves_it_to_no_other(monkeypatch):

@@ -10,13 +10,13 @@ from typing import IO, Any
 from distopt.resilience import job
 from distopt.resilience.environment import JOINS, LINE, MEMBER
 from distopt.run import segments
-from distopt.run.ends import Ends
+from distopt.run.exit_watch import ExitWatch
 from distopt.run.processes import end
-from distopt.run.rendezvous import Lines
+from distopt.run.rendezvous import RankLinks
 from distopt.run.tagged import Tagged
 
 
-class Started(Ends):
+class Supervised(ExitWatch):
     """The processes of a job, and what ``Supervisor`` asks of those of an elastic one."""
 
     meet_all: bool  # whether no rank gets through `distopt.world()` if one has ended before
@@ -46,7 +46,7 @@ class Started(Ends):
         return set()
 
 
-class Launched(Started):
+class Launched(Supervised):
     """Ranks that a launcher of MPI starts; Open MPI tells them of losses, and they start others on request."""
 
     meet_all = True
@@ -75,7 +75,7 @@ class Launched(Started):
         super().close(code)
 
 
-class Children(Started):
+class Children(Supervised):
     """Ranks that this process starts, their lines, and what they write."""
 
     meet_all = False
@@ -91,7 +91,7 @@ class Children(Started):
         # hear: is given a number, and a message of that rank; None when it has ended
         self._command, self._env = command, env
         self.processes = []
-        self.lines = Lines(hear)
+        self.lines = RankLinks(hear)
         children = {member: self._start(member, job.end_with_parent) for member in members}
         self._outputs = [
             Tagged({_file(child.stdout): rank for rank, child in children.items()}, 1),

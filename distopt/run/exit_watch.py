@@ -48,7 +48,7 @@ class End(NamedTuple):
     code: int  # the exit code of a rank that failed, as a shell has it; 0 if only the launcher knows it
 
 
-class Ends:
+class ExitWatch:
     """The processes of a job's ranks, in the order in which they ended, even if they are checked late."""
 
     def __init__(
