@@ -150,7 +150,7 @@ def start_watchdog(rank: int) -> Watchdog | None:
     if allowed is None:
         return None
     watchdog = Watchdog(rank, recorder, allowed, _abort_from_thread, mailboxes)
-    # runs after the other ranks have been told, before MPI is finalized
+    # runs after the other ranks have heard of the end, before MPI is finalized
     atexit.register(watchdog.stop)
     return watchdog
 

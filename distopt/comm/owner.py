@@ -13,7 +13,7 @@ from distopt.resilience.environment import IDENTITY, MPICH, OWNER, TORCHS, has_p
 
 def claim(over: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Note, for processes that this one starts, that this one is the rank that the environment describes."""
-    environ[OWNER] = f"{os.getpid()} {_told(over, environ)}"
+    environ[OWNER] = f"{os.getpid()} {_digest(over, environ)}"
 
 
 def check(over: str, reason: str, environ: Mapping[str, str] = os.environ) -> None:
@@ -31,12 +31,12 @@ def check(over: str, reason: str, environ: Mapping[str, str] = os.environ) -> No
     """
     # A pool of multiprocessing replaces workers that end while they import the script by others, which end in the same
     # way, for ever.  Only the end of the process that has the pool stops that, so it is asked to end.
-    owner, _, told = environ.get(OWNER, "").partition(" ")
+    owner, _, digest = environ.get(OWNER, "").partition(" ")
     launch = launched(environ)
     if over == "MPI" and launch and launch.by == MPICH.name and "PMI_FD" in environ:
         mine = has_pmi_line(environ)
     else:
-        mine = owner in ("", str(os.getpid())) or told != _told(over, environ)
+        mine = owner in ("", str(os.getpid())) or digest != _digest(over, environ)
     if mine:
         return
     text = (
@@ -52,7 +52,7 @@ def check(over: str, reason: str, environ: Mapping[str, str] = os.environ) -> No
     raise RuntimeError(text)
 
 
-def _told(over: str, environ: Mapping[str, str]) -> str:
-    """Return a digest of what a launcher has told a rank."""
-    told = [(k, environ[k]) for k in sorted(environ) if (k in TORCHS if over == "gloo" else IDENTITY.match(k))]
-    return hashlib.blake2b(repr(told).encode(errors="surrogateescape"), digest_size=8).hexdigest()
+def _digest(over: str, environ: Mapping[str, str]) -> str:
+    """Return a digest of what a launcher has set for a rank."""
+    variables = [(k, environ[k]) for k in sorted(environ) if (k in TORCHS if over == "gloo" else IDENTITY.match(k))]
+    return hashlib.blake2b(repr(variables).encode(errors="surrogateescape"), digest_size=8).hexdigest()

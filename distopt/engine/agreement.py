@@ -9,7 +9,7 @@ from distopt.comm.control import by_rank, fingerprint
 
 
 class AllJoinedError(Exception):
-    """No rank has batches left, which all ranks raise alike."""
+    """No rank has batches left, which all ranks raise."""
 
     # As ``comm.control.agreed`` marks what all ranks raise: no rank prints a traceback.
     agreed = False, 0.0
@@ -60,7 +60,7 @@ class Agreement:
         doubts: bool = False,
     ) -> list[str]:
         """Vote on a call; return one report per rank, [] if none has any.  Collective."""
-        # Raises, on every rank alike, the error of the lowest rank that has one, or ValueError with the first line that
+        # Raises, on every rank, the error of the lowest rank that has one, or ValueError with the first line that
         # differs. part: what of the call the vote is about, if it has several.
         control, crc = self._comm.control, self._comm.collectives_fingerprint
         ballot = self._fingerprint ^ number ^ self.number << 40 ^ self._numbers_fingerprint ^ crc

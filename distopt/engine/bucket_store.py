@@ -303,7 +303,7 @@ class BucketStore:
         self.broadcast_due = False
 
     def check_values_apart(self) -> None:
-        """Raise ValueError, on all ranks alike, for a parameter in the memory of another thread's.  Collective."""
+        """Raise ValueError, on all ranks, for a parameter in the memory of another thread's.  Collective."""
         # Both would update it.  Looked at in the first step of a plan; `parameter_views` are meant to be shared.
         if not self.sharded:
             check_apart(self._comm, self.values)
@@ -354,7 +354,7 @@ class BucketStore:
 
 
 def check_apart(comm: Communicator, values: Mapping[str, np.ndarray]) -> None:
-    """Raise ValueError, on all ranks alike, for an array in the memory of another thread's.  Collective."""
+    """Raise ValueError, on all ranks, for an array in the memory of another thread's.  Collective."""
     if not comm.shares_address_space:
         return
     lengths = [value.nbytes for value in values.values()]

@@ -286,7 +286,7 @@ class StopOnSignal(StepHook):
         self._done = False
 
     def after_call(self, step: int, applied: bool) -> None:
-        """Raise SystemExit after a checkpoint, if the last vote has told of a signal.  Collective."""
+        """Raise SystemExit after a checkpoint, if the last vote has brought a signal.  Collective."""
         # A signal's number, as of the last vote; 0 for none.
         number = self._checkpointer.training.comm.control.stop
         if number and not self._done:

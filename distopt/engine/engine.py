@@ -461,7 +461,7 @@ class Engine:
         return True
 
     def declare_numbers(self, compressor: Compressor, clock: str = "") -> None:
-        """Declare the numbers that may change from step to step, and that all ranks must have alike."""
+        """Declare the numbers that may change from step to step, and that must be the same on all ranks."""
         self.optimizer.follow(self.store.collector.order)
         capacity = self.store.capacity if compressor.bounded else None
         entries = [f"room for {n} entries of bucket {k}" for k, n in enumerate(capacity.state())] if capacity else []
@@ -609,8 +609,8 @@ class Engine:
             if means.clip_norm is not None:
                 sums, name, order = list(sums), self.progress.name, self.store.collector.order
                 unchanged = () if spec.only is None else [n for n in order if n not in spec.only]
-                alike = bool(accumulator.reduced)
-                scale = means.clipped_scale(name, sums, scale, check_finite, unchanged, self.add_norms, alike)
+                same = bool(accumulator.reduced)
+                scale = means.clipped_scale(name, sums, scale, check_finite, unchanged, self.add_norms, same)
         except Exception:
             accumulator.reset(self.store.buckets, self.store.skip_flag)
             raise

@@ -1,4 +1,4 @@
-"""Hooks of a step: what is told of its loss, its payloads and its end."""
+"""Hooks of a step: what is said of its loss, its payloads and its end."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ RECORD = "DISTOPT_RECORD"
 
 
 class StepHook:
-    """Be told of every step of a model.  The base class does nothing."""
+    """Hear of every step of a model.  The base class does nothing."""
 
     # What the ranks' votes compare; nothing if it is ''.
     line = ""
@@ -37,7 +37,7 @@ class StepHook:
     host_only = ""
 
     def begin(self, step: int, spec: StepSpec, exchanges: int) -> None:
-        """Be told that a step begins, the ``step``-th from 1, with so many exchanges."""
+        """Hear that a step begins, the ``step``-th from 1, with so many exchanges."""
 
     def wrap_loss(self, pairs: Iterable[Any]) -> Iterable[Any]:
         """Pass on the (param, grad) pairs of a loss as they come."""
@@ -51,13 +51,13 @@ class StepHook:
         """Return what is shown the buckets of this step that are exchanged in two phases."""
 
     def after_two_phases(self, buckets: Sequence[TravellingBucket], comm: Communicator) -> None:
-        """Be told that these buckets have their sums.  Collective."""
+        """Hear that these buckets have their sums.  Collective."""
 
     def after_vote(self, collector: GradientCollector, optimizer: Any) -> None:
-        """Be told that all ranks have agreed on the step, whose gradients are in ``collector``."""
+        """Hear that all ranks have agreed on the step, whose gradients are in ``collector``."""
 
     def after_call(self, step: int, applied: bool) -> None:
-        """Be told that all of a call has been enqueued, which was the ``step``-th update if ``applied``."""
+        """Hear that all of a call has been enqueued, which was the ``step``-th update if ``applied``."""
 
 
 class DivergenceCheck(StepHook):
@@ -67,14 +67,14 @@ class DivergenceCheck(StepHook):
         self._every, self._comm, self._store, self._progress = every, comm, store, progress
 
     def after_call(self, step: int, applied: bool) -> None:
-        """Raise RuntimeError, on every rank alike, if they have diverged.  Collective."""
+        """Raise RuntimeError, on every rank, if they have diverged.  Collective."""
         if applied and step % self._every == 0 and not self._progress.partial:
             values = self._store.values
             self._comm.transaction(lambda: check_divergence(self._comm.control, values, f"after step {step}"))
 
 
 def check_divergence(control: ControlChannel, values: Mapping[str, np.ndarray], when: str) -> None:
-    """Compare the ranks' parameters by checksum; RuntimeError on every rank alike if they differ.  Collective."""
+    """Compare the ranks' parameters by checksum; RuntimeError on every rank if they differ.  Collective."""
     # A memory error, a script that changes parameters on one rank, or an optimizer that rolls dice makes them differ,
     # and no gradient ever brings them together again.
     on_host = [device.host_copy(v) if device.on_gpu(v) else v for v in values.values()]

@@ -72,11 +72,11 @@ class MeanGradients:
         check_finite: bool,
         skip: Collection[str],
         sum_over_ranks: SumOverRanks,
-        alike: bool,
+        same: bool,
     ) -> float:
         """The factor of the sums: ``scale``, or less, so that the global norm of the means is at most ``clip_norm``."""
         # skip: parameters that are not updated, and do not count.
-        # alike: all ranks have the same sums, and raise the same error.
+        # same: all ranks have the same sums, and raise the same error.
         assert self.clip_norm is not None
         comm = self._comm
         total = global_norm(self._store.buckets, sums, comm.rank, comm.size, sum_over_ranks, skip)
@@ -89,7 +89,7 @@ class MeanGradients:
                 f"{name}: the squares of the gradients must add up to at most 1.8e308, got more, "
                 "although all entries are finite: scale the loss down, or clip by value first"
             )
-            raise agreed(error, comm.rank == 0) if alike else error
+            raise agreed(error, comm.rank == 0) if same else error
         factor = self.clip_norm / (norm + EPSILON)
         # NaN stays NaN.
         return scale if factor >= 1 else scale * factor

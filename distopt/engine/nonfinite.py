@@ -23,7 +23,7 @@ class Policy:
     """'raise': FloatingPointError on every rank.  What all policies have in common."""
 
     # A *call* is one forward and backward pass; with `num_batches` a step has several.  Each call that comes to an end
-    # is told of once, by `passed` or by `refused`, on every rank alike; `enforce` may raise afterwards.
+    # is announced once, by `passed` or by `refused`, on every rank; `enforce` may raise afterwards.
 
     # The attributes that a step replaces (``Undo.keep_fields``).
     CHANGES: Sequence[str] = ("skipped", "in_a_row")
@@ -50,7 +50,7 @@ class Policy:
         """Count a call that was not finite, and has changed nothing on any rank."""
 
     def enforce(self, name: str, nonfinite: str) -> None:
-        """Raise, on all ranks alike, for a refused call; ``nonfinite`` says what is not finite, '' if all is."""
+        """Raise, on all ranks, for a refused call; ``nonfinite`` says what is not finite, '' if all is."""
         if nonfinite:
             self._raise(f"gradients of {name} are not finite: {nonfinite}")
 
@@ -245,11 +245,11 @@ class NonfiniteGuard:
         self.refused = 0
 
     def lines(self) -> list[str]:
-        """Return the numbers that must be alike on all ranks in the next vote."""
+        """Return the numbers that must be the same on all ranks in the next vote."""
         return [f"the loss scale {self.policy.divisor!r}"]
 
     def accepts(self, nonfinite: str) -> bool:
-        """Tell if the present call is to be applied; ``nonfinite`` is alike on all ranks, '' if all is finite."""
+        """Tell if the present call is to be applied; ``nonfinite`` is the same on all ranks, '' if all is finite."""
         return not nonfinite or self.policy.accepts(self._progress.name, nonfinite)
 
     def poll(self) -> None:
@@ -279,5 +279,5 @@ class NonfiniteGuard:
         return entries
 
     def enforce(self, nonfinite: str) -> None:
-        """Raise, on all ranks alike, what the policy raises for the present call, if it was refused."""
+        """Raise, on all ranks, what the policy raises for the present call, if it was refused."""
         self.policy.enforce(self._progress.name, nonfinite)

@@ -41,8 +41,8 @@ class Parameter:
     ``grad`` is *fresh* from when it is assigned, or ``touch()`` says that it was written to, until a ``Trainer`` has
     used it.  ``grad_req``: what the backward pass does with it: 'write', 'add' (who zeroes it is the user), or 'null'
     (there is none; a Trainer leaves the parameter out).  ``lr_mult`` and ``wd_mult`` multiply the learning rate and the
-    weight decay of distopt's optimizers from the next step on, alike on all ranks; one that is not 1 takes the place of
-    the optimizer's own ``lr_mult`` or ``wd_mult`` by name.
+    weight decay of distopt's optimizers from the next step on, the same on all ranks; one that is not 1 takes the place
+    of the optimizer's own ``lr_mult`` or ``wd_mult`` by name.
 
     Raises ValueError for any other ``grad_req``.
 

@@ -73,8 +73,8 @@ class Progress:
 class Halfway:
     """Context of the part of a step that follows its vote: an error in it, Ctrl-C too, ends the training."""
 
-    # Residuals, counters or parameters may be left that only a checkpoint makes right; but for what all ranks refuse
-    # alike, before anything is applied: a sum that is not finite, a gradient hook's error.
+    # Residuals, counters or parameters may be left that only a checkpoint makes right; but for what all ranks refuse,
+    # before anything is applied: a sum that is not finite, a gradient hook's error.
 
     def __init__(self, progress: Progress):
         self._progress, self._step = progress, 0

@@ -69,7 +69,7 @@ class Reducer(abc.ABC):
 
     @abc.abstractmethod
     def nonfinite(self, sums: list[Reduced]) -> str:
-        """Describe what is not finite in the sums, alike on all ranks; '' if all is, or if only a GPU knows."""
+        """Describe what is not finite in the sums, the same on all ranks; '' if all is, or if only a GPU knows."""
 
 
 class Unreduced(Reducer):
@@ -222,14 +222,14 @@ class NodeReducer(Unreduced):
         inside.wait()
         with step.counted_entries(compressor, arrays):
             self._between.exchange([(self._store.buckets[k], arrays[k]) for k in mine])
-            # Before entries are told: they were counted on that stream.
+            # Before entries are sent: they were counted on that stream.
             between.wait()
         with inside.tagged(step.tag()):
             share_inside(arrays, shares, inside)
         inside.wait()
         for bucket in self._store.buckets:
             if compressor.has_hooks and bucket.number not in mine:
-                # What all ranks have alike goes on everywhere.
+                # What is the same on all ranks goes on everywhere.
                 context = step.exchange_context(bucket, between, compressor)
                 compressor.begin(arrays[bucket.number], compressor.kept(bucket.state), context)
         return map(unsharded, arrays)
@@ -238,7 +238,7 @@ class NodeReducer(Unreduced):
 class SharedMemoryReducer(Reducer):
     """Add dense gradients up in memory that all ranks share; each rank forms its shard of the sum."""
 
-    # What is not finite is found in the shards, and told by a vote, so that gradients need not be checked before.
+    # What is not finite is found in the shards, and a vote says so, so that gradients need not be checked before.
 
     shards_are_final = True
 

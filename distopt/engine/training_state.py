@@ -35,7 +35,7 @@ class TrainingState(abc.ABC):
     @property
     @abc.abstractmethod
     def step(self) -> int:
-        """The steps so far, alike on all ranks."""
+        """The steps so far, the same on all ranks."""
 
     @property
     def collective(self) -> bool:
@@ -93,7 +93,7 @@ class TrainingState(abc.ABC):
 
     @abc.abstractmethod
     def divide(self, state: Tree, parameters: Arrays | None) -> tuple[Tree, Tree]:
-        """Divide a state and parameters into what all ranks have alike, and what each has of its own."""
+        """Divide a state and parameters into what is the same on all ranks, and what each has of its own."""
 
     @abc.abstractmethod
     def unite(self, place: Path, facts: Tree, of_all: Tree, of_ranks: SavedRanks) -> tuple[Tree, Arrays | None]:

@@ -12,7 +12,7 @@ Check = Callable[[list[str]], object]
 
 
 def enroll(engine: Engine, params: Iterable[Any], verb: str, check: Check, planned: Iterable[Any] = ()) -> list[str]:
-    """Learn the names of parameters, which all ranks have alike, and make a plan of them.  Collective."""
+    """Learn the names of parameters, which are the same on all ranks, and make a plan of them.  Collective."""
     # verb: what this is for, in the vote; planned: parameters that the plan, if there is none, has before these.
     # An elastic job may make the call again.
     again = list(params) if engine.comm.elastic else params
@@ -31,7 +31,7 @@ def enroll(engine: Engine, params: Iterable[Any], verb: str, check: Check, plann
 
 
 def admit(engine: Engine, params: Sequence[Any], verb: str, check: Callable[[], object]) -> None:
-    """Add parameters to a plan, which all ranks have alike, in its order.  Collective."""
+    """Add parameters to a plan, which are the same on all ranks, in its order.  Collective."""
 
     def learn() -> list[str]:
         check()

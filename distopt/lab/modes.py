@@ -22,7 +22,7 @@ class Mode(NamedTuple):
     Attributes:
         name: the text from which ``mode`` made it.
         compressor: the compressor that ``step(loss, compressor)`` takes, or ``LocalSteps``.
-        windows: when there are exchanges: behind every step, or every so many local steps.
+        windows: when there are exchanges: after every step, or every so many local steps.
 
     Example:
         >>> from distopt.lab import mode
@@ -113,7 +113,7 @@ def mode(text: str) -> Mode:
     local, rest = _apart(text.strip())
     if local:
         if rest.startswith("local"):
-            raise ValueError(f"mode local must be with another mode behind it, got {text!r}")
+            raise ValueError(f"mode local must be with another mode after it, got {text!r}")
         return mode(rest or "dense")._replace(name=text.strip(), windows=_windows_of(local, text))
     head, *options = text.strip().split("+")
     kind, equals, number = head.partition("=")

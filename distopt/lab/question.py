@@ -95,6 +95,6 @@ class Question(NamedTuple):
             for sending, seconds in zip(sent, bucket_seconds, strict=True):
                 ready += sending.elements
                 end = max(end, self.backward * (ready / total)) + seconds
-        every = mode.windows.every  # steps share what is sent behind one of them
+        every = mode.windows.every  # steps share what is sent after one of them
         mean = self.backward + (end - self.backward) / every
         return Prediction(sum(wire) / every, sum(compute_seconds) / every, mean if every > 1 else end)

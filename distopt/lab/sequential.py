@@ -92,7 +92,7 @@ class LockStep:
         self._owned: OwnedInTurn | None = None
 
     def add(self, exchange: Exchange) -> None:
-        """Let the next rank go on until it has to wait for others, and add what it sends."""
+        """Resume the next rank until it has to wait for others, and add what it sends."""
         first, sums = self._first is None, iter(self._sums)
         if first:
             self._first = exchange
@@ -115,7 +115,7 @@ class LockStep:
             self._gathered.add(found)
 
     def finish(self) -> None:
-        """Let the first rank go on to the end, so that its buckets are overwritten by the sums."""
+        """Resume the first rank to the end, so that its buckets are overwritten by the sums."""
         assert self._first is not None
         sent = self._owned or self._gathered
         answer = sent.answer() if sent else None
@@ -220,7 +220,7 @@ class OwnedInTurn:
                 kernels.accumulate(part, self._totals[number])
 
     def answer(self) -> list[tuple[Piece, Payload]]:
-        """Let the owners of shards go on until each has sent its sums, and return what all have sent."""
+        """Resume the owners of shards until each has sent its sums, and return what all have sent."""
         codec, shards, counts = self._first.told.codec, self._first.shards, dict[Piece, np.ndarray]()
         for pieces, of_bucket in zip(shards.of_bucket, self._counts, strict=True):
             ends = np.cumsum([codec.parts(piece) for piece in pieces])

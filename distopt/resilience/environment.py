@@ -117,6 +117,6 @@ def number_in_job(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what a launcher around this process, or before it in this shell, has told."""
-    told = {RUN_ID, OWNER, JOINS, WANTED, LINE, MEMBER, ADDRESS, SPAWNED}
-    return {name: value for name, value in environ.items() if name not in told and not IDENTITY.match(name)}
+    """Return an environment without what a launcher around this process, or before it in this shell, has set."""
+    names = {RUN_ID, OWNER, JOINS, WANTED, LINE, MEMBER, ADDRESS, SPAWNED}
+    return {name: value for name, value in environ.items() if name not in names and not IDENTITY.match(name)}

@@ -200,7 +200,7 @@ class Rank(NamedTuple):
     votes: int  # number of votes that it came to
     last: str  # name of the last vote
     crash: str  # what `faulthandler` wrote when a signal such as SIGSEGV ended it, else ''
-    told: str = ""  # what else is lost if it ends, in its own words, or ''
+    unsent: str = ""  # what else is lost if it ends, in its own words, or ''
 
     @property
     def where(self) -> str:
@@ -224,9 +224,9 @@ def _rank_of(rank: int, marks: dict[str, set[str]], folder: Path) -> Rank:
     (pid,) = marks[PID]
     last = page[HEAD.size : HEAD.size + length].decode(errors="replace")
     (length,) = LENGTH.unpack_from(page, TOLD)
-    told = page[TOLD + LENGTH.size : TOLD + LENGTH.size + length].decode(errors="replace")
+    unsent = page[TOLD + LENGTH.size : TOLD + LENGTH.size + length].decode(errors="replace")
     crash = (folder / f"{rank}.{CRASH}").read_text(errors="replace") if CRASH in marks else ""
-    return Rank(rank, int(pid), marks, votes, last, crash, told)
+    return Rank(rank, int(pid), marks, votes, last, crash, unsent)
 
 
 def absent() -> str:

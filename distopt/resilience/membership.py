@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
-from distopt.resilience.environment import JOINS, LINE, MEMBER, RUN_ID, WANTED, torchs
+from distopt.resilience.environment import JOINS, LINE, MEMBER, RUN_ID, TORCHRUN, WANTED
 
 MESSAGE = 1 << 16  # bytes of a message at most
-TORCHRUN = (
+ENDS_ALL = (
     "torchrun ends all of its workers when one of them dies; start the script without it: "
     "distopt run -n N --elastic --over torch script.py"
 )
@@ -48,7 +48,7 @@ class Quorum:
     """
 
     # An epoch begins when every member of the one before has asked for it, or was lost.  So no member that lives is
-    # left out, and all that are told of an epoch are told the same.
+    # left out, and all that hear of an epoch hear the same.
 
     def __init__(self, members: Iterable[int]):
         self.members = set(members)  # those of the present epoch that were not lost
@@ -153,8 +153,8 @@ class LauncherLink:
             self._line.close()
             self._changed.notify_all()
 
-    def _take(self, **told: Any) -> None:
-        match told:
+    def _take(self, **message: Any) -> None:
+        match message:
             case {"of": name, **epoch}:
                 self._epochs[name] = Epoch(**epoch)
             case {"put": name, "value": value}:
@@ -172,9 +172,8 @@ def wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell if this job continues without the ranks it loses; RuntimeError if it should, but torchrun would end it."""
     if environ.get(WANTED, "") != "1":
         return False
-    torch = torchs(environ)
-    if RUN_ID in environ and torch and torch.size > 1:
-        raise RuntimeError(f"{WANTED} is 1, but {TORCHRUN}")
+    if RUN_ID in environ and environ.get(TORCHRUN.size, "1") != "1":
+        raise RuntimeError(f"{WANTED} is 1, but {ENDS_ALL}")
     return True
 
 

@@ -33,7 +33,7 @@ def tell(records: Sequence[Record]) -> list[str]:
 
 
 def _logs(records: Mapping[int, Record]) -> list[str]:
-    """The names of the logs that several ranks must have alike."""
+    """The names of the logs that must be the same on several ranks."""
     return list({log: None for r in records.values() for log, members in r["logs"].items() if len(members) > 1})
 
 

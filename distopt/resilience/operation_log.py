@@ -34,7 +34,7 @@ class Operation(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int]:
-        """The log's name and the operation's number, which are the same on all ranks that have the log alike."""
+        """The log's name and the operation's number, which are the same on all ranks that have the log."""
         return self.log.name, self.number
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ def text(verb: str, purpose: str, nbytes: int, step: str) -> str:
 
 
 class OperationLog:
-    """A log of operations that all ``ranks`` have alike, in the same order, so that their numbers can be compared."""
+    """A log of operations, the same on all ``ranks`` and in the same order, so that their numbers can be compared."""
 
     # One thread at a time has one operation at a time: `with log("barrier"):`.
 

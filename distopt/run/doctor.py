@@ -109,7 +109,7 @@ def mpi() -> Iterator[Finding]:
 
 
 def _wrong_sum(launcher: Launcher) -> str:
-    """Let two ranks add an array; return what was wrong, or ''."""
+    """Have two ranks add an array; return what was wrong, or ''."""
     env = launcher.environment(2)
     env.pop("DISTOPT_TIMEOUT", None)  # a script's limit may be too short for a start
     code, output, errors = finished([*launcher.command(2), sys.executable, "-c", SELF_TEST], TRIAL_SECONDS, env)

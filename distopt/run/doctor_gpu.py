@@ -193,16 +193,16 @@ def trial() -> Iterator[Finding]:
         return
     seconds = TRIAL_SECONDS[0] + TRIAL_SECONDS[1] * count
     code, output, errors = finished(TRIAL, seconds)
-    told = {(gpu, work): error for gpu, work, error in map(json.loads, _lists(output))}
+    outcomes = {(gpu, work): error for gpu, work, error in map(json.loads, _lists(output))}
     last = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
     end = f"no answer within {seconds:g} s" if code is None else last
     for gpu in range(count):
-        failed = next((work for work in WORK if told.get((gpu, work), end)), None)
+        failed = next((work for work in WORK if outcomes.get((gpu, work), end)), None)
         if failed is None:
             yield Finding("ok", f"GPU {gpu} ran a kernel, and a sum over NCCL of one rank, with the host's numbers")
         else:
-            yield Finding("fail", f"GPU {gpu}, {failed}: {told.get((gpu, failed), end)}", WORK[failed].remedy)
-        if failed and (gpu, failed) not in told:  # the process ended there
+            yield Finding("fail", f"GPU {gpu}, {failed}: {outcomes.get((gpu, failed), end)}", WORK[failed].remedy)
+        if failed and (gpu, failed) not in outcomes:  # the process ended there
             break
 
 

@@ -44,7 +44,7 @@ class End(NamedTuple):
 
     rank: int
     in_order: bool  # whether it came to the end of its script, with exit code 0
-    told: str  # in words: a line, and the traceback of a crash
+    words: str  # in words: a line, and the traceback of a crash
     code: int  # the exit code of a rank that failed, as a shell has it; 0 if only the launcher knows it
 
 
@@ -151,7 +151,7 @@ class ExitWatch:
                 closed = [by_number[number] for number in self._closed if self._is_gone(number)]
                 first = rank if rank in by_itself else [*by_itself, *closed, rank][0]
                 end = self.end_of(first)
-                return Fault(end.told, end.code)
+                return Fault(end.words, end.code)
         joined = [rank.rank for rank in ranks if job.MPI in rank.marks]
         never = [rank.rank for rank in ranks if job.DONE in rank.marks and job.MPI not in rank.marks]
         if joined and never:
@@ -174,24 +174,24 @@ class ExitWatch:
             (kind, code) for kind in (job.SPOKEN, job.OS_EXIT, job.EXIT) for code in sorted(rank.marks.get(kind, ()))
         ]
         crashed = [
-            -number for words, number in CRASHES.items() if rank.crash.startswith(f"Fatal Python error: {words}")
+            -number for crash, number in CRASHES.items() if rank.crash.startswith(f"Fatal Python error: {crash}")
         ]
         known = [*(int(code) for _, code in left), *crashed, status][0]
         code = 0 if known is None else exit_code(known) or 1
         if rank.crash:
             trace = [line for line in rank.crash.rstrip().splitlines() if not RUNNER.search(line)]
-            told = "\n".join([f"rank {rank.rank} crashed {rank.where}", *trace])
+            words = "\n".join([f"rank {rank.rank} crashed {rank.where}", *trace])
         elif left:
             how = "os._exit({})" if left[0][0] == job.OS_EXIT else "exit code {}"
-            told = f"rank {rank.rank} ended by {how.format(left[0][1])} {rank.where}"
+            words = f"rank {rank.rank} ended by {how.format(left[0][1])} {rank.where}"
         elif status is None:
-            told = f"rank {rank.rank} ended without a word {rank.where}: killed, or left by an exit of C's"
+            words = f"rank {rank.rank} ended without a word {rank.where}: killed, or left by an exit of C's"
         elif status < 0:
-            told = f"rank {rank.rank} was killed by {signal.Signals(-status).name} {rank.where}"
+            words = f"rank {rank.rank} was killed by {signal.Signals(-status).name} {rank.where}"
         else:
-            told = f"rank {rank.rank} ended without a word {rank.where}: by an exit of C's, with code {status}"
+            words = f"rank {rank.rank} ended without a word {rank.where}: by an exit of C's, with code {status}"
         in_order = job.DONE in rank.marks and not (rank.crash or left or status)
-        return End(rank.rank, in_order, told, code)
+        return End(rank.rank, in_order, words, code)
 
     def _status(self, rank: int) -> int | None:
         """Return a rank's status as ``subprocess`` has it; None where the kernel does not tell."""

@@ -98,10 +98,10 @@ def find_launcher() -> Launcher:
         raise RuntimeError(f"there is no mpiexec in this environment or on PATH: {INSTALL}{torchrun or ''}")
     command = [path, "--version"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_SECONDS, check=False)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{' '.join(command)} gave no answer within {VERSION_SECONDS:g} s") from None
-    version = told.stdout + told.stderr
+    version = answer.stdout + answer.stderr
     return Launcher(path, "Open MPI" if "Open MPI" in version or "PRRTE" in version else "MPICH")
 
 

@@ -243,7 +243,7 @@ class Members(Children):
                 node.link.send(signal=number, rank=rank)
 
     def end(self, grace: float) -> None:
-        """Let the launchers of all nodes end their ranks within so many seconds."""
+        """Make the launchers of all nodes end their ranks within so many seconds."""
         for node in self._nodes:
             node.link.send(end=grace)
         deadline = time.monotonic() + grace + END_SECONDS

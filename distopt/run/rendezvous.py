@@ -1,4 +1,4 @@
-"""The rendezvous of an elastic job's processes: a line to each, who asks for the next epoch, and who is told of it."""
+"""The rendezvous of an elastic job's processes: a line to each, who asks for the next epoch, and who hears of it."""
 
 import contextlib
 import json

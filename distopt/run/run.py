@@ -90,7 +90,7 @@ def check(args: argparse.Namespace) -> list[str]:
     if args.ranks < 1:
         wrong = f"-n must be at least 1, got {args.ranks}"
     elif not script:
-        wrong = "the script must be given, got none; write it behind the options"
+        wrong = "the script must be given, got none; write it after the options"
     elif args.restarts < 0:
         wrong = f"--restarts must be at least 0, got {args.restarts}"
     elif args.timeout is not None and not args.timeout > 0:

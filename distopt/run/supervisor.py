@@ -159,10 +159,10 @@ class Supervisor:
         others = self._members_left() - self._ending_with(rank)
         if not others and job.SPOKEN in rank.marks:  # the job ends, and the rank has said why itself
             return
-        how, *trace = (self._late.get(rank.rank) or self._started.end_of(rank).told).splitlines()
+        how, *trace = (self._late.get(rank.rank) or self._started.end_of(rank).words).splitlines()
         words = [how]
         if others and rank.votes:
-            words.append(f"lost with it: the gradients of its batch, and {rank.told or UNSENT}")
+            words.append(f"lost with it: the gradients of its batch, and {rank.unsent or UNSENT}")
         if (rank.votes or not self._started.meet_all) and (others or self._is_member(rank)):
             words.append(_going_on(others) if others else "no rank is left")
         say("\n".join(["; ".join(words), *trace]))

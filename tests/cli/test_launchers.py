@@ -180,19 +180,19 @@ def test_what_a_rank_would_lose_and_how_long_it_waits_is_read_by_the_launcher(tm
     job.enter(1, tmp_path)
     (tmp_path / job.AWAITED).touch()  # is no mark
     (rank,) = job.entered(tmp_path)
-    assert (rank.told, rank.where) == ("", "before distopt.world()")
+    assert (rank.unsent, rank.where) == ("", "before distopt.world()")
     job.note("step " + "7" * 300)
     job.tell("its residual (norm 0.31 after step 10)")
     job.complain()
     job.complain()
     (rank,) = job.entered(tmp_path)
-    assert (rank.told, rank.where[:12]) == ("its residual (norm 0.31 after step 10)", "after step 7")
+    assert (rank.unsent, rank.where[:12]) == ("its residual (norm 0.31 after step 10)", "after step 7")
     assert {text.partition(".")[0] for text in rank.marks[job.LATE]} == {"1"}
     assert len(rank.marks[job.LATE]) == 2, "each wait is heard"
     job.tell("ü" * 300)
     job.note("step 8")
     (rank,) = job.entered(tmp_path)
-    assert (rank.told.rstrip("\ufffd"), rank.where) == ("ü" * 124, "after step 8")
+    assert (rank.unsent.rstrip("\ufffd"), rank.where) == ("ü" * 124, "after step 8")
 
 
 def test_exit_codes_as_a_shell_has_them():

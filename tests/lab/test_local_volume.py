@@ -87,7 +87,7 @@ MISTAKES = {
     "local=1.5": "mode local must be with a number of steps",
     "local=0": "every must be at least 1",
     "local=4/5+half": "fragments must be at most every=4",
-    "local=4+local=4": "mode local must be with another mode behind it",
+    "local=4+local=4": "mode local must be with another mode after it",
     "local=4+toppk": "there is no mode 'toppk'",
 }
 

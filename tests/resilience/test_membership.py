@@ -250,7 +250,7 @@ def test_a_process_has_one_line_and_leaves_it_to_no_other(monkeypatch):
 
 
 def test_torchrun_cannot_lose_a_rank():
-    torchrun = {"DISTOPT_ELASTIC": "1", "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}
+    torchrun = {"DISTOPT_ELASTIC": "1", "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
     with pytest.raises(RuntimeError, match="torchrun ends all of its workers when one of them dies; start the script"):
         membership.wanted(torchrun)
     assert membership.wanted(torchrun | {"WORLD_SIZE": "1"})

@@ -273,13 +273,13 @@ def damage_is_refused(trial: Trial) -> str:
             changed[bit // 8] ^= 1 << bit % 8
             file.write_bytes(changed)
             text = f"bit {bit % 8} of byte {bit // 8} of {file.name} was flipped"
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 try:
                     opt.load(place, params)
                     raise AssertionError(f"{text}, and the checkpoint was loaded")
                 except CheckpointError as error:
-                    refused = f"{error}; {'; '.join(str(warning.message) for warning in told)}"
+                    refused = f"{error}; {'; '.join(str(warning.message) for warning in warned)}"
             require(str(file) in refused, f"{text}, and another file was named: {refused}")
             file.write_bytes(data)
         require(digest(params) == before, "a refused checkpoint changed the parameters")

@@ -79,7 +79,7 @@ def over_sockets(function: Callable[..., Any], *arguments: Any) -> Ended:
 
 
 def _ended(start: Callable[..., list[Process]], function: Callable[..., Any], arguments: Any) -> Ended:
-    """Let ``start`` start the processes of a call, and end those that take too long; return what became of them."""
+    """Have ``start`` start the processes of a call, and end those that take too long; return what became of them."""
     with tempfile.TemporaryDirectory(prefix="distopt-prove-") as folder, tempfile.TemporaryFile() as output:
         popen = functools.partial(subprocess.Popen, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         name = f"{function.__module__}:{function.__name__}"

@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> int:
         for flag, number in (("-n", args.ranks), ("--steps", args.steps), ("--every", args.every)):
             check_int(flag, number, least=1)
         if not script:
-            raise ValueError("the script must be given, got none; write it behind the options")
+            raise ValueError("the script must be given, got none; write it after the options")
         check_replaceable(args.out)
         # beside the result, where there is room for it
         with tempfile.TemporaryDirectory(prefix=".distopt-record-", dir=args.out.parent) as folder:

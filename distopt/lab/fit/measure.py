@@ -98,7 +98,7 @@ def timed(comm: Communicator, call: Call, times: int, clock: Clock = time.perf_c
 def measure(comm: Communicator, seconds: float, clock: Clock = time.perf_counter) -> list[Point]:
     """Time all verbs for about so many seconds, and return the same points on every rank.  Collective."""
     # The largest arrays are those of which each verb can do ROUNDS rounds in its share of the time.  Verbs and sizes
-    # take turns, so that a slow second affects all of them alike.
+    # take turns, so that a slow second affects all of them.
     begin = clock()
     x, room = (comm.alloc(MAX_BYTES, np.uint8).view(np.float32) for _ in range(2))
     share = seconds / len(VERBS) / ROUNDS

@@ -314,7 +314,7 @@ def mixed(key: int, number: int) -> int:
 
 
 def chosen_by_key(sizes: Sequence[int], every: int, key: int, turn: int) -> list[list[int]]:
-    """Per tensor the entry that partial averaging by a key chooses of each block, which may be behind the last one."""
+    """Per tensor the entry that partial averaging by a key chooses of each block, which may be after the last one."""
     found = []
     for number, size in enumerate(sizes):
         begins = [(mixed(mixed(key, number), block) >> 32) * every >> 32 for block in range(-(-size // every))]

@@ -56,7 +56,7 @@ class QualityHook(StepHook):
 
 
 def observe(engine: Engine, callback: Callback | None, every: int) -> None:
-    """Let a hook observe an engine's steps from now on, instead of the one before it.
+    """Make a hook observe an engine's steps from now on, instead of the one before it.
 
     Args:
         engine: makes the steps.

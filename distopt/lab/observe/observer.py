@@ -18,7 +18,7 @@ Callback = Callable[[int, Mapping[str, float]], object]
 
 
 class Observer:
-    """A measurement of every ``every``-th step, none for 0, with a call behind it."""
+    """A measurement of every ``every``-th step, none for 0, with a call after it."""
 
     def __init__(self, callback: Callback | None = None, every: int = 0):
         if callback is not None and not callable(callback):

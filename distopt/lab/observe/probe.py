@@ -116,7 +116,7 @@ class ObservedShards:
 
 
 def observed(algorithm: Algorithm, quality: Quality) -> Algorithm:
-    """Return the same algorithm with one more all-reduce behind it, which tells what a dense step would have been."""
+    """Return the same algorithm with one more all-reduce after it, which tells what a dense step would have been."""
 
     def exchange(
         x: np.ndarray,

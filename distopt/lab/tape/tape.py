@@ -112,7 +112,7 @@ class Tape:
         """Return the losses of one step for any number of virtual ranks: a function from a rank to its pairs.
 
         Virtual rank r has the gradients of the recorded rank r mod R, of the recorded step that is r div R steps
-        further on the tape, which begins anew behind its last one.  Of S recorded steps, R S virtual ranks differ; r
+        further on the tape, which begins anew after its last one.  Of S recorded steps, R S virtual ranks differ; r
         and r + R S have the same.  The gradients are copies, which may be written over.  Raises as ``gradients``.
         """
         first = self._position(step)
