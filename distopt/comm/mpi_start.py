@@ -227,16 +227,14 @@ def _end_stuck_launcher() -> None:
 def guard_start() -> None:
     """From now on, a rank that fails before it has met the others ends the job; they would wait for it."""
     launch = launched()
-    if not launch or launch.size == 1 or not (job.is_rank() or _was_started_by_launcher()):
+    if not launch or launch.size == 1:
+        return
+    if not (job.is_rank() or (multiprocessing.parent_process() is None and _is_launcher(os.getppid()))):
         return
     abort_on_exception(launch.rank, abort)
     announce_exit(launch.rank)
     if not job.is_rank() and launch.pmi and importlib.util.find_spec("mpi4py"):
         atexit.register(_leave_before_start if "PMI_FD" in os.environ else _linger_before_start, os.getpid())
-
-
-def _was_started_by_launcher() -> bool:
-    return multiprocessing.parent_process() is None and _is_launcher(os.getppid())
 
 
 def _is_launcher(process: int) -> bool:

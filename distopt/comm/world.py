@@ -89,7 +89,10 @@ def _pick(device: str) -> Communicator:
     if over:
         if not (process.group_made or process.mpi_imported):
             owner.check(over, reason)
-        comm = (_pick_group if over == "gloo" else _pick_wire)(device, reason)
+        if over == "gloo":
+            comm = _pick_group(device, reason)
+        else:
+            comm = _over_nccl_or(MpiCommunicator, NcclCommunicator.from_mpi, device, reason)
         owner.claim(over)
         return comm
     missing = _lacks_gpu(device, alone=True)
@@ -111,11 +114,6 @@ def _pick_group(device: str, started: str) -> Communicator:
             "distopt run -n N script.py"
         ) from error
     return _over_nccl_or(ProcessGroupCommunicator, NcclCommunicator.from_process_group, device, started)
-
-
-def _pick_wire(device: str, started: str) -> Communicator:
-    """Return the communicator over MPI, or over NCCL between its ranks.  Collective."""
-    return _over_nccl_or(MpiCommunicator, NcclCommunicator.from_mpi, device, started)
 
 
 def _over_nccl_or(

@@ -27,13 +27,19 @@ ENTRIES = (*COUNTS, "contributions", "loss_scale", "rooms", "borders", "states",
 def state_dict(engine: Engine) -> dict[str, Any]:
     """``DistOpt.state_dict``.  Collective if parameters are shared."""
     engine.sync_with_last_step()
+    progress = engine.progress
     if not engine.store.sharded:
+        progress.check()
         return _state(engine)
 
     def shared() -> dict[str, Any]:
         # What a try has declared that was interrupted is void.
         engine.agreement.declare_numbers(engine.nonfinite.lines())
         engine.renew_plan()
+        engine.check_open()
+        engine.declare("state_dict")
+        failed = RuntimeError(progress.failure) if progress.failure else None
+        engine.agree("state_dict", ~progress.updates, failed)
         return _state(engine)
 
     return engine.transaction(shared)
@@ -41,15 +47,6 @@ def state_dict(engine: Engine) -> dict[str, Any]:
 
 def _state(engine: Engine) -> dict[str, Any]:
     store, progress, accumulator, policy = engine.store, engine.progress, engine.accumulator, engine.nonfinite.policy
-    states, sharded = store.states(), store.sharded
-    failed = RuntimeError(progress.failure) if progress.failure else None
-    if sharded:
-        engine.check_open()
-        engine.declare("state_dict")
-        engine.agreement.declare_numbers(engine.nonfinite.lines())
-        engine.agree("state_dict", ~progress.updates, failed)
-    elif failed:
-        raise failed
     return {
         "step_counter": progress.updates,
         "num_batches": accumulator.num_batches,
@@ -61,9 +58,11 @@ def _state(engine: Engine) -> dict[str, Any]:
         "loss_scale": policy.state(),
         "rooms": store.capacity.state() if store.capacity else [],
         "borders": list(engine.reducers.borders.starts_at(progress.updates)),
-        "states": {state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in states.items()},
+        "states": {
+            state: {n: device.host_copy(a) for n, a in arrays.items()} for state, arrays in store.states().items()
+        },
         "optimizer": engine.optimizer.state_dict(
-            (lambda members, flat, number: _gathered(members, flat, number, engine.comm)) if sharded else None
+            (lambda members, flat, number: _gathered(members, flat, number, engine.comm)) if store.sharded else None
         ),
     }
 
