@@ -3,6 +3,6 @@
 from distopt.checkpoint.error import CheckpointError
 from distopt.checkpoint.file import check, header, prepare, read, write
 from distopt.checkpoint.head import Header, Tensor
-from distopt.resilience.pending import Pending, sweep
+from distopt.io.pending import Pending, sweep
 
 __all__ = ["CheckpointError", "Header", "Pending", "Tensor", "check", "header", "prepare", "read", "sweep", "write"]

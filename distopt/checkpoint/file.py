@@ -16,8 +16,8 @@ from distopt.checkpoint import foreign, head
 from distopt.checkpoint.error import DAMAGED, REMEDY, CheckpointError, Misfit
 from distopt.checkpoint.head import Header, Tensor
 from distopt.checkpoint.tree import json_pointer, put_together, take_apart
-from distopt.resilience import files
-from distopt.resilience.pending import Pending
+from distopt.io import files
+from distopt.io.pending import Pending
 
 # bytes, written while the cache still has what was summed up
 CHUNK = 1 << 20

@@ -14,8 +14,8 @@ from typing import Any
 from distopt.checkpoint import file
 from distopt.checkpoint.error import DAMAGED, REMEDY, CheckpointError, Misfit
 from distopt.checkpoint.head import parse
-from distopt.resilience import files
-from distopt.resilience.pending import prepare, sync
+from distopt.io import files
+from distopt.io.pending import prepare, sync
 
 MANIFEST = "manifest.json"
 FORMAT = "distopt checkpoint 1"

@@ -18,7 +18,7 @@ import numpy as np
 
 from distopt.checkpoint.error import DAMAGED, REMEDY, Misfit
 from distopt.checkpoint.tree import DEPTH, json_pointer, put_together
-from distopt.resilience import strict_json
+from distopt.io import strict_json
 from distopt.version import __version__
 
 # of JSON

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from distopt.resilience import strict_json
+from distopt.io import strict_json
 
 MAX_CHARACTERS = 1 << 20  # of a text
 MAX_BITS = 8192  # of an integer

@@ -11,7 +11,7 @@ def array_of(x: Any) -> Any:
     """Return the memory of a tensor as an array (``tensors.as_array``), and any other object as it is."""
     if not is_tensor(x):
         return x
-    from distopt.device.tensors import as_array
+    from distopt.torch.tensors import as_array
 
     return as_array(x)
 
@@ -20,6 +20,6 @@ def as_kind(x: np.ndarray, like: Any) -> Any:
     """Return an array as a tensor on the same memory, if ``like`` is a tensor, else as it is."""
     if not is_tensor(like):
         return x
-    from distopt.device.tensors import as_tensor
+    from distopt.torch.tensors import as_tensor
 
     return as_tensor(x, like)

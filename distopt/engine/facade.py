@@ -40,7 +40,7 @@ def torch_model(opt: Any, params: Any) -> Any:
     if params is None and not of_torch:
         return None
     # Torch is there.
-    from distopt.engine.torch_model import TorchModel
+    from distopt.torch.model import TorchModel
 
     return TorchModel(params, opt if of_torch else None)
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
-from distopt.resilience.pending import prepare
+from distopt.io.pending import prepare
 
 PATIENCE = 60.0  # seconds to wait for another rank, which may have been stopped, before compiling here too
 

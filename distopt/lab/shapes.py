@@ -8,9 +8,9 @@ from typing import Any
 
 from distopt.buckets.plan import plan
 from distopt.checks import check_int, unknown_name
+from distopt.io import strict_json
 from distopt.kernels.layout import BucketLayout
 from distopt.lab.models import MODELS, Shapes
-from distopt.resilience import strict_json
 
 MAX_MODEL_ELEMENTS = 2**40  # of a model: 4 TB of gradients
 MAX_TENSOR_ELEMENTS = 2**31 - 64  # of a tensor: indices are int32

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distopt.resilience import files, pending, strict_json
+from distopt.io import files, pending, strict_json
 from distopt.resilience.operation_log import OperationRecorder
 from distopt.resilience.script_line import script_line, stack
 

@@ -12,7 +12,7 @@ from distopt.checkpoint import CheckpointError, Header, Tensor, folder, lock
 from distopt.checkpoint.error import DAMAGED
 from distopt.checkpoint.tree import below
 from distopt.formatting import printable, table
-from distopt.resilience.pending import TEMPORARY
+from distopt.io.pending import TEMPORARY
 
 NESTS = dict, list, tuple, Tensor
 

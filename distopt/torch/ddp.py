@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distopt.compress import Compressor
-from distopt.device.tensors import is_dtensor, on_gpu
 from distopt.torch.exchange import GradientExchange, refuse_if_elastic
 from distopt.torch.synchronize import Synchronizer, is_synchronized
+from distopt.torch.tensors import is_dtensor, on_gpu
 
 
 def compress(model: torch.nn.Module, compressor: Compressor | None = None, **options: Any) -> GradientExchange:

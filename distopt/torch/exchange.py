@@ -15,15 +15,15 @@ from distopt.comm import Communicator, NcclCommunicator, world
 from distopt.comm.process_group import ProcessGroupCommunicator
 from distopt.compress import Compressor, Dense
 from distopt.compress.base import check_compressor
-from distopt.device.tensors import as_tensor, gpu_number, on_gpu
 from distopt.engine.engine import Engine
 from distopt.engine.facade import Checkpointed, watch_first_gradients
 from distopt.engine.nonfinite import Policy
 from distopt.engine.spec import Options, StepSpec
-from distopt.engine.torch_model import TorchModel
-from distopt.optim.adapters.torch_optim import TorchAdapter
 from distopt.resilience import membership
+from distopt.torch.adapter import TorchAdapter
+from distopt.torch.model import TorchModel
 from distopt.torch.state import as_tensors, for_rank, mean_over_ranks, of_rank
+from distopt.torch.tensors import as_tensor, gpu_number, on_gpu
 
 Arrival = Callable[[], tuple[Collection[str], Exception | None]]
 

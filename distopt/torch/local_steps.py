@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from distopt.comm import Communicator
 from distopt.compress import Compressor
-from distopt.device.tensors import as_tensor
 from distopt.engine.local_state import InnerState, LocalState
 from distopt.engine.outer_loop import Arrays, outer_loop
-from distopt.engine.torch_model import TorchModel
 from distopt.optim import AnyOptimizer
 from distopt.torch.exchange import communicator
+from distopt.torch.model import TorchModel
 from distopt.torch.state import for_rank, of_rank
+from distopt.torch.tensors import as_tensor
 
 
 class OuterSteps:

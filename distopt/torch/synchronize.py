@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 
 from distopt import device
 from distopt.compress import Compressor
-from distopt.device.tensors import hand_over, is_dtensor
 from distopt.engine.joining import Joining
-from distopt.engine.torch_model import TWICE, TensorParameter
 from distopt.torch.exchange import GradientExchange
+from distopt.torch.model import TWICE, TensorParameter
+from distopt.torch.tensors import hand_over, is_dtensor
 
 LOG = logging.getLogger("distopt")
 _synchronized = weakref.WeakSet[torch.nn.Module]()

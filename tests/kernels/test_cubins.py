@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from distopt.io import pending
 from distopt.kernels import cubins
-from distopt.resilience import pending
 
 
 @pytest.fixture

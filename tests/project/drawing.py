@@ -30,7 +30,8 @@ STYLE = """
     .arrow { fill: none; stroke: #8492ab; stroke-width: 1.5; }
     .head { fill: #8492ab; }
 """
-RAMP = ["#38506b", "#3a6a86", "#2f8396", "#2b9a8f", "#4aa777", "#7a9e4a", "#b58a35", "#b8643f"]  # from the ground up
+# From the ground up.
+RAMP = ["#46505c", "#38506b", "#3a6a86", "#2f8396", "#2b9a8f", "#4aa777", "#7a9e4a", "#b58a35", "#b8643f"]
 
 
 def thinned():

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import distopt
 
 ROWS = {  # from the ground up
-    "ground": "checks formatting version device resilience",
+    "ground": "checks formatting version io",
+    "machine and job": "device resilience",
     "maths": "kernels",
     "parts": "buckets comm compress checkpoint",
     "exchange and update": "exchange optim",
@@ -24,8 +25,8 @@ HEAVY = {
         *("run/launcher.py", "resilience/rank.py"),
     },
     "torch": {
-        *("comm/process_group.py", "comm/gloo.py", "comm/epoch_ranks.py", "device/tensors.py", "engine/torch_model.py"),
-        *("torch/ddp.py", "torch/exchange.py", "torch/local_steps.py", "torch/state.py", "torch/synchronize.py"),
+        *("comm/process_group.py", "comm/gloo.py", "comm/epoch_ranks.py", "torch/ddp.py", "torch/exchange.py"),
+        *("torch/local_steps.py", "torch/model.py", "torch/state.py", "torch/synchronize.py", "torch/tensors.py"),
     },
     "matplotlib": {"lab/commands/plotting.py"},
 }

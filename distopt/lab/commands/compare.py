@@ -11,10 +11,10 @@ from typing import Any
 from distopt import formatting
 from distopt.checks import unknown_name
 from distopt.formatting import printable
+from distopt.io import strict_json
 from distopt.lab import experiment
 from distopt.lab.commands import comparison, plotting
 from distopt.lab.commands.comparison import Aim, Record, RunGroup, Spread
-from distopt.resilience import strict_json
 
 
 def add_to(commands: Any) -> None:

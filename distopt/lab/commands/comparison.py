@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from distopt.comm.ledger import of_steps
 from distopt.formatting import nbytes
-from distopt.resilience import strict_json
+from distopt.io import strict_json
 
 Record = dict[str, Any]
 Point = tuple[float, float]  # wire bytes so far, and a curve's value

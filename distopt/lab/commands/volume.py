@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from distopt.checks import check_int
 from distopt.formatting import NONE, counted, nbytes, printable, seconds, table, times
+from distopt.io import strict_json
 from distopt.kernels.layout import BucketLayout
 from distopt.lab import (
     Forecast,
@@ -32,7 +33,6 @@ from distopt.lab.commands import plotting, setting
 from distopt.lab.simulate import simulate
 from distopt.lab.tape import Tape
 from distopt.optim import SGD
-from distopt.resilience import strict_json
 
 MODES, RANKS = "dense,half,int8,2bit,topk=0.01,dgc=0.001", "2,8,64,1024"
 WIDTH = 30  # of a progress bar

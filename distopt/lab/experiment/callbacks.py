@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from distopt.checks import check_int, check_number
-from distopt.resilience import strict_json
+from distopt.io import strict_json
 
 __all__ = ["Callback", "CsvFile", "JsonLines", "TensorBoard", "WeightsAndBiases"]
 

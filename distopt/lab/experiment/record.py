@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from distopt.resilience import files, pending, strict_json
+from distopt.io import files, pending, strict_json
 from distopt.version import __version__
 
 FAMILY = "distopt experiment"

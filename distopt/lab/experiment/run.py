@@ -14,9 +14,9 @@ import numpy as np
 
 from distopt.checks import check_int, check_number
 from distopt.comm.ledger import Report
+from distopt.io import pending, strict_json
 from distopt.lab.experiment import record
 from distopt.lab.experiment.callbacks import checked
-from distopt.resilience import pending, strict_json
 from distopt.version import __version__
 
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from distopt.checks import check_float, check_int, check_positive
 from distopt.comm import Communicator
+from distopt.io import strict_json
 from distopt.lab import cost
 from distopt.lab.cost import Link
 from distopt.lab.cost.links import checked
 from distopt.lab.fit.measure import Clock, Point, measure
 from distopt.lab.fit.one_link import one_link
 from distopt.lab.fit.pieces import Piece, pieces, predicted
-from distopt.resilience import strict_json
 from distopt.version import __version__
 
 FORMAT = "distopt fit 2"

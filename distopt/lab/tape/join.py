@@ -9,8 +9,8 @@ import numpy as np
 
 from distopt import checkpoint
 from distopt.checkpoint import CheckpointError
+from distopt.io import pending
 from distopt.lab.tape.tape import FORMAT, Tape, dtype
-from distopt.resilience import pending
 
 Offsets = list[int | None]  # byte offsets of a step's gradients, in plan order
 

@@ -14,7 +14,7 @@ def adapt(opt: object) -> OptimizerAdapter:
         return opt
     if is_torchs(opt):
         refuse_closure(opt)
-        from distopt.optim.adapters.torch_optim import TorchAdapter
+        from distopt.torch.adapter import TorchAdapter
 
         return TorchAdapter(opt)
     method = call_style(opt)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from distopt.buckets import BucketSet, Reduced
-from distopt.device.tensors import as_tensor
 from distopt.optim.adapters.base import Known, OptimizerAdapter
+from distopt.torch.tensors import as_tensor
 
 # Hyper-parameters of torch's optimizers, which a script may change between steps, and what errors call them.
 COMPARED = {"lr": "learning rate"} | {

@@ -14,7 +14,11 @@ import torch
 from distopt.comm import Communicator
 from distopt.comm.message import MessageTag
 from distopt.device import in_thread
-from distopt.device.tensors import (
+from distopt.engine.agreement import Agreement
+from distopt.engine.engine import Engine
+from distopt.engine.parameters import Parameter
+from distopt.engine.views import admit, enroll
+from distopt.torch.tensors import (
     as_array,
     as_array_like,
     as_bytes,
@@ -27,10 +31,6 @@ from distopt.device.tensors import (
     on_gpu,
     torchs_stream,
 )
-from distopt.engine.agreement import Agreement
-from distopt.engine.engine import Engine
-from distopt.engine.parameters import Parameter
-from distopt.engine.views import admit, enroll
 
 TWICE = (
     "a gradient must come once in a backward pass where buckets leave early, got it twice (activations that are "
@@ -243,11 +243,11 @@ class TorchModel:
                 place.copy_(dense)
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Return a context in which a step enqueues where torch does, on a GPU (``device.tensors.torchs_stream``)."""
+        """Return a context in which a step enqueues where torch does, on a GPU (``tensors.torchs_stream``)."""
         return torchs_stream(self._there())
 
     def current_stream(self) -> Any:
-        """Return torch's current stream, on a GPU (``device.tensors.current_torch_stream``)."""
+        """Return torch's current stream, on a GPU (``tensors.current_torch_stream``)."""
         return current_torch_stream(self._there())
 
     def _there(self) -> torch.Tensor:

@@ -16,9 +16,10 @@ from test_watchdog import record
 from distopt import DistOpt, Parameter, Tape, checkpoint, simulate
 from distopt.buckets import plan
 from distopt.cli import main
+from distopt.io import files, pending, strict_json
 from distopt.lab.experiment import Experiment, read
 from distopt.optim import SGD
-from distopt.resilience import files, flight_recorder, pending, strict_json
+from distopt.resilience import flight_recorder
 from distopt.resilience.operation_log import OperationRecorder
 from launch import finish, needs_mpi
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from distopt.resilience import files
+from distopt.io import files
 
 MAX_BYTES = 1 << 26  # of a file
 # objects and lists, and commas, of a text: they bound the parser's memory
