@@ -12,7 +12,7 @@ from distopt.comm.mpi_start import guard_start
 from distopt.dist_opt import DistOpt
 from distopt.engine.nonfinite import LossScaler
 from distopt.engine.parameters import Parameter
-from distopt.kernels.signatures import check_not_shadowing
+from distopt.kernels.signatures import warn_if_shadowing
 from distopt.version import __version__
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from distopt.local_steps import LocalSteps
     from distopt.trainer import Trainer
 
-check_not_shadowing()
+warn_if_shadowing()
 guard_start()
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -9,9 +10,9 @@ from pathlib import Path
 def flaw():
     """The cause and the remedy if there is no distopt to test, or another one for the processes that tests start."""
     try:
-        import distopt
-        from distopt.kernels.signatures import library
-
+        with warnings.catch_warnings(action="ignore"):  # of what is not built, which is said below
+            import distopt
+            from distopt.kernels.signatures import library
         library()
     except (ImportError, OSError) as error:
         return f"there is no distopt to test: {error}"

@@ -12,6 +12,7 @@ import pathlib
 import platform
 import re
 import sys
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,17 +105,27 @@ def library_path(suffix: str = "") -> pathlib.Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
-def check_not_shadowing() -> None:
-    """Raise ImportError if this is a source folder that was never built and hides a distopt that is installed."""
-    if library_path():
-        return
-    for folder in sys.path:
-        if (pathlib.Path(folder) / "distopt" / "libdistopt.so").exists():
-            source = NATIVE.parent
-            raise ImportError(
-                f"the sources in {source} are not built, and hide the distopt that is installed in {folder}: "
-                f"start Python in another folder, set PYTHONSAFEPATH=1, or pip install -e {source}"
-            )
+def warn_if_shadowing() -> None:
+    """Warn if this is a source folder that was never built and hides a distopt that is installed."""
+    if library_path() is None and _hidden():
+        warnings.warn(_not_built(), RuntimeWarning, stacklevel=3)
+
+
+def _hidden() -> str | None:
+    """Return the folder of an installed distopt that Python would find after this one."""
+    return next((folder for folder in sys.path if (pathlib.Path(folder) / "distopt" / "libdistopt.so").exists()), None)
+
+
+def _not_built() -> str:
+    """Return the cause and the remedies of a missing library."""
+    source, hidden = NATIVE.parent, _hidden()
+    text = f"the sources in {source} are not built: pip install -e {source} (needs a C++ compiler)"
+    if hidden is None:
+        return text
+    return (
+        f"{text}; they hide the distopt that is installed in {hidden}: to use that one, start Python in another folder "
+        "or set PYTHONSAFEPATH=1"
+    )
 
 
 @functools.cache
@@ -122,7 +133,7 @@ def library() -> ctypes.CDLL:
     """Return the host library of the highest SIMD level that this CPU has and ``simd_limit`` allows."""
     limit, host = simd_limit(), _opened("")
     if host is None:
-        raise ImportError("libdistopt.so is not built: pip install -e . in the project's folder (needs a C++ compiler)")
+        raise ImportError(_not_built())
     best = min(host.cpu_level().decode(), limit)
     libraries = (_opened(f"-{level}") for level in reversed(LEVELS) if level <= best)
     return next((better for better in libraries if better is not None), host)

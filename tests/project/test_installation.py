@@ -1,4 +1,4 @@
-"""Sources without a built library, beside an installed distopt: an error at once, of distopt and of its tests."""
+"""Sources without a built library: a warning beside an installed distopt, an error of a step and of the tests."""
 
 import shutil
 import sys
@@ -43,13 +43,27 @@ def run_python(folder, script, *packages, **environment):
     return finish([sys.executable, "-c", NOT_EDITABLE + script], 60, cwd=folder, env=environment)
 
 
-def test_an_import_says_that_sources_hide_the_installed_package(checkout, installed):
-    code, output = run_python(checkout, "import distopt", installed)
-    assert code == 1
-    assert f"the sources in {checkout} are not built, and hide the distopt that is installed in {installed}" in output
+TRAIN = """
+import numpy as np
+p = distopt.Parameter("w", np.ones(2, np.float32))
+distopt.DistOpt()([(p, np.ones(2, np.float32))])
+"""
+
+
+def test_an_import_warns_that_sources_hide_the_installed_package(checkout, installed):
+    code, output = run_python(checkout, "import distopt; print(distopt.__version__)", installed)
+    assert code == 0
+    assert f"RuntimeWarning: the sources in {checkout} are not built: pip install -e {checkout}" in output
+    assert f"they hide the distopt that is installed in {installed}" in output
     assert "set PYTHONSAFEPATH=1" in output
     code, output = run_python(checkout, "import distopt; print(distopt.__file__)", installed, PYTHONSAFEPATH="1")
     assert (code, output) == (0, f"{installed}/distopt/__init__.py\n")
+
+
+def test_a_step_of_sources_that_are_not_built_says_what_to_do(checkout):
+    code, output = run_python(checkout, "import distopt" + TRAIN)
+    assert code == 1
+    assert f"ImportError: the sources in {checkout} are not built: pip install -e {checkout}" in output
 
 
 def test_tests_stop_before_they_are_collected_without_a_library(checkout, installed):
