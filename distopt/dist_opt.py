@@ -7,17 +7,17 @@ import numpy as np
 
 from distopt import device, kernels
 from distopt.checks import check_bool, check_int
-from distopt.comm import Communicator, NcclCommunicator, in_rank_order, world
+from distopt.comm import Communicator, NcclCommunicator
 from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
 from distopt.engine.capture import CapturedStep, check_capture
 from distopt.engine.collectives import ManualCollectives
 from distopt.engine.engine import Engine
-from distopt.engine.facade import Checkpointed, Facade, record_if_asked, torch_model, watch_first_gradients
+from distopt.engine.facade import Checkpointed, Facade, ranks, record_if_asked, torch_model, watch_first_gradients
 from distopt.engine.joining import Joining
 from distopt.engine.nonfinite import Policy
 from distopt.engine.parameters import Loss, checked_gradient
 from distopt.engine.partial import Averaged, PartialSteps
-from distopt.engine.spec import GradientHook, Options, StepSpec
+from distopt.engine.spec import GradientHook, Options, StepSpec, among
 from distopt.engine.views import parameter_views
 from distopt.optim import SGD, AnyOptimizer
 from distopt.optim.adapters.base import Known
@@ -315,29 +315,15 @@ class DistOpt(SingaModes, Checkpointed):
         local_rank: int | None = None,
         world_size: int | None = None,
     ):
-        if not isinstance(communicator, Communicator | None):
-            kind = type(communicator).__name__
-            raise TypeError(f"communicator must be a distopt.comm.Communicator or None, got {kind}")
+        asked = among(("threshold", "buffSize", "deterministic", *Options._fields), locals())
         made = _from_id(communicator, nccl_id, local_rank, world_size)
-        self.communicator, self._made = made or communicator or world(), made
-        comm = in_rank_order(self.communicator) if check_bool("deterministic", deterministic) else self.communicator
-        asked = {
-            "overlap": overlap,
-            "broadcast": broadcast,
-            "nonfinite": nonfinite,
-            "allow_missing": allow_missing,
-            "check_every": check_every,
-            "num_batches": num_batches,
-            "sync_on_apply": sync_on_apply,
-            "clip_norm": clip_norm,
-            "gradient_hook": gradient_hook,
-            "buddy": buddy,
-        }
+        self.communicator, comm = ranks(made or communicator, deterministic)
+        self._made = made
         capacity, size = check_int("buffSize", buffSize, least=1), check_int("threshold", threshold, least=0)
-        options = Options.checked(comm, **asked)  # type: ignore[arg-type]
+        options = Options.checked(comm, **among(Options._fields, asked))
         self._model = torch_model(opt, params)
         engine = Engine(SGD() if opt is None else opt, comm, options, threshold=size)
-        super().__init__(engine, asked | {"threshold": threshold, "buffSize": buffSize, "deterministic": deterministic})
+        super().__init__(engine, asked)
         self._partial = PartialSteps(engine)
         self._collectives = ManualCollectives(comm, capacity, engine.check_open)
         # what the last step was

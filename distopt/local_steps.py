@@ -1,5 +1,6 @@
 """``LocalSteps``: ranks that train alone for a while, and then exchange how far they have come."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -7,23 +8,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distopt.buckets import Plan
-from distopt.checks import check_bool, check_int
-from distopt.comm import Communicator, world
-from distopt.comm.ordered import in_rank_order
+from distopt.checks import check_bool
+from distopt.comm import Communicator
 from distopt.compress import Compressor
 from distopt.engine.engine import Engine
-from distopt.engine.facade import Checkpointed, plan_of, record_if_asked, torch_model
+from distopt.engine.facade import Checkpointed, plan_of, ranks, record_if_asked, torch_model
 from distopt.engine.joining import Joining
 from distopt.engine.local_state import EngineInnerState, LocalState
 from distopt.engine.nonfinite import Policy
-from distopt.engine.outer_loop import LocalTraining, alone, outer_loop, places
+from distopt.engine.outer_loop import LocalOptions, LocalTraining, alone, outer_loop, places
 from distopt.engine.parameters import Loss
-from distopt.engine.spec import GradientHook, Options
+from distopt.engine.spec import GradientHook, Options, among
 from distopt.optim import SGD, AnyOptimizer
 
 if TYPE_CHECKING:
     from distopt.lab import Advice, Wire
     from distopt.lab.cost import Link
+
+
+LOCAL = [field.name for field in dataclasses.fields(LocalOptions)]
 
 
 class LocalSteps(Checkpointed):
@@ -110,44 +113,26 @@ class LocalSteps(Checkpointed):
         exchange: str = "auto",
         over: str = "ranks",
     ):
-        if not isinstance(communicator, Communicator | None):
-            raise TypeError(
-                f"communicator must be a distopt.comm.Communicator or None, got {type(communicator).__name__}"
-            )
-        self.communicator = world() if communicator is None else communicator
-        comm = in_rank_order(self.communicator) if check_bool("deterministic", deterministic) else self.communicator
+        asked = among((*LOCAL, *Options._fields, "deterministic"), locals())
+        local = LocalOptions(**among(LOCAL, asked))
+        self.communicator, comm = ranks(communicator, deterministic)
         own = alone(comm)
-        local = {
-            "nonfinite": nonfinite,
-            "allow_missing": allow_missing,
-            "num_batches": num_batches,
-            "clip_norm": clip_norm,
-            "gradient_hook": gradient_hook,
-        }
-        exchanged = {
-            "every": every,
-            "outer": outer,
-            "compressor": compressor,
-            "fragments": fragments,
-            "delay": delay,
-            "alpha": alpha,
-            "threshold": check_int("threshold", threshold, least=0),
-            "broadcast": broadcast,
-            "check_every": check_every,
-            "break_even": break_even,
-            "exchange": exchange,
-            "over": over,
-        }
-        options = Options.checked(own, broadcast=False, **local)  # type: ignore[arg-type]
-        inner = Engine(SGD() if opt is None else opt, own, options, threshold=threshold, kind="LocalSteps")
-        ends = "propagate" if nonfinite == "propagate" else "raise"
-        line = f"num_batches={num_batches}"
-        loop = outer_loop(comm, lambda: places(inner), nonfinite=ends, line=line, **exchanged)  # type: ignore[arg-type]
+        options = Options.checked(own, **among(Options._fields, asked | {"broadcast": False, "check_every": 0}))
+        inner = Engine(SGD() if opt is None else opt, own, options, threshold=int(threshold), kind="LocalSteps")
+        loop = outer_loop(
+            comm,
+            lambda: places(inner),
+            local,
+            check_every=check_every,
+            broadcast=broadcast,
+            nonfinite="propagate" if nonfinite == "propagate" else "raise",
+            line=f"num_batches={num_batches}",
+        )
         self._training = LocalTraining(inner, loop)
         lines = [*options.lines(own), f"outer={loop.engine.optimizer!r}"]
         state = LocalState(loop, EngineInnerState(self._training), lines)
         self._model = torch_model(opt, params)
-        super().__init__(inner, local | exchanged | {"deterministic": deterministic}, state)
+        super().__init__(inner, asked, state)
         if self._model is not None:
             with self._model.stream():
                 self._training.begin([(p, None) for p in self._model.parameters])

@@ -1,13 +1,16 @@
 """What an interactive user sees of an optimizer: its text, its attributes, its types."""
 
+import dataclasses
 import inspect
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 
-from distopt import DistOpt, LossScaler, Parameter, Trainer, run_ranks, simulate
+from distopt import DistOpt, LocalSteps, LossScaler, Parameter, Trainer, run_ranks, simulate, simulate_local
+from distopt.engine.outer_loop import LocalOptions
 from distopt.engine.parameters import Loss
+from distopt.engine.spec import Options
 from distopt.optim import SGD, Adam, BatchGradients, Cosine, LarsWrapper, SupportsApply, SupportsUpdate
 
 
@@ -127,3 +130,33 @@ def test_public_attributes_are_declared_with_their_types(kind):
 )
 def test_type_checkers_know_what_is_an_optimizer_and_what_a_loss(function, parameter, allowed):
     assert set(get_args(get_type_hints(function)[parameter])) == allowed
+
+
+def test_a_function_that_hands_options_on_shows_them():
+    shown = inspect.signature(simulate_local).parameters
+    assert list(shown)[:2] == ["size", "opt"]
+    assert {"every", "outer", "compressor", "over", "clip_norm", "hosts"} < set(shown)
+    assert "options" not in shown
+    assert shown["every"].default is inspect.Parameter.empty
+    with pytest.raises(TypeError, match="unexpected keyword argument 'evry'"):
+        simulate_local(2, every=1, evry=3)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'every'"):
+        simulate_local(2)
+
+
+@pytest.mark.torch
+def test_torchs_functions_show_what_they_take():
+    dt = pytest.importorskip("distopt.torch")
+    assert {"group", "scaler", "overlap", "break_even"} < set(inspect.signature(dt.synchronize).parameters)
+    assert {"every", "fragments", "scaler", "check_every"} < set(inspect.signature(dt.local_steps).parameters)
+    assert {"group", "overlap"} < set(inspect.signature(dt.compress).parameters)
+
+
+def test_local_steps_takes_every_option_of_its_record():
+    taken = inspect.signature(LocalSteps).parameters
+    assert {f.name: f.default for f in dataclasses.fields(LocalOptions) if f.default is not dataclasses.MISSING} == {
+        f.name: taken[f.name].default for f in dataclasses.fields(LocalOptions) if f.name != "every"
+    }
+    assert {name: taken[name].default for name in Options._fields if name in taken} == {
+        name: default for name, default in Options._field_defaults.items() if name in taken
+    }

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from distopt.buckets import Plan
-from distopt.comm import Communicator
+from distopt.checks import check_bool
+from distopt.comm import Communicator, in_rank_order, world
 from distopt.engine.checkpointer import Checkpointer
 from distopt.engine.engine import Engine
 from distopt.engine.hooks import RECORD, FirstGradients
@@ -17,6 +18,15 @@ from distopt.engine.state import EngineState
 from distopt.engine.training_state import TrainingState
 from distopt.engine.views import gradient_views
 from distopt.optim.foreign import is_torchs
+
+
+def ranks(communicator: Any, deterministic: bool) -> tuple[Communicator, Communicator]:
+    """Return the communicator that a user means, None for ``world()``, and the one that adds up as it was asked to."""
+    if not isinstance(communicator, Communicator | None):
+        kind = type(communicator).__name__
+        raise TypeError(f"communicator must be a distopt.comm.Communicator or None, got {kind}")
+    meant = world() if communicator is None else communicator
+    return meant, in_rank_order(meant) if check_bool("deterministic", deterministic) else meant
 
 
 def record_if_asked(engine: Engine) -> None:

@@ -13,6 +13,7 @@ overlapping communication", 2025).
 import atexit
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import math
@@ -73,16 +74,53 @@ class Windows(NamedTuple):
         sent = -(-place * self.fragments // self.every)
         return sent - 1 if sent * self.every // self.fragments == place else None
 
-    def spec(self, compressor: Compressor, break_even: bool, exchange: str, over: str) -> StepSpec:
-        """Return what an exchange is, as a step of an outer engine."""
-        label = f"an exchange {self.describe()}"
-        return StepSpec(lambda: compressor, break_even=break_even, exchange=exchange, over=over, label=label)
-
     def describe(self) -> str:
         """Return a line on when fragments are sent and taken."""
         parts = "" if self.fragments == 1 else f", in {self.fragments} fragments"
         later = f", taken {self.delay} steps later" if self.delay else ""
         return f"every {self.every} steps{parts}{later}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+    """When ranks that make local steps exchange how far they have come, and what they send (``LocalSteps``)."""
+
+    every: int
+    # None: DiLoCo's.
+    outer: AnyOptimizer | None = None
+    # None: ``Dense()``.
+    compressor: Compressor | None = None
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
+    threshold: int = 2097152
+    break_even: bool = True
+    exchange: str = "auto"
+    over: str = "ranks"
+
+    def __post_init__(self) -> None:
+        """Check what a user gave."""
+        Windows.checked(self.every, self.fragments, self.delay)
+        check_float("alpha", self.alpha, most=1.0)
+        check_int("threshold", self.threshold, least=0)
+
+    @property
+    def windows(self) -> Windows:
+        """When fragments are exchanged."""
+        return Windows(self.every, self.fragments, self.delay)
+
+    @property
+    def spec(self) -> StepSpec:
+        """What an exchange is, as a step of an outer engine."""
+        compressor = Dense() if self.compressor is None else self.compressor
+        label = f"an exchange {self.windows.describe()}"
+        return StepSpec(
+            lambda: compressor, break_even=self.break_even, exchange=self.exchange, over=self.over, label=label
+        )
+
+    def outer_copy(self) -> AnyOptimizer:
+        """Return a copy of the outer optimizer, with a state of its own."""
+        return SGD(0.7, momentum=0.9, nesterov=True) if self.outer is None else copy.deepcopy(self.outer)
 
 
 def cut(sizes: Sequence[int], fragments: int) -> list[list[int]]:
@@ -364,56 +402,33 @@ def _land_at_exit(loop: "weakref.ref[OuterLoop]") -> None:
             known.land()
 
 
-def outer_rule(outer: AnyOptimizer | None) -> AnyOptimizer:
-    """Return a copy of an outer optimizer, with a state of its own; DiLoCo's for None."""
-    return SGD(0.7, momentum=0.9, nesterov=True) if outer is None else copy.deepcopy(outer)
-
-
 def outer_loop(
     comm: Communicator,
     places: Callable[[], Sequence[Arrays]],
+    local: LocalOptions,
     *,
-    every: int,
-    # None: DiLoCo's, SGD(0.7, momentum=0.9, nesterov=True)
-    outer: AnyOptimizer | None,
-    # None: Dense()
-    compressor: Compressor | None,
-    fragments: int,
-    delay: int,
-    alpha: float,
-    threshold: int,
-    broadcast: bool,
-    nonfinite: str,
     check_every: int,
-    break_even: bool,
-    exchange: str,
-    over: str,
+    broadcast: bool = True,
+    nonfinite: str = "raise",
     line: str,
 ) -> OuterLoop:
-    """Make an outer loop of what a user gave, as ``LocalSteps`` describes it; ``places`` as of ``OuterLoop``."""
-    windows = Windows.checked(every, fragments, delay)
-    check_float("alpha", alpha, most=1.0)
-    chosen = Dense() if compressor is None else compressor
-    spec = windows.spec(chosen, break_even, exchange, over)
-    options = Options.checked(
-        comm,
-        broadcast=broadcast,
-        nonfinite=nonfinite,
-        check_every=-(-check_int("check_every", check_every, least=0) // every),
-    )
-    size = check_int("threshold", threshold, least=0)
+    """Make an outer loop of what a user gave; ``places`` and ``line`` as of ``OuterLoop``."""
+    exchanges = -(-check_int("check_every", check_every, least=0) // local.every)
+    options = Options.checked(comm, broadcast=broadcast, nonfinite=nonfinite, check_every=exchanges)
+    spec = local.spec
 
     def make(ranks: Communicator) -> Engine:
-        rule = outer_rule(outer)
-        engine = Engine(rule, ranks, options, threshold=size, kind="LocalSteps", counted="exchange")
+        outer = local.outer_copy()
+        engine = Engine(outer, ranks, options, threshold=int(local.threshold), kind="LocalSteps", counted="exchange")
         # What forbids an exchange is raised now, and not after a window.
         engine.checked_threshold(spec)
-        engine.compressor_at_this_step(chosen)
-        if over != "ranks":
-            engine.reducers.check_senders(chosen, spec)
+        sent = spec.compressor()
+        engine.compressor_at_this_step(sent)
+        if spec.over != "ranks":
+            engine.reducers.check_senders(sent, spec)
         return engine
 
-    return OuterLoop(comm, make, spec, windows, alpha, places, line)
+    return OuterLoop(comm, make, spec, local.windows, local.alpha, places, line)
 
 
 def alone(comm: Communicator) -> Communicator:

@@ -1,7 +1,8 @@
 """Values that say what a step is: the options of an optimizer, and the specification of one call."""
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -11,53 +12,58 @@ from distopt.comm import Communicator
 from distopt.compress import Compressor, Dense
 
 CompressorFactory = Callable[[], Compressor]
+Function = TypeVar("Function", bound=Callable[..., Any])
 GradientHook = Callable[[list[tuple[Any, np.ndarray]]], object]
 
 
+def among(names: Iterable[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a caller was given, as ``locals()`` has it, of these names."""
+    return {name: given[name] for name in names if name in given}
+
+
+def shows(taken: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Show in a signature, in the place of ``**options``, the keyword arguments of what takes them."""
+
+    def show(function: Function) -> Function:
+        own, theirs = inspect.signature(function), inspect.signature(taken).parameters
+        shown = {name: p for name, p in own.parameters.items() if p.kind is not p.VAR_KEYWORD}
+        shown |= {name: p for name, p in theirs.items() if p.kind is p.KEYWORD_ONLY and name not in shown}
+        vars(function)["__signature__"] = own.replace(parameters=list(shown.values()))
+        return function
+
+    return show
+
+
 class Options(NamedTuple):
-    """The options of ``DistOpt``, checked, as its docstring describes them."""
+    """The options of a step, as the docstring of ``DistOpt`` describes them."""
 
     # Decided: buckets are reduced while gradients arrive, or not.
-    overlap: bool
-    broadcast: bool
-    allow_missing: bool
-    check_every: int
-    num_batches: int
-    sync_on_apply: bool
-    clip_norm: float | None
-    gradient_hook: GradientHook | None
+    overlap: bool = False
+    broadcast: bool = True
     # As it was given, for ranks to compare.
-    nonfinite: Any
-    buddy: bool
+    nonfinite: Any = "raise"
+    allow_missing: bool = False
+    check_every: int = 0
+    num_batches: int = 1
+    sync_on_apply: bool = True
+    clip_norm: float | None = None
+    gradient_hook: GradientHook | None = None
+    buddy: bool = False
 
     @classmethod
-    def checked(
-        cls,
-        comm: Communicator,
-        *,
-        overlap: str | bool = False,
-        broadcast: bool = True,
-        nonfinite: Any = "raise",
-        allow_missing: bool = False,
-        check_every: int = 0,
-        num_batches: int = 1,
-        sync_on_apply: bool = True,
-        clip_norm: float | None = None,
-        gradient_hook: GradientHook | None = None,
-        buddy: bool = False,
-    ) -> "Options":
-        """Check what a user gave."""
-        return cls(
-            _overlaps(overlap, comm),
-            check_bool("broadcast", broadcast),
-            check_bool("allow_missing", allow_missing),
-            check_int("check_every", check_every, least=0),
-            check_int("num_batches", num_batches, least=1),
-            check_bool("sync_on_apply", sync_on_apply),
-            None if clip_norm is None else check_bound("clip_norm", clip_norm),
-            check_callable("gradient_hook", gradient_hook, "(param, mean) pairs"),
-            nonfinite,
-            check_bool("buddy", buddy),
+    def checked(cls, comm: Communicator, **given: Any) -> "Options":
+        """Check what a user gave, and decide what depends on the ranks."""
+        options = cls(**given)
+        return options._replace(
+            overlap=_overlaps(options.overlap, comm),
+            broadcast=check_bool("broadcast", options.broadcast),
+            allow_missing=check_bool("allow_missing", options.allow_missing),
+            check_every=check_int("check_every", options.check_every, least=0),
+            num_batches=check_int("num_batches", options.num_batches, least=1),
+            sync_on_apply=check_bool("sync_on_apply", options.sync_on_apply),
+            clip_norm=None if options.clip_norm is None else check_bound("clip_norm", options.clip_norm),
+            gradient_hook=check_callable("gradient_hook", options.gradient_hook, "(param, mean) pairs"),
+            buddy=check_bool("buddy", options.buddy),
         )
 
     def lines(self, comm: Communicator) -> list[str]:

@@ -31,7 +31,7 @@ from distopt.dist_opt import SingaModes
 from distopt.engine.agreement import describe
 from distopt.engine.engine import Engine
 from distopt.engine.reducers import Reducer, Reducers, Vote
-from distopt.engine.spec import GradientHook, Options, StepSpec
+from distopt.engine.spec import GradientHook, Options, StepSpec, among, shows
 from distopt.engine.undo import Undo
 from distopt.exchange.all_reduce import TravellingBucket
 from distopt.exchange.cut import Borders
@@ -78,7 +78,8 @@ class VirtualRanks(LocalCommunicator):
 
     def __init__(self, size: int, hosts: Sequence[int], keep: int):
         super().__init__(reason="virtual ranks")
-        self.size, self._hosts, self.control = size, hosts, VirtualControl(size)
+        self.size = check_int("size", size, least=1)
+        self._hosts, self.control = checked_hosts(hosts, size), VirtualControl(size)
         self.ledger = Ledger(keep)
         self.meter = Meter(0, size, self.hosts, self.algorithm, self.ledger)
 
@@ -406,19 +407,12 @@ class Simulation(SingaModes):
         hosts: Sequence[int] = (),
         keep: int = KEEP,
     ):
-        if nonfinite not in ("raise", "propagate"):
-            raise ValueError(f"nonfinite must be 'raise' or 'propagate' for virtual ranks, got {nonfinite!r}")
-        ranks = VirtualRanks(check_int("size", size, least=1), checked_hosts(hosts, size), keep)
-        options = {
-            "nonfinite": nonfinite,
-            "allow_missing": allow_missing,
-            "clip_norm": clip_norm,
-            "gradient_hook": gradient_hook,
-        }
-        engine = virtual_engine(opt, ranks, Options.checked(ranks, **options), threshold)  # type: ignore[arg-type]
-        super().__init__(engine, options | {"threshold": threshold})
+        asked = among(Options._fields, locals())
+        self.communicator = VirtualRanks(size, hosts, keep)
+        self.ledger = self.communicator.ledger
+        engine = virtual_engine(opt, self.communicator, Options.checked(self.communicator, **asked), threshold)
+        super().__init__(engine, asked | {"threshold": threshold})
         self._losses = virtual_losses(engine)
-        self.communicator, self.ledger = ranks, ranks.ledger
 
     @property
     def world_size(self) -> int:
@@ -445,14 +439,9 @@ class Simulation(SingaModes):
 
 
 def virtual_engine(opt: AnyOptimizer | None, ranks: VirtualRanks, options: Options, threshold: int) -> Engine:
-    """Return an engine whose steps are those of all virtual ranks.
-
-    Args:
-        opt: the optimizer; None for ``SGD()``.
-        ranks: the ranks.
-        options: what a user has chosen.
-        threshold: the number of elements that fill a bucket.
-    """
+    """Return an engine whose steps are those of all virtual ranks; ``options`` are what a user has chosen."""
+    if options.nonfinite not in ("raise", "propagate"):
+        raise ValueError(f"nonfinite must be 'raise' or 'propagate' for virtual ranks, got {options.nonfinite!r}")
     return Engine(
         SGD() if opt is None else opt,
         ranks,
@@ -491,6 +480,7 @@ def checked_hosts(hosts: Sequence[int], size: int) -> list[int]:
     return [check_int(f"hosts[{rank}]", host, least=0) for rank, host in enumerate(numbers)]
 
 
+@shows(Simulation)
 def simulate(size: int, opt: AnyOptimizer | None = None, **options: Any) -> Simulation:
     """Return virtual ranks that train with one optimizer.
 

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 
 from distopt import device
-from distopt.checks import check_float, check_int
 from distopt.comm.ledger import KEEP
-from distopt.compress import Compressor, Dense
 from distopt.engine.engine import Engine
-from distopt.engine.outer_loop import Fragment, Windows, alone, begin_all, outer_rule, places
-from distopt.engine.spec import GradientHook, Options, StepSpec
-from distopt.lab.simulate import Losses, VirtualRanks, checked_hosts, run_virtual, virtual_engine
+from distopt.engine.outer_loop import Fragment, LocalOptions, alone, begin_all, places
+from distopt.engine.spec import GradientHook, Options, StepSpec, among, shows
+from distopt.lab.simulate import Losses, VirtualRanks, run_virtual, virtual_engine
 from distopt.optim import SGD, AnyOptimizer
 
 
@@ -28,22 +26,14 @@ class LocalSimulation:
     Args:
         size: the number of ranks.
         opt: the inner optimizer, of which each rank gets a copy; None for ``SGD()``.
-        every: as of ``LocalSteps``, like the options that follow.
-        outer: the outer optimizer.
-        compressor: what is sent of a pseudo-gradient.
-        fragments: parts of the model that are sent apart.
-        delay: steps until a fragment's new values are taken.
-        alpha: the share of the local value that stays then.
-        threshold: the number of elements that fill a bucket.
         nonfinite: 'raise' or 'propagate'.
         allow_missing: whether parameters may have no gradient in a step.
         clip_norm: the largest norm of a rank's gradient; None for any.
         gradient_hook: changes a rank's gradients.
-        break_even: as of ``DistOpt.step``.
-        exchange: as of ``DistOpt.step``.
-        over: as of ``DistOpt.step``.
         hosts: the machine of each rank, as numbers; empty for one machine.
         keep: the number of entries that the ledger keeps.
+        **options: every, outer, compressor, fragments, delay, alpha, threshold, break_even, exchange and over, as of
+            ``LocalSteps``; ``every`` must be given.
 
     Attributes:
         communicator: the ranks.
@@ -65,41 +55,31 @@ class LocalSimulation:
         (array([-2.], dtype=float32), 4)
     """
 
+    @shows(LocalOptions)
     def __init__(
         self,
         size: int,
         opt: AnyOptimizer | None = None,
         *,
-        every: int,
-        outer: AnyOptimizer | None = None,
-        compressor: Compressor | None = None,
-        fragments: int = 1,
-        delay: int = 0,
-        alpha: float = 0.0,
-        threshold: int = 2097152,
         nonfinite: str = "raise",
         allow_missing: bool = False,
         clip_norm: float | None = None,
         gradient_hook: GradientHook | None = None,
-        break_even: bool = True,
-        exchange: str = "auto",
-        over: str = "ranks",
         hosts: Sequence[int] = (),
         keep: int = KEEP,
+        **options: Any,
     ):
-        if nonfinite not in ("raise", "propagate"):
-            raise ValueError(f"nonfinite must be 'raise' or 'propagate' for virtual ranks, got {nonfinite!r}")
-        self._windows, self._alpha = Windows.checked(every, fragments, delay), check_float("alpha", alpha, most=1.0)
-        ranks = VirtualRanks(check_int("size", size, least=1), checked_hosts(hosts, size), keep)
-        self.communicator, self.ledger = ranks, ranks.ledger
-        self._inner = [
-            _inner_engine(opt, ranks, rank, threshold, nonfinite, allow_missing, clip_norm, gradient_hook)
-            for rank in range(size)
+        asked = among(Options._fields, locals())
+        local = LocalOptions(**options)
+        self._windows, self._alpha, self._spec = local.windows, local.alpha, local.spec
+        self.communicator = VirtualRanks(size, hosts, keep)
+        self.ledger = self.communicator.ledger
+        self._inner = [_inner_engine(opt, self.communicator, rank, local.threshold, asked) for rank in range(size)]
+        outer = Options.checked(self.communicator, nonfinite=nonfinite)
+        self._fragments = [
+            Fragment(virtual_engine(local.outer_copy(), self.communicator, outer, local.threshold), self._spec)
+            for _ in range(local.fragments)
         ]
-        self._spec = self._windows.spec(Dense() if compressor is None else compressor, break_even, exchange, over)
-        options = Options.checked(ranks, nonfinite=nonfinite)
-        engines = [virtual_engine(outer_rule(outer), ranks, options, threshold) for _ in range(fragments)]
-        self._fragments = [Fragment(engine, self._spec) for engine in engines]
         self.step_counter = 0
         self._local: list[dict[str, np.ndarray]] = []  # the parameters of each rank, but for the one whose turn it is
 
@@ -182,22 +162,24 @@ class LocalSimulation:
         return fragment.pairs
 
 
-def _inner_engine(opt: AnyOptimizer | None, ranks: VirtualRanks, rank: int, threshold: int, *options: Any) -> Engine:
+def _inner_engine(
+    opt: AnyOptimizer | None, ranks: VirtualRanks, rank: int, threshold: int, asked: dict[str, Any]
+) -> Engine:
     """Return the engine of a rank's local steps, with an optimizer of its own."""
     own = alone(ranks)
     own.control.rank = rank
-    names = "nonfinite", "allow_missing", "clip_norm", "gradient_hook"
-    checked = Options.checked(own, broadcast=False, **dict(zip(names, options, strict=True)))
-    return Engine(SGD() if opt is None else copy.deepcopy(opt), own, checked, threshold=threshold, kind="LocalSteps")
+    options = Options.checked(own, broadcast=False, **asked)
+    return Engine(SGD() if opt is None else copy.deepcopy(opt), own, options, threshold=threshold, kind="LocalSteps")
 
 
+@shows(LocalSimulation)
 def simulate_local(size: int, opt: AnyOptimizer | None = None, **options: Any) -> LocalSimulation:
     """Return virtual ranks that make local steps.
 
     Args:
         size: the number of ranks.
         opt: the inner optimizer; None for ``SGD()``.
-        **options: the keyword arguments of ``LocalSimulation``, of which ``every`` must be given.
+        **options: the keyword arguments of ``LocalSimulation``.
 
     Raises:
         TypeError: an argument has the wrong type.

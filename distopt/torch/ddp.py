@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distopt.compress import Compressor
+from distopt.engine.spec import shows
 from distopt.torch.exchange import GradientExchange, refuse_if_elastic
 from distopt.torch.synchronize import Synchronizer, is_synchronized
 from distopt.torch.tensors import is_dtensor, on_gpu
 
 
+@shows(GradientExchange)
 def compress(model: torch.nn.Module, compressor: Compressor | None = None, **options: Any) -> GradientExchange:
     """Exchange gradients of a model in DistributedDataParallel, or of ``fully_shard``, as distopt does.  Collective.
 

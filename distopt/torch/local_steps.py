@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 
 from distopt.comm import Communicator
-from distopt.compress import Compressor
 from distopt.engine.local_state import InnerState, LocalState
-from distopt.engine.outer_loop import Arrays, outer_loop
-from distopt.optim import AnyOptimizer
+from distopt.engine.outer_loop import Arrays, LocalOptions, outer_loop
+from distopt.engine.spec import shows
 from distopt.torch.exchange import communicator
 from distopt.torch.model import TorchModel
 from distopt.torch.state import for_rank, of_rank
@@ -29,20 +28,12 @@ class OuterSteps:
         model: the model, or tensors, or (name, tensor) pairs; those that require a gradient take part.  Of a
             ``DTensor`` it is this rank's shard; ``group`` must have the ranks with the same shards then.
         optimizer: of ``torch.optim``; its steps are counted.
-        every: steps of a window, and all that follows as of ``distopt.LocalSteps``.
-        outer: an optimizer of ``distopt.optim`` for the pseudo-gradients.
-        compressor: what is sent of them.
-        fragments: parts of the model that are sent apart.
-        delay: steps until a fragment's new values are taken.
-        alpha: the share of the local value that stays then.
         scaler: the script's ``GradScaler``, if it has one: a step that it leaves out counts too, so that all ranks
             count alike.
         group: the ranks: a process group of ``torch.distributed``, or a communicator; by default ``world()``.
-        threshold: elements that fill a bucket.
         check_every: steps between two comparisons of the global parameters.
-        break_even: as of ``DistOpt.step``.
-        exchange: as of ``DistOpt.step``.
-        over: as of ``DistOpt.step``.
+        **options: every, outer, compressor, fragments, delay, alpha, threshold, break_even, exchange and over, as of
+            ``distopt.LocalSteps``; ``every`` must be given.
 
     Attributes:
         communicator: the ranks.
@@ -54,24 +45,16 @@ class OuterSteps:
         ValueError: one is out of range, or ranks differ; or the optimizer updates none of the model's parameters.
     """
 
+    @shows(LocalOptions)
     def __init__(
         self,
         model: Any,
         optimizer: torch.optim.Optimizer,
         *,
-        every: int,
-        outer: AnyOptimizer | None = None,
-        compressor: Compressor | None = None,
-        fragments: int = 1,
-        delay: int = 0,
-        alpha: float = 0.0,
         scaler: torch.amp.GradScaler | None = None,
         group: "dist.ProcessGroup | Communicator | None" = None,
-        threshold: int = 2097152,
         check_every: int = 0,
-        break_even: bool = True,
-        exchange: str = "auto",
-        over: str = "ranks",
+        **options: Any,
     ):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be one of torch.optim, got a {type(optimizer).__name__}")
@@ -82,24 +65,8 @@ class OuterSteps:
                 "local steps must begin on all ranks together, got a process in the place of a lost rank; start "
                 "without --restarts, or use distopt.torch.synchronize"
             )
-        self._outer = outer_loop(
-            self.communicator,
-            self._places,
-            every=every,
-            outer=outer,
-            compressor=compressor,
-            fragments=fragments,
-            delay=delay,
-            alpha=alpha,
-            threshold=threshold,
-            broadcast=True,
-            nonfinite="raise",
-            check_every=check_every,
-            break_even=break_even,
-            exchange=exchange,
-            over=over,
-            line="torch",
-        )
+        local = LocalOptions(**options)
+        self._outer = outer_loop(self.communicator, self._places, local, check_every=check_every, line="torch")
         inner = InnerState()
         inner.optimizer = optimizer
         self._state = LocalState(self._outer, inner, ())
@@ -189,6 +156,7 @@ class OuterSteps:
         return returned
 
 
+@shows(OuterSteps)
 def local_steps(model: Any, optimizer: torch.optim.Optimizer, every: int, **options: Any) -> OuterSteps:
     """Average over ranks how far they have come, after every ``every`` steps of the script's optimizer.  Collective.
 
@@ -196,8 +164,7 @@ def local_steps(model: Any, optimizer: torch.optim.Optimizer, every: int, **opti
         model: the model; rank 0's parameters and buffers are sent to all ranks.
         optimizer: of ``torch.optim``.
         every: steps of a window.
-        **options: the keyword arguments of ``OuterSteps``: outer, compressor, fragments, delay, alpha, scaler, group,
-            threshold, check_every, break_even, exchange, over.
+        **options: the keyword arguments of ``OuterSteps``.
 
     Raises:
         TypeError: as ``OuterSteps``.

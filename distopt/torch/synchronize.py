@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from distopt import device
 from distopt.compress import Compressor
 from distopt.engine.joining import Joining
+from distopt.engine.spec import shows
 from distopt.torch.exchange import GradientExchange
 from distopt.torch.model import TWICE, TensorParameter
 from distopt.torch.tensors import hand_over, is_dtensor
@@ -93,6 +94,7 @@ class Synchronizer(GradientExchange):
         ValueError: as ``GradientExchange``.
     """
 
+    @shows(GradientExchange)
     def __init__(self, model: torch.nn.Module, compressor: Compressor | None = None, **options: Any):
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
@@ -545,6 +547,7 @@ class EarlyExchange:
         return self._sync.exchange_early(names(), lambda: (self._arrived, self._wrong))
 
 
+@shows(Synchronizer)
 def synchronize(model: torch.nn.Module, compressor: Compressor | None = None, **options: Any) -> Synchronizer:
     """Make every backward pass of a model end with gradients that are means over ranks.  Collective.
 
