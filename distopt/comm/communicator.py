@@ -59,8 +59,8 @@ class Communicator:
         reason: why this transport was chosen, for ``repr``.
         collectives_fingerprint: fingerprint of the collectives enqueued so far.  Votes compare it, since a GPU does not
             notice that ranks differ.
-        elastic: the others go on when a rank is lost.
-        outside: this process is alone until it calls ``join_others``.
+        membership: what goes on without the ranks that are lost, and admits others; None where all end together.
+        outside: this process is alone until it calls ``membership.join_others``.
         epoch: grows whenever other ranks go on than before; ``rank``, ``size`` and ``control`` are new then.
 
     Example:
@@ -86,7 +86,8 @@ class Communicator:
     algorithm: Algorithm = DIRECT
     reason = ""
     collectives_fingerprint = 0
-    elastic = outside = False
+    membership: Any = None  # an `Elastic`
+    outside = False
     epoch = 0
     _hosts: Sequence[int] = ()
     _log: Waits = staticmethod(silent)  # of operations, for the report of a time limit
@@ -387,7 +388,7 @@ class Communicator:
             f"the exchange by nodes needs a communicator that defines make_subgroup, got a {type(self).__name__}"
         )
 
-    # -- ranks that are lost
+    # -- ranks that are lost: a transport whose others may go on defines the last four
 
     def transaction(
         self, operation: Callable[[], T], undo: Callable[[], object] = lambda: None, votes: bool = True
@@ -407,38 +408,6 @@ class Communicator:
         """Return what a collective returns that writes to x, which is put back before it is done again.  Collective."""
         return operation()
 
-    def on_resize(self, callback: Callable[[int, int], object]) -> None:
-        """Call ``callback(rank, size)`` whenever they have changed (``comm.Elastic``)."""
-
-    def tell_resized(self) -> None:
-        """Call the callbacks of ``on_resize``, if the ranks have changed since."""
-
-    @property
-    def awaited(self) -> bool:
-        """Whether a process waits to be admitted, as far as this rank knows."""
-        return False
-
-    def start_newcomer(self) -> None:
-        """Start a process in the place of a lost rank, if ``distopt run`` asks this rank to."""
-
-    def on_join(self, prepare: Callable[[], Callable[[], object]]) -> None:
-        """Call ``prepare`` before others come, and what it returns when they have (``comm.Elastic``)."""
-
-    def let_in(self) -> None:
-        """Admit the processes that wait; between steps.  Collective then."""
-
-    def join_others(self) -> None:
-        """Wait until the others let this process in; from then on its rank and size are those among all.
-
-        Raises:
-            RuntimeError: it is one of them already.
-        """
-        raise RuntimeError("this process is one of the ranks already")
-
-    def lost(self, error: BaseException) -> bool:
-        """Tell if an error means that a rank has ended, or that another rank has called ``revoke``."""
-        return isinstance(error, PeerLeft)
-
     def settle(self) -> None:
         """Wait on the host until all collectives so far have their results.
 
@@ -446,26 +415,34 @@ class Communicator:
             PeerLeft: a rank was lost meanwhile.
         """
 
+    def lost(self, error: BaseException) -> bool:
+        """Tell if an error means that a rank has ended, or that another rank has called ``revoke``."""
+        return isinstance(error, PeerLeft)
+
     def revoke(self) -> None:
         """Let all that any rank waits for on this communicator raise what ``lost`` knows, now and from now on.
 
         Its duplicate, its subgroups and its votes too.  Not collective.
         """
 
-    def survivors(self, text: str, lets_in: bool = False) -> "tuple[Communicator, list[str]]":
+    def next_epoch(self, text: str, admit: bool = False) -> "tuple[Communicator, list[str]]":
         """Return a communicator of the ranks that live, in their order, and a text of each.  Collective of these.
 
         All of them have called ``revoke`` before.  It returns on all that live, or is called again on all of them.
 
         Args:
             text: this rank's.
-            lets_in: whether processes that wait to be let in may be among them.
+            admit: whether processes that wait to be admitted may be among them.
 
         Raises:
             PeerLeft: another rank was lost meanwhile; call it again.
             ValueError: this communicator cannot go on without a rank; one that can overrides this.
         """
-        raise ValueError(f"a lost rank needs a communicator that defines survivors, got a {type(self).__name__}")
+        raise ValueError(f"a lost rank needs a communicator that defines next_epoch, got a {type(self).__name__}")
+
+    def joiner_waits(self) -> bool:
+        """Tell if a process waits to be admitted, as far as this rank knows, which may start one."""
+        return False
 
     def close(self) -> None:
         """Release the resources of the communicator."""
@@ -489,7 +466,7 @@ class Wrapper(Communicator):
     """Communicator around another one, of which it has every public name but those that a subclass defines."""
 
     # And but these, which call the wrapper's own verbs, or keep what is of its own.
-    KEPT = "all_reduce_each pipelines broadcast_object reason spans_hosts duplicate subgroup survivors".split()
+    KEPT = "all_reduce_each pipelines broadcast_object reason spans_hosts duplicate subgroup next_epoch".split()
     for _name in {*Communicator.__annotations__, *vars(Communicator)}.difference(KEPT):
         if not _name.startswith("_"):
             locals()[_name] = _OfWrapped(_name)

@@ -66,7 +66,7 @@ class ControlChannel(abc.ABC):
     joined: frozenset[int] = frozenset()
     doubted = False
     # came: this process has joined later than others, in the place of a lost rank
-    awaited = came = False
+    joiner_waits = came = False
     waits: Waits = staticmethod(silent)  # records the waits of this rank alone
     _gone: Exception | None = None  # why no vote is possible any more
     _process = 0  # id of the process that votes, which is none of its children
@@ -128,7 +128,7 @@ class ControlChannel(abc.ABC):
         part: str = "",
         joined: bool = False,
         doubts: bool = False,
-        awaited: bool = False,
+        joiner_waits: bool = False,
     ) -> list[str]:
         """Agree that every rank is about to do the same thing, and that no rank has an error.  Collective."""
         # Raises on every rank alike: the error of the lowest rank that has one; else ValueError that names the first
@@ -138,7 +138,7 @@ class ControlChannel(abc.ABC):
         # report: a text for all ranks.
         # part: part of the call that the vote is about, if it has several votes.
         # doubts: sums of this rank's data may overflow.
-        # awaited: this rank knows of a process that waits to be admitted.
+        # joiner_waits: this rank knows of a process that waits to be admitted.
         # Returns one report per rank; [] if none has any.
         if self._gone:
             raise self._gone
@@ -148,7 +148,7 @@ class ControlChannel(abc.ABC):
             self._process = os.getpid()
         self.progress, self.part, encoded = name, part, _encode(error) if error else ""
         job.note(name)
-        flags = (error is not None, bool(report), False, 1 + awaited, signals.asked, joined, doubts)
+        flags = (error is not None, bool(report), False, 1 + joiner_waits, signals.asked, joined, doubts)
         votes = np.array([call_fingerprint, -call_fingerprint, *flags], np.int64)
         self.maximum(votes)
         if votes[LEAVING]:
@@ -158,7 +158,7 @@ class ControlChannel(abc.ABC):
             self._raise_first(self.gather(encoded), error)
         if votes[FINGERPRINT] != -votes[MINUS_FINGERPRINT]:
             self._raise_difference(describe())
-        self.stop, self.doubted, self.awaited = int(votes[STOP]), bool(votes[DOUBTS]), votes[STAYING] > 1
+        self.stop, self.doubted, self.joiner_waits = int(votes[STOP]), bool(votes[DOUBTS]), votes[STAYING] > 1
         self.joined = frozenset()
         if votes[JOINED]:
             texts = self.gather("joined" * joined)

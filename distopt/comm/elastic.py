@@ -14,7 +14,7 @@ import numpy as np
 from distopt import device
 from distopt.comm.communicator import Communicator, Groups, Ragged, Wrapper
 from distopt.comm.control import fingerprint
-from distopt.comm.outside import WAITS
+from distopt.comm.joiner import WAITS
 from distopt.resilience import job
 
 LOG = logging.getLogger("distopt")
@@ -35,7 +35,7 @@ class Elastic(Wrapper):
     part in votes alone.  Their arrays are put back before they are done again.
 
     Args:
-        comm: the communicator; it defines ``survivors``.
+        comm: the communicator; it defines ``next_epoch``.
         family: communicators of the same ranks, of which the first defines it; None for this one alone.
 
     Attributes:
@@ -56,13 +56,12 @@ class Elastic(Wrapper):
         [(6.0, 'rank 0 of 2'), 3.0, (6.0, 'rank 1 of 2')]
     """
 
-    elastic = True
-
-    def __init__(self, comm: Communicator, family: "Family | None" = None):
+    def __init__(self, comm: Communicator, family: "EpochGroup | None" = None):
         super().__init__(comm)
-        self._family = family or Family()
-        self._family.members.append(self)
-        self.epoch = self._family.epoch
+        self._epochs = family or EpochGroup()
+        self._epochs.members.append(self)
+        self.membership = self
+        self.epoch = self._epochs.epoch
         self.ended = 0  # transactions that this rank has seen end
         self.most = 0  # that any rank has seen end, as far as this one knows
         self._inside = False  # a transaction
@@ -100,14 +99,12 @@ class Elastic(Wrapper):
                         outcome = self._outcome(operation)
                     if votes:
                         self.comm.settle()
-                        if self._prepare:
-                            self.comm.start_newcomer()
                         self._vote(f"the end of transaction {number}")
                     break
                 except Exception as error:
                     if not self.lost(error):
                         raise
-                self._go_on()
+                self._reconfigure()
                 if self.most >= number:
                     break
                 undo()
@@ -115,7 +112,7 @@ class Elastic(Wrapper):
         finally:
             self._inside = False
             self._take_next()
-        if self is self._family.members[0]:
+        if self is self._epochs.members[0]:
             self.tell_resized()
         return cast(T, outcome())
 
@@ -125,7 +122,7 @@ class Elastic(Wrapper):
         Raises:
             RuntimeError: this was called before, or threads may be using other communicators of the same ranks.
         """
-        if any(member._prepare for member in self._family.members):
+        if any(member._prepare for member in self._epochs.members):
             raise RuntimeError("rejoin must be called once, as one training lets processes in, got another call")
         if self._shuts:
             raise RuntimeError(
@@ -134,7 +131,7 @@ class Elastic(Wrapper):
             )
         self._prepare = prepare
 
-    def let_in(self) -> None:
+    def admit(self) -> None:
         """Admit the processes that wait, and send them what they need.  Collective then.
 
         All ranks know of them by the vote at the end of the last transaction.  Where ``separate`` has made another
@@ -143,17 +140,17 @@ class Elastic(Wrapper):
         """
         if self.outside:
             raise RuntimeError(WAITS)
-        if self.control.awaited and not self._inside and not self._shuts:
+        if self.control.joiner_waits and not self._inside and not self._shuts:
             send = self._prepare() if self._prepare else _nothing
-            self._go_on(lets_in=True)
+            self._reconfigure(admit=True)
             self.tell_resized()
-            if self._family.came:
+            if self._epochs.came:
                 send()
 
     @property
     def _shuts(self) -> bool:
         """Whether a thread may be using another communicator of these ranks, so that none may join on this one."""
-        return self._family.members[1:] not in ([], [self])
+        return self._epochs.members[1:] not in ([], [self])
 
     def join_others(self) -> None:
         """Wait until the others let this process in; from then on its rank and size are those among all.
@@ -163,9 +160,9 @@ class Elastic(Wrapper):
         """
         if not self.outside:
             raise RuntimeError("this process is one of the ranks already")
-        self._go_on()
+        self._reconfigure()
         job.mark(job.CAME)
-        self._family.catch_up()
+        self._epochs.catch_up()
         self.tell_resized()
 
     def leave(self) -> None:
@@ -174,11 +171,11 @@ class Elastic(Wrapper):
         Until then another rank may not have heard that the last transaction has ended, and ask.  The others hear of it
         at their next vote on any communicator of these ranks.
         """
-        self._family.leaving.set()
+        self._epochs.leaving.set()
         self._leave()
 
     def _leave(self) -> None:
-        left = self._family.left
+        left = self._epochs.left
         while self.size > 1 and not left.is_set():
             try:
                 self.control.leave()
@@ -187,11 +184,11 @@ class Elastic(Wrapper):
                 if not self.lost(error):
                     raise
                 if not left.is_set():
-                    self._go_on()
+                    self._reconfigure()
 
     def _leave_too(self) -> None:
         """Leave this communicator when the process leaves; runs in a thread of its own."""
-        self._family.leaving.wait()
+        self._epochs.leaving.wait()
         with contextlib.suppress(Exception):  # it may be closed
             self._leave()
 
@@ -207,20 +204,15 @@ class Elastic(Wrapper):
 
     def _vote(self, line: str) -> None:
         """Vote, apart from the votes of steps, on a line that must be the same on all ranks.  Collective."""
-        control, awaited = self.control, bool(self._prepare) and self.comm.awaited
-        control.vote(control.progress, fingerprint([line]), lambda: [line], part=f", {line}", awaited=awaited)
+        control, waits = self.control, bool(self._prepare) and self.comm.joiner_waits()
+        control.vote(control.progress, fingerprint([line]), lambda: [line], part=f", {line}", joiner_waits=waits)
 
-    def _go_on(self, lets_in: bool = False) -> None:
+    def _reconfigure(self, admit: bool = False) -> None:
         """Continue with the ranks that live, if this communicator does not yet.  Collective."""
-        self._family.go_on(self.epoch, lets_in)
+        self._epochs.reconfigure(self.epoch, admit)
         self._take_next()
 
-    @property
-    def newest(self) -> Communicator:
-        """The transport of the next try."""
-        return self._next or self.comm
-
-    def give(self, comm: Communicator) -> None:
+    def set_transport(self, comm: Communicator) -> None:
         """Let this be the transport from the next try on; one that has begun must not see another one."""
         self._next = comm
         if not self._inside:
@@ -229,12 +221,13 @@ class Elastic(Wrapper):
     def _take_next(self) -> None:
         if self._next is not None:
             before, came = self.control, self.outside or self.control.came
-            self.comm, self._next, self.epoch = self._next, None, self._family.epoch
+            self.comm, self._next, self.epoch = self._next, None, self._epochs.epoch
             self.control.optimizers, self.control.progress = before.optimizers, before.progress
-            self.control.awaited, self.control.came = False, came
-            self.control.stop = max(before.stop, self._family.stop)
+            self.control.joiner_waits, self.control.came = False, came
+            self.control.stop = max(before.stop, self._epochs.stop)
 
     def tell_resized(self) -> None:
+        """Call the callbacks of ``on_resize``, if the ranks have changed since."""
         if self._told != self.epoch:
             self._told = self.epoch
             for callback in self._resized:
@@ -309,7 +302,7 @@ class Elastic(Wrapper):
 
     def separate(self) -> Communicator:
         """Return another communicator that loses the same ranks.  Collective."""
-        other = Elastic(self.comm, self._family)
+        other = Elastic(self.comm, self._epochs)
 
         def make() -> None:
             other.comm = self.comm.separate()
@@ -321,7 +314,7 @@ class Elastic(Wrapper):
         return other
 
 
-class Family:
+class EpochGroup:
     """The communicators of the same ranks, which change to the ranks of the next epoch together."""
 
     # Together, since a rank may wait on one of them for a rank that waits on another one, or for a thread that does.
@@ -336,20 +329,20 @@ class Family:
         self.leaving, self.left = threading.Event(), threading.Event()
         self._lock = threading.Lock()
 
-    def go_on(self, epoch: int, lets_in: bool) -> None:
+    def reconfigure(self, epoch: int, admit: bool) -> None:
         """Give all members transports of the ranks that live.  Collective, unless it was done after ``epoch``."""
         # epoch: of the member that asks.
-        # lets_in: processes that wait may be among them, if all ranks say so.
+        # admit: processes that wait may be among them, if all ranks say so.
         with self._lock:
             if self.epoch == epoch:
-                self._go_on([member.newest for member in self.members], lets_in)
+                self._reconfigure([member._next or member.comm for member in self.members], admit)
 
     def catch_up(self) -> None:
         """Count the transactions that the others have ended before this process joined."""
         for member in self.members:
             member.ended = member.most
 
-    def _go_on(self, comms: list[Communicator], lets_in: bool) -> None:
+    def _reconfigure(self, comms: list[Communicator], admit: bool) -> None:
         began, before = time.monotonic(), comms[0]
         # of a training that has a communicator of its own, if there is one
         place = comms[-1].control.progress
@@ -359,7 +352,7 @@ class Family:
             ended = [member.ended for member in self.members]
             try:
                 rank = None if before.outside else before.rank
-                comms[0], texts = comms[0].survivors(json.dumps([rank, ended, before.control.stop]), lets_in)
+                comms[0], texts = comms[0].next_epoch(json.dumps([rank, ended, before.control.stop]), admit)
                 said = [json.loads(text) for text in texts]
                 self.epoch, self.stop = self.epoch + 1, max(stop for _, _, stop in said)
                 self.came = sum(rank is None for rank, _, _ in said)
@@ -373,7 +366,7 @@ class Family:
                 if not comms[0].lost(error):
                     raise
         for member, comm in zip(self.members, comms, strict=True):
-            member.give(comm)
+            member.set_transport(comm)
         lost = sorted({*range(before.size)} - {rank for rank, _, _ in said})
         if comms[0].rank == 0 and (lost or self.came):
             _say(lost, self.came, before.size, place, comms[0].size, time.monotonic() - began)

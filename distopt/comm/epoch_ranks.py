@@ -77,14 +77,12 @@ class EpochRanks:
         self._store = LineStore(self, line, f"{name} {epoch.number}/")
 
     @classmethod
-    def next(
-        cls, line: LauncherLink, name: str, text: str, lets_in: bool = False, limited: bool = True
-    ) -> "EpochRanks":
+    def next(cls, line: LauncherLink, name: str, text: str, admit: bool = False, limited: bool = True) -> "EpochRanks":
         """Ask the launcher for the next epoch of a communicator, and return its members.  Collective of these."""
         # text: for all members.
         # limited: whether the time limit holds.
         with meeting_of(line.member, limited=limited):
-            return cls(line, name, line.ask(name, text, lets_in))
+            return cls(line, name, line.ask(name, text, admit))
 
     def agree(self, well: bool) -> bool:
         """Return whether all members live and say that all is well: the same on all that live.  Collective."""

@@ -24,7 +24,7 @@ class Revocable(Protocol):
         """All waits on it fail from now on, on every rank."""
 
 
-class Ranks(Protocol):
+class GlooRanks(Protocol):
     """Ranks that can make groups of gloo's."""
 
     rank: int  # this process's number
@@ -89,12 +89,12 @@ _groups: dict[tuple[int, ...], int] = {}
 Works = list[tuple[int, Any]]  # what is under way, and with which rank
 
 
-class Messages:
+class GlooMessages:
     """Messages between some ranks, over a group of gloo's that nothing else uses.  Collective of them."""
 
-    def __init__(self, ranks: Ranks, members: Sequence[int]):
+    def __init__(self, ranks: GlooRanks, members: Sequence[int]):
         # members: numbers of those that have the messages, ascending
-        self.ranks, self._among, self._group = list(members), ranks, None  # type: list[int], Ranks, Any
+        self.ranks, self._among, self._group = list(members), ranks, None  # type: list[int], GlooRanks, Any
         self.rank, self.size = self.ranks.index(ranks.rank), len(self.ranks)
         if self.size > 1:
             self._group = ranks.group(self.ranks)
@@ -146,7 +146,7 @@ class Messages:
         _keep(self._group)
 
 
-_open: "weakref.WeakSet[Messages]" = weakref.WeakSet()  # that are not closed
+_open: "weakref.WeakSet[GlooMessages]" = weakref.WeakSet()  # that are not closed
 
 
 def _keep_all_in_child() -> None:

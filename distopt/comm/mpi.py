@@ -21,6 +21,7 @@ from distopt.comm.communicator import (
     sum_in_rank_order,
 )
 from distopt.comm.control import PeerLeft
+from distopt.comm.joiner import Joiner
 from distopt.comm.mpi_control import (
     MpiControl,
     brand,
@@ -29,6 +30,7 @@ from distopt.comm.mpi_control import (
     mpi,
     world_comm,
 )
+from distopt.comm.mpi_joiners import SpawnedJoiners, admit_joiner, be_admitted
 from distopt.comm.mpi_losses import (
     Checked,
     Exchange,
@@ -39,8 +41,6 @@ from distopt.comm.mpi_losses import (
     settle,
     wait_while_all_live,
 )
-from distopt.comm.mpi_newcomers import Newcomers, come_in, let_in
-from distopt.comm.outside import Outside
 from distopt.comm.receive_buffer import ReceiveBuffer
 from distopt.comm.shared_memory import SharingCommunicator
 from distopt.resilience.operation_log import OperationLog
@@ -118,7 +118,7 @@ class MpiCommunicator(SharingCommunicator):
         self._begun: dict[int, Exchange] = {}
         # of exchanges: a thread that goes on for all must not see freed requests
         self._ends = threading.Lock()
-        self._newcomers = Newcomers()
+        self._joiners = SpawnedJoiners()
 
     @property
     def pipelines(self) -> bool:
@@ -220,7 +220,7 @@ class MpiCommunicator(SharingCommunicator):
     def make_duplicate(self) -> Communicator:
         """Make a communicator of the same ranks over messages of its own.  Collective."""
         made = MpiCommunicator(self._comm, reason=f"beside rank {self.rank}'s other one")
-        made._newcomers = self._newcomers
+        made._joiners = self._joiners
         return made
 
     def make_subgroup(self, groups: Groups) -> Communicator:
@@ -250,7 +250,7 @@ class MpiCommunicator(SharingCommunicator):
         self._comm.Revoke()
         self.control.revoke()
 
-    def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:
+    def next_epoch(self, text: str, admit: bool = False) -> tuple[Communicator, list[str]]:
         """Return a communicator of the ranks that live, in their order, and a text of each.  Collective of these.
 
         It goes through a loop until no rank is lost meanwhile: all that live learn who they are, make the communicator,
@@ -261,24 +261,24 @@ class MpiCommunicator(SharingCommunicator):
 
         Args:
             text: this rank's.
-            lets_in: whether the process that rank 0 has started may be among them.
+            admit: whether the process that rank 0 has started may be among them.
 
         Raises:
             ValueError: the job is not elastic.
         """
         if self._base is None:
-            return super().survivors(text, lets_in)
+            return super().next_epoch(text, admit)
         self._settle()
         while True:
             with self.control.meeting():
                 living, base = self._base.Shrink(), self._base
                 # another rank may have come here from its vote on that, by a revocation
-                if agree(living, lets_in):
-                    lets_in = False
-                    base = living = let_in(living, self._newcomers.take()) or self._base.Shrink()
+                if agree(living, admit):
+                    admit = False
+                    base = living = admit_joiner(living, self._joiners.take()) or self._base.Shrink()
                 made, texts = self._on(living, base, text, self._why)
                 if made:
-                    made._newcomers = self._newcomers
+                    made._joiners = self._joiners
                     return made, texts
 
     @classmethod
@@ -302,30 +302,27 @@ class MpiCommunicator(SharingCommunicator):
             made.control.forget()
         return None, []
 
-    @property
-    def awaited(self) -> bool:
-        return self._newcomers.awaited
+    def joiner_waits(self) -> bool:
+        """Tell if a process waits to be admitted; rank 0 starts one if ``distopt run`` asks for it.
 
-    def start_newcomer(self) -> None:
-        """Start a process in the place of a lost rank, if this is rank 0 and ``distopt run`` asks for one.
-
-        It waits until that has started MPI.  The next one is started when this one has been let in.
+        It waits until that has started MPI.  The next one is started when this one has been admitted.
         """
         if self.rank == 0:
-            self._newcomers.start()
+            self._joiners.start()
+        return self._joiners.one_waits
 
     @classmethod
-    def waiting(cls, reason: str = "") -> Outside:
+    def waiting(cls, reason: str = "") -> Joiner:
         """Return a communicator of this process alone, until the ranks that have started it admit it."""
 
         def enter(text: str) -> tuple[Communicator, list[str]]:
-            ranks = come_in()
+            ranks = be_admitted()
             made, texts = cls._on(ranks, ranks, text, reason)
             if made is None:
                 raise RuntimeError("another rank was lost while this process was let in")
             return made, texts
 
-        return Outside(enter, False, reason)
+        return Joiner(enter, False, reason)
 
     def close(self) -> None:
         """Free the MPI communicators; nothing may be called after it.  Collective."""

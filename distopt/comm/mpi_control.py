@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from distopt.comm.control import LEAVE, ControlChannel, PeerLeft
+from distopt.comm.mpi_joiners import leave_quietly
 from distopt.comm.mpi_losses import Checked, elastic, finish, has_losses, is_loss
-from distopt.comm.mpi_newcomers import leave_quietly
 from distopt.comm.mpi_start import (
     abort,
     brand,

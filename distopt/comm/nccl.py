@@ -234,7 +234,7 @@ class NcclCommunicator(Communicator):
             try:
                 if lost:
                     host.revoke()
-                    host, texts = host.survivors(text)
+                    host, texts = host.next_epoch(text)
                 votes = f"votes over {host.reason}" if host.reason else ""
                 because = "; ".join(filter(None, (votes, reason)))
                 comm = cls(host.control, gpu, host.local_rank, because, hosts=host.hosts)
@@ -557,10 +557,10 @@ class NcclCommunicator(Communicator):
         if self._host is not None:
             self._host.revoke()
 
-    def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:
+    def next_epoch(self, text: str, admit: bool = False) -> tuple[Communicator, list[str]]:
         """Return a communicator of the ranks that live, on the same GPUs, and a text of each.  Collective of these."""
         if self._host is None:
-            return super().survivors(text, lets_in)
+            return super().next_epoch(text, admit)
         new, texts = NcclCommunicator._over(self._host, self.gpu, "", text, lost=True)
         new._trials = self._trials + 1 if new.size == self.size else 0
         return new, texts

@@ -26,10 +26,10 @@ from distopt.comm.board import Board, RankEnded
 from distopt.comm.communicator import Communicator, Groups, group_of
 from distopt.comm.control import LEAVE, ControlChannel, PeerLeft, agreed
 from distopt.comm.epoch_ranks import EpochRanks
-from distopt.comm.gloo import NO_LIMIT, Messages, Ranks, TorchRanks, Works
+from distopt.comm.gloo import NO_LIMIT, GlooMessages, GlooRanks, TorchRanks, Works
+from distopt.comm.joiner import Joiner
 from distopt.comm.launchers import LOOPBACK, SlurmStep, meeting
 from distopt.comm.outbox import Outboxes
-from distopt.comm.outside import Outside
 from distopt.comm.shared_memory import SharingCommunicator
 from distopt.comm.sockets import watch
 from distopt.resilience import job
@@ -52,11 +52,11 @@ class ProcessGroupControl(ControlChannel):
     # Each rank sends its vote to all others.  A rank whose script has ended sends words of farewell in place of its
     # next vote, and the others raise them.
 
-    def __init__(self, ranks: Ranks, members: Sequence[int]):
+    def __init__(self, ranks: GlooRanks, members: Sequence[int]):
         # members: numbers of those that have the channel, ascending
         if len(members) > 1:
             watch(ranks.rank)
-        self._among, self._messages, self.ranks = ranks, Messages(ranks, members), list(members)
+        self._among, self._messages, self.ranks = ranks, GlooMessages(ranks, members), list(members)
         self.rank, self.size = self._messages.rank, self._messages.size
         self._numbers, name = itertools.count(), f"{names(members)} {ranks.place}"
         channel = _channels[name] = _channels.get(name, 0) + 1
@@ -262,7 +262,7 @@ def join(ranks: Sequence[int] | None = None) -> tuple[ProcessGroupControl, int, 
     return join_among(_torch_ranks(), ranks)
 
 
-def join_among(ranks: Ranks, members: Sequence[int] | None = None) -> tuple[ProcessGroupControl, int, list[int]]:
+def join_among(ranks: GlooRanks, members: Sequence[int] | None = None) -> tuple[ProcessGroupControl, int, list[int]]:
     """Make votes of these ranks.  Collective of them."""
     # members: their numbers, ascending; None for all.
     # Returns the votes; this rank's number among those of its machine; and the machine of each rank, as numbers.
@@ -287,7 +287,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
     then on; the launcher ends the others.
 
     Under ``distopt run --elastic`` there is no default process group, which would end with any of its ranks.  There the
-    launcher tells who the ranks are, and those that live go on without one that was lost (``survivors``).
+    launcher tells who the ranks are, and those that live go on without one that was lost (``next_epoch``).
 
     Args:
         reason: why this transport was chosen, for ``repr``.
@@ -322,17 +322,17 @@ class ProcessGroupCommunicator(SharingCommunicator):
             self._enter(launcher, "world", "", reason)
 
     def _enter(
-        self, launcher: LauncherLink, name: str, text: str, reason: str, lets_in: bool = False, limited: bool = True
+        self, launcher: LauncherLink, name: str, text: str, reason: str, admit: bool = False, limited: bool = True
     ) -> list[str]:
         """Become a member of a communicator's next epoch, of which no rank is lost meanwhile.  Collective of these."""
         # All members return with the same epoch, since the launcher decides if all have come as far.
-        # lets_in: whether processes that wait may become members.
+        # admit: whether processes that wait may become members.
         # limited: whether the time limit holds for the wait for the others.
         # Returns a text of each member.
         # Raises PeerLeft: these ranks cannot connect, though none was lost meanwhile.
         met: list[list[int]] = []
         while True:
-            ranks, failure = EpochRanks.next(launcher, name, text, lets_in, limited), None
+            ranks, failure = EpochRanks.next(launcher, name, text, admit, limited), None
             met.append(ranks.all)
             try:
                 self._make(ranks, None, reason)
@@ -345,13 +345,13 @@ class ProcessGroupCommunicator(SharingCommunicator):
             if failure and met.count(ranks.all) > TRIALS:
                 raise failure
 
-    def _make(self, ranks: Ranks, members: Sequence[int] | None, reason: str) -> None:
+    def _make(self, ranks: GlooRanks, members: Sequence[int] | None, reason: str) -> None:
         """Set up messages and votes of some of the ranks, or of all."""
         self._among, self._why = ranks, reason
         self.control, self.local_rank, self._hosts = join_among(ranks, members)
         self.rank, self.size, self._ranks = self.control.rank, self.control.size, self.control.ranks
         outboxes = Outboxes.open(self.control) if self.size > 1 else None
-        self._messages: Messages | Outboxes = outboxes or Messages(ranks, self._ranks)
+        self._messages: GlooMessages | Outboxes = outboxes or GlooMessages(ranks, self._ranks)
         if outboxes:
             ranks.keep(outboxes)
         self._log = self.control.log("data")
@@ -380,29 +380,28 @@ class ProcessGroupCommunicator(SharingCommunicator):
         """
         self._among.revoke()
 
-    def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:
+    def next_epoch(self, text: str, admit: bool = False) -> tuple[Communicator, list[str]]:
         """Return a communicator of the ranks that live, in their order, and a text of each.  Collective of these.
 
         Args:
             text: this rank's.
-            lets_in: whether processes that wait to be let in may be among them.
+            admit: whether processes that wait to be let in may be among them.
 
         Raises:
             ConnectionError: the launcher has ended, or has given this rank up.
             ValueError: the ranks are torch's, which are lost together, or this communicator is a subgroup.
         """
         if not isinstance(self._among, EpochRanks) or self._ranks != self._among.all:
-            return super().survivors(text, lets_in)
+            return super().next_epoch(text, admit)
         self._forget()
         new, launcher = type(self).__new__(type(self)), cast(LauncherLink, line())
-        return new, new._enter(launcher, self._among.name, text, self._why, lets_in)
+        return new, new._enter(launcher, self._among.name, text, self._why, admit)
 
-    @property
-    def awaited(self) -> bool:
+    def joiner_waits(self) -> bool:
         return job.awaited()
 
     @classmethod
-    def waiting(cls, reason: str = "") -> Outside:
+    def waiting(cls, reason: str = "") -> Joiner:
         """Return a communicator of this process alone, which waits until it is admitted by the ranks of a job."""
         launcher = cast(LauncherLink, line())
         _join(launcher.member)
@@ -410,9 +409,9 @@ class ProcessGroupCommunicator(SharingCommunicator):
         def enter(text: str) -> tuple[Communicator, list[str]]:
             comm = cls.__new__(cls)
             # the others let it in between two steps, however long these are
-            return comm, comm._enter(launcher, "world", text, reason, lets_in=True, limited=False)
+            return comm, comm._enter(launcher, "world", text, reason, admit=True, limited=False)
 
-        return Outside(enter, cls.rank_ordered, reason)
+        return Joiner(enter, cls.rank_ordered, reason)
 
     def _forget(self) -> None:
         """Say no farewell on this communicator."""
@@ -439,7 +438,7 @@ class ProcessGroupCommunicator(SharingCommunicator):
         return cls._of(_torch_ranks(), ranks, reason)
 
     @classmethod
-    def _of(cls, ranks: Ranks, members: Sequence[int], reason: str) -> "ProcessGroupCommunicator":
+    def _of(cls, ranks: GlooRanks, members: Sequence[int], reason: str) -> "ProcessGroupCommunicator":
         """Make a communicator of some of the ranks.  Collective of these."""
         comm = cls.__new__(cls)
         comm._make(ranks, members, reason)

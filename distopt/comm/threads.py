@@ -17,7 +17,7 @@ from distopt.comm.communicator import (
     sum_in_rank_order,
 )
 from distopt.comm.control import ControlChannel, PeerLeft
-from distopt.comm.outside import Outside
+from distopt.comm.joiner import Joiner
 from distopt.resilience.membership import Epoch, Quorum
 
 _thread = threading.local()  # ``rank``: the communicator of a thread that run_ranks started
@@ -25,51 +25,51 @@ T = TypeVar("T")
 Action = Callable[[list[Any]], list[Any]]
 
 
-class Crew:
+class ThreadWorld:
     """The threads of ``run_ranks`` that have not ended, and where they meet."""
 
     def __init__(self, size: int):
         self.size, self._changed = size, threading.Condition()
-        self._meetings: list[Meeting] = []
+        self._all: list[ThreadRendezvous] = []
         self._ended: set[int] = set()
         # by the members of the first epoch
         self._quorums: dict[tuple[int, ...], Quorum] = {}
         # by these and rank
-        self._epochs: dict[tuple[tuple[int, ...], int], tuple[Epoch, list[Meeting]]] = {}
+        self._epochs: dict[tuple[tuple[int, ...], int], tuple[Epoch, list[ThreadRendezvous]]] = {}
 
-    def enter(self, meeting: "Meeting") -> None:
+    def enter(self, rendezvous: "ThreadRendezvous") -> None:
         """Make ranks that have ended, or will, leave this rendezvous."""
         with self._changed:
-            self._meetings.append(meeting)
+            self._all.append(rendezvous)
             ended = list(self._ended)
         for rank in ended:
-            meeting.leave(rank)
+            rendezvous.leave(rank)
 
     def end(self, rank: int) -> None:
         """Make a rank leave every rendezvous."""
         with self._changed:
             self._ended.add(rank)
-            meetings = list(self._meetings)
+            every = list(self._all)
             for first, quorum in self._quorums.items():
                 quorum.lose(rank)
                 self._begin(first)
-        for meeting in meetings:
-            meeting.leave(rank)
+        for rendezvous in every:
+            rendezvous.leave(rank)
 
     def next_epoch(
-        self, first: tuple[int, ...], member: int, text: str, lets_in: bool = False
-    ) -> "tuple[Epoch, list[Meeting]]":
+        self, first: tuple[int, ...], member: int, text: str, admit: bool = False
+    ) -> "tuple[Epoch, list[ThreadRendezvous]]":
         """Wait for those members of a communicator that have not ended."""
         # Raises RuntimeError if this member has ended, but a thread that it has started has not.
         # first: the members of its first epoch.
-        # lets_in: whether joiners may be in the epoch.
+        # admit: whether joiners may be in the epoch.
         # Returns the epoch, and a rendezvous of its members for data and for votes.
         with self._changed:
             if member in self._ended:
                 raise RuntimeError(f"rank {member} has ended")
             if first not in self._quorums:
                 self._quorums[first] = Quorum(set(first) - self._ended)
-            self._quorums[first].ask(member, text, lets_in)
+            self._quorums[first].ask(member, text, admit)
             self._begin(first)
             self._changed.wait_for(lambda: (first, member) in self._epochs)
             return self._epochs.pop((first, member))
@@ -77,8 +77,8 @@ class Crew:
     def _begin(self, first: tuple[int, ...]) -> None:
         epoch = self._quorums[first].begin()
         if epoch:
-            meetings = [Meeting(epoch.members, self) for _ in range(2)]
-            self._epochs |= {(first, member): (epoch, meetings) for member in epoch.members}
+            rendezvous = [ThreadRendezvous(epoch.members, self) for _ in range(2)]
+            self._epochs |= {(first, member): (epoch, rendezvous) for member in epoch.members}
             self._changed.notify_all()
 
     def awaits(self, first: tuple[int, ...]) -> bool:
@@ -87,21 +87,21 @@ class Crew:
             return first in self._quorums and bool(self._quorums[first].joiners())
 
 
-class Meeting:
+class ThreadRendezvous:
     """Rendezvous of ranks: the last one to arrive computes the results of all."""
 
     # A collective then takes one wait, and no copies of its arguments.
 
-    def __init__(self, ranks: Sequence[int], crew: Crew):
+    def __init__(self, ranks: Sequence[int], world: ThreadWorld):
         # ranks: numbers in `run_ranks`
-        self.ranks, self.crew, self._lock = ranks, crew, threading.RLock()
+        self.ranks, self.world, self._lock = ranks, world, threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._offers: list[Any] = [None] * len(ranks)
         self._verbs = [""] * len(ranks)
-        self._arrived = self._meetings = 0
+        self._arrived = self._rounds = 0
         self._results: list[Any] | Exception = []
         self._left = ""
-        crew.enter(self)
+        world.enter(self)
 
     def meet(self, rank: int, verb: str, offer: Any, action: Action) -> Any:
         """Wait for the arguments of all ranks, and return this rank's result.  Collective."""
@@ -116,10 +116,10 @@ class Meeting:
             if self._arrived == len(self._offers):
                 self._conclude(action)
             else:
-                meeting = self._meetings
-                while self._meetings == meeting and not self._left:
+                number = self._rounds
+                while self._rounds == number and not self._left:
                     self._changed.wait()
-                if self._meetings == meeting:
+                if self._rounds == number:
                     raise PeerLeft(f"{self._left} while rank {rank} waits in {verb}")
             if isinstance(self._results, Exception):
                 raise self._results
@@ -133,7 +133,7 @@ class Meeting:
             self._results = action(self._offers)
         except Exception as error:
             self._results = error
-        self._arrived, self._meetings = 0, self._meetings + 1
+        self._arrived, self._rounds = 0, self._rounds + 1
         self._changed.notify_all()
 
     def leave(self, rank: int) -> None:
@@ -152,15 +152,15 @@ class Meeting:
             self._left = self._left or why
             self._changed.notify_all()
 
-    def subgroup(self, rank: int, members: tuple[int, ...]) -> "Meeting":
+    def subgroup(self, rank: int, members: tuple[int, ...]) -> "ThreadRendezvous":
         """Return a rendezvous of some of these ranks, each of which names its group.  Collective."""
 
-        def make(groups: list[tuple[int, ...]]) -> list[Meeting]:
-            found = {g: Meeting([self.ranks[m] for m in g], self.crew) for g in set(groups)}
+        def make(groups: list[tuple[int, ...]]) -> list[ThreadRendezvous]:
+            found = {g: ThreadRendezvous([self.ranks[m] for m in g], self.world) for g in set(groups)}
             return [found[group] for group in groups]
 
-        meeting: Meeting = self.meet(rank, "subgroup", members, make)
-        return meeting
+        rendezvous: ThreadRendezvous = self.meet(rank, "subgroup", members, make)
+        return rendezvous
 
     @property
     def size(self) -> int:
@@ -170,25 +170,27 @@ class Meeting:
 class ThreadControl(ControlChannel):
     """Votes between threads."""
 
-    def __init__(self, rank: int, meeting: Meeting):
-        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+    def __init__(self, rank: int, rendezvous: ThreadRendezvous):
+        self.rank, self.size, self._rendezvous = rank, rendezvous.size, rendezvous
 
     def check_ends(self) -> None:
-        self._meeting.check()
+        self._rendezvous.check()
 
     def revoke(self) -> None:
-        self._meeting.end(f"rank {self.rank} has revoked the votes")
+        self._rendezvous.end(f"rank {self.rank} has revoked the votes")
 
     def subgroup(self, members: tuple[int, ...]) -> "ThreadControl":
-        return ThreadControl(members.index(self.rank), self._meeting.subgroup(self.rank, members))
+        return ThreadControl(members.index(self.rank), self._rendezvous.subgroup(self.rank, members))
 
     def maximum(self, votes: np.ndarray) -> None:
-        votes[:] = self._meeting.meet(
+        votes[:] = self._rendezvous.meet(
             self.rank, "a vote", votes.copy(), lambda offers: [np.maximum.reduce(offers)] * self.size
         )
 
     def gather_strings(self, text: str) -> list[str]:
-        return list(self._meeting.meet(self.rank, "a vote's details", text, lambda offers: [tuple(offers)] * self.size))
+        return list(
+            self._rendezvous.meet(self.rank, "a vote's details", text, lambda offers: [tuple(offers)] * self.size)
+        )
 
 
 class ThreadCommunicator(Communicator):
@@ -196,7 +198,7 @@ class ThreadCommunicator(Communicator):
 
     Args:
         rank: this rank.
-        meeting: the meetings of its collectives.
+        rendezvous: the rendezvous of its collectives.
         control: its votes.
 
     Example:
@@ -212,10 +214,10 @@ class ThreadCommunicator(Communicator):
     rank_ordered = shares_address_space = True
     control: ThreadControl
 
-    def __init__(self, rank: int, meeting: Meeting, control: ThreadControl):
+    def __init__(self, rank: int, rendezvous: ThreadRendezvous, control: ThreadControl):
         self.rank = self.local_rank = rank
-        self.size, self._meeting, self.control = meeting.size, meeting, control
-        self._first = tuple(meeting.ranks)  # of the first epoch
+        self.size, self._rendezvous, self.control = rendezvous.size, rendezvous, control
+        self._first = tuple(rendezvous.ranks)  # of the first epoch
 
     def all_reduce(self, x: np.ndarray) -> None:
         """Replace x, in place, by its sum over ranks, added in rank order.  Collective."""
@@ -244,57 +246,58 @@ class ThreadCommunicator(Communicator):
         return list(self._meet("peers", x, lambda offers: [tuple(offers)] * len(offers), None))
 
     def make_duplicate(self) -> Communicator:
-        """Make a communicator of the same threads with meetings of its own.  Collective."""
+        """Make a communicator of the same threads with rendezvous of its own.  Collective."""
         other = self.make_subgroup((tuple(range(self.size)),))
         other._first = self._first
         return other
 
     def make_subgroup(self, groups: Groups) -> "ThreadCommunicator":
-        """Make a communicator of a group with meetings of its own.  Collective."""
+        """Make a communicator of a group with rendezvous of its own.  Collective."""
         members = group_of(self.rank, groups)
-        rank, meeting = members.index(self.rank), self._meeting.subgroup(self.rank, members)
-        group = ThreadCommunicator(rank, meeting, self.control.subgroup(members))
+        rank, rendezvous = members.index(self.rank), self._rendezvous.subgroup(self.rank, members)
+        group = ThreadCommunicator(rank, rendezvous, self.control.subgroup(members))
         group._hosts = [self.hosts[member] for member in members]
         return group
 
     def revoke(self) -> None:
-        """Let every rank's meetings here raise PeerLeft: of collectives, votes, the duplicate and the subgroups."""
-        self._meeting.end(f"rank {self.rank} has revoked {self!r}")
+        """Let every rank's rendezvous here raise PeerLeft: of collectives, votes, the duplicate and the subgroups."""
+        self._rendezvous.end(f"rank {self.rank} has revoked {self!r}")
         self.control.revoke()
         for other in self._made_of_it():
             other.revoke()
 
-    @property
-    def awaited(self) -> bool:
-        return self._meeting.crew.awaits(self._first)
+    def joiner_waits(self) -> bool:
+        return self._rendezvous.world.awaits(self._first)
 
-    def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:
+    def next_epoch(self, text: str, admit: bool = False) -> tuple[Communicator, list[str]]:
         """Return a communicator of the threads that have not ended, and a text of each.  Collective of these."""
-        member = self._meeting.ranks[self.rank]
-        epoch, meetings = self._meeting.crew.next_epoch(self._first, member, text, lets_in)
-        comm, before = _of_epoch(epoch, meetings, member, self._first), self._meeting.ranks
+        member = self._rendezvous.ranks[self.rank]
+        epoch, rendezvous = self._rendezvous.world.next_epoch(self._first, member, text, admit)
+        comm, before = _of_epoch(epoch, rendezvous, member, self._first), self._rendezvous.ranks
         if set(epoch.members) <= set(before):
             comm._hosts = [self.hosts[before.index(m)] for m in epoch.members]
         return comm, epoch.texts
 
-    def waiting_for(self, members: Sequence[int]) -> Outside:
+    def waiting_for(self, members: Sequence[int]) -> Joiner:
         """Return a communicator of this thread alone, which these threads of ``run_ranks`` may admit."""
-        member, crew = self._meeting.ranks[self.rank], self._meeting.crew
+        member, world = self._rendezvous.ranks[self.rank], self._rendezvous.world
 
         def enter(text: str) -> tuple[Communicator, list[str]]:
-            epoch, meetings = crew.next_epoch(tuple(members), member, text)
-            return _of_epoch(epoch, meetings, member, tuple(members)), epoch.texts
+            epoch, rendezvous = world.next_epoch(tuple(members), member, text)
+            return _of_epoch(epoch, rendezvous, member, tuple(members)), epoch.texts
 
-        return Outside(enter, self.rank_ordered, f"thread {member}")
+        return Joiner(enter, self.rank_ordered, f"thread {member}")
 
     def _meet(self, verb: str, offer: Any, action: Action, alike: np.ndarray | None) -> Any:
         shape = f" of {alike.size} {alike.dtype}" if alike is not None else ""
-        return self._meeting.meet(self.rank, verb + shape, offer, action)
+        return self._rendezvous.meet(self.rank, verb + shape, offer, action)
 
 
-def _of_epoch(epoch: Epoch, meetings: Sequence[Meeting], member: int, first: tuple[int, ...]) -> ThreadCommunicator:
+def _of_epoch(
+    epoch: Epoch, rendezvous: Sequence[ThreadRendezvous], member: int, first: tuple[int, ...]
+) -> ThreadCommunicator:
     """Return a communicator of the members of an epoch; ``first`` are those of the first epoch."""
-    rank, (data, votes) = epoch.members.index(member), meetings
+    rank, (data, votes) = epoch.members.index(member), rendezvous
     comm = ThreadCommunicator(rank, data, ThreadControl(rank, votes))
     comm._first = first
     return comm
@@ -356,18 +359,18 @@ def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
-    crew = Crew(size)
-    world, votes = Meeting(range(size), crew), Meeting(range(size), crew)
+    world = ThreadWorld(size)
+    data, votes = ThreadRendezvous(range(size), world), ThreadRendezvous(range(size), world)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            _thread.rank = ThreadCommunicator(rank, world, ThreadControl(rank, votes))
+            _thread.rank = ThreadCommunicator(rank, data, ThreadControl(rank, votes))
             results[rank] = main(_thread.rank)
         except BaseException as error:
             errors.append(error)
-        crew.end(rank)
+        world.end(rank)
 
     threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}") for r in range(size)]
     for t in threads:
@@ -376,7 +379,7 @@ def run_ranks(size: int, main: Callable[[ThreadCommunicator], T]) -> list[T]:
         for t in threads:
             t.join()
     finally:  # after a Ctrl-C, no rank can wait for another any more
-        crew.end(0)
+        world.end(0)
     for error in sorted(errors, key=_rank_of_cause):
         raise error
     return results

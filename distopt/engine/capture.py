@@ -29,7 +29,7 @@ def check_capture(engine: Engine, compressor: Compressor) -> None:
         )
     if comm.gpu is None:
         raise ValueError(f"the communicator of a captured step must be on a GPU, got {comm!r}")
-    if comm.elastic:
+    if comm.membership:
         raise ValueError(
             "ranks of a captured step must be those that recorded it, and some of these may be lost: start without "
             "--elastic"

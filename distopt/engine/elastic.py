@@ -29,7 +29,7 @@ class ElasticSteps:
     # where each rank has a share of the optimizer's state, it is a part of it (`Buddies`).
 
     def __init__(self, engine: Any, undo: Undo, buddy: bool):
-        self._engine, self._undo = engine, undo
+        self._engine, self._undo, self.membership = engine, undo, engine.comm.membership
         parts = engine.comm, engine.store, engine.optimizer, engine.progress
         self.buddies = Buddies(*parts, undo) if buddy else None
 

@@ -81,7 +81,7 @@ class Engine:
         self.accumulator = GradientAccumulator(options.num_batches, options.sync_on_apply)
         self.progress = Progress(self.accumulator, remedy, counted)
         # What a step has changed, where it may be made again; None where the job ends with the first lost rank.
-        self.undo = Undo() if comm.elastic else None
+        self.undo = Undo() if comm.membership else None
         self.store = BucketStore(
             comm,
             self.optimizer,
@@ -137,7 +137,7 @@ class Engine:
     def let_in(self) -> None:
         """Go on with the processes that wait to be let in, unless a window of batches is open.  Collective then."""
         if self.elastic and not self.accumulator.batches:
-            self.comm.let_in()
+            self.elastic.membership.admit()
 
     def transaction(self, operation: Callable[[], T]) -> T:
         """Return what an operation returns that all ranks do together, and again if one is lost.  Collective."""

@@ -40,7 +40,7 @@ def record_if_asked(engine: Engine) -> None:
 
 def watch_first_gradients(engine: Engine) -> None:
     """Warn if all ranks bring an engine the same gradients."""
-    if engine.comm.size > 1 and engine.comm.gpu is None and not engine.comm.elastic:
+    if engine.comm.size > 1 and engine.comm.gpu is None and not engine.comm.membership:
         engine.hooks.append(FirstGradients(engine.hooks, engine.comm))
 
 
@@ -202,7 +202,8 @@ class Facade:
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable with (rank, size), got {callback!r:.60}")
-        self._ranks.on_resize(callback)
+        if self._ranks.membership:
+            self._ranks.membership.on_resize(callback)
 
     def close(self) -> None:
         """Refuse everything from now on; the communicator stays open.

@@ -36,9 +36,10 @@ class Joining:
         comes = comm.outside
         if comes and not self._checkpointer.values(self._params):
             raise ValueError("params must be the model's parameters, got none; call rejoin(params)")
-        if comes:
-            comm.join_others()
-        comm.on_join(self.prepare)
+        if comm.membership:
+            if comes:
+                comm.membership.join_others()
+            comm.membership.on_join(self.prepare)
         return self.receive() if comes else None
 
     def prepare(self) -> Callable[[], None]:

@@ -28,8 +28,8 @@ from distopt.buckets import Bucket, BucketSpec, plan
 from distopt.checks import check_float, check_int
 from distopt.comm import Communicator, LocalCommunicator
 from distopt.comm.control import fingerprint
+from distopt.comm.joiner import WAITS
 from distopt.comm.local import LocalControl
-from distopt.comm.outside import WAITS
 from distopt.compress import Compressor, Dense
 from distopt.engine.agreement import AllJoinedError
 from distopt.engine.background import Background, Inline
@@ -325,7 +325,7 @@ class OuterLoop:
         # What was sent since lands first.
         self.awaited = False
         self.land()
-        self._own.let_in()
+        self._own.membership.admit()
 
     def _take_due(self) -> bool:
         """Take the new values of fragments that are due; tell if there were any."""
@@ -337,7 +337,7 @@ class OuterLoop:
         if due:
             self.land()
             # Alike on all ranks, as nothing travels now.
-            self.awaited = self._own.control.awaited
+            self.awaited = self._own.control.joiner_waits
         for fragment in due:
             fragment.take(self._places(), self._alpha)
         return bool(due)
@@ -360,7 +360,8 @@ class OuterLoop:
         self._carrier.finish()
         if self._side is not None:
             self._side.wait()
-        self._own.tell_resized()
+        if self._own.membership:
+            self._own.membership.tell_resized()
 
     def join(self) -> None:
         """Take part in the others' exchanges until no rank has batches; all get the global values.  Collective."""

@@ -129,7 +129,7 @@ def _overlaps(overlap: str | bool, comm: Communicator) -> bool:
     """Decide 'auto': overlap pays where ranks sit on several machines, or have GPUs."""
     if not isinstance(overlap, bool) and not (isinstance(overlap, str) and overlap == "auto"):
         raise ValueError(f"overlap must be 'auto', True or False, got {overlap!r}")
-    if comm.size == 1 and not comm.elastic:
+    if comm.size == 1 and not comm.membership:
         return False
     if overlap is True and not comm.may_overlap:
         raise ValueError(

@@ -15,7 +15,7 @@ def enroll(engine: Engine, params: Iterable[Any], verb: str, check: Check, plann
     """Learn the names of parameters, which are the same on all ranks, and make a plan of them.  Collective."""
     # verb: what this is for, in the vote; planned: parameters that the plan, if there is none, has before these.
     # An elastic job may make the call again.
-    again = list(params) if engine.comm.elastic else params
+    again = list(params) if engine.comm.membership else params
     collector = engine.store.collector
 
     def learn() -> list[str]:

@@ -157,13 +157,13 @@ def give_up(comm):
 
 
 def go_on_in_a_thread(comm):
-    """As ``comm.elastic.Family``: a thread goes on for all communicators, while the main one waits for rank 2."""
+    """As ``comm.elastic.EpochGroup``: a thread goes on for all communicators, while the main one waits for rank 2."""
     made = []
 
     def work():
         time.sleep(0.3)
         comm.revoke()
-        made.append(comm.survivors("")[0])
+        made.append(comm.next_epoch("")[0])
 
     comm.set_poll_interval(0.2)  # the thread is done with it before this one looks again
     thread = threading.Thread(target=work)
@@ -184,7 +184,7 @@ def go_on(comm, text):
     while True:
         try:
             comm.revoke()
-            return comm.survivors(text)
+            return comm.next_epoch(text)
         except Exception as error:
             if not comm.lost(error):
                 raise

@@ -139,8 +139,8 @@ def test_shared_parameters_say_what_is_gone():
 
 
 def test_a_communicator_that_loses_no_rank_says_so():
-    with pytest.raises(ValueError, match="needs a communicator that defines survivors, got a LocalCommunicator"):
-        LocalCommunicator().survivors("")
+    with pytest.raises(ValueError, match="needs a communicator that defines next_epoch, got a LocalCommunicator"):
+        LocalCommunicator().next_epoch("")
 
 
 def test_without_it_a_lost_rank_ends_the_others():
@@ -156,7 +156,7 @@ def test_without_it_a_lost_rank_ends_the_others():
 def test_a_checkpoint_is_whole_or_absent_if_a_rank_ends_while_it_is_saved(meeting, tmp_path, monkeypatch):
     from distopt.comm import threads
 
-    meet, count = threads.Meeting.meet, [None]
+    meet, count = threads.ThreadRendezvous.meet, [None]
 
     def counted(self, rank, *arguments):
         if self.ranks[rank] == 0 and count[0] is not None:
@@ -165,7 +165,7 @@ def test_a_checkpoint_is_whole_or_absent_if_a_rank_ends_while_it_is_saved(meetin
                 raise Gone
         return meet(self, rank, *arguments)
 
-    monkeypatch.setattr(threads.Meeting, "meet", counted)
+    monkeypatch.setattr(threads.ThreadRendezvous, "meet", counted)
 
     def train(comm, steps, folder):
         params = [Parameter("w", np.zeros(30, np.float32))]
@@ -216,7 +216,7 @@ def grown(victim, make, steps=6, lost_at=2, **options):
                 ended.set()
                 return None
             if member < 3 and opt.step_counter == lost_at + 1:
-                while not comm.awaited and comm.size == 2:
+                while not comm.joiner_waits() and comm.size == 2:
                     time.sleep(1e-3)
             opt(list(inputs.pairs(inputs.VirtualRank(member, 4), params, opt.step_counter)))
             sizes.append(comm.size)
@@ -277,7 +277,7 @@ def test_a_process_that_does_more_than_the_others_ends_alone(more):
                 return "lost"
             opt([(p, np.ones(3))])
             sizes.append(comm.size)
-            while opt.step_counter == 2 and not comm.awaited:
+            while opt.step_counter == 2 and not comm.joiner_waits():
                 time.sleep(1e-3)
         comm.leave()
         return p.data[0], sizes
@@ -292,6 +292,6 @@ def test_a_process_that_waits_is_alone():
         if member == 1:
             return comm.rank, comm.size, comm.outside, comm.lengths(3)
         with pytest.raises(RuntimeError, match="one of the ranks already"):
-            comm.join_others()
+            comm.membership.join_others()
 
     assert run_ranks(2, main)[1] == (0, 1, True, [3])

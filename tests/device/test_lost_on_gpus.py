@@ -46,7 +46,7 @@ class Fate:
 @pytest.fixture
 def fate(monkeypatch):
     """Return a function that makes a fate the present one."""
-    present, meet, submit = [], threads.Meeting.meet, nccl.NcclCommunicator._submit
+    present, meet, submit = [], threads.ThreadRendezvous.meet, nccl.NcclCommunicator._submit
 
     def fated_meeting(meeting, rank, *arguments):
         present[-1].instant(meeting.ranks[rank])
@@ -60,7 +60,7 @@ def fate(monkeypatch):
             if present[-1].ended and comm.device_id() == present[-1].rank:
                 comm.abort()
 
-    monkeypatch.setattr(threads.Meeting, "meet", fated_meeting)
+    monkeypatch.setattr(threads.ThreadRendezvous, "meet", fated_meeting)
     monkeypatch.setattr(nccl.NcclCommunicator, "_submit", fated_call)
 
     def begin(**victim):

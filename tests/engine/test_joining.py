@@ -145,7 +145,7 @@ def grown(victim, make):
             if (member, call) == (victim, LOST_AT):
                 ended.set()
                 return None
-            while call >= GROWN_AT and comm.size == 2 and not comm.awaited:
+            while call >= GROWN_AT and comm.size == 2 and not comm.joiner_waits():
                 time.sleep(1e-3)
             grads = inputs.gradients(params, call, member)
             call += 1

@@ -23,7 +23,7 @@ class Fate:
         self.ended = []  # in this order
 
     def meet(self, meet, meeting, rank, verb, offer, action):
-        member, number = meeting.ranks[rank], meeting._meetings
+        member, number = meeting.ranks[rank], meeting._rounds
         if member in self.ended:  # on its way out
             raise Killed
         self.count[member] += 1
@@ -47,12 +47,12 @@ class Fate:
 def present_fates(monkeypatch):
     """Return a function that makes a fate the present one, and takes the arguments of ``Fate``."""
     present = []
-    meet = threads.Meeting.meet
+    meet = threads.ThreadRendezvous.meet
 
     def fated(self, *arguments):
         return present[-1].meet(meet, self, *arguments)
 
-    monkeypatch.setattr(threads.Meeting, "meet", fated)
+    monkeypatch.setattr(threads.ThreadRendezvous, "meet", fated)
 
     def begin(*arguments, **options):
         present.append(Fate(*arguments, **options))

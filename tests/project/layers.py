@@ -21,7 +21,7 @@ ROWS = {  # from the ground up
 HEAVY = {
     "cupy": {"device/gpus.py", "comm/nccl_library.py"},
     "mpi4py": {
-        *("comm/mpi.py", "comm/mpi_control.py", "comm/mpi_losses.py", "comm/mpi_newcomers.py", "comm/mpi_start.py"),
+        *("comm/mpi.py", "comm/mpi_control.py", "comm/mpi_losses.py", "comm/mpi_joiners.py", "comm/mpi_start.py"),
         *("run/launcher.py", "resilience/rank.py"),
     },
     "torch": {

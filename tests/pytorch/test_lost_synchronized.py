@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is missing: pip install 'dist
 
 import distopt.torch as dt  # noqa: E402
 from distopt.comm import Elastic, ThreadCommunicator  # noqa: E402
-from distopt.comm.outside import Outside  # noqa: E402
+from distopt.comm.joiner import Joiner  # noqa: E402
 from distopt.resilience.environment import WANTED  # noqa: E402
 from faults import losses  # noqa: E402
 from launch import distopt_run  # noqa: E402
@@ -164,6 +164,6 @@ def test_local_steps_go_on_without_rank_0(tmp_path):
 def test_local_steps_take_nobody_in():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    outside = Elastic(Outside(lambda text: pytest.fail("nobody is asked"), True))
+    outside = Elastic(Joiner(lambda text: pytest.fail("nobody is asked"), True))
     with pytest.raises(RuntimeError, match="local steps must begin on all ranks together"):
         dt.local_steps(model, optimizer, every=2, group=outside)

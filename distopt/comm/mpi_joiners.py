@@ -31,7 +31,7 @@ PORT_BYTES = 1024  # at most
 TICK = 0.002  # seconds between two looks for the port
 
 
-class Newcomer:
+class SpawnedJoiner:
     """A process that this rank has started, which waits to be admitted."""
 
     def __init__(self, request: str):
@@ -63,39 +63,39 @@ class Newcomer:
         return process
 
 
-class Newcomers:
+class SpawnedJoiners:
     """The process that this rank has started and not admitted yet, if there is one."""
 
     def __init__(self) -> None:
-        self._waiting: Newcomer | None = None
+        self._waiting: SpawnedJoiner | None = None
 
     def start(self) -> None:
         """Start one if ``distopt run`` asks for it, and none waits to be admitted."""
         if self._waiting is None or self._waiting.lost:
             request = job.requested()
-            self._waiting = Newcomer(request) if request else None
+            self._waiting = SpawnedJoiner(request) if request else None
 
     @property
-    def awaited(self) -> bool:
+    def one_waits(self) -> bool:
         """Whether one is ready to be admitted."""
         return self._waiting is not None and self._waiting.waits
 
-    def take(self) -> Newcomer | None:
+    def take(self) -> SpawnedJoiner | None:
         """Return the process, and forget it."""
-        newcomer, self._waiting = self._waiting, None
-        return newcomer
+        joiner, self._waiting = self._waiting, None
+        return joiner
 
 
-def let_in(living: "MPI.Comm", newcomer: Newcomer | None) -> "MPI.Comm | None":
+def admit_joiner(living: "MPI.Comm", joiner: SpawnedJoiner | None) -> "MPI.Comm | None":
     """Return a communicator of these ranks and, last, a joiner; None if a rank was lost meanwhile.  Collective."""
     # A joiner that is not admitted is ended: it might wait for ever for ranks that train on.
     # living: rank 0 of these has started the joiner.
     port, process, all_of_them = "", None, None
     try:
-        waits = newcomer is not None and newcomer.waits
-        if newcomer and waits:
+        waits = joiner is not None and joiner.waits
+        if joiner and waits:
             port = mpi().Open_port()
-            process = newcomer.call(port)
+            process = joiner.call(port)
         with Checked(living):
             if living.rank or waits:  # else the others learn from the revocation that nobody comes
                 all_of_them = cast("MPI.Intracomm", living).Accept(port).Merge(high=False)
@@ -114,7 +114,7 @@ def let_in(living: "MPI.Comm", newcomer: Newcomer | None) -> "MPI.Comm | None":
     return None
 
 
-def come_in() -> "MPI.Intracomm":
+def be_admitted() -> "MPI.Intracomm":
     """Return a communicator of this process and the ranks that admit it.  Collective of all."""
     # Raises RuntimeError if a rank has ended meanwhile, or the one that has started this process.
     runtime, port = mpi(), bytearray(PORT_BYTES)

@@ -11,7 +11,7 @@ WAITS = (
 )
 
 
-class Outside(LocalCommunicator):
+class Joiner(LocalCommunicator):
     """Communicator of a process that is alone until the others admit it (``Elastic.join_others``)."""
 
     outside = True
@@ -24,8 +24,8 @@ class Outside(LocalCommunicator):
         self._enter, self.rank_ordered = enter, rank_ordered
 
     def make_duplicate(self) -> Communicator:
-        return Outside(self._enter, self.rank_ordered, self.reason)
+        return Joiner(self._enter, self.rank_ordered, self.reason)
 
-    def survivors(self, text: str, lets_in: bool = False) -> tuple[Communicator, list[str]]:
+    def next_epoch(self, text: str, admit: bool = False) -> tuple[Communicator, list[str]]:
         """Return a communicator of all ranks, this one among them, and a text of each.  Collective of them."""
         return self._enter(text)
