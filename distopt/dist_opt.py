@@ -1,31 +1,26 @@
 """Average gradients over ranks, then update by the wrapped optimizer."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from distopt import device, kernels
-from distopt.checks import check_bool, check_int
+from distopt.buckets import Staging
+from distopt.checks import check_int
 from distopt.comm import Communicator, NcclCommunicator
-from distopt.compress import Compressor, Dense, ErrorFeedback, Half, Threshold, TopK
+from distopt.compress import Compressor, Dense
 from distopt.engine.capture import CapturedStep, check_capture
-from distopt.engine.collectives import ManualCollectives
 from distopt.engine.engine import Engine
-from distopt.engine.facade import Checkpointed, Facade, ranks, record_if_asked, torch_model, watch_first_gradients
+from distopt.engine.facade import Checkpointed, ranks, record_if_asked, torch_model, watch_first_gradients
 from distopt.engine.joining import Joining
 from distopt.engine.nonfinite import Policy
-from distopt.engine.parameters import Loss, checked_gradient
+from distopt.engine.parameters import Loss
 from distopt.engine.partial import Averaged, PartialSteps
 from distopt.engine.spec import GradientHook, Options, StepSpec, among
 from distopt.engine.views import parameter_views
 from distopt.optim import SGD, AnyOptimizer
-from distopt.optim.adapters.base import Known
+from distopt.singa import SingaModes, SingaVerbs, with_compressor
 
 if TYPE_CHECKING:
-    from distopt import lab
-    from distopt.lab import Advice, Wire
-    from distopt.lab.cost import Link
+    pass
 
 
 def _from_id(
@@ -44,178 +39,7 @@ def _from_id(
     return NcclCommunicator.from_id(nccl_id, local_rank, world_size)
 
 
-def _with(compressor: Compressor | None, break_even: bool, exchange: str, over: str) -> StepSpec:
-    """Return the step with a compressor; None for ``Dense()``."""
-    chosen = Dense() if compressor is None else compressor
-    return StepSpec(lambda: chosen, break_even=break_even, exchange=exchange, over=over)
-
-
-class SingaModes(Facade):
-    """SINGA's modes that reduce gradients, each a step of one engine."""
-
-    def run(self, loss: Any, spec: StepSpec) -> bool:
-        """Make one step; tell if an update was applied.  Collective."""
-        self.engine.let_in()
-        return self.engine.step(loss, spec)
-
-    def __call__(self, loss: Loss) -> bool:
-        """``backward_and_update(loss)``."""
-        return self.backward_and_update(loss)
-
-    def backward_and_update(self, loss: Loss, threshold: int | None = None) -> bool:
-        """Make one step with the mean of all ranks' gradients.  Collective.
-
-        Args:
-            loss: an iterable of (param, grad) pairs (a generator too), a callable that returns one, or an object whose
-                ``backward()`` yields one.
-            threshold: elements that fill a bucket; None for that of the constructor.
-
-        Returns:
-            True if an update was applied.
-
-        Raises:
-            TypeError: on every rank alike, for what is no loss, parameter or gradient on one of them.
-            ValueError: on every rank alike, if ranks differ, or a parameter or gradient is not that of the first step.
-            FloatingPointError: on every rank alike, for what is not finite, unless ``nonfinite`` says otherwise.
-
-        Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
-            >>> opt.backward_and_update([(p, np.ones(2, np.float32))])
-            True
-            >>> p.data
-            array([0.5, 0.5], dtype=float32)
-        """
-        return self.run(loss, StepSpec(Dense, threshold))
-
-    def backward_and_update_half(
-        self, loss: Loss, threshold: int | None = None, clipping: bool = False, clip_Value: float = 100
-    ) -> bool:
-        """Make one step with float16 payloads (``compress.Half``): half the bytes.  Collective.
-
-        Args:
-            loss: as for ``backward_and_update``.
-            threshold: elements that fill a bucket; None for that of the constructor.
-            clipping: hold every element of this rank's gradients between ``-clip_Value`` and ``clip_Value`` first.
-            clip_Value: the bound.
-
-        Returns:
-            True if an update was applied.
-
-        Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
-            >>> opt.backward_and_update_half([(p, np.ones(2, np.float32))], clipping=True, clip_Value=0.5)
-            True
-            >>> p.data
-            array([0.75, 0.75], dtype=float32)
-        """
-        return self.run(loss, StepSpec(Half, threshold, float(clip_Value) if clipping else None))
-
-    def backward_and_sparse_update(
-        self,
-        loss: Loss,
-        threshold: int | None = None,
-        spars: float = 0.05,
-        topK: bool = False,
-        corr: bool = True,
-        exchange: str = "gather",
-    ) -> bool:
-        """Make one step with the largest entries of the gradients.  Collective.
-
-        Args:
-            loss: as for ``backward_and_update``.
-            threshold: elements that fill a bucket; None for that of the constructor.
-            spars: with ``topK`` the fraction of each bucket's entries that is sent, otherwise the least magnitude.
-            topK: send a fraction (``compress.TopK``) instead of what is large enough (``compress.Threshold``).
-            corr: keep the rest as a residual, which is added to the next gradient (``compress.ErrorFeedback``);
-                otherwise the rest is lost.
-            exchange: as for ``step``; a gather by default, so that the sum is all that the ranks have sent.
-
-        Returns:
-            True if an update was applied.
-
-        Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
-            >>> opt.backward_and_sparse_update([(p, np.array([1, 3], np.float32))], spars=0.5, topK=True)
-            True
-            >>> p.data  # the smaller entry waits
-            array([ 1. , -0.5], dtype=float32)
-        """
-
-        def make() -> Compressor:
-            selector = TopK(spars) if topK else Threshold(spars)
-            return ErrorFeedback(selector) if corr else selector
-
-        return self.run(loss, StepSpec(make, threshold, exchange=exchange))
-
-    def step(
-        self,
-        loss: Any,
-        compressor: Compressor | None = None,
-        break_even: bool = True,
-        exchange: str = "auto",
-        over: str = "ranks",
-    ) -> bool:
-        """Make one step with any compressor (``DistOpt.step``).  Collective."""
-        return self.run(loss, _with(compressor, break_even, exchange, over))
-
-    def advise(
-        self,
-        link: "str | Link | Wire",
-        ranks: int | None = None,
-        modes: str | Sequence[str] | None = None,
-        backward: float = 0.0,
-        measure: bool = True,
-    ) -> "Advice":
-        """Find the mode that makes the exchange of this plan the fastest, and where it begins to pay (``distopt.lab``).
-
-        Args:
-            link: a name or a rate (``cost.link``), a ``Link``, a ``lab.Network``, or a ``fit.Fit``.
-            ranks: number of ranks; None for that of the communicator.
-            modes: as 'half,topk=0.01' (``lab.mode``); None for all that this optimizer can be given.
-            backward: seconds of a backward pass, during which buckets of modes without a residual travel, unless this
-                was made with ``overlap=False`` or accumulates batches.
-            measure: time compression on this host; a GPU is faster.
-
-        Returns:
-            The advice, which can be printed.
-
-        Raises:
-            RuntimeError: there is no plan yet; make a step first.
-            ValueError: a name does not exist, or a link is out of range.
-            TypeError: an argument has the wrong type.
-
-        Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
-            >>> opt([(p, np.ones(2, np.float32))])
-            True
-            >>> print(opt.advise("1Gbit", ranks=8, modes="half", measure=False).best)  # doctest: +SKIP
-        """
-        from distopt import lab
-
-        network, timed = lab.wire(link), lab.compute.measure if check_bool("measure", measure) else None
-        buckets = [bucket.gradients for bucket in self.engine.store.buckets]
-        asked = self.engine.comm.size if ranks is None else ranks
-        overlap = self._arguments.get("overlap", "auto") is not False and self.engine.options.num_batches == 1
-
-        def check(mode: "lab.Mode") -> None:
-            self.engine.compressor_at_this_step(mode.compressor)
-
-        return lab.advise(buckets, asked, network, modes, backward, timed, overlap, check)
-
-
-class DistOpt(SingaModes, Checkpointed):
+class DistOpt(SingaModes, SingaVerbs, Checkpointed):
     """Wrap any optimizer so that all ranks of a communicator train one model.
 
     A step collects the gradients, checks them, votes, reduces them bucket by bucket, and updates; what goes wrong on
@@ -325,11 +149,9 @@ class DistOpt(SingaModes, Checkpointed):
         engine = Engine(SGD() if opt is None else opt, comm, options, threshold=size)
         super().__init__(engine, asked)
         self._partial = PartialSteps(engine)
-        self._collectives = ManualCollectives(comm, capacity, engine.check_open)
+        self._staging = Staging(capacity)
         # what the last step was
         self._last: StepSpec | Averaged | None = None
-        # whether a parameter has been updated by hand since the last step
-        self._updated = False
         if self._model is not None:
             self._model.enroll(engine)
             if options.overlap:
@@ -484,7 +306,7 @@ class DistOpt(SingaModes, Checkpointed):
             array([0.5, 0.5], dtype=float32)
         """
         if loss is not None:
-            return self.run(loss, _with(compressor, break_even, exchange, over))
+            return self.run(loss, with_compressor(compressor, break_even, exchange, over))
         engine = self.engine
         engine.check_open()
         if not self._updated:
@@ -615,208 +437,6 @@ class DistOpt(SingaModes, Checkpointed):
             0
         """
         return Joining(self._state, self._checkpointer, params, extra).rejoin()
-
-    def update(self, param: Any, grad: np.ndarray) -> None:
-        """Take the mean of a summed gradient, in place, and update one parameter with it.
-
-        Args:
-            param: the parameter.
-            grad: the sum over ranks of its gradients, of the parameter's shape and dtype.
-
-        Raises:
-            ValueError: there is a ``LossScaler``, ``clip_norm`` or ``gradient_hook``, or parameters are shared, which
-                need whole steps.
-
-        Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
-            >>> grad = np.ones(2, np.float32)
-            >>> opt.all_reduce(grad)
-            >>> opt.update(p, grad)
-            >>> opt.step()
-            True
-            >>> p.data
-            array([0.5, 0.5], dtype=float32)
-        """
-        engine = self.engine
-        engine.check_open()
-        engine.resolve_last_step()
-        if engine.nonfinite.policy.adapts:
-            raise ValueError(
-                "nonfinite must not be a LossScaler for update, which does not divide by its scale; use a step"
-            )
-        if option := engine.means.needs_all:
-            raise ValueError(
-                f"{option} must be None for update, which has the gradient of one parameter alone; use a step"
-            )
-        if engine.store.sharded:
-            raise ValueError("parameters must not be shared for update, which changes them on every rank; use a step")
-        name, value = engine.store.collector.identify(param)
-        checked = checked_gradient(name, value, grad)
-        if checked is None:
-            raise TypeError(f"{name}: the gradient must be an array for update, got None")
-        grad = checked
-        if device.on_gpu(grad):
-            kernels.scale(grad.reshape(-1), 1.0 / self.world_size)
-        else:
-            grad /= self.world_size
-        engine.optimizer.follow({name: Known(param, value)})
-        engine.optimizer.apply(name, param, value, grad)
-        self._updated = True
-
-    # -- collectives by hand
-
-    @overload
-    def all_reduce(self, x: int) -> int: ...
-    @overload
-    def all_reduce(self, x: float) -> float: ...
-    @overload
-    def all_reduce(self, x: np.ndarray) -> None: ...
-    def all_reduce(self, x: Any) -> Any:
-        """Replace an array, in place, by its sum over ranks, or return the sum of numbers.  Collective.
-
-        Args:
-            x: an array, an int, whose sum is exact, or a float, which is added in rank order, as float64.
-
-        Returns:
-            The sum of numbers; None for an array.
-
-        Example:
-            >>> from distopt import DistOpt
-            >>> opt = DistOpt()
-            >>> opt.all_reduce(2), opt.all_reduce(0.5)
-            (2, 0.5)
-        """
-        return self._collectives.all_reduce(x)
-
-    def fused_all_reduce(self, xs: Iterable[np.ndarray], send: bool = True) -> None:
-        """Replace arrays, in place, by their sums over ranks, in messages of ``buffSize`` elements.  Collective.
-
-        Args:
-            xs: the arrays.
-            send: False only copies them into the staging memory; True copies as well if nothing was copied since the
-                last send.
-
-        Raises:
-            ValueError: ``xs`` are not the arrays that were copied before, in order; what was copied is dropped.
-
-        Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt
-            >>> opt = DistOpt()
-            >>> x, y = np.ones(2), np.ones(3)
-            >>> opt.fused_all_reduce([x, y])
-            >>> y
-            array([1., 1., 1.])
-        """
-        self._collectives.fused_all_reduce(xs, send)
-
-    def all_reduce_half(self, x: np.ndarray) -> None:
-        """Replace a float32 or float64 array, in place, by its sum, sent as float16 (``compress.Half``).  Collective.
-
-        Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt
-            >>> opt = DistOpt()
-            >>> x = np.ones(2, np.float32)
-            >>> opt.all_reduce_half(x)
-            >>> x
-            array([1., 1.], dtype=float32)
-        """
-        self._collectives.all_reduce_half(x)
-
-    def fused_all_reduce_half(self, xs: Iterable[np.ndarray], send: bool = True) -> None:
-        """Replace arrays, in place, by their sums, sent as float16; else as ``fused_all_reduce``.  Collective.
-
-        Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt
-            >>> opt = DistOpt()
-            >>> x = np.ones(2, np.float32)
-            >>> opt.fused_all_reduce_half([x])
-            >>> x
-            array([1., 1.], dtype=float32)
-        """
-        self._collectives.fused_all_reduce_half(xs, send)
-
-    def sparsification(self, x: np.ndarray, accumulation: np.ndarray | None, spars: float, topK: bool) -> None:
-        """Replace an array, in place, by the sum over ranks of its largest entries.  Collective.
-
-        Args:
-            x: the array.
-            accumulation: the residual, flat and of x's size and dtype, which is added first and keeps the rest; None
-                drops the rest.
-            spars: with ``topK`` the fraction of entries that is sent, otherwise the least magnitude.
-            topK: send a fraction instead of what is large enough.
-
-        Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt
-            >>> opt = DistOpt()
-            >>> x, residual = np.array([1.0, 3.0]), np.zeros(2)
-            >>> opt.sparsification(x, residual, spars=0.5, topK=True)
-            >>> x, residual
-            (array([0., 3.]), array([1., 0.]))
-        """
-        self._collectives.sparsification(x, accumulation, spars, topK)
-
-    def fused_sparsification(
-        self, xs: Iterable[np.ndarray], accumulation: np.ndarray | None, spars: float, topK: bool
-    ) -> None:
-        """Replace arrays of one dtype, taken as one, as ``sparsification`` does.  Collective.
-
-        Args:
-            xs: the arrays.
-            accumulation: the residual of all of them, flat, of their dtype and of their sizes' sum; None drops the
-                rest.
-            spars: with ``topK`` the fraction of entries that is sent, otherwise the least magnitude.
-            topK: send a fraction instead of what is large enough.
-
-        Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt
-            >>> opt = DistOpt()
-            >>> x, y = np.array([1.0, 3.0]), np.array([2.0])
-            >>> opt.fused_sparsification([x, y], None, spars=2.0, topK=False)
-            >>> x, y
-            (array([0., 3.]), array([2.]))
-        """
-        self._collectives.fused_sparsification(xs, accumulation, spars, topK)
-
-    def wait(self) -> None:
-        """Make results of collectives visible to the caller's current stream; nothing to do without a GPU.
-
-        Example:
-            >>> from distopt import DistOpt
-            >>> opt = DistOpt()
-            >>> opt.wait()
-        """
-        self._collectives.wait()
-
-    def broadcast(self, params: Iterable[Any]) -> None:
-        """Replace parameters (or plain arrays), in place, by those of rank 0.  Collective.
-
-        Example:
-            >>> import numpy as np
-            >>> from distopt import DistOpt, Parameter
-            >>> from distopt.optim import SGD
-            >>> p, opt = Parameter("w", np.ones(2, np.float32)), DistOpt(SGD(0.5))
-            >>> opt.broadcast([p])
-        """
-        self._collectives.broadcast(params)
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return rank ``root``'s plain value, as ``Communicator.broadcast_object``.  Collective.
-
-        Example:
-            >>> from distopt import DistOpt
-            >>> opt = DistOpt()
-            >>> opt.broadcast_object({"epoch": 3})
-            {'epoch': 3}
-        """
-        return self._collectives.broadcast_object(value, root)
 
     # -- parameters that all ranks share
 

@@ -27,7 +27,6 @@ from distopt.comm.message import MessageTag
 from distopt.comm.meter import Meter
 from distopt.compress import Compressor
 from distopt.compress.state import State
-from distopt.dist_opt import SingaModes
 from distopt.engine.agreement import describe
 from distopt.engine.engine import Engine
 from distopt.engine.reducers import Reducer, Reducers, Vote
@@ -40,6 +39,7 @@ from distopt.exchange.two_phase import Owned
 from distopt.lab.observe.hook import QualityHook
 from distopt.lab.sequential_step import SequentialBuckets, SequentialExchange, SequentialNodes, move_states
 from distopt.optim import SGD, AnyOptimizer
+from distopt.singa import SingaModes
 
 Losses = Callable[[int], Any]
 

@@ -1,9 +1,11 @@
 """What scripts for SINGA's optimizers write."""
 
+import inspect
+
 import numpy as np
 import pytest
 
-from distopt import DistOpt, Parameter
+from distopt import DistOpt, Parameter, run_ranks
 from distopt.comm import LocalCommunicator
 from distopt.optim import LBSGD, SGD, AdaGrad, Adam, ExponentialDecay, Muon, RMSProp
 
@@ -87,3 +89,110 @@ def test_update_is_another_name_of_apply():
     opt([(p, np.ones(3))])  # a whole bucket in one kernel call, as before
     other([(q, np.ones(3))])
     np.testing.assert_array_equal(p.data, q.data)
+
+
+def backward_and_update(self, loss, threshold, one, fused):
+    """The loop of SINGA's ``backward_and_update``, and with ``_half`` of its float16 form, with this library's loss."""
+    plist, acc, glist = [], 0, []
+    for p, g in loss:
+        if g.size > threshold:
+            one(g)
+        else:
+            glist.append(g)
+            fused([g], send=False)
+            acc += g.size
+            if acc > threshold:
+                fused(glist)
+                acc, glist = 0, []
+        plist.append((p, g))
+    if glist:
+        fused(glist)
+    self.wait()
+    for p, g in plist:
+        self.update(p, g)
+    self.opt.step()
+
+
+def sparse_update(self, loss, threshold, spars, accumulation):
+    """The loop of SINGA's ``backward_and_sparse_update``, with its residuals by position."""
+    plist, acc, k, glist = [], 0, -1, []
+
+    def residual(size):
+        return accumulation.setdefault(k, np.zeros(size, np.float32))
+
+    for p, g in loss:
+        if g.size > threshold:
+            k += 1
+            self.sparsification(g, residual(g.size), spars, True)
+        else:
+            glist.append(g)
+            acc += g.size
+            if acc > threshold:
+                k += 1
+                self.fused_sparsification(glist, residual(acc), spars, True)
+                acc, glist = 0, []
+        plist.append((p, g))
+    if glist:
+        k += 1
+        self.fused_sparsification(glist, residual(acc), spars, True)
+    self.wait()
+    for p, g in plist:
+        self.update(p, g)
+    self.opt.step()
+
+
+@pytest.mark.parametrize("mode", ["dense", "half", "sparse"])
+def test_singas_own_loops_train_as_its_modes_do(mode):
+    """All verbs that they call are there, and an update takes the mean."""
+    sizes, threshold = (3, 40, 5, 30, 2), 32
+
+    def losses(rank, params, step):
+        rng = np.random.default_rng([rank, step])
+        return [(p, rng.integers(-8, 8, p.data.size).astype(np.float32)) for p in params]
+
+    def main(comm):
+        trained = []
+        for by_hand in (True, False):
+            opt, kept = DistOpt(SGD(0.5, momentum=0.5), comm), {}
+            params = [Parameter(f"p{k}", np.zeros(n, np.float32)) for k, n in enumerate(sizes)]
+            for step in range(3):
+                loss = losses(comm.rank, params, step)
+                if not by_hand:
+                    mode_of_step = {"dense": opt.backward_and_update, "half": opt.backward_and_update_half}.get(mode)
+                    if mode_of_step:
+                        mode_of_step(loss, threshold)
+                    else:
+                        opt.backward_and_sparse_update(loss, threshold, spars=1.0, topK=True)
+                elif mode == "dense":
+                    backward_and_update(opt, loss, threshold, opt.all_reduce, opt.fused_all_reduce)
+                elif mode == "half":
+                    backward_and_update(opt, loss, threshold, opt.all_reduce_half, opt.fused_all_reduce_half)
+                else:
+                    sparse_update(opt, loss, threshold, 1.0, kept)
+            trained.append([p.data for p in params])
+        return trained
+
+    for by_hand, by_mode in run_ranks(2, main):
+        for x, y in zip(by_hand, by_mode, strict=True):
+            np.testing.assert_array_equal(x, y)
+            assert x.any()
+
+
+def test_every_method_of_singas_takes_its_arguments_in_its_order():
+    singas = {
+        "update": "param grad",
+        "fused_all_reduce": "_ send",
+        "fused_all_reduce_half": "_ send",
+        "sparsification": "_ accumulation spars topK",
+        "fused_sparsification": "_ accumulation spars topK",
+        "backward_and_update": "loss threshold",
+        "backward_and_update_half": "loss threshold clipping clip_Value",
+        "backward_and_partial_update": "loss threshold",
+        "backward_and_sparse_update": "loss threshold spars topK corr",
+    }
+    for name, arguments in singas.items():
+        ours = list(inspect.signature(getattr(DistOpt, name)).parameters)[1:]
+        theirs = arguments.split()
+        assert [a for a, b in zip(ours, theirs, strict=False) if b not in ("_", a)] == [], name
+        assert len(ours) >= len(theirs)
+    assert {"nccl_id", "local_rank", "world_size", "buffSize"} < set(inspect.signature(DistOpt).parameters)

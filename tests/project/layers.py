@@ -14,6 +14,7 @@ ROWS = {  # from the ground up
     "parts": "buckets comm compress checkpoint",
     "exchange and update": "exchange optim",
     "the step": "engine",
+    "SINGA's methods": "singa",
     "facades, launcher": "dist_opt local_steps trainer torch run",
     "laboratory": "lab",
     "start": "__init__ cli",  # of which the second may ask the first
