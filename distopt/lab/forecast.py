@@ -108,12 +108,9 @@ def forecast(
     apart = exchanges(buckets, mode)
     ledgers = [exchange_ledger(those, mode, ranks, per_node, break_even, exchange) for those in apart]
     found = [summary(ledger, those, mode, 1) for ledger, those in zip(ledgers, apart, strict=True)]
-    return found[0] if mode.windows.every == 1 else _over_window(found, buckets, mode)
-
-
-def _over_window(found: Sequence[Forecast], buckets: Sequence[BucketLayout], mode: Mode) -> Forecast:
-    """Return the bytes of the mean step of a window, of the forecasts of its exchanges."""
     every = mode.windows.every
+    if every == 1:
+        return found[0]
     means = {name: _mean(sum(getattr(f, name) for f in found), every) for name in COUNTS}
     dense = sum(bucket.extent * bucket.dtype.itemsize for bucket in buckets)
     fallen = tuple(sorted({number for f in found for number in f.fallen}))
@@ -233,21 +230,7 @@ def exchange_ledger(
     exchange: str,
     ledger: Ledger | None = None,
 ) -> Ledger:
-    """Return the first rank's ledger of one exchange of these buckets, or write it to the one that is given.
-
-    Args:
-        buckets: the layouts of the buckets, in plan order.
-        mode: the compression mode.
-        ranks: the number of ranks.
-        per_node: ranks on each host.
-        break_even: whether a bucket is all-reduced as dense where that is less.
-        exchange: 'gather', 'two_phase', 'nodes' or 'auto'.
-        ledger: the ledger; None for a new one.
-
-    Raises:
-        TypeError: a number is no integer.
-        ValueError: the bytes depend on the gradients, or a number is out of range.
-    """
+    """Return the first rank's ledger of one exchange of these buckets, or write it to the one that is given."""
     ledger = Ledger() if ledger is None else ledger
     ranks, per_node = check_int("ranks", ranks, least=1), check_int("per_node", per_node, least=1)
     if ranks > MOST_RANKS:
@@ -271,18 +254,7 @@ def exchange_ledger(
 def messages(
     buckets: Sequence[BucketLayout], mode: Mode, ranks: int, break_even: bool = True, exchange: str = "auto"
 ) -> list[Message]:
-    """Return the messages of a step.
-
-    Args:
-        buckets: the layouts of the buckets, in plan order.
-        mode: the compression mode.
-        ranks: the number of ranks.
-        break_even: whether a bucket is all-reduced as dense where that is less.
-        exchange: 'gather', 'two_phase' or 'auto'.
-
-    Raises:
-        ValueError: the lengths of the messages depend on the gradients; the text has a remedy.
-    """
+    """Return the messages of a step; ValueError, with a remedy, if their lengths depend on the gradients."""
     if exchange == "nodes":
         raise ValueError("exchange must be 'auto', 'gather' or 'two_phase' where seconds are predicted, got 'nodes'")
     return _known(step_messages(buckets, mode.compressor, ranks, break_even, exchange), mode)

@@ -28,15 +28,11 @@ def sweep(ranks: Iterable[job.Rank]) -> None:
 def left() -> list[Left]:
     """Return the segments that failed jobs have left on this machine."""
     segments = []
-    mapped = _mapped()
+    # Those that a process maps, as far as this user may look.
+    mapped = {name for maps in Path("/proc").glob("[0-9]*/maps") for name in job.segments(maps)}
     for path in (path for path in FOLDER.iterdir() if path.name.startswith(job.SEGMENTS)):
         with contextlib.suppress(OSError):
             about = path.stat()
             if about.st_uid == os.geteuid() and path.name not in mapped:
                 segments.append(Left(path, about.st_size))
     return sorted(segments)
-
-
-def _mapped() -> set[str]:
-    """Return the names of all segments that a process maps, as far as this user may look."""
-    return {name for maps in Path("/proc").glob("[0-9]*/maps") for name in job.segments(maps)}
