@@ -14,7 +14,7 @@ from distopt.engine.spec import Outcome
 from distopt.engine.undo import Undo
 from distopt.kernels.layout import CHUNK, BucketLayout
 from distopt.optim.adapters import OptimizerAdapter
-from distopt.optim.optimizer import Table
+from distopt.optim.optimizer import OwnedSlots
 
 NOTHING = np.empty(0, np.uint8)
 
@@ -39,7 +39,7 @@ class Division(NamedTuple):
         """Return the same division, as another rank sees it."""
         return self._replace(rank=rank)
 
-    def chunks(self, table: Table) -> tuple[int, int]:
+    def chunks(self, table: OwnedSlots) -> tuple[int, int]:
         """Return the first chunk of a table that this rank updates, and the one after the last."""
         if table.number is None:
             return table.members.shard(self.rank, self.size).span

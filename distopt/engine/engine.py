@@ -31,7 +31,7 @@ from distopt.engine.spec import NOTHING, Options, Outcome, StepSpec, Update
 from distopt.engine.undo import Undo
 from distopt.exchange import EXCHANGES
 from distopt.optim.adapters import adapt
-from distopt.optim.optimizer import Ranks
+from distopt.optim.optimizer import UpdatingRanks
 from distopt.resilience import job
 from distopt.resilience.operation_log import recorder
 
@@ -389,7 +389,7 @@ class Engine:
                 # None: these sums are this rank's own.
                 ranks = None
                 if store.sharded or (spec.reduced and comm.size > 1):
-                    ranks = Ranks(comm.rank, comm.size, store.sharded, self.add_norms, self._gather_updates)
+                    ranks = UpdatingRanks(comm.rank, comm.size, store.sharded, self.add_norms, self._gather_updates)
                 self.optimizer.update(buckets, order, sums, scale, store.skip_flag, ranks)
             else:
                 chosen = {name: known for name, known in order.items() if name in spec.only}

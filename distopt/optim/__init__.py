@@ -17,7 +17,7 @@ from distopt.optim.lars_wrapper import LarsWrapper
 from distopt.optim.lbsgd import LBSGD
 from distopt.optim.muon import Muon
 from distopt.optim.optimizer import Optimizer
-from distopt.optim.part import Part, Timed
+from distopt.optim.part import OptimizerPart, TimedOptimizer
 from distopt.optim.protocols import AnyOptimizer, SupportsApply, SupportsUpdate
 from distopt.optim.rmsprop import RMSProp
 from distopt.optim.schedules import (
@@ -32,7 +32,7 @@ from distopt.optim.schedules import (
 )
 from distopt.optim.sgd import SGD
 from distopt.optim.signum import Signum
-from distopt.optim.wrapper import Wrapper
+from distopt.optim.wrapper import OptimizerWrapper, Wrapper
 
 __all__ = [
     "LAMB",
@@ -54,6 +54,7 @@ __all__ = [
     "MultiFactor",
     "Muon",
     "Optimizer",
+    "OptimizerWrapper",
     "Poly",
     "RMSProp",
     "Signum",
@@ -75,8 +76,8 @@ def _falling() -> ExponentialDecay:
 
 
 # By class, a function that says all that the rest of the library is to know of it; a training asks nothing.
-ALL: dict[type[Optimizer | Wrapper], Callable[[], Part]] = {
-    SGD: lambda: Part(
+ALL: dict[type[Optimizer | OptimizerWrapper], Callable[[], OptimizerPart]] = {
+    SGD: lambda: OptimizerPart(
         laws={
             # all of its state
             "sgd": lambda: SGD(_falling(), momentum=0.9, weight_decay=1e-3),
@@ -84,56 +85,59 @@ ALL: dict[type[Optimizer | Wrapper], Callable[[], Part]] = {
             "nesterov": lambda: SGD(0.05, momentum=0.9, nesterov=True),
         },
         timed={
-            "sgd": Timed(lambda: SGD(1e-6), 3),
-            "momentum sgd": Timed(lambda: SGD(1e-6, momentum=0.9, weight_decay=1e-4), 5),
-            "nesterov": Timed(lambda: SGD(1e-6, momentum=0.9, nesterov=True), 5),
+            "sgd": TimedOptimizer(lambda: SGD(1e-6), 3),
+            "momentum sgd": TimedOptimizer(lambda: SGD(1e-6, momentum=0.9, weight_decay=1e-4), 5),
+            "nesterov": TimedOptimizer(lambda: SGD(1e-6, momentum=0.9, nesterov=True), 5),
         },
     ),
-    RMSProp: lambda: Part(
-        laws={"rmsprop": lambda: RMSProp(0.01, epsilon=1e-3)}, timed={"rmsprop": Timed(lambda: RMSProp(1e-6), 5)}
+    RMSProp: lambda: OptimizerPart(
+        laws={"rmsprop": lambda: RMSProp(0.01, epsilon=1e-3)},
+        timed={"rmsprop": TimedOptimizer(lambda: RMSProp(1e-6), 5)},
     ),
-    AdaGrad: lambda: Part(
-        laws={"adagrad": lambda: AdaGrad(0.1, epsilon=1e-3)}, timed={"adagrad": Timed(lambda: AdaGrad(1e-6), 5)}
+    AdaGrad: lambda: OptimizerPart(
+        laws={"adagrad": lambda: AdaGrad(0.1, epsilon=1e-3)},
+        timed={"adagrad": TimedOptimizer(lambda: AdaGrad(1e-6), 5)},
     ),
-    Signum: lambda: Part(
+    Signum: lambda: OptimizerPart(
         laws={"signum": lambda: Signum(0.05, momentum=0.9)},
-        timed={"signum": Timed(lambda: Signum(1e-6, momentum=0.9), 5)},
+        timed={"signum": TimedOptimizer(lambda: Signum(1e-6, momentum=0.9), 5)},
     ),
-    Adam: lambda: Part(
-        laws={"adam": lambda: Adam(0.01, epsilon=1e-3, weight_decay=1e-3)}, timed={"adam": Timed(lambda: Adam(1e-6), 7)}
+    Adam: lambda: OptimizerPart(
+        laws={"adam": lambda: Adam(0.01, epsilon=1e-3, weight_decay=1e-3)},
+        timed={"adam": TimedOptimizer(lambda: Adam(1e-6), 7)},
     ),
-    AdamW: lambda: Part(
+    AdamW: lambda: OptimizerPart(
         laws={"adamw": lambda: AdamW(0.01, epsilon=1e-3, weight_decay=1e-3)},
-        timed={"adamw": Timed(lambda: AdamW(1e-6), 7)},
+        timed={"adamw": TimedOptimizer(lambda: AdamW(1e-6), 7)},
     ),
-    LARS: lambda: Part(
+    LARS: lambda: OptimizerPart(
         laws={"lars": lambda: LARS(1.0, momentum=0.9, eta=0.01, weight_decay=1e-3, exclude=["3", "6"])},
         # of which 2 for norms
-        timed={"lars": Timed(lambda: LARS(1e-6, momentum=0.9), 7)},
+        timed={"lars": TimedOptimizer(lambda: LARS(1e-6, momentum=0.9), 7)},
     ),
-    LAMB: lambda: Part(
+    LAMB: lambda: OptimizerPart(
         laws={"lamb": lambda: LAMB(0.01, epsilon=1e-3, weight_decay=1e-3, upper_bound=10.0, exclude=["3", "6"])},
-        timed={"lamb": Timed(lambda: LAMB(1e-6), 10)},
+        timed={"lamb": TimedOptimizer(lambda: LAMB(1e-6), 10)},
     ),
-    LANS: lambda: Part(
+    LANS: lambda: OptimizerPart(
         laws={"lans": lambda: LANS(0.01, epsilon=1e-3, weight_decay=1e-3, exclude=["3", "6"])},
-        timed={"lans": Timed(lambda: LANS(1e-6), 12)},
+        timed={"lans": TimedOptimizer(lambda: LANS(1e-6), 12)},
     ),
-    LBSGD: lambda: Part(
+    LBSGD: lambda: OptimizerPart(
         laws={
             "lbsgd": lambda: LBSGD(0.1, momentum=0.9, batch_scale=2, warmup_strategy="sqrt"),
             "lbsgd lars": lambda: LBSGD(0.01, momentum=0.9, weight_decay=1e-3, warmup_strategy="lars"),
         },
-        timed={"lbsgd": Timed(lambda: LBSGD(1e-6, momentum=0.9), 7)},
+        timed={"lbsgd": TimedOptimizer(lambda: LBSGD(1e-6, momentum=0.9), 7)},
     ),
-    Muon: lambda: Part(laws={"muon": lambda: Muon(0.05, weight_decay=1e-3, exclude=["6"])}, of_blas=True),
-    LarsWrapper: lambda: Part(
+    Muon: lambda: OptimizerPart(laws={"muon": lambda: Muon(0.05, weight_decay=1e-3, exclude=["6"])}, of_blas=True),
+    LarsWrapper: lambda: OptimizerPart(
         laws={
             "lars": lambda: _around(SGD(_falling(), 0.9)),
             "lars with epsilon": lambda: LarsWrapper(Adam(0.01, epsilon=1e-3), epsilon=0.1, exclude=["1", "3"]),
         }
     ),
-    BatchGradients: lambda: Part(
+    BatchGradients: lambda: OptimizerPart(
         laws={
             "batch gradients": lambda: BatchGradients(SGD(_falling(), momentum=0.9, weight_decay=1e-3), 2),
             "three batches": lambda: BatchGradients(Adam(0.01, epsilon=1e-3), 3),

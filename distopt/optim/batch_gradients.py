@@ -8,10 +8,10 @@ from distopt.kernels.layout import BucketLayout, compute_dtype
 from distopt.optim.arrays import check, check_states, widened
 from distopt.optim.optimizer import State
 from distopt.optim.protocols import AnyOptimizer
-from distopt.optim.wrapper import Wrapper
+from distopt.optim.wrapper import OptimizerWrapper
 
 
-class BatchGradients(Wrapper):
+class BatchGradients(OptimizerWrapper):
     """A wrapper that lets an optimizer update once in ``num_batches`` steps, by the mean of their gradients.
 
     It is MoXing's wrapper 'batch_gradients'.  The steps between two updates are a *window*.  A window's sums are

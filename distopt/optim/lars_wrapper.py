@@ -9,10 +9,10 @@ from distopt.optim.arrays import check, widened
 from distopt.optim.exclude import SUFFIXES, Exclude, described, left_out, predicate
 from distopt.optim.norms import Norms
 from distopt.optim.protocols import AnyOptimizer
-from distopt.optim.wrapper import Wrapper
+from distopt.optim.wrapper import OptimizerWrapper
 
 
-class LarsWrapper(Wrapper):
+class LarsWrapper(OptimizerWrapper):
     """A wrapper that scales gradients by LARS's trust ratio (You et al., 2017), as MoXing's wrapper 'lars'.
 
     The inner optimizer gets ``q (g + weight_decay w)`` for the gradient g of w, with the trust ratio
@@ -108,7 +108,7 @@ class LarsWrapper(Wrapper):
 
     def _refuse_decay_inside(self) -> None:
         opt = self.opt
-        while isinstance(opt, Wrapper) and not isinstance(opt, LarsWrapper):
+        while isinstance(opt, OptimizerWrapper) and not isinstance(opt, LarsWrapper):
             opt = opt.opt
         setting = getattr(opt, "weight_decay", 0.0)
         decay = setting(getattr(opt, "step_counter", 0)) if callable(setting) else setting

@@ -15,14 +15,14 @@ from distopt.optim.adamw import AdamW
 from distopt.optim.exclude import Exclude, described, predicate
 from distopt.optim.optimizer import (
     Optimizer,
+    OwnedSlots,
     Part,
     Pieces,
-    Ranks,
     State,
     SumOverRanks,
-    Table,
     TableState,
     Unshard,
+    UpdatingRanks,
 )
 from distopt.optim.schedules import Number
 
@@ -176,7 +176,7 @@ class Muon(Optimizer):
         self,
         buckets: Buckets,
         skip_flag: np.ndarray | None = None,
-        ranks: Ranks | None = None,
+        ranks: UpdatingRanks | None = None,
     ) -> None:
         if ranks is None or not (ranks.shared or self.sharded):
             super().update_buckets(buckets, skip_flag)
@@ -198,7 +198,7 @@ class Muon(Optimizer):
             else:
                 self.otherwise.update_bucket(run.members, run.total, skip_flag, sum_over_ranks)
 
-    def _update_own(self, buckets: Buckets, ranks: Ranks) -> None:
+    def _update_own(self, buckets: Buckets, ranks: UpdatingRanks) -> None:
         """Update this rank's matrices, and its shard of all else, in memory that all ranks share."""
         # A matrix's momentum is kept by the rank that updates it; but all ranks have the tables of all, in one order,
         # to collect it from.
@@ -211,7 +211,7 @@ class Muon(Optimizer):
             if owner == ranks.rank:
                 self._move(run.members, self._orthogonal(self._direction(run, None)), None)
 
-    def _update_and_gather(self, buckets: Buckets, skip_flag: np.ndarray | None, ranks: Ranks) -> None:
+    def _update_and_gather(self, buckets: Buckets, skip_flag: np.ndarray | None, ranks: UpdatingRanks) -> None:
         """Update all parameters, along directions of which this rank computes its own, and gathers the others."""
         # by owner
         matrices: list[list[BucketLayout]] = [[] for _ in range(ranks.size)]
@@ -280,7 +280,7 @@ class Muon(Optimizer):
             for section, is_matrix in self._sections(members):
                 yield Run(section, [Shard(number, of, section.part_of(flat)) for number, of, flat in total], is_matrix)
 
-    def _owned_runs(self, buckets: Buckets, ranks: Ranks) -> Iterator[tuple[Run, int | None]]:
+    def _owned_runs(self, buckets: Buckets, ranks: UpdatingRanks) -> Iterator[tuple[Run, int | None]]:
         """Yield the same, each matrix with the rank that it belongs to: its number in this update modulo the ranks."""
         numbers = itertools.count()
         for run in self._runs(buckets):
@@ -352,7 +352,7 @@ class Muon(Optimizer):
         """
         return super().get_states(unshard) | {"otherwise": self.otherwise.get_states(unshard)}
 
-    def tables(self) -> Iterator[Table]:
+    def tables(self) -> Iterator[OwnedSlots]:
         yield from super().tables()
         yield from self.otherwise.tables()
 

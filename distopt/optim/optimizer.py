@@ -38,7 +38,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-class Ranks(NamedTuple):
+class UpdatingRanks(NamedTuple):
     """The ranks that make an update together, from the same sums."""
 
     rank: int
@@ -59,7 +59,7 @@ class TableState(NamedTuple):
     scratch: dict[str, np.ndarray]
 
 
-class Table(NamedTuple):
+class OwnedSlots(NamedTuple):
     """What an optimizer keeps of the parameters of a table, and who updates these where ranks share them."""
 
     members: BucketLayout
@@ -245,7 +245,7 @@ class Optimizer(abc.ABC):
         self,
         buckets: Iterable[tuple[BucketLayout, Reduced]],
         skip_flag: np.ndarray | None = None,
-        ranks: Ranks | None = None,
+        ranks: UpdatingRanks | None = None,
     ) -> None:
         """Update the parameters of all buckets, after ``prepare``.
 
@@ -389,10 +389,10 @@ class Optimizer(abc.ABC):
                     states[slot].update({n: members.view(complete, i) for i, n in enumerate(members.names)})
         return {"rule": type(self).__name__} | {name: getattr(self, name) for name in self.counters} | states
 
-    def tables(self) -> Iterator[Table]:
+    def tables(self) -> Iterator[OwnedSlots]:
         """Yield the tables of all parameters for which there is memory, in the order in which it was reserved."""
         for (members, slots, _), number in self._numbered():
-            yield Table(members, list(slots.values()), number)
+            yield OwnedSlots(members, list(slots.values()), number)
 
     def _numbered(self) -> Iterator[tuple[TableState, int | None]]:
         """Yield the memory of each table, with the number of one of which a rank updates all."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Timed(NamedTuple):
+class TimedOptimizer(NamedTuple):
     """An optimizer whose update benchmarks time."""
 
     make: Callable[[], Any]
@@ -25,13 +25,13 @@ class Equations(NamedTuple):
     slots: int
 
 
-class Part(NamedTuple):
+class OptimizerPart(NamedTuple):
     """All that the rest of the library is to know of an optimizer; an entry of ``distopt.optim.ALL``."""
 
     # optimizers that all laws are tried with: functions that make them
     laws: Mapping[str, Callable[[], Any]] = NOTHING
     # what benchmarks time, by the name of the row
-    timed: Mapping[str, Timed] = NOTHING
+    timed: Mapping[str, TimedOptimizer] = NOTHING
     # what an update is held against; those of distopt are in `distopt.lab.laws.references`
     equations: Mapping[str, Equations] = NOTHING
     # its bits are those of the BLAS that numpy or cupy calls: other machines may have others

@@ -15,14 +15,14 @@ from distopt.optim.protocols import AnyOptimizer
 
 
 @dataclass(eq=False)
-class Named:
+class NamedArray:
     """A parameter for optimizers that take one: one object for each name, since they may use it as a key."""
 
     name: str
     data: np.ndarray
 
 
-class Wrapper(abc.ABC):
+class OptimizerWrapper(abc.ABC):
     """A base class of wrappers: optimizers that change the gradients that another one, ``opt``, is given.
 
     A subclass implements ``apply``, which passes gradients on by ``hand_over``, and ``own_numbers`` and
@@ -40,8 +40,8 @@ class Wrapper(abc.ABC):
 
     Example:
         >>> import numpy as np
-        >>> from distopt.optim import SGD, Wrapper
-        >>> class Ascent(Wrapper):
+        >>> from distopt.optim import SGD, OptimizerWrapper
+        >>> class Ascent(OptimizerWrapper):
         ...     def apply(self, name, value, grad):
         ...         self.hand_over(name, value, -grad)
         ...     def own_numbers(self):
@@ -61,7 +61,7 @@ class Wrapper(abc.ABC):
     def __init__(self, opt: AnyOptimizer):
         self.opt: Any = opt
         self._call_style = call_style(opt)
-        self._params: dict[str, Named] = {}
+        self._params: dict[str, NamedArray] = {}
 
     @abc.abstractmethod
     def apply(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
@@ -147,12 +147,12 @@ class Wrapper(abc.ABC):
 
     def check(self, members: BucketLayout) -> None:
         """Check, before anything moves, that the states of these parameters fit them; ValueError if one does not."""
-        if isinstance(self.opt, Optimizer | Wrapper):
+        if isinstance(self.opt, Optimizer | OptimizerWrapper):
             self.opt.check(members)
 
     def masters(self, members: BucketLayout, like: np.ndarray) -> np.ndarray | None:
         """Return the inner optimizer's float32 masters of 16-bit parameters, or None (``Optimizer.masters``)."""
-        return self.opt.masters(members, like) if isinstance(self.opt, Optimizer | Wrapper) else None
+        return self.opt.masters(members, like) if isinstance(self.opt, Optimizer | OptimizerWrapper) else None
 
     def numbers(self) -> list[str]:
         """Return a text for each number that ranks must have alike for the next update, the inner optimizer's included.
@@ -161,7 +161,7 @@ class Wrapper(abc.ABC):
             ValueError: a number is out of its range.
         """
         settings = [f"{type(self).__name__}'s {name}={value!r}" for name, value in self.own_numbers().items()]
-        return settings + (self.opt.numbers() if isinstance(self.opt, Optimizer | Wrapper) else [])
+        return settings + (self.opt.numbers() if isinstance(self.opt, Optimizer | OptimizerWrapper) else [])
 
     @abc.abstractmethod
     def own_numbers(self) -> dict[str, float]:
@@ -173,7 +173,7 @@ class Wrapper(abc.ABC):
 
     def __repr__(self) -> str:
         """Return the wrapper, the optimizer in it, and their settings; the same text on every rank."""
-        inner = repr(self.opt) if isinstance(self.opt, Optimizer | Wrapper) else type(self.opt).__name__
+        inner = repr(self.opt) if isinstance(self.opt, Optimizer | OptimizerWrapper) else type(self.opt).__name__
         return f"{type(self).__name__}({inner}, {self.settings_text()})"
 
     def hand_over(self, name: str, value: np.ndarray, grad: np.ndarray) -> None:
@@ -187,9 +187,13 @@ class Wrapper(abc.ABC):
         if self._call_style == "apply":
             self.opt.apply(name, value, grad)
             return
-        param = self._params.setdefault(name, Named(name, value))
+        param = self._params.setdefault(name, NamedArray(name, value))
         param.data = value
         self.opt.update(param, grad)
         # The optimizer made a new array instead of changing this one.
         if param.data is not value:
             device.copy(value, param.data)
+
+
+# Its name until now.
+Wrapper = OptimizerWrapper

@@ -20,7 +20,7 @@ from distopt.engine.nonfinite import LossScaler
 from distopt.engine.parameters import Parameter, checked_gradient
 from distopt.engine.spec import Options, StepSpec
 from distopt.engine.views import gradient_views, parameter_views
-from distopt.optim import AnyOptimizer, Optimizer, Wrapper
+from distopt.optim import AnyOptimizer, Optimizer, OptimizerWrapper
 from distopt.trainer import freshness, gluon
 
 # bounds of a batch size: 1 / batch_size is a normal float32
@@ -171,7 +171,7 @@ class Trainer(Checkpointed):
 
     def _own_optimizer(self, what: str) -> Optimizer:
         rule = self.opt
-        while isinstance(rule, Wrapper):
+        while isinstance(rule, OptimizerWrapper):
             rule = rule.opt
         if not isinstance(rule, Optimizer):
             raise NoLearningRateError(f"{what}: the optimizer must be one of distopt.optim, got {type(rule).__name__}")

@@ -12,7 +12,7 @@ from distopt.comm import Elastic, Metered
 from distopt.engine.buddies import Division, _elements
 from distopt.kernels.layout import CHUNK, BucketLayout
 from distopt.optim import SGD, Adam, Muon
-from distopt.optim.optimizer import Table
+from distopt.optim.optimizer import OwnedSlots
 
 CHUNKS = 10
 SIZE = CHUNKS * CHUNK
@@ -176,7 +176,7 @@ def test_nothing_is_sent_where_there_is_no_state_or_all_ranks_have_it_or_nobody_
 def test_each_element_is_in_one_share_and_in_one_part_of_it_that_moves(sizes, number, before, after):
     offsets = np.cumsum([0, *(-(-n // 16) * 16 for n in sizes)])[:-1].tolist()
     members = BucketLayout([str(k) for k in range(len(sizes))], [(n,) for n in sizes], offsets, np.float32)
-    table, counts = Table(members, [], number), np.zeros((2, members.extent), int)
+    table, counts = OwnedSlots(members, [], number), np.zeros((2, members.extent), int)
     for r in range(before):
         mine = Division(r, before).chunks(table)
         counts[0, _elements(members, [mine])] += 1

@@ -148,13 +148,15 @@ def public(package, base):
     return {
         kind
         for kind in (getattr(package, name) for name in package.__all__)
-        if inspect.isclass(kind) and issubclass(kind, base) and kind not in (base, optim.Optimizer, optim.Wrapper)
+        if inspect.isclass(kind)
+        and issubclass(kind, base)
+        and kind not in (base, optim.Optimizer, optim.OptimizerWrapper)
     }
 
 
 def test_every_public_class_is_registered():
     assert set(compress.ALL) == public(compress, compress.Compressor)
-    assert set(optim.ALL) == public(optim, optim.Optimizer | optim.Wrapper)
+    assert set(optim.ALL) == public(optim, optim.Optimizer | optim.OptimizerWrapper)
 
 
 def test_the_tables_of_the_documentation_have_every_part():

@@ -50,7 +50,7 @@ WRAPPERS: dict[str, Make] = {}
 OF_BLAS: list[str] = []
 for _kind, _about in optim.ALL.items():
     _part = _about()
-    (WRAPPERS if issubclass(_kind, optim.Wrapper) else OPTIMIZERS).update(_part.laws)
+    (WRAPPERS if issubclass(_kind, optim.OptimizerWrapper) else OPTIMIZERS).update(_part.laws)
     OF_BLAS += _part.laws if _part.of_blas else ()
 sgd, layer_wise = OPTIMIZERS["sgd"], WRAPPERS["lars"]
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from distopt.buckets import Bucket, BucketSet, Reduced
 from distopt.checkpoint.foreign import has_named, typed
-from distopt.optim import Wrapper
+from distopt.optim import OptimizerWrapper
 from distopt.optim.adapters.first_update import FirstUpdate
 from distopt.optim.foreign import state_methods
-from distopt.optim.optimizer import Optimizer, Ranks, Table, Unshard
+from distopt.optim.optimizer import Optimizer, OwnedSlots, Unshard, UpdatingRanks
 
 # attributes that hold it
 MOMENTUM = "momentum", "beta_1", "beta1"
@@ -46,7 +46,7 @@ class OptimizerAdapter(abc.ABC):
 
     def __init__(self, opt: Any):
         self.opt = opt
-        self._first = None if isinstance(opt, Optimizer | Wrapper) else FirstUpdate(opt)
+        self._first = None if isinstance(opt, Optimizer | OptimizerWrapper) else FirstUpdate(opt)
         innermost = self._innermost
         # whether each rank computes a part of an update, and the others get it
         self.shares_work = isinstance(innermost, Optimizer) and innermost.sharded
@@ -76,7 +76,7 @@ class OptimizerAdapter(abc.ABC):
     def reserve(self, buckets: BucketSet) -> None:  # noqa: B027  other libraries' optimizers allocate by themselves
         """Allocate the memory that updates with these buckets need; MemoryError if there is not enough."""
 
-    def tables(self) -> Iterable[Table]:
+    def tables(self) -> Iterable[OwnedSlots]:
         """Return what the optimizer keeps of the parameters, for distopt's optimizers."""
         return ()
 
@@ -95,7 +95,7 @@ class OptimizerAdapter(abc.ABC):
         sums: Iterable[Reduced],
         scale: float,
         skip_flag: np.ndarray | None = None,
-        ranks: Ranks | None = None,
+        ranks: UpdatingRanks | None = None,
     ) -> None:
         """Update all parameters, in backward order."""
         self.one_by_one(buckets, order, sums, scale)
@@ -137,7 +137,7 @@ class OptimizerAdapter(abc.ABC):
     def _innermost(self) -> Any:
         """The optimizer inside all wrappers."""
         opt = self.opt
-        while isinstance(opt, Wrapper):
+        while isinstance(opt, OptimizerWrapper):
             opt = opt.opt
         return opt
 

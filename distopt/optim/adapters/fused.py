@@ -8,7 +8,7 @@ import numpy as np
 
 from distopt.buckets import Bucket, BucketSet, Reduced
 from distopt.optim.adapters.base import ApplyAdapter, Known
-from distopt.optim.optimizer import Optimizer, Ranks, Table, Unshard
+from distopt.optim.optimizer import Optimizer, OwnedSlots, Unshard, UpdatingRanks
 
 
 class FusedAdapter(ApplyAdapter):
@@ -31,7 +31,7 @@ class FusedAdapter(ApplyAdapter):
         for group in buckets.groups:
             self.opt.reserve(group.parameters, group.gradient)
 
-    def tables(self) -> Iterable[Table]:
+    def tables(self) -> Iterable[OwnedSlots]:
         return self.opt.tables()  # type: ignore[no-any-return]
 
     def masters(self, bucket: Bucket) -> np.ndarray | None:
@@ -50,7 +50,7 @@ class FusedAdapter(ApplyAdapter):
         sums: Iterable[Reduced],
         scale: float,
         skip_flag: np.ndarray | None = None,
-        ranks: Ranks | None = None,
+        ranks: UpdatingRanks | None = None,
     ) -> None:
         self.opt.prepare(scale)
         groups, totals = buckets.grouped(sums)
