@@ -16,7 +16,7 @@ from distopt.engine.parameters import Loss
 from distopt.engine.partial import Averaged, PartialSteps
 from distopt.engine.spec import GradientHook, Options, StepSpec, among
 from distopt.engine.views import parameter_views
-from distopt.optim import SGD, AnyOptimizer
+from distopt.optim import AnyOptimizer
 from distopt.singa import SingaModes, SingaVerbs, with_compressor
 
 if TYPE_CHECKING:
@@ -143,13 +143,12 @@ class DistOpt(SingaModes, SingaVerbs, Checkpointed):
         made = _from_id(communicator, nccl_id, local_rank, world_size)
         self.communicator, comm = ranks(made or communicator, deterministic)
         self._made = made
-        capacity, size = check_int("buffSize", buffSize, least=1), check_int("threshold", threshold, least=0)
+        self._staging = Staging(check_int("buffSize", buffSize, least=1))
         options = Options.checked(comm, **among(Options._fields, asked))
         self._model = torch_model(opt, params)
-        engine = Engine(SGD() if opt is None else opt, comm, options, threshold=size)
+        engine = Engine(opt, comm, options, threshold=threshold)
         super().__init__(engine, asked)
         self._partial = PartialSteps(engine)
-        self._staging = Staging(capacity)
         # what the last step was
         self._last: StepSpec | Averaged | None = None
         if self._model is not None:
@@ -158,23 +157,6 @@ class DistOpt(SingaModes, SingaVerbs, Checkpointed):
                 self._model.overlap()
         record_if_asked(engine)
         watch_first_gradients(engine)
-
-    # -- who this is
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.communicator.size
-
-    @property
-    def global_rank(self) -> int:
-        """This process among all."""
-        return self.communicator.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process among those of its node."""
-        return self.communicator.local_rank
 
     def close(self) -> None:
         """Refuse everything from now on.  A communicator stays open, unless it was made from ``nccl_id``: collective.

@@ -19,7 +19,7 @@ from distopt.engine.nonfinite import Policy
 from distopt.engine.outer_loop import LocalOptions, LocalTraining, alone, outer_loop, places
 from distopt.engine.parameters import Loss
 from distopt.engine.spec import GradientHook, Options, among
-from distopt.optim import SGD, AnyOptimizer
+from distopt.optim import AnyOptimizer
 
 if TYPE_CHECKING:
     from distopt.lab import Advice, Wire
@@ -118,7 +118,7 @@ class LocalSteps(Checkpointed):
         self.communicator, comm = ranks(communicator, deterministic)
         own = alone(comm)
         options = Options.checked(own, **among(Options._fields, asked | {"broadcast": False, "check_every": 0}))
-        inner = Engine(SGD() if opt is None else opt, own, options, threshold=int(threshold), kind="LocalSteps")
+        inner = Engine(opt, own, options, threshold=threshold, kind="LocalSteps")
         loop = outer_loop(
             comm,
             lambda: places(inner),
@@ -181,21 +181,6 @@ class LocalSteps(Checkpointed):
         exchange = "; ".join(filter(None, (self._training.outer.windows.describe(), plans[0].exchange)))
         buckets, payload = (sum((getattr(p, field) for p in plans), ()) for field in ("buckets", "payload"))
         return replace(plans[0], buckets=buckets, payload=payload, exchange=exchange)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._ranks.size
-
-    @property
-    def global_rank(self) -> int:
-        """This process among all."""
-        return self._ranks.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process among those of its node."""
-        return self._ranks.local_rank
 
     def observe(self, callback: Callable[[int, Mapping[str, float]], object] | None = None, every: int = 100) -> None:
         """Call ``callback(exchange, numbers)`` after every ``every``-th exchange, as ``DistOpt.observe`` at steps.

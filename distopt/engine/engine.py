@@ -30,6 +30,7 @@ from distopt.engine.reducers import CollectiveReducer, Reducer, Reducers, StepCo
 from distopt.engine.spec import NOTHING, Options, Outcome, StepSpec, Update
 from distopt.engine.undo import Undo
 from distopt.exchange import EXCHANGES
+from distopt.optim import SGD
 from distopt.optim.adapters import adapt
 from distopt.optim.optimizer import UpdatingRanks
 from distopt.resilience import job
@@ -76,8 +77,9 @@ class Engine:
         # kind, remedy, counted: for errors: the facade, what to do after a step that failed halfway, and an update.
         nonfinite = policy(options.nonfinite)
         # The threshold, in elements of a bucket, may be another one from the next step on.
-        self.comm, self.options, self.threshold, self.kind = comm, options, threshold, kind
-        self.optimizer = adapt(opt)
+        self.comm, self.options, self.kind = comm, options, kind
+        self.threshold = check_int("threshold", threshold, least=0)
+        self.optimizer = adapt(SGD() if opt is None else opt)
         self.accumulator = GradientAccumulator(options.num_batches, options.sync_on_apply)
         self.progress = Progress(self.accumulator, remedy, counted)
         # What a step has changed, where it may be made again; None where the job ends with the first lost rank.
@@ -86,7 +88,7 @@ class Engine:
             comm,
             self.optimizer,
             self.undo,
-            threshold=threshold,
+            threshold=self.threshold,
             allow_missing=options.allow_missing,
             broadcast=options.broadcast,
             overlaps=options.overlap,

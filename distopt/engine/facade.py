@@ -231,6 +231,21 @@ class Checkpointed(Facade):
         super().__init__(engine, arguments, self._state.comm)
         self._checkpointer = Checkpointer(self._state, self._model.known if self._model else None)
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._ranks.size
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self._ranks.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its node."""
+        return self._ranks.local_rank
+
     def close(self) -> None:
         """Refuse everything from now on; other jobs may then save to the same folder.
 

@@ -102,6 +102,7 @@ class LocalOptions:
         """Check what a user gave."""
         Windows.checked(self.every, self.fragments, self.delay)
         check_float("alpha", self.alpha, most=1.0)
+        # Here too, as an outer engine is made after the ranks have met.
         check_int("threshold", self.threshold, least=0)
 
     @property
@@ -420,7 +421,7 @@ def outer_loop(
 
     def make(ranks: Communicator) -> Engine:
         outer = local.outer_copy()
-        engine = Engine(outer, ranks, options, threshold=int(local.threshold), kind="LocalSteps", counted="exchange")
+        engine = Engine(outer, ranks, options, threshold=local.threshold, kind="LocalSteps", counted="exchange")
         # What forbids an exchange is raised now, and not after a window.
         engine.checked_threshold(spec)
         sent = spec.compressor()

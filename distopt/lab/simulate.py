@@ -38,7 +38,7 @@ from distopt.exchange.hierarchical import NodeExchange, node_ranks
 from distopt.exchange.two_phase import Owned
 from distopt.lab.observe.hook import QualityHook
 from distopt.lab.sequential_step import SequentialBuckets, SequentialExchange, SequentialNodes, move_states
-from distopt.optim import SGD, AnyOptimizer
+from distopt.optim import AnyOptimizer
 from distopt.singa import SingaModes
 
 Losses = Callable[[int], Any]
@@ -443,10 +443,10 @@ def virtual_engine(opt: AnyOptimizer | None, ranks: VirtualRanks, options: Optio
     if options.nonfinite not in ("raise", "propagate"):
         raise ValueError(f"nonfinite must be 'raise' or 'propagate' for virtual ranks, got {options.nonfinite!r}")
     return Engine(
-        SGD() if opt is None else opt,
+        opt,
         ranks,
         options,
-        threshold=check_int("threshold", threshold, least=0),
+        threshold=threshold,
         remedy="start anew",
         make_reducers=lambda engine: SequentialReducers(engine, ranks),
     )

@@ -13,7 +13,7 @@ from distopt.engine.engine import Engine
 from distopt.engine.outer_loop import Fragment, LocalOptions, alone, begin_all, places
 from distopt.engine.spec import GradientHook, Options, StepSpec, among, shows
 from distopt.lab.simulate import Losses, VirtualRanks, run_virtual, virtual_engine
-from distopt.optim import SGD, AnyOptimizer
+from distopt.optim import AnyOptimizer
 
 
 class LocalSimulation:
@@ -169,7 +169,7 @@ def _inner_engine(
     own = alone(ranks)
     own.control.rank = rank
     options = Options.checked(own, broadcast=False, **asked)
-    return Engine(SGD() if opt is None else copy.deepcopy(opt), own, options, threshold=threshold, kind="LocalSteps")
+    return Engine(copy.deepcopy(opt), own, options, threshold=threshold, kind="LocalSteps")
 
 
 @shows(LocalSimulation)

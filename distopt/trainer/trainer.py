@@ -9,7 +9,7 @@ import numpy as np
 
 from distopt import device
 from distopt.buckets import Reduced, read_sums, unsharded, write_sums
-from distopt.checks import as_float, check_int
+from distopt.checks import as_float
 from distopt.comm import Communicator, world
 from distopt.comm.control import agreed
 from distopt.engine.agreement import AllJoinedError
@@ -133,7 +133,7 @@ class Trainer(Checkpointed):
             allow_missing=True,
             clip_norm=clip_norm,
         )
-        engine = Engine(rule, comm, options, threshold=check_int("threshold", threshold, least=0), kind="Trainer")
+        engine = Engine(rule, comm, options, threshold=threshold, kind="Trainer")
         super().__init__(engine, {"threshold": threshold, "clip_norm": clip_norm, "loss_scaler": loss_scaler})
         record_if_asked(engine)
         watch_first_gradients(engine)
