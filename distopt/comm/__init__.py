@@ -1,6 +1,6 @@
 """Communicators: collectives over MPI, NCCL, the threads of one process, or one rank alone.
 
-To add one, write a module in this package and a test file, and export its class below.
+To add one, write a module with a class that defines ``exchange``, and a line in tests/transports.py.
 """
 
 from distopt.comm.communicator import Communicator

@@ -30,7 +30,7 @@ KEEP = 10_000  # entries, by default: less than 100 MB, if a thousand tensors ar
 MAX_DRAFTS = 1000  # drafts after which entries are made
 
 
-class Sum(NamedTuple):
+class Total(NamedTuple):
     """Sum of messages of one kind."""
 
     # volume: number of calls, and the amounts in `VOLUME`, `(1 + len(VOLUME),)`
@@ -38,10 +38,10 @@ class Sum(NamedTuple):
     names: tuple[str, ...] = ()
     parts: Sequence[int] | np.ndarray = ()  # payload bytes of each tensor, `(len(names),)`
 
-    def plus(self, entry: Entry) -> "Sum":
+    def plus(self, entry: Entry) -> "Total":
         volume = tuple(map(operator.add, self.volume, (1, *entry.volume)))
         parts = np.asarray(entry.parts, np.int64)
-        return Sum(volume, entry.names, self.parts + parts if self.volume[0] else parts)
+        return Total(volume, entry.names, self.parts + parts if self.volume[0] else parts)
 
     def amounts(self) -> dict[str, int]:
         return dict(zip(AMOUNTS, self.volume, strict=True))
@@ -55,7 +55,7 @@ class Sum(NamedTuple):
                 yield name, {"calls": calls, "payload": part}
 
 
-NOTHING = Sum()
+NOTHING = Total()
 
 
 class Report(dict[str, dict[str, int]]):
@@ -93,7 +93,7 @@ class Ledger:
         self._entries: deque[Entry] = deque(maxlen=check_int("keep", keep, least=0))
         self._drafts: deque[Callable[[], Entry]] = deque()
         self._lock = threading.Lock()
-        self._sums: dict[tuple[str, int | None, str, tuple[str, ...]], Sum] = {}
+        self._sums: dict[tuple[str, int | None, str, tuple[str, ...]], Total] = {}
         # the first and the last one that has sent something
         self._steps: tuple[int, int] | None = None
 
@@ -162,7 +162,7 @@ class Ledger:
                 groups.setdefault(tuple(row[c] for c in columns), Counter()).update(amounts)
         return [dict(zip(columns, key, strict=True)) | sums for key, sums in groups.items()]
 
-    def _all(self, by_message: bool) -> list[tuple[tuple[Any, ...], Sum]]:
+    def _all(self, by_message: bool) -> list[tuple[tuple[Any, ...], Total]]:
         """Return pairs of (step, phase, bucket, verb) and a sum."""
         # by_message: one pair per message that is kept; else one per kind, of all messages, with step None.
         if by_message:
