@@ -17,7 +17,7 @@ import numpy as np
 
 from distopt import formatting
 from distopt.checks import check_int
-from distopt.comm.message import KEYS, VOLUME, Entry
+from distopt.comm.message import KEYS, VOLUME, LedgerEntry
 
 COLUMNS = *KEYS, "tensor"
 AMOUNTS = "calls", *VOLUME
@@ -38,7 +38,7 @@ class Total(NamedTuple):
     names: tuple[str, ...] = ()
     parts: Sequence[int] | np.ndarray = ()  # payload bytes of each tensor, `(len(names),)`
 
-    def plus(self, entry: Entry) -> "Total":
+    def plus(self, entry: LedgerEntry) -> "Total":
         volume = tuple(map(operator.add, self.volume, (1, *entry.volume)))
         parts = np.asarray(entry.parts, np.int64)
         return Total(volume, entry.names, self.parts + parts if self.volume[0] else parts)
@@ -90,15 +90,15 @@ class Ledger:
     """
 
     def __init__(self, keep: int = KEEP):
-        self._entries: deque[Entry] = deque(maxlen=check_int("keep", keep, least=0))
-        self._drafts: deque[Callable[[], Entry]] = deque()
+        self._entries: deque[LedgerEntry] = deque(maxlen=check_int("keep", keep, least=0))
+        self._drafts: deque[Callable[[], LedgerEntry]] = deque()
         self._lock = threading.Lock()
         self._sums: dict[tuple[str, int | None, str, tuple[str, ...]], Total] = {}
         # the first and the last one that has sent something
         self._steps: tuple[int, int] | None = None
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LedgerEntry]:
         with self._lock:
             self._make()
             return list(self._entries)
@@ -112,7 +112,7 @@ class Ledger:
             duplicate._steps = self._steps
         return duplicate
 
-    def write(self, draft: Callable[[], Entry]) -> None:
+    def write(self, draft: Callable[[], LedgerEntry]) -> None:
         """Add one message."""
         # draft: makes the entry; called when the ledger is read, or after `MAX_DRAFTS` drafts.
         self._drafts.append(draft)

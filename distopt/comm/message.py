@@ -59,7 +59,7 @@ class Tagging:
         self._holder._tag = self._previous
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """One message of one rank in a ledger.  Amounts are bytes, but for ``ideal``."""
 
     step: int  # the step, from 1; 0 for messages outside of steps
@@ -83,7 +83,7 @@ class Entry(NamedTuple):
         return self[len(KEYS) : -2]  # type: ignore[return-value]
 
 
-KEYS, VOLUME = Entry._fields[:4], Entry._fields[4:-2]
+KEYS, VOLUME = LedgerEntry._fields[:4], LedgerEntry._fields[4:-2]
 
 
 def apportion(total: int, counts: Sequence[int] | np.ndarray) -> np.ndarray:

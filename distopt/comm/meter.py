@@ -12,7 +12,7 @@ import numpy as np
 
 from distopt.comm.byte_counts import Algorithm, Moved, shares
 from distopt.comm.ledger import Ledger
-from distopt.comm.message import Entry, MessageTag, Tagging, apportion
+from distopt.comm.message import LedgerEntry, MessageTag, Tagging, apportion
 from distopt.kernels.breakdown import LazyBreakdown, PayloadBreakdown
 from distopt.kernels.layout import BucketLayout
 
@@ -90,7 +90,7 @@ class Meter:
         # spread: whether to share out the payload among the members of the bucket.
         tag = self._tag._replace(breakdown=None)  # the draft must not keep buffers alive
 
-        def entry() -> Entry:
+        def entry() -> LedgerEntry:
             wire, breakdown = moved(), lazy()
             members = tag.members if spread else None
             parts = () if members is None else member_bytes(members, breakdown, n, itemsize)
@@ -99,7 +99,7 @@ class Meter:
             # int(): numpy's integers cannot be written as JSON
             values, indices, ideal = int(breakdown.values), int(breakdown.indices), int(ideal)
             volume = payload, values, indices, ideal, sum(wire.sent), sum(wire.received), *between
-            return Entry(tag.step, tag.phase, tag.bucket, verb, *volume, members.names if members else (), parts)
+            return LedgerEntry(tag.step, tag.phase, tag.bucket, verb, *volume, members.names if members else (), parts)
 
         self.ledger.write(entry)
 

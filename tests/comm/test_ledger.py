@@ -19,7 +19,7 @@ import tiers
 from distopt import DistOpt, run_ranks
 from distopt.comm import LocalCommunicator, Metered, Ordered
 from distopt.comm.ledger import KEEP, REST, Ledger
-from distopt.comm.message import Entry, apportion
+from distopt.comm.message import LedgerEntry, apportion
 from distopt.compress import (
     DeepGradientCompression,
     ErrorFeedback,
@@ -325,7 +325,9 @@ def test_the_ledger_may_be_read_while_another_thread_writes():
 
     def write():
         for k in itertools.takewhile(lambda k: not stop.is_set(), itertools.count()):
-            ledger.write(lambda k=k: Entry(k, "gradients", k % 101, "all_reduce", *[8] * 8, (f"p{k % 103}",), [8]))
+            ledger.write(
+                lambda k=k: LedgerEntry(k, "gradients", k % 101, "all_reduce", *[8] * 8, (f"p{k % 103}",), [8])
+            )
             if k % 500 == 499:
                 ledger.clear()
 
